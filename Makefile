@@ -1,0 +1,75 @@
+# One command per task. Start with `make setup`; `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+
+# What `make test` runs: everything but the rules and the end-to-end tests, or one folder or file, as in
+# `make test SUITE=tests/core`. pytest ends with status 5 when it finds no test at all, and make fails with it.
+SUITE ?=
+WORKERS ?= 2
+BENCH ?= journal
+SEEDS ?= 1000
+ARGS ?=
+
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check lint rules test e2e bench soak docs services constraints format clean installed
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with the pinned packages; does nothing when nothing changed
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes -r constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+check: lint rules ## all static checks: lint, then rules
+
+lint: installed ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+rules: installed ## the tests of the rules that the tree itself has to keep
+	$(PYTEST) tests/rules $(ARGS)
+
+test: installed ## the tests; SUITE=tests/core for one suite, ARGS= for pytest
+	$(PYTEST) -n $(WORKERS) --durations=10 $(or $(SUITE),tests --ignore=tests/rules --ignore=tests/e2e) $(ARGS)
+
+e2e: installed ## the end-to-end tests: real processes, real servers
+	$(PYTEST) --durations=10 tests/e2e $(ARGS)
+
+bench: installed ## a benchmark; BENCH=journal ARGS=--quick
+	$(BIN)/python -m bench $(BENCH) $(ARGS)
+
+soak: installed ## the long simulation; SEEDS=1000
+	$(BIN)/python -m soak register --seeds $(SEEDS) $(ARGS)
+
+docs: installed ## build the documents into site/
+	$(BIN)/mkdocs build --strict
+
+services: installed ## run the servers the tests need, in the foreground, and print their URL
+	@$(BIN)/python -m strata.testing.services
+
+constraints: installed ## pin all packages of pyproject.toml again, with hashes
+	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --python-version 3.11 \
+		--extra sdk --extra worker --extra hub --extra postgres --extra dev \
+		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints.txt
+
+format: installed ## let ruff format the code and repair what it can
+	$(BIN)/ruff check --fix-only --exit-zero .
+	$(BIN)/ruff format .
+
+clean: ## remove what was built and cached; .venv stays
+	rm -rf site dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+installed:
+	@test -x $(BIN)/python || { echo 'There is no $(VENV) yet: run `make setup` first.' >&2; exit 1; }
