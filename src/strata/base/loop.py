@@ -1,0 +1,42 @@
+"""`every`: the only repeating loop. It knows nothing of what it repeats; `run_once` knows everything."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from strata.base import log
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+
+_log = log.get(__name__)
+
+RunOnce = Callable[[], Awaitable[None]]
+
+
+async def every(interval_s: float, run_once: RunOnce, *, clock: Clock, max_backoff_s: float = 60.0) -> None:
+    """Run, wait, repeat until cancelled. A slow run skips the ticks it missed; a failing one is logged and backs off.
+
+    This is one of the two places where any exception is caught: a loop that others rely on must outlive a bug in
+    one of its turns. The other is the outermost handler of each process.
+    """
+    if not interval_s > 0:
+        raise StrataError(Code.INVALID, f"a periodic task needs an interval of more than 0 seconds, not {interval_s}")
+    failures = 0
+    while True:
+        started_s = clock.monotonic_s()
+        try:
+            await run_once()
+            failures = 0
+        except Exception:  # noqa: BLE001 - see above
+            failures += 1
+            _log.exception("a periodic task failed", failures_in_a_row=failures)
+        took_s = clock.monotonic_s() - started_s
+        await clock.sleep(_pause_s(interval_s, took_s, failures, max_backoff_s))
+
+
+def _pause_s(interval_s: float, took_s: float, failures: int, max_backoff_s: float) -> float:
+    if failures > 1:
+        return max(interval_s, min(max_backoff_s, interval_s * 2.0 ** min(failures - 1, 16)))
+    if took_s <= interval_s:
+        return interval_s - took_s
+    return interval_s - took_s % interval_s

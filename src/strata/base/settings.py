@@ -1,0 +1,271 @@
+"""Settings of a process: one frozen Struct from flags, environment, file and defaults, in this order of precedence.
+
+Every problem of a load is reported at once, each with the place where it can be mended. This is the only module that
+reads the environment; `Secret` is how a password or a token is declared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Generic, Literal, TypeVar
+
+import msgspec
+
+from strata.base import toml
+from strata.base.convert import Mismatch, convert, show
+from strata.base.errors import Code, StrataError
+from strata.base.schema import Group, Leaf, Variable, default_of, describe, variables
+from strata.base.secret import Secret, mask_hook
+from strata.base.suggest import suggestion
+
+__all__ = ["Explained", "Origin", "Secret", "Setting", "load", "load_explained", "no_color"]
+
+T = TypeVar("T", bound=msgspec.Struct)
+_Path = tuple[str, ...]
+_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value comes from, as a person would name it: `default`, `strata.toml:12`, `env STRATA_…`, `flag …`."""
+
+    source: Literal["default", "file", "env", "flag"]
+    name: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        if self.source == "default":
+            return "default"
+        if self.source == "file":
+            return self.name if self.line is None else f"{self.name}:{self.line}"
+        return f"{self.source} {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value for showing: secrets are masked, the rest is as JSON would carry it."""
+
+    name: str
+    value: Any
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Explained(Generic[T]):
+    value: T
+    settings: tuple[Setting, ...]
+
+    def origin(self, name: str) -> Origin:
+        for setting in self.settings:
+            if setting.name == name:
+                return setting.origin
+        raise StrataError(Code.NOT_FOUND, f"there is no setting {name!r}{suggestion(name, self._names())}")
+
+    def _names(self) -> list[str]:
+        return [setting.name for setting in self.settings]
+
+
+def load(
+    kind: type[T],
+    *,
+    section: str,
+    file: Path | None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any],
+) -> T:
+    """`kind` from `[section]` of the file, `STRATA_<SECTION>_…` and flags.
+
+    Flags are named by dotted path (`"journal.database"`); None means that the flag was not given. Text from the
+    environment and from flags is read as the field's type: yes/no, numbers, `a,b,c` or `["a", "b"]`; an empty text is
+    None for an optional field. Other tables of the file belong to other sections.
+    """
+    return load_explained(kind, section=section, file=file, environ=environ, flags=flags).value
+
+
+def load_explained(
+    kind: type[T],
+    *,
+    section: str,
+    file: Path | None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any],
+) -> Explained[T]:
+    """Like `load`, and says of every value where it comes from."""
+    if environ is None:
+        environ = os.environ  # noqa: TID251 - this is the one place
+    schema = describe(kind)
+    given = _Given(section, file)
+    known = variables(section, schema)
+    if file is not None:
+        given.read_file(schema, file)
+    given.read_environment(known, environ)
+    given.read_flags(schema, flags)
+    build = _Build(given, {variable.leaf.path: name for name, variable in reversed(known.items())})
+    value = build.struct(schema, None)
+    if given.problems or value is None:
+        raise StrataError(Code.INVALID, "\n".join(given.problems), problems=tuple(given.problems))
+    assert isinstance(value, kind)
+    return Explained(value, tuple(build.settings))
+
+
+def no_color(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the person set NO_COLOR (https://no-color.org): to anything but the empty text."""
+    return bool((os.environ if environ is None else environ).get("NO_COLOR"))  # noqa: TID251 - this is the one place
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    value: Any
+    origin: Origin
+    from_text: bool
+
+
+@dataclass(slots=True)
+class _Given:
+    """What was written anywhere, the strongest source last, and what is wrong with it."""
+
+    section: str
+    file: Path | None
+    values: dict[_Path, _Value] = field(default_factory=dict)
+    groups: set[_Path] = field(default_factory=set)
+    """Groups that somebody wrote something about: an optional one then exists."""
+    problems: list[str] = field(default_factory=list)
+    document: toml.Document | None = None
+
+    def read_file(self, schema: Group, file: Path) -> None:
+        try:
+            self.document = toml.parse(file.read_bytes().decode(), str(file))
+        except OSError as error:
+            self.problems.append(f"{file}: cannot read the settings file: {error.strerror}")
+        except UnicodeDecodeError as error:
+            self.problems.append(f"{file}: the settings file is not UTF-8 text (byte {error.start})")
+        except StrataError as error:
+            self.problems.append(str(error))
+        else:
+            table = self.document.data.get(self.section)
+            if table is not None:
+                self._read_table(schema, table, self.document)
+
+    def _read_table(self, group: Group, table: Any, document: toml.Document) -> None:
+        where = document.where((self.section, *group.path))
+        if not isinstance(table, dict):
+            self.problems.append(f"{where}: {self.dotted(group.path)}: expected a table, found {show(table)}")
+            return
+        self.groups.add(group.path)
+        for key, value in table.items():
+            path = (*group.path, key)
+            member = group.members.get(key)
+            if member is None:
+                where = document.where((self.section, *path))
+                self.problems.append(f"{where}: {self.dotted(path)}: unknown key{suggestion(key, group.members)}")
+            elif isinstance(member, Group):
+                self._read_table(member, value, document)
+            else:
+                line = document.line((self.section, *path))
+                self._put(path, _Value(value, Origin("file", document.source, line), from_text=False))
+
+    def read_environment(self, known: Mapping[str, Variable], environ: Mapping[str, str]) -> None:
+        seen: dict[_Path, str] = {}
+        prefix = f"STRATA_{self.section.upper()}_"
+        for name in sorted(name for name in environ if name.startswith(prefix)):
+            variable = known.get(name)
+            if variable is None:
+                self.problems.append(f"env {name}: unknown variable{suggestion(name, known, prefix=prefix)}")
+                continue
+            path = variable.leaf.path
+            if path in seen:
+                self.problems.append(f"env {name}: {seen[path]} is set too; only one of them can be meant")
+            seen[path] = name
+            value = {"file": environ[name]} if variable.names_file else environ[name]
+            self._put(path, _Value(value, Origin("env", name), from_text=not variable.names_file))
+
+    def read_flags(self, schema: Group, flags: Mapping[str, Any]) -> None:
+        known = {".".join(leaf.path): leaf for leaf in schema.leaves()}
+        for name, value in flags.items():
+            if name not in known:
+                self.problems.append(f"flag {name}: unknown setting{suggestion(name, known)}")
+            elif value is not None:
+                self._put(known[name].path, _Value(value, Origin("flag", name), from_text=isinstance(value, str)))
+
+    def _put(self, path: _Path, value: _Value) -> None:
+        self.values[path] = value
+        self.groups.update(path[:length] for length in range(len(path)))
+
+    def dotted(self, path: _Path) -> str:
+        return ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in (self.section, *path))
+
+    def where(self, origin: Origin, path: tuple[toml.Key, ...]) -> str:
+        """The beginning of a problem's line."""
+        if origin.source != "file" or self.document is None:
+            return str(origin)
+        return self.document.where((self.section, *path))
+
+
+@dataclass(slots=True)
+class _Build:
+    """Makes the Struct from the inside out; a part with a problem is None, and so is everything around it."""
+
+    given: _Given
+    variable_of: Mapping[_Path, str]
+    settings: list[Setting] = field(default_factory=list)
+
+    def struct(self, group: Group, base: Any) -> Any:
+        """`base` is the default of the place this group is in: what is not given keeps that default's values."""
+        problems = len(self.given.problems)
+        values = {}
+        for member in group.members.values():
+            default = getattr(base, member.attribute) if base is not None else default_of(member)
+            made = self._leaf(member, default) if isinstance(member, Leaf) else self._group(member, default)
+            values[member.attribute] = made
+        if len(self.given.problems) > problems:
+            return None
+        try:
+            return group.kind(**values)
+        except (ValueError, TypeError, StrataError) as error:
+            self._problem(self._place(group.path), str(error))
+            return None
+
+    def _group(self, group: Group, default: Any) -> Any:
+        if default is None and group.path not in self.given.groups:
+            self._explain(group.path, None, Origin("default"))
+            return None
+        return self.struct(group, default if isinstance(default, msgspec.Struct) else None)
+
+    def _leaf(self, leaf: Leaf, default: Any) -> Any:
+        written = self.given.values.get(leaf.path)
+        if written is None:
+            if default is msgspec.NODEFAULT:
+                self._problem(self.given.dotted(leaf.path), self._required(leaf))
+            else:
+                self._explain(leaf.path, default, Origin("default"))
+            return default
+        try:
+            value = convert(leaf, written.value, from_text=written.from_text)
+        except Mismatch as mismatch:
+            where = self.given.where(written.origin, (*leaf.path, *mismatch.inside))
+            self._problem(f"{where}: {self.given.dotted(leaf.path)}", mismatch.reason)
+            return None
+        self._explain(leaf.path, value, written.origin)
+        return value
+
+    def _required(self, leaf: Leaf) -> str:
+        file = f"in [{self.given.section}] of {self.given.file}, " if self.given.file else ""
+        return f"required but not set (set it {file}as {self.variable_of[leaf.path]} or as a flag)"
+
+    def _place(self, path: _Path) -> str:
+        name = self.given.dotted(path)
+        document = self.given.document
+        if document is None or path not in self.given.groups or document.line((self.given.section, *path)) is None:
+            return name
+        return f"{document.where((self.given.section, *path))}: {name}"
+
+    def _explain(self, path: _Path, value: Any, origin: Origin) -> None:
+        self.settings.append(Setting(".".join(path), msgspec.to_builtins(value, enc_hook=mask_hook), origin))
+
+    def _problem(self, where: str, reason: str) -> None:
+        self.given.problems.append(f"{where}: {reason}")

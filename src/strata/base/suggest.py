@@ -1,0 +1,52 @@
+"""What somebody probably meant: the known name nearest to a misspelt one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+_LISTED_NAMES: Final = 12
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name with the fewest typing mistakes in between, if they are at most a third of its letters."""
+    best: tuple[int, str] | None = None
+    for candidate in known:
+        limit = max(1, len(candidate) // 3)
+        if abs(len(candidate) - len(name)) > limit:
+            continue
+        mistakes = _mistakes(name.lower(), candidate.lower())
+        if mistakes <= limit and (best is None or mistakes < best[0]):
+            best = (mistakes, candidate)
+    return best[1] if best else None
+
+
+def suggestion(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """` (did you mean "…"?)` or, if nothing is near, ` (known: …)`, for the end of a message.
+
+    The names are compared without `prefix`, which they share, and shown with it.
+    """
+    names = [candidate.removeprefix(prefix) for candidate in known]
+    near = nearest(name.removeprefix(prefix), names)
+    if near is not None:
+        return f' (did you mean "{prefix}{near}"?)'
+    listed = [f"{prefix}{candidate}" for candidate in names[:_LISTED_NAMES]]
+    if len(names) > _LISTED_NAMES:
+        listed.append("…")
+    return f" (known: {', '.join(listed)})" if listed else ""
+
+
+def _mistakes(one: str, other: str) -> int:
+    """Letters added, left out, replaced or swapped with their neighbour (optimal string alignment)."""
+    # difflib is not enough: it finds "root" nearer to "prot" than "port".
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for row, letter in enumerate(one, 1):
+        current = [row]
+        for column, wanted in enumerate(other, 1):
+            cost = min(last[column] + 1, current[-1] + 1, last[column - 1] + (letter != wanted))
+            if row > 1 and column > 1 and letter == other[column - 2] and one[row - 2] == wanted:
+                cost = min(cost, before[column - 2] + 1)
+            current.append(cost)
+        before, last = last, current
+    return last[-1]
