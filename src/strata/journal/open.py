@@ -1,0 +1,35 @@
+"""From a database address to a journal: `memory:`, `sqlite:PATH` (or a bare path), `postgresql://…`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.journal.port import Journal
+
+
+async def open_journal(database: str, clock: Clock, *, create: bool = True) -> Journal:
+    """Open the journal there, making its tables unless told not to: who only looks must leave no trace.
+
+    Each adapter is imported only when asked for: a base install has no database driver.
+    """
+    scheme, separator, rest = database.partition(":")
+    if scheme in ("postgresql", "postgres") and separator:
+        from strata.journal.postgres import PostgresJournal
+
+        return await PostgresJournal.open(database, clock, create=create)
+    if database == "memory:":
+        from strata.journal.memory import MemoryJournal
+
+        return MemoryJournal(clock)
+    if "://" in database or not database:
+        raise StrataError(
+            Code.INVALID,
+            f"{scheme + '://…' if scheme else 'nothing'} is not a database Strata knows",
+            hint="use sqlite:PATH or postgresql://USER@HOST/NAME",
+        )
+    from strata.journal.sqlite import SqliteJournal
+
+    path = Path(rest if scheme == "sqlite" and separator else database)
+    return await SqliteJournal.open(path, clock, create=create)

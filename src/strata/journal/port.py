@@ -1,0 +1,212 @@
+"""The journal's port: what every adapter promises, and the values that cross it.
+
+A journal holds *streams*. A stream is a gapless sequence of facts at positions 1, 2, 3, …, with one leader at a time.
+Facts are opaque bytes here; the layer above owns their meaning. Three promises carry everything else:
+
+- **Durable**: `append` returns after the commit, never before.
+- **Fenced**: the leader epoch is checked in the same statement as the write. A deposed leader cannot add a fact, a
+  snapshot or a truncation.
+- **Exactly once**: a leader names the position its batch comes after. The same batch sent twice (because the reply to
+  the first was lost) is recognised and answered with the same position.
+
+An error with code UNAVAILABLE leaves the outcome unknown; the caller repeats the call with the same arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final, Protocol, Self
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+
+MAX_FACT_BYTES: Final = 1 << 20
+MAX_STATE_BYTES: Final = 64 << 20
+PAGE_BYTES: Final = 4 << 20
+"""How much `read` returns at most in one page (but always at least one batch)."""
+
+_STREAM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
+
+
+class Lead(msgspec.Struct, frozen=True):
+    """The right to write one stream: valid until somebody takes the next epoch."""
+
+    stream: str
+    epoch: int
+    head: int
+    """Last position at the moment the lead was taken; nobody else can add to it under this epoch."""
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Facts at consecutive positions that became durable together."""
+
+    first: int
+    epoch: int
+    facts: Sequence[bytes]
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.facts) - 1
+
+    def after(self, position: int) -> Batch:
+        """The part of this batch that comes after `position`."""
+        skip = position + 1 - self.first
+        return self if skip <= 0 else Batch(position + 1, self.epoch, self.facts[skip:])
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The state of the machine after the fact at `position`."""
+
+    position: int
+    epoch: int
+    state: bytes
+
+
+class StreamStatus(msgspec.Struct, frozen=True):
+    """What an operator sees of a stream."""
+
+    stream: str
+    epoch: int
+    holder: str
+    led: bool
+    """Whether the holder's lease is running. Only the epoch protects writes; the lease decides who may try next."""
+    head: int
+    floor: int
+    """Positions up to and including this one were truncated."""
+    snapshot: int | None
+    """Position of the newest snapshot."""
+
+
+class Journal(Protocol):
+    """One database of streams. Adapters: memory, SQLite, PostgreSQL; one conformance suite over all three."""
+
+    async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
+        """Take the next epoch, creating the stream if need be. CONFLICT while another holder's lease runs.
+
+        `holder` is unique to one life of one process. A holder that asks again gets a new epoch: its lost first reply
+        then cannot matter.
+        """
+        ...
+
+    async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
+        """Extend the lease from now. STALE if the epoch is over."""
+        ...
+
+    async def resign(self, stream: str, epoch: int) -> None:
+        """End the lease now, so that a standby need not wait for it. No effect if the epoch is over."""
+        ...
+
+    async def confirm(self, stream: str, epoch: int) -> None:
+        """Return only if the epoch was current at a moment after the call began; else STALE."""
+        ...
+
+    async def append(self, stream: str, epoch: int, after: int, facts: Sequence[bytes]) -> int:
+        """Commit the facts at positions after+1 … and return the last one.
+
+        STALE if the epoch is over, CONFLICT if the head is elsewhere. A batch that already stands there, from this
+        epoch and with this content, is answered as on the first time, even if the epoch is over by now: it did happen.
+        """
+        ...
+
+    async def read(self, stream: str, after: int) -> list[Batch]:
+        """One page of committed batches after a position, in order; empty at the head. GONE below the floor."""
+        ...
+
+    async def grown(self, stream: str, after: int, timeout_s: float) -> int:
+        """Wait until the head is beyond `after` or the time is over, and return the head."""
+        ...
+
+    async def save_snapshot(self, stream: str, epoch: int, snapshot: Snapshot) -> None:
+        """Keep the state at a committed position. The same position twice is the same state: no effect."""
+        ...
+
+    async def load_snapshot(self, stream: str) -> Snapshot | None:
+        """The newest snapshot, verified."""
+        ...
+
+    async def truncate(self, stream: str, epoch: int, through: int) -> None:
+        """Forget facts up to and including a position that a snapshot covers, and snapshots older than that one."""
+        ...
+
+    async def streams(self) -> list[StreamStatus]: ...
+
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+
+def check_stream(stream: str) -> None:
+    if not _STREAM_NAME.fullmatch(stream):
+        raise StrataError(
+            Code.INVALID,
+            f"{stream!r} is not a stream name",
+            hint="1 to 200 letters, digits and . _ : / -, beginning with a letter or digit",
+        )
+
+
+def check_facts(facts: Sequence[bytes]) -> None:
+    if not facts:
+        raise StrataError(Code.INVALID, "an append needs at least one fact")
+    longest = max(map(len, facts))
+    if longest > MAX_FACT_BYTES:
+        raise StrataError(
+            Code.INVALID,
+            f"a fact of {longest:,} bytes is over the limit of {MAX_FACT_BYTES:,}",
+            hint="keep large payloads in content-addressed files and journal their digest",
+        )
+
+
+def check_snapshot(snapshot: Snapshot) -> None:
+    size = len(snapshot.state)
+    if size > MAX_STATE_BYTES:
+        raise StrataError(Code.INVALID, f"a snapshot of {size:,} bytes is over the limit of {MAX_STATE_BYTES:,}")
+
+
+def unknown_stream(stream: str) -> StrataError:
+    return StrataError(Code.NOT_FOUND, f"stream {stream!r} does not exist", stream=stream)
+
+
+def held(stream: str, holder: str) -> StrataError:
+    return StrataError(Code.CONFLICT, f"stream {stream!r} is led by {holder}", stream=stream, holder=holder)
+
+
+def stale(stream: str, epoch: int, current: int) -> StrataError:
+    return StrataError(
+        Code.STALE, f"epoch {epoch} of stream {stream!r} is over: {current} leads now", stream=stream, epoch=current
+    )
+
+
+def misplaced(stream: str, after: int, head: int) -> StrataError:
+    return StrataError(
+        Code.CONFLICT,
+        f"stream {stream!r} is at position {head}; the append comes after {after}",
+        stream=stream,
+        head=head,
+    )
+
+
+def truncated(stream: str, after: int, floor: int) -> StrataError:
+    return StrataError(
+        Code.GONE,
+        f"facts of stream {stream!r} after position {after} are gone up to {floor}",
+        hint="start from the newest snapshot",
+        stream=stream,
+        floor=floor,
+    )
+
+
+def uncovered(stream: str, through: int) -> StrataError:
+    return StrataError(Code.PRECONDITION, f"no snapshot of stream {stream!r} covers position {through}", stream=stream)
+
+
+def ahead(stream: str, position: int, head: int) -> StrataError:
+    return StrataError(
+        Code.PRECONDITION,
+        f"a snapshot at {position} is beyond the head {head} of stream {stream!r}",
+        stream=stream,
+        head=head,
+    )

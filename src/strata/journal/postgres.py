@@ -1,0 +1,278 @@
+"""The journal in PostgreSQL: for many processes, with a warm standby for each stream.
+
+Every write is one autocommitted statement (`postgres_sql.py`) that locks the stream's row, checks the epoch and does
+the work, so there is no moment between the check and the write. The database's clock alone decides whether a lease has
+run out. There is no NOTIFY (it takes a lock that all commits share): a standby polls the head, one indexed row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+import psycopg
+import psycopg_pool
+from psycopg import errors as pg_errors
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
+from strata.journal import postgres_sql as sql
+from strata.journal.batch import checked_snapshot, checksum_of, pack, unpack
+from strata.journal.port import (
+    PAGE_BYTES,
+    Batch,
+    Lead,
+    Snapshot,
+    StreamStatus,
+    ahead,
+    check_facts,
+    check_snapshot,
+    check_stream,
+    held,
+    misplaced,
+    stale,
+    truncated,
+    uncovered,
+    unknown_stream,
+)
+
+_PAGE_ROWS: Final = 512
+_POLL_S: Final = 0.05
+
+
+class PostgresJournal:
+    """Open with `await PostgresJournal.open(url, clock)`."""
+
+    def __init__(self, pool: psycopg_pool.AsyncConnectionPool, clock: Clock) -> None:
+        self._pool = pool
+        self._clock = clock
+
+    @classmethod
+    async def open(cls, url: str, clock: Clock, *, create: bool = True, connections: int = 4) -> Self:
+        pool = psycopg_pool.AsyncConnectionPool(
+            url,
+            min_size=1,
+            max_size=connections,
+            open=False,
+            timeout=5.0,
+            reconnect_timeout=30.0,
+            configure=_configure,
+            kwargs={"autocommit": True, "connect_timeout": 5, "application_name": "strata journal"},
+        )
+        journal = cls(pool, clock)
+        try:
+            # A first connection outside the pool: the pool would hide why it fails behind a time-out.
+            async with await psycopg.AsyncConnection.connect(url, autocommit=True, connect_timeout=5) as connection:
+                await _prepare(connection, create=create)
+            await pool.open(wait=True, timeout=10.0)
+        except (psycopg.Error, psycopg_pool.PoolTimeout) as error:
+            await pool.close()
+            raise _failed(error, f"the journal at {_place(url)} cannot be opened") from error
+        except BaseException:
+            await pool.close()
+            raise
+        return journal
+
+    async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
+        check_stream(stream)
+        rows = await self._run(sql.LEAD, {"stream": stream, "holder": holder, "lease_s": lease_s})
+        if not rows:
+            found = await self._run("SELECT holder FROM journal_stream WHERE stream = %(stream)s", {"stream": stream})
+            raise held(stream, found[0][0] if found else "another process")
+        failpoint("journal.postgres.after_lead")
+        return Lead(stream, *rows[0])
+
+    async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
+        if not await self._write(sql.RENEW, {"stream": stream, "epoch": epoch, "lease_s": lease_s}):
+            await self.confirm(stream, epoch)
+
+    async def resign(self, stream: str, epoch: int) -> None:
+        if not await self._write(sql.RESIGN, {"stream": stream, "epoch": epoch}):
+            await self._row(stream)
+
+    async def confirm(self, stream: str, epoch: int) -> None:
+        current, _, _ = await self._row(stream)
+        if current != epoch:
+            raise stale(stream, epoch, current)
+
+    async def append(self, stream: str, epoch: int, after: int, facts: Sequence[bytes]) -> int:
+        check_facts(facts)
+        blob, checksum = pack(facts)
+        last = after + len(facts)
+        batch = {
+            "stream": stream,
+            "epoch": epoch,
+            "after": after,
+            "first": after + 1,
+            "last": last,
+            "checksum": checksum,
+            "facts": blob,
+        }
+        failpoint("journal.postgres.before_append")
+        if not await self._write(sql.APPEND, batch):
+            await self._recognise(batch)
+        failpoint("journal.postgres.after_append")
+        return last
+
+    async def _recognise(self, batch: Mapping[str, Any]) -> None:
+        """Return if this very batch stands there already; else raise why it may not."""
+        stream, epoch = batch["stream"], batch["epoch"]
+        current, head, _ = await self._row(stream)
+        if await self._run(sql.FIND_BATCH, batch):
+            return
+        raise stale(stream, epoch, current) if current != epoch else misplaced(stream, batch["after"], head)
+
+    async def read(self, stream: str, after: int) -> list[Batch]:
+        rows = await self._run(sql.PAGE, {"stream": stream, "after": after, "limit": _PAGE_ROWS, "bytes": PAGE_BYTES})
+        # Asked after the rows: a truncation in between would otherwise make a gap look like an empty page.
+        _, _, floor = await self._row(stream)
+        if after < floor:
+            raise truncated(stream, after, floor)
+        return [unpack(stream, first, epoch, blob, checksum).after(after) for first, epoch, checksum, blob in rows]
+
+    async def grown(self, stream: str, after: int, timeout_s: float) -> int:
+        until_s = self._clock.monotonic_s() + timeout_s
+        while True:
+            _, head, _ = await self._row(stream)
+            left_s = until_s - self._clock.monotonic_s()
+            if head > after or left_s <= 0:
+                return head
+            await self._clock.sleep(min(_POLL_S, left_s))
+
+    async def save_snapshot(self, stream: str, epoch: int, snapshot: Snapshot) -> None:
+        check_snapshot(snapshot)
+        failpoint("journal.postgres.before_snapshot")
+        saved = await self._write(
+            sql.SAVE_SNAPSHOT,
+            {
+                "stream": stream,
+                "epoch": epoch,
+                "position": snapshot.position,
+                "taken_epoch": snapshot.epoch,
+                "checksum": checksum_of(snapshot.state),
+                "state": snapshot.state,
+            },
+        )
+        if not saved:
+            current, head, _ = await self._row(stream)
+            raise stale(stream, epoch, current) if current != epoch else ahead(stream, snapshot.position, head)
+        failpoint("journal.postgres.after_snapshot")
+
+    async def load_snapshot(self, stream: str) -> Snapshot | None:
+        rows = await self._run(sql.LOAD_SNAPSHOT, {"stream": stream})
+        if not rows:
+            await self._row(stream)
+            return None
+        return checked_snapshot(stream, *rows[0])
+
+    async def truncate(self, stream: str, epoch: int, through: int) -> None:
+        if not await self._write(sql.TRUNCATE, {"stream": stream, "epoch": epoch, "through": through}):
+            await self.confirm(stream, epoch)
+            raise uncovered(stream, through)
+        failpoint("journal.postgres.after_truncate")
+
+    async def streams(self) -> list[StreamStatus]:
+        return [StreamStatus(*row) for row in await self._run(sql.STREAMS, {})]
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def _row(self, stream: str) -> tuple[int, int, int]:
+        rows = await self._run(
+            "SELECT epoch, head, floor FROM journal_stream WHERE stream = %(stream)s", {"stream": stream}
+        )
+        if not rows:
+            raise unknown_stream(stream)
+        epoch, head, floor = rows[0]
+        return epoch, head, floor
+
+    async def _run(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        try:
+            async with _heeding_cancellation(), self._pool.connection() as connection:
+                cursor = connection.cursor(binary=True)
+                await cursor.execute(statement, values, prepare=True)
+                return await cursor.fetchall()
+        except (psycopg.Error, psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed) as error:
+            raise _failed(error, "the journal did not answer") from error
+
+    async def _write(self, statement: str, values: Mapping[str, Any]) -> int:
+        try:
+            async with _heeding_cancellation(), self._pool.connection() as connection:
+                cursor = await connection.execute(statement, values, prepare=True)
+                return cursor.rowcount
+        except (psycopg.Error, psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed) as error:
+            raise _failed(error, "the journal did not answer") from error
+
+
+@asynccontextmanager
+async def _heeding_cancellation() -> AsyncIterator[None]:
+    """Raise a cancellation that was lost inside.
+
+    The pool waits with `asyncio.wait_for`, which in Python 3.11 returns the result as if nobody had cancelled when the
+    two coincide. A standby that is told to stop would follow for ever.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    yield
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
+async def _configure(connection: psycopg.AsyncConnection[Any]) -> None:
+    # A role or database may have this off by default; a reply before the flush would break the first promise.
+    await connection.execute("SET synchronous_commit = on")
+    await connection.execute("SET idle_in_transaction_session_timeout = '10s'")
+
+
+async def _prepare(connection: psycopg.AsyncConnection[Any], *, create: bool) -> None:
+    (fsync,) = await (await connection.execute("SHOW fsync")).fetchone() or ("on",)
+    if fsync != "on":
+        raise StrataError(
+            Code.UNSUPPORTED,
+            "this PostgreSQL runs with fsync = off: it can lose what it confirmed",
+            hint="set fsync = on",
+        )
+    async with connection.transaction():
+        await connection.execute("SELECT pg_advisory_xact_lock(%s)", (sql.SCHEMA_LOCK,))
+        found = await (await connection.execute("SELECT to_regclass('journal_schema')")).fetchone()
+        if found is None or found[0] is None:
+            if not create:
+                raise StrataError(Code.NOT_FOUND, "there is no journal in this database")
+            await connection.execute(sql.SCHEMA)
+        (version,) = await (await connection.execute("SELECT version FROM journal_schema")).fetchone() or (None,)
+    if version != sql.SCHEMA_VERSION:
+        raise StrataError(
+            Code.UNSUPPORTED,
+            f"the journal tables have version {version}; this Strata knows {sql.SCHEMA_VERSION}",
+            hint="they were written by another version: upgrade Strata",
+        )
+
+
+def _failed(error: Exception, what: str) -> StrataError:
+    if isinstance(error, pg_errors.DataCorrupted | pg_errors.IndexCorrupted):
+        return StrataError(Code.CORRUPT, f"PostgreSQL reports damaged data: {error}")
+    if isinstance(error, pg_errors.InsufficientPrivilege | pg_errors.InvalidPassword):
+        return StrataError(Code.FORBIDDEN, f"{what}: {_one_line(error)}")
+    if isinstance(error, psycopg.ProgrammingError | psycopg.DataError | psycopg.IntegrityError):
+        return StrataError(Code.INTERNAL, f"{what}: {_one_line(error)}")
+    return StrataError(Code.UNAVAILABLE, f"{what}: {_one_line(error)}", hint="check that PostgreSQL is running")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _place(url: str) -> str:
+    """Where it is, without user or password."""
+    parts = urlsplit(url)
+    return f"{parts.hostname or 'local socket'}:{parts.port or 5432}{parts.path}"

@@ -1,0 +1,243 @@
+"""A pure state machine on a journal: the one idea of Strata, as a class.
+
+The machine decides in values; the replica makes its facts durable before anybody hears of them, rebuilds its state from
+snapshot and facts, follows as a standby, and stops for good when it is deposed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final, Generic, Protocol, TypeVar
+
+from strata.base import log
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
+from strata.journal.port import Batch, Journal, Lead, Snapshot
+from strata.journal.replay import replay, tail
+from strata.journal.writer import Writer, WriterLimits
+
+_RETRY_S: Final = 0.2
+_log = log.get(__name__)
+
+State = TypeVar("State")
+Input_contra = TypeVar("Input_contra", contravariant=True)
+Effect_co = TypeVar("Effect_co", covariant=True)
+Input = TypeVar("Input")
+Effect = TypeVar("Effect")
+
+
+class Machine(Protocol[State, Input_contra, Effect_co]):
+    """A core bound to its encoding. No clock, no chance, no I/O inside; facts leave and enter as bytes."""
+
+    def initial(self) -> State: ...
+
+    def decide(self, state: State, given: Input_contra, now_s: float) -> tuple[Sequence[bytes], Effect_co]:
+        """What becomes true and what to tell the caller. Must not change the state."""
+        ...
+
+    def apply(self, state: State, fact: bytes) -> State:
+        """The state after a fact; may change and return the one given."""
+        ...
+
+    def save(self, state: State) -> bytes: ...
+
+    def load(self, saved: bytes) -> State: ...
+
+
+class Replica(Generic[State, Input, Effect]):
+    """One process's copy of one stream's state: first a follower, perhaps a leader, never a follower again.
+
+    A leader that fails has applied facts whose fate it does not know. It is thrown away; a new replica starts from what
+    is durable.
+    """
+
+    def __init__(self, journal: Journal, stream: str, machine: Machine[State, Input, Effect], clock: Clock) -> None:
+        self._journal = journal
+        self._stream = stream
+        self._machine = machine
+        self._clock = clock
+        self._state = machine.initial()
+        self._position = 0
+        self._snapshot_at = 0
+        self._writer: Writer | None = None
+
+    @property
+    def state(self) -> State:
+        """For reading only. On a leader it may hold facts that are not durable yet."""
+        return self._state
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch we lead under."""
+        return self._led().lead.epoch
+
+    @property
+    def failure(self) -> StrataError | None:
+        """Why this leader is finished, if it is."""
+        return self._writer.failure if self._writer else None
+
+    async def catch_up(self) -> None:
+        """Read all that is committed now, from the newest snapshot if we are behind it."""
+        while True:
+            try:
+                await self._load_newer_snapshot()
+                async for batch in replay(self._journal, self._stream, self._position):
+                    self._take(batch)
+            except StrataError as error:
+                # A truncation between the snapshot and the facts: a newer snapshot is there.
+                if error.code is not Code.GONE:
+                    raise
+            else:
+                return
+
+    async def follow(self) -> None:
+        """Stay warm: apply facts as they are committed, until cancelled. Waits for a stream that is not there yet."""
+        while True:
+            try:
+                await self.catch_up()
+                async for batch in tail(self._journal, self._stream, self._position):
+                    self._take(batch)
+            except StrataError as error:
+                if error.code not in (Code.GONE, Code.NOT_FOUND, Code.UNAVAILABLE):
+                    raise
+                if error.code is not Code.GONE:
+                    await self._clock.sleep(_RETRY_S)
+
+    async def lead(self, holder: str, lease_s: float, limits: WriterLimits | None = None) -> None:
+        """Take the lead now, or fail with CONFLICT while somebody else has it."""
+        await self._begin(await self._journal.lead(self._stream, holder, lease_s), limits)
+
+    async def stand_by(self, holder: str, lease_s: float, limits: WriterLimits | None = None) -> None:
+        """Follow until the lead is free, then take it."""
+        following = asyncio.get_running_loop().create_task(self.follow(), name=f"follow {self._stream}")
+        lead: Lead | None = None
+        try:
+            while lead is None:
+                try:
+                    lead = await self._journal.lead(self._stream, holder, lease_s)
+                except StrataError as error:
+                    if error.code not in (Code.CONFLICT, Code.UNAVAILABLE):
+                        raise
+                    await asyncio.wait([following], timeout=lease_s / 4)
+                    if following.done():
+                        following.result()
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+        await self._begin(lead, limits)
+
+    async def reign(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
+        """Keep the lease, and snapshots, until the lead is lost; return why. The epoch protects the facts all the same.
+
+        A leader that could not renew for a whole lease steps down by itself: somebody else may be serving already.
+        """
+        writer = self._led()
+        renewed_s = self._clock.monotonic_s()
+        saving: asyncio.Task[None] | None = None
+        while writer.failure is None:
+            due = snapshot_every is not None and self._position - self._snapshot_at >= snapshot_every
+            if due and (saving is None or saving.done()):
+                saving = asyncio.get_running_loop().create_task(self._snapshot_or_not(), name=f"save {self._stream}")
+            asked_s = self._clock.monotonic_s()
+            try:
+                async with asyncio.timeout(lease_s / 3):
+                    await self._journal.renew(self._stream, writer.lead.epoch, lease_s)
+                renewed_s = asked_s
+            except TimeoutError:
+                pass
+            except StrataError as error:
+                if error.code is not Code.UNAVAILABLE:
+                    return error
+            if self._clock.monotonic_s() - renewed_s >= lease_s:
+                return StrataError(Code.UNAVAILABLE, f"the lease on stream {self._stream!r} could not be renewed")
+            await self._clock.sleep(lease_s / 6)
+        return writer.failure
+
+    async def _begin(self, lead: Lead, limits: WriterLimits | None) -> None:
+        """Read to the head the epoch began at: nothing can come after that but our own facts."""
+        failpoint("journal.replica.after_lead")
+        await self.catch_up()
+        if self._position > lead.head:
+            raise StrataError(Code.STALE, f"epoch {lead.epoch} of stream {self._stream!r} was over before it began")
+        if self._position < lead.head:
+            raise StrataError(
+                Code.CORRUPT, f"stream {self._stream!r} ends at {self._position}, but its head is {lead.head}"
+            )
+        self._writer = Writer(self._journal, lead, self._clock, limits)
+
+    async def resign(self) -> None:
+        """Finish what was submitted and let a standby in at once."""
+        writer = self._led()
+        await writer.close()
+        await self._journal.resign(self._stream, writer.lead.epoch)
+
+    async def submit(self, given: Input) -> Effect:
+        """Decide, apply, and return the effect once all it rests on is durable.
+
+        Between `decide` and `submit` nothing awaits, so decisions are made one after the other, each on the facts of
+        all before it, and the journal has them in that order. An input without facts waits too: what it saw may not be
+        committed yet.
+        """
+        writer = self._led()
+        facts, effect = self._machine.decide(self._state, given, self._clock.wall_s())
+        if facts:
+            committed = writer.submit(facts)
+            for fact in facts:
+                self._state = self._machine.apply(self._state, fact)
+            self._position = writer.submitted
+            failpoint("journal.replica.before_commit")
+            await asyncio.shield(committed)
+            failpoint("journal.replica.after_commit")
+        else:
+            await writer.settled()
+        return effect
+
+    async def confirm(self) -> None:
+        """Return if we still lead: call it before answering a read that must be linearizable."""
+        await self._led().confirm()
+
+    async def snapshot(self, *, truncate: bool = True) -> int:
+        """Save the state as it is now, once it is durable, and forget the facts it covers. Returns its position."""
+        writer = self._led()
+        position, saved = self._position, self._machine.save(self._state)
+        await writer.settled()
+        await self._journal.save_snapshot(self._stream, writer.lead.epoch, Snapshot(position, writer.lead.epoch, saved))
+        self._snapshot_at = position
+        failpoint("journal.replica.between_snapshot_and_truncate")
+        if truncate:
+            await self._journal.truncate(self._stream, writer.lead.epoch, position)
+        return position
+
+    async def _snapshot_or_not(self) -> None:
+        """A snapshot only saves time at the next start: one that fails is tried again later."""
+        try:
+            await self.snapshot()
+        except StrataError as error:
+            _log.warning("a snapshot was not saved", stream=self._stream, code=error.code.value, reason=str(error))
+
+    def _led(self) -> Writer:
+        if self._writer is None:
+            raise StrataError(Code.UNAVAILABLE, f"this process does not lead stream {self._stream!r}")
+        return self._writer
+
+    async def _load_newer_snapshot(self) -> None:
+        try:
+            snapshot = await self._journal.load_snapshot(self._stream)
+        except StrataError as error:
+            if error.code is not Code.NOT_FOUND:
+                raise
+            return
+        if snapshot is not None and snapshot.position > self._position:
+            self._state = self._machine.load(snapshot.state)
+            self._position = self._snapshot_at = snapshot.position
+
+    def _take(self, batch: Batch) -> None:
+        for fact in batch.facts:
+            self._state = self._machine.apply(self._state, fact)
+        self._position = batch.last

@@ -1,0 +1,266 @@
+"""The journal in one SQLite file: for one process, such as a hub on a Raspberry Pi.
+
+One connection in one thread does everything: it writes, reads and is the only checkpointer (SQLite releases in wide use
+can damage a WAL that two connections checkpoint at once). The connection locks the file exclusively, so a second
+process is refused, and the kernel frees the lock when the first one dies. Whatever has queued up while one commit ran
+shares the next: that is the group commit over streams; `Writer` adds the one within a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Self
+
+from strata.base.clock import Clock
+from strata.journal.batch import checked_snapshot, checksum_of, pack, unpack
+from strata.journal.port import (
+    PAGE_BYTES,
+    Batch,
+    Lead,
+    Snapshot,
+    StreamStatus,
+    ahead,
+    check_facts,
+    check_snapshot,
+    check_stream,
+    held,
+    misplaced,
+    stale,
+    truncated,
+    uncovered,
+    unknown_stream,
+)
+from strata.journal.sqlite_thread import Schema, WriterThread
+
+_SCHEMA_VERSION: Final = 1
+_SCHEMA: Final = """
+CREATE TABLE journal_stream (
+  stream TEXT PRIMARY KEY, epoch INTEGER NOT NULL, holder TEXT NOT NULL, head INTEGER NOT NULL, floor INTEGER NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE TABLE journal_batch (
+  stream TEXT NOT NULL, last INTEGER NOT NULL, first INTEGER NOT NULL, epoch INTEGER NOT NULL,
+  checksum INTEGER NOT NULL, facts BLOB NOT NULL, PRIMARY KEY (stream, last)
+) WITHOUT ROWID, STRICT;
+CREATE TABLE journal_snapshot (
+  stream TEXT NOT NULL, position INTEGER NOT NULL, epoch INTEGER NOT NULL,
+  checksum INTEGER NOT NULL, state BLOB NOT NULL, PRIMARY KEY (stream, position)
+) WITHOUT ROWID, STRICT;
+"""
+
+
+class SqliteJournal:
+    """Open with `await SqliteJournal.open(path, clock)`."""
+
+    def __init__(self, thread: WriterThread, clock: Clock) -> None:
+        self._thread = thread
+        self._clock = clock
+        # Leases live in memory: the exclusive lock on the file proves that whoever held one before is gone.
+        self._lease_until_s: dict[str, float] = {}
+        self._growth: dict[str, asyncio.Event] = {}
+
+    @classmethod
+    async def open(cls, path: Path, clock: Clock, *, create: bool = True) -> Self:
+        thread = WriterThread(path, Schema(_SCHEMA, _SCHEMA_VERSION), create=create)
+        await asyncio.wrap_future(thread.opened)
+        return cls(thread, clock)
+
+    async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
+        check_stream(stream)
+
+        def take(db: sqlite3.Connection) -> Lead:
+            row = db.execute("SELECT epoch, holder, head FROM journal_stream WHERE stream = ?", (stream,)).fetchone()
+            epoch, current, head = row or (0, holder, 0)
+            now_s = self._clock.monotonic_s()
+            if current != holder and self._lease_until_s.get(stream, now_s) > now_s:
+                raise held(stream, current)
+            self._lease_until_s[stream] = now_s + lease_s
+            db.execute(
+                "INSERT INTO journal_stream VALUES (?, ?, ?, 0, 0)"
+                " ON CONFLICT (stream) DO UPDATE SET epoch = excluded.epoch, holder = excluded.holder",
+                (stream, epoch + 1, holder),
+            )
+            return Lead(stream, epoch + 1, head)
+
+        return await self._thread.write(take)
+
+    async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
+        await self.confirm(stream, epoch)
+        self._lease_until_s[stream] = self._clock.monotonic_s() + lease_s
+
+    async def resign(self, stream: str, epoch: int) -> None:
+        if await self._thread.read(lambda db: _epoch(db, stream)) == epoch:
+            self._lease_until_s.pop(stream, None)
+
+    async def confirm(self, stream: str, epoch: int) -> None:
+        await self._thread.read(lambda db: _fence(db, stream, epoch))
+
+    async def append(self, stream: str, epoch: int, after: int, facts: Sequence[bytes]) -> int:
+        check_facts(facts)
+        blob, checksum = pack(facts)
+        last = after + len(facts)
+
+        def add(db: sqlite3.Connection) -> int:
+            moved = db.execute(
+                "UPDATE journal_stream SET head = ? WHERE stream = ? AND epoch = ? AND head = ?",
+                (last, stream, epoch, after),
+            )
+            if moved.rowcount == 0:
+                _recognise(db, stream, epoch, after, (last, checksum))
+                return last
+            db.execute(
+                "INSERT INTO journal_batch VALUES (?, ?, ?, ?, ?, ?)", (stream, last, after + 1, epoch, checksum, blob)
+            )
+            return last
+
+        await self._thread.write(add)
+        growth = self._growth.pop(stream, None)
+        if growth is not None:
+            growth.set()
+        return last
+
+    async def read(self, stream: str, after: int) -> list[Batch]:
+        def page(db: sqlite3.Connection) -> list[Batch]:
+            row = db.execute("SELECT floor FROM journal_stream WHERE stream = ?", (stream,)).fetchone()
+            if row is None:
+                raise unknown_stream(stream)
+            if after < row[0]:
+                raise truncated(stream, after, row[0])
+            batches: list[Batch] = []
+            size = 0
+            for first, epoch, checksum, blob in db.execute(
+                "SELECT first, epoch, checksum, facts FROM journal_batch WHERE stream = ? AND last > ? ORDER BY last",
+                (stream, after),
+            ):
+                batches.append(unpack(stream, first, epoch, blob, checksum).after(after))
+                size += len(blob)
+                if size >= PAGE_BYTES:
+                    break
+            return batches
+
+        return await self._thread.read(page)
+
+    async def grown(self, stream: str, after: int, timeout_s: float) -> int:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    # Taken before the look at the head: an append in between sets the event we wait on.
+                    growth = self._growth.setdefault(stream, asyncio.Event())
+                    head = await self._thread.read(lambda db: _head(db, stream))
+                    if head > after:
+                        return head
+                    await growth.wait()
+        except TimeoutError:
+            return await self._thread.read(lambda db: _head(db, stream))
+
+    async def save_snapshot(self, stream: str, epoch: int, snapshot: Snapshot) -> None:
+        check_snapshot(snapshot)
+        checksum = checksum_of(snapshot.state)
+
+        def save(db: sqlite3.Connection) -> None:
+            _fence(db, stream, epoch)
+            head = _head(db, stream)
+            if snapshot.position > head:
+                raise ahead(stream, snapshot.position, head)
+            db.execute(
+                "INSERT INTO journal_snapshot VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                (stream, snapshot.position, snapshot.epoch, checksum, snapshot.state),
+            )
+
+        await self._thread.write(save)
+
+    async def load_snapshot(self, stream: str) -> Snapshot | None:
+        def load(db: sqlite3.Connection) -> Snapshot | None:
+            _head(db, stream)
+            row = db.execute(
+                "SELECT position, epoch, state, checksum FROM journal_snapshot WHERE stream = ?"
+                " ORDER BY position DESC LIMIT 1",
+                (stream,),
+            ).fetchone()
+            return None if row is None else checked_snapshot(stream, *row)
+
+        return await self._thread.read(load)
+
+    async def truncate(self, stream: str, epoch: int, through: int) -> None:
+        def forget(db: sqlite3.Connection) -> None:
+            _fence(db, stream, epoch)
+            covered = db.execute(
+                "SELECT 1 FROM journal_snapshot WHERE stream = ? AND position >= ? LIMIT 1", (stream, through)
+            ).fetchone()
+            if covered is None:
+                raise uncovered(stream, through)
+            db.execute("UPDATE journal_stream SET floor = max(floor, ?) WHERE stream = ?", (through, stream))
+            db.execute("DELETE FROM journal_batch WHERE stream = ? AND last <= ?", (stream, through))
+            db.execute("DELETE FROM journal_snapshot WHERE stream = ? AND position < ?", (stream, through))
+
+        await self._thread.write(forget)
+
+    async def streams(self) -> list[StreamStatus]:
+        now_s = self._clock.monotonic_s()
+
+        def every_stream(db: sqlite3.Connection) -> list[StreamStatus]:
+            rows = db.execute(
+                "SELECT stream, epoch, holder, head, floor,"
+                " (SELECT max(position) FROM journal_snapshot WHERE journal_snapshot.stream = journal_stream.stream)"
+                " FROM journal_stream ORDER BY stream"
+            )
+            return [
+                StreamStatus(
+                    stream=stream,
+                    epoch=epoch,
+                    holder=holder,
+                    led=self._lease_until_s.get(stream, now_s) > now_s,
+                    head=head,
+                    floor=floor,
+                    snapshot=position,
+                )
+                for stream, epoch, holder, head, floor, position in rows
+            ]
+
+        return await self._thread.read(every_stream)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+def _stream(db: sqlite3.Connection, stream: str) -> tuple[int, int]:
+    row: tuple[int, int] | None = db.execute(
+        "SELECT epoch, head FROM journal_stream WHERE stream = ?", (stream,)
+    ).fetchone()
+    if row is None:
+        raise unknown_stream(stream)
+    return row
+
+
+def _head(db: sqlite3.Connection, stream: str) -> int:
+    return _stream(db, stream)[1]
+
+
+def _epoch(db: sqlite3.Connection, stream: str) -> int:
+    return _stream(db, stream)[0]
+
+
+def _fence(db: sqlite3.Connection, stream: str, epoch: int) -> None:
+    current = _epoch(db, stream)
+    if current != epoch:
+        raise stale(stream, epoch, current)
+
+
+def _recognise(db: sqlite3.Connection, stream: str, epoch: int, after: int, batch: tuple[int, int]) -> None:
+    """Return if this very batch stands there already; else raise why it may not."""
+    current, head = _stream(db, stream)
+    last, checksum = batch
+    found = db.execute(
+        "SELECT 1 FROM journal_batch WHERE stream = ? AND last = ? AND first = ? AND epoch = ? AND checksum = ?",
+        (stream, last, after + 1, epoch, checksum),
+    ).fetchone()
+    if found is None:
+        raise stale(stream, epoch, current) if current != epoch else misplaced(stream, after, head)

@@ -1,0 +1,189 @@
+"""Group commit: many appends to one stream, one commit at a time, each caller told after its own facts are durable.
+
+While a commit runs, whatever is submitted collects into the next batch. So a lone append costs one commit and nothing
+more, and a thousand at once cost one or two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.journal.port import Journal, Lead, check_facts
+
+
+class WriterLimits(msgspec.Struct, frozen=True):
+    max_batch_bytes: int = 4 << 20
+    """A commit carries at most about this much; the rest goes into the next one."""
+    max_pending_bytes: int = 64 << 20
+    """Beyond this, `submit` refuses with EXHAUSTED: the callers must slow down."""
+    commit_timeout_s: float = 10.0
+    """How long one attempt may take before it is repeated."""
+    give_up_after_s: float = 30.0
+    """How long the database may be away before the writer fails and its owner has to lead anew."""
+    first_retry_s: float = 0.02
+    longest_retry_s: float = 1.0
+
+
+class _Waiting(msgspec.Struct, frozen=True):
+    facts: Sequence[bytes]
+    size: int
+    position: int
+    committed: asyncio.Future[int]
+
+
+class Writer:
+    """The leader's pen: owns the next position of its stream under its epoch.
+
+    It fails once and for all when the epoch is over or the database stays away. A failed submission may still have been
+    committed: its owner forgets its state, takes a new lead and reads what is there.
+    """
+
+    def __init__(self, journal: Journal, lead: Lead, clock: Clock, limits: WriterLimits | None = None) -> None:
+        self.lead = lead
+        self._journal = journal
+        self._clock = clock
+        self._limits = limits or WriterLimits()
+        self._durable = lead.head
+        self._submitted = lead.head
+        self._waiting: deque[_Waiting] = deque()
+        self._waiting_bytes = 0
+        self._flushing: asyncio.Task[None] | None = None
+        self._failure: StrataError | None = None
+
+    @property
+    def durable(self) -> int:
+        """Everything up to this position is committed."""
+        return self._durable
+
+    @property
+    def submitted(self) -> int:
+        """The last position given out."""
+        return self._submitted
+
+    @property
+    def failure(self) -> StrataError | None:
+        return self._failure
+
+    def submit(self, facts: Sequence[bytes]) -> asyncio.Future[int]:
+        """Place the facts after everything submitted before; the future gives their last position once committed.
+
+        Not a coroutine on purpose: a caller decides, applies and submits without anybody in between.
+        """
+        self._check()
+        check_facts(facts)
+        size = sum(map(len, facts))
+        if self._waiting and self._waiting_bytes + size > self._limits.max_pending_bytes:
+            raise StrataError(
+                Code.EXHAUSTED, f"{self._waiting_bytes:,} bytes wait for the journal of {self.lead.stream!r}"
+            )
+        return self._enqueue(facts, size)
+
+    async def append(self, facts: Sequence[bytes]) -> int:
+        return await self.submit(facts)
+
+    async def settled(self) -> None:
+        """Return when everything submitted so far is committed: what a reply that rests on earlier facts waits for."""
+        self._check()
+        if self._submitted > self._durable:
+            await asyncio.shield(self._waiting[-1].committed)
+
+    async def confirm(self) -> None:
+        """Return when all submitted so far is committed and we lead still: what a linearizable read waits for."""
+        self._check()
+        await self._enqueue((), 0)
+
+    async def close(self) -> None:
+        """Wait for what was submitted."""
+        while self._flushing is not None:
+            await asyncio.wait([self._flushing])
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise _copy(self._failure)
+
+    def _enqueue(self, facts: Sequence[bytes], size: int) -> asyncio.Future[int]:
+        committed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._submitted += len(facts)
+        self._waiting.append(_Waiting(facts, size, self._submitted, committed))
+        self._waiting_bytes += size
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().create_task(self._flush(), name=f"journal {self.lead.stream}")
+        return committed
+
+    async def _flush(self) -> None:
+        try:
+            while self._waiting:
+                count, facts = self._next_batch()
+                await self._commit(facts)
+                for _ in range(count):
+                    done = self._waiting.popleft()
+                    self._waiting_bytes -= done.size
+                    if not done.committed.done():
+                        done.committed.set_result(done.position)
+        except StrataError as error:
+            self._fail(error)
+        except asyncio.CancelledError:
+            self._fail(StrataError(Code.UNAVAILABLE, f"the writer of stream {self.lead.stream!r} was stopped"))
+            raise
+        finally:
+            self._flushing = None
+            if self._waiting:
+                self._fail(StrataError(Code.INTERNAL, f"the writer of stream {self.lead.stream!r} broke down"))
+
+    def _next_batch(self) -> tuple[int, list[bytes]]:
+        """How many of the waiting submissions go into the next commit, and their facts; they stay queued meanwhile."""
+        facts: list[bytes] = []
+        size = count = 0
+        for waiting in self._waiting:
+            if count and size + waiting.size > self._limits.max_batch_bytes:
+                break
+            facts.extend(waiting.facts)
+            size += waiting.size
+            count += 1
+        return count, facts
+
+    async def _commit(self, facts: list[bytes]) -> None:
+        """Repeat the very same batch until its fate is known: the journal recognises one that got through."""
+        started_s = self._clock.monotonic_s()
+        pause_s = self._limits.first_retry_s
+        while True:
+            try:
+                async with asyncio.timeout(self._limits.commit_timeout_s):
+                    if facts:
+                        self._durable = await self._journal.append(
+                            self.lead.stream, self.lead.epoch, self._durable, facts
+                        )
+                    else:
+                        await self._journal.confirm(self.lead.stream, self.lead.epoch)
+                    return
+            except TimeoutError:
+                problem = StrataError(Code.UNAVAILABLE, f"stream {self.lead.stream!r}: a commit took too long")
+            except StrataError as error:
+                if error.code is not Code.UNAVAILABLE:
+                    raise
+                problem = error
+            if self._clock.monotonic_s() - started_s > self._limits.give_up_after_s:
+                raise problem
+            await self._clock.sleep(pause_s)
+            pause_s = min(pause_s * 2, self._limits.longest_retry_s)
+
+    def _fail(self, error: StrataError) -> None:
+        self._failure = error
+        while self._waiting:
+            committed = self._waiting.popleft().committed
+            if not committed.done():
+                committed.set_exception(_copy(error))
+                # Whoever stopped waiting does not want to hear of it either.
+                committed.exception()
+        self._waiting_bytes = 0
+
+
+def _copy(error: StrataError) -> StrataError:
+    # One exception raised in many places would collect all their tracebacks.
+    return StrataError(error.code, error.message, hint=error.hint, **error.detail)

@@ -1,0 +1,234 @@
+"""A machine on a journal: restart, standby, deposition, snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from strata.base.clock import ManualClock, SystemClock
+from strata.base.errors import Code, StrataError
+from strata.journal.memory import MemoryDisk, MemoryJournal
+from strata.journal.port import Journal
+from strata.journal.replica import Replica
+from tests.support.turns import turns
+
+LEASE_S = 60.0
+
+
+class Counter:
+    """Adds what it is given; a fact is the amount. Zero asks for the total and is no fact."""
+
+    def initial(self) -> int:
+        return 0
+
+    def decide(self, state: int, given: int, now_s: float) -> tuple[Sequence[bytes], int]:
+        del now_s
+        return ([b"%d" % given] if given else []), state + given
+
+    def apply(self, state: int, fact: bytes) -> int:
+        return state + int(fact)
+
+    def save(self, state: int) -> bytes:
+        return b"%d" % state
+
+    def load(self, saved: bytes) -> int:
+        return int(saved)
+
+
+CounterReplica = Replica[int, int, int]
+
+
+def replica(journal: Journal) -> CounterReplica:
+    return Replica(journal, "counter", Counter(), SystemClock())
+
+
+async def leading(journal: Journal, holder: str = "a") -> CounterReplica:
+    made = replica(journal)
+    await made.lead(holder, LEASE_S)
+    return made
+
+
+class SlowDisk(MemoryDisk):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def sync(self) -> None:
+        await self.gate.wait()
+
+
+async def test_an_effect_is_seen_after_its_facts_are_durable() -> None:
+    disk = SlowDisk()
+    leader = await leading(MemoryJournal(SystemClock(), disk))
+    disk.gate.clear()
+    answer = asyncio.create_task(leader.submit(5))
+    await turns()
+    assert leader.state == 5
+    assert not answer.done()
+    disk.gate.set()
+    assert await answer == 5
+
+
+async def test_an_answer_without_facts_waits_for_the_facts_it_saw() -> None:
+    disk = SlowDisk()
+    leader = await leading(MemoryJournal(SystemClock(), disk))
+    disk.gate.clear()
+    change = asyncio.create_task(leader.submit(5))
+    await asyncio.sleep(0)
+    look = asyncio.create_task(leader.submit(0))
+    await turns()
+    assert not look.done()
+    disk.gate.set()
+    assert await look == 5
+    assert change.done()
+
+
+async def test_concurrent_decisions_each_see_all_before_them() -> None:
+    journal = MemoryJournal(SystemClock())
+    leader = await leading(journal)
+    totals = await asyncio.gather(*(leader.submit(1) for _ in range(100)))
+    assert totals == list(range(1, 101))
+    again = replica(journal)
+    await again.catch_up()
+    assert (again.state, again.position) == (100, 100)
+
+
+async def test_a_restart_reads_the_snapshot_and_what_came_after() -> None:
+    journal = MemoryJournal(SystemClock())
+    leader = await leading(journal)
+    for amount in (1, 2, 3):
+        await leader.submit(amount)
+    assert await leader.snapshot() == 3
+    await leader.submit(4)
+    with pytest.raises(StrataError) as caught:
+        await journal.read("counter", 0)
+    assert caught.value.code is Code.GONE
+    again = await leading(journal)
+    assert (again.state, again.position) == (10, 4)
+
+
+async def test_a_snapshot_waits_until_what_it_holds_is_durable() -> None:
+    disk = SlowDisk()
+    journal = MemoryJournal(SystemClock(), disk)
+    leader = await leading(journal)
+    disk.gate.clear()
+    change = asyncio.create_task(leader.submit(7))
+    await asyncio.sleep(0)
+    saving = asyncio.create_task(leader.snapshot())
+    await turns()
+    assert await journal.load_snapshot("counter") is None
+    disk.gate.set()
+    assert await saving == 1
+    await change
+
+
+async def test_a_follower_stays_warm_and_takes_over_at_once_when_the_leader_resigns() -> None:
+    journal = MemoryJournal(SystemClock())
+    leader = await leading(journal)
+    standby = replica(journal)
+    waiting = asyncio.create_task(standby.stand_by("b", 0.04))
+    await leader.submit(5)
+    async with asyncio.timeout(5):
+        while standby.state != 5:
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        await leader.resign()
+        await waiting
+    assert await standby.submit(1) == 6
+    assert standby.epoch == leader.epoch + 1
+
+
+async def test_a_standby_waits_for_a_stream_that_is_not_there_yet() -> None:
+    follower = replica(MemoryJournal(SystemClock()))
+    following = asyncio.create_task(follower.follow())
+    await turns()
+    assert not following.done()
+    following.cancel()
+
+
+async def test_a_follower_overtaken_by_truncation_starts_from_the_snapshot() -> None:
+    journal = MemoryJournal(SystemClock())
+    leader = await leading(journal)
+    await leader.submit(1)
+    follower = replica(journal)
+    await follower.catch_up()
+    for _ in range(5):
+        await leader.submit(1)
+    await leader.snapshot()
+    await leader.submit(1)
+    await follower.catch_up()
+    assert (follower.state, follower.position) == (7, 7)
+
+
+async def test_a_deposed_leader_answers_nothing_any_more() -> None:
+    journal = MemoryJournal(SystemClock())
+    old = await leading(journal)
+    await old.submit(1)
+    await journal.resign("counter", old.epoch)
+    new = await leading(journal, "b")
+    for attempt in (old.submit(1), old.confirm(), old.snapshot()):
+        with pytest.raises(StrataError) as caught:
+            await attempt
+        assert caught.value.code is Code.STALE
+    assert old.failure is not None
+    assert await new.submit(0) == 1
+
+
+async def test_reign_ends_when_somebody_else_leads() -> None:
+    journal = MemoryJournal(SystemClock())
+    old = await leading(journal)
+    await journal.resign("counter", old.epoch)
+    await leading(journal, "b")
+    async with asyncio.timeout(5):
+        assert (await old.reign(0.06)).code is Code.STALE
+
+
+async def test_reign_ends_by_itself_when_the_lease_cannot_be_renewed() -> None:
+    clock = ManualClock()
+    journal = Cut(clock)
+    leader: CounterReplica = Replica(journal, "counter", Counter(), clock)
+    await leader.lead("a", LEASE_S)
+    reigning = asyncio.create_task(leader.reign(LEASE_S))
+    await clock.advance(3 * LEASE_S)
+    assert not reigning.done()
+    journal.away = True
+    await clock.advance(LEASE_S / 2)
+    assert not reigning.done()
+    await clock.advance(LEASE_S)
+    assert (await reigning).code is Code.UNAVAILABLE
+
+
+class Cut(MemoryJournal):
+    """A journal that can be out of reach."""
+
+    away = False
+
+    async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
+        if self.away:
+            raise StrataError(Code.UNAVAILABLE, "away")
+        await super().renew(stream, epoch, lease_s)
+
+
+async def test_a_lead_lost_while_catching_up_is_stale() -> None:
+    journal = Overtaken(SystemClock())
+    late = replica(journal)
+    with pytest.raises(StrataError) as caught:
+        await late.lead("a", LEASE_S)
+    assert caught.value.code is Code.STALE
+
+
+class Overtaken(MemoryJournal):
+    """Somebody else leads and writes as soon as anybody looks for a snapshot."""
+
+    async def load_snapshot(self, stream: str) -> None:
+        await self.resign(stream, 1)
+        lead = await self.lead(stream, "b", LEASE_S)
+        await self.append(stream, lead.epoch, lead.head, [b"1"])
+
+
+async def test_only_a_leader_submits() -> None:
+    with pytest.raises(StrataError, match="does not lead"):
+        await replica(MemoryJournal(SystemClock())).submit(1)
