@@ -1,0 +1,182 @@
+"""A journal behind a wire: the calls as messages, for a simulated database server that nodes reach over the network.
+
+It passes the conformance suite of the adapters, so what the simulation proves on it holds for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Self, TypeVar, assert_never
+
+import msgspec
+
+from strata.journal.port import Batch, Journal, Lead, Snapshot, StreamStatus
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    stream: str
+
+
+class LeadCall(Call, frozen=True, tag=True):
+    holder: str
+    lease_s: float
+
+
+class RenewCall(Call, frozen=True, tag=True):
+    epoch: int
+    lease_s: float
+
+
+class ResignCall(Call, frozen=True, tag=True):
+    epoch: int
+
+
+class ConfirmCall(Call, frozen=True, tag=True):
+    epoch: int
+
+
+class AppendCall(Call, frozen=True, tag=True):
+    epoch: int
+    after: int
+    facts: Sequence[bytes]
+
+
+class ReadCall(Call, frozen=True, tag=True):
+    after: int
+
+
+class GrownCall(Call, frozen=True, tag=True):
+    after: int
+    timeout_s: float
+
+
+class SaveCall(Call, frozen=True, tag=True):
+    epoch: int
+    snapshot: Snapshot
+
+
+class LoadCall(Call, frozen=True, tag=True):
+    pass
+
+
+class TruncateCall(Call, frozen=True, tag=True):
+    epoch: int
+    through: int
+
+
+class StreamsCall(Call, frozen=True, tag=True):
+    pass
+
+
+T = TypeVar("T")
+AnyCall = (
+    LeadCall
+    | RenewCall
+    | ResignCall
+    | ConfirmCall
+    | AppendCall
+    | ReadCall
+    | GrownCall
+    | SaveCall
+    | LoadCall
+    | TruncateCall
+    | StreamsCall
+)
+Transport = Callable[[bytes], Awaitable[bytes]]
+"""Sends a request and gives the reply; raises the StrataError of the other side, UNAVAILABLE if there was no reply."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_call = msgspec.msgpack.Decoder(AnyCall).decode
+
+
+async def serve(journal: Journal, request: bytes) -> bytes:
+    """Answer one call."""
+    return _encode(await _answer(journal, _decode_call(request)))
+
+
+async def _answer(journal: Journal, call: AnyCall) -> object:  # noqa: C901, PLR0911 - one arm per call
+    match call:
+        case LeadCall():
+            return await journal.lead(call.stream, call.holder, call.lease_s)
+        case RenewCall():
+            await journal.renew(call.stream, call.epoch, call.lease_s)
+        case ResignCall():
+            await journal.resign(call.stream, call.epoch)
+        case ConfirmCall():
+            await journal.confirm(call.stream, call.epoch)
+        case AppendCall():
+            return await journal.append(call.stream, call.epoch, call.after, call.facts)
+        case ReadCall():
+            return await journal.read(call.stream, call.after)
+        case GrownCall():
+            return await journal.grown(call.stream, call.after, call.timeout_s)
+        case SaveCall():
+            await journal.save_snapshot(call.stream, call.epoch, call.snapshot)
+        case LoadCall():
+            found = await journal.load_snapshot(call.stream)
+            return [] if found is None else [found]
+        case TruncateCall():
+            await journal.truncate(call.stream, call.epoch, call.through)
+        case StreamsCall():
+            return await journal.streams()
+        case _:
+            assert_never(call)
+    return None
+
+
+class RemoteJournal:
+    """The client's side."""
+
+    def __init__(self, transport: Transport, longest_wait_s: float = 60.0) -> None:
+        self._transport = transport
+        # The transport gives up on a reply at some time; a wait at the other side has to end before.
+        self._longest_wait_s = longest_wait_s
+
+    async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
+        return await self._ask(LeadCall(stream, holder, lease_s), Lead)
+
+    async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
+        await self._tell(RenewCall(stream, epoch, lease_s))
+
+    async def resign(self, stream: str, epoch: int) -> None:
+        await self._tell(ResignCall(stream, epoch))
+
+    async def confirm(self, stream: str, epoch: int) -> None:
+        await self._tell(ConfirmCall(stream, epoch))
+
+    async def append(self, stream: str, epoch: int, after: int, facts: Sequence[bytes]) -> int:
+        return await self._ask(AppendCall(stream, epoch, after, facts), int)
+
+    async def read(self, stream: str, after: int) -> list[Batch]:
+        return await self._ask(ReadCall(stream, after), list[Batch])
+
+    async def grown(self, stream: str, after: int, timeout_s: float) -> int:
+        return await self._ask(GrownCall(stream, after, min(timeout_s, self._longest_wait_s)), int)
+
+    async def save_snapshot(self, stream: str, epoch: int, snapshot: Snapshot) -> None:
+        await self._tell(SaveCall(stream, epoch, snapshot))
+
+    async def load_snapshot(self, stream: str) -> Snapshot | None:
+        found = await self._ask(LoadCall(stream), list[Snapshot])
+        return found[0] if found else None
+
+    async def truncate(self, stream: str, epoch: int, through: int) -> None:
+        await self._tell(TruncateCall(stream, epoch, through))
+
+    async def streams(self) -> list[StreamStatus]:
+        return await self._ask(StreamsCall(""), list[StreamStatus])
+
+    async def close(self) -> None:
+        return
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def _tell(self, call: AnyCall) -> None:
+        await self._transport(_encode(call))
+
+    async def _ask(self, call: AnyCall, answer: type[T]) -> T:
+        return msgspec.msgpack.decode(await self._transport(_encode(call)), type=answer)

@@ -1,0 +1,112 @@
+"""Servers for the tests. A test that asks for one gets a real one; if there is none, that is an error, never a skip.
+
+One PostgreSQL cluster serves a whole run, started when the first test asks for it. Under pytest-xdist the controller
+owns it, since a worker may finish before the others do, and the workers ask the controller for its URL.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from strata.base.errors import StrataError
+from strata.testing.postgres import PostgresDatabases, PostgresServer
+
+_OFFER: Final = "strata_postgres_offer_port"
+_FAILED: Final = "failed: "
+
+
+class PostgresOffer:
+    """Answers each connection on a loopback port with the URL of the one server, which the first one starts."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._server: PostgresServer | None = None
+        self._thread = threading.Thread(target=self._serve, name="postgres-offer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        # Shutting a listener down wakes the thread that waits in accept; closing it alone would not.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                worker, _ = self._listener.accept()
+            except OSError:
+                return
+            with worker:
+                worker.sendall(self._answer().encode())
+
+    def _answer(self) -> str:
+        try:
+            if self._server is None:
+                self._server = PostgresServer().__enter__()
+        except StrataError as error:
+            return f"{_FAILED}{error}"
+        return self._server.server_url
+
+
+_offer_key: Final = pytest.StashKey[PostgresOffer]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """In the xdist controller, before each worker starts; `node` is its handle of the worker, which has no types."""
+    config: pytest.Config = node.config
+    if _offer_key not in config.stash:
+        config.stash[_offer_key] = PostgresOffer()
+    node.workerinput[_OFFER] = config.stash[_offer_key].port
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _offer_key in config.stash:
+        config.stash[_offer_key].close()
+
+
+def _offered_url(port: int) -> str:
+    with socket.create_connection(("127.0.0.1", port)) as controller, controller.makefile(encoding="utf-8") as answer:
+        url = answer.read()
+    if not url or url.startswith(_FAILED):
+        pytest.fail(f"no PostgreSQL server for this run: {url or 'the controller is gone'}", pytrace=False)
+    return url
+
+
+@pytest.fixture(scope="session")
+def postgres_server(request: pytest.FixtureRequest) -> Iterator[PostgresDatabases]:
+    """The databases of the run's server, which must stay up: a test that hurts it takes `own_postgres_server`."""
+    # The tests have no settings file; this one variable lets `make services` and a site's own server stand in.
+    given_url = os.environ.get("STRATA_TEST_POSTGRES")  # noqa: TID251
+    worker: dict[str, Any] | None = getattr(request.config, "workerinput", None)
+    if given_url:
+        yield PostgresDatabases(given_url)
+    elif worker is not None:
+        yield PostgresDatabases(_offered_url(worker[_OFFER]))
+    else:
+        with PostgresServer() as server:
+            yield PostgresDatabases(server.server_url)
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresDatabases) -> Iterator[str]:
+    """The URL of an empty database for this test alone."""
+    url = postgres_server.create_database()
+    yield url
+    postgres_server.drop_database(url)
+
+
+@pytest.fixture
+def own_postgres_server() -> Iterator[PostgresServer]:
+    """A running cluster for this test alone, to kill, stop and start; about a second."""
+    with PostgresServer() as server:
+        yield server
