@@ -1,0 +1,176 @@
+"""`strata journal`: look into a journal without changing it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.exits import Exit
+from strata.cli.output import Column, Format, Rows, output_option
+
+if TYPE_CHECKING:
+    from strata.journal.port import Journal, StreamStatus
+
+T = TypeVar("T")
+
+_LIST: Final = (
+    Column("stream"),
+    Column("head", number=True),
+    Column("floor", number=True),
+    Column("snapshot", number=True),
+    Column("epoch", number=True),
+    Column("led"),
+    Column("holder", wide=True),
+)
+_VERIFY: Final = (
+    Column("stream"),
+    Column("facts", number=True),
+    Column("first", number=True, wide=True),
+    Column("last", number=True, wide=True),
+    Column("result"),
+)
+_DUMP: Final = (
+    Column("position", number=True),
+    Column("epoch", number=True),
+    Column("size", number=True),
+    Column("encoding", wide=True),
+    Column("fact", cut=120),
+)
+
+_database: Final = click.argument("database")
+
+
+@click.group()
+def journal() -> None:
+    """Look into a journal: streams, records, integrity.
+
+    DATABASE is sqlite:PATH, a path, or postgresql://USER@HOST/NAME. A SQLite journal serves one process: stop its owner
+    first.
+    """
+
+
+@journal.command("list")
+@_database
+@output_option
+def list_streams(database: str, output: Format) -> None:
+    """List the streams of DATABASE."""
+
+    async def show(store: Journal) -> None:
+        import msgspec
+
+        with Rows(output, _LIST) as rows:
+            for status in await store.streams():
+                rows.add(msgspec.to_builtins(status))
+
+    _look(database, show)
+
+
+@journal.command()
+@_database
+@output_option
+def verify(database: str, output: Format) -> None:
+    """Read everything in DATABASE and check that it is whole.
+
+    Reads every fact and the newest snapshot of every stream, with their checksums and their order. Exits with 100 if a
+    stream is corrupt.
+    """
+
+    async def check(store: Journal) -> bool:
+        whole = True
+        with Rows(output, _VERIFY) as rows:
+            for status in await store.streams():
+                row = await _verified(store, status)
+                whole = whole and row["result"] == "ok"
+                rows.add(row)
+        return whole
+
+    if not _look(database, check):
+        click.get_current_context().exit(Exit.FAILED)
+
+
+@journal.command()
+@_database
+@click.argument("stream")
+@click.option("--after", type=click.IntRange(min=0), metavar="N", help="Start after this position.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Stop after this many facts.")
+@output_option
+def dump(database: str, stream: str, after: int | None, limit: int | None, output: Format) -> None:
+    """Print the facts of STREAM in DATABASE.
+
+    A fact that is msgpack is shown as JSON, any other as hex. The table shortens long facts; the other formats do not.
+    """
+
+    async def show(store: Journal) -> None:
+        from strata.journal.replay import replay
+
+        start = await _floor(store, stream) if after is None else after
+        printed = 0
+        with Rows(output, _DUMP) as rows:
+            async for batch in replay(store, stream, start):
+                for position, fact in enumerate(batch.facts, start=batch.first):
+                    if printed == limit:
+                        return
+                    rows.add({"position": position, "epoch": batch.epoch, "size": len(fact)} | _decoded(fact))
+                    printed += 1
+
+    _look(database, show)
+
+
+def _look(database: str, use: Callable[[Journal], Awaitable[T]]) -> T:
+    import asyncio
+
+    async def run() -> T:
+        from strata.base.clock import SystemClock
+        from strata.journal.open import open_journal
+
+        async with await open_journal(database, SystemClock(), create=False) as store:
+            return await use(store)
+
+    return asyncio.run(run())
+
+
+async def _verified(store: Journal, status: StreamStatus) -> dict[str, Any]:
+    """The row of one stream. Its head was read before its facts, so facts that are added meanwhile do no harm."""
+    from strata.journal.replay import replay
+
+    last = status.floor
+    result = "ok"
+    try:
+        async for batch in replay(store, status.stream, status.floor):
+            last = batch.last
+        snapshot = await store.load_snapshot(status.stream)
+    except StrataError as error:
+        if error.code is not Code.CORRUPT:
+            raise
+        result = error.message
+    else:
+        if last < status.head:
+            result = f"ends at position {last}, but the head is {status.head}"
+        elif status.floor > (snapshot.position if snapshot else 0):
+            result = f"facts up to position {status.floor} are gone, and no snapshot covers them"
+    return {
+        "stream": status.stream,
+        "facts": last - status.floor,
+        "first": status.floor + 1,
+        "last": last,
+        "result": result,
+    }
+
+
+async def _floor(store: Journal, stream: str) -> int:
+    """Where the facts of a stream begin; 0 for an unknown one, which the read then refuses by name."""
+    return next((status.floor for status in await store.streams() if status.stream == stream), 0)
+
+
+def _decoded(fact: bytes) -> dict[str, Any]:
+    import msgspec
+
+    try:
+        # By way of JSON text, which settles what JSON lacks: bytes become base64, NaN becomes null.
+        value = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(fact)))
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
+        return {"encoding": "hex", "fact": fact.hex()}
+    return {"encoding": "msgpack", "fact": value}
