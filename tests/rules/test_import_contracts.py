@@ -1,0 +1,142 @@
+"""Every import contract can fail: a planted violation makes the linter fail and name that contract."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+
+
+class Plant(NamedTuple):
+    contract: str
+    path: str
+    """Where in `src/strata` the line goes; packages on the way are created, files that exist are appended to."""
+    line: str
+    also: tuple[str, ...] = ()
+    """Modules that the line needs to exist."""
+
+
+PLANTS: Final = (
+    Plant("layers", "base/plant.py", "import strata.journal.port"),
+    Plant("layers", "journal/port.py", "import strata.cli.main"),
+    Plant("layers", "fleet/service.py", "import strata.coord.service", also=("coord/service.py",)),
+    Plant("layers", "identity/keys.py", "import strata.journal.port"),
+    Plant("layers", "journal/port.py", "import strata.identity", also=("identity/__init__.py",)),
+    Plant("layers", "cli/plant.py", "import strata.testing.world", also=("testing/world.py",)),
+    Plant("layers", "utils/text.py", ""),
+    Plant("inside-a-layer", "coord/core/state.py", "import strata.coord.wire", also=("coord/wire.py",)),
+    Plant("inside-a-layer", "coord/service.py", "import strata.coord.rpc", also=("coord/rpc.py",)),
+    Plant("inside-a-layer", "fleet/ports.py", "import strata.fleet.sqlite", also=("fleet/sqlite.py",)),
+    Plant("inside-a-layer", "train/wire.py", "import strata.train.runner", also=("train/runner/__init__.py",)),
+    Plant("journal", "journal/sqlite.py", "import strata.journal.memory", also=("journal/memory.py",)),
+    Plant("journal", "journal/port.py", "import strata.journal.sqlite", also=("journal/sqlite.py",)),
+    Plant("journal", "journal/replica.py", "import strata.journal.sqlite", also=("journal/sqlite.py",)),
+    Plant("torch", "train/orchestrator.py", "def later() -> None:\n    import torch.nn"),
+    Plant("psycopg", "fleet/service.py", "import psycopg"),
+    Plant("psycopg", "hub/compose.py", "from psycopg_pool import AsyncConnectionPool"),
+    Plant("grpc", "coord/service.py", "import grpc"),
+    Plant("grpc", "journal/port.py", "from google.protobuf import message"),
+    Plant("base", "base/plant.py", "import rich.console"),
+    Plant("base", "base/plant.py", "import starlette"),
+    Plant("base-install", "sdk/__init__.py", "import starlette"),
+    Plant("base-install", "fleet/agent/loop.py", "import uvicorn"),
+    Plant("base-install", "sdk/fleet.py", "import strata.fleet.http\nimport fastapi", also=("fleet/http.py",)),
+    Plant("cli", "cli/plant.py", "def later() -> None:\n    import cryptography"),
+)
+
+ALLOWED: Final = (
+    Plant("torch", "train/runner/model.py", "import torch"),
+    Plant("psycopg", "fleet/postgres.py", "import psycopg\nimport psycopg_pool"),
+    Plant("psycopg", "testing/database.py", "import psycopg"),
+    Plant("grpc", "coord/rpc.py", "import grpc.aio"),
+    Plant("grpc", "coord/pb/coordinator_pb2.py", "from google.protobuf import descriptor"),
+    Plant("grpc", "hub/compose.py", "import grpc"),
+    Plant("cli", "cli/plant.py", "import strata.hub.compose", also=("hub/compose.py",)),
+)
+
+
+def contracts() -> dict[str, str]:
+    """Id and name of every contract in the project's configuration."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return {contract["id"]: contract["name"] for contract in config["tool"]["importlinter"]["contracts"]}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def write(tree: Path, path: str, line: str) -> None:
+    file = tree / "src" / "strata" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for package in file.relative_to(tree / "src").parents[:-1]:
+        (tree / "src" / package / "__init__.py").touch()
+    with file.open("a", encoding="utf-8") as text:
+        text.write(f"\n{line}\n")
+
+
+def plant(tree: Path, planted: Plant) -> None:
+    for module in planted.also:
+        write(tree, module, "")
+    write(tree, planted.path, planted.line)
+
+
+def lint(tree: Path) -> subprocess.CompletedProcess[str]:
+    # The copy comes first on the path, so the linter reads it and not the installed package.
+    environment = {
+        "PYTHONPATH": str(tree / "src"),
+        "PATH": os.defpath,
+        "COLUMNS": "200",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    linter = Path(sys.executable).with_name("lint-imports")
+    return subprocess.run(
+        [str(linter), "--no-cache", "--no-logo"],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def broken(output: str) -> set[str]:
+    return {id_ for id_, name in contracts().items() if f"{name} BROKEN" in output}
+
+
+def test_the_tree_as_it_is_keeps_every_contract(tree: Path) -> None:
+    done = lint(tree)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"{name} KEPT" in done.stdout for name in contracts().values()), done.stdout
+
+
+@pytest.mark.parametrize("planted", PLANTS, ids=lambda p: f"{p.contract}-{p.path}")
+def test_a_planted_import_breaks_its_contract(tree: Path, planted: Plant) -> None:
+    plant(tree, planted)
+    done = lint(tree)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert planted.contract in broken(done.stdout), done.stdout
+    module = "strata." + planted.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    assert module in done.stdout or not planted.line, done.stdout
+
+
+@pytest.mark.parametrize("planted", ALLOWED, ids=lambda p: f"{p.contract}-{p.path}")
+def test_an_import_that_the_design_allows_keeps_the_contract(tree: Path, planted: Plant) -> None:
+    plant(tree, planted)
+    done = lint(tree)
+    assert f"{contracts()[planted.contract]} KEPT" in done.stdout, done.stdout + done.stderr
+
+
+def test_every_contract_has_a_planted_violation() -> None:
+    assert contracts().keys() == {planted.contract for planted in PLANTS}
