@@ -1,0 +1,158 @@
+"""The base install is small, starts fast and is useful: the wheel, without extras, in an empty environment.
+
+Versions come from constraints.txt with their hashes, so this needs the package index as `make setup` does.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Final
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.e2e.blocks import play, problems
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT: Final = Path(__file__).parents[2]
+MOST_DISTRIBUTIONS: Final = 12
+SLOWEST_START_S: Final = 0.3
+ABSENT: Final = {"torch", "grpcio", "fastapi", "starlette", "psycopg"}
+INSTALLERS: Final = {"pip", "setuptools"}
+
+
+@dataclass(frozen=True)
+class Install:
+    programs: Path
+    distributions: frozenset[str]
+
+    def strata(self, *args: str) -> subprocess.CompletedProcess[str]:
+        command = [str(self.programs / "strata"), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def checked(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def needed(requirements: list[str]) -> set[str]:
+    """The distributions that these requirements bring here, as the installed packages know them."""
+    found: set[str] = set()
+    waiting = [Requirement(text) for text in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(name)
+            waiting += [Requirement(text) for text in requires(name) or []]
+    return found
+
+
+def pins_of(names: set[str], constraints: str) -> str:
+    """The entries of these distributions, each with its hashes."""
+    entries = re.split(r"(?m)^(?=[A-Za-z0-9])", constraints)
+    return "".join(entry for entry in entries if canonicalize_name(re.split(r"[=\s]", entry)[0]) in names)
+
+
+def base_requirements(wheel: Path) -> list[str]:
+    with ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist", [])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Install:
+    folder = tmp_path_factory.mktemp("base")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    checked(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT)
+    (wheel,) = folder.glob("strata_train-*.whl")
+
+    pins = folder / "base.txt"
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pins.write_text(pins_of(needed(base_requirements(wheel)), constraints), encoding="utf-8")
+
+    venv.create(folder / "venv", with_pip=True)
+    programs = folder / "venv" / "bin"
+    install = (programs / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    checked(*install, "--require-hashes", "-r", pins)
+    checked(*install, "--no-deps", "--no-index", wheel)
+    checked(programs / "python", "-m", "pip", "check")
+    names = "from importlib.metadata import distributions as d; print(*(each.name for each in d()))"
+    listed = checked(programs / "python", "-c", names).split()
+    return Install(programs, frozenset(map(canonicalize_name, listed)) - INSTALLERS)
+
+
+def test_the_base_install_is_small_and_has_no_engine(base: Install) -> None:
+    print(f"{len(base.distributions)} distributions: {' '.join(sorted(base.distributions))}")
+    assert "strata-train" in base.distributions
+    assert len(base.distributions) <= MOST_DISTRIBUTIONS
+    assert not {name for name in base.distributions if name.split("-")[0] in ABSENT}
+
+
+def subcommands(help_text: str) -> list[str]:
+    """The names that a group's help lists."""
+    _, _, listed = help_text.partition("\nCommands:\n")
+    return re.findall(r"(?m)^  (\S+)", listed.partition("\n\n")[0])
+
+
+def every_command(base: Install, *path: str) -> list[tuple[str, ...]]:
+    shown = base.strata(*path, "--help")
+    assert shown.returncode == 0, shown.stderr
+    return [path, *(found for name in subcommands(shown.stdout) for found in every_command(base, *path, name))]
+
+
+def started_s(base: Install, *args: str) -> float:
+    """The best of three: what the machine does besides is not ours."""
+    times = []
+    for _ in range(3):
+        before_s = time.perf_counter()
+        assert base.strata(*args).returncode == 0
+        times.append(time.perf_counter() - before_s)
+    return min(times)
+
+
+def test_the_version_and_every_help_answer_at_once(base: Install) -> None:
+    calls = [("--version",), *((*path, "--help") for path in every_command(base))]
+    assert ("journal", "list", "--help") in calls
+    times = {" ".join(args): started_s(base, *args) for args in calls}
+    for command, took_s in times.items():
+        print(f"{took_s:.3f} s  strata {command}")
+    assert {command: took_s for command, took_s in times.items() if took_s >= SLOWEST_START_S} == {}
+
+
+def test_what_needs_an_extra_says_which_in_one_line(base: Install) -> None:
+    refused = base.strata("journal", "list", "postgresql://x/y")
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    (line,) = refused.stderr.splitlines()
+    assert "pip install 'strata-train[postgres]'" in line
+
+
+def test_the_program_of_the_readme_works_there(base: Install, tmp_path: Path) -> None:
+    ran = play((ROOT / "README.md").read_text(encoding="utf-8"), base.programs, tmp_path)
+    assert ran
+    assert "\n\n".join(problems(ran)) == ""
+
+
+def test_names_of_subcommands_are_read_from_a_help_text() -> None:
+    text = "Usage: x\n\nOptions:\n  -h  Help.\n\nCommands:\n  list    List.\n  verify  Check, and\n          more.\n"
+    assert subcommands(text) == ["list", "verify"]
+    assert subcommands("Usage: x\n\nOptions:\n  -h  Help.\n") == []
+
+
+def test_only_the_named_pins_are_kept() -> None:
+    text = "# made by\na==1 \\\n    --hash=sha256:00\n    # via b\nb_c==2 ; x \\\n    --hash=sha256:11\nd==3\n"
+    assert pins_of({"b-c", "d"}, text) == "b_c==2 ; x \\\n    --hash=sha256:11\nd==3\n"
