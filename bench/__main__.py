@@ -1,0 +1,42 @@
+"""`python -m bench NAME [--quick] [--json-only]`: one JSON line per case on stdout, a table on stderr.
+
+A missed goal is a result, not an error: the exit status is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from bench.report import Report
+
+BENCHES: Final = {
+    "journal": "appends, replay and restore beside the bare PostgreSQL and SQLite drivers",
+}
+"""Each is a module `bench.NAME` with `async def run(report: Report, *, quick: bool) -> None`."""
+
+Run = Callable[..., Coroutine[Any, Any, None]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Measure a layer beside the bare engine under it, interleaved in one process.",
+        epilog="benches:\n" + "\n".join(f"  {name:12} {what}" for name, what in BENCHES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=BENCHES, metavar="NAME", help="which bench, from the list below")
+    parser.add_argument("--quick", action="store_true", help="about a minute; documents quote the long version")
+    parser.add_argument("--json-only", action="store_true", help="no table and no progress on stderr")
+    given = parser.parse_args()
+    report = Report(given.name, quiet=given.json_only)
+    run: Run = importlib.import_module(f"bench.{given.name}").run
+    asyncio.run(run(report, quick=given.quick))
+    report.table()
+
+
+if __name__ == "__main__":
+    main()
