@@ -41,7 +41,7 @@ PLANTS: Final = (
     Plant("journal", "journal/replica.py", "import strata.journal.sqlite", also=("journal/sqlite.py",)),
     Plant("torch", "train/orchestrator.py", "def later() -> None:\n    import torch.nn"),
     Plant("psycopg", "fleet/service.py", "import psycopg"),
-    Plant("psycopg", "hub/compose.py", "from psycopg_pool import AsyncConnectionPool"),
+    Plant("psycopg", "hub/compose.py", "from psycopg import AsyncConnection"),
     Plant("grpc", "coord/service.py", "import grpc"),
     Plant("grpc", "journal/port.py", "from google.protobuf import message"),
     Plant("base", "base/plant.py", "import rich.console"),
@@ -54,7 +54,7 @@ PLANTS: Final = (
 
 ALLOWED: Final = (
     Plant("torch", "train/runner/model.py", "import torch"),
-    Plant("psycopg", "fleet/postgres.py", "import psycopg\nimport psycopg_pool"),
+    Plant("psycopg", "fleet/postgres.py", "import psycopg"),
     Plant("psycopg", "testing/database.py", "import psycopg"),
     Plant("grpc", "coord/rpc.py", "import grpc.aio"),
     Plant("grpc", "coord/pb/coordinator_pb2.py", "from google.protobuf import descriptor"),

@@ -18,7 +18,6 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "httpx": "httpx",
     "psutil": "psutil",
     "psycopg": "psycopg",
-    "psycopg_pool": "psycopg-pool",
     "safetensors": "safetensors",
     "starlette": "starlette",
     "torch": "torch",

@@ -26,9 +26,11 @@ from strata.journal.port import (
     Snapshot,
     StreamStatus,
     ahead,
+    check_candidate,
     check_facts,
+    check_lease,
+    check_position,
     check_snapshot,
-    check_stream,
     held,
     misplaced,
     stale,
@@ -129,7 +131,7 @@ class MemoryJournal:
             self._take(frame)
 
     async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
-        check_stream(stream)
+        check_candidate(stream, holder, lease_s)
 
         async def take() -> Lead:
             found = self._streams.get(stream, StreamLog())
@@ -143,6 +145,7 @@ class MemoryJournal:
         return await self._in_turn(take)
 
     async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
+        check_lease(lease_s)
         # Kept in memory only: losing it in a crash lets a standby try sooner, and the epoch still decides.
         found = self._find(stream)
         self._fence(stream, found, epoch)
@@ -161,6 +164,7 @@ class MemoryJournal:
 
     async def append(self, stream: str, epoch: int, after: int, facts: Sequence[bytes]) -> int:
         check_facts(facts)
+        check_position(after)
 
         async def add() -> int:
             found = self._find(stream)
@@ -175,6 +179,7 @@ class MemoryJournal:
         return await self._in_turn(add)
 
     async def read(self, stream: str, after: int) -> list[Batch]:
+        check_position(after)
         found = self._find(stream)
         if after < found.floor:
             raise truncated(stream, after, found.floor)
@@ -215,6 +220,8 @@ class MemoryJournal:
         return max(self._find(stream).snapshots, key=lambda snapshot: snapshot.position, default=None)
 
     async def truncate(self, stream: str, epoch: int, through: int) -> None:
+        check_position(through)
+
         async def forget() -> None:
             found = self._find(stream)
             self._fence(stream, found, epoch)

@@ -9,7 +9,8 @@ Facts are opaque bytes here; the layer above owns their meaning. Three promises 
 - **Exactly once**: a leader names the position its batch comes after. The same batch sent twice (because the reply to
   the first was lost) is recognised and answered with the same position.
 
-An error with code UNAVAILABLE leaves the outcome unknown; the caller repeats the call with the same arguments.
+An error with code UNAVAILABLE leaves the outcome unknown; the caller repeats the call with the same arguments. Every
+call ends in bounded time, with an answer or with an error.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ import msgspec
 from strata.base.errors import Code, StrataError
 
 MAX_FACT_BYTES: Final = 1 << 20
+MAX_APPEND_BYTES: Final = 64 << 20
 MAX_STATE_BYTES: Final = 64 << 20
 PAGE_BYTES: Final = 4 << 20
 """How much `read` returns at most in one page (but always at least one batch)."""
 
 _STREAM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
+_HOLDER_NAME = re.compile(r"[!-~]{1,200}")
+_LARGEST: Final = (1 << 63) - 1
 
 
 class Lead(msgspec.Struct, frozen=True):
@@ -148,10 +152,33 @@ def check_stream(stream: str) -> None:
         )
 
 
+def check_candidate(stream: str, holder: str, lease_s: float) -> None:
+    check_stream(stream)
+    if not _HOLDER_NAME.fullmatch(holder):
+        raise StrataError(Code.INVALID, "a holder needs a name of 1 to 200 printable characters without spaces")
+    check_lease(lease_s)
+
+
+def check_lease(lease_s: float) -> None:
+    if not 0.0 <= lease_s <= 1e9:
+        raise StrataError(Code.INVALID, f"a lease of {lease_s} seconds makes no sense")
+
+
+def check_position(position: int) -> None:
+    if not 0 <= position < _LARGEST:
+        raise StrataError(Code.INVALID, f"{position} is not a position")
+
+
 def check_facts(facts: Sequence[bytes]) -> None:
     if not facts:
         raise StrataError(Code.INVALID, "an append needs at least one fact")
-    longest = max(map(len, facts))
+    if set(map(type, facts)) != {bytes}:
+        raise StrataError(Code.INVALID, "a fact is bytes and nothing else")
+    longest, total = max(map(len, facts)), sum(map(len, facts))
+    if total > MAX_APPEND_BYTES:
+        raise StrataError(
+            Code.INVALID, f"an append of {total:,} bytes is over the limit of {MAX_APPEND_BYTES:,}", hint="split it"
+        )
     if longest > MAX_FACT_BYTES:
         raise StrataError(
             Code.INVALID,
@@ -161,6 +188,7 @@ def check_facts(facts: Sequence[bytes]) -> None:
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
+    check_position(snapshot.position)
     size = len(snapshot.state)
     if size > MAX_STATE_BYTES:
         raise StrataError(Code.INVALID, f"a snapshot of {size:,} bytes is over the limit of {MAX_STATE_BYTES:,}")

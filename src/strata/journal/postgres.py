@@ -7,14 +7,11 @@ run out. There is no NOTIFY (it takes a lock that all commits share): a standby 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import psycopg
-import psycopg_pool
 from psycopg import errors as pg_errors
 
 from strata.base.clock import Clock
@@ -29,9 +26,11 @@ from strata.journal.port import (
     Snapshot,
     StreamStatus,
     ahead,
+    check_candidate,
     check_facts,
+    check_lease,
+    check_position,
     check_snapshot,
-    check_stream,
     held,
     misplaced,
     stale,
@@ -39,6 +38,7 @@ from strata.journal.port import (
     uncovered,
     unknown_stream,
 )
+from strata.journal.postgres_connections import Connections
 
 _PAGE_ROWS: Final = 512
 _POLL_S: Final = 0.05
@@ -47,38 +47,28 @@ _POLL_S: Final = 0.05
 class PostgresJournal:
     """Open with `await PostgresJournal.open(url, clock)`."""
 
-    def __init__(self, pool: psycopg_pool.AsyncConnectionPool, clock: Clock) -> None:
-        self._pool = pool
+    def __init__(self, connections: Connections, clock: Clock) -> None:
+        self._connections = connections
         self._clock = clock
 
     @classmethod
-    async def open(cls, url: str, clock: Clock, *, create: bool = True, connections: int = 4) -> Self:
-        pool = psycopg_pool.AsyncConnectionPool(
-            url,
-            min_size=1,
-            max_size=connections,
-            open=False,
-            timeout=5.0,
-            reconnect_timeout=30.0,
-            configure=_configure,
-            kwargs={"autocommit": True, "connect_timeout": 5, "application_name": "strata journal"},
-        )
-        journal = cls(pool, clock)
+    async def open(
+        cls, url: str, clock: Clock, *, create: bool = True, connections: int = 4, call_s: float = 5.0
+    ) -> Self:
+        """`call_s` bounds every call: keep it below the leases this journal is used with."""
+        journal = cls(Connections(url, connections, call_s), clock)
         try:
-            # A first connection outside the pool: the pool would hide why it fails behind a time-out.
-            async with await psycopg.AsyncConnection.connect(url, autocommit=True, connect_timeout=5) as connection:
+            async with journal._connections.use() as connection:
                 await _prepare(connection, create=create)
-            await pool.open(wait=True, timeout=10.0)
-        except (psycopg.Error, psycopg_pool.PoolTimeout) as error:
-            await pool.close()
+        except (psycopg.Error, TimeoutError) as error:
             raise _failed(error, f"the journal at {_place(url)} cannot be opened") from error
         except BaseException:
-            await pool.close()
+            await journal.close()
             raise
         return journal
 
     async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
-        check_stream(stream)
+        check_candidate(stream, holder, lease_s)
         rows = await self._run(sql.LEAD, {"stream": stream, "holder": holder, "lease_s": lease_s})
         if not rows:
             found = await self._run("SELECT holder FROM journal_stream WHERE stream = %(stream)s", {"stream": stream})
@@ -87,6 +77,7 @@ class PostgresJournal:
         return Lead(stream, *rows[0])
 
     async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
+        check_lease(lease_s)
         if not await self._write(sql.RENEW, {"stream": stream, "epoch": epoch, "lease_s": lease_s}):
             await self.confirm(stream, epoch)
 
@@ -101,6 +92,7 @@ class PostgresJournal:
 
     async def append(self, stream: str, epoch: int, after: int, facts: Sequence[bytes]) -> int:
         check_facts(facts)
+        check_position(after)
         blob, checksum = pack(facts)
         last = after + len(facts)
         batch = {
@@ -127,6 +119,7 @@ class PostgresJournal:
         raise stale(stream, epoch, current) if current != epoch else misplaced(stream, batch["after"], head)
 
     async def read(self, stream: str, after: int) -> list[Batch]:
+        check_position(after)
         rows = await self._run(sql.PAGE, {"stream": stream, "after": after, "limit": _PAGE_ROWS, "bytes": PAGE_BYTES})
         # Asked after the rows: a truncation in between would otherwise make a gap look like an empty page.
         _, _, floor = await self._row(stream)
@@ -170,16 +163,21 @@ class PostgresJournal:
         return checked_snapshot(stream, *rows[0])
 
     async def truncate(self, stream: str, epoch: int, through: int) -> None:
-        if not await self._write(sql.TRUNCATE, {"stream": stream, "epoch": epoch, "through": through}):
+        check_position(through)
+        values = {"stream": stream, "epoch": epoch, "through": through}
+        if not await self._write(sql.MOVE_FLOOR, values):
             await self.confirm(stream, epoch)
             raise uncovered(stream, through)
-        failpoint("journal.postgres.after_truncate")
+        failpoint("journal.postgres.after_floor")
+        while await self._write(sql.SWEEP_BATCHES, values):
+            failpoint("journal.postgres.after_sweep")
+        await self._write(sql.SWEEP_SNAPSHOTS, values)
 
     async def streams(self) -> list[StreamStatus]:
         return [StreamStatus(*row) for row in await self._run(sql.STREAMS, {})]
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self._connections.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -198,40 +196,20 @@ class PostgresJournal:
 
     async def _run(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         try:
-            async with _heeding_cancellation(), self._pool.connection() as connection:
+            async with self._connections.use() as connection:
                 cursor = connection.cursor(binary=True)
                 await cursor.execute(statement, values, prepare=True)
                 return await cursor.fetchall()
-        except (psycopg.Error, psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed) as error:
+        except (psycopg.Error, TimeoutError) as error:
             raise _failed(error, "the journal did not answer") from error
 
     async def _write(self, statement: str, values: Mapping[str, Any]) -> int:
         try:
-            async with _heeding_cancellation(), self._pool.connection() as connection:
+            async with self._connections.use() as connection:
                 cursor = await connection.execute(statement, values, prepare=True)
                 return cursor.rowcount
-        except (psycopg.Error, psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed) as error:
+        except (psycopg.Error, TimeoutError) as error:
             raise _failed(error, "the journal did not answer") from error
-
-
-@asynccontextmanager
-async def _heeding_cancellation() -> AsyncIterator[None]:
-    """Raise a cancellation that was lost inside.
-
-    The pool waits with `asyncio.wait_for`, which in Python 3.11 returns the result as if nobody had cancelled when the
-    two coincide. A standby that is told to stop would follow for ever.
-    """
-    task = asyncio.current_task()
-    before = task.cancelling() if task else 0
-    yield
-    if task and task.cancelling() > before:
-        raise asyncio.CancelledError
-
-
-async def _configure(connection: psycopg.AsyncConnection[Any]) -> None:
-    # A role or database may have this off by default; a reply before the flush would break the first promise.
-    await connection.execute("SET synchronous_commit = on")
-    await connection.execute("SET idle_in_transaction_session_timeout = '10s'")
 
 
 async def _prepare(connection: psycopg.AsyncConnection[Any], *, create: bool) -> None:

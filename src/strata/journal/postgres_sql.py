@@ -65,8 +65,7 @@ SELECT first, epoch, checksum, facts FROM (
 is known without fetching it."""
 SAVE_SNAPSHOT: Final = """
 WITH led AS (
-  SELECT stream FROM journal_stream
-  WHERE stream = %(stream)s AND epoch = %(epoch)s AND head >= %(position)s FOR UPDATE
+  SELECT stream FROM journal_stream WHERE stream = %(stream)s AND epoch = %(epoch)s AND head >= %(position)s
 )
 INSERT INTO journal_snapshot (stream, position, epoch, checksum, state)
 SELECT stream, %(position)s, %(taken_epoch)s, %(checksum)s, %(state)b FROM led
@@ -75,18 +74,18 @@ ON CONFLICT (stream, position) DO UPDATE SET position = excluded.position
 LOAD_SNAPSHOT: Final = """
 SELECT position, epoch, state, checksum FROM journal_snapshot WHERE stream = %(stream)s ORDER BY position DESC LIMIT 1
 """
-TRUNCATE: Final = """
-WITH led AS (
-  UPDATE journal_stream SET floor = greatest(floor, %(through)s)
-  WHERE stream = %(stream)s AND epoch = %(epoch)s AND EXISTS (
-    SELECT FROM journal_snapshot WHERE stream = %(stream)s AND position >= %(through)s)
-  RETURNING stream
-), facts AS (
-  DELETE FROM journal_batch b USING led WHERE b.stream = led.stream AND b.last <= %(through)s
-), states AS (
-  DELETE FROM journal_snapshot n USING led WHERE n.stream = led.stream AND n.position < %(through)s
-)
-SELECT FROM led
+MOVE_FLOOR: Final = """
+UPDATE journal_stream SET floor = greatest(floor, %(through)s)
+WHERE stream = %(stream)s AND epoch = %(epoch)s AND EXISTS (
+  SELECT FROM journal_snapshot WHERE stream = %(stream)s AND position >= %(through)s)
+"""
+# What lies below a committed floor is nobody's any more, so it needs no fence, and is swept in small bites.
+SWEEP_BATCHES: Final = """
+DELETE FROM journal_batch WHERE ctid IN (
+  SELECT ctid FROM journal_batch WHERE stream = %(stream)s AND last <= %(through)s LIMIT 5000)
+"""
+SWEEP_SNAPSHOTS: Final = """
+DELETE FROM journal_snapshot WHERE stream = %(stream)s AND position < %(through)s
 """
 STREAMS: Final = """
 SELECT stream, epoch, holder, expires_at > clock_timestamp(), head, floor,

@@ -34,7 +34,10 @@ class Machine(Protocol[State, Input_contra, Effect_co]):
     def initial(self) -> State: ...
 
     def decide(self, state: State, given: Input_contra, now_s: float) -> tuple[Sequence[bytes], Effect_co]:
-        """What becomes true and what to tell the caller. Must not change the state."""
+        """What becomes true and what to tell the caller. Must not change what facts build.
+
+        `now_s` is this process's monotonic clock: for measuring how long something takes, never for a fact.
+        """
         ...
 
     def apply(self, state: State, fact: bytes) -> State:
@@ -61,6 +64,7 @@ class Replica(Generic[State, Input, Effect]):
         self._state = machine.initial()
         self._position = 0
         self._snapshot_at = 0
+        self._snapshot_tried_at = 0
         self._writer: Writer | None = None
 
     @property
@@ -84,6 +88,7 @@ class Replica(Generic[State, Input, Effect]):
 
     async def catch_up(self) -> None:
         """Read all that is committed now, from the newest snapshot if we are behind it."""
+        self._still_following()
         while True:
             try:
                 await self._load_newer_snapshot()
@@ -102,6 +107,7 @@ class Replica(Generic[State, Input, Effect]):
             try:
                 await self.catch_up()
                 async for batch in tail(self._journal, self._stream, self._position):
+                    self._still_following()
                     self._take(batch)
             except StrataError as error:
                 if error.code not in (Code.GONE, Code.NOT_FOUND, Code.UNAVAILABLE):
@@ -111,10 +117,12 @@ class Replica(Generic[State, Input, Effect]):
 
     async def lead(self, holder: str, lease_s: float, limits: WriterLimits | None = None) -> None:
         """Take the lead now, or fail with CONFLICT while somebody else has it."""
-        await self._begin(await self._journal.lead(self._stream, holder, lease_s), limits)
+        self._still_following()
+        await self._begin(await self._journal.lead(self._stream, holder, lease_s), lease_s, limits)
 
     async def stand_by(self, holder: str, lease_s: float, limits: WriterLimits | None = None) -> None:
-        """Follow until the lead is free, then take it."""
+        """Follow until the lead is free, then take it. Warm first: a long replay would outlast a lease."""
+        await self._warm_up()
         following = asyncio.get_running_loop().create_task(self.follow(), name=f"follow {self._stream}")
         lead: Lead | None = None
         try:
@@ -130,39 +138,78 @@ class Replica(Generic[State, Input, Effect]):
         finally:
             following.cancel()
             await asyncio.wait([following])
-        await self._begin(lead, limits)
+        await self._begin(lead, lease_s, limits)
 
     async def reign(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
-        """Keep the lease, and snapshots, until the lead is lost; return why. The epoch protects the facts all the same.
+        """Keep the lease, and snapshots, until the lead is lost; return why. From then on this replica answers nothing.
 
         A leader that could not renew for a whole lease steps down by itself: somebody else may be serving already.
         """
         writer = self._led()
-        renewed_s = self._clock.monotonic_s()
         saving: asyncio.Task[None] | None = None
-        while writer.failure is None:
-            due = snapshot_every is not None and self._position - self._snapshot_at >= snapshot_every
-            if due and (saving is None or saving.done()):
-                saving = asyncio.get_running_loop().create_task(self._snapshot_or_not(), name=f"save {self._stream}")
-            asked_s = self._clock.monotonic_s()
-            try:
-                async with asyncio.timeout(lease_s / 3):
-                    await self._journal.renew(self._stream, writer.lead.epoch, lease_s)
-                renewed_s = asked_s
-            except TimeoutError:
-                pass
-            except StrataError as error:
-                if error.code is not Code.UNAVAILABLE:
-                    return error
-            if self._clock.monotonic_s() - renewed_s >= lease_s:
-                return StrataError(Code.UNAVAILABLE, f"the lease on stream {self._stream!r} could not be renewed")
-            await self._clock.sleep(lease_s / 6)
+        renewed_s = self._clock.monotonic_s()
+        try:
+            while writer.failure is None:
+                since = max(self._snapshot_at, self._snapshot_tried_at)
+                due = snapshot_every is not None and self._position - since >= snapshot_every
+                if due and (saving is None or saving.done()):
+                    saving = asyncio.get_running_loop().create_task(self._snapshot_or_not())
+                if await self._renew(writer.lead, lease_s):
+                    renewed_s = self._clock.monotonic_s()
+                elif self._clock.monotonic_s() - renewed_s >= lease_s:
+                    late = StrataError(Code.UNAVAILABLE, f"the lease on stream {self._stream!r} could not be renewed")
+                    writer.stop(late)
+                await self._clock.sleep(lease_s / 6)
+        except StrataError as error:
+            writer.stop(error)
+        finally:
+            if saving is not None:
+                saving.cancel()
+        assert writer.failure is not None
         return writer.failure
 
-    async def _begin(self, lead: Lead, limits: WriterLimits | None) -> None:
+    async def _renew(self, lead: Lead, lease_s: float) -> bool:
+        """Whether the lease was extended; raises when it can never be again."""
+        try:
+            async with asyncio.timeout(lease_s / 3):
+                await self._journal.renew(self._stream, lead.epoch, lease_s)
+        except TimeoutError:
+            return False
+        except StrataError as error:
+            if error.code is not Code.UNAVAILABLE:
+                raise
+            return False
+        return True
+
+    async def _warm_up(self) -> None:
+        while True:
+            try:
+                await self.catch_up()
+            except StrataError as error:
+                if error.code is Code.NOT_FOUND:
+                    return
+                if error.code is not Code.UNAVAILABLE:
+                    raise
+                _log.warning("waiting for the journal", stream=self._stream, reason=str(error))
+                await self._clock.sleep(_RETRY_S)
+            else:
+                return
+
+    async def _begin(self, lead: Lead, lease_s: float, limits: WriterLimits | None) -> None:
         """Read to the head the epoch began at: nothing can come after that but our own facts."""
         failpoint("journal.replica.after_lead")
-        await self.catch_up()
+
+        async def keep() -> None:
+            while True:
+                await self._clock.sleep(lease_s / 3)
+                await self._renew(lead, lease_s)
+
+        keeping = asyncio.get_running_loop().create_task(keep(), name=f"keep {self._stream}")
+        try:
+            await self.catch_up()
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
         if self._position > lead.head:
             raise StrataError(Code.STALE, f"epoch {lead.epoch} of stream {self._stream!r} was over before it began")
         if self._position < lead.head:
@@ -171,10 +218,17 @@ class Replica(Generic[State, Input, Effect]):
             )
         self._writer = Writer(self._journal, lead, self._clock, limits)
 
+    def _still_following(self) -> None:
+        if self._writer is not None:
+            raise StrataError(
+                Code.PRECONDITION, "this replica has led and holds facts of its own: start over with a new one"
+            )
+
     async def resign(self) -> None:
         """Finish what was submitted and let a standby in at once."""
         writer = self._led()
         await writer.close()
+        writer.stop(StrataError(Code.UNAVAILABLE, f"this process has resigned from stream {self._stream!r}"))
         await self._journal.resign(self._stream, writer.lead.epoch)
 
     async def submit(self, given: Input) -> Effect:
@@ -185,18 +239,26 @@ class Replica(Generic[State, Input, Effect]):
         committed yet.
         """
         writer = self._led()
-        facts, effect = self._machine.decide(self._state, given, self._clock.wall_s())
+        facts, effect = self._machine.decide(self._state, given, self._clock.monotonic_s())
         if facts:
             committed = writer.submit(facts)
-            for fact in facts:
-                self._state = self._machine.apply(self._state, fact)
-            self._position = writer.submitted
+            self._apply_own(writer, facts)
             failpoint("journal.replica.before_commit")
             await asyncio.shield(committed)
             failpoint("journal.replica.after_commit")
         else:
             await writer.settled()
         return effect
+
+    def _apply_own(self, writer: Writer, facts: Sequence[bytes]) -> None:
+        try:
+            for fact in facts:
+                self._state = self._machine.apply(self._state, fact)
+        except BaseException:
+            # The journal has the facts, this state has not: nobody may build on it.
+            writer.stop(StrataError(Code.INTERNAL, f"a fact of stream {self._stream!r} could not be applied"))
+            raise
+        self._position = writer.submitted
 
     async def confirm(self) -> None:
         """Return if we still lead: call it before answering a read that must be linearizable."""
@@ -216,6 +278,7 @@ class Replica(Generic[State, Input, Effect]):
 
     async def _snapshot_or_not(self) -> None:
         """A snapshot only saves time at the next start: one that fails is tried again later."""
+        self._snapshot_tried_at = self._position
         try:
             await self.snapshot()
         except StrataError as error:
@@ -238,6 +301,12 @@ class Replica(Generic[State, Input, Effect]):
             self._position = self._snapshot_at = snapshot.position
 
     def _take(self, batch: Batch) -> None:
-        for fact in batch.facts:
+        """Apply what is new in a batch; another reader of this replica may have been faster."""
+        if batch.last <= self._position:
+            return
+        new = batch.after(self._position)
+        if new.first != self._position + 1:
+            raise StrataError(Code.CORRUPT, f"after position {self._position} comes {new.first}")
+        for fact in new.facts:
             self._state = self._machine.apply(self._state, fact)
-        self._position = batch.last
+        self._position = new.last

@@ -23,9 +23,11 @@ from strata.journal.port import (
     Snapshot,
     StreamStatus,
     ahead,
+    check_candidate,
     check_facts,
+    check_lease,
+    check_position,
     check_snapshot,
-    check_stream,
     held,
     misplaced,
     stale,
@@ -64,11 +66,17 @@ class SqliteJournal:
     @classmethod
     async def open(cls, path: Path, clock: Clock, *, create: bool = True) -> Self:
         thread = WriterThread(path, Schema(_SCHEMA, _SCHEMA_VERSION), create=create)
-        await asyncio.wrap_future(thread.opened)
+        try:
+            await asyncio.wrap_future(thread.opened)
+        except BaseException:
+            # Whoever stops waiting must not leave the file locked.
+            thread.stop()
+            await asyncio.to_thread(thread.join)
+            raise
         return cls(thread, clock)
 
     async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
-        check_stream(stream)
+        check_candidate(stream, holder, lease_s)
 
         def take(db: sqlite3.Connection) -> Lead:
             row = db.execute("SELECT epoch, holder, head FROM journal_stream WHERE stream = ?", (stream,)).fetchone()
@@ -87,18 +95,27 @@ class SqliteJournal:
         return await self._thread.write(take)
 
     async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
-        await self.confirm(stream, epoch)
-        self._lease_until_s[stream] = self._clock.monotonic_s() + lease_s
+        check_lease(lease_s)
+
+        def extend(db: sqlite3.Connection) -> None:
+            _fence(db, stream, epoch)
+            self._lease_until_s[stream] = self._clock.monotonic_s() + lease_s
+
+        await self._thread.read(extend)
 
     async def resign(self, stream: str, epoch: int) -> None:
-        if await self._thread.read(lambda db: _epoch(db, stream)) == epoch:
-            self._lease_until_s.pop(stream, None)
+        def end(db: sqlite3.Connection) -> None:
+            if _epoch(db, stream) == epoch:
+                self._lease_until_s.pop(stream, None)
+
+        await self._thread.read(end)
 
     async def confirm(self, stream: str, epoch: int) -> None:
         await self._thread.read(lambda db: _fence(db, stream, epoch))
 
     async def append(self, stream: str, epoch: int, after: int, facts: Sequence[bytes]) -> int:
         check_facts(facts)
+        check_position(after)
         blob, checksum = pack(facts)
         last = after + len(facts)
 
@@ -115,13 +132,17 @@ class SqliteJournal:
             )
             return last
 
-        await self._thread.write(add)
-        growth = self._growth.pop(stream, None)
-        if growth is not None:
-            growth.set()
-        return last
+        try:
+            return await self._thread.write(add)
+        finally:
+            # Also when nobody waits for the answer any more: the append goes on, and a look is queued behind it.
+            growth = self._growth.pop(stream, None)
+            if growth is not None:
+                growth.set()
 
     async def read(self, stream: str, after: int) -> list[Batch]:
+        check_position(after)
+
         def page(db: sqlite3.Connection) -> list[Batch]:
             row = db.execute("SELECT floor FROM journal_stream WHERE stream = ?", (stream,)).fetchone()
             if row is None:
@@ -184,6 +205,8 @@ class SqliteJournal:
         return await self._thread.read(load)
 
     async def truncate(self, stream: str, epoch: int, through: int) -> None:
+        check_position(through)
+
         def forget(db: sqlite3.Connection) -> None:
             _fence(db, stream, epoch)
             covered = db.execute(
@@ -222,7 +245,8 @@ class SqliteJournal:
         return await self._thread.read(every_stream)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._thread.close)
+        self._thread.stop()
+        await asyncio.to_thread(self._thread.join)
 
     async def __aenter__(self) -> Self:
         return self

@@ -59,6 +59,7 @@ class WriterThread:
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._broken: StrataError | None = None
+        self._stopped = False
         self._thread = threading.Thread(target=self._serve, name=f"journal {path.name}", daemon=True)
         self._thread.start()
 
@@ -68,39 +69,52 @@ class WriterThread:
     async def read(self, run: Callable[[sqlite3.Connection], T]) -> T:
         return await self._ask(run, writes=False)
 
-    def close(self) -> None:
-        """Finish what is queued and release the file. Blocks."""
-        self._queue.put(None)
+    def stop(self) -> None:
+        """Take no more jobs; finish those that are queued, then release the file."""
+        if not self._stopped:
+            self._stopped = True
+            self._queue.put(None)
+
+    def join(self) -> None:
+        """Wait until the file is released. Blocks."""
         self._thread.join()
 
     async def _ask(self, run: Callable[[sqlite3.Connection], T], *, writes: bool) -> T:
-        if not self._thread.is_alive():
-            raise StrataError(Code.UNAVAILABLE, f"the journal {self._path} is closed")
+        if self._stopped:
+            raise StrataError(Code.PRECONDITION, f"the journal {self._path} is closed")
+        if asyncio.get_running_loop() is not self._loop:
+            raise StrataError(Code.INTERNAL, "a journal belongs to the event loop it was opened in")
         reply: asyncio.Future[T] = self._loop.create_future()
         self._queue.put(_Job(run, writes, reply))
         return await reply
 
     def _serve(self) -> None:
+        # From here on the opener may stop waiting, but it gets a result or an error all the same.
+        self.opened.set_running_or_notify_cancel()
         try:
             db = _connect(self._path, self._schema, create=self._create)
-        except StrataError as error:
+        except Exception as error:  # noqa: BLE001 - this thread's outermost handler: the opener gets it
             self.opened.set_exception(error)
             return
         self.opened.set_result(None)
-        open_for_jobs = True
-        while open_for_jobs:
-            jobs: list[_Job] = []
-            found = self._queue.get()
-            while found is not None:
-                jobs.append(found)
-                if len(jobs) == _GROUP or self._queue.empty():
-                    break
-                found = self._queue.get()
-            open_for_jobs = found is not None
-            if jobs:
-                done = self._run_group(db, jobs)
+        while jobs := self._next_group():
+            done = self._run_group(db, jobs)
+            # A loop that was closed under us has nobody left to tell.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(_deliver, done)
         db.close()
+
+    def _next_group(self) -> list[_Job]:
+        """Wait for a job and take what has queued up behind it; nothing when stopped."""
+        jobs: list[_Job] = []
+        while not jobs or (len(jobs) < _GROUP and not self._queue.empty()):
+            job = self._queue.get()
+            if job is None:
+                if jobs:
+                    self._queue.put(None)
+                break
+            jobs.append(job)
+        return jobs
 
     def _run_group(self, db: sqlite3.Connection, jobs: list[_Job]) -> list[_Done]:
         if self._broken is not None:
@@ -109,8 +123,8 @@ class WriterThread:
         try:
             if writes:
                 db.execute("BEGIN IMMEDIATE")
-            done = [_run(db, job) for job in jobs]
-            if writes:
+            done = [_run(db, job, alone=len(jobs) == 1) for job in jobs]
+            if writes and db.in_transaction:
                 failpoint("journal.sqlite.before_commit")
                 db.execute("COMMIT")
                 failpoint("journal.sqlite.after_commit")
@@ -118,9 +132,6 @@ class WriterThread:
             _roll_back(db)
             failure = self._failed(error)
             return [_Done(job, None, failure) for job in jobs]
-        except Exception as error:  # noqa: BLE001 - this thread's outermost handler: the callers get it, not nobody
-            _roll_back(db)
-            return [_Done(job, None, error) for job in jobs]
         return done
 
     def _failed(self, error: sqlite3.Error) -> StrataError:
@@ -129,9 +140,8 @@ class WriterThread:
                 Code.UNAVAILABLE, f"no space left for the journal {self._path}", hint="free some disk space"
             )
         # After a failed fsync nobody knows what the disk holds; only a fresh start reads it again.
-        code = Code.CORRUPT if isinstance(error, sqlite3.DatabaseError) and _is_malformed(error) else Code.UNAVAILABLE
         self._broken = StrataError(
-            code,
+            Code.CORRUPT,
             f"the journal {self._path} failed: {error}",
             hint="this process takes no more writes; mend the disk and restart it",
         )
@@ -145,11 +155,39 @@ def _roll_back(db: sqlite3.Connection) -> None:
             db.execute("ROLLBACK")
 
 
-def _run(db: sqlite3.Connection, job: _Job) -> _Done:
+def _run(db: sqlite3.Connection, job: _Job, *, alone: bool) -> _Done:
+    """One job. What it alone got wrong is undone and told to its caller; a failing disk is everybody's matter."""
+    shared = job.writes and not alone
+    if shared:
+        db.execute("SAVEPOINT job")
     try:
-        return _Done(job, job.run(db), None)
-    except StrataError as error:
+        result = job.run(db)
+    except Exception as error:
+        if isinstance(error, sqlite3.Error) and _concerns_everybody(error):
+            raise
+        if shared:
+            db.execute("ROLLBACK TO job")
+            db.execute("RELEASE job")
+        elif job.writes:
+            _roll_back(db)
         return _Done(job, None, error)
+    if shared:
+        db.execute("RELEASE job")
+    return _Done(job, result, None)
+
+
+def _concerns_everybody(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+    )
 
 
 def _deliver(done: list[_Done]) -> None:
@@ -163,9 +201,9 @@ def _deliver(done: list[_Done]) -> None:
 
 
 def _connect(path: Path, schema: Schema, *, create: bool) -> sqlite3.Connection:
-    if not create and not path.exists():
-        raise StrataError(Code.NOT_FOUND, f"there is no journal at {path}")
     try:
+        if not create and not path.exists():
+            raise StrataError(Code.NOT_FOUND, f"there is no journal at {path}")
         db = sqlite3.connect(path, timeout=0, isolation_level=None, cached_statements=64)
         try:
             _prepare(db, path, schema, create=create)
@@ -174,6 +212,8 @@ def _connect(path: Path, schema: Schema, *, create: bool) -> sqlite3.Connection:
             raise
     except sqlite3.Error as error:
         raise _not_opened(path, error) from error
+    except (OSError, ValueError) as error:
+        raise StrataError(Code.INVALID, f"{str(path)!r} cannot be the path of a journal: {error}") from error
     return db
 
 

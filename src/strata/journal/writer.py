@@ -22,6 +22,7 @@ class WriterLimits(msgspec.Struct, frozen=True):
     """A commit carries at most about this much; the rest goes into the next one."""
     max_pending_bytes: int = 64 << 20
     """Beyond this, `submit` refuses with EXHAUSTED: the callers must slow down."""
+    max_pending: int = 1_000_000
     commit_timeout_s: float = 10.0
     """How long one attempt may take before it is repeated."""
     give_up_after_s: float = 30.0
@@ -34,6 +35,7 @@ class _Waiting(msgspec.Struct, frozen=True):
     facts: Sequence[bytes]
     size: int
     position: int
+    confirm: bool
     committed: asyncio.Future[int]
 
 
@@ -73,82 +75,95 @@ class Writer:
     def submit(self, facts: Sequence[bytes]) -> asyncio.Future[int]:
         """Place the facts after everything submitted before; the future gives their last position once committed.
 
+        Facts submitted together are committed together, all or none.
         Not a coroutine on purpose: a caller decides, applies and submits without anybody in between.
         """
         self._check()
         check_facts(facts)
         size = sum(map(len, facts))
-        if self._waiting and self._waiting_bytes + size > self._limits.max_pending_bytes:
+        full = self._waiting_bytes + size > self._limits.max_pending_bytes
+        if self._waiting and (full or len(self._waiting) >= self._limits.max_pending):
             raise StrataError(
-                Code.EXHAUSTED, f"{self._waiting_bytes:,} bytes wait for the journal of {self.lead.stream!r}"
+                Code.EXHAUSTED,
+                f"{len(self._waiting):,} submissions of {self._waiting_bytes:,} bytes wait for the journal of"
+                f" {self.lead.stream!r}",
             )
         return self._enqueue(facts, size)
 
     async def append(self, facts: Sequence[bytes]) -> int:
-        return await self.submit(facts)
+        return await asyncio.shield(self.submit(facts))
 
     async def settled(self) -> None:
         """Return when everything submitted so far is committed: what a reply that rests on earlier facts waits for."""
         self._check()
         if self._submitted > self._durable:
-            await asyncio.shield(self._waiting[-1].committed)
+            await asyncio.shield(self._enqueue((), 0))
 
     async def confirm(self) -> None:
         """Return when all submitted so far is committed and we lead still: what a linearizable read waits for."""
         self._check()
-        await self._enqueue((), 0)
+        await asyncio.shield(self._enqueue((), 0, confirm=True))
+
+    def stop(self, reason: StrataError) -> None:
+        """Fail everything that waits and everything that comes. What is under way may still be committed."""
+        self._fail(reason)
 
     async def close(self) -> None:
         """Wait for what was submitted."""
-        while self._flushing is not None:
+        while self._flushing is not None and not self._flushing.done():
             await asyncio.wait([self._flushing])
 
     def _check(self) -> None:
         if self._failure is not None:
             raise _copy(self._failure)
 
-    def _enqueue(self, facts: Sequence[bytes], size: int) -> asyncio.Future[int]:
-        committed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    def _enqueue(self, facts: Sequence[bytes], size: int, *, confirm: bool = False) -> asyncio.Future[int]:
+        loop = asyncio.get_running_loop()
+        committed: asyncio.Future[int] = loop.create_future()
         self._submitted += len(facts)
-        self._waiting.append(_Waiting(facts, size, self._submitted, committed))
+        self._waiting.append(_Waiting(tuple(facts), size, self._submitted, confirm, committed))
         self._waiting_bytes += size
-        if self._flushing is None:
-            self._flushing = asyncio.get_running_loop().create_task(self._flush(), name=f"journal {self.lead.stream}")
+        if self._flushing is None or self._flushing.done():
+            self._flushing = loop.create_task(self._flush(), name=f"journal {self.lead.stream}")
+            self._flushing.add_done_callback(self._flushed)
         return committed
 
     async def _flush(self) -> None:
-        try:
-            while self._waiting:
-                count, facts = self._next_batch()
-                await self._commit(facts)
-                for _ in range(count):
-                    done = self._waiting.popleft()
-                    self._waiting_bytes -= done.size
-                    if not done.committed.done():
-                        done.committed.set_result(done.position)
-        except StrataError as error:
-            self._fail(error)
-        except asyncio.CancelledError:
-            self._fail(StrataError(Code.UNAVAILABLE, f"the writer of stream {self.lead.stream!r} was stopped"))
-            raise
-        finally:
-            self._flushing = None
-            if self._waiting:
-                self._fail(StrataError(Code.INTERNAL, f"the writer of stream {self.lead.stream!r} broke down"))
+        while self._waiting:
+            count, facts, confirm = self._next_batch()
+            try:
+                await self._commit(facts, confirm=confirm)
+            except StrataError as error:
+                self._fail(error)
+                return
+            for _ in range(min(count, len(self._waiting))):
+                done = self._waiting.popleft()
+                self._waiting_bytes -= done.size
+                if not done.committed.done():
+                    done.committed.set_result(done.position)
 
-    def _next_batch(self) -> tuple[int, list[bytes]]:
-        """How many of the waiting submissions go into the next commit, and their facts; they stay queued meanwhile."""
+    def _flushed(self, task: asyncio.Task[None]) -> None:
+        """However the task ended, even before it began: nobody waits for ever."""
+        if task.cancelled():
+            self._fail(StrataError(Code.UNAVAILABLE, f"the writer of stream {self.lead.stream!r} was stopped"))
+        elif task.exception() is not None:
+            self._fail(StrataError(Code.INTERNAL, f"the writer of stream {self.lead.stream!r} broke down"))
+
+    def _next_batch(self) -> tuple[int, list[bytes], bool]:
+        """How many of the waiting go into the next commit, their facts, and whether one asks if we lead still."""
         facts: list[bytes] = []
         size = count = 0
+        confirm = False
         for waiting in self._waiting:
             if count and size + waiting.size > self._limits.max_batch_bytes:
                 break
             facts.extend(waiting.facts)
             size += waiting.size
             count += 1
-        return count, facts
+            confirm = confirm or waiting.confirm
+        return count, facts, confirm
 
-    async def _commit(self, facts: list[bytes]) -> None:
+    async def _commit(self, facts: list[bytes], *, confirm: bool) -> None:
         """Repeat the very same batch until its fate is known: the journal recognises one that got through."""
         started_s = self._clock.monotonic_s()
         pause_s = self._limits.first_retry_s
@@ -159,7 +174,7 @@ class Writer:
                         self._durable = await self._journal.append(
                             self.lead.stream, self.lead.epoch, self._durable, facts
                         )
-                    else:
+                    elif confirm:
                         await self._journal.confirm(self.lead.stream, self.lead.epoch)
                     return
             except TimeoutError:
@@ -174,7 +189,7 @@ class Writer:
             pause_s = min(pause_s * 2, self._limits.longest_retry_s)
 
     def _fail(self, error: StrataError) -> None:
-        self._failure = error
+        self._failure = self._failure or error
         while self._waiting:
             committed = self._waiting.popleft().committed
             if not committed.done():

@@ -10,6 +10,7 @@ from typing import Self, TypeVar, assert_never
 
 import msgspec
 
+from strata.base.errors import Code, StrataError
 from strata.journal.port import Batch, Journal, Lead, Snapshot, StreamStatus
 
 
@@ -91,7 +92,11 @@ _decode_call = msgspec.msgpack.Decoder(AnyCall).decode
 
 async def serve(journal: Journal, request: bytes) -> bytes:
     """Answer one call."""
-    return _encode(await _answer(journal, _decode_call(request)))
+    try:
+        call = _decode_call(request)
+    except msgspec.DecodeError as error:
+        raise StrataError(Code.INVALID, f"not a call of a journal: {error}") from error
+    return _encode(await _answer(journal, call))
 
 
 async def _answer(journal: Journal, call: AnyCall) -> object:  # noqa: C901, PLR0911 - one arm per call
@@ -176,7 +181,14 @@ class RemoteJournal:
         await self.close()
 
     async def _tell(self, call: AnyCall) -> None:
-        await self._transport(_encode(call))
+        await self._transport(_encoded(call))
 
     async def _ask(self, call: AnyCall, answer: type[T]) -> T:
-        return msgspec.msgpack.decode(await self._transport(_encode(call)), type=answer)
+        return msgspec.msgpack.decode(await self._transport(_encoded(call)), type=answer)
+
+
+def _encoded(call: AnyCall) -> bytes:
+    try:
+        return _encode(call)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise StrataError(Code.INVALID, f"this cannot be sent: {error}") from error

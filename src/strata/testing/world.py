@@ -156,6 +156,10 @@ class World:
     def disk(self, name: str) -> SimDisk:
         return self._disks[name]
 
+    def clock_of_the_world(self) -> SimClock:
+        """The right time, for what runs in no process."""
+        return SimClock(self.loop, 0.0)
+
     def clock(self, name: str) -> SimClock:
         return self._clocks[name]
 

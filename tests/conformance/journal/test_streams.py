@@ -227,3 +227,16 @@ async def test_the_status_tells_what_an_operator_needs(journal: Journal) -> None
     await journal.resign("s", lead.epoch)
     (status,) = await journal.streams()
     assert not status.led
+
+
+async def test_what_is_no_fact_no_holder_no_lease_and_no_position_is_refused(journal: Journal) -> None:
+    lead = await journal.lead("s", "a", LEASE_S)
+    assert await refused(journal.append("s", lead.epoch, 0, ["text"])) is Code.INVALID  # type: ignore[list-item]
+    assert await refused(journal.append("s", lead.epoch, 1 << 63, [b"x"])) is Code.INVALID
+    assert await refused(journal.append("s", lead.epoch, 0, [bytes(1 << 20)] * 65)) is Code.INVALID
+    assert await refused(journal.read("s", -1)) is Code.INVALID
+    assert await refused(journal.read("s", 1 << 63)) is Code.INVALID
+    assert await refused(journal.renew("s", lead.epoch, float("inf"))) is Code.INVALID
+    assert await refused(journal.lead("t", "a", float("nan"))) is Code.INVALID
+    for holder in ("", "a b", "nul\x00", "\ud800", "x" * 201):
+        assert await refused(journal.lead("t", holder, LEASE_S)) is Code.INVALID

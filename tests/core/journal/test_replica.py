@@ -10,8 +10,9 @@ import pytest
 from strata.base.clock import ManualClock, SystemClock
 from strata.base.errors import Code, StrataError
 from strata.journal.memory import MemoryDisk, MemoryJournal
-from strata.journal.port import Journal
+from strata.journal.port import Batch, Journal, Snapshot
 from strata.journal.replica import Replica
+from strata.testing.world import CALM, World
 from tests.support.turns import turns
 
 LEASE_S = 60.0
@@ -232,3 +233,116 @@ class Overtaken(MemoryJournal):
 async def test_only_a_leader_submits() -> None:
     with pytest.raises(StrataError, match="does not lead"):
         await replica(MemoryJournal(SystemClock())).submit(1)
+
+
+async def test_a_replica_that_has_led_never_follows_or_leads_again() -> None:
+    journal = MemoryJournal(SystemClock())
+    leader = await leading(journal)
+    await leader.submit(5)
+    for attempt in (leader.catch_up(), leader.follow(), leader.lead("a", LEASE_S), leader.stand_by("a", LEASE_S)):
+        with pytest.raises(StrataError) as caught:
+            await attempt
+        assert caught.value.code is Code.PRECONDITION
+
+
+async def test_two_readers_of_one_replica_apply_each_fact_once() -> None:
+    journal = MemoryJournal(SystemClock())
+    leader = await leading(journal)
+    standby = replica(journal)
+    following = asyncio.create_task(standby.follow())
+    waiting = asyncio.create_task(standby.stand_by("b", 0.04))
+    for _ in range(5):
+        await leader.submit(1)
+    await leader.resign()
+    async with asyncio.timeout(5):
+        await waiting
+    assert (standby.state, standby.position) == (5, 5)
+    assert await standby.submit(1) == 6
+    following.cancel()
+
+
+async def test_a_leader_that_knows_it_is_deposed_answers_nothing() -> None:
+    journal = MemoryJournal(SystemClock())
+    old = await leading(journal)
+    await old.submit(1)
+    await journal.resign("counter", old.epoch)
+    new = await leading(journal, "b")
+    await new.submit(41)
+    await old.reign(0.06)
+    with pytest.raises(StrataError) as caught:
+        await old.submit(0)
+    assert caught.value.code is Code.STALE
+
+
+class Unlucky(Counter):
+    def apply(self, state: int, fact: bytes) -> int:
+        if int(fact) == 13:
+            raise ZeroDivisionError
+        return super().apply(state, fact)
+
+
+async def test_a_fact_that_cannot_be_applied_ends_the_leader() -> None:
+    leader: CounterReplica = Replica(MemoryJournal(SystemClock()), "counter", Unlucky(), SystemClock())
+    await leader.lead("a", LEASE_S)
+    await leader.submit(1)
+    with pytest.raises(ZeroDivisionError):
+        await leader.submit(13)
+    for attempt in (leader.submit(1), leader.snapshot()):
+        with pytest.raises(StrataError) as caught:
+            await attempt
+        assert caught.value.code is Code.INTERNAL
+
+
+class Slow(MemoryJournal):
+    """Reading takes longer than the lease."""
+
+    async def read(self, stream: str, after: int) -> list[Batch]:
+        found = await super().read(stream, after)
+        if found:
+            await self._clock.sleep(5.0)
+        return found
+
+
+def test_cold_standbys_lead_although_a_replay_takes_longer_than_the_lease() -> None:
+    world = World(1, CALM)
+    clock = world.clock_of_the_world()
+
+    async def scenario() -> None:
+        journal = Slow(clock)
+        lead = await journal.lead("counter", "first", 0.0)
+        await journal.append("counter", lead.epoch, 0, [b"1"])
+        standbys: list[CounterReplica] = [Replica(journal, "counter", Counter(), clock) for _ in range(2)]
+        waiting = [asyncio.create_task(each.stand_by(f"h{n}", 2.0)) for n, each in enumerate(standbys)]
+        done, _ = await asyncio.wait(waiting, timeout=30.0, return_when=asyncio.FIRST_COMPLETED)
+        assert done
+        leader = standbys[waiting.index(done.pop())]
+        assert await leader.submit(1) == 2
+        for task in waiting:
+            task.cancel()
+
+    world.run(scenario())
+
+
+async def test_a_snapshot_that_cannot_be_saved_is_not_tried_at_every_turn() -> None:
+    clock = ManualClock()
+    journal = NoSnapshots(clock)
+    leader: CounterReplica = Replica(journal, "counter", Counter(), clock)
+    await leader.lead("a", LEASE_S)
+    for _ in range(10):
+        await leader.submit(1)
+    reigning = asyncio.create_task(leader.reign(LEASE_S, snapshot_every=10))
+    await clock.advance(5 * LEASE_S)
+    assert journal.tries == 1
+    for _ in range(10):
+        await leader.submit(1)
+    await clock.advance(LEASE_S)
+    assert journal.tries == 2
+    reigning.cancel()
+
+
+class NoSnapshots(MemoryJournal):
+    tries = 0
+
+    async def save_snapshot(self, stream: str, epoch: int, snapshot: Snapshot) -> None:
+        self.tries += 1
+        raise StrataError(Code.INVALID, "too large")

@@ -231,3 +231,41 @@ async def test_close_waits_for_what_was_submitted() -> None:
     await writer.close()
     assert told.done()
     await writer.close()
+
+
+async def test_one_callers_cancellation_is_nobody_elses() -> None:
+    disk = GatedDisk()
+    journal = MemoryJournal(SystemClock(), disk)
+    writer = await led(journal)
+    disk.gate.clear()
+    fact = writer.submit([b"x"])
+    impatient = [asyncio.create_task(writer.confirm()), asyncio.create_task(writer.settled())]
+    innocent = [asyncio.create_task(writer.confirm()), asyncio.create_task(writer.settled())]
+    await turns()
+    for task in impatient:
+        task.cancel()
+    late = asyncio.create_task(writer.settled())
+    await turns()
+    disk.gate.set()
+    await asyncio.gather(*innocent, late)
+    assert await fact == 1
+
+
+async def test_a_stopped_flush_fails_its_callers_even_before_it_began() -> None:
+    writer = await led(MemoryJournal(SystemClock()))
+    told = writer.submit([b"x"])
+    next(task for task in asyncio.all_tasks() if task.get_name() == "journal s").cancel()
+    with pytest.raises(StrataError) as caught:
+        await told
+    assert caught.value.code is Code.UNAVAILABLE
+    await writer.close()
+
+
+async def test_facts_changed_after_submission_are_not_changed_in_the_journal() -> None:
+    journal = MemoryJournal(SystemClock())
+    writer = await led(journal)
+    facts = [b"x"]
+    told = writer.submit(facts)
+    facts.append(b"y")
+    assert await told == 1
+    assert await facts_of(journal) == [b"x"]

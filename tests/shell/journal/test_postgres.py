@@ -10,7 +10,10 @@ import pytest
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.journal.postgres import PostgresJournal
+from strata.journal.writer import Writer
 from strata.testing.ports import reserve_port
+from strata.testing.postgres import PostgresServer
+from strata.testing.proxy import ChaosProxy
 
 
 async def test_many_processes_may_open_a_new_database_at_once(postgres_url: str) -> None:
@@ -88,3 +91,37 @@ async def test_a_cancelled_call_ends(postgres_url: str) -> None:
             async with asyncio.timeout(5):
                 await asyncio.wait([asking])
             assert asking.cancelled()
+
+
+async def test_an_outage_is_over_when_the_database_is_back(own_postgres_server: PostgresServer) -> None:
+    """Not seconds later, however long it lasted: nothing here backs off for long."""
+    url = own_postgres_server.create_database()
+    async with await PostgresJournal.open(url, SystemClock()) as journal:
+        writer = Writer(journal, await journal.lead("s", "a", 60.0), SystemClock())
+        await writer.append([b"before"])
+        await asyncio.to_thread(own_postgres_server.stop, "immediate")
+        waiting = writer.submit([b"meanwhile"])
+        await asyncio.sleep(5.0)
+        await asyncio.to_thread(own_postgres_server.start)
+        async with asyncio.timeout(2.0):
+            assert await waiting == 2
+
+
+async def test_a_database_that_falls_silent_does_not_outlast_a_deadline(own_postgres_server: PostgresServer) -> None:
+    url = own_postgres_server.create_database()
+    async with ChaosProxy("127.0.0.1", own_postgres_server.port) as proxy:
+        through = url.replace(f":{own_postgres_server.port}", f":{proxy.port}")
+        async with await PostgresJournal.open(through, SystemClock(), call_s=1.0) as journal:
+            lead = await journal.lead("s", "a", 60.0)
+            proxy.stall()
+            started_s = SystemClock().monotonic_s()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await journal.confirm("s", lead.epoch)
+            with pytest.raises(StrataError) as caught:
+                await journal.load_snapshot("s")
+            assert caught.value.code is Code.UNAVAILABLE
+            assert SystemClock().monotonic_s() - started_s < 3.0
+            proxy.cut()
+            proxy.heal()
+            await journal.confirm("s", lead.epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sqlite3
 import subprocess
@@ -165,3 +166,63 @@ async def test_an_unknown_database_is_refused_without_repeating_what_may_be_secr
     with pytest.raises(StrataError) as caught:
         await open_journal(address, SystemClock())
     assert caught.value.code is Code.INVALID
+
+
+async def test_what_is_asked_while_closing_is_answered_or_refused_but_never_left(tmp_path: Path) -> None:
+    journal = await opened(tmp_path / "journal.db")
+    lead = await journal.lead("s", "a", 60.0)
+    last = asyncio.create_task(journal.append("s", lead.epoch, 0, [b"x" * 1_000_000]))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(journal.close())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        with pytest.raises(StrataError, match="closed"):
+            await journal.append("s", lead.epoch, 1, [b"y"])
+        assert await last == 1
+        await closing
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "nul\x00"])
+@pytest.mark.parametrize("create", [True, False])
+async def test_an_impossible_path_is_refused(tmp_path: Path, name: str, create: bool) -> None:
+    async with asyncio.timeout(5):
+        refused = await refusal(tmp_path / name, create=create)
+    assert refused.code in (Code.INVALID, Code.UNAVAILABLE, Code.NOT_FOUND)
+
+
+async def test_an_opening_that_was_given_up_leaves_the_file_free(tmp_path: Path) -> None:
+    opening = asyncio.create_task(opened(tmp_path / "journal.db"))
+    await asyncio.sleep(0)
+    opening.cancel()
+    await asyncio.wait([opening])
+    async with asyncio.timeout(5), await opened(tmp_path / "journal.db"):
+        pass
+
+
+async def test_one_callers_mistake_is_nobody_elses(tmp_path: Path) -> None:
+    async with await opened(tmp_path / "journal.db") as journal:
+        lead = await journal.lead("s", "a", 60.0)
+
+        def wrong(db: sqlite3.Connection) -> None:
+            db.execute("UPDATE journal_stream SET head = 99")
+            db.execute("INSERT INTO journal_batch VALUES (1)")
+
+        good = [journal.append("s", lead.epoch, 0, [b"x"]), journal.confirm("s", lead.epoch)]
+        outcomes = await asyncio.gather(
+            *good, journal._thread.write(wrong), journal.load_snapshot("s"), return_exceptions=True
+        )
+        assert outcomes[0] == 1
+        assert isinstance(outcomes[2], sqlite3.Error)
+        assert await journal.append("s", lead.epoch, 1, [b"y"]) == 2
+
+
+async def test_a_tail_hears_of_an_append_whose_caller_has_gone(tmp_path: Path) -> None:
+    async with await opened(tmp_path / "journal.db") as journal:
+        lead = await journal.lead("s", "a", 60.0)
+        waiting = asyncio.create_task(journal.grown("s", 0, 30.0))
+        await asyncio.sleep(0.01)
+        appending = asyncio.create_task(journal.append("s", lead.epoch, 0, [b"x"]))
+        await asyncio.sleep(0)
+        appending.cancel()
+        async with asyncio.timeout(5):
+            assert await waiting == 1
