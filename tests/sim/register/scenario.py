@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -14,7 +17,7 @@ from strata.testing.register_model import Add, RegisterInput, RegisterModel, Val
 from strata.testing.world import Faults, World
 from tests.sim.register import ablation
 from tests.sim.register.core import Register
-from tests.sim.register.node import Client, run_journal, run_node
+from tests.sim.register.node import Client, RegisterReplica, run_journal, run_node
 
 NODES = ["node-1", "node-2", "node-3"]
 OPERATIONS = 20
@@ -33,12 +36,13 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def run_seed(seed: int, *, without: str | None = None, faults: Faults | None = None) -> Outcome:
     """Run one seed, with every safeguard or `without` one of them."""
-    world = World(seed, faults or Faults().drawn(random.Random(seed)))
+    world = World(seed, faults or Faults().drawn(random.Random(f"faults of {seed}")))
     history: History[RegisterInput, Value] = History()
     journal = ablation.JOURNALS.get(without or "", MemoryJournal)
     machine = ablation.MACHINES.get(without or "", Register)()
+    replica = ablation.REPLICAS.get(without or "", RegisterReplica)
     try:
-        stuck = world.run(_scenario(world, history, journal, machine))
+        stuck = world.run(_scenario(world, history, journal, lambda name: run_node(world, name, machine, replica)))
     except Exception as error:  # noqa: BLE001 - whatever breaks in a simulated process is a finding of this seed
         stuck = f"a process failed: {error.__cause__ or error!r}"
     operations = history.operations()
@@ -52,11 +56,14 @@ def run_seed(seed: int, *, without: str | None = None, faults: Faults | None = N
 
 
 async def _scenario(
-    world: World, history: History[RegisterInput, Value], journal: type[MemoryJournal], machine: Register
+    world: World,
+    history: History[RegisterInput, Value],
+    journal: type[MemoryJournal],
+    node: Callable[[str], Coroutine[Any, Any, None]],
 ) -> str | None:
     world.add("journal", lambda: run_journal(world, journal))
     for name in NODES:
-        world.add(name, lambda name=name: run_node(world, name, machine))  # type: ignore[misc]
+        world.add(name, partial(node, name))
     clients = [Client(world, f"client-{i}", NODES, history) for i in range(4)]
     working = [world.loop.create_task(client.run(OPERATIONS)) for client in clients]
     await world.torment(["journal", *NODES], TORMENT_S)
