@@ -12,11 +12,15 @@ WORKERS ?= 2
 BENCH ?= journal
 SEEDS ?= 1000
 ARGS ?=
+# The root of the Python files that `make proto` writes; a rule test writes them elsewhere and compares.
+OUT ?= src
+# What the contract may not break: the last one that was accepted.
+ACCEPTED := proto/strata/v1/coordinator.binpb
 
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test e2e bench soak docs services constraints format clean installed
+.PHONY: help setup check lint rules test e2e bench soak docs services constraints proto contract format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,13 +33,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-check: lint rules ## all static checks: lint, then rules
+check: lint rules ## all static checks: lint and the contract, then rules
 
-lint: installed ## ruff, mypy and the import contracts
+lint: installed contract ## ruff, mypy, the import contracts and the contract of the coordinator
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+contract: installed ## refuse a change of the .proto that breaks workers, or a field without a comment
+	$(BIN)/buf lint proto
+	$(BIN)/buf breaking proto --against $(ACCEPTED)
 
 rules: installed ## the tests of the rules that the tree itself has to keep
 	$(PYTEST) tests/rules $(ARGS)
@@ -62,6 +70,16 @@ constraints: installed ## pin all packages of pyproject.toml again, with hashes
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --python-version 3.11 \
 		--extra sdk --extra worker --extra hub --extra postgres --extra dev \
 		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints.txt
+
+# The files are compiled as strata/coord/pb/*.proto, so that the generated imports are right as they are. A compatible contract
+# becomes the accepted one. To break it on purpose, delete $(ACCEPTED) first: that shows in the commit.
+proto: installed ## write src/strata/coord/pb and the accepted contract from the .proto
+	@test ! -e $(ACCEPTED) || $(MAKE) --no-print-directory contract
+	$(BIN)/python -m grpc_tools.protoc -Istrata/coord/pb=proto/strata/v1 \
+		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+		--python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) \
+		strata/coord/pb/coordinator.proto
+	$(BIN)/buf build proto --as-file-descriptor-set --exclude-source-info -o $(ACCEPTED)
 
 format: installed ## let ruff format the code and repair what it can
 	$(BIN)/ruff check --fix-only --exit-zero .
