@@ -1,0 +1,254 @@
+"""The facts of the coordinator: what became true, and all that is ever journaled.
+
+A fact says what was decided, not why it could be: replaying it needs no clock and no rule of the version that decided.
+New kinds and new fields with defaults may be added; a field never changes its meaning.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+
+class Mode(IntEnum):
+    """How a dataset is handed out."""
+
+    LEASED = 1
+    """Shards are leased to whoever asks: elastic, and no straggler holds the rest up."""
+    DETERMINISTIC = 2
+    """A pure function of seed, step, rank and world size: the same global batches for any world size."""
+
+
+class Verdict(IntEnum):
+    """How a barrier ended."""
+
+    RELEASED = 1
+    MEMBERSHIP_CHANGED = 2
+    TIMED_OUT = 3
+
+
+class CommandKind(IntEnum):
+    """What a worker is told to do."""
+
+    STOP = 1
+    REBALANCE = 2
+    CHECKPOINT_NOW = 3
+    RELOAD = 4
+    DRAIN = 5
+
+
+class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Set by whoever creates the job; the same for all its workers."""
+
+    heartbeat_interval_s: float = 5.0
+    missed_beats: int = 3
+    """A worker is lost after so many intervals of silence."""
+    settle_s: float = 0.2
+    """Members that come or go within this time share one new generation."""
+    min_workers: int = 1
+    barrier_timeout_s: float = 600.0
+    keep_checkpoints: int = 3
+    max_shard_failures: int = 3
+    placement: str = "rendezvous"
+    """`rendezvous` or `ring`."""
+    parameters: dict[str, str] = {}
+    """System-wide training parameters, handed to every worker as they are."""
+
+
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    path: str
+    samples: int
+
+
+class Dataset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A definition; two equal ones are the same dataset."""
+
+    dataset_id: str
+    samples: int
+    shard_size: int
+    files: tuple[File, ...] = ()
+    mode: Mode = Mode.LEASED
+    seed: int = 0
+    shuffle: bool = True
+    buckets: int = 4096
+    global_batch: int = 1
+    """Shards that all workers together take in one step of a deterministic dataset."""
+
+    @property
+    def shards(self) -> int:
+        return -(-self.samples // self.shard_size)
+
+    def bounds(self, shard: int) -> tuple[int, int]:
+        """First sample of a shard, and the one after its last."""
+        start = shard * self.shard_size
+        return start, min(start + self.shard_size, self.samples)
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """One life of one worker, as it registered."""
+
+    worker_id: str
+    incarnation: str
+    address: str = ""
+    hostname: str = ""
+    gpus: int = 0
+    weight: float = 1.0
+    labels: dict[str, str] = {}
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """One leased range of samples. `fresh` ones come from their bucket, others from what was given back."""
+
+    lease_id: int
+    shard: int
+    start: int
+    end: int
+    fresh: bool
+
+
+class Consumed(msgspec.Struct, frozen=True, array_like=True):
+    """How far a worker had read in a lease when it took its part of a checkpoint."""
+
+    dataset_id: str
+    epoch: int
+    lease_id: int
+    until: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one rank wrote."""
+
+    rank: int
+    uri: str
+    size: int
+    digest: str
+
+
+# A fact names its job first.
+
+
+class JobCreated(msgspec.Struct, frozen=True, tag=True):
+    job: str
+    config: JobConfig
+
+
+class WorkerJoined(msgspec.Struct, frozen=True, tag=True):
+    job: str
+    worker: Worker
+
+
+class WorkerLost(msgspec.Struct, frozen=True, tag=True):
+    job: str
+    worker_id: str
+    incarnation: str
+    cause: str
+
+
+class GenerationFormed(msgspec.Struct, frozen=True, tag=True):
+    """The members in order of rank. Everybody knows from here on who takes part."""
+
+    job: str
+    generation: int
+    members: tuple[str, ...]
+
+
+class DatasetRegistered(msgspec.Struct, frozen=True, tag=True):
+    job: str
+    dataset: Dataset
+
+
+class ShardsGranted(msgspec.Struct, frozen=True, tag=True):
+    job: str
+    dataset_id: str
+    epoch: int
+    worker_id: str
+    grants: tuple[Grant, ...]
+
+
+class ShardAcked(msgspec.Struct, frozen=True, tag=True):
+    """Samples before `until` are consumed; at the end of the lease it is over."""
+
+    job: str
+    dataset_id: str
+    epoch: int
+    lease_id: int
+    until: int
+
+
+class ShardReturned(msgspec.Struct, frozen=True, tag=True):
+    """A worker gave a lease back: the unread rest goes to the front, or aside if it has failed too often."""
+
+    job: str
+    dataset_id: str
+    epoch: int
+    lease_id: int
+    reason: str
+    quarantined: bool
+
+
+class BarrierDecided(msgspec.Struct, frozen=True, tag=True):
+    job: str
+    generation: int
+    barrier_id: str
+    verdict: Verdict
+    missing: tuple[str, ...] = ()
+
+
+class CheckpointReported(msgspec.Struct, frozen=True, tag=True):
+    job: str
+    generation: int
+    step: int
+    checkpoint_id: str
+    worker_id: str
+    part: Part
+    consumed: tuple[Consumed, ...] = ()
+
+
+class CheckpointCommitted(msgspec.Struct, frozen=True, tag=True):
+    """Every rank of the generation reported this step. The ledgers' position at that step follows from the reports."""
+
+    job: str
+    generation: int
+    step: int
+    checkpoint_id: str
+
+
+class Recovered(msgspec.Struct, frozen=True, tag=True):
+    """The job goes back to a checkpoint, or to the start; all leases are void. A new generation follows at once."""
+
+    job: str
+    checkpoint_id: str | None
+    bad_checkpoint_id: str | None = None
+
+
+class CommandIssued(msgspec.Struct, frozen=True, tag=True):
+    job: str
+    command_id: int
+    kind: CommandKind
+    workers: tuple[str, ...]
+    reason: str = ""
+
+
+class CommandAcked(msgspec.Struct, frozen=True, tag=True):
+    job: str
+    command_id: int
+    worker_id: str
+
+
+Fact = (
+    JobCreated
+    | WorkerJoined
+    | WorkerLost
+    | GenerationFormed
+    | DatasetRegistered
+    | ShardsGranted
+    | ShardAcked
+    | ShardReturned
+    | BarrierDecided
+    | CheckpointReported
+    | CheckpointCommitted
+    | Recovered
+    | CommandIssued
+    | CommandAcked
+)

@@ -1,0 +1,236 @@
+"""What the coordinator is told, and what it answers. Inputs are not journaled: a restart does not depend on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strata.coord.core.facts import CommandKind, Consumed, Dataset, Fact, JobConfig, Part, Verdict, Worker
+from strata.coord.core.ledger import Rest
+from strata.coord.core.state import Checkpoint, Command
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks. An empty incarnation (the minimal worker) means the current one; generation 0 means the current one."""
+
+    job: str
+    worker_id: str
+    incarnation: str = ""
+    generation: int = 0
+
+
+@dataclass(frozen=True)
+class CreateJob:
+    """Before any worker comes, by whoever sets the parameters. The same configuration twice is no change."""
+
+    job: str
+    config: JobConfig
+
+
+@dataclass(frozen=True)
+class Register:
+    job: str
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Leave:
+    caller: Caller
+    cause: str = "left"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life. `failed` is a worker in ERROR: it is lost, and told to stop."""
+
+    caller: Caller
+    failed: bool = False
+    acked_commands: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Attached:
+    caller: Caller
+
+
+@dataclass(frozen=True)
+class Detached:
+    """The presence stream broke: suspicion, with a moment to come back."""
+
+    caller: Caller
+
+
+@dataclass(frozen=True)
+class RegisterDataset:
+    caller: Caller
+    dataset: Dataset
+
+
+@dataclass(frozen=True)
+class Ack:
+    """Samples of a lease before `until` are consumed; None means all. A failed one is given back from there."""
+
+    lease_id: int
+    until: int | None = None
+    failed: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class NextShards:
+    """Ack what is read, ask for more.
+
+    `held` are the leases the worker knows of: one that was granted and is not among them is granted again, because the
+    answer was lost. None is the minimal worker, which does not say: asking for the next acks all it holds.
+    """
+
+    caller: Caller
+    dataset_id: str
+    epoch: int
+    count: int = 1
+    acks: tuple[Ack, ...] = ()
+    held: tuple[int, ...] | None = ()
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Arrive:
+    caller: Caller
+    barrier_id: str
+    step: int = 0
+    expected: int = 0
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    caller: Caller
+    checkpoint_id: str
+    step: int
+    part: Part
+    consumed: tuple[Consumed, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recover:
+    """Go back to the last checkpoint, once for all who observed this generation."""
+
+    caller: Caller
+    observed_generation: int
+    bad_checkpoint_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Issue:
+    """An operator's command, to some workers or (none named) to all members."""
+
+    job: str
+    kind: CommandKind
+    workers: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time goes on: the silent are lost, generations form, barriers time out."""
+
+
+Input = (
+    CreateJob
+    | Register
+    | Leave
+    | Beat
+    | Attached
+    | Detached
+    | RegisterDataset
+    | NextShards
+    | Arrive
+    | Report
+    | Recover
+    | Issue
+    | Tick
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in its job. Generation 0: not placed yet."""
+
+    generation: int
+    rank: int
+    world_size: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """The answer to a beat."""
+
+    generation: int
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True)
+class Leased:
+    lease_id: int
+    rest: Rest
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Shards to read, or why there are none: the epoch is over, or others still read and may give something back."""
+
+    leases: tuple[Leased, ...]
+    end_of_epoch: bool
+    stale: tuple[int, ...]
+    """Acked leases that were not this worker's any more: their samples are not counted."""
+
+
+@dataclass(frozen=True)
+class BarrierState:
+    """No verdict: wait for the missing."""
+
+    verdict: Verdict | None
+    generation: int
+    arrived: int
+    expected: int
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Registered:
+    created: bool
+    shards: int
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    committed: bool
+    missing_ranks: tuple[int, ...]
+    tombstones: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Where to go on. `checkpoint` None: from the start."""
+
+    place: Place
+    checkpoint: Checkpoint | None
+    rewound: bool
+
+
+@dataclass(frozen=True)
+class Done:
+    """There is nothing to tell."""
+
+
+Reply = Place | Pulse | Assignment | BarrierState | Registered | CheckpointState | Recovery | Done
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answer to the caller, and what became true: the shell wakes those who waited for it."""
+
+    reply: Reply
+    facts: tuple[Fact, ...] = ()

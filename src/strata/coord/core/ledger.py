@@ -1,0 +1,251 @@
+"""The lease ledger: which samples of an epoch are consumed, who reads what now, and what has to be read again.
+
+The state is small because most of it follows from little: shards lie in fixed buckets, each with a fixed order, so a
+cursor for each bucket says what was ever handed out. Of that, everything is consumed but what is leased, given back or
+quarantined. A lease is read from front to back, so its unread rest is a single range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.coord.core.facts import Dataset, Grant
+
+
+class Lease(msgspec.Struct):
+    lease_id: int
+    worker_id: str
+    shard: int
+    start: int
+    end: int
+    until: int
+    """Samples before this one are consumed and will not be handed out again in this lineage."""
+
+
+class Rest(msgspec.Struct, frozen=True):
+    """Samples that were handed out and not consumed."""
+
+    shard: int
+    start: int
+    end: int
+
+
+class Quarantined(msgspec.Struct, frozen=True):
+    rest: Rest
+    reason: str
+
+
+class EpochLedger(msgspec.Struct):
+    epoch: int
+    cursors: list[int]
+    """For each bucket, how many of its shards were handed out."""
+    leases: dict[int, Lease] = {}
+    returned: list[Rest] = []
+    """What goes out before anything fresh, first one first."""
+    quarantined: list[Quarantined] = []
+    """Shards that failed too often: shown, never dropped silently."""
+    failures: dict[int, int] = {}
+    issued: int = 0
+    """The sum of the cursors."""
+    held: dict[str, list[int]] = {}
+    """The leases of each worker."""
+
+
+class DatasetLedger(msgspec.Struct):
+    """All of one dataset: finished epochs, and the ledgers of open ones."""
+
+    dataset: Dataset
+    finished: list[int] = []
+    epochs: dict[int, EpochLedger] = {}
+
+    def epoch(self, number: int) -> EpochLedger:
+        """The ledger of an epoch, as new if nobody asked for it before."""
+        return self.epochs.get(number) or EpochLedger(number, [0] * self.dataset.buckets)
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What a person sees of an epoch, in shards."""
+
+    total: int
+    done: int
+    leased: int
+    waiting: int
+    quarantined: int
+
+
+def progress(dataset: Dataset, ledger: EpochLedger) -> Progress:
+    # A shard may be in two of them: after a rewind its rests can be apart.
+    quarantined = {each.rest.shard for each in ledger.quarantined}
+    leased = {lease.shard for lease in ledger.leases.values()} - quarantined
+    unread = {rest.shard for rest in ledger.returned} | leased | quarantined
+    done = ledger.issued - len(unread)
+    waiting = dataset.shards - done - len(leased) - len(quarantined)
+    return Progress(dataset.shards, done, len(leased), waiting, len(quarantined))
+
+
+def bucket_of(dataset: Dataset, shard: int) -> int:
+    """By shard number: a bucket has the same shards in every epoch, so what a worker has cached stays useful."""
+    return shard % dataset.buckets
+
+
+def is_exhausted(dataset: Dataset, ledger: EpochLedger) -> bool:
+    """Nothing can be handed out now; leases may still come back."""
+    return not ledger.returned and ledger.issued == dataset.shards
+
+
+def is_finished(dataset: Dataset, ledger: EpochLedger) -> bool:
+    return is_exhausted(dataset, ledger) and not ledger.leases
+
+
+def grant(ledger: EpochLedger, dataset: Dataset, worker_id: str, grants: Iterable[Grant]) -> None:
+    for each in grants:
+        if each.fresh:
+            ledger.cursors[bucket_of(dataset, each.shard)] += 1
+            ledger.issued += 1
+        else:
+            ledger.returned.remove(Rest(each.shard, each.start, each.end))
+        ledger.leases[each.lease_id] = Lease(
+            each.lease_id, worker_id, each.shard, each.start, each.end, until=each.start
+        )
+        ledger.held.setdefault(worker_id, []).append(each.lease_id)
+
+
+def ack(ledger: EpochLedger, lease_id: int, until: int) -> Lease:
+    """Count samples as consumed; the lease ends with its last one. Returns the lease as it was before."""
+    lease = ledger.leases[lease_id]
+    before = msgspec.structs.replace(lease)
+    lease.until = max(lease.until, until)
+    if lease.until >= lease.end:
+        _end(ledger, lease_id)
+    return before
+
+
+def _end(ledger: EpochLedger, lease_id: int) -> Lease:
+    lease = ledger.leases.pop(lease_id)
+    mine = ledger.held[lease.worker_id]
+    mine.remove(lease_id)
+    if not mine:
+        del ledger.held[lease.worker_id]
+    return lease
+
+
+def give_back(ledger: EpochLedger, lease_id: int, *, failed: bool = False) -> None:
+    """The unread rest goes to the front."""
+    lease = _end(ledger, lease_id)
+    if failed:
+        ledger.failures[lease.shard] = ledger.failures.get(lease.shard, 0) + 1
+    ledger.returned.insert(0, Rest(lease.shard, lease.until, lease.end))
+
+
+def quarantine(ledger: EpochLedger, lease_id: int, reason: str) -> None:
+    lease = _end(ledger, lease_id)
+    ledger.failures[lease.shard] = ledger.failures.get(lease.shard, 0) + 1
+    ledger.quarantined.append(Quarantined(Rest(lease.shard, lease.until, lease.end), reason))
+
+
+def give_back_all(ledger: EpochLedger, worker_id: str) -> None:
+    """All leases of a worker; the oldest comes to the front."""
+    for lease_id in reversed(ledger.held.get(worker_id, [])[:]):
+        give_back(ledger, lease_id)
+
+
+def close_finished(datasets: DatasetLedger, epoch: int) -> None:
+    """Forget the ledger of a finished epoch: its number says it all."""
+    ledger = datasets.epochs.get(epoch)
+    if ledger is not None and is_finished(datasets.dataset, ledger) and not ledger.quarantined:
+        del datasets.epochs[epoch]
+        datasets.finished.append(epoch)
+
+
+def check_epoch(datasets: DatasetLedger, epoch: int) -> None:
+    """An epoch may begin when the one before it was begun: nobody opens a thousand ledgers by mistake."""
+    known = [*datasets.finished, *datasets.epochs]
+    if epoch < 0 or (known and epoch not in known and epoch > max(known) + 1):
+        raise StrataError(
+            Code.INVALID,
+            f"epoch {epoch} of {datasets.dataset.dataset_id!r} cannot begin: the last begun is {max(known, default=0)}",
+        )
+
+
+class EpochPosition(msgspec.Struct, frozen=True):
+    """An epoch at a step: what was handed out, and of that what was not consumed."""
+
+    epoch: int
+    cursors: tuple[int, ...]
+    rests: tuple[Rest, ...]
+    quarantined: tuple[Quarantined, ...]
+    failures: dict[int, int]
+
+
+class DatasetPosition(msgspec.Struct, frozen=True):
+    finished: tuple[int, ...]
+    epochs: tuple[EpochPosition, ...]
+
+
+Late = dict[int, list[Rest]]
+"""By epoch, what was consumed only after its worker had taken its part of a checkpoint."""
+
+
+def position(datasets: DatasetLedger, read_until: dict[int, int], late: Late) -> DatasetPosition:
+    """Where the dataset stood when each worker took its part of a checkpoint: later acks must not leak in.
+
+    `read_until` says by lease how far its worker had read then, which may be further than it had acked.
+    """
+    epochs: list[EpochPosition] = []
+    for number in sorted({*datasets.epochs, *late}):
+        ledger = datasets.epochs.get(number) or _finished_ledger(datasets.dataset, number)
+        rests = list(late.get(number, ()))
+        for lease in ledger.leases.values():
+            read = max(lease.until, read_until.get(lease.lease_id, lease.start))
+            if read < lease.end:
+                rests.append(Rest(lease.shard, read, lease.end))
+        rests += ledger.returned
+        epochs.append(
+            EpochPosition(
+                number, tuple(ledger.cursors), _joined(rests), tuple(ledger.quarantined), dict(ledger.failures)
+            )
+        )
+    finished = tuple(epoch for epoch in datasets.finished if epoch not in late)
+    return DatasetPosition(finished, tuple(epochs))
+
+
+def late_part(before: Lease, until: int, read_until: dict[int, int]) -> Rest | None:
+    """What an ack consumes beyond the point its worker had reached when it reported; None if nothing."""
+    start = max(before.until, read_until.get(before.lease_id, before.until))
+    return Rest(before.shard, start, until) if start < until else None
+
+
+def _joined(rests: list[Rest]) -> tuple[Rest, ...]:
+    """In order, with neighbours made one."""
+    joined: list[Rest] = []
+    for rest in sorted(rests, key=lambda each: each.start):
+        if joined and (joined[-1].shard, joined[-1].end) == (rest.shard, rest.start):
+            joined[-1] = Rest(rest.shard, joined[-1].start, rest.end)
+        else:
+            joined.append(rest)
+    return tuple(joined)
+
+
+def rewind(datasets: DatasetLedger, to: DatasetPosition) -> None:
+    """Make the ledger what it was. Every lease is void: its holder reads on at its own risk and is not counted."""
+    datasets.finished = list(to.finished)
+    datasets.epochs = {
+        each.epoch: EpochLedger(
+            epoch=each.epoch,
+            cursors=list(each.cursors),
+            issued=sum(each.cursors),
+            returned=list(each.rests),
+            quarantined=list(each.quarantined),
+            failures=dict(each.failures),
+        )
+        for each in to.epochs
+    }
+
+
+def _finished_ledger(dataset: Dataset, epoch: int) -> EpochLedger:
+    full, extra = divmod(dataset.shards, dataset.buckets)
+    cursors = [full + (bucket < extra) for bucket in range(dataset.buckets)]
+    return EpochLedger(epoch, cursors, issued=dataset.shards)

@@ -1,0 +1,207 @@
+"""Who takes part: registration, signs of life, loss, and the forming of generations."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Final
+
+from strata.base.errors import Code, StrataError
+from strata.coord.core.facts import (
+    CommandAcked,
+    Fact,
+    GenerationFormed,
+    JobConfig,
+    JobCreated,
+    WorkerJoined,
+    WorkerLost,
+)
+from strata.coord.core.inputs import Attached, Beat, Caller, CreateJob, Detached, Leave, Place, Pulse, Register
+from strata.coord.core.state import CoordState, JobState, Live, Member
+
+AMNESTY_BEATS: Final = 2
+SUSPECT_S: Final = 0.5
+"""How long a broken presence may take to come back."""
+
+
+def job_of(state: CoordState, caller: Caller) -> JobState:
+    job = state.jobs.get(caller.job)
+    if job is None:
+        raise _unregistered(caller)
+    return job
+
+
+def member_of(job: JobState, caller: Caller) -> Member:
+    """The member who calls; refuses strangers, the evicted, and lives that are over."""
+    member = job.members.get(caller.worker_id)
+    if member is None:
+        if caller.worker_id in job.evicted:
+            raise StrataError(
+                Code.NOT_FOUND, f"worker {caller.worker_id!r} was evicted from job {job.job!r}", hint="register again"
+            )
+        raise _unregistered(caller)
+    if caller.incarnation not in ("", member.worker.incarnation):
+        # Not NOT_FOUND: this life would register again, and the two would replace each other for ever.
+        raise StrataError(
+            Code.STALE,
+            f"this life of worker {caller.worker_id!r} is over: another one has registered",
+            hint="stop; only one process may use a worker id",
+            reason="stale-incarnation",
+        )
+    return member
+
+
+def _unregistered(caller: Caller) -> StrataError:
+    return StrataError(Code.PRECONDITION, f"worker {caller.worker_id!r} has to register first", reason="not-registered")
+
+
+def settled_member(job: JobState, caller: Caller) -> Member:
+    """A member of the current generation, while nobody comes or goes."""
+    member = member_of(job, caller)
+    if caller.generation not in (0, job.generation):
+        raise StrataError(
+            Code.PRECONDITION,
+            f"generation {caller.generation} of job {job.job!r} is over: it is {job.generation} now",
+            reason="stale-generation",
+            generation=job.generation,
+        )
+    if not job.settled:
+        raise StrataError(
+            Code.UNAVAILABLE,
+            f"job {job.job!r} is forming a new generation",
+            retry_after_s=max(job.config.settle_s, 0.05),
+        )
+    return member
+
+
+def place_of(job: JobState, worker_id: str) -> Place:
+    incarnation = job.members[worker_id].worker.incarnation
+    if worker_id not in job.ranks or not job.settled:
+        return Place(0, -1, 0, incarnation)
+    return Place(job.generation, job.ranks[worker_id], len(job.ranks), incarnation)
+
+
+def create(state: CoordState, given: CreateJob) -> list[Fact]:
+    job = state.jobs.get(given.job)
+    if job is None:
+        return [JobCreated(given.job, given.config)]
+    if job.config != given.config:
+        raise StrataError(Code.CONFLICT, f"job {given.job!r} exists with another configuration")
+    return []
+
+
+def register(state: CoordState, given: Register, now_s: float) -> list[Fact]:
+    """A second life of the same worker ends the first. The same life again is only a sign of life."""
+    facts: list[Fact] = []
+    job = state.jobs.get(given.job)
+    if job is None:
+        facts.append(JobCreated(given.job, JobConfig()))
+    member = job.members.get(given.worker.worker_id) if job else None
+    live = state.live_of(given.job)
+    _see(live, given.worker.worker_id, now_s)
+    if member is not None:
+        if member.worker.incarnation == given.worker.incarnation:
+            return facts
+        facts.append(WorkerLost(given.job, given.worker.worker_id, member.worker.incarnation, "replaced"))
+    live.changed_s = now_s
+    return [*facts, WorkerJoined(given.job, given.worker)]
+
+
+def beat(state: CoordState, given: Beat, now_s: float) -> tuple[list[Fact], Pulse]:
+    job = state.jobs.get(given.caller.job)
+    if job is None or given.caller.worker_id not in job.members:
+        # Unlike other calls: a beat of somebody unknown means that we forgot it, and it has to come back.
+        raise StrataError(Code.NOT_FOUND, f"worker {given.caller.worker_id!r} is unknown", hint="register again")
+    member_of(job, given.caller)
+    worker_id = given.caller.worker_id
+    live = state.live_of(job.job)
+    facts: list[Fact] = [
+        CommandAcked(job.job, command_id, worker_id)
+        for command_id in given.acked_commands
+        if command_id in job.commands and worker_id in job.commands[command_id].waiting
+    ]
+    commands = tuple(
+        command
+        for command in job.commands.values()
+        if worker_id in command.waiting and command.command_id not in given.acked_commands
+    )
+    if given.failed:
+        facts.append(_lost(job, live, worker_id, "error", now_s))
+        return facts, Pulse(job.generation, commands)
+    _see(live, worker_id, now_s)
+    return facts, Pulse(job.generation, commands)
+
+
+def attach(state: CoordState, given: Attached, now_s: float) -> None:
+    member_of(job_of(state, given.caller), given.caller)
+    _see(state.live_of(given.caller.job), given.caller.worker_id, now_s)
+
+
+def detach(state: CoordState, given: Detached, now_s: float) -> None:
+    job = state.jobs.get(given.caller.job)
+    member = job.members.get(given.caller.worker_id) if job else None
+    # The stream of an earlier life says nothing about this one.
+    if member is not None and given.caller.incarnation in ("", member.worker.incarnation):
+        state.live_of(given.caller.job).suspect_s.setdefault(given.caller.worker_id, now_s)
+
+
+def leave(state: CoordState, given: Leave, now_s: float) -> list[Fact]:
+    job = job_of(state, given.caller)
+    if given.caller.worker_id in job.evicted:
+        return []
+    member_of(job, given.caller)
+    return [_lost(job, state.live_of(job.job), given.caller.worker_id, given.cause, now_s)]
+
+
+def lose_the_silent(job: JobState, live: Live, now_s: float) -> list[Fact]:
+    """Those whose presence broke and did not come back, and those who have said nothing for too long."""
+    facts: list[Fact] = []
+    if not live.amnesty:
+        live.amnesty = True
+        for worker_id in job.members:
+            # Known from the journal and not heard of since this process leads.
+            live.seen_s.setdefault(worker_id, now_s + AMNESTY_BEATS * job.config.heartbeat_interval_s)
+    broken = [worker for worker, since_s in live.suspect_s.items() if now_s - since_s >= SUSPECT_S]
+    limit_s = job.config.heartbeat_interval_s * job.config.missed_beats
+    # Longest silent first, so this stops at the first who spoke lately.
+    silent = list(takewhile(lambda worker: now_s - live.seen_s[worker] >= limit_s, live.seen_s))
+    for worker_id in dict.fromkeys([*broken, *silent]):
+        if worker_id in job.members:
+            cause = "connection lost" if worker_id in broken else f"silent for {limit_s:g} s"
+            facts.append(_lost(job, live, worker_id, cause, now_s))
+        live.seen_s.pop(worker_id, None)
+        live.suspect_s.pop(worker_id, None)
+    return facts
+
+
+def forgive(live: Live, blind_s: float) -> None:
+    """This process was not looking for a while: nobody is silent because of that."""
+    for worker_id in live.seen_s:
+        live.seen_s[worker_id] += blind_s
+    for worker_id in live.suspect_s:
+        live.suspect_s[worker_id] += blind_s
+    for barrier in live.barriers.values():
+        barrier.deadline_s += blind_s
+
+
+def form(job: JobState, live: Live, now_s: float) -> list[Fact]:
+    """A new generation, once the coming and going has settled. Who stays keeps its place in the order of ranks."""
+    if job.settled or len(job.members) < job.config.min_workers:
+        return []
+    if live.changed_s is not None and now_s - live.changed_s < job.config.settle_s:
+        return []
+    stay = [worker for worker in job.ranks if worker in job.members]
+    come = [worker for worker in job.members if worker not in stay]
+    return [GenerationFormed(job.job, job.generation + 1, tuple(stay + come))]
+
+
+def _lost(job: JobState, live: Live, worker_id: str, cause: str, now_s: float) -> WorkerLost:
+    live.changed_s = now_s
+    live.seen_s.pop(worker_id, None)
+    live.suspect_s.pop(worker_id, None)
+    return WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)
+
+
+def _see(live: Live, worker_id: str, now_s: float) -> None:
+    live.seen_s[worker_id] = now_s
+    live.seen_s.move_to_end(worker_id)
+    live.suspect_s.pop(worker_id, None)

@@ -1,0 +1,87 @@
+"""Which shard a worker gets next: what came back first, then its own buckets in canonical order, then anybody's.
+
+An index over a ledger, rebuilt when needed and never journaled: the cursors are the truth, and an entry that disagrees
+with them is stale and skipped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from strata.coord.core.facts import Dataset
+from strata.coord.core.ledger import EpochLedger, Rest
+from strata.coord.core.permutation import Order, order_of
+
+_Entry = tuple[int, int, int]
+"""Canonical position of a bucket's next shard, the bucket, and the cursor it was read at."""
+
+
+class Picker:
+    """For one epoch of one dataset."""
+
+    def __init__(self, dataset: Dataset, epoch: int) -> None:
+        self._dataset = dataset
+        self._order: Order = order_of(dataset.dataset_id, dataset.seed, epoch, dataset.shards, shuffle=dataset.shuffle)
+        self._in_bucket: dict[int, list[tuple[int, int]]] = {}
+        self._own: dict[str, list[_Entry]] = {}
+        self._anybodys: list[_Entry] | None = None
+        self._generation = -1
+
+    def pick(
+        self, ledger: EpochLedger, worker_id: str, generation: int, count: int, buckets: Callable[[], Sequence[int]]
+    ) -> list[tuple[Rest, bool]]:
+        """Up to `count` ranges for a worker, and whether each is fresh. `buckets` says which ones it owns, if asked."""
+        if generation != self._generation:
+            self._own.clear()
+            self._generation = generation
+        picked: list[tuple[Rest, bool]] = [(rest, False) for rest in ledger.returned[:count]]
+        taken: dict[int, int] = {}
+        if worker_id not in self._own:
+            self._own[worker_id] = self._heap(ledger, buckets())
+        while len(picked) < count and (shard := self._next(self._own[worker_id], ledger, taken)) is not None:
+            picked.append((Rest(shard, *self._dataset.bounds(shard)), True))
+        while len(picked) < count and (shard := self._steal(ledger, taken)) is not None:
+            picked.append((Rest(shard, *self._dataset.bounds(shard)), True))
+        return picked
+
+    def _steal(self, ledger: EpochLedger, taken: dict[int, int]) -> int | None:
+        if self._anybodys is None:
+            self._anybodys = self._heap(ledger, range(self._dataset.buckets))
+        return self._next(self._anybodys, ledger, taken)
+
+    def _next(self, heap: list[_Entry], ledger: EpochLedger, taken: dict[int, int]) -> int | None:
+        while heap:
+            _, bucket, cursor = heap[0]
+            now = ledger.cursors[bucket] + taken.get(bucket, 0)
+            shards = self._shards(bucket)
+            if cursor == now:
+                taken[bucket] = taken.get(bucket, 0) + 1
+                self._advance(heap, bucket, now + 1)
+                return shards[cursor][1]
+            self._advance(heap, bucket, now)
+        return None
+
+    def _advance(self, heap: list[_Entry], bucket: int, cursor: int) -> None:
+        shards = self._shards(bucket)
+        if cursor < len(shards):
+            heapq.heapreplace(heap, (shards[cursor][0], bucket, cursor))
+        else:
+            heapq.heappop(heap)
+
+    def _heap(self, ledger: EpochLedger, buckets: Sequence[int]) -> list[_Entry]:
+        entries = [
+            (shards[cursor][0], bucket, cursor)
+            for bucket in buckets
+            if (cursor := ledger.cursors[bucket]) < len(shards := self._shards(bucket))
+        ]
+        heapq.heapify(entries)
+        return entries
+
+    def _shards(self, bucket: int) -> list[tuple[int, int]]:
+        """The shards of a bucket with their canonical positions, in that order."""
+        found = self._in_bucket.get(bucket)
+        if found is None:
+            shards = range(bucket, self._dataset.shards, self._dataset.buckets)
+            found = self._in_bucket[bucket] = sorted((self._order.position_of(shard), shard) for shard in shards)
+        return found

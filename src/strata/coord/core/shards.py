@@ -1,0 +1,205 @@
+"""Handing out data: registering datasets, acks, grants, and the slices of deterministic ones."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Final
+
+from strata.base.errors import Code, StrataError
+from strata.coord.core import ledger as ledgers
+from strata.coord.core.facts import (
+    Dataset,
+    DatasetRegistered,
+    Fact,
+    Grant,
+    Mode,
+    ShardAcked,
+    ShardReturned,
+    ShardsGranted,
+)
+from strata.coord.core.inputs import Ack, Assignment, Leased, NextShards, RegisterDataset, Registered
+from strata.coord.core.ledger import DatasetLedger, EpochLedger, Lease, Rest
+from strata.coord.core.members import job_of, member_of, settled_member
+from strata.coord.core.permutation import order_of, slice_of
+from strata.coord.core.picker import Picker
+from strata.coord.core.placement import Scheme, place
+from strata.coord.core.state import CoordState, JobState, Live, Member, Placed
+
+MAX_SHARDS: Final = 100_000_000
+MAX_BUCKETS: Final = 1 << 16
+MAX_COUNT: Final = 1024
+"""Shards in one answer."""
+
+
+def register_dataset(state: CoordState, given: RegisterDataset) -> tuple[list[Fact], Registered]:
+    """Make a dataset known. The same definition again is no change; another one under the same name is refused."""
+    job = job_of(state, given.caller)
+    member_of(job, given.caller)
+    dataset = given.dataset
+    known = job.datasets.get(dataset.dataset_id)
+    if known is not None:
+        if known.dataset != dataset:
+            raise StrataError(Code.CONFLICT, f"dataset {dataset.dataset_id!r} is registered with another definition")
+        return [], Registered(created=False, shards=dataset.shards)
+    _check(dataset)
+    return [DatasetRegistered(job.job, dataset)], Registered(created=True, shards=dataset.shards)
+
+
+def _check(dataset: Dataset) -> None:
+    problems = {
+        "a dataset needs a name": not dataset.dataset_id,
+        "a dataset needs at least one sample": dataset.samples < 1,
+        "a shard needs at least one sample": dataset.shard_size < 1,
+        f"more than {MAX_SHARDS:,} shards": dataset.shard_size > 0 and dataset.shards > MAX_SHARDS,
+        f"buckets must be a power of two up to {MAX_BUCKETS}": not 1 <= dataset.buckets <= MAX_BUCKETS
+        or dataset.buckets & (dataset.buckets - 1) != 0,
+        "the files do not have as many samples as the dataset": bool(dataset.files)
+        and sum(file.samples for file in dataset.files) != dataset.samples,
+        "a global batch needs at least one shard": dataset.global_batch < 1,
+        "a seed is a whole number below 2**64": not 0 <= dataset.seed < 1 << 64,
+    }
+    for problem, found in problems.items():
+        if found:
+            raise StrataError(Code.INVALID, f"dataset {dataset.dataset_id!r}: {problem}")
+
+
+def next_shards(state: CoordState, given: NextShards) -> tuple[list[Fact], Assignment]:
+    job = job_of(state, given.caller)
+    member = settled_member(job, given.caller)
+    dataset = job.datasets.get(given.dataset_id)
+    if dataset is None:
+        raise StrataError(
+            Code.NOT_FOUND, f"dataset {given.dataset_id!r} is not registered", hint="call AckDataset first"
+        )
+    if dataset.dataset.mode is Mode.DETERMINISTIC:
+        return [], _slice(dataset.dataset, job, state.live_of(job.job), given)
+    ledgers.check_epoch(dataset, given.epoch)
+    ledger = dataset.epoch(given.epoch)
+    live = state.live_of(job.job)
+    mine = {lease_id: ledger.leases[lease_id] for lease_id in ledger.held.get(given.caller.worker_id, ())}
+    acks = given.acks if given.held is not None else tuple(Ack(lease_id) for lease_id in mine)
+    facts, over, stale = _settle_acks(job, given, member, mine, acks)
+    again = [lease for lease_id, lease in mine.items() if lease_id not in over and lease_id not in (given.held or ())]
+    if again:
+        # Granted before, and the answer was lost: the same leases once more, not others.
+        leases = tuple(_leased(live, dataset.dataset, lease) for lease in again)
+        return facts, Assignment(leases, end_of_epoch=False, stale=stale)
+    if given.epoch in dataset.finished:
+        return facts, Assignment((), end_of_epoch=True, stale=stale)
+    grants = _grants(state, job, dataset, ledger, given)
+    if not grants:
+        open_leases = ledger.leases.keys() - over
+        return facts, Assignment((), end_of_epoch=not open_leases, stale=stale)
+    facts.append(ShardsGranted(job.job, given.dataset_id, given.epoch, given.caller.worker_id, tuple(grants)))
+    leases = tuple(
+        Leased(
+            each.lease_id,
+            Rest(each.shard, each.start, each.end),
+            files_of(live, dataset.dataset, each.start, each.end),
+        )
+        for each in grants
+    )
+    return facts, Assignment(leases, end_of_epoch=False, stale=stale)
+
+
+def _settle_acks(
+    job: JobState, given: NextShards, member: Member, mine: dict[int, Lease], acks: tuple[Ack, ...]
+) -> tuple[list[Fact], set[int], tuple[int, ...]]:
+    """Facts of the acks, the leases that end with them, and the acked leases that were not the caller's any more."""
+    facts: list[Fact] = []
+    over: set[int] = set()
+    stale: list[int] = []
+    for ack in acks:
+        lease = mine.get(ack.lease_id)
+        if lease is None or ack.lease_id in over:
+            if ack.lease_id not in member.acked and ack.lease_id not in over:
+                stale.append(ack.lease_id)
+            continue
+        until = lease.end if ack.until is None and not ack.failed else ack.until or lease.until
+        if not lease.until <= until <= lease.end:
+            raise StrataError(
+                Code.INVALID,
+                f"lease {ack.lease_id} covers samples {lease.start} to {lease.end - 1}, read up to {lease.until}:"
+                f" {until} is not a place in it",
+            )
+        if until > lease.until:
+            facts.append(ShardAcked(job.job, given.dataset_id, given.epoch, ack.lease_id, until))
+        if until == lease.end:
+            over.add(ack.lease_id)
+        elif ack.failed:
+            over.add(ack.lease_id)
+            facts.append(_returned(job, given, lease, ack.reason))
+    return facts, over, tuple(stale)
+
+
+def _returned(job: JobState, given: NextShards, lease: Lease, reason: str) -> ShardReturned:
+    failed_before = job.datasets[given.dataset_id].epoch(given.epoch).failures.get(lease.shard, 0)
+    return ShardReturned(
+        job=job.job,
+        dataset_id=given.dataset_id,
+        epoch=given.epoch,
+        lease_id=lease.lease_id,
+        reason=reason or "the worker gave it back",
+        quarantined=failed_before + 1 >= job.config.max_shard_failures,
+    )
+
+
+def _grants(
+    state: CoordState, job: JobState, dataset: DatasetLedger, ledger: EpochLedger, given: NextShards
+) -> list[Grant]:
+    live = state.live_of(job.job)
+    key = (given.dataset_id, given.epoch)
+    picker = live.pickers.get(key)
+    if picker is None:
+        picker = live.pickers[key] = Picker(dataset.dataset, given.epoch)
+    worker_id = given.caller.worker_id
+    count = max(0, min(given.count, MAX_COUNT))
+    grants: list[Grant] = []
+    for rest, fresh in picker.pick(
+        ledger, worker_id, job.generation, count, lambda: _buckets_of(job, live, dataset.dataset.buckets, worker_id)
+    ):
+        state.leases_given += 1
+        lease_id = state.leader_epoch << 32 | state.leases_given
+        grants.append(Grant(lease_id, rest.shard, rest.start, rest.end, fresh))
+    return grants
+
+
+def _buckets_of(job: JobState, live: Live, buckets: int, worker_id: str) -> list[int]:
+    """The caller's buckets in this generation; members keep theirs over generations as far as balance allows."""
+    placed = live.placements.get(buckets)
+    if placed is None or placed.generation != job.generation:
+        weights = {worker: job.members[worker].worker.weight for worker in job.ranks}
+        before = placed.assignment if placed else None
+        assignment, _ = place(buckets, weights, before, scheme=Scheme(job.config.placement))
+        placed = live.placements[buckets] = Placed(job.generation, assignment)
+    return placed.assignment.buckets_of(worker_id)
+
+
+def _slice(dataset: Dataset, job: JobState, live: Live, given: NextShards) -> Assignment:
+    """This rank's part of a step, with no ledger: the same for everybody who asks. Steps count through all epochs."""
+    rank = job.ranks[given.caller.worker_id]
+    part = slice_of(given.step, rank, len(job.ranks), global_batch=dataset.global_batch, n=dataset.shards)
+    if part.epoch != given.epoch:
+        return Assignment((), end_of_epoch=True, stale=())
+    order = order_of(dataset.dataset_id, dataset.seed, part.epoch, dataset.shards, shuffle=dataset.shuffle)
+    leases: list[Leased] = []
+    for position in range(part.start, part.stop):
+        shard = order.at(position)
+        start, end = dataset.bounds(shard)
+        leases.append(Leased(0, Rest(shard, start, end), files_of(live, dataset, start, end)))
+    return Assignment(tuple(leases), end_of_epoch=False, stale=())
+
+
+def _leased(live: Live, dataset: Dataset, lease: Lease) -> Leased:
+    rest = Rest(lease.shard, lease.until, lease.end)
+    return Leased(lease.lease_id, rest, files_of(live, dataset, rest.start, rest.end))
+
+
+def files_of(live: Live, dataset: Dataset, start: int, end: int) -> tuple[str, ...]:
+    """The files that hold these samples, in order."""
+    ends = live.file_ends.get(dataset.dataset_id)
+    if ends is None:
+        ends = live.file_ends[dataset.dataset_id] = list(accumulate(file.samples for file in dataset.files))
+    first, last = bisect_right(ends, start), bisect_right(ends, end - 1)
+    return tuple(file.path for file in dataset.files[first : last + 1])
