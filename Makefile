@@ -10,6 +10,7 @@ STAMP := $(VENV)/.setup-done
 SUITE ?=
 WORKERS ?= 2
 BENCH ?= journal
+CAMPAIGN ?= register
 SEEDS ?= 1000
 ARGS ?=
 # The root of the Python files that `make proto` writes; a rule test writes them elsewhere and compares.
@@ -57,8 +58,8 @@ e2e: installed ## the end-to-end tests: real processes, real servers
 bench: installed ## a benchmark; BENCH=journal ARGS=--quick
 	$(BIN)/python -m bench $(BENCH) $(ARGS)
 
-soak: installed ## the long simulation; SEEDS=1000
-	$(BIN)/python -m soak register --seeds $(SEEDS) $(ARGS)
+soak: installed ## a long campaign; CAMPAIGN=register or lineage, SEEDS=1000
+	$(BIN)/python -m soak $(CAMPAIGN) --seeds $(SEEDS) $(ARGS)
 
 docs: installed ## build the documents into site/
 	$(BIN)/mkdocs build --strict

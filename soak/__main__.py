@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
-import msgspec
 
 from soak import record
-from tests.sim.register import scenario as register
+from soak.campaigns import CAMPAIGNS, quiet
 
 RECORD = Path(__file__).parents[1] / "docs" / "proof.md"
 CHUNK = 25
 """Seeds a worker takes at a time."""
 SAVE_EVERY_S = 20.0
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """What one seed showed: no problem, or a text for a person."""
-
-    seed: int
-    problem: str | None
-
-
-def _register(seed: int) -> Finding:
-    return Finding(seed, register.run_seed(seed).problem)
-
-
-CAMPAIGNS: dict[str, Callable[[int], Finding]] = {"register": _register}
-
-
-def _quiet() -> None:
-    # Thousands of simulated failures would each be worth a line in the log of a real process.
-    logging.disable(logging.CRITICAL)
 
 
 @click.command()
@@ -57,14 +35,14 @@ def main(campaign: str, seeds: int, processes: int, *, no_record: bool) -> None:
         return record.Run(
             campaign=campaign,
             date=datetime.now(UTC).date().isoformat(),
-            command=f"make soak SEEDS={seeds}",
+            command=f"make soak CAMPAIGN={campaign} SEEDS={seeds}",
             first_seed=first,
             seeds=done,
             violations=violations,
             seeds_per_s=done / (time.monotonic() - started_s),
         )
 
-    with multiprocessing.get_context("spawn").Pool(processes, initializer=_quiet) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes, initializer=quiet) as pool:
         for finding in pool.imap(CAMPAIGNS[campaign], range(first, first + seeds), chunksize=CHUNK):
             done += 1
             if finding.problem is not None:

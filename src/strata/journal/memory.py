@@ -130,14 +130,15 @@ class MemoryJournal:
         for frame in self._frames(self._disk.read()):
             self._take(frame)
 
-    async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
+    async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
         check_candidate(stream, holder, lease_s)
 
         async def take() -> Lead:
             found = self._streams.get(stream, StreamLog())
             now_s = self._clock.wall_s()
-            if found.holder != holder and found.expires_s > now_s:
-                raise held(stream, found.holder)
+            lease = f"{found.epoch}@{found.expires_s}"
+            if found.holder != holder and found.expires_s > now_s and lease != silent:
+                raise held(stream, found.holder, lease)
             lead = Lead(stream, found.epoch + 1, found.head)
             await self._commit(Led(stream, lead.epoch, holder, now_s + lease_s, found.floor))
             return lead

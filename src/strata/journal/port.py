@@ -86,11 +86,13 @@ class StreamStatus(msgspec.Struct, frozen=True):
 class Journal(Protocol):
     """One database of streams. Adapters: memory, SQLite, PostgreSQL; one conformance suite over all three."""
 
-    async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
+    async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
         """Take the next epoch, creating the stream if need be. CONFLICT while another holder's lease runs.
 
         `holder` is unique to one life of one process. A holder that asks again gets a new epoch: its lost first reply
-        then cannot matter.
+        then cannot matter. The conflict's detail `lease` names the running lease and changes with every renewal. A
+        candidate that has seen the same one for a whole lease by its own clock passes it as `silent`, and it counts as
+        over: the journal's clock may have been set back.
         """
         ...
 
@@ -198,8 +200,10 @@ def unknown_stream(stream: str) -> StrataError:
     return StrataError(Code.NOT_FOUND, f"stream {stream!r} does not exist", stream=stream)
 
 
-def held(stream: str, holder: str) -> StrataError:
-    return StrataError(Code.CONFLICT, f"stream {stream!r} is led by {holder}", stream=stream, holder=holder)
+def held(stream: str, holder: str, lease: str) -> StrataError:
+    return StrataError(
+        Code.CONFLICT, f"stream {stream!r} is led by {holder}", stream=stream, holder=holder, lease=lease
+    )
 
 
 def stale(stream: str, epoch: int, current: int) -> StrataError:

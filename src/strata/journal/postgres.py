@@ -67,12 +67,12 @@ class PostgresJournal:
             raise
         return journal
 
-    async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
+    async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
         check_candidate(stream, holder, lease_s)
-        rows = await self._run(sql.LEAD, {"stream": stream, "holder": holder, "lease_s": lease_s})
+        values = {"stream": stream, "holder": holder, "lease_s": lease_s, "silent": silent or ""}
+        rows = await self._run(sql.LEAD, values)
         if not rows:
-            found = await self._run("SELECT holder FROM journal_stream WHERE stream = %(stream)s", {"stream": stream})
-            raise held(stream, found[0][0] if found else "another process")
+            raise held(stream, *(await self._run(sql.LEASE, {"stream": stream}))[0])
         failpoint("journal.postgres.after_lead")
         return Lead(stream, *rows[0])
 

@@ -125,13 +125,18 @@ class Replica(Generic[State, Input, Effect]):
         await self._warm_up()
         following = asyncio.get_running_loop().create_task(self.follow(), name=f"follow {self._stream}")
         lead: Lead | None = None
+        seen: str | None = None
+        seen_s = self._clock.monotonic_s()
         try:
             while lead is None:
+                silent = seen if self._clock.monotonic_s() - seen_s >= lease_s else None
                 try:
-                    lead = await self._journal.lead(self._stream, holder, lease_s)
+                    lead = await self._journal.lead(self._stream, holder, lease_s, silent=silent)
                 except StrataError as error:
                     if error.code not in (Code.CONFLICT, Code.UNAVAILABLE):
                         raise
+                    if error.detail.get("lease", seen) != seen:
+                        seen, seen_s = error.detail["lease"], self._clock.monotonic_s()
                     await asyncio.wait([following], timeout=lease_s / 4)
                     if following.done():
                         following.result()

@@ -75,15 +75,17 @@ class SqliteJournal:
             raise
         return cls(thread, clock)
 
-    async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
+    async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
         check_candidate(stream, holder, lease_s)
 
         def take(db: sqlite3.Connection) -> Lead:
             row = db.execute("SELECT epoch, holder, head FROM journal_stream WHERE stream = ?", (stream,)).fetchone()
             epoch, current, head = row or (0, holder, 0)
             now_s = self._clock.monotonic_s()
-            if current != holder and self._lease_until_s.get(stream, now_s) > now_s:
-                raise held(stream, current)
+            until_s = self._lease_until_s.get(stream, now_s)
+            lease = f"{epoch}@{until_s}"
+            if current != holder and until_s > now_s and lease != silent:
+                raise held(stream, current, lease)
             self._lease_until_s[stream] = now_s + lease_s
             db.execute(
                 "INSERT INTO journal_stream VALUES (?, ?, ?, 0, 0)"

@@ -21,6 +21,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 class LeadCall(Call, frozen=True, tag=True):
     holder: str
     lease_s: float
+    silent: str | None
 
 
 class RenewCall(Call, frozen=True, tag=True):
@@ -102,7 +103,7 @@ async def serve(journal: Journal, request: bytes) -> bytes:
 async def _answer(journal: Journal, call: AnyCall) -> object:  # noqa: C901, PLR0911 - one arm per call
     match call:
         case LeadCall():
-            return await journal.lead(call.stream, call.holder, call.lease_s)
+            return await journal.lead(call.stream, call.holder, call.lease_s, silent=call.silent)
         case RenewCall():
             await journal.renew(call.stream, call.epoch, call.lease_s)
         case ResignCall():
@@ -137,8 +138,8 @@ class RemoteJournal:
         # The transport gives up on a reply at some time; a wait at the other side has to end before.
         self._longest_wait_s = longest_wait_s
 
-    async def lead(self, stream: str, holder: str, lease_s: float) -> Lead:
-        return await self._ask(LeadCall(stream, holder, lease_s), Lead)
+    async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
+        return await self._ask(LeadCall(stream, holder, lease_s, silent), Lead)
 
     async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
         await self._tell(RenewCall(stream, epoch, lease_s))

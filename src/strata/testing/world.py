@@ -93,6 +93,7 @@ class _Reply(msgspec.Struct, frozen=True):
     payload: bytes = b""
     code: Code | None = None
     message: str = ""
+    detail: dict[str, Any] = {}
 
 
 class World:
@@ -189,7 +190,7 @@ class World:
         except TimeoutError:
             raise StrataError(Code.UNAVAILABLE, f"{to} did not answer") from None
         if reply.code is not None:
-            raise StrataError(reply.code, reply.message)
+            raise StrataError(reply.code, reply.message, **reply.detail)
         return reply.payload
 
     def _deliver(self, sender: str, to: str, payload: bytes, arrive: Callable[[_Reply], None]) -> None:
@@ -203,7 +204,7 @@ class World:
         try:
             reply = _Reply(await handler(sender, payload))
         except StrataError as error:
-            reply = _Reply(code=error.code, message=error.message)
+            reply = _Reply(code=error.code, message=error.message, detail=dict(error.detail))
         self._send(PROCESS.get().name, sender, lambda: arrive(reply))
 
     def _send(self, sender: str, to: str, deliver: Callable[[], None]) -> None:

@@ -89,6 +89,24 @@ async def test_an_expired_lease_lets_the_next_one_in(journal: Journal) -> None:
     assert second.epoch == first.epoch + 1
 
 
+async def lease_of(journal: Journal) -> str:
+    with pytest.raises(StrataError) as caught:
+        await journal.lead("s", "b", LEASE_S)
+    return str(caught.value.detail["lease"])
+
+
+async def test_a_lease_seen_silent_for_its_whole_time_counts_as_over_but_not_one_that_was_renewed(
+    journal: Journal,
+) -> None:
+    first = await journal.lead("s", "a", LEASE_S)
+    seen = await lease_of(journal)
+    assert await lease_of(journal) == seen
+    await journal.renew("s", first.epoch, LEASE_S + 1)
+    assert await refused(journal.lead("s", "b", LEASE_S, silent=seen)) is Code.CONFLICT
+    second = await journal.lead("s", "b", LEASE_S, silent=await lease_of(journal))
+    assert second.epoch == first.epoch + 1
+
+
 async def test_a_renewed_lease_keeps_others_out(journal: Journal) -> None:
     lead = await journal.lead("s", "a", 0.0)
     await journal.renew("s", lead.epoch, LEASE_S)
