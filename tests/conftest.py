@@ -13,9 +13,14 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
+from hypothesis import settings
 
 from strata.base.errors import StrataError
 from strata.testing.postgres import PostgresDatabases, PostgresServer
+
+# A machine that is busy with other things is no finding; what hangs, pytest-timeout ends.
+settings.register_profile("strata", deadline=None)
+settings.load_profile("strata")
 
 _OFFER: Final = "strata_postgres_offer_port"
 _FAILED: Final = "failed: "

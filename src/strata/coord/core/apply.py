@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import Any, TypeVar, assert_never
 
 from strata.coord.core import ledger as ledgers
 from strata.coord.core.facts import (
@@ -26,6 +26,7 @@ from strata.coord.core.ledger import DatasetLedger, EpochLedger
 from strata.coord.core.state import (
     ACKS_KEPT,
     EVICTED_KEPT,
+    TOMBSTONES_KEPT,
     VERDICTS_KEPT,
     Checkpoint,
     Collecting,
@@ -35,6 +36,8 @@ from strata.coord.core.state import (
     JobState,
     Member,
 )
+
+Key = TypeVar("Key")
 
 
 def apply(state: CoordState, fact: Fact) -> None:
@@ -68,14 +71,12 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
         case ShardAcked():
             _ack(job, fact)
         case ShardReturned():
-            ledger = job.datasets[fact.dataset_id].epochs[fact.epoch]
-            if fact.quarantined:
-                ledgers.quarantine(ledger, fact.lease_id, fact.reason)
-            else:
-                ledgers.give_back(ledger, fact.lease_id, failed=True)
+            _return(job, fact)
         case BarrierDecided():
-            job.verdicts.append(Decided(fact.generation, fact.barrier_id, fact.verdict, fact.missing))
-            del job.verdicts[:-VERDICTS_KEPT]
+            job.verdicts[fact.generation, fact.barrier_id] = Decided(
+                fact.generation, fact.barrier_id, fact.verdict, fact.missing
+            )
+            _forget(job.verdicts, VERDICTS_KEPT)
         case CheckpointReported():
             _report(job, fact)
         case CheckpointCommitted():
@@ -84,7 +85,9 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
             _recover(job, fact)
         case CommandIssued():
             job.last_command = max(job.last_command, fact.command_id)
-            job.commands[fact.command_id] = Command(fact.command_id, fact.kind, list(fact.workers), fact.reason)
+            job.commands[fact.command_id] = Command(
+                fact.command_id, fact.kind, dict.fromkeys(fact.workers), fact.reason
+            )
         case CommandAcked():
             _take_off(job, fact.worker_id, fact.command_id)
         case _:
@@ -96,8 +99,7 @@ def _lose(job: JobState, worker_id: str, incarnation: str) -> None:
     job.settled = False
     job.evicted.pop(worker_id, None)
     job.evicted[worker_id] = incarnation
-    while len(job.evicted) > EVICTED_KEPT:
-        del job.evicted[next(iter(job.evicted))]
+    _forget(job.evicted, EVICTED_KEPT)
     for ledger in _open_ledgers(job):
         ledgers.give_back_all(ledger, worker_id)
     for command_id in list(job.commands):
@@ -108,10 +110,8 @@ def _ack(job: JobState, fact: ShardAcked) -> None:
     dataset = job.datasets[fact.dataset_id]
     ledger = dataset.epochs[fact.epoch]
     before = ledgers.ack(ledger, fact.lease_id, fact.until)
-    member = job.members.get(before.worker_id)
-    if member is not None and fact.lease_id not in ledger.leases:
-        member.acked.append(fact.lease_id)
-        del member.acked[:-ACKS_KEPT]
+    if fact.lease_id not in ledger.leases:
+        _remember_ack(job, before.worker_id, fact.lease_id)
     for collecting in job.collecting.values():
         if before.worker_id in collecting.parts:
             late = ledgers.late_part(before, fact.until, collecting.read_until)
@@ -120,14 +120,31 @@ def _ack(job: JobState, fact: ShardAcked) -> None:
     ledgers.close_finished(dataset, fact.epoch)
 
 
+def _return(job: JobState, fact: ShardReturned) -> None:
+    dataset = job.datasets[fact.dataset_id]
+    ledger = dataset.epochs[fact.epoch]
+    _remember_ack(job, ledger.leases[fact.lease_id].worker_id, fact.lease_id)
+    if fact.quarantined:
+        ledgers.quarantine(ledger, fact.lease_id, fact.reason)
+    else:
+        ledgers.give_back(ledger, fact.lease_id, failed=True)
+    ledgers.close_finished(dataset, fact.epoch)
+
+
+def _remember_ack(job: JobState, worker_id: str, lease_id: int) -> None:
+    member = job.members.get(worker_id)
+    if member is not None:
+        member.acked.append(lease_id)
+        del member.acked[:-ACKS_KEPT]
+
+
 def _report(job: JobState, fact: CheckpointReported) -> None:
     collecting = job.collecting.setdefault(
         fact.checkpoint_id, Collecting(fact.checkpoint_id, fact.generation, fact.step)
     )
     collecting.parts[fact.worker_id] = fact.part
     # After a recovery the same step comes again, perhaps under the same name: what is written now is not to be deleted.
-    if fact.part.uri in job.tombstones:
-        job.tombstones.remove(fact.part.uri)
+    job.tombstones.pop(fact.part.uri, None)
     collecting.read_until.update({each.lease_id: each.until for each in fact.consumed})
 
 
@@ -148,7 +165,7 @@ def _commit(job: JobState, fact: CheckpointCommitted) -> None:
     # An unfinished one of an earlier step has been overtaken.
     job.collecting = {name: each for name, each in job.collecting.items() if each.step > fact.step}
     while len(job.checkpoints) > job.config.keep_checkpoints:
-        job.tombstones += [part.uri for part in job.checkpoints.pop(0).parts]
+        _bury(job, job.checkpoints.pop(0))
 
 
 def _recover(job: JobState, fact: Recovered) -> None:
@@ -158,8 +175,10 @@ def _recover(job: JobState, fact: Recovered) -> None:
     if checkpoint is not None:
         # What was committed after it belongs to a lineage that is given up.
         at = job.checkpoints.index(checkpoint)
-        job.tombstones += [part.uri for gone in job.checkpoints[at + 1 :] for part in gone.parts]
+        gone = job.checkpoints[at + 1 :]
         del job.checkpoints[at + 1 :]
+        for each in gone:
+            _bury(job, each)
     else:
         job.checkpoints = []
     for name, dataset in job.datasets.items():
@@ -172,10 +191,24 @@ def _recover(job: JobState, fact: Recovered) -> None:
     job.recovered_to = fact.checkpoint_id
 
 
+def _bury(job: JobState, checkpoint: Checkpoint) -> None:
+    """Its parts may be deleted, but for paths that a checkpoint that is kept was written to as well."""
+    kept = {part.uri for each in job.checkpoints for part in each.parts}
+    kept |= {part.uri for each in job.collecting.values() for part in each.parts.values()}
+    job.tombstones |= {part.uri: part.rank for part in checkpoint.parts if part.uri not in kept}
+    _forget(job.tombstones, TOMBSTONES_KEPT)
+
+
+def _forget(kept: dict[Key, Any], limit: int) -> None:
+    """The oldest ones, beyond a limit."""
+    while len(kept) > limit:
+        del kept[next(iter(kept))]
+
+
 def _take_off(job: JobState, worker_id: str, command_id: int) -> None:
     command = job.commands.get(command_id)
     if command is not None and worker_id in command.waiting:
-        command.waiting.remove(worker_id)
+        del command.waiting[worker_id]
         if not command.waiting:
             del job.commands[command_id]
 

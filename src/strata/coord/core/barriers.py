@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Final
 
 from strata.base.errors import Code, StrataError
@@ -11,6 +12,8 @@ from strata.coord.core.members import job_of, member_of, settled_member
 from strata.coord.core.state import CoordState, JobState, Live, OpenBarrier
 
 MAX_OPEN: Final = 1_024
+MISSING_NAMED: Final = 64
+"""Names in the answer to one who arrives: all of them in each of ten thousand answers would be a hundred million."""
 
 
 def arrive(state: CoordState, given: Arrive, now_s: float) -> tuple[list[Fact], BarrierState]:
@@ -18,7 +21,8 @@ def arrive(state: CoordState, given: Arrive, now_s: float) -> tuple[list[Fact], 
     member_of(job, given.caller)
     generation = given.caller.generation or job.generation
     decided = verdict_of(job, generation, given.barrier_id)
-    if decided is not None:
+    # A newcomer belongs to the next generation: what this one decided is not for it.
+    if decided is not None and (generation != job.generation or given.caller.worker_id in job.ranks):
         return [], decided
     if generation != job.generation:
         return [], BarrierState(Verdict.MEMBERSHIP_CHANGED, job.generation, 0, 0, ())
@@ -32,9 +36,10 @@ def arrive(state: CoordState, given: Arrive, now_s: float) -> tuple[list[Fact], 
             f" {given.expected or 'all'}",
         )
     barrier.arrived[given.caller.worker_id] = None
-    missing = missing_at(job, barrier)
+    barrier.missing.pop(given.caller.worker_id, None)
     expected = barrier.expected or len(job.ranks)
     if len(barrier.arrived) < expected:
+        missing = tuple(islice(barrier.missing, MISSING_NAMED))
         return [], BarrierState(None, generation, len(barrier.arrived), expected, missing)
     del live.barriers[given.barrier_id]
     fact = BarrierDecided(job.job, generation, given.barrier_id, Verdict.RELEASED)
@@ -42,13 +47,12 @@ def arrive(state: CoordState, given: Arrive, now_s: float) -> tuple[list[Fact], 
 
 
 def verdict_of(job: JobState, generation: int, barrier_id: str) -> BarrierState | None:
-    for decided in reversed(job.verdicts):
-        if (decided.generation, decided.barrier_id) == (generation, barrier_id):
-            return BarrierState(decided.verdict, generation, 0, 0, decided.missing)
-    return None
+    decided = job.verdicts.get((generation, barrier_id))
+    return BarrierState(decided.verdict, generation, 0, 0, decided.missing) if decided else None
 
 
 def missing_at(job: JobState, barrier: OpenBarrier) -> tuple[str, ...]:
+    """All of them, in order of rank."""
     return tuple(worker for worker in job.ranks if worker not in barrier.arrived)
 
 
@@ -82,5 +86,6 @@ def _open(job: JobState, live: Live, given: Arrive, now_s: float) -> OpenBarrier
         )
     timeout_s = job.config.barrier_timeout_s if given.timeout_s is None else given.timeout_s
     barrier = OpenBarrier(given.barrier_id, given.expected, given.step, now_s + timeout_s)
+    barrier.missing = dict.fromkeys(job.ranks)
     live.barriers[given.barrier_id] = barrier
     return barrier

@@ -6,8 +6,8 @@ from strata.base.errors import Code, StrataError
 from strata.coord.core.barriers import end_all
 from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Fact, GenerationFormed, Recovered
 from strata.coord.core.inputs import Caller, CheckpointState, Place, Recover, Recovery, Report
-from strata.coord.core.members import job_of, member_of, settled_member
-from strata.coord.core.state import Collecting, CoordState, JobState
+from strata.coord.core.members import job_of, member_of, settled_member, stale_generation
+from strata.coord.core.state import Checkpoint, Collecting, CoordState, JobState
 
 
 def report(state: CoordState, given: Report) -> tuple[list[Fact], CheckpointState]:
@@ -15,39 +15,67 @@ def report(state: CoordState, given: Report) -> tuple[list[Fact], CheckpointStat
     settled_member(job, given.caller)
     worker_id = given.caller.worker_id
     committed = job.checkpoint(given.checkpoint_id)
-    if committed is not None:
-        return [], CheckpointState(committed=True, missing_ranks=(), tombstones=tuple(job.tombstones))
     collecting = job.collecting.get(given.checkpoint_id)
-    _check(job, given, collecting)
+    _check_step(given, committed or collecting)
+    tombstones = _tombstones(job, job.ranks[worker_id])
+    if committed is not None:
+        return [], CheckpointState(committed=True, missing_ranks=(), tombstones=tombstones)
+    _check(job, given)
     if collecting is not None and worker_id in collecting.parts:
         if collecting.parts[worker_id] != given.part:
             raise StrataError(Code.CONFLICT, f"worker {worker_id!r} reported another part of {given.checkpoint_id!r}")
-        return [], CheckpointState(
-            committed=False, missing_ranks=_missing(job, collecting, None), tombstones=tuple(job.tombstones)
-        )
+        missing = _missing(job, collecting, None)
+        return [], CheckpointState(committed=False, missing_ranks=missing, tombstones=tombstones)
+    _check_consumed(job, given)
     reported = CheckpointReported(
         job.job, job.generation, given.step, given.checkpoint_id, worker_id, given.part, given.consumed
     )
     missing = _missing(job, collecting, worker_id)
     if missing:
-        return [reported], CheckpointState(committed=False, missing_ranks=missing, tombstones=tuple(job.tombstones))
+        return [reported], CheckpointState(committed=False, missing_ranks=missing, tombstones=tombstones)
     done = CheckpointCommitted(job.job, job.generation, given.step, given.checkpoint_id)
-    return [reported, done], CheckpointState(committed=True, missing_ranks=(), tombstones=tuple(job.tombstones))
+    return [reported, done], CheckpointState(committed=True, missing_ranks=(), tombstones=tombstones)
 
 
-def _check(job: JobState, given: Report, collecting: Collecting | None) -> None:
+def _check_step(given: Report, known: Checkpoint | Collecting | None) -> None:
+    if known is not None and known.step != given.step:
+        raise StrataError(
+            Code.CONFLICT, f"checkpoint {given.checkpoint_id!r} is of step {known.step}, not of {given.step}"
+        )
+
+
+def _check(job: JobState, given: Report) -> None:
     rank = job.ranks[given.caller.worker_id]
     if given.part.rank != rank:
         raise StrataError(Code.INVALID, f"worker {given.caller.worker_id!r} has rank {rank}, not {given.part.rank}")
-    if collecting is not None and collecting.step != given.step:
-        raise StrataError(
-            Code.CONFLICT,
-            f"checkpoint {given.checkpoint_id!r} is of step {collecting.step}, not of {given.step}",
-        )
     if job.checkpoints and given.step < job.checkpoints[-1].step:
         raise StrataError(
             Code.PRECONDITION, f"a checkpoint of step {job.checkpoints[-1].step} is committed; {given.step} is older"
         )
+
+
+def _check_consumed(job: JobState, given: Report) -> None:
+    """What is wrong here would be missing or doubled after a recovery. Leases that are over are consumed anyway."""
+    for each in given.consumed:
+        dataset = job.datasets.get(each.dataset_id)
+        ledger = dataset.epochs.get(each.epoch) if dataset else None
+        lease = ledger.leases.get(each.lease_id) if ledger else None
+        if lease is None:
+            continue
+        if lease.worker_id != given.caller.worker_id:
+            raise StrataError(Code.INVALID, f"lease {each.lease_id} is not {given.caller.worker_id!r}'s")
+        if not lease.until <= each.until <= lease.end:
+            raise StrataError(
+                Code.INVALID,
+                f"lease {each.lease_id} covers samples {lease.start} to {lease.end - 1}, acked up to {lease.until}:"
+                f" the state of step {given.step} cannot have those before {each.until}",
+                hint="ack nothing between taking a part of a checkpoint and reporting it",
+            )
+
+
+def _tombstones(job: JobState, rank: int) -> tuple[str, ...]:
+    """Of its own rank, and its share of those whose rank is no more."""
+    return tuple(uri for uri, written_by in job.tombstones.items() if written_by % len(job.ranks) == rank)
 
 
 def _missing(job: JobState, collecting: Collecting | None, just_now: str | None) -> tuple[int, ...]:
@@ -64,6 +92,9 @@ def recover(state: CoordState, given: Recover) -> tuple[list[Fact], Recovery]:
     spoilt = given.bad_checkpoint_id is not None and given.bad_checkpoint_id == job.recovered_to
     if given.observed_generation < job.recovered_generation and not spoilt:
         checkpoint = job.checkpoint(job.recovered_to)
+        if checkpoint is None and job.recovered_to is not None:
+            # The others are so far that it is kept no longer. To say nothing of it would mean the start.
+            raise stale_generation(job, given.observed_generation)
         return [], Recovery(_place(job, worker_id, job.generation), checkpoint, rewound=False)
     usable = [each for each in job.checkpoints if each.checkpoint_id != given.bad_checkpoint_id]
     checkpoint = usable[-1] if usable else None

@@ -6,7 +6,7 @@ from typing import Final, assert_never
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core import barriers, checkpoints, members, shards
-from strata.coord.core.facts import CommandIssued, Fact, GenerationFormed
+from strata.coord.core.facts import CommandIssued, Fact
 from strata.coord.core.inputs import (
     Arrive,
     Attached,
@@ -78,7 +78,7 @@ def _issue(state: CoordState, given: Issue) -> list[Fact]:
     unknown = [worker for worker in given.workers if worker not in job.members]
     if unknown:
         raise StrataError(Code.NOT_FOUND, f"job {given.job!r} has no worker {unknown[0]!r}")
-    workers = given.workers or tuple(job.members)
+    workers = tuple(dict.fromkeys(given.workers or job.members))
     return [CommandIssued(job.job, job.last_command + 1, given.kind, workers, given.reason)] if workers else []
 
 
@@ -89,11 +89,11 @@ def _tick(state: CoordState, now_s: float) -> list[Fact]:
     for job in state.jobs.values():
         live = state.live_of(job.job)
         if blind_s > BLIND_S:
-            members.forgive(live, blind_s)
+            members.forgive(live, blind_s, now_s)
         lost = members.lose_the_silent(job, live, now_s)
         formed = members.form(job, live, now_s) if not lost else []
-        if lost or any(isinstance(fact, GenerationFormed) for fact in formed):
-            # Waiters hear at once that the generation is over, not only when the next one is there.
+        if lost or not job.settled:
+            # Waiters hear at once that the generation is over, not only when the next one is there: it may take long.
             facts += barriers.end_all(job, live)
         facts += [*lost, *barriers.time_out(job, live, now_s), *formed]
     return facts

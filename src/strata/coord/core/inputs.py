@@ -196,6 +196,7 @@ class BarrierState:
     arrived: int
     expected: int
     missing: tuple[str, ...]
+    """While it is open the first of them only."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ class CheckpointState:
     committed: bool
     missing_ranks: tuple[int, ...]
     tombstones: tuple[str, ...]
+    """Old parts that the caller may delete: those of its rank, and its share of those of ranks that are no more."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ class DatasetLedger(msgspec.Struct):
     dataset: Dataset
     finished: list[int] = []
     epochs: dict[int, EpochLedger] = {}
+    quarantined: dict[int, list[Quarantined]] = {}
+    """By finished epoch, what it ended without. That of an open epoch is in its ledger."""
 
     def epoch(self, number: int) -> EpochLedger:
         """The ledger of an epoch, as new if nobody asked for it before."""
@@ -153,11 +155,13 @@ def give_back_all(ledger: EpochLedger, worker_id: str) -> None:
 
 
 def close_finished(datasets: DatasetLedger, epoch: int) -> None:
-    """Forget the ledger of a finished epoch: its number says it all."""
+    """Forget the ledger of a finished epoch: its number says it all, but for what was put aside."""
     ledger = datasets.epochs.get(epoch)
-    if ledger is not None and is_finished(datasets.dataset, ledger) and not ledger.quarantined:
+    if ledger is not None and is_finished(datasets.dataset, ledger):
         del datasets.epochs[epoch]
         datasets.finished.append(epoch)
+        if ledger.quarantined:
+            datasets.quarantined[epoch] = ledger.quarantined
 
 
 def check_epoch(datasets: DatasetLedger, epoch: int) -> None:
@@ -183,6 +187,8 @@ class EpochPosition(msgspec.Struct, frozen=True):
 class DatasetPosition(msgspec.Struct, frozen=True):
     finished: tuple[int, ...]
     epochs: tuple[EpochPosition, ...]
+    quarantined: dict[int, tuple[Quarantined, ...]] = {}
+    """By finished epoch."""
 
 
 Late = dict[int, list[Rest]]
@@ -196,7 +202,7 @@ def position(datasets: DatasetLedger, read_until: dict[int, int], late: Late) ->
     """
     epochs: list[EpochPosition] = []
     for number in sorted({*datasets.epochs, *late}):
-        ledger = datasets.epochs.get(number) or _finished_ledger(datasets.dataset, number)
+        ledger = datasets.epochs.get(number) or _finished_ledger(datasets, number)
         rests = list(late.get(number, ()))
         for lease in ledger.leases.values():
             read = max(lease.until, read_until.get(lease.lease_id, lease.start))
@@ -209,7 +215,8 @@ def position(datasets: DatasetLedger, read_until: dict[int, int], late: Late) ->
             )
         )
     finished = tuple(epoch for epoch in datasets.finished if epoch not in late)
-    return DatasetPosition(finished, tuple(epochs))
+    aside = {epoch: tuple(some) for epoch, some in datasets.quarantined.items() if epoch not in late}
+    return DatasetPosition(finished, tuple(epochs), aside)
 
 
 def late_part(before: Lease, until: int, read_until: dict[int, int]) -> Rest | None:
@@ -232,6 +239,7 @@ def _joined(rests: list[Rest]) -> tuple[Rest, ...]:
 def rewind(datasets: DatasetLedger, to: DatasetPosition) -> None:
     """Make the ledger what it was. Every lease is void: its holder reads on at its own risk and is not counted."""
     datasets.finished = list(to.finished)
+    datasets.quarantined = {epoch: list(some) for epoch, some in to.quarantined.items()}
     datasets.epochs = {
         each.epoch: EpochLedger(
             epoch=each.epoch,
@@ -245,7 +253,8 @@ def rewind(datasets: DatasetLedger, to: DatasetPosition) -> None:
     }
 
 
-def _finished_ledger(dataset: Dataset, epoch: int) -> EpochLedger:
+def _finished_ledger(datasets: DatasetLedger, epoch: int) -> EpochLedger:
+    dataset = datasets.dataset
     full, extra = divmod(dataset.shards, dataset.buckets)
     cursors = [full + (bucket < extra) for bucket in range(dataset.buckets)]
-    return EpochLedger(epoch, cursors, issued=dataset.shards)
+    return EpochLedger(epoch, cursors, issued=dataset.shards, quarantined=list(datasets.quarantined.get(epoch, ())))

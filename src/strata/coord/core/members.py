@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
+from math import inf
 from typing import Final
 
 from strata.base.errors import Code, StrataError
@@ -16,6 +16,7 @@ from strata.coord.core.facts import (
     WorkerLost,
 )
 from strata.coord.core.inputs import Attached, Beat, Caller, CreateJob, Detached, Leave, Place, Pulse, Register
+from strata.coord.core.placement import MAX_WEIGHT, MAX_WORKERS, Scheme
 from strata.coord.core.state import CoordState, JobState, Live, Member
 
 AMNESTY_BEATS: Final = 2
@@ -58,12 +59,7 @@ def settled_member(job: JobState, caller: Caller) -> Member:
     """A member of the current generation, while nobody comes or goes."""
     member = member_of(job, caller)
     if caller.generation not in (0, job.generation):
-        raise StrataError(
-            Code.PRECONDITION,
-            f"generation {caller.generation} of job {job.job!r} is over: it is {job.generation} now",
-            reason="stale-generation",
-            generation=job.generation,
-        )
+        raise stale_generation(job, caller.generation)
     if not job.settled:
         raise StrataError(
             Code.UNAVAILABLE,
@@ -71,6 +67,15 @@ def settled_member(job: JobState, caller: Caller) -> Member:
             retry_after_s=max(job.config.settle_s, 0.05),
         )
     return member
+
+
+def stale_generation(job: JobState, generation: int) -> StrataError:
+    return StrataError(
+        Code.PRECONDITION,
+        f"generation {generation} of job {job.job!r} is over: it is {job.generation} now",
+        reason="stale-generation",
+        generation=job.generation,
+    )
 
 
 def place_of(job: JobState, worker_id: str) -> Place:
@@ -83,16 +88,49 @@ def place_of(job: JobState, worker_id: str) -> Place:
 def create(state: CoordState, given: CreateJob) -> list[Fact]:
     job = state.jobs.get(given.job)
     if job is None:
+        _check(given)
         return [JobCreated(given.job, given.config)]
     if job.config != given.config:
         raise StrataError(Code.CONFLICT, f"job {given.job!r} exists with another configuration")
     return []
 
 
+def _check(given: CreateJob) -> None:
+    config = given.config
+    problems = {
+        "heartbeat_interval_s must be above 0": not 0 < config.heartbeat_interval_s < inf,
+        "missed_beats must be at least 1": config.missed_beats < 1,
+        "settle_s must not be below 0": not 0 <= config.settle_s < inf,
+        "min_workers must be at least 1": config.min_workers < 1,
+        "barrier_timeout_s must be above 0": not config.barrier_timeout_s > 0,
+        "keep_checkpoints must be at least 1": config.keep_checkpoints < 1,
+        "max_shard_failures must be at least 1": config.max_shard_failures < 1,
+        f"placement must be one of {', '.join(Scheme)}": config.placement not in list(Scheme),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise StrataError(Code.INVALID, f"job {given.job!r}: {problem}")
+
+
+def _check_worker(given: Register, job: JobState | None) -> None:
+    """Here, because later it would be everybody's problem: no bucket could be placed."""
+    worker = given.worker
+    if not worker.worker_id:
+        raise StrataError(Code.INVALID, "a worker needs a worker_id")
+    if not 0 <= worker.weight <= MAX_WEIGHT:
+        raise StrataError(
+            Code.INVALID,
+            f"the weight of worker {worker.worker_id!r} must be from 0 to {MAX_WEIGHT:g}, not {worker.weight}",
+        )
+    if job is not None and worker.worker_id not in job.members and len(job.members) >= MAX_WORKERS:
+        raise StrataError(Code.EXHAUSTED, f"job {given.job!r} has {MAX_WORKERS} workers and takes no more")
+
+
 def register(state: CoordState, given: Register, now_s: float) -> list[Fact]:
     """A second life of the same worker ends the first. The same life again is only a sign of life."""
     facts: list[Fact] = []
     job = state.jobs.get(given.job)
+    _check_worker(given, job)
     if job is None:
         facts.append(JobCreated(given.job, JobConfig()))
     member = job.members.get(given.worker.worker_id) if job else None
@@ -114,9 +152,13 @@ def beat(state: CoordState, given: Beat, now_s: float) -> tuple[list[Fact], Puls
     member_of(job, given.caller)
     worker_id = given.caller.worker_id
     live = state.live_of(job.job)
+    if not (job.commands or given.failed):
+        # Nearly every beat, so it must cost nearly nothing.
+        _see(live, worker_id, now_s)
+        return [], Pulse(job.generation, ())
     facts: list[Fact] = [
         CommandAcked(job.job, command_id, worker_id)
-        for command_id in given.acked_commands
+        for command_id in dict.fromkeys(given.acked_commands)
         if command_id in job.commands and worker_id in job.commands[command_id].waiting
     ]
     commands = tuple(
@@ -157,26 +199,44 @@ def lose_the_silent(job: JobState, live: Live, now_s: float) -> list[Fact]:
     facts: list[Fact] = []
     if not live.amnesty:
         live.amnesty = True
-        for worker_id in job.members:
-            # Known from the journal and not heard of since this process leads.
-            live.seen_s.setdefault(worker_id, now_s + AMNESTY_BEATS * job.config.heartbeat_interval_s)
+        # Known from the journal and not heard of since this process leads.
+        live.unheard = {worker_id: None for worker_id in job.members if worker_id not in live.seen_s}
+        amnesty_s = now_s + AMNESTY_BEATS * job.config.heartbeat_interval_s
+        live.seen_s.update(dict.fromkeys(live.unheard, amnesty_s))
     broken = [worker for worker, since_s in live.suspect_s.items() if now_s - since_s >= SUSPECT_S]
     limit_s = job.config.heartbeat_interval_s * job.config.missed_beats
-    # Longest silent first, so this stops at the first who spoke lately.
-    silent = list(takewhile(lambda worker: now_s - live.seen_s[worker] >= limit_s, live.seen_s))
+    silent = _silent(live, now_s - limit_s)
     for worker_id in dict.fromkeys([*broken, *silent]):
         if worker_id in job.members:
             cause = "connection lost" if worker_id in broken else f"silent for {limit_s:g} s"
             facts.append(_lost(job, live, worker_id, cause, now_s))
-        live.seen_s.pop(worker_id, None)
-        live.suspect_s.pop(worker_id, None)
+        _overlook(live, worker_id)
     return facts
 
 
-def forgive(live: Live, blind_s: float) -> None:
+def _silent(live: Live, since_s: float) -> list[str]:
+    """Who has said nothing since then."""
+    silent: list[str] = []
+    for worker_id, seen_s in live.seen_s.items():
+        if worker_id in live.unheard:
+            continue
+        if seen_s > since_s:
+            # Longest silent first: the others spoke later still.
+            break
+        silent.append(worker_id)
+    # Amnesty ends for all of them together.
+    first = next(iter(live.unheard), None)
+    if first is not None and live.seen_s[first] <= since_s:
+        silent += live.unheard
+    return silent
+
+
+def forgive(live: Live, blind_s: float, now_s: float) -> None:
     """This process was not looking for a while: nobody is silent because of that."""
-    for worker_id in live.seen_s:
-        live.seen_s[worker_id] += blind_s
+    for worker_id, seen_s in live.seen_s.items():
+        forgiven_s = seen_s + blind_s
+        # Who was heard of meanwhile gets no time in advance, else the order of silence would be lost.
+        live.seen_s[worker_id] = forgiven_s if worker_id in live.unheard else min(forgiven_s, now_s)
     for worker_id in live.suspect_s:
         live.suspect_s[worker_id] += blind_s
     for barrier in live.barriers.values():
@@ -190,14 +250,13 @@ def form(job: JobState, live: Live, now_s: float) -> list[Fact]:
     if live.changed_s is not None and now_s - live.changed_s < job.config.settle_s:
         return []
     stay = [worker for worker in job.ranks if worker in job.members]
-    come = [worker for worker in job.members if worker not in stay]
+    come = [worker for worker in job.members if worker not in job.ranks]
     return [GenerationFormed(job.job, job.generation + 1, tuple(stay + come))]
 
 
 def _lost(job: JobState, live: Live, worker_id: str, cause: str, now_s: float) -> WorkerLost:
     live.changed_s = now_s
-    live.seen_s.pop(worker_id, None)
-    live.suspect_s.pop(worker_id, None)
+    _overlook(live, worker_id)
     return WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)
 
 
@@ -205,3 +264,11 @@ def _see(live: Live, worker_id: str, now_s: float) -> None:
     live.seen_s[worker_id] = now_s
     live.seen_s.move_to_end(worker_id)
     live.suspect_s.pop(worker_id, None)
+    live.unheard.pop(worker_id, None)
+
+
+def _overlook(live: Live, worker_id: str) -> None:
+    """Look out for it no longer."""
+    live.seen_s.pop(worker_id, None)
+    live.suspect_s.pop(worker_id, None)
+    live.unheard.pop(worker_id, None)

@@ -11,19 +11,23 @@ from collections.abc import Callable, Sequence
 
 from strata.coord.core.facts import Dataset
 from strata.coord.core.ledger import EpochLedger, Rest
-from strata.coord.core.permutation import Order, order_of
+from strata.coord.core.permutation import order_of
 
 _Entry = tuple[int, int, int]
 """Canonical position of a bucket's next shard, the bucket, and the cursor it was read at."""
 
 
 class Picker:
-    """For one epoch of one dataset."""
+    """For one epoch of one dataset; eight bytes for each shard."""
 
     def __init__(self, dataset: Dataset, epoch: int) -> None:
         self._dataset = dataset
-        self._order: Order = order_of(dataset.dataset_id, dataset.seed, epoch, dataset.shards, shuffle=dataset.shuffle)
-        self._in_bucket: dict[int, list[tuple[int, int]]] = {}
+        order = order_of(dataset.dataset_id, dataset.seed, epoch, dataset.shards, shuffle=dataset.shuffle)
+        shards = order.items(0, dataset.shards)
+        # Bucket after bucket, and in each the canonical order: a stable sort keeps it.
+        positions = (shards % dataset.buckets).astype("uint16").argsort(kind="stable")
+        self._positions = positions.astype("uint32")
+        self._shards = shards[positions].astype("uint32")
         self._own: dict[str, list[_Entry]] = {}
         self._anybodys: list[_Entry] | None = None
         self._generation = -1
@@ -54,34 +58,34 @@ class Picker:
         while heap:
             _, bucket, cursor = heap[0]
             now = ledger.cursors[bucket] + taken.get(bucket, 0)
-            shards = self._shards(bucket)
             if cursor == now:
                 taken[bucket] = taken.get(bucket, 0) + 1
                 self._advance(heap, bucket, now + 1)
-                return shards[cursor][1]
+                return int(self._shards[self._place(bucket, cursor)])
             self._advance(heap, bucket, now)
         return None
 
     def _advance(self, heap: list[_Entry], bucket: int, cursor: int) -> None:
-        shards = self._shards(bucket)
-        if cursor < len(shards):
-            heapq.heapreplace(heap, (shards[cursor][0], bucket, cursor))
+        if cursor < self._size(bucket):
+            heapq.heapreplace(heap, self._entry(bucket, cursor))
         else:
             heapq.heappop(heap)
 
     def _heap(self, ledger: EpochLedger, buckets: Sequence[int]) -> list[_Entry]:
         entries = [
-            (shards[cursor][0], bucket, cursor)
-            for bucket in buckets
-            if (cursor := ledger.cursors[bucket]) < len(shards := self._shards(bucket))
+            self._entry(bucket, cursor) for bucket in buckets if (cursor := ledger.cursors[bucket]) < self._size(bucket)
         ]
         heapq.heapify(entries)
         return entries
 
-    def _shards(self, bucket: int) -> list[tuple[int, int]]:
-        """The shards of a bucket with their canonical positions, in that order."""
-        found = self._in_bucket.get(bucket)
-        if found is None:
-            shards = range(bucket, self._dataset.shards, self._dataset.buckets)
-            found = self._in_bucket[bucket] = sorted((self._order.position_of(shard), shard) for shard in shards)
-        return found
+    def _entry(self, bucket: int, cursor: int) -> _Entry:
+        return int(self._positions[self._place(bucket, cursor)]), bucket, cursor
+
+    def _size(self, bucket: int) -> int:
+        """How many shards a bucket has: `bucket_of` deals them out in turn."""
+        full, extra = divmod(self._dataset.shards, self._dataset.buckets)
+        return full + (bucket < extra)
+
+    def _place(self, bucket: int, cursor: int) -> int:
+        full, extra = divmod(self._dataset.shards, self._dataset.buckets)
+        return bucket * full + min(bucket, extra) + cursor

@@ -24,12 +24,12 @@ from strata.coord.core.members import job_of, member_of, settled_member
 from strata.coord.core.permutation import order_of, slice_of
 from strata.coord.core.picker import Picker
 from strata.coord.core.placement import Scheme, place
-from strata.coord.core.state import CoordState, JobState, Live, Member, Placed
+from strata.coord.core.state import ACKS_KEPT, CoordState, JobState, Live, Member, Placed
 
 MAX_SHARDS: Final = 100_000_000
 MAX_BUCKETS: Final = 1 << 16
-MAX_COUNT: Final = 1024
-"""Shards in one answer."""
+MAX_COUNT: Final = ACKS_KEPT
+"""Shards in one answer, and acks in one call: a repeated one is recognised as a whole."""
 
 
 def register_dataset(state: CoordState, given: RegisterDataset) -> tuple[list[Fact], Registered]:
@@ -54,6 +54,7 @@ def _check(dataset: Dataset) -> None:
         f"more than {MAX_SHARDS:,} shards": dataset.shard_size > 0 and dataset.shards > MAX_SHARDS,
         f"buckets must be a power of two up to {MAX_BUCKETS}": not 1 <= dataset.buckets <= MAX_BUCKETS
         or dataset.buckets & (dataset.buckets - 1) != 0,
+        "a file cannot have fewer samples than none": any(file.samples < 0 for file in dataset.files),
         "the files do not have as many samples as the dataset": bool(dataset.files)
         and sum(file.samples for file in dataset.files) != dataset.samples,
         "a global batch needs at least one shard": dataset.global_batch < 1,
@@ -74,6 +75,8 @@ def next_shards(state: CoordState, given: NextShards) -> tuple[list[Fact], Assig
         )
     if dataset.dataset.mode is Mode.DETERMINISTIC:
         return [], _slice(dataset.dataset, job, state.live_of(job.job), given)
+    if len(given.acks) > MAX_COUNT:
+        raise StrataError(Code.INVALID, f"{len(given.acks)} acks in one call: {MAX_COUNT} at most")
     ledgers.check_epoch(dataset, given.epoch)
     ledger = dataset.epoch(given.epoch)
     live = state.live_of(job.job)
@@ -89,8 +92,9 @@ def next_shards(state: CoordState, given: NextShards) -> tuple[list[Fact], Assig
         return facts, Assignment((), end_of_epoch=True, stale=stale)
     grants = _grants(state, job, dataset, ledger, given)
     if not grants:
-        open_leases = ledger.leases.keys() - over
-        return facts, Assignment((), end_of_epoch=not open_leases, stale=stale)
+        comes_back = any(isinstance(fact, ShardReturned) and not fact.quarantined for fact in facts)
+        is_over = ledgers.is_exhausted(dataset.dataset, ledger) and not ledger.leases.keys() - over and not comes_back
+        return facts, Assignment((), end_of_epoch=is_over, stale=stale)
     facts.append(ShardsGranted(job.job, given.dataset_id, given.epoch, given.caller.worker_id, tuple(grants)))
     leases = tuple(
         Leased(
@@ -116,7 +120,9 @@ def _settle_acks(
             if ack.lease_id not in member.acked and ack.lease_id not in over:
                 stale.append(ack.lease_id)
             continue
-        until = lease.end if ack.until is None and not ack.failed else ack.until or lease.until
+        until = ack.until
+        if until is None:
+            until = lease.until if ack.failed else lease.end
         if not lease.until <= until <= lease.end:
             raise StrataError(
                 Code.INVALID,
@@ -152,6 +158,8 @@ def _grants(
     key = (given.dataset_id, given.epoch)
     picker = live.pickers.get(key)
     if picker is None:
+        for epoch in dataset.finished:
+            live.pickers.pop((given.dataset_id, epoch), None)
         picker = live.pickers[key] = Picker(dataset.dataset, given.epoch)
     worker_id = given.caller.worker_id
     count = max(0, min(given.count, MAX_COUNT))
@@ -170,17 +178,25 @@ def _buckets_of(job: JobState, live: Live, buckets: int, worker_id: str) -> list
     placed = live.placements.get(buckets)
     if placed is None or placed.generation != job.generation:
         weights = {worker: job.members[worker].worker.weight for worker in job.ranks}
+        if not any(weights.values()):
+            return []
         before = placed.assignment if placed else None
         assignment, _ = place(buckets, weights, before, scheme=Scheme(job.config.placement))
-        placed = live.placements[buckets] = Placed(job.generation, assignment)
-    return placed.assignment.buckets_of(worker_id)
+        placed = live.placements[buckets] = Placed(job.generation, assignment, assignment.by_worker())
+    return placed.by_worker.get(worker_id, [])
 
 
 def _slice(dataset: Dataset, job: JobState, live: Live, given: NextShards) -> Assignment:
     """This rank's part of a step, with no ledger: the same for everybody who asks. Steps count through all epochs."""
     rank = job.ranks[given.caller.worker_id]
     part = slice_of(given.step, rank, len(job.ranks), global_batch=dataset.global_batch, n=dataset.shards)
-    if part.epoch != given.epoch:
+    if part.epoch < given.epoch:
+        raise StrataError(
+            Code.INVALID,
+            f"step {given.step} of {dataset.dataset_id!r} is in epoch {part.epoch}, before epoch {given.epoch}:"
+            " steps count through all epochs",
+        )
+    if part.epoch > given.epoch:
         return Assignment((), end_of_epoch=True, stale=())
     order = order_of(dataset.dataset_id, dataset.seed, part.epoch, dataset.shards, shuffle=dataset.shuffle)
     leases: list[Leased] = []

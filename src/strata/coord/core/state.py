@@ -25,6 +25,7 @@ from strata.coord.core.placement import Assignment
 EVICTED_KEPT: Final = 10_000
 VERDICTS_KEPT: Final = 4_096
 ACKS_KEPT: Final = 256
+TOMBSTONES_KEPT: Final = 16_384
 
 
 class Member(msgspec.Struct):
@@ -67,7 +68,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 class Command(msgspec.Struct):
     command_id: int
     kind: CommandKind
-    waiting: list[str]
+    waiting: dict[str, None]
     """Workers that have not acknowledged it."""
     reason: str
 
@@ -87,11 +88,12 @@ class JobState(msgspec.Struct):
     """The generation that began with the last recovery; who observed an older one has been rewound already."""
     recovered_to: str | None = None
     datasets: dict[str, DatasetLedger] = {}
-    verdicts: list[Decided] = []
+    verdicts: dict[tuple[int, str], Decided] = {}
+    """By generation and id; oldest first."""
     collecting: dict[str, Collecting] = {}
     checkpoints: list[Checkpoint] = []
-    tombstones: list[str] = []
-    """Checkpoints that are kept no longer: their parts may be deleted by the workers that wrote them."""
+    tombstones: dict[str, int] = {}
+    """Parts of checkpoints that are kept no longer, and the ranks that wrote them; oldest first."""
     commands: dict[int, Command] = {}
     last_command: int = 0
 
@@ -107,12 +109,15 @@ class OpenBarrier:
     step: int
     deadline_s: float
     arrived: dict[str, None] = field(default_factory=dict)
+    missing: dict[str, None] = field(default_factory=dict)
+    """Members of the generation that have not arrived, in order of rank."""
 
 
 @dataclass(frozen=True)
 class Placed:
     generation: int
     assignment: Assignment
+    by_worker: dict[str, list[int]]
 
 
 @dataclass
@@ -125,6 +130,8 @@ class Live:
     """Since when a member's presence is broken."""
     amnesty: bool = False
     """Whether the members known from the journal were given time to be heard of."""
+    unheard: dict[str, None] = field(default_factory=dict)
+    """Those of them who have said nothing yet. Their `seen_s` lies ahead, out of order: they are looked at apart."""
     changed_s: float | None = None
     """When the members last changed since the generation was formed."""
     barriers: dict[str, OpenBarrier] = field(default_factory=dict)
@@ -146,4 +153,7 @@ class CoordState:
     ticked_s: float | None = None
 
     def live_of(self, job: str) -> Live:
-        return self.live.setdefault(job, Live())
+        found = self.live.get(job)
+        if found is None:
+            found = self.live[job] = Live()
+        return found

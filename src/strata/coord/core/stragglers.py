@@ -1,0 +1,297 @@
+"""Slow workers and hung ones, judged by the step times of their own job.
+
+**Slow** is a worker whose recent steps take much longer than those of the others: by a robust z-score (median and MAD
+over the workers of a generation, so that the slow one does not hide itself) and by a plain ratio, because a z-score
+alone would complain about microseconds among equals. A step time is what a worker spent computing: where it includes
+the waiting for the others, all of them are as slow as the slowest, and only a hang can be seen here.
+
+**Hung** is a worker whose step does not grow while its heartbeats go on, for much longer than steps of this job take.
+If nobody's step grows and all are at the same one, there is nobody to blame, and all of them are named.
+
+What to do about it is a ladder: give it less data, then REBALANCE, then STOP. A worker climbs one rung when the finding
+lasted, comes down when the opposite lasted, and stays where it is in between. Few observations mean silence.
+No clock, no chance, no I/O. `judge` takes what was seen and where everybody stands, and returns where they stand now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import ceil, inf, sqrt
+from typing import Final, assert_never
+
+from strata.coord.core.facts import CommandKind
+
+_SIGMA: Final = 1.4826
+"""A standard deviation in MADs, for normal noise."""
+_MEDIAN_NOISE: Final = 1.2533
+"""How much noisier a median is than a mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    recent: int = 8
+    """Steps that make a worker's present speed."""
+    window: int = 32
+    """Steps remembered of each worker, for the noise and for the job's own idea of a long step."""
+    min_workers: int = 3
+    """Of two, nobody can say which is the slow one."""
+    slow_z: float = 3.5
+    slow_ratio: float = 1.5
+    """Both have to be reached; time over the median of all."""
+    fine_ratio: float = 1.2
+    """Up to here it is as fast as the others; between the two nothing changes."""
+    patience_steps: int = 8
+    """How many of its steps a finding has to last, for each rung."""
+    hang_factor: float = 10.0
+    """Hung after so many long steps (the 95th percentile of the job)."""
+    hang_floor_s: float = 60.0
+    alive_s: float = 15.0
+    """One that has not been heard of for so long is silent, which is not judged here."""
+    slow_until: str = "stop"
+    """The last rung for being slow. `reweight` suits elastic jobs: who has less to do holds nobody up."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one life of one worker told in one generation. `observed` makes the next from the last."""
+
+    step: int
+    moved_s: float
+    """When its step last changed."""
+    heard_s: float
+    times_s: tuple[float, ...] = ()
+    """Durations of its last steps, newest last."""
+    steps: int = 0
+    """How many durations there have been."""
+    busy: bool = False
+    """It says that it does something else than training: it cannot hang."""
+
+
+def observed(
+    before: Sample | None, step: int, step_time_s: float | None, now_s: float, *, busy: bool = False, window: int = 32
+) -> Sample:
+    """After a heartbeat. A duration that is not told, or cannot be, follows from the time and the steps in between."""
+    if before is None:
+        return Sample(step, now_s, now_s, busy=busy)
+    if step == before.step:
+        # What it was busy with is not time in which a step should have ended.
+        moved_s = now_s if busy or before.busy else before.moved_s
+        return replace(before, heard_s=now_s, busy=busy, moved_s=moved_s)
+    if step < before.step:
+        # It went back to a checkpoint, and loading one is no step.
+        return replace(before, step=step, moved_s=now_s, heard_s=now_s, busy=busy)
+    if step_time_s is None or not 0 < step_time_s < inf:
+        step_time_s = (now_s - before.moved_s) / (step - before.step)
+    times_s = (*before.times_s, step_time_s)[-window:]
+    return Sample(step, now_s, now_s, times_s, before.steps + 1, busy)
+
+
+class Finding(StrEnum):
+    FINE = "fine"
+    SLOW = "slow"
+    HUNG = "hung"
+
+
+class Rung(StrEnum):
+    NONE = "none"
+    REWEIGHT = "reweight"
+    REBALANCE = "rebalance"
+    STOP = "stop"
+
+
+NEXT: Final[dict[tuple[Rung, Finding], Rung]] = {
+    (Rung.NONE, Finding.SLOW): Rung.REWEIGHT,
+    (Rung.REWEIGHT, Finding.SLOW): Rung.REBALANCE,
+    (Rung.REBALANCE, Finding.SLOW): Rung.STOP,
+    # Less data does not help one that reads none.
+    (Rung.NONE, Finding.HUNG): Rung.REBALANCE,
+    (Rung.REWEIGHT, Finding.HUNG): Rung.REBALANCE,
+    (Rung.REBALANCE, Finding.HUNG): Rung.STOP,
+    (Rung.REWEIGHT, Finding.FINE): Rung.NONE,
+    (Rung.REBALANCE, Finding.FINE): Rung.NONE,
+}
+"""One that was told to stop has no way back: its next life begins below."""
+
+COMMAND: Final[dict[Rung, CommandKind]] = {Rung.REBALANCE: CommandKind.REBALANCE, Rung.STOP: CommandKind.STOP}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a worker stands, and the finding that may move it, with its beginning."""
+
+    rung: Rung = Rung.NONE
+    finding: Finding | None = None
+    since_steps: int = 0
+    since_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A worker moved on the ladder."""
+
+    worker_id: str
+    finding: Finding
+    rung: Rung
+    """What to do now; NONE takes back what was done."""
+    weight: float
+    """What its share of the data should be multiplied with."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    incidents: tuple[Incident, ...]
+    standings: dict[str, Standing]
+
+
+@dataclass(frozen=True)
+class _Speed:
+    """Of all workers that have told enough."""
+
+    own_s: dict[str, float] = field(default_factory=dict)
+    median_s: float = 0.0
+    sigma_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Hang:
+    timeout_s: float
+    long_s: float
+    """The 95th percentile of the job's steps."""
+    hung: frozenset[str]
+    everybody: bool
+
+
+def judge(
+    samples: Mapping[str, Sample], standings: Mapping[str, Standing], now_s: float, limits: Limits | None = None
+) -> Judgement:
+    """Incidents since the last time, and the standings for the next. `samples` are of one generation's members."""
+    limits = limits or Limits()
+    speed, hang = _speed(samples, limits), _hang(samples, now_s, limits)
+    incidents: list[Incident] = []
+    after: dict[str, Standing] = {}
+    for worker_id, sample in samples.items():
+        finding = _finding(worker_id, speed, hang, limits)
+        standing = standings.get(worker_id, Standing())
+        rung = _rung(standing, finding, sample, now_s, hang, limits)
+        after[worker_id] = _standing(standing, finding, rung, sample, now_s)
+        if rung is not standing.rung and finding is not None:
+            hung = _hung_reason(worker_id, sample, hang, now_s)
+            incidents.append(_incident(worker_id, finding, rung, speed, hung))
+    return Judgement(tuple(incidents), after)
+
+
+def _finding(worker_id: str, speed: _Speed, hang: _Hang | None, limits: Limits) -> Finding | None:
+    if hang is not None and worker_id in hang.hung:
+        return Finding.HUNG
+    own_s = speed.own_s.get(worker_id)
+    if own_s is None:
+        return None
+    if own_s <= speed.median_s * limits.fine_ratio:
+        return Finding.FINE
+    z = (own_s - speed.median_s) / speed.sigma_s
+    return Finding.SLOW if z >= limits.slow_z and own_s >= speed.median_s * limits.slow_ratio else None
+
+
+def _rung(
+    standing: Standing, finding: Finding | None, sample: Sample, now_s: float, hang: _Hang | None, limits: Limits
+) -> Rung:
+    """The same, or the next one if the finding lasted long enough."""
+    following = NEXT.get((standing.rung, finding), standing.rung) if finding else standing.rung
+    if finding is Finding.HUNG and hang is not None:
+        if hang.everybody and following is Rung.STOP:
+            # To stop all would help nobody.
+            return standing.rung
+        # The timeout was the patience; the next rung takes another one.
+        began = standing.finding is not Finding.HUNG
+        return following if began or now_s - standing.since_s >= hang.timeout_s else standing.rung
+    if finding is Finding.SLOW and standing.rung == limits.slow_until:
+        return standing.rung
+    lasted = sample.steps - standing.since_steps if standing.finding is finding else 0
+    return following if lasted >= limits.patience_steps else standing.rung
+
+
+def _standing(standing: Standing, finding: Finding | None, rung: Rung, sample: Sample, now_s: float) -> Standing:
+    goes_on = (
+        finding is standing.finding
+        and rung is standing.rung
+        # After a new generation its steps count from the start.
+        and sample.steps >= standing.since_steps
+    )
+    return standing if goes_on else Standing(rung, finding, sample.steps, now_s)
+
+
+def _speed(samples: Mapping[str, Sample], limits: Limits) -> _Speed:
+    told = {worker_id: each for worker_id, each in samples.items() if len(each.times_s) >= limits.recent}
+    if len(told) < limits.min_workers:
+        return _Speed()
+    own_s = {worker_id: _median(each.times_s[-limits.recent :]) for worker_id, each in told.items()}
+    median_s = _median(list(own_s.values()))
+    if median_s <= 0:
+        # No time has passed between their beats: that says nothing.
+        return _Speed()
+    between_s = _SIGMA * _mad(list(own_s.values()), median_s)
+    # Few workers may happen to be very equal at the moment: their own noise says how little that means.
+    noise_s = _median([_SIGMA * _mad(each.times_s, _median(each.times_s)) for each in told.values()])
+    within_s = noise_s * _MEDIAN_NOISE / sqrt(limits.recent)
+    return _Speed(own_s, median_s, max(between_s, within_s, 0.01 * median_s, 1e-9))
+
+
+def _hang(samples: Mapping[str, Sample], now_s: float, limits: Limits) -> _Hang | None:
+    """None if nobody's step is overdue."""
+    able = {
+        worker_id: each
+        for worker_id, each in samples.items()
+        if len(each.times_s) >= limits.recent and not each.busy and now_s - each.heard_s <= limits.alive_s
+    }
+    if not any(now_s - each.moved_s >= limits.hang_floor_s for each in able.values()):
+        return None
+    pooled = sorted(time_s for each in samples.values() for time_s in each.times_s)
+    long_s = pooled[ceil(0.95 * len(pooled)) - 1]
+    timeout_s = max(limits.hang_factor * long_s, limits.hang_floor_s)
+    overdue = {worker_id: each for worker_id, each in able.items() if now_s - each.moved_s >= timeout_s}
+    if not overdue:
+        return None
+    # Workers in step with each other wait for the one that hangs: it is behind them.
+    behind = min(each.step for each in overdue.values())
+    hung = frozenset(worker_id for worker_id, each in overdue.items() if each.step == behind)
+    return _Hang(timeout_s, long_s, hung, everybody=len(hung) == len(samples))
+
+
+def _incident(worker_id: str, finding: Finding, rung: Rung, speed: _Speed, hung: str) -> Incident:
+    """`hung` is the sentence for one that hangs."""
+    own_s, median_s = speed.own_s.get(worker_id, 0.0), speed.median_s
+    among = f"{own_s:.3g} s for a step where the median of {len(speed.own_s)} workers is {median_s:.3g} s"
+    match finding:
+        case Finding.HUNG:
+            return Incident(worker_id, finding, rung, 1.0, hung)
+        case Finding.SLOW:
+            times, z = own_s / median_s, (own_s - median_s) / speed.sigma_s
+            reason = f"{worker_id} is slow: {among}, {times:.1f} times as long (z {z:.1f})"
+            return Incident(worker_id, finding, rung, 1 / times, reason)
+        case Finding.FINE:
+            return Incident(worker_id, finding, rung, 1.0, f"{worker_id} keeps up again: {among}")
+        case _:
+            assert_never(finding)
+
+
+def _hung_reason(worker_id: str, sample: Sample, hang: _Hang | None, now_s: float) -> str:
+    if hang is None:
+        return ""
+    who = "like all others it" if hang.everybody else "it"
+    return (
+        f"{worker_id} hangs: {who} is at step {sample.step} for {now_s - sample.moved_s:.0f} s while its heartbeats go"
+        f" on; 95 % of this job's steps take up to {hang.long_s:.3g} s, and {hang.timeout_s:.0f} s are too long"
+    )
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _mad(values: Sequence[float], around: float) -> float:
+    return _median([abs(value - around) for value in values])

@@ -1,0 +1,295 @@
+"""Slow and hung workers are found soon, equal ones never, and every finding says why in figures."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strata.coord.core.facts import CommandKind
+from strata.coord.core.stragglers import (
+    COMMAND,
+    NEXT,
+    Finding,
+    Incident,
+    Limits,
+    Rung,
+    Sample,
+    Standing,
+    judge,
+    observed,
+)
+
+
+class Gang:
+    """Workers that each make a step in their own time and tell of it; judged once a round."""
+
+    def __init__(self, workers: int, seed: int = 0, noise: float = 0.1, limits: Limits | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.noise = noise
+        self.limits = limits or Limits()
+        self.now_s = 0.0
+        self.factor = {f"w{number}": 1.0 for number in range(workers)}
+        self.hung: set[str] = set()
+        self.steps = dict.fromkeys(self.factor, 0)
+        self.samples: dict[str, Sample] = {}
+        self.standings: dict[str, Standing] = {}
+
+    def time_s(self, worker_id: str) -> float:
+        hiccup = 5.0 if self.rng.random() < 0.03 else 1.0
+        return self.factor[worker_id] * self.rng.lognormvariate(0.0, self.noise) * hiccup
+
+    def round(self, seconds: float = 1.0) -> tuple[Incident, ...]:
+        self.now_s += seconds
+        for worker_id in self.factor:
+            if worker_id not in self.hung:
+                self.steps[worker_id] += 1
+            before = self.samples.get(worker_id)
+            self.samples[worker_id] = observed(before, self.steps[worker_id], self.time_s(worker_id), self.now_s)
+        return self.judge()
+
+    def judge(self) -> tuple[Incident, ...]:
+        found = judge(self.samples, self.standings, self.now_s, self.limits)
+        self.standings = found.standings
+        return found.incidents
+
+    def rounds(self, count: int) -> list[Incident]:
+        return [incident for _ in range(count) for incident in self.round()]
+
+
+# Slow
+
+
+@settings(max_examples=60, deadline=None)
+@given(workers=st.integers(3, 32), seed=st.integers(0, 10**6), noise=st.sampled_from([0.0, 0.02, 0.1, 0.2]))
+def test_equal_workers_with_noise_raise_no_alarm(workers: int, seed: int, noise: float) -> None:
+    assert Gang(workers, seed, noise).rounds(150) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    workers=st.integers(3, 32),
+    seed=st.integers(0, 10**6),
+    noise=st.sampled_from([0.0, 0.02, 0.1]),
+    factor=st.sampled_from([3.0, 5.0, 20.0]),
+)
+def test_one_three_times_slower_is_found_within_sixteen_steps_and_nobody_else(
+    workers: int, seed: int, noise: float, factor: float
+) -> None:
+    gang = Gang(workers, seed, noise)
+    gang.rounds(20)
+    gang.factor["w1"] = factor
+    incidents = gang.rounds(16)
+    assert [(each.worker_id, each.finding, each.rung) for each in incidents][:1] == [
+        ("w1", Finding.SLOW, Rung.REWEIGHT)
+    ]
+    assert {each.worker_id for each in incidents} == {"w1"}
+    assert incidents[0].weight == pytest.approx(1 / factor, rel=0.5)
+
+
+def test_a_finding_says_why_in_figures() -> None:
+    gang = Gang(8, noise=0.0)
+    gang.factor["w3"] = 3.0
+    (incident,) = gang.rounds(20)
+    assert incident.reason.startswith(
+        "w3 is slow: 3 s for a step where the median of 8 workers is 1 s, 3.0 times as long (z "
+    )
+
+
+def test_who_stays_slow_climbs_the_ladder_rung_by_rung_and_no_further() -> None:
+    gang = Gang(6)
+    gang.factor["w0"] = 4.0
+    assert [each.rung for each in gang.rounds(100)] == [Rung.REWEIGHT, Rung.REBALANCE, Rung.STOP]
+    assert [COMMAND.get(rung) for rung in Rung] == [None, None, CommandKind.REBALANCE, CommandKind.STOP]
+
+
+def test_an_elastic_job_goes_no_further_than_giving_it_less() -> None:
+    gang = Gang(6, limits=Limits(slow_until="reweight"))
+    gang.factor["w0"] = 4.0
+    assert [each.rung for each in gang.rounds(100)] == [Rung.REWEIGHT]
+
+
+def test_who_keeps_up_again_comes_down_and_gets_its_share_back() -> None:
+    gang = Gang(6)
+    gang.factor["w0"] = 4.0
+    gang.rounds(20)
+    gang.factor["w0"] = 1.0
+    (back,) = gang.rounds(30)
+    assert (back.worker_id, back.finding, back.rung, back.weight) == ("w0", Finding.FINE, Rung.NONE, 1.0)
+    assert "keeps up again" in back.reason
+
+
+def test_between_slow_and_fine_nothing_changes() -> None:
+    gang = Gang(6, noise=0.02)
+    gang.factor["w0"] = 4.0
+    gang.rounds(20)
+    gang.factor["w0"] = 1.35
+    assert gang.rounds(60) == []
+    assert gang.standings["w0"].rung is Rung.REWEIGHT
+
+
+def test_one_that_is_slow_now_and_then_is_left_alone() -> None:
+    gang = Gang(6, noise=0.02)
+    incidents = []
+    for _ in range(20):
+        gang.factor["w0"] = 3.0
+        incidents += gang.rounds(3)
+        gang.factor["w0"] = 1.0
+        incidents += gang.rounds(9)
+    assert incidents == []
+
+
+def test_of_two_workers_nobody_can_say_which_is_slow() -> None:
+    gang = Gang(2)
+    gang.factor["w0"] = 10.0
+    assert gang.rounds(100) == []
+
+
+def test_few_steps_mean_silence() -> None:
+    gang = Gang(6)
+    gang.factor["w0"] = 10.0
+    assert gang.rounds(Limits().recent) == []
+
+
+def test_a_new_generation_starts_to_count_again_and_the_rung_stays() -> None:
+    gang = Gang(6)
+    gang.factor["w0"] = 4.0
+    gang.rounds(20)
+    gang.samples = {}
+    assert gang.rounds(Limits().recent + Limits().patience_steps) == []
+    assert gang.standings["w0"].rung is Rung.REWEIGHT
+    assert [each.rung for each in gang.rounds(4)] == [Rung.REBALANCE]
+
+
+# Hung
+
+
+@settings(max_examples=40, deadline=None)
+@given(workers=st.integers(2, 32), seed=st.integers(0, 10**6), noise=st.sampled_from([0.0, 0.1, 0.2]))
+def test_one_that_hangs_while_others_go_on_is_found(workers: int, seed: int, noise: float) -> None:
+    gang = Gang(workers, seed, noise)
+    gang.rounds(30)
+    gang.hung.add("w1")
+    incidents = gang.rounds(70)
+    assert [(each.worker_id, each.finding, each.rung) for each in incidents] == [("w1", Finding.HUNG, Rung.REBALANCE)]
+    assert "w1 hangs: it is at step 30 for " in incidents[0].reason
+    assert [each.rung for each in gang.rounds(70)] == [Rung.STOP]
+
+
+def test_the_time_that_counts_as_a_hang_follows_from_the_jobs_own_steps() -> None:
+    gang = Gang(4, noise=0.0)
+    gang.factor = dict.fromkeys(gang.factor, 20.0)
+    for _ in range(30):
+        assert gang.round(20.0) == ()
+    gang.hung.add("w1")
+    quiet = [incident for _ in range(9) for incident in gang.round(20.0)]
+    assert quiet == [], "ten steps of this job are 200 s or more"
+    assert [each.worker_id for _ in range(60) for each in gang.round(20.0)][:1] == ["w1"]
+
+
+def test_the_one_behind_is_to_blame_when_the_others_wait_for_it() -> None:
+    gang = Gang(4)
+    gang.rounds(30)
+    gang.hung.add("w2")
+    gang.round()
+    gang.hung |= set(gang.factor)
+    assert {(each.worker_id, each.finding) for each in gang.rounds(100)} == {("w2", Finding.HUNG)}
+
+
+def test_if_all_stand_at_the_same_step_all_are_named_and_nobody_is_stopped() -> None:
+    gang = Gang(4)
+    gang.rounds(30)
+    gang.hung |= set(gang.factor)
+    incidents = gang.rounds(400)
+    assert [(each.worker_id, each.rung) for each in incidents] == [(f"w{n}", Rung.REBALANCE) for n in range(4)]
+    assert "like all others it is at step 30" in incidents[0].reason
+
+
+def test_one_that_goes_on_after_a_hang_comes_down() -> None:
+    gang = Gang(4)
+    gang.rounds(30)
+    gang.hung.add("w1")
+    gang.rounds(70)
+    gang.hung.clear()
+    assert [(each.worker_id, each.rung) for each in gang.rounds(40)] == [("w1", Rung.NONE)]
+
+
+def test_who_is_silent_or_says_that_it_is_busy_does_not_hang() -> None:
+    gang = Gang(4)
+    gang.rounds(30)
+    gang.now_s += 1_000.0
+    assert gang.judge() == (), "nobody was heard of: that is not a hang"
+    for worker_id, sample in gang.samples.items():
+        gang.samples[worker_id] = observed(sample, sample.step, None, gang.now_s, busy=True)
+    assert gang.judge() == ()
+    for worker_id, sample in gang.samples.items():
+        gang.samples[worker_id] = observed(sample, sample.step, None, gang.now_s + 1.0)
+    gang.now_s += 30.0
+    assert gang.judge() == (), "what it was busy with does not count"
+
+
+def test_one_that_has_hardly_begun_does_not_hang() -> None:
+    gang = Gang(4)
+    gang.rounds(3)
+    gang.hung |= set(gang.factor)
+    assert gang.rounds(500) == []
+
+
+# Observing
+
+
+def test_a_duration_that_is_not_told_follows_from_the_beats() -> None:
+    sample = observed(None, 10, None, 100.0)
+    assert (sample.times_s, sample.steps) == ((), 0)
+    sample = observed(sample, 15, None, 110.0)
+    sample = observed(sample, 15, None, 115.0)
+    sample = observed(sample, 16, 0.5, 116.0)
+    assert (sample.times_s, sample.steps, sample.moved_s, sample.heard_s) == ((2.0, 0.5), 2, 116.0, 116.0)
+
+
+@pytest.mark.parametrize("nonsense", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_duration_that_cannot_be_is_not_believed(nonsense: float) -> None:
+    assert observed(observed(None, 1, None, 0.0), 2, nonsense, 3.0).times_s == (3.0,)
+
+
+def test_workers_whose_steps_take_no_time_at_all_are_not_judged() -> None:
+    gang = Gang(4)
+    gang.samples = {worker: Sample(40, 0.0, 0.0, (0.0,) * 32, 40) for worker in gang.factor}
+    gang.samples["w0"] = Sample(40, 0.0, 0.0, (1.0,) * 32, 40)
+    assert gang.judge() == ()
+
+
+def test_going_back_to_a_checkpoint_is_no_step() -> None:
+    sample = observed(observed(None, 10, None, 0.0), 11, 1.0, 1.0)
+    back = observed(sample, 5, 9.0, 10.0)
+    assert (back.times_s, back.step, back.moved_s) == ((1.0,), 5, 10.0)
+
+
+def test_only_a_window_of_steps_is_remembered() -> None:
+    sample = observed(None, 0, None, 0.0)
+    for step in range(1, 100):
+        sample = observed(sample, step, float(step), float(step), window=16)
+    assert (len(sample.times_s), sample.times_s[-1], sample.steps) == (16, 99.0, 99)
+
+
+def test_the_ladder_goes_up_one_rung_at_a_time_and_a_stop_is_final() -> None:
+    rungs = list(Rung)
+    for (rung, finding), following in NEXT.items():
+        if finding is Finding.SLOW:
+            assert rungs.index(following) == rungs.index(rung) + 1
+        if finding is Finding.FINE:
+            assert following is Rung.NONE
+    assert not any(rung is Rung.STOP for rung, _ in NEXT)
+
+
+def test_ten_thousand_workers_are_judged_in_a_second() -> None:
+    gang = Gang(10_000)
+    gang.samples = {worker: Sample(40, 0.0, 0.0, (1.0, 1.1, 0.9, 1.0) * 8, 40) for worker in gang.factor}
+    began_s = time.process_time()
+    assert gang.judge() == ()
+    took_s = time.process_time() - began_s
+    print(f"{took_s:.3f} s")
+    assert took_s < 4.0
