@@ -16,6 +16,9 @@ from strata.cli.lazy import Entry, LazyGroup
 from strata.cli.output import complain
 
 COMMANDS: Final[Mapping[str, Entry]] = {
+    "coordinator": Entry(
+        "strata.cli.coordinator:coordinator", "Run the coordinator that keeps the workers of a job together."
+    ),
     "journal": Entry("strata.cli.journal:journal", "Look into a journal: streams, records, integrity."),
 }
 ALIASES: Final[Mapping[str, str]] = {}

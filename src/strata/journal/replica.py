@@ -244,6 +244,7 @@ class Replica(Generic[State, Input, Effect]):
         committed yet.
         """
         writer = self._led()
+        writer.admit()
         facts, effect = self._machine.decide(self._state, given, self._clock.monotonic_s())
         if facts:
             committed = writer.submit(facts)

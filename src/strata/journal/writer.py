@@ -78,17 +78,20 @@ class Writer:
         Facts submitted together are committed together, all or none.
         Not a coroutine on purpose: a caller decides, applies and submits without anybody in between.
         """
-        self._check()
+        self.admit()
         check_facts(facts)
-        size = sum(map(len, facts))
-        full = self._waiting_bytes + size > self._limits.max_pending_bytes
-        if self._waiting and (full or len(self._waiting) >= self._limits.max_pending):
+        return self._enqueue(facts, sum(map(len, facts)))
+
+    def admit(self) -> None:
+        """Raise if nothing may be submitted now: ask before deciding, so that a refusal leaves nothing half done."""
+        self._check()
+        full = self._waiting_bytes >= self._limits.max_pending_bytes
+        if full or len(self._waiting) >= self._limits.max_pending:
             raise StrataError(
                 Code.EXHAUSTED,
                 f"{len(self._waiting):,} submissions of {self._waiting_bytes:,} bytes wait for the journal of"
                 f" {self.lead.stream!r}",
             )
-        return self._enqueue(facts, size)
 
     async def append(self, facts: Sequence[bytes]) -> int:
         return await asyncio.shield(self.submit(facts))

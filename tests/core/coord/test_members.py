@@ -277,6 +277,15 @@ def test_a_loss_and_the_next_generation_are_two_moments() -> None:
     assert job.tick(after_s=0.1) == (GenerationFormed(JOB, 2, ("w1",)),)
 
 
+def test_who_keeps_coming_does_not_keep_the_others_from_starting() -> None:
+    job = Job(JobConfig(settle_s=0.2))
+    formed: list[GenerationFormed] = []
+    for number in range(100):
+        job.ask(Register(JOB, Worker(worker_id=f"w{number}", incarnation=LIFE)))
+        formed += [fact for fact in job.tick(after_s=0.1) if isinstance(fact, GenerationFormed)]
+    assert [fact.generation for fact in formed] == [1, 2]
+
+
 def test_ten_thousand_joining_ten_thousand_form_a_generation_quickly() -> None:
     job = Job()
     job.join(*(f"a{number}" for number in range(10_000)))

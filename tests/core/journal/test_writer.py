@@ -87,9 +87,10 @@ async def test_a_batch_has_a_bound_and_a_queue_too() -> None:
     before = disk.syncs
     disk.gate.clear()
     taken = [writer.submit([b"x" * 100]) for _ in range(10)]
-    with pytest.raises(StrataError) as caught:
-        writer.submit([b"x" * 100])
-    assert caught.value.code is Code.EXHAUSTED
+    for refused in (lambda: writer.submit([b"x" * 100]), writer.admit):
+        with pytest.raises(StrataError) as caught:
+            refused()
+        assert caught.value.code is Code.EXHAUSTED
     disk.gate.set()
     await asyncio.gather(*taken)
     assert disk.syncs - before == 5

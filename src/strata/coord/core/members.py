@@ -20,6 +20,8 @@ from strata.coord.core.placement import MAX_WEIGHT, MAX_WORKERS, Scheme
 from strata.coord.core.state import CoordState, JobState, Live, Member
 
 AMNESTY_BEATS: Final = 2
+MOST_SETTLES: Final = 25
+"""A generation is formed after so many times `settle_s` even if members still come and go."""
 SUSPECT_S: Final = 0.5
 """How long a broken presence may take to come back."""
 
@@ -140,7 +142,7 @@ def register(state: CoordState, given: Register, now_s: float) -> list[Fact]:
         if member.worker.incarnation == given.worker.incarnation:
             return facts
         facts.append(WorkerLost(given.job, given.worker.worker_id, member.worker.incarnation, "replaced"))
-    live.changed_s = now_s
+    _change(live, now_s)
     return [*facts, WorkerJoined(given.job, given.worker)]
 
 
@@ -247,17 +249,27 @@ def form(job: JobState, live: Live, now_s: float) -> list[Fact]:
     """A new generation, once the coming and going has settled. Who stays keeps its place in the order of ranks."""
     if job.settled or len(job.members) < job.config.min_workers:
         return []
-    if live.changed_s is not None and now_s - live.changed_s < job.config.settle_s:
+    quiet_s = now_s - (live.changed_s if live.changed_s is not None else -job.config.settle_s)
+    waited_s = now_s - (live.unsettled_s if live.unsettled_s is not None else now_s)
+    # Whoever keeps coming must not keep the others from starting.
+    if quiet_s < job.config.settle_s and waited_s < MOST_SETTLES * job.config.settle_s:
         return []
+    live.unsettled_s = None
     stay = [worker for worker in job.ranks if worker in job.members]
     come = [worker for worker in job.members if worker not in job.ranks]
     return [GenerationFormed(job.job, job.generation + 1, tuple(stay + come))]
 
 
 def _lost(job: JobState, live: Live, worker_id: str, cause: str, now_s: float) -> WorkerLost:
-    live.changed_s = now_s
+    _change(live, now_s)
     _overlook(live, worker_id)
     return WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)
+
+
+def _change(live: Live, now_s: float) -> None:
+    live.changed_s = now_s
+    if live.unsettled_s is None:
+        live.unsettled_s = now_s
 
 
 def _see(live: Live, worker_id: str, now_s: float) -> None:

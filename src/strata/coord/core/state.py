@@ -132,6 +132,8 @@ class Live:
     """Whether the members known from the journal were given time to be heard of."""
     unheard: dict[str, None] = field(default_factory=dict)
     """Those of them who have said nothing yet. Their `seen_s` lies ahead, out of order: they are looked at apart."""
+    unsettled_s: float | None = None
+    """Since when members have been coming and going without a generation being formed."""
     changed_s: float | None = None
     """When the members last changed since the generation was formed."""
     barriers: dict[str, OpenBarrier] = field(default_factory=dict)

@@ -1,0 +1,96 @@
+"""`strata coordinator`: run the process that keeps the workers of jobs together, and make tokens for them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.output import complain, redact, write
+
+_UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_DURATION: Final = re.compile(r"(\d+)([smhd])")
+
+_config: Final = click.option(
+    "--config", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Settings, [coordinator] in TOML."
+)
+
+
+@click.group(invoke_without_command=True)
+@_config
+@click.option("--listen", metavar="HOST:PORT", help="Where workers reach it; 127.0.0.1:7070 unless set.")
+@click.option("--database", metavar="URL", help="sqlite:PATH, or postgresql://… which several coordinators can share.")
+@click.option("--tls-certificate", metavar="FILE", help="PEM file; needed unless it listens on loopback.")
+@click.option("--tls-key", metavar="FILE", help="PEM file.")
+@click.option("--tls-client-ca", metavar="FILE", help="PEM file: let in only clients of this authority.")
+@click.option("--log-format", type=click.Choice(["json", "console"]), help="Console on a terminal unless set.")
+@click.pass_context
+def coordinator(ctx: click.Context, /, config: Path | None, **flags: str | None) -> None:
+    """Run the coordinator that keeps the workers of a job together.
+
+    Every option can stand in FILE or in the environment too (STRATA_COORDINATOR_LISTEN, …). Of several coordinators on
+    one PostgreSQL database one leads and the others stand by. SIGTERM drains it.
+    """
+    if ctx.invoked_subcommand is None:
+        _run(config, flags)
+
+
+def _run(config: Path | None, flags: dict[str, str | None]) -> None:
+    from strata.base import log
+    from strata.base.settings import load, no_color
+    from strata.cli.extras import require
+
+    require("grpc", extra="hub")
+    require("uvloop", extra="hub")
+    from strata.coord.rpc.server import run
+    from strata.coord.settings import SECTION, CoordinatorSettings
+
+    names = {name: name.replace("tls_", "tls.") for name in flags}
+    settings = load(
+        CoordinatorSettings, section=SECTION, file=config, flags={names[name]: value for name, value in flags.items()}
+    )
+    style = settings.log_format or ("console" if sys.stderr.isatty() else "json")
+    log.configure(style, settings.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
+    database = redact(settings.database)
+    run(settings, lambda line: complain(f"strata coordinator: {line}, journal {database}"))
+
+
+@coordinator.command()
+@_config
+@click.option("--job", required=True, metavar="JOB", help="The job it is for.")
+@click.option("--worker", default="", metavar="ID", help="The only worker it is for; any of the job unless set.")
+@click.option("--role", type=click.Choice(["worker", "operator"]), default="worker", show_default=True)
+@click.option(
+    "--ttl", default="24h", show_default=True, metavar="TIME", help="How long it is good for: 90s, 30m, 24h, 7d."
+)
+def token(config: Path | None, job: str, worker: str, role: str, ttl: str) -> None:
+    """Print a token for workers or operators of a job.
+
+    The secret comes from FILE (token_secret = { file = "…" }) or from the file named by
+    STRATA_COORDINATOR_TOKEN_SECRET_FILE, never from the command line.
+    """
+    from strata.base.clock import SystemClock
+    from strata.base.settings import load
+    from strata.coord.settings import SECTION, CoordinatorSettings
+    from strata.coord.tokens import Claims, Role, Tokens
+
+    expires_s = SystemClock().wall_s() + _seconds(ttl)
+    secret = load(CoordinatorSettings, section=SECTION, file=config, flags={}).token_secret
+    if secret is None:
+        raise StrataError(
+            Code.INVALID,
+            "there is no secret to sign tokens with",
+            hint="set STRATA_COORDINATOR_TOKEN_SECRET_FILE, or token_secret in the file given by --config",
+        )
+    write(Tokens(secret).issue(Claims(job=job, role=Role(role), expires_s=round(expires_s), worker=worker)))
+
+
+def _seconds(ttl: str) -> int:
+    found = _DURATION.fullmatch(ttl)
+    if found is None or int(found[1]) == 0:
+        raise StrataError(Code.INVALID, f"{ttl!r} is not a time", hint="write 90s, 30m, 24h or 7d")
+    return int(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,102 @@
+"""Heartbeats, the one call that comes all the time: answered from memory unless it makes something true.
+
+An answer at once rests on nothing that could still be lost: its generation and its commands are the committed ones
+(`Observed`), not those of the core's state, which may be ahead by what is being written now. A refusal may rest on an
+uncommitted loss; the worker registers again then, and that is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from strata.coord.core import members
+from strata.coord.core.inputs import Beat, Caller, Pulse
+from strata.coord.core.state import Command
+from strata.coord.observed import Observed
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.service import CoordinatorService
+from strata.coord.wire import command, interval_ms
+
+URGENCY: Final = (
+    pb.COMMAND_KIND_STOP,
+    pb.COMMAND_KIND_DRAIN,
+    pb.COMMAND_KIND_CHECKPOINT_NOW,
+    pb.COMMAND_KIND_REBALANCE,
+    pb.COMMAND_KIND_RELOAD,
+)
+
+
+def at_once(
+    service: CoordinatorService, message: pb.HeartbeatRequest, job_id: str, worker_id: str, now_s: float
+) -> pb.HeartbeatResponse | Beat:
+    """The answer, or the beat if it makes facts: `after_commit` has its answer."""
+    watch = service.observed.get(job_id)
+    once = not message.explicit_acks
+    acked: tuple[int, ...] = ()
+    if not once:
+        acked = tuple(message.acked_command_ids)
+    elif watch is not None and watch.handed:
+        acked = watch.handed.get(worker_id, ())
+    failed = message.status == pb.WORKER_STATUS_ERROR
+    beat = Beat(Caller(job_id, worker_id, message.incarnation), failed, acked)
+    facts, pulse = members.beat(service.state, beat, now_s)
+    if facts:
+        return beat
+    if watch is None:
+        # The job is so new that its first fact is being written: there is nothing committed to tell.
+        watch = service.watch(job_id)
+    _remember(watch, message, worker_id)
+    if not pulse.commands and not watch.handed:
+        return watch.pulse or _pulse(service, watch, job_id)
+    return _answer(service, watch, beat.caller, pulse.commands, once=once)
+
+
+async def after_commit(service: CoordinatorService, message: pb.HeartbeatRequest, beat: Beat) -> pb.HeartbeatResponse:
+    outcome = await service.ask(beat)
+    reply = outcome.reply
+    assert isinstance(reply, Pulse)
+    watch = service.watch(beat.caller.job)
+    if beat.failed:
+        response = pb.HeartbeatResponse()
+        response.CopyFrom(_pulse(service, watch, beat.caller.job))
+        response.command = pb.COMMAND_KIND_STOP
+        return response
+    _remember(watch, message, beat.caller.worker_id)
+    return _answer(service, watch, beat.caller, reply.commands, once=not message.explicit_acks)
+
+
+def _remember(watch: Observed, message: pb.HeartbeatRequest, worker_id: str) -> None:
+    watch.beats[worker_id] = message
+    if message.HasField("step"):
+        watch.name_step(worker_id, message.step)
+
+
+def _answer(
+    service: CoordinatorService, watch: Observed, caller: Caller, open_commands: Sequence[Command], *, once: bool
+) -> pb.HeartbeatResponse:
+    """`once`: the worker acknowledges commands by its next beat."""
+    pulse = _pulse(service, watch, caller.job)
+    commands = [each for each in open_commands if each.command_id <= watch.last_command]
+    if not (commands and once):
+        watch.handed.pop(caller.worker_id, None)
+    if not commands:
+        return pulse
+    if once:
+        watch.handed[caller.worker_id] = tuple(each.command_id for each in commands)
+    response = pb.HeartbeatResponse()
+    response.CopyFrom(pulse)
+    response.commands.extend(map(command, commands))
+    response.command = min((each.kind for each in response.commands), key=URGENCY.index)
+    return response
+
+
+def _pulse(service: CoordinatorService, watch: Observed, job_id: str) -> pb.HeartbeatResponse:
+    """Shared by all answers without commands, so nobody may change it."""
+    if watch.pulse is None:
+        watch.pulse = pb.HeartbeatResponse(
+            generation=watch.generation,
+            heartbeat_interval_ms=interval_ms(service.state.jobs[job_id]),
+            leader_epoch=service.state.leader_epoch,
+        )
+    return watch.pulse

@@ -1,0 +1,144 @@
+"""What this process has seen of a job beside the core's state: telemetry, streams, incidents, and what is committed.
+
+All of it is lost with the process. Nothing here decides anything; it answers heartbeats and people.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from strata.coord.core.facts import (
+    BarrierDecided,
+    CheckpointCommitted,
+    CommandIssued,
+    Fact,
+    GenerationFormed,
+    Recovered,
+    ShardReturned,
+    Verdict,
+    WorkerJoined,
+    WorkerLost,
+)
+from strata.coord.core.state import JobState
+from strata.coord.pb import coordinator_pb2 as pb
+
+INCIDENTS_KEPT: Final = 256
+KEPT: Final = 1_024
+"""Of each thing that is over and that people may still ask about."""
+LEFT: Final = "left"
+"""How the cause of a worker's loss begins if it went on purpose."""
+REPLACED: Final = "replaced"
+
+
+@dataclass(frozen=True)
+class Incident:
+    kind: pb.IncidentKind.ValueType
+    at_s: float
+    generation: int
+    message: str
+    worker_id: str = ""
+
+
+@dataclass
+class Observed:
+    """One job, as far as this process has seen it."""
+
+    generation: int = 0
+    """The last one that is committed. The core may be ahead of it by what is being written now."""
+    last_command: int = 0
+    """The last committed one. An uncommitted command must reach nobody: after a failover its id would come again."""
+    beats: dict[str, pb.HeartbeatRequest] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    """By worker, the highest step it has named."""
+    handed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Commands in the last answer to a worker that acknowledges by calling again."""
+    streams: dict[str, object] = field(default_factory=dict)
+    """By worker, its newest presence stream."""
+    unplaced: set[str] = field(default_factory=set)
+    """Workers that registered and were told that there is no generation for them yet."""
+    sdks: dict[str, str] = field(default_factory=dict)
+    gone: dict[str, str] = field(default_factory=dict)
+    """By worker, why it is no member any more."""
+    incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=INCIDENTS_KEPT))
+    opened_s: dict[str, float] = field(default_factory=dict)
+    """By open barrier, when the first one arrived; monotonic."""
+    committed_at_s: dict[str, float] = field(default_factory=dict)
+    """By checkpoint, wall time."""
+    issued_at_s: dict[int, float] = field(default_factory=dict)
+    """By command, wall time."""
+    pulse: pb.HeartbeatResponse | None = None
+    """The answer to a beat that has no commands: the same for all workers until the generation changes."""
+
+    @classmethod
+    def at_start(cls, job: JobState) -> Observed:
+        """Of a job that was read from the journal: all of it is committed."""
+        return cls(generation=job.generation, last_command=job.last_command)
+
+    def name_step(self, worker_id: str, step: int) -> None:
+        if step > self.steps.get(worker_id, -1):
+            self.steps[worker_id] = step
+
+    def incident(self, kind: pb.IncidentKind.ValueType, at_s: float, message: str, worker_id: str = "") -> None:
+        self.incidents.append(Incident(kind, at_s, self.generation, message, worker_id))
+
+    def take(self, fact: Fact, at_s: float) -> None:
+        """A fact is committed."""
+        match fact:
+            case GenerationFormed():
+                self.generation = max(self.generation, fact.generation)
+                self.pulse = None
+            case CommandIssued():
+                self.last_command = max(self.last_command, fact.command_id)
+                self.issued_at_s[fact.command_id] = at_s
+                _keep_latest(self.issued_at_s)
+            case WorkerJoined():
+                self._forget(fact.worker.worker_id)
+            case WorkerLost():
+                self._lose(fact, at_s)
+            case BarrierDecided():
+                self.opened_s.pop(fact.barrier_id, None)
+                if fact.verdict is Verdict.TIMED_OUT:
+                    missing = ", ".join(fact.missing) or "nobody"
+                    message = f"barrier {fact.barrier_id} timed out; missing: {missing}"
+                    self.incident(pb.INCIDENT_KIND_BARRIER_TIMED_OUT, at_s, message)
+            case ShardReturned() if fact.quarantined:
+                message = f"a shard of {fact.dataset_id}, epoch {fact.epoch}, was put aside: {fact.reason}"
+                self.incident(pb.INCIDENT_KIND_SHARD_QUARANTINED, at_s, message)
+            case CheckpointCommitted():
+                self.committed_at_s[fact.checkpoint_id] = at_s
+                _keep_latest(self.committed_at_s)
+            case Recovered():
+                self._recover(fact, at_s)
+            case _:
+                pass
+
+    def _lose(self, fact: WorkerLost, at_s: float) -> None:
+        worker_id = fact.worker_id
+        self._forget(worker_id)
+        self.gone[worker_id] = fact.cause
+        _keep_latest(self.gone)
+        if fact.cause == REPLACED:
+            message = f"another process took over from life {fact.incarnation}"
+            self.incident(pb.INCIDENT_KIND_WORKER_REPLACED, at_s, message, worker_id)
+        elif not fact.cause.startswith(LEFT):
+            self.incident(pb.INCIDENT_KIND_WORKER_LOST, at_s, fact.cause, worker_id)
+
+    def _recover(self, fact: Recovered, at_s: float) -> None:
+        if fact.bad_checkpoint_id is not None:
+            message = f"checkpoint {fact.bad_checkpoint_id} cannot be read"
+            self.incident(pb.INCIDENT_KIND_CHECKPOINT_BAD, at_s, message)
+        where = f"checkpoint {fact.checkpoint_id}" if fact.checkpoint_id else "the beginning"
+        self.incident(pb.INCIDENT_KIND_RECOVERY, at_s, f"the job went back to {where}")
+
+    def _forget(self, worker_id: str) -> None:
+        """What was said by an earlier life of a worker is not true of the next."""
+        for said in (self.beats, self.steps, self.handed, self.sdks, self.gone):
+            said.pop(worker_id, None)
+        self.unplaced.discard(worker_id)
+
+
+def _keep_latest(known: dict[Any, Any]) -> None:
+    while len(known) > KEPT:
+        del known[next(iter(known))]

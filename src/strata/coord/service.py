@@ -1,0 +1,276 @@
+"""The coordinator of one partition: leads its stream when it can, decides one input at a time, wakes who waited.
+
+Speaks the words of the core only. What a remote procedure call makes of them is in `calls` and above.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from strata.base import log
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.base.ids import Ids
+from strata.base.loop import every
+from strata.coord.core.decide import decide
+from strata.coord.core.facts import (
+    BarrierDecided,
+    CommandIssued,
+    CommandKind,
+    Fact,
+    GenerationFormed,
+    JobConfig,
+    Recovered,
+    ShardAcked,
+    ShardReturned,
+    WorkerLost,
+)
+from strata.coord.core.inputs import Arrive, BarrierState, Input, Issue, Outcome, Tick
+from strata.coord.core.machine import CoordMachine
+from strata.coord.core.state import CoordState
+from strata.coord.observed import Observed
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.waiting import Waiters
+from strata.journal.port import Journal
+from strata.journal.replica import Replica
+
+TICK_S: Final = 0.1
+DRAIN_S: Final = 5.0
+"""How long the end of this process waits for a database that does not answer."""
+RETRY_S: Final = 0.25
+"""What a caller is told to wait while nobody leads."""
+
+_log = log.get(__name__)
+
+CoordReplica = Replica[CoordState, Input, Outcome]
+Given = Input | Callable[[CoordState], Input]
+"""An input, or how to make one from the state at the moment of the decision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    stream: str = "coord/0"
+    lease_s: float = 2.0
+    snapshot_every: int = 20_000
+    """Facts between two snapshots."""
+    job: JobConfig = field(default_factory=JobConfig)
+    """Of jobs that their first worker creates."""
+
+
+def not_leading() -> StrataError:
+    return StrataError(
+        Code.UNAVAILABLE, "this coordinator does not lead", hint="call again after the delay", retry_after_s=RETRY_S
+    )
+
+
+class CoordinatorService:
+    """Holds at most one leading replica. A replica that lost the lead is thrown away with all who waited on it."""
+
+    def __init__(self, journal: Journal, clock: Clock, options: Options) -> None:
+        self.clock = clock
+        self.options = options
+        self.ids = Ids(clock)
+        self.barriers: Waiters[BarrierState] = Waiters()
+        """By (job, generation, barrier_id)."""
+        self.events: Waiters[None] = Waiters()
+        """By ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
+        self.observed: dict[str, Observed] = {}
+        self.issued: dict[tuple[str, str], asyncio.Task[Outcome]] = {}
+        """By (job, request id), commands that operators asked for under this lead."""
+        self._journal = journal
+        self._replica: CoordReplica | None = None
+        self._reigning: asyncio.Task[None] | None = None
+        self._asked: set[asyncio.Task[Outcome]] = set()
+        self._draining = asyncio.Event()
+
+    @property
+    def leads(self) -> bool:
+        return self._replica is not None
+
+    @property
+    def state(self) -> CoordState:
+        """For reading. UNAVAILABLE unless we lead."""
+        replica = self._replica
+        if replica is None or replica.failure is not None:
+            raise not_leading()
+        return replica.state
+
+    def watch(self, job: str) -> Observed:
+        """What this process has seen of a job that exists."""
+        found = self.observed.get(job)
+        if found is None:
+            found = self.observed[job] = Observed()
+        return found
+
+    async def run(self, on_change: Callable[[], Awaitable[None]]) -> None:
+        """Stand by, lead, and stand by again when deposed; until cancelled or drained. `on_change`: `leads` is new."""
+        holder = self.ids.new("coordinator")
+        while not self._draining.is_set():
+            replica: CoordReplica = Replica(self._journal, self.options.stream, CoordMachine(), self.clock)
+            try:
+                await replica.stand_by(holder, self.options.lease_s)
+            except StrataError as error:
+                # Somebody was faster between our taking the lead and our reading to its head.
+                if error.code not in (Code.STALE, Code.UNAVAILABLE):
+                    raise
+                await self.clock.sleep(TICK_S)
+                continue
+            if self._draining.is_set():
+                await replica.resign()
+                return
+            self._begin(replica)
+            await on_change()
+            self._reigning = asyncio.create_task(self._reign(replica), name=f"reign {self.options.stream}")
+            try:
+                await asyncio.wait([self._reigning])
+            finally:
+                self._reigning.cancel()
+                self._end()
+            if not self._reigning.cancelled():
+                self._reigning.result()
+            await on_change()
+
+    async def drain(self) -> None:
+        """Take no more calls, finish those begun, and let a standby in at once."""
+        self._draining.set()
+        replica, self._replica = self._replica, None
+        if replica is None:
+            return
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await self._resign(replica)
+        except (StrataError, TimeoutError) as error:
+            _log.warning("the lead was not given back, a standby has to wait for it", reason=str(error))
+        self._end()
+
+    async def _resign(self, replica: CoordReplica) -> None:
+        if self._asked:
+            await asyncio.wait(self._asked)
+        if self._reigning is not None:
+            # Before resigning: a renewal after it would hold the lease of nobody.
+            self._reigning.cancel()
+            await asyncio.wait([self._reigning])
+        await replica.resign()
+
+    def _begin(self, replica: CoordReplica) -> None:
+        state = replica.state
+        state.leader_epoch = replica.epoch
+        self.observed = {name: Observed.at_start(job) for name, job in state.jobs.items()}
+        self.issued = {}
+        if replica.epoch > 1:
+            for watch in self.observed.values():
+                message = f"a coordinator took over as leader {replica.epoch}"
+                watch.incident(pb.INCIDENT_KIND_FAILOVER, self.clock.wall_s(), message)
+        self._replica = replica
+        _log.info("leading", stream=self.options.stream, epoch=replica.epoch, jobs=len(state.jobs))
+
+    async def _reign(self, replica: CoordReplica) -> None:
+        async def tick() -> None:
+            try:
+                await self._decide(replica, Tick())
+            except StrataError:
+                # A leader that failed is about to be thrown away; `reign` says why.
+                if replica.failure is None:
+                    raise
+
+        ticks = every(TICK_S, tick, clock=self.clock, max_backoff_s=1.0)
+        ticking = asyncio.create_task(ticks, name=f"tick {self.options.stream}")
+        try:
+            reason = await replica.reign(self.options.lease_s, snapshot_every=self.options.snapshot_every)
+            _log.warning("deposed", stream=self.options.stream, code=reason.code.value, reason=str(reason))
+        finally:
+            ticking.cancel()
+            await asyncio.wait([ticking])
+
+    def _end(self) -> None:
+        self._replica = None
+        self.barriers.cancel_all()
+        self.events.cancel_all()
+
+    async def ask(self, given: Given) -> Outcome:
+        """Decide, and return once it is durable. Goes on to wake the others even if this caller is cancelled."""
+        return await self.finish(self.start(given))
+
+    def start(self, given: Given) -> asyncio.Task[Outcome]:
+        """`ask` as a task of its own, which several may wait for with `finish`."""
+        if self._replica is None:
+            raise not_leading()
+        task = asyncio.create_task(self._decide(self._replica, given))
+        self._asked.add(task)
+        task.add_done_callback(self._answered)
+        return task
+
+    async def finish(self, task: asyncio.Task[Outcome]) -> Outcome:
+        return await asyncio.shield(task)
+
+    def look(self, given: Input) -> Outcome:
+        """Decide without writing: for inputs that make no facts. One that does has changed nothing yet; `ask` it."""
+        return decide(self.state, given, self.clock.monotonic_s())
+
+    def _answered(self, task: asyncio.Task[Outcome]) -> None:
+        self._asked.discard(task)
+        if not task.cancelled():
+            # A caller that went away does not want to hear of it.
+            task.exception()
+
+    async def _decide(self, replica: CoordReplica, given: Given) -> Outcome:
+        try:
+            outcome = await replica.submit(given(replica.state) if callable(given) else given)
+        except StrataError as error:
+            if replica.failure is not None:
+                raise not_leading() from error
+            raise
+        if outcome.facts:
+            self._became_true(given, outcome, replica.state)
+        return outcome
+
+    def _became_true(self, given: Given, outcome: Outcome, state: CoordState) -> None:
+        """Facts are committed: remember them for people, and wake who waited for them."""
+        at_s = self.clock.wall_s()
+        for fact in outcome.facts:
+            self.watch(fact.job).take(fact, at_s)
+            match fact:
+                case BarrierDecided():
+                    self._release(fact, given, outcome)
+                case GenerationFormed():
+                    self.events.wake(("formed", fact.job), None)
+                    self._call_back(fact)
+                    for worker_id in fact.members:
+                        self.events.wake(("worker", fact.job, worker_id), None)
+                case CommandIssued():
+                    for worker_id in fact.workers:
+                        self.events.wake(("worker", fact.job, worker_id), None)
+                case WorkerLost():
+                    self.events.wake(("worker", fact.job, fact.worker_id), None)
+                case _:
+                    pass
+            if _moves_data(fact, state):
+                self.events.wake(("data", fact.job), None)
+        for job in {fact.job for fact in outcome.facts}:
+            self.events.wake(("changed", job), None)
+
+    def _call_back(self, fact: GenerationFormed) -> None:
+        """Who was told that there is no generation yet is told to register again, now that there is one."""
+        unplaced = self.watch(fact.job).unplaced
+        workers = tuple(worker_id for worker_id in fact.members if worker_id in unplaced)
+        unplaced.difference_update(workers)
+        if workers and self.leads:
+            self.start(Issue(fact.job, CommandKind.REBALANCE, workers, f"generation {fact.generation} has formed"))
+
+    def _release(self, fact: BarrierDecided, given: Given, outcome: Outcome) -> None:
+        reply = outcome.reply
+        if not (isinstance(given, Arrive) and isinstance(reply, BarrierState)):
+            reply = BarrierState(fact.verdict, fact.generation, 0, 0, fact.missing)
+        self.barriers.wake((fact.job, fact.generation, fact.barrier_id), reply)
+
+
+def _moves_data(fact: Fact, state: CoordState) -> bool:
+    """Whether somebody who found no shard may find one now, or the end of the epoch."""
+    if isinstance(fact, ShardAcked):
+        dataset = state.jobs[fact.job].datasets.get(fact.dataset_id)
+        ledger = dataset.epochs.get(fact.epoch) if dataset else None
+        return ledger is None or not ledger.leases
+    return isinstance(fact, WorkerLost | GenerationFormed | ShardReturned | Recovered)

@@ -1,0 +1,79 @@
+"""Settings of the coordinator process, section `coordinator`."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.base.settings import Secret
+from strata.coord.core.facts import JobConfig
+
+SECTION: Final = "coordinator"
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Tls(msgspec.Struct, frozen=True, kw_only=True):
+    """PEM files. With `client_ca` only clients with a certificate of that authority are let in."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    listen: str = "127.0.0.1:7070"
+    """HOST:PORT; port 0 takes a free one."""
+    database: str = "sqlite:coord.db"
+    stream: str = "coord/0"
+    lease_s: Positive = 2.0
+    """A standby takes over this long after the leader was last heard from, at the latest."""
+    snapshot_every: Annotated[int, msgspec.Meta(ge=1)] = 20_000
+    """Facts between two snapshots."""
+    drain_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
+    """How long calls may take to finish when the process is told to end."""
+    tls: Tls | None = None
+    token_secret: Secret | None = None
+    """Signs the tokens of jobs. Without it nobody needs a token, which only a loopback address or mTLS allows."""
+    log_format: Literal["json", "console"] | None = None
+    """None: console on a terminal, JSON elsewhere."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    job: JobConfig = JobConfig()
+    """Of jobs that their first worker creates."""
+
+
+def check_exposure(settings: CoordinatorSettings) -> None:
+    """Refuse to be reached from other machines in the clear, or by anybody who likes."""
+    if is_loopback(settings.listen):
+        return
+    if settings.tls is None:
+        raise StrataError(
+            Code.INVALID,
+            f"{settings.listen} can be reached from other machines, and everything would be sent in the clear",
+            hint="set coordinator.tls.certificate and coordinator.tls.key, or listen on 127.0.0.1",
+        )
+    if settings.token_secret is None and settings.tls.client_ca is None:
+        raise StrataError(
+            Code.INVALID,
+            f"{settings.listen} can be reached from other machines, and nobody would have to say who they are",
+            hint="set coordinator.token_secret (tokens) or coordinator.tls.client_ca (mTLS)",
+        )
+
+
+def is_loopback(listen: str) -> bool:
+    if listen.startswith("unix:"):
+        return True
+    host, colon, port = listen.rpartition(":")
+    if not colon or not port.isdigit():
+        raise StrataError(Code.INVALID, f"{listen!r} is not HOST:PORT")
+    host = host.removeprefix("[").removesuffix("]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,93 @@
+"""Tokens of a job: who may call the coordinator, as what, until when. Signed with a secret that only servers have.
+
+A token is `strata1.CLAIMS.SIGNATURE`: claims as JSON and an HMAC-SHA256 of all before the last point, in base64url.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
+
+PREFIX: Final = "strata1"
+MIN_SECRET: Final = 32
+"""Characters: a shorter secret could be guessed from one token."""
+MAX_TOKEN: Final = 4_096
+
+
+class Role(StrEnum):
+    WORKER = "worker"
+    OPERATOR = "operator"
+
+
+class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    job: str
+    role: Role
+    expires_s: int
+    """Wall time."""
+    worker: str = ""
+    """Empty: any worker of the job."""
+
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+_decode = msgspec.json.Decoder(Claims).decode
+
+
+class Tokens:
+    """Makes and reads tokens of one secret."""
+
+    def __init__(self, secret: Secret) -> None:
+        key = secret.reveal()
+        if len(key) < MIN_SECRET:
+            raise StrataError(
+                Code.INVALID,
+                f"the secret of the tokens needs at least {MIN_SECRET} characters",
+                hint="openssl rand -hex 32 > FILE; chmod 600 FILE",
+            )
+        self._key = key.encode()
+
+    def issue(self, claims: Claims) -> str:
+        if not claims.job:
+            raise StrataError(Code.INVALID, "a token needs a job")
+        if claims.worker and claims.role is not Role.WORKER:
+            raise StrataError(Code.INVALID, "only a worker's token can be bound to a worker")
+        head = f"{PREFIX}.{_spell(_encode(claims))}"
+        return f"{head}.{_spell(self._sign(head))}"
+
+    def read(self, token: str, wall_s: float) -> Claims:
+        """The claims of a token that is ours and has not expired; else UNAUTHENTICATED."""
+        head, _, signature = token.rpartition(".")
+        if len(token) > MAX_TOKEN or not head.startswith(f"{PREFIX}."):
+            raise _unknown()
+        try:
+            # The signature comes first: nothing of a forged token is ever parsed.
+            if not hmac.compare_digest(self._sign(head), _unspell(signature)):
+                raise _unknown()
+            claims = _decode(_unspell(head.removeprefix(f"{PREFIX}.")))
+        except (binascii.Error, ValueError, msgspec.MsgspecError):
+            raise _unknown() from None
+        if wall_s >= claims.expires_s:
+            raise StrataError(Code.UNAUTHENTICATED, "the token has expired", hint="get a new one")
+        return claims
+
+    def _sign(self, head: str) -> bytes:
+        return hmac.digest(self._key, head.encode("utf-8", "surrogatepass"), "sha256")
+
+
+def _unknown() -> StrataError:
+    return StrataError(Code.UNAUTHENTICATED, "the token is not one of ours")
+
+
+def _spell(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
+
+
+def _unspell(text: str) -> bytes:
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars="-_", validate=True)

@@ -1,0 +1,142 @@
+"""`strata coordinator` as a command: settings from everywhere, tokens, and what it says when something is missing."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from strata.base.errors import StrataError
+from strata.base.secret import Secret
+from strata.cli.exits import Exit
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
+from strata.coord.tokens import Claims, Role, Tokens
+from tests.shell.coord.running import STRATA
+
+SECRET = "0123456789abcdef" * 4
+
+
+def strata(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [STRATA, "coordinator", *args], capture_output=True, text=True, timeout=30, env=environ, check=False
+    )
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_a_token_is_all_that_is_printed(secret_file: Path) -> None:
+    args = ["token", "--job", "j", "--worker", "w", "--ttl", "30m"]
+    done = strata(*args, STRATA_COORDINATOR_TOKEN_SECRET_FILE=str(secret_file))
+    assert (done.returncode, done.stderr) == (0, "")
+    tokens = Tokens(Secret(SECRET))
+    claims = tokens.read(done.stdout.strip(), time.time())
+    assert claims == Claims("j", Role.WORKER, claims.expires_s, "w")
+    assert abs(claims.expires_s - time.time() - 1_800) < 60
+    with pytest.raises(StrataError, match="expired"):
+        tokens.read(done.stdout.strip(), time.time() + 1_900)
+
+
+def test_the_secret_may_stand_in_the_settings_file(tmp_path: Path, secret_file: Path) -> None:
+    config = tmp_path / "strata.toml"
+    config.write_text(f'[coordinator]\ntoken_secret = {{ file = "{secret_file}" }}\n')
+    done = strata("token", "--config", str(config), "--job", "j", "--role", "operator")
+    assert Tokens(Secret(SECRET)).read(done.stdout.strip(), 0).role is Role.OPERATOR
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["token", "--job", "j"], "there is no secret"),
+        (["token", "--job", "j", "--ttl", "soon"], "'soon' is not a time"),
+        (["--listen", "0.0.0.0:0"], "in the clear"),
+        (["--listen", "nowhere"], "not HOST:PORT"),
+        (["--database", "mysql://x"], "not a database"),
+        (["--tls-key", "k"], "coordinator.tls.certificate: required"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(args: list[str], said: str) -> None:
+    done = strata(*args)
+    assert done.returncode == Exit.USAGE
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_secret_that_others_can_read_is_refused(secret_file: Path) -> None:
+    secret_file.chmod(0o644)
+    done = strata("token", "--job", "j", STRATA_COORDINATOR_TOKEN_SECRET_FILE=str(secret_file))
+    assert done.returncode == Exit.USAGE
+    assert "chmod 600" in done.stderr
+    assert SECRET not in done.stderr
+
+
+@pytest.mark.parametrize("module", ["grpc", "uvloop"])
+def test_a_missing_extra_is_exactly_one_line(module: str) -> None:
+    code = """
+        import sys
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == sys.argv[1]:
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        sys.meta_path.insert(0, Absent())
+        from strata.cli.main import run
+        sys.exit(run(["coordinator"]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), module], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == Exit.USAGE
+    assert len(done.stderr.splitlines()) == 1
+    assert "pip install 'strata-train[" in done.stderr
+
+
+def test_the_whole_process_serves_with_tokens_and_ends_on_sigterm(tmp_path: Path, secret_file: Path) -> None:
+    config = tmp_path / "strata.toml"
+    config.write_text(
+        textwrap.dedent(f"""
+            [coordinator]
+            listen = "127.0.0.1:0"
+            database = "sqlite:{tmp_path}/coord.db"
+            token_secret = {{ file = "{secret_file}" }}
+            [coordinator.job]
+            settle_s = 0.01
+            heartbeat_interval_s = 3.0
+            parameters = {{ lr = "0.1" }}
+        """)
+    )
+    process = subprocess.Popen([STRATA, "coordinator", "--config", str(config)], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        first = process.stderr.readline()
+        found = re.fullmatch(
+            r"strata coordinator: listening on (127\.0\.0\.1:\d+), no TLS, tokens required, .*\n", first
+        )
+        assert found, first
+        assert "leading" in process.stderr.readline()
+        made = strata("token", "--config", str(config), "--job", "j").stdout.strip()
+        with grpc.insecure_channel(found[1]) as channel:
+            stub = pb_grpc.CoordinatorStub(channel)
+            request = pb.WorkerInfo(worker_id="w")
+            with pytest.raises(grpc.RpcError):
+                stub.RegisterWorker(request, timeout=10)
+            config_ = stub.RegisterWorker(request, metadata=(("authorization", f"Bearer {made}"),), timeout=10)
+        assert (config_.heartbeat_interval_ms, dict(config_.training_parameters)) == (3_000, {"lr": "0.1"})
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
