@@ -17,6 +17,7 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, connect, patiently, refused, register
+from tests.support.busy import BUSY
 
 WORKERS = [f"w{number}" for number in range(8)]
 SAMPLES, SHARD = 3_000, 10
@@ -158,7 +159,7 @@ async def test_a_killed_coordinator_is_back_within_two_seconds_and_lost_no_ack(t
 
     back_s = await survives([coordinator.address], kill_and_start, readers_until=some_read)
     print(f"\nkilled and back in {back_s:.2f} s")
-    assert back_s <= 2.0
+    assert back_s <= 2.0 * BUSY
 
 
 async def test_a_standby_takes_over_from_a_killed_leader(postgres_url: str, start: Start) -> None:
@@ -169,7 +170,7 @@ async def test_a_standby_takes_over_from_a_killed_leader(postgres_url: str, star
     await prepare(leader.address)
     back_s = await survives([leader.address, standby.address], leader.kill, readers_until=some_read)
     print(f"\nstandby took over in {back_s:.2f} s")
-    assert back_s <= 5.0
+    assert back_s <= 5.0 * BUSY
 
 
 async def test_a_drained_leader_hands_over_at_once(postgres_url: str, start: Start) -> None:
@@ -186,7 +187,7 @@ async def test_a_drained_leader_hands_over_at_once(postgres_url: str, start: Sta
 
     back_s = await survives([leader.address, standby.address], drain, readers_until=some_read)
     print(f"\ndrained, standby serves after {back_s:.2f} s")
-    assert back_s < 1.0
+    assert back_s < 1.0 * BUSY
     assert await asyncio.wait_for(leader.process.wait(), 5) == 0
 
 
@@ -207,7 +208,7 @@ async def test_a_frozen_leader_that_wakes_up_changes_nothing(postgres_url: str, 
         late = asyncio.ensure_future(refused(frozen.GetNextShards(ack)))
         took_s = await successor.serving()
         print(f"\nsuccessor leads {took_s:.2f} s after the freeze")
-        assert took_s <= 5.0
+        assert took_s <= 5.0 * BUSY
         zombie.signal(signal.SIGCONT)
         assert (await late).code() is grpc.StatusCode.UNAVAILABLE
         error = await refused(frozen.RegisterWorker(pb.WorkerInfo(worker_id="new")))

@@ -12,6 +12,7 @@ import pytest
 
 from strata.coord.pb import coordinator_pb2 as pb
 from tests.shell.coord.running import in_process, patiently, register
+from tests.support.busy import BUSY
 
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("worker_process.py")
@@ -41,4 +42,4 @@ async def test_the_others_go_on_and_get_its_shard_when_a_worker_gets(number: sig
             await worker.wait()
         print(f"\n{number.name}: unblocked after {unblocked_s:.2f} s, shard re-issued after {reissued_s:.2f} s")
         assert found.start_index == held
-        assert reissued_s <= within_s
+        assert reissued_s <= within_s * BUSY

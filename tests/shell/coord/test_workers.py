@@ -16,6 +16,7 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.presence import attached
 from tests.shell.coord.running import Running, as_worker, connect, in_process, patiently, register
+from tests.support.busy import BUSY
 
 SAMPLES = 1_000
 MANY = 64
@@ -114,12 +115,12 @@ async def test_the_death_of_an_attached_worker_frees_the_others_and_its_shards(r
     found = await waiting
     unblocked_s = time.monotonic() - began_s
     assert found.verdict == pb.BARRIER_VERDICT_MEMBERSHIP_CHANGED
-    assert unblocked_s <= 1.0
+    assert unblocked_s <= 1.0 * BUSY
     taken = [await patiently(running.stub.GetNextShards, pb.ShardRequest(dataset_id="d", worker_id="a"))]
     reissued_s = time.monotonic() - began_s
     assert taken[0].start_index == held.start_index, "what was given back comes first"
     assert taken[0].lease_id != held.lease_id
-    assert reissued_s <= 1.0
+    assert reissued_s <= 1.0 * BUSY
     print(f"\nunblocked after {unblocked_s:.3f} s, shard re-issued after {reissued_s:.3f} s")
     job = (await running.stub.GetJob(pb.GetJobRequest())).job
     assert (job.incidents[0].kind, job.incidents[0].worker_id) == (pb.INCIDENT_KIND_WORKER_LOST, "b")
