@@ -209,7 +209,7 @@ def next_shards(message: pb.ShardRequest, identity: Identity) -> inputs.NextShar
         caller(message, identity, message.generation),
         message.dataset_id,
         message.epoch,
-        count=message.max_shards or 1,
+        count=0 if message.acks_only else message.max_shards or 1,
         acks=acks(message.acks),
         held=tuple(message.held_leases) if message.explicit_acks else None,
         step=message.step,

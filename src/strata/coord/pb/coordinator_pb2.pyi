@@ -831,6 +831,7 @@ class ShardRequest(_message.Message):
     MAX_SHARDS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    ACKS_ONLY_FIELD_NUMBER: _builtins.int
     dataset_id: _builtins.str
     """The registered dataset."""
     epoch: _builtins.int
@@ -851,6 +852,8 @@ class ShardRequest(_message.Message):
     """The global step to get the shards of; DETERMINISTIC datasets need it, others ignore it."""
     wait_ms: _builtins.int
     """If there is no shard now, wait this long for one; 0: answer at once."""
+    acks_only: _builtins.bool
+    """Take the acks and lease nothing new; `max_shards` is ignored."""
     @_builtins.property
     def acks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardAck]:
         """What became of shards handed out before; of any epoch of this dataset."""
@@ -874,10 +877,11 @@ class ShardRequest(_message.Message):
         max_shards: _builtins.int = ...,
         step: _builtins.int | None = ...,
         wait_ms: _builtins.int = ...,
+        acks_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "acks", b"acks", "dataset_id", b"dataset_id", "epoch", b"epoch", "explicit_acks", b"explicit_acks", "generation", b"generation", "held_leases", b"held_leases", "incarnation", b"incarnation", "job_id", b"job_id", "max_shards", b"max_shards", "step", b"step", "wait_ms", b"wait_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "acks", b"acks", "acks_only", b"acks_only", "dataset_id", b"dataset_id", "epoch", b"epoch", "explicit_acks", b"explicit_acks", "generation", b"generation", "held_leases", b"held_leases", "incarnation", b"incarnation", "job_id", b"job_id", "max_shards", b"max_shards", "step", b"step", "wait_ms", b"wait_ms", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015

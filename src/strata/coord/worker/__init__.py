@@ -1,0 +1,73 @@
+"""The worker's side of a job: `import strata.coord.worker as strata`.
+
+    with strata.join() as worker:                         # where and who from STRATA_WORKER_…, or as arguments
+        worker.dataset("corpus", ["a.jsonl", "b.jsonl"])
+        for epoch in worker.epochs(10):
+            for shard in worker.shards("corpus", epoch):  # consumed when the next one is asked for
+                train(shard.open())
+            worker.barrier(f"epoch_{epoch}")
+            worker.checkpoint(step, "part-0.bin")         # committed when every rank has reported that step
+
+When members come or go, the next call raises an error whose `reason_of` is MEMBERSHIP_CHANGED; `worker.recover()` goes
+back with everybody and returns the checkpoint to load. With `elastic=True` the job goes on without that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strata.base.clock import SystemClock
+from strata.base.errors import Code, StrataError
+from strata.base.settings import load
+from strata.coord.worker.blocking import Worker
+from strata.coord.worker.checkpoints import Manifest, Part, Reported, verify_part
+from strata.coord.worker.client import AsyncWorker
+from strata.coord.worker.commands import Command, CommandKind
+from strata.coord.worker.datasets import DatasetOptions
+from strata.coord.worker.life import OnCommand
+from strata.coord.worker.readers import count_samples
+from strata.coord.worker.reasons import Reason, reason_of
+from strata.coord.worker.settings import SECTION, Tls, WorkerSettings
+from strata.coord.worker.shard import FileSlice, Shard
+
+__all__ = [
+    "AsyncWorker",
+    "Code",
+    "Command",
+    "CommandKind",
+    "DatasetOptions",
+    "FileSlice",
+    "Manifest",
+    "Part",
+    "Reason",
+    "Reported",
+    "Shard",
+    "StrataError",
+    "Tls",
+    "Worker",
+    "WorkerSettings",
+    "count_samples",
+    "join",
+    "join_async",
+    "reason_of",
+    "verify_part",
+]
+
+
+def join(*, on_command: OnCommand | None = None, **settings: Any) -> Worker:
+    """A worker for `with`. Settings are those of `WorkerSettings` by name; what is not given is in STRATA_WORKER_…
+
+    `on_command` is called in a thread of its own with every command; a command counts as carried out when it returns.
+    """
+    found = _settings(settings)
+    return Worker(lambda: AsyncWorker(found, SystemClock(), on_command))
+
+
+def join_async(*, on_command: OnCommand | None = None, **settings: Any) -> AsyncWorker:
+    """The same for `async with`, inside a running event loop."""
+    return AsyncWorker(_settings(settings), SystemClock(), on_command)
+
+
+def _settings(given: dict[str, Any]) -> WorkerSettings:
+    flags = {name.replace("tls_", "tls.", 1): value for name, value in given.items()}
+    return load(WorkerSettings, section=SECTION, file=None, flags=flags)

@@ -1,0 +1,197 @@
+"""`Worker`: `AsyncWorker` on an event loop of its own thread, so that heartbeats go on while the training blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from strata.base.errors import Code, StrataError
+from strata.coord.worker.checkpoints import Manifest, Reported
+from strata.coord.worker.client import AsyncWorker
+from strata.coord.worker.commands import Command
+from strata.coord.worker.datasets import DatasetOptions
+from strata.coord.worker.held import Capture
+from strata.coord.worker.shard import Shard
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """An event loop that runs while somebody else blocks."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="strata-worker", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result; a caller that is interrupted takes its work with it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            if not future.done():
+                future.cancel()
+
+    def close(self) -> None:
+        self.run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Worker:
+    """One worker of a job, between `with`. Every call is the one of the same name of `AsyncWorker`."""
+
+    def __init__(self, make: Callable[[], AsyncWorker]) -> None:
+        self._make = make
+        self._thread: LoopThread | None = None
+        self._worker: AsyncWorker | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = LoopThread()
+        begun = False
+        try:
+            self._worker = self._thread.run(self._begin())
+            begun = True
+        finally:
+            if not begun:
+                self._thread.close()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        worker, thread = self._open(), self._thread
+        assert thread is not None
+        self._worker = self._thread = None
+        try:
+            thread.run(worker.__aexit__(kind, error, trace))
+        finally:
+            thread.close()
+
+    async def _begin(self) -> AsyncWorker:
+        return await self._make().__aenter__()
+
+    def _open(self) -> AsyncWorker:
+        if self._worker is None:
+            raise StrataError(Code.PRECONDITION, "the worker is not joined", hint="with strata.join() as worker")
+        return self._worker
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        assert self._thread is not None
+        return self._thread.run(work)
+
+    @property
+    def worker_id(self) -> str:
+        return self._open().worker_id
+
+    @property
+    def job(self) -> str:
+        return self._open().job
+
+    @property
+    def incarnation(self) -> str:
+        return self._open().incarnation
+
+    @property
+    def generation(self) -> int:
+        return self._open().generation
+
+    @property
+    def rank(self) -> int:
+        return self._open().rank
+
+    @property
+    def world_size(self) -> int:
+        return self._open().world_size
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        return self._open().parameters
+
+    @property
+    def should_stop(self) -> bool:
+        return self._open().should_stop
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self._open().should_checkpoint
+
+    def commands(self) -> list[Command]:
+        return self._open().commands()
+
+    def dataset(
+        self,
+        dataset_id: str,
+        files: Sequence[str | Path] = (),
+        *,
+        samples: int | Sequence[int] | None = None,
+        shard_size: int = 0,
+        options: DatasetOptions | None = None,
+    ) -> int:
+        return self._run(
+            self._open().dataset(dataset_id, files, samples=samples, shard_size=shard_size, options=options)
+        )
+
+    def epochs(self, count: int) -> Iterator[int]:
+        return self._open().epochs(count)
+
+    def shards(self, dataset_id: str, epoch: int, *, at_once: int = 1) -> Iterator[Shard]:
+        # Not `AsyncWorker.shards`: abandoning an async generator from another thread would leave it to that loop.
+        self._open().restart(dataset_id, epoch)
+        while (shard := self.next_shard(dataset_id, epoch, at_once=at_once)) is not None:
+            yield shard
+            shard.done()
+
+    def next_shard(self, dataset_id: str, epoch: int, *, at_once: int = 1) -> Shard | None:
+        return self._run(self._open().next_shard(dataset_id, epoch, at_once=at_once))
+
+    def step_shards(self, dataset_id: str, step: int) -> list[Shard]:
+        return self._run(self._open().step_shards(dataset_id, step))
+
+    def flush(self) -> None:
+        self._run(self._open().flush())
+
+    def barrier(self, barrier_id: str, *, timeout_s: float = 0.0, expected: int = 0) -> None:
+        self._run(self._open().barrier(barrier_id, timeout_s=timeout_s, expected=expected))
+
+    def step(self, number: int) -> None:
+        self._open().step(number)
+
+    def begin_checkpoint(self, step: int) -> Capture:
+        async def begin() -> Capture:
+            return self._open().begin_checkpoint(step)
+
+        # Inside the loop: leases must not come or go meanwhile.
+        return self._run(begin())
+
+    def give_up_checkpoint(self, capture: Capture) -> None:
+        self._open().give_up_checkpoint(capture)
+
+    def report_checkpoint(
+        self, capture: Capture, path: str | Path, *, digest: str | None = None, size: int | None = None
+    ) -> Reported:
+        return self._run(self._open().report_checkpoint(capture, path, digest=digest, size=size))
+
+    def checkpoint(
+        self,
+        step: int,
+        path: str | Path,
+        *,
+        digest: str | None = None,
+        size: int | None = None,
+        commit_within_s: float | None = None,
+    ) -> Reported:
+        work = self._open().checkpoint(step, path, digest=digest, size=size, commit_within_s=commit_within_s)
+        return self._run(work)
+
+    def recover(self, reason: str = "", *, bad_checkpoint_id: str = "") -> Manifest | None:
+        return self._run(self._open().recover(reason, bad_checkpoint_id=bad_checkpoint_id))
+
+    def follow(self) -> None:
+        self._run(self._open().follow())

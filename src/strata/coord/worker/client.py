@@ -1,0 +1,414 @@
+"""`AsyncWorker`: what a training loop does with the coordinator. The blocking `Worker` is this one in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.worker import checkpoints, readers
+from strata.coord.worker.checkpoints import Manifest, Reported, Stored
+from strata.coord.worker.commands import Command, CommandKind
+from strata.coord.worker.datasets import DatasetOptions
+from strata.coord.worker.held import Capture, Held
+from strata.coord.worker.life import ATTEMPT_S, Life, OnCommand
+from strata.coord.worker.settings import WorkerSettings
+from strata.coord.worker.shard import Shard
+
+WAIT_S: Final = 2.0
+"""How long one call waits for a shard that others may give back."""
+COMMIT_POLL_S: Final = (0.02, 0.5)
+"""First and longest pause between two looks at a checkpoint that others have not reported."""
+
+
+class AsyncWorker:
+    """One worker of a job, between `async with`. Its loop that trains is one task; other tasks may use it too."""
+
+    def __init__(self, settings: WorkerSettings, clock: Clock, on_command: OnCommand | None = None) -> None:
+        self._life = Life(settings, clock, on_command)
+        self._asking = asyncio.Lock()
+        """One call for data at a time: each says which leases are known, so none may be on its way."""
+        self._datasets: dict[str, pb.DatasetInfo] = {}
+        self._finished: dict[str, set[int]] = {}
+        self._shards: dict[str, int] = {}
+        self._step_at_s: float | None = None
+
+    async def __aenter__(self) -> Self:
+        begun = False
+        try:
+            await self._life.begin()
+            begun = True
+        finally:
+            if not begun:
+                await self._life.end(failed=False, reason="did not join")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        on_purpose = error is None or isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError)
+        await self._life.end(failed=not on_purpose, reason="" if error is None else type(error).__name__)
+
+    # Who we are
+
+    @property
+    def worker_id(self) -> str:
+        return self._life.worker_id
+
+    @property
+    def job(self) -> str:
+        return self._life.job
+
+    @property
+    def incarnation(self) -> str:
+        return self._life.incarnation
+
+    @property
+    def generation(self) -> int:
+        return self._life.generation
+
+    @property
+    def rank(self) -> int:
+        return self._life.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._life.world_size
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """System-wide training parameters of the job."""
+        return self._life.parameters
+
+    @property
+    def should_stop(self) -> bool:
+        """An operator wants this worker to end: no more shards come, and `epochs` ends."""
+        return self._life.commands.stopping or self._life.commands.draining
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """An operator wants a checkpoint at the next step; beginning one acknowledges that."""
+        return any(each.kind is CommandKind.CHECKPOINT_NOW for each in self._life.commands.waiting)
+
+    def commands(self) -> list[Command]:
+        """Those that wait for this loop (CHECKPOINT_NOW, RELOAD); taking them acknowledges them."""
+        return self._life.commands.take()
+
+    # Data
+
+    async def dataset(
+        self,
+        dataset_id: str,
+        files: Sequence[str | Path] = (),
+        *,
+        samples: int | Sequence[int] | None = None,
+        shard_size: int = 0,
+        options: DatasetOptions | None = None,
+    ) -> int:
+        """Register a dataset, or confirm that it is registered like this; the number of its shards.
+
+        `samples` are those of all files in order, of the whole dataset if there are no files, or None: count the lines
+        of the files. With nothing but its name, a dataset that is registered is meant.
+        """
+        counts = await asyncio.to_thread(_counts, files, samples)
+        message = pb.DatasetInfo(dataset_id=dataset_id, shard_size=shard_size)
+        message.files.extend(
+            pb.DatasetFile(path=_place(path), num_samples=count) for path, count in zip(files, counts, strict=True)
+        )
+        message.num_samples = sum(counts) if files else samples if isinstance(samples, int) else 0
+        (options or DatasetOptions()).write(message)
+        self._datasets[dataset_id] = message
+        return await self._confirm(dataset_id)
+
+    async def _confirm(self, dataset_id: str) -> int:
+        def make() -> pb.DatasetInfo:
+            message = pb.DatasetInfo()
+            message.CopyFrom(self._datasets[dataset_id])
+            message.job_id, message.worker_id = self.job, self.worker_id
+            message.incarnation = self.incarnation
+            return message
+
+        ack = await self._life.call(lambda stub: stub.AckDataset, make)
+        self._finished[dataset_id] = set(ack.finished_epochs)
+        self._shards[dataset_id] = ack.num_shards
+        return ack.num_shards
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs from 0 that are not finished in all datasets of this worker; ends early when told to stop."""
+        for epoch in range(count):
+            if self._finished and all(epoch in finished for finished in self._finished.values()):
+                continue
+            if self.should_stop:
+                return
+            yield epoch
+
+    async def shards(self, dataset_id: str, epoch: int, *, at_once: int = 1) -> AsyncIterator[Shard]:
+        """The shards of an epoch for this worker, until all of them are consumed by somebody.
+
+        Asking for the next shard says that the one before is consumed; one that the loop broke off at is not, and
+        comes again. `at_once` shards are leased together. One loop for each dataset and epoch at a time.
+        """
+        self._life.ledger.restart(dataset_id, epoch)
+        while (shard := await self.next_shard(dataset_id, epoch, at_once=at_once)) is not None:
+            yield shard
+            shard.done()
+
+    def restart(self, dataset_id: str, epoch: int) -> None:
+        """For a loop over `next_shard`: what an earlier loop left unfinished comes again."""
+        self._life.ledger.restart(dataset_id, epoch)
+
+    async def next_shard(self, dataset_id: str, epoch: int, *, at_once: int = 1) -> Shard | None:
+        """The next shard, None at the end of the epoch. `Shard.done` says that the one before is consumed."""
+        life = self._life
+        with self._doing(pb.WORKER_STATUS_LOADING_DATA, then=pb.WORKER_STATUS_TRAINING):
+            while True:
+                await life.settle()
+                held = None if life.commands.stopping else life.ledger.next_unread(dataset_id, epoch)
+                if held is not None:
+                    held.begun = True
+                    return Shard(held)
+                if self.should_stop:
+                    # Leaving acks what is consumed; asking for acks' sake could bring another shard.
+                    return None
+                if await self._ask(dataset_id, epoch, at_once, wait_s=WAIT_S):
+                    self._finished.setdefault(dataset_id, set()).add(epoch)
+                    return None
+
+    async def _ask(self, dataset_id: str, epoch: int, count: int, *, wait_s: float, grant: bool = True) -> bool:
+        """Ack and, if `grant`, ask for shards; whether the epoch is over."""
+        ledger = self._life.ledger
+        async with self._asking:
+            sent = ledger.acks(dataset_id)
+            known = ledger.ids(dataset_id)
+
+            def make() -> pb.ShardRequest:
+                return pb.ShardRequest(
+                    dataset_id=dataset_id,
+                    epoch=epoch,
+                    job_id=self.job,
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    generation=self.generation,
+                    acks=[each.message for each in sent if not each.held.lost],
+                    explicit_acks=True,
+                    held_leases=known,
+                    max_shards=count,
+                    wait_ms=round(wait_s * 1000),
+                    acks_only=not grant,
+                )
+
+            reply = await self._life.call(lambda stub: stub.GetNextShards, make, timeout_s=wait_s + ATTEMPT_S)
+            ledger.confirm(sent, reply.rejected_leases)
+            ledger.take(dataset_id, epoch, reply.shards)
+        # Acks that a checkpoint holds back keep the epoch open, for the coordinator too.
+        return reply.end_of_epoch
+
+    async def step_shards(self, dataset_id: str, step: int) -> list[Shard]:
+        """This rank's shards of a global step of a DETERMINISTIC dataset; they need no acks."""
+        batch = self._datasets[dataset_id].global_batch_shards if dataset_id in self._datasets else 0
+        if not batch:
+            raise StrataError(
+                Code.PRECONDITION, f"{dataset_id!r} is not known to be deterministic", hint="call dataset() first"
+            )
+        epoch = step // -(-self._shards[dataset_id] // batch)
+
+        def make() -> pb.ShardRequest:
+            return pb.ShardRequest(
+                dataset_id=dataset_id,
+                epoch=epoch,
+                job_id=self.job,
+                worker_id=self.worker_id,
+                incarnation=self.incarnation,
+                generation=self.generation,
+                explicit_acks=True,
+                step=step,
+            )
+
+        reply = await self._life.call(lambda stub: stub.GetNextShards, make)
+        return [Shard(Held(dataset_id, epoch, each, each.start_index, each.start_index)) for each in reply.shards]
+
+    async def flush(self) -> None:
+        """Ack what is consumed, now."""
+        for dataset_id, epoch in self._life.ledger.unacked():
+            await self._ask(dataset_id, epoch, 1, wait_s=0.0, grant=False)
+
+    # Together
+
+    async def barrier(self, barrier_id: str, *, timeout_s: float = 0.0, expected: int = 0) -> None:
+        """Wait for all members, or for `expected` of them. In an elastic job, meet again if somebody came or went."""
+        await self.flush()
+
+        def make() -> pb.BarrierRequest:
+            return pb.BarrierRequest(
+                barrier_id=barrier_id,
+                step=self._life.step or 0,
+                expected_participants=expected,
+                job_id=self.job,
+                worker_id=self.worker_id,
+                incarnation=self.incarnation,
+                generation=self.generation,
+                timeout_ms=round(timeout_s * 1000),
+            )
+
+        with self._doing(pb.WORKER_STATUS_IDLE, then=pb.WORKER_STATUS_IDLE):
+            while True:
+                reply = await self._life.call(lambda stub: stub.Barrier, make, timeout_s=None)
+                if reply.released:
+                    return
+                self._life.outdate(reply.generation)
+
+    def step(self, number: int) -> None:
+        """A global step is finished. A safe point: raises what the loop has to know."""
+        now_s = self._life.clock.monotonic_s()
+        if self._step_at_s is not None:
+            self._life.step_time_ms = (now_s - self._step_at_s) * 1000
+        self._step_at_s, self._life.step = now_s, number
+        self._life.status = pb.WORKER_STATUS_TRAINING
+        self._life.check()
+
+    # Checkpoints
+
+    def begin_checkpoint(self, step: int) -> Capture:
+        """Take note of what is consumed now; until the report nothing is acked. Inside a shard: `progress` first."""
+        self._life.check()
+        self._life.commands.take(CommandKind.CHECKPOINT_NOW)
+        capture = self._life.ledger.begin(self._life.ids.new("checkpoint"), step)
+        self._life.status = pb.WORKER_STATUS_CHECKPOINTING
+        return capture
+
+    def give_up_checkpoint(self, capture: Capture) -> None:
+        """It could not be written: acks go on."""
+        self._life.ledger.end(capture)
+
+    async def report_checkpoint(
+        self, capture: Capture, path: str | Path, *, digest: str | None = None, size: int | None = None
+    ) -> Reported:
+        """This rank's part is stored. Of a local file, size and digest are read from it unless given."""
+        stored = await asyncio.to_thread(checkpoints.stored_part, os.fspath(path), digest, size)
+        return await self._report(capture, stored)
+
+    async def _report(self, capture: Capture, stored: Stored) -> Reported:
+        def make() -> pb.CheckpointInfo:
+            return pb.CheckpointInfo(
+                checkpoint_id=capture.checkpoint_id,
+                path=stored.uri,
+                size_bytes=stored.size,
+                job_id=self.job,
+                worker_id=self.worker_id,
+                incarnation=self.incarnation,
+                generation=self.generation,
+                step=capture.step,
+                rank=self.rank,
+                world_size=self.world_size,
+                digest=stored.digest,
+                consumed=capture.consumed,
+                explicit_consumed=True,
+            )
+
+        ack = await self._life.call(lambda stub: stub.ReportCheckpoint, make)
+        self._life.ledger.end(capture)
+        self._life.status = pb.WORKER_STATUS_TRAINING
+        return Reported(ack.step, ack.committed, tuple(ack.missing_ranks), tuple(ack.tombstones))
+
+    async def checkpoint(
+        self,
+        step: int,
+        path: str | Path,
+        *,
+        digest: str | None = None,
+        size: int | None = None,
+        commit_within_s: float | None = None,
+    ) -> Reported:
+        """Report a part that holds everything consumed so far, and wait until all ranks have reported the same step.
+
+        DEADLINE after `commit_within_s`; 0 does not wait. The report can be repeated, and so is how to look.
+        """
+        capture = self.begin_checkpoint(step)
+        try:
+            stored = await asyncio.to_thread(checkpoints.stored_part, os.fspath(path), digest, size)
+            reported = await self._report(capture, stored)
+        finally:
+            self.give_up_checkpoint(capture)
+        if commit_within_s == 0:
+            return reported
+        until_s = self._life.clock.monotonic_s() + (commit_within_s or float("inf"))
+        pause_s, longest_s = COMMIT_POLL_S
+        while not reported.committed:
+            if self._life.clock.monotonic_s() > until_s:
+                missing = ", ".join(map(str, reported.missing_ranks))
+                raise StrataError(Code.DEADLINE, f"the checkpoint of step {step} lacks the ranks {missing}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(longest_s, pause_s * 1.5)
+            reported = await self._report(capture, stored)
+        await self.flush()
+        return reported
+
+    async def recover(self, reason: str = "", *, bad_checkpoint_id: str = "") -> Manifest | None:
+        """Go back with everybody to the last committed checkpoint: the one to load, None for the beginning.
+
+        What this worker held is void. If the checkpoint cannot be read, call again and name it as bad.
+        """
+        life = self._life
+        life.status = pb.WORKER_STATUS_RECOVERING
+        life.ledger.clear()
+        observed = self.generation
+
+        def make() -> pb.RecoveryRequest:
+            return pb.RecoveryRequest(
+                job_id=self.job,
+                worker_id=self.worker_id,
+                incarnation=self.incarnation,
+                observed_generation=observed,
+                reason=reason,
+                bad_checkpoint_id=bad_checkpoint_id,
+            )
+
+        while True:
+            reply = await life.call(lambda stub: stub.RequestRecovery, make, settled=False)
+            if not reply.retry_after_ms:
+                break
+            await asyncio.sleep(reply.retry_after_ms / 1000)
+        life.ledger.clear()
+        life.adopt(reply.generation, reply.rank, reply.world_size)
+        for dataset_id in self._datasets:
+            await self._confirm(dataset_id)
+        return checkpoints.manifest(reply.checkpoint) if reply.HasField("checkpoint") else None
+
+    async def follow(self) -> None:
+        """Go on in the current generation with what is held: right where nothing has to be undone."""
+        await self._life.follow()
+
+    @contextmanager
+    def _doing(self, status: pb.WorkerStatus.ValueType, *, then: pb.WorkerStatus.ValueType) -> Iterator[None]:
+        """A checkpoint under way shows through whatever else is done meanwhile."""
+        self._life.status = self._shown(status)
+        try:
+            yield
+        finally:
+            self._life.status = self._shown(then)
+
+    def _shown(self, status: pb.WorkerStatus.ValueType) -> pb.WorkerStatus.ValueType:
+        return status if self._life.ledger.capture is None else pb.WORKER_STATUS_CHECKPOINTING
+
+
+def _counts(files: Sequence[str | Path], samples: int | Sequence[int] | None) -> list[int]:
+    if not files:
+        return []
+    if samples is None:
+        return [readers.count_samples(path) for path in files]
+    given = [samples] if isinstance(samples, int) else list(samples)
+    if len(given) != len(files):
+        raise StrataError(Code.INVALID, f"{len(files)} files need as many numbers of samples, not {len(given)}")
+    return given
+
+
+def _place(path: str | Path) -> str:
+    text = os.fspath(path)
+    return text if "://" in text else str(Path(text).absolute())

@@ -1,0 +1,85 @@
+"""Commands of the operators: each is carried out once, however often it arrives, and acknowledged when it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final
+
+from strata.coord.pb import coordinator_pb2 as pb
+
+
+class CommandKind(IntEnum):
+    """What a worker is told to do."""
+
+    STOP = 1
+    REBALANCE = 2
+    CHECKPOINT_NOW = 3
+    RELOAD = 4
+    DRAIN = 5
+
+
+KINDS: Final = frozenset(kind.value for kind in CommandKind)
+"""A kind that a later coordinator knows is none of ours."""
+
+
+@dataclass(frozen=True)
+class Command:
+    command_id: int
+    kind: CommandKind
+    arguments: Mapping[str, str]
+    reason: str
+
+
+@dataclass
+class Commands:
+    """`waiting` is for the loop that trains; STOP, DRAIN and REBALANCE are carried out by the worker itself."""
+
+    stopping: bool = False
+    draining: bool = False
+    waiting: list[Command] = field(default_factory=list)
+    to_ack: set[int] = field(default_factory=set)
+    _seen: set[int] = field(default_factory=set)
+
+    def receive(self, messages: Iterable[pb.Command]) -> list[Command]:
+        """Those that are new, in order. One that is known was not acknowledged yet, or its ack got lost."""
+        new: list[Command] = []
+        for message in messages:
+            if message.command_id in self._seen:
+                if all(each.command_id != message.command_id for each in self.waiting):
+                    self.to_ack.add(message.command_id)
+            elif int(message.kind) in KINDS:
+                self._seen.add(message.command_id)
+                new.append(
+                    Command(message.command_id, CommandKind(message.kind), dict(message.arguments), message.reason)
+                )
+        for command in new:
+            self._carry_out(command)
+        return new
+
+    def take(self, kind: CommandKind | None = None) -> list[Command]:
+        """Those that wait, all or of one kind; taking a command acknowledges it."""
+        taken = [each for each in self.waiting if kind in (None, each.kind)]
+        self.waiting = [each for each in self.waiting if each not in taken]
+        self.to_ack.update(each.command_id for each in taken)
+        return taken
+
+    def finish(self, command: Command) -> None:
+        """Carried out by somebody else than `take`."""
+        self.waiting = [each for each in self.waiting if each != command]
+        self.to_ack.add(command.command_id)
+
+    def _carry_out(self, command: Command) -> None:
+        match command.kind:
+            case CommandKind.STOP:
+                self.stopping = True
+                self.to_ack.add(command.command_id)
+            case CommandKind.DRAIN:
+                self.draining = True
+                self.to_ack.add(command.command_id)
+            case CommandKind.REBALANCE:
+                # The new generation comes with every heartbeat.
+                self.to_ack.add(command.command_id)
+            case CommandKind.CHECKPOINT_NOW | CommandKind.RELOAD:
+                self.waiting.append(command)

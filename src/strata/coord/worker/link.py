@@ -1,0 +1,205 @@
+"""Calls to the coordinator: channels, who we are, and patience while nobody answers.
+
+One call is one message sent until it is answered: every message that a worker sends may arrive twice. The only table
+from a gRPC status to a code of ours is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+import grpc
+
+from strata.base import log
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
+from strata.coord.worker.settings import Tls, WorkerSettings
+
+CODE_OF: Final[Mapping[grpc.StatusCode, Code]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: Code.INVALID,
+    grpc.StatusCode.OUT_OF_RANGE: Code.INVALID,
+    grpc.StatusCode.UNAUTHENTICATED: Code.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED: Code.FORBIDDEN,
+    grpc.StatusCode.NOT_FOUND: Code.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS: Code.CONFLICT,
+    grpc.StatusCode.FAILED_PRECONDITION: Code.PRECONDITION,
+    grpc.StatusCode.ABORTED: Code.UNAVAILABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Code.EXHAUSTED,
+    grpc.StatusCode.UNAVAILABLE: Code.UNAVAILABLE,
+    # A coordinator that ends cancels the calls it did not finish.
+    grpc.StatusCode.CANCELLED: Code.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Code.DEADLINE,
+    grpc.StatusCode.UNIMPLEMENTED: Code.UNSUPPORTED,
+    grpc.StatusCode.DATA_LOSS: Code.CORRUPT,
+    grpc.StatusCode.INTERNAL: Code.INTERNAL,
+    grpc.StatusCode.UNKNOWN: Code.INTERNAL,
+}
+
+OPTIONS: Final = (
+    # Workers of several jobs in one process must not share a connection whose break counts as a death.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A coordinator whose machine vanished closes nothing: only unanswered pings tell.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 2.0
+
+_log = log.get(__name__)
+
+Request = TypeVar("Request")
+Request_contra = TypeVar("Request_contra", contravariant=True)
+Reply_co = TypeVar("Reply_co", covariant=True)
+Answer = TypeVar("Answer")
+
+
+class Call(Protocol[Request_contra, Reply_co]):
+    """A unary method of the stub."""
+
+    def __call__(
+        self, request: Request_contra, /, *, timeout: float | None, metadata: tuple[tuple[str, str], ...]
+    ) -> Awaitable[Reply_co]: ...
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """`timeout_s` is for one attempt; None waits for ever. `patience_s` is for all, after the first failure."""
+
+    timeout_s: float | None
+    patience_s: float
+
+
+def pause_s(attempt: int, retry_after_s: float | None, chance: float) -> float:
+    """How long to wait after a failed attempt, counted from 0; `chance` from 0 to 1 scatters a herd."""
+    if retry_after_s is not None:
+        return retry_after_s * (1 + 0.5 * chance)
+    limit_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 16))
+    return limit_s * (0.5 + 0.5 * chance)
+
+
+def error_of(error: grpc.aio.AioRpcError) -> StrataError:
+    """What a status and its trailing metadata say, as our one error."""
+    said = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
+    code = CODE_OF.get(error.code(), Code.INTERNAL)
+    reason = said.get("strata-reason")
+    if reason in ("stale-generation", "stale-incarnation"):
+        code = Code.STALE
+    detail: dict[str, object] = {"reason": reason} if reason else {}
+    if "strata-generation" in said:
+        detail["generation"] = int(said["strata-generation"])
+    if "strata-retry-after-ms" in said:
+        detail["retry_after_s"] = int(said["strata-retry-after-ms"]) / 1000
+    return StrataError(code, error.details() or code.value, hint=None, **detail)
+
+
+class Link:
+    """The way to whichever coordinator leads: of several addresses the next one is tried when one does not answer."""
+
+    def __init__(self, settings: WorkerSettings, worker_id: str, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._chance = random.SystemRandom()
+        self._stubs: dict[int, tuple[grpc.aio.Channel, pb_grpc.CoordinatorAsyncStub]] = {}
+        self._index = 0
+        said = {"strata-job": settings.job, "strata-worker": worker_id}
+        if settings.token is not None:
+            said["authorization"] = f"Bearer {settings.token.reveal()}"
+        self.metadata = tuple((key, value) for key, value in said.items() if value)
+
+    async def close(self) -> None:
+        stubs, self._stubs = self._stubs, {}
+        for channel, _ in stubs.values():
+            await channel.close()
+
+    def stub(self) -> pb_grpc.CoordinatorAsyncStub:
+        """Of the address in use. Must be asked for inside the loop that calls."""
+        if self._index not in self._stubs:
+            channel = _channel(self._settings.addresses[self._index], self._settings.tls)
+            stub: pb_grpc.CoordinatorAsyncStub = pb_grpc.CoordinatorStub(channel)
+            self._stubs[self._index] = (channel, stub)
+        return self._stubs[self._index][1]
+
+    async def call(
+        self,
+        method: Callable[[pb_grpc.CoordinatorAsyncStub], Call[Request, Answer]],
+        request: Request,
+        within: Deadline,
+    ) -> Answer:
+        """The answer. While there is none, ask again; UNAVAILABLE when patience is over."""
+        attempt = 0
+        until_s = 0.0
+        while True:
+            index = self._index
+            try:
+                answer = await method(self.stub())(request, timeout=within.timeout_s, metadata=self.metadata)
+            except grpc.aio.AioRpcError as error:
+                failure = error_of(error)
+                if not _may_pass(failure, within):
+                    raise failure from None
+            else:
+                if attempt > 1:
+                    _log.info("the coordinator answers again", attempts=attempt)
+                return answer
+            now_s = self._clock.monotonic_s()
+            if attempt == 0:
+                until_s = now_s + within.patience_s
+            wait_s = pause_s(attempt, failure.detail.get("retry_after_s"), self._chance.random())
+            if now_s + wait_s > until_s:
+                raise StrataError(
+                    Code.UNAVAILABLE, f"no answer of the coordinator in {within.patience_s:g} s: {failure.message}"
+                )
+            if attempt == 1:
+                _log.warning("waiting for the coordinator", code=failure.code.value, reason=failure.message)
+            attempt += 1
+            self.try_next(index)
+            await asyncio.sleep(wait_s)
+
+    def try_next(self, failed: int) -> None:
+        """Others may have moved on already from the address that failed."""
+        if failed == self._index:
+            self._index = (failed + 1) % len(self._settings.addresses)
+
+    @property
+    def index(self) -> int:
+        return self._index
+
+    def pause_s(self, attempt: int) -> float:
+        return pause_s(attempt, None, self._chance.random())
+
+
+def _may_pass(failure: StrataError, within: Deadline) -> bool:
+    if failure.code is Code.DEADLINE:
+        # Ours, if the call had one; a barrier has none, and its timeout is an answer.
+        return within.timeout_s is not None
+    return failure.code in (Code.UNAVAILABLE, Code.EXHAUSTED)
+
+
+def _channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=OPTIONS)
+    credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.certificate))
+    name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+    return grpc.aio.secure_channel(address, credentials, options=(*OPTIONS, *name))
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StrataError(Code.INVALID, f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,76 @@
+"""Settings of a worker, section `worker`: STRATA_WORKER_ADDRESS, STRATA_WORKER_JOB, STRATA_WORKER_ID and so on."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.base.settings import Secret
+
+SECTION: Final = "worker"
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Tls(msgspec.Struct, frozen=True, kw_only=True):
+    """PEM files. `certificate` and `key` are for a coordinator that asks its clients for one."""
+
+    ca: Path
+    certificate: Path | None = None
+    key: Path | None = None
+    server_name: str | None = None
+    """The name in the coordinator's certificate, if it is not that of the address."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    address: str = "127.0.0.1:7070"
+    """HOST:PORT of the coordinator; of several, with commas between, one leads and the others stand by."""
+    job: str = ""
+    """Empty: what the token says, else `default`."""
+    id: str = ""
+    """A name that survives a restart. Empty: what the token says; without a token, host and process."""
+    token: Secret | None = None
+    tls: Tls | None = None
+    ip: str = ""
+    """Where other workers reach this one."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    gpus: Annotated[int, msgspec.Meta(ge=0)] = 0
+    weight: Positive | None = None
+    """Share of the data relative to the others. None: the number of GPUs, at least 1."""
+    elastic: bool = False
+    """Members may come and go: go on in the new generation. Else every change is raised, for all to go back."""
+    rejoin: bool = False
+    """Once evicted, join again as a new life instead of raising."""
+    patience_s: Positive = 300.0
+    """How long the coordinator may be unreachable, and how long to wait for the other members at the start."""
+
+    def __post_init__(self) -> None:
+        if not self.addresses:
+            raise StrataError(Code.INVALID, "the address of the coordinator is empty")
+        clear = [each for each in self.addresses if not _stays_here(each)]
+        if self.token is not None and self.tls is None and clear:
+            raise StrataError(
+                Code.INVALID,
+                f"the token would be sent to {clear[0]} in the clear",
+                hint="set worker.tls.ca",
+            )
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(each.strip() for each in self.address.split(",") if each.strip())
+
+    @property
+    def worker_id(self) -> str:
+        if self.id or self.token is not None:
+            return self.id
+        return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _stays_here(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return address.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,200 @@
+"""Worker programs for the tests: one argument says what to do, lines of JSON say what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+import strata.coord.worker as strata
+
+
+def say(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, "at_s": time.monotonic(), **fields}), flush=True)
+
+
+def hold(event: str = "held") -> None:
+    """Until the test writes a line."""
+    say(event)
+    sys.stdin.readline()
+
+
+def say_joined(worker: strata.Worker | strata.AsyncWorker) -> None:
+    say("joined", incarnation=worker.incarnation, rank=worker.rank, world_size=worker.world_size)
+
+
+class Counting:
+    """Counts words; in the middle of its shard number `hold_at` it waits for the test."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.hold_at = given.get("hold_at")
+        self.shards = 0
+
+    def count(self, shard: strata.Shard) -> None:
+        words: Counter[str] = Counter()
+        for index, line in enumerate(shard.open()):
+            words.update(line.split())
+            if (self.shards, index) == (self.hold_at, 1):
+                hold()
+        self.shards += 1
+        say("shard", lease_id=shard.lease_id, epoch=shard.epoch, start=shard.start, end=shard.end, words=words)
+
+
+def count_words(given: dict[str, Any]) -> None:
+    counting = Counting(given)
+    with strata.join(**given["join"]) as worker:
+        say_joined(worker)
+        worker.dataset("corpus", given["files"], shard_size=given["shard_size"])
+        for epoch in worker.epochs(given["epochs"]):
+            again = True
+            while again:
+                again = False
+                try:
+                    for shard in worker.shards("corpus", epoch):
+                        counting.count(shard)
+                except strata.StrataError as error:
+                    # Its shards are somebody else's; this worker may go on with others.
+                    again = strata.reason_of(error) is strata.Reason.LEASE_LOST
+                    if not again:
+                        raise
+                    say("lost", leases=error.detail["leases"])
+            worker.barrier(f"epoch_{epoch}")
+        say("finished", incarnation=worker.incarnation)
+
+
+async def count_words_async(given: dict[str, Any]) -> None:
+    counting = Counting(given)
+    async with strata.join_async(**given["join"]) as worker:
+        say_joined(worker)
+        await worker.dataset("corpus", given["files"], shard_size=given["shard_size"])
+        for epoch in worker.epochs(given["epochs"]):
+            async for shard in worker.shards("corpus", epoch):
+                counting.count(shard)
+            await worker.barrier(f"epoch_{epoch}")
+        say("finished", incarnation=worker.incarnation)
+
+
+def meet(given: dict[str, Any]) -> None:
+    with strata.join(**given["join"]) as worker:
+        say_joined(worker)
+        if given.get("hold"):
+            hold()
+        say("arriving")
+        worker.barrier("here")
+        say("met")
+
+
+def wait_for_all(worker: strata.Worker, world_size: int) -> None:
+    """Nothing has begun, so a new generation undoes nothing."""
+    while worker.world_size < world_size:
+        time.sleep(0.02)
+        worker.follow()
+
+
+class Training:
+    """A model is the list of samples in it. All parts of a checkpoint together are the model: rank 0 carries on what
+    a recovery brought back."""
+
+    def __init__(self, worker: strata.Worker, given: dict[str, Any]) -> None:
+        self.worker = worker
+        self.given = given
+        self.part: list[tuple[int, int]] = []
+        self.reported: set[int] = set()
+
+    def run(self) -> None:
+        for epoch in self.worker.epochs(self.given["epochs"]):
+            for shard in self.worker.shards("corpus", epoch):
+                middle = (shard.start + shard.end) // 2
+                self.part += [(epoch, index) for index in range(shard.start, middle)]
+                if epoch not in self.reported:
+                    shard.progress(middle)
+                    self.save(epoch)
+                elif self.given.get("hold_in") == epoch:
+                    hold()
+                self.part += [(epoch, index) for index in range(middle, shard.end)]
+            if epoch not in self.reported:
+                self.save(epoch)
+        self.worker.barrier("end")
+
+    def save(self, epoch: int) -> None:
+        self.reported.add(epoch)
+        path = Path(self.given["out"]) / f"{self.worker.worker_id}-{epoch}-{self.worker.generation}.json"
+        capture = self.worker.begin_checkpoint(epoch)
+        path.write_text(json.dumps(self.part), encoding="utf-8")
+        found = self.worker.report_checkpoint(capture, path)
+        say("reported", epoch=epoch, committed=found.committed)
+
+    def go_back(self) -> None:
+        manifest = self.worker.recover("a member is gone")
+        say("recovered", step=manifest.step if manifest else None, generation=self.worker.generation)
+        self.part = []
+        self.reported = set(range(manifest.step + 1)) if manifest else set()
+        for each in manifest.parts if manifest else ():
+            strata.verify_part(each.uri, each.digest)
+            if self.worker.rank == 0:
+                self.part += [(epoch, index) for epoch, index in json.loads(Path(each.uri).read_text("utf-8"))]
+
+
+def train(given: dict[str, Any]) -> None:
+    with strata.join(**given["join"]) as worker:
+        say_joined(worker)
+        wait_for_all(worker, given["world_size"])
+        worker.dataset("corpus", samples=given["samples"], shard_size=given["shard_size"])
+        training = Training(worker, given)
+        while True:
+            try:
+                training.run()
+            except strata.StrataError as error:
+                if strata.reason_of(error) is not strata.Reason.MEMBERSHIP_CHANGED:
+                    raise
+                training.go_back()
+            else:
+                break
+        say("trained", part=training.part)
+
+
+def come_and_go(given: dict[str, Any]) -> None:
+    """What is left of threads and connections after several lives."""
+    left = []
+    for _ in range(4):
+        with strata.join(**given["join"]) as worker:
+            worker.dataset("corpus", samples=10, shard_size=5)
+            worker.barrier("here")
+        connections = [each for each in psutil.Process().net_connections("tcp") if each.status == "ESTABLISHED"]
+        left.append(
+            {
+                "threads": sorted(each.name for each in threading.enumerate()),
+                "connections": len(connections),
+            }
+        )
+    say("left", left=left, files=psutil.Process().num_fds())
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    try:
+        match given["program"]:
+            case "count":
+                count_words(given)
+            case "count-async":
+                asyncio.run(count_words_async(given))
+            case "meet":
+                meet(given)
+            case "train":
+                train(given)
+            case "come-and-go":
+                come_and_go(given)
+    except strata.StrataError as error:
+        say("error", code=error.code.value, reason=error.detail.get("reason"), message=str(error))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The async worker against a coordinator in the same loop: acks, lost answers, commands, states."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+import strata.coord.worker as strata
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.testing.proxy import ChaosProxy
+from tests.shell.coord.running import Running, in_process
+
+JOB = "default"
+
+
+@asynccontextmanager
+async def worker(running: Running, worker_id: str = "w", **given: Any) -> AsyncIterator[strata.AsyncWorker]:
+    settings = {"address": running.address, "id": worker_id, "patience_s": 10, **given}
+    async with strata.join_async(**settings) as found:
+        yield found
+
+
+def leases(running: Running, epoch: int = 0) -> dict[int, int]:
+    """By open lease, how far it is acked."""
+    ledger = running.service.state.jobs[JOB].datasets["corpus"].epochs[epoch]
+    return {lease.lease_id: lease.until for lease in ledger.leases.values()}
+
+
+async def seen(running: Running, wanted: Callable[[pb.JobState], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not wanted((await running.stub.GetJob(pb.GetJobRequest())).job):
+            await asyncio.sleep(0.01)
+
+
+async def test_acks_are_held_back_between_taking_a_checkpoint_and_reporting_it() -> None:
+    async with in_process() as running, worker(running) as found:
+        await found.dataset("corpus", samples=100, shard_size=10)
+        first = await found.next_shard("corpus", 0)
+        assert first is not None
+        first.progress(first.start + 4)
+        capture = found.begin_checkpoint(1)
+        first.done()
+        second = await found.next_shard("corpus", 0)
+        assert second is not None
+        assert leases(running) == {first.lease_id: first.start, second.lease_id: second.start}
+        reported = await found.report_checkpoint(capture, "mem://part", digest="sha256:0", size=1)
+        assert reported.committed
+        second.done()
+        await found.next_shard("corpus", 0)
+        assert first.lease_id not in leases(running)
+        # Four samples of the first shard are in the checkpoint, and none of the second.
+        manifest = await found.recover()
+        assert manifest is not None
+        assert (manifest.step, manifest.parts[0].uri) == (1, "mem://part")
+        rest = {shard.start: shard.end async for shard in found.shards("corpus", 0)}
+        assert rest[first.start + 4] == first.end
+        assert sum(end - start for start, end in rest.items()) == 96
+
+
+async def test_a_lease_whose_grant_got_lost_is_handed_out_again() -> None:
+    async with in_process() as running:
+        port = int(running.address.rpartition(":")[2])
+        async with ChaosProxy("127.0.0.1", port) as proxy, worker(running, address=f"127.0.0.1:{proxy.port}") as found:
+            await found.dataset("corpus", samples=100, shard_size=10)
+            await anext(found.shards("corpus", 0))
+            asking = asyncio.create_task(found.next_shard("corpus", 0))
+            proxy.swallow_replies()
+            async with asyncio.timeout(5):
+                while len(leases(running)) < 2:
+                    await asyncio.sleep(0.005)
+            granted = set(leases(running))
+            proxy.heal()
+            shard = await asking
+            assert shard is not None
+            assert set(leases(running)) == granted
+            assert shard.lease_id in granted
+
+
+async def test_a_loop_that_breaks_off_gets_its_shard_again() -> None:
+    async with in_process() as running, worker(running) as found:
+        await found.dataset("corpus", samples=20, shard_size=10)
+        first = await anext(found.shards("corpus", 0))
+        first.progress(first.start + 3)
+        rest = [(shard.start, shard.end) async for shard in found.shards("corpus", 0)]
+        assert rest[0] == (first.start + 3, first.end)
+        assert sum(end - start for start, end in rest) == 17
+        assert list(found.epochs(2)) == [1]
+
+
+async def test_leaving_acks_what_was_done() -> None:
+    async with in_process() as running, worker(running, "stays", elastic=True) as stays:
+        async with worker(running, "goes", elastic=True) as goes:
+            await goes.dataset("corpus", samples=20, shard_size=10)
+            shard = await goes.next_shard("corpus", 0)
+            assert shard is not None
+            shard.done()
+        assert [(each.start, each.end) async for each in stays.shards("corpus", 0)] == [
+            (start, start + 10) for start in (0, 10) if start != shard.start
+        ]
+
+
+async def test_drain_ends_the_loop_and_is_acknowledged() -> None:
+    told: list[strata.Command] = []
+    async with in_process() as running, worker(running, on_command=told.append) as found:
+        await found.dataset("corpus", samples=100, shard_size=10)
+        read = 0
+        async for _ in found.shards("corpus", 0):
+            read += 1
+            if read == 2:
+                await running.stub.IssueCommand(pb.IssueCommandRequest(kind=pb.COMMAND_KIND_DRAIN, reason="upgrade"))
+                await seen(running, lambda job: not job.commands)
+        assert read == 2
+        assert found.should_stop
+        assert [(each.kind, each.reason) for each in told] == [(strata.CommandKind.DRAIN, "upgrade")]
+        assert len(leases(running)) == 1
+    assert running.service.watch(JOB).gone == {"w": "left"}
+
+
+async def test_a_wanted_checkpoint_is_acknowledged_by_beginning_one() -> None:
+    async with in_process() as running, worker(running) as found:
+        await running.stub.IssueCommand(pb.IssueCommandRequest(kind=pb.COMMAND_KIND_CHECKPOINT_NOW))
+        async with asyncio.timeout(5):
+            while not found.should_checkpoint:
+                await asyncio.sleep(0.005)
+        found.begin_checkpoint(1)
+        assert not found.should_checkpoint
+
+
+async def test_heartbeats_tell_what_the_worker_does_and_uses() -> None:
+    job = strata_job(heartbeat_interval_s=0.2)
+    async with in_process(job) as running, worker(running) as found:
+        await seen(running, lambda job: job.workers[0].status == pb.WORKER_STATUS_IDLE)
+        found.step(7)
+        found.step(8)
+        await seen(running, lambda job: (job.workers[0].status, job.workers[0].step) == (pb.WORKER_STATUS_TRAINING, 8))
+        found.begin_checkpoint(8)
+        await seen(running, lambda job: job.workers[0].status == pb.WORKER_STATUS_CHECKPOINTING)
+        shown = (await running.stub.GetJob(pb.GetJobRequest())).job.workers[0]
+        assert shown.resources.memory_used_bytes > 1 << 20
+        assert shown.step_time_ms > 0
+        assert shown.sdk_version.startswith("strata-python/")
+
+
+async def test_a_failed_body_counts_as_a_lost_worker_and_acks_nothing() -> None:
+    async def fail(running: Running) -> None:
+        async with worker(running) as found:
+            await found.dataset("corpus", samples=20, shard_size=10)
+            (await anext(found.shards("corpus", 0))).done()
+            raise ZeroDivisionError
+
+    async with in_process() as running:
+        with pytest.raises(ZeroDivisionError):
+            await fail(running)
+        job = (await running.stub.GetJob(pb.GetJobRequest())).job
+        assert [(each.worker_id, each.liveness) for each in job.workers] == [("w", pb.LIVENESS_LOST)]
+        assert job.datasets[0].open_epochs[0].done_shards == 0
+
+
+async def test_a_second_life_of_a_worker_id_ends_the_first() -> None:
+    async with in_process() as running, worker(running, elastic=True) as old, worker(running, elastic=True):
+        with pytest.raises(strata.StrataError) as caught:
+            await old.barrier("here")
+        assert strata.reason_of(caught.value) is strata.Reason.REPLACED
+
+
+async def test_an_unknown_dataset_is_not_an_eviction() -> None:
+    async with in_process() as running, worker(running) as found:
+        with pytest.raises(strata.StrataError) as caught:
+            await found.next_shard("nothing", 0)
+        assert caught.value.code is strata.Code.NOT_FOUND
+        await found.barrier("still here")
+
+
+async def test_deterministic_shards_belong_to_a_step() -> None:
+    async with in_process() as running, worker(running) as found:
+        await found.dataset(
+            "corpus", samples=60, shard_size=10, options=strata.DatasetOptions(global_batch_shards=2, shuffle=False)
+        )
+        read = [[shard.start for shard in await found.step_shards("corpus", step)] for step in range(4)]
+        assert read == [[0, 10], [20, 30], [40, 50], [0, 10]]
+
+
+def strata_job(**given: Any) -> Any:
+    from strata.coord.core.facts import JobConfig
+
+    return JobConfig(settle_s=0.05, **given)
