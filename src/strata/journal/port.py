@@ -171,22 +171,27 @@ def check_position(position: int) -> None:
         raise StrataError(Code.INVALID, f"{position} is not a position")
 
 
-def check_facts(facts: Sequence[bytes]) -> None:
+def check_facts(facts: Sequence[bytes]) -> int:
+    """The size of the facts together; refuses what is none, or too large."""
     if not facts:
         raise StrataError(Code.INVALID, "an append needs at least one fact")
-    if set(map(type, facts)) != {bytes}:
-        raise StrataError(Code.INVALID, "a fact is bytes and nothing else")
-    longest, total = max(map(len, facts)), sum(map(len, facts))
+    total = 0
+    for fact in facts:
+        if type(fact) is not bytes:
+            raise StrataError(Code.INVALID, "a fact is bytes and nothing else")
+        size = len(fact)
+        if size > MAX_FACT_BYTES:
+            raise StrataError(
+                Code.INVALID,
+                f"a fact of {size:,} bytes is over the limit of {MAX_FACT_BYTES:,}",
+                hint="keep large payloads in content-addressed files and journal their digest",
+            )
+        total += size
     if total > MAX_APPEND_BYTES:
         raise StrataError(
             Code.INVALID, f"an append of {total:,} bytes is over the limit of {MAX_APPEND_BYTES:,}", hint="split it"
         )
-    if longest > MAX_FACT_BYTES:
-        raise StrataError(
-            Code.INVALID,
-            f"a fact of {longest:,} bytes is over the limit of {MAX_FACT_BYTES:,}",
-            hint="keep large payloads in content-addressed files and journal their digest",
-        )
+    return total
 
 
 def check_snapshot(snapshot: Snapshot) -> None:

@@ -250,7 +250,7 @@ class Replica(Generic[State, Input, Effect]):
             committed = writer.submit(facts)
             self._apply_own(writer, facts)
             failpoint("journal.replica.before_commit")
-            await asyncio.shield(committed)
+            await committed
             failpoint("journal.replica.after_commit")
         else:
             await writer.settled()

@@ -75,12 +75,13 @@ class Writer:
     def submit(self, facts: Sequence[bytes]) -> asyncio.Future[int]:
         """Place the facts after everything submitted before; the future gives their last position once committed.
 
+        The future is the caller's own: whoever cancels it stops waiting, and nothing else.
+
         Facts submitted together are committed together, all or none.
         Not a coroutine on purpose: a caller decides, applies and submits without anybody in between.
         """
         self.admit()
-        check_facts(facts)
-        return self._enqueue(facts, sum(map(len, facts)))
+        return self._enqueue(facts, check_facts(facts))
 
     def admit(self) -> None:
         """Raise if nothing may be submitted now: ask before deciding, so that a refusal leaves nothing half done."""
@@ -94,18 +95,18 @@ class Writer:
             )
 
     async def append(self, facts: Sequence[bytes]) -> int:
-        return await asyncio.shield(self.submit(facts))
+        return await self.submit(facts)
 
     async def settled(self) -> None:
         """Return when everything submitted so far is committed: what a reply that rests on earlier facts waits for."""
         self._check()
         if self._submitted > self._durable:
-            await asyncio.shield(self._enqueue((), 0))
+            await self._enqueue((), 0)
 
     async def confirm(self) -> None:
         """Return when all submitted so far is committed and we lead still: what a linearizable read waits for."""
         self._check()
-        await asyncio.shield(self._enqueue((), 0, confirm=True))
+        await self._enqueue((), 0, confirm=True)
 
     def stop(self, reason: StrataError) -> None:
         """Fail everything that waits and everything that comes. What is under way may still be committed."""

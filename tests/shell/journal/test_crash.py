@@ -21,6 +21,10 @@ from tests.shell.journal.writer_process import WIDTH
 ROOT = Path(__file__).parents[3]
 READY_S = 5.0
 """A database that is back must be in use again within this time."""
+SHORT_S = 0.5
+"""A lease that a successor need not wait for long."""
+LONG_S = 10.0
+"""A lease that no fault of these tests outlasts: nobody else is there to take it."""
 WRITER = Path(__file__).with_name("writer_process.py")
 
 
@@ -35,12 +39,15 @@ def reached_with(database: str) -> list[str]:
     return [name for name in failpoints() if f".{other}." not in name]
 
 
-async def start_writer(database: str, holder: str, *failpoint: str) -> asyncio.subprocess.Process:
+async def start_writer(
+    database: str, holder: str, *failpoint: str, lease_s: float = SHORT_S
+) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         str(WRITER),
         database,
         holder,
+        str(lease_s),
         *failpoint,
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
@@ -93,7 +100,7 @@ async def test_postgres_keeps_every_acknowledged_fact_when_killed_at(failpoint: 
 
 async def test_postgres_killed_under_load_loses_nothing_it_confirmed(own_postgres_server: PostgresServer) -> None:
     database = own_postgres_server.create_database()
-    writer = await start_writer(database, "under-load")
+    writer = await start_writer(database, "under-load", lease_s=LONG_S)
     assert writer.stdout is not None
     told = 0
     async with asyncio.timeout(90):
@@ -123,7 +130,7 @@ async def read_beyond(writer: asyncio.subprocess.Process, number: int) -> int:
 
 async def test_terminated_backends_are_only_a_hiccup(own_postgres_server: PostgresServer) -> None:
     database = own_postgres_server.create_database()
-    writer = await start_writer(database, "hiccup")
+    writer = await start_writer(database, "hiccup", lease_s=LONG_S)
     told = 0
     async with asyncio.timeout(60):
         for _ in range(5):

@@ -1,6 +1,6 @@
 """A process that leads a stream and counts as fast as it can, printing each number once it is durable.
 
-    python writer_process.py DATABASE HOLDER [FAILPOINT SKIP]
+    python writer_process.py DATABASE HOLDER LEASE_S [FAILPOINT SKIP]
 
 With a failpoint it kills itself there. The crash tests start it, read what it printed, and then read the journal.
 """
@@ -28,15 +28,17 @@ async def count(replica: Replica[int, None, int]) -> None:
         sys.stdout.flush()
 
 
-async def main(database: str, holder: str) -> None:
+async def main(database: str, holder: str, lease_s: float) -> None:
     clock = SystemClock()
     async with await open_journal(database, clock) as journal:
         replica: Replica[int, None, int] = Replica(journal, "tally", Tally(), clock)
-        await replica.stand_by(holder, lease_s=0.5)
-        await asyncio.gather(*(count(replica) for _ in range(WIDTH)), replica.reign(0.5, snapshot_every=SNAPSHOT_EVERY))
+        await replica.stand_by(holder, lease_s)
+        await asyncio.gather(
+            *(count(replica) for _ in range(WIDTH)), replica.reign(lease_s, snapshot_every=SNAPSHOT_EVERY)
+        )
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 3:
-        arm(sys.argv[3], kill, skip=int(sys.argv[4]))
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    if len(sys.argv) > 4:
+        arm(sys.argv[4], kill, skip=int(sys.argv[5]))
+    asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
