@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core import inputs
-from strata.coord.core.facts import CommandKind, Consumed, Dataset, File, Mode, Part, Verdict, Worker
+from strata.coord.core.facts import DEFAULT_BUCKETS, CommandKind, Consumed, Dataset, File, Mode, Part, Verdict, Worker
 from strata.coord.core.inputs import Ack, Caller
 from strata.coord.core.ledger import DatasetLedger, progress
 from strata.coord.core.state import Checkpoint, Command, JobState
@@ -17,7 +17,6 @@ from strata.coord.pb import coordinator_pb2 as pb
 
 DEFAULT_JOB: Final = "default"
 DEFAULT_SHARD_SIZE: Final = 1024
-DEFAULT_BUCKETS: Final = 4096
 MAX_NAME: Final = 256
 """Characters in the id of a job, worker, life, dataset, barrier or checkpoint."""
 EMPTY_RETRY_MS: Final = 200

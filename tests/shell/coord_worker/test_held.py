@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from strata.base.errors import Code, StrataError
+from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker.commands import CommandKind, Commands
+from strata.coord.worker.commands import Commands
 from strata.coord.worker.held import Held, Ledger
 
 

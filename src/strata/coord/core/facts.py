@@ -7,8 +7,11 @@ New kinds and new fields with defaults may be added; a field never changes its m
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
 import msgspec
+
+DEFAULT_BUCKETS: Final = 4096
 
 
 class Mode(IntEnum):
@@ -71,7 +74,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mode: Mode = Mode.LEASED
     seed: int = 0
     shuffle: bool = True
-    buckets: int = 4096
+    buckets: int = DEFAULT_BUCKETS
     global_batch: int = 1
     """Shards that all workers together take in one step of a deterministic dataset."""
 

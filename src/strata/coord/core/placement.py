@@ -39,9 +39,9 @@ from numpy.typing import NDArray
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
+from strata.coord.core.facts import DEFAULT_BUCKETS
 from strata.coord.core.permutation import mix_all
 
-DEFAULT_BUCKETS: Final = 4096
 BUCKETS_PER_WORKER: Final = 8
 DEFAULT_BOUND: Final = 0.05
 RING_POINTS: Final = 150

@@ -19,10 +19,11 @@ from typing import Any
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.settings import load
+from strata.coord.core.facts import CommandKind
 from strata.coord.worker.blocking import Worker
 from strata.coord.worker.checkpoints import Manifest, Part, Reported, verify_part
 from strata.coord.worker.client import AsyncWorker
-from strata.coord.worker.commands import Command, CommandKind
+from strata.coord.worker.commands import Command
 from strata.coord.worker.datasets import DatasetOptions
 from strata.coord.worker.life import OnCommand
 from strata.coord.worker.readers import count_samples

@@ -12,10 +12,11 @@ from typing import Final, Self
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker import checkpoints, readers
 from strata.coord.worker.checkpoints import Manifest, Reported, Stored
-from strata.coord.worker.commands import Command, CommandKind
+from strata.coord.worker.commands import Command
 from strata.coord.worker.datasets import DatasetOptions
 from strata.coord.worker.held import Capture, Held
 from strata.coord.worker.life import ATTEMPT_S, Life, OnCommand

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Final
 
+from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
-
-
-class CommandKind(IntEnum):
-    """What a worker is told to do."""
-
-    STOP = 1
-    REBALANCE = 2
-    CHECKPOINT_NOW = 3
-    RELOAD = 4
-    DRAIN = 5
-
 
 KINDS: Final = frozenset(kind.value for kind in CommandKind)
 """A kind that a later coordinator knows is none of ours."""
