@@ -33,7 +33,7 @@ CLI_SLOW: Final = {"asyncio", "concurrent", "http", "json", "multiprocessing", "
 MAY_CATCH_ALL: Final = {
     "src/strata/base/loop.py",
     "src/strata/cli/main.py",
-    "src/strata/journal/sqlite_thread.py",
+    "src/strata/database/sqlite.py",
 }
 """The periodic loop and the outermost handler of each process or thread."""
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
-from urllib.parse import urlsplit
 
 import psycopg
-from psycopg import errors as pg_errors
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.database.postgres import Connections, check_durable, failed, place
 from strata.journal import postgres_sql as sql
 from strata.journal.batch import checked_snapshot, checksum_of, pack, unpack
 from strata.journal.port import (
@@ -38,7 +37,6 @@ from strata.journal.port import (
     uncovered,
     unknown_stream,
 )
-from strata.journal.postgres_connections import Connections
 
 _PAGE_ROWS: Final = 512
 _POLL_S: Final = 0.05
@@ -56,12 +54,12 @@ class PostgresJournal:
         cls, url: str, clock: Clock, *, create: bool = True, connections: int = 4, call_s: float = 5.0
     ) -> Self:
         """`call_s` bounds every call: keep it below the leases this journal is used with."""
-        journal = cls(Connections(url, connections, call_s), clock)
+        journal = cls(Connections(url, connections, call_s, what="journal"), clock)
         try:
             async with journal._connections.use() as connection:
                 await _prepare(connection, create=create)
         except (psycopg.Error, TimeoutError) as error:
-            raise _failed(error, f"the journal at {_place(url)} cannot be opened") from error
+            raise failed(error, f"the journal at {place(url)} cannot be opened") from error
         except BaseException:
             await journal.close()
             raise
@@ -70,19 +68,19 @@ class PostgresJournal:
     async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
         check_candidate(stream, holder, lease_s)
         values = {"stream": stream, "holder": holder, "lease_s": lease_s, "silent": silent or ""}
-        rows = await self._run(sql.LEAD, values)
+        rows = await self._connections.run(sql.LEAD, values)
         if not rows:
-            raise held(stream, *(await self._run(sql.LEASE, {"stream": stream}))[0])
+            raise held(stream, *(await self._connections.run(sql.LEASE, {"stream": stream}))[0])
         failpoint("journal.postgres.after_lead")
         return Lead(stream, *rows[0])
 
     async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
         check_lease(lease_s)
-        if not await self._write(sql.RENEW, {"stream": stream, "epoch": epoch, "lease_s": lease_s}):
+        if not await self._connections.write(sql.RENEW, {"stream": stream, "epoch": epoch, "lease_s": lease_s}):
             await self.confirm(stream, epoch)
 
     async def resign(self, stream: str, epoch: int) -> None:
-        if not await self._write(sql.RESIGN, {"stream": stream, "epoch": epoch}):
+        if not await self._connections.write(sql.RESIGN, {"stream": stream, "epoch": epoch}):
             await self._row(stream)
 
     async def confirm(self, stream: str, epoch: int) -> None:
@@ -105,7 +103,7 @@ class PostgresJournal:
             "facts": blob,
         }
         failpoint("journal.postgres.before_append")
-        if not await self._write(sql.APPEND, batch):
+        if not await self._connections.write(sql.APPEND, batch):
             await self._recognise(batch)
         failpoint("journal.postgres.after_append")
         return last
@@ -114,13 +112,15 @@ class PostgresJournal:
         """Return if this very batch stands there already; else raise why it may not."""
         stream, epoch = batch["stream"], batch["epoch"]
         current, head, _ = await self._row(stream)
-        if await self._run(sql.FIND_BATCH, batch):
+        if await self._connections.run(sql.FIND_BATCH, batch):
             return
         raise stale(stream, epoch, current) if current != epoch else misplaced(stream, batch["after"], head)
 
     async def read(self, stream: str, after: int) -> list[Batch]:
         check_position(after)
-        rows = await self._run(sql.PAGE, {"stream": stream, "after": after, "limit": _PAGE_ROWS, "bytes": PAGE_BYTES})
+        rows = await self._connections.run(
+            sql.PAGE, {"stream": stream, "after": after, "limit": _PAGE_ROWS, "bytes": PAGE_BYTES}
+        )
         # Asked after the rows: a truncation in between would otherwise make a gap look like an empty page.
         _, _, floor = await self._row(stream)
         if after < floor:
@@ -139,7 +139,7 @@ class PostgresJournal:
     async def save_snapshot(self, stream: str, epoch: int, snapshot: Snapshot) -> None:
         check_snapshot(snapshot)
         failpoint("journal.postgres.before_snapshot")
-        saved = await self._write(
+        saved = await self._connections.write(
             sql.SAVE_SNAPSHOT,
             {
                 "stream": stream,
@@ -156,7 +156,7 @@ class PostgresJournal:
         failpoint("journal.postgres.after_snapshot")
 
     async def load_snapshot(self, stream: str) -> Snapshot | None:
-        rows = await self._run(sql.LOAD_SNAPSHOT, {"stream": stream})
+        rows = await self._connections.run(sql.LOAD_SNAPSHOT, {"stream": stream})
         if not rows:
             await self._row(stream)
             return None
@@ -165,16 +165,16 @@ class PostgresJournal:
     async def truncate(self, stream: str, epoch: int, through: int) -> None:
         check_position(through)
         values = {"stream": stream, "epoch": epoch, "through": through}
-        if not await self._write(sql.MOVE_FLOOR, values):
+        if not await self._connections.write(sql.MOVE_FLOOR, values):
             await self.confirm(stream, epoch)
             raise uncovered(stream, through)
         failpoint("journal.postgres.after_floor")
-        while await self._write(sql.SWEEP_BATCHES, values):
+        while await self._connections.write(sql.SWEEP_BATCHES, values):
             failpoint("journal.postgres.after_sweep")
-        await self._write(sql.SWEEP_SNAPSHOTS, values)
+        await self._connections.write(sql.SWEEP_SNAPSHOTS, values)
 
     async def streams(self) -> list[StreamStatus]:
-        return [StreamStatus(*row) for row in await self._run(sql.STREAMS, {})]
+        return [StreamStatus(*row) for row in await self._connections.run(sql.STREAMS, {})]
 
     async def close(self) -> None:
         await self._connections.close()
@@ -186,7 +186,7 @@ class PostgresJournal:
         await self.close()
 
     async def _row(self, stream: str) -> tuple[int, int, int]:
-        rows = await self._run(
+        rows = await self._connections.run(
             "SELECT epoch, head, floor FROM journal_stream WHERE stream = %(stream)s", {"stream": stream}
         )
         if not rows:
@@ -194,32 +194,9 @@ class PostgresJournal:
         epoch, head, floor = rows[0]
         return epoch, head, floor
 
-    async def _run(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        try:
-            async with self._connections.use() as connection:
-                cursor = connection.cursor(binary=True)
-                await cursor.execute(statement, values, prepare=True)
-                return await cursor.fetchall()
-        except (psycopg.Error, TimeoutError) as error:
-            raise _failed(error, "the journal did not answer") from error
-
-    async def _write(self, statement: str, values: Mapping[str, Any]) -> int:
-        try:
-            async with self._connections.use() as connection:
-                cursor = await connection.execute(statement, values, prepare=True)
-                return cursor.rowcount
-        except (psycopg.Error, TimeoutError) as error:
-            raise _failed(error, "the journal did not answer") from error
-
 
 async def _prepare(connection: psycopg.AsyncConnection[Any], *, create: bool) -> None:
-    (fsync,) = await (await connection.execute("SHOW fsync")).fetchone() or ("on",)
-    if fsync != "on":
-        raise StrataError(
-            Code.UNSUPPORTED,
-            "this PostgreSQL runs with fsync = off: it can lose what it confirmed",
-            hint="set fsync = on",
-        )
+    await check_durable(connection)
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock(%s)", (sql.SCHEMA_LOCK,))
         found = await (await connection.execute("SELECT to_regclass('journal_schema')")).fetchone()
@@ -234,23 +211,3 @@ async def _prepare(connection: psycopg.AsyncConnection[Any], *, create: bool) ->
             f"the journal tables have version {version}; this Strata knows {sql.SCHEMA_VERSION}",
             hint="they were written by another version: upgrade Strata",
         )
-
-
-def _failed(error: Exception, what: str) -> StrataError:
-    if isinstance(error, pg_errors.DataCorrupted | pg_errors.IndexCorrupted):
-        return StrataError(Code.CORRUPT, f"PostgreSQL reports damaged data: {error}")
-    if isinstance(error, pg_errors.InsufficientPrivilege | pg_errors.InvalidPassword):
-        return StrataError(Code.FORBIDDEN, f"{what}: {_one_line(error)}")
-    if isinstance(error, psycopg.ProgrammingError | psycopg.DataError | psycopg.IntegrityError):
-        return StrataError(Code.INTERNAL, f"{what}: {_one_line(error)}")
-    return StrataError(Code.UNAVAILABLE, f"{what}: {_one_line(error)}", hint="check that PostgreSQL is running")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _place(url: str) -> str:
-    """Where it is, without user or password."""
-    parts = urlsplit(url)
-    return f"{parts.hostname or 'local socket'}:{parts.port or 5432}{parts.path}"

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Final, Self
 
 from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.database.sqlite import SqliteThread, is_empty, run_script
 from strata.journal.batch import checked_snapshot, checksum_of, pack, unpack
 from strata.journal.port import (
     PAGE_BYTES,
@@ -35,7 +37,6 @@ from strata.journal.port import (
     uncovered,
     unknown_stream,
 )
-from strata.journal.sqlite_thread import Schema, WriterThread
 
 _SCHEMA_VERSION: Final = 1
 _SCHEMA: Final = """
@@ -53,10 +54,32 @@ CREATE TABLE journal_snapshot (
 """
 
 
+class _Schema:
+    what = "journal"
+
+    def recognise(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
+        version = _version(db)
+        if version == 0 and not (create and is_empty(db)):
+            raise StrataError(
+                Code.CONFLICT, f"{path} is not a journal", hint="give the file of a journal, or a new one"
+            )
+        if version not in (0, _SCHEMA_VERSION):
+            raise StrataError(
+                Code.UNSUPPORTED,
+                f"the journal {path} has schema version {version}; this Strata knows {_SCHEMA_VERSION}",
+                hint="it was written by another version: upgrade Strata",
+            )
+
+    def upgrade(self, db: sqlite3.Connection) -> None:
+        if _version(db) == 0:
+            run_script(db, _SCHEMA)
+            db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+
+
 class SqliteJournal:
     """Open with `await SqliteJournal.open(path, clock)`."""
 
-    def __init__(self, thread: WriterThread, clock: Clock) -> None:
+    def __init__(self, thread: SqliteThread, clock: Clock) -> None:
         self._thread = thread
         self._clock = clock
         # Leases live in memory: the exclusive lock on the file proves that whoever held one before is gone.
@@ -65,15 +88,7 @@ class SqliteJournal:
 
     @classmethod
     async def open(cls, path: Path, clock: Clock, *, create: bool = True) -> Self:
-        thread = WriterThread(path, Schema(_SCHEMA, _SCHEMA_VERSION), create=create)
-        try:
-            await asyncio.wrap_future(thread.opened)
-        except BaseException:
-            # Whoever stops waiting must not leave the file locked.
-            thread.stop()
-            await asyncio.to_thread(thread.join)
-            raise
-        return cls(thread, clock)
+        return cls(await SqliteThread.open(path, _Schema(), create=create), clock)
 
     async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
         check_candidate(stream, holder, lease_s)
@@ -247,14 +262,18 @@ class SqliteJournal:
         return await self._thread.read(every_stream)
 
     async def close(self) -> None:
-        self._thread.stop()
-        await asyncio.to_thread(self._thread.join)
+        await self._thread.close()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+def _version(db: sqlite3.Connection) -> int:
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    return version
 
 
 def _stream(db: sqlite3.Connection, stream: str) -> tuple[int, int]:

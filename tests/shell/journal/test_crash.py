@@ -29,8 +29,9 @@ WRITER = Path(__file__).with_name("writer_process.py")
 
 
 def failpoints() -> list[str]:
-    """Every failpoint named in the journal's source."""
-    source = "".join(path.read_text() for path in sorted((ROOT / "src/strata/journal").glob("*.py")))
+    """Every failpoint named in the source of the journal and of the thread it runs SQLite in."""
+    files = [*sorted((ROOT / "src/strata/journal").glob("*.py")), ROOT / "src/strata/database/sqlite.py"]
+    source = "".join(path.read_text() for path in files)
     return sorted(set(re.findall(r'failpoint\("([^"]+)"\)', source)))
 
 

@@ -36,7 +36,7 @@ async def test_a_role_that_commits_asynchronously_is_overruled(postgres_url: str
         name = postgres_url.rsplit("/", 1)[1]
         await connection.execute(f'ALTER DATABASE "{name}" SET synchronous_commit = off'.encode())
     async with await PostgresJournal.open(postgres_url, SystemClock()) as journal:
-        assert await journal._run("SHOW synchronous_commit", {}) == [("on",)]
+        assert await journal._connections.run("SHOW synchronous_commit", {}) == [("on",)]
 
 
 async def test_a_newer_schema_is_refused(postgres_url: str) -> None:

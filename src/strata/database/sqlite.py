@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
@@ -22,10 +22,17 @@ _GROUP: Final = 1024
 """Jobs that share a commit at most, so that the first of them does not wait for ever."""
 
 
-@dataclass(frozen=True)
-class Schema:
-    tables: str
-    version: int
+class Schema(Protocol):
+    """What a file has to be before it is used, and how it becomes that."""
+
+    what: str
+    """What messages call the file: `journal`, `database`."""
+
+    def recognise(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
+        """Raise unless this file is ours, or empty and to be created. Nothing may be written yet."""
+
+    def upgrade(self, db: sqlite3.Connection) -> None:
+        """Make the tables what this version needs, inside the transaction that is open."""
 
 
 Run = Callable[[sqlite3.Connection], Any]
@@ -45,8 +52,10 @@ class _Done:
     error: Exception | None
 
 
-class WriterThread:
-    """`write` and `read` run a function on the connection. A write is committed before its caller hears of it.
+class SqliteThread:
+    """Open with `await SqliteThread.open(path, schema)`.
+
+    `write` and `read` run a function on the connection. A write is committed before its caller hears of it.
 
     A function that raises StrataError must not have changed anything before: it shares its transaction with others.
     """
@@ -60,8 +69,24 @@ class WriterThread:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._broken: StrataError | None = None
         self._stopped = False
-        self._thread = threading.Thread(target=self._serve, name=f"journal {path.name}", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"{schema.what} {path.name}", daemon=True)
         self._thread.start()
+
+    @classmethod
+    async def open(cls, path: Path, schema: Schema, *, create: bool = True) -> Self:
+        thread = cls(path, schema, create=create)
+        try:
+            await asyncio.wrap_future(thread.opened)
+        except BaseException:
+            # Whoever stops waiting must not leave the file locked.
+            await thread.close()
+            raise
+        return thread
+
+    async def close(self) -> None:
+        """Finish what is queued and release the file."""
+        self.stop()
+        await asyncio.to_thread(self._thread.join)
 
     async def write(self, run: Callable[[sqlite3.Connection], T]) -> T:
         return await self._ask(run, writes=True)
@@ -75,15 +100,11 @@ class WriterThread:
             self._stopped = True
             self._queue.put(None)
 
-    def join(self) -> None:
-        """Wait until the file is released. Blocks."""
-        self._thread.join()
-
     async def _ask(self, run: Callable[[sqlite3.Connection], T], *, writes: bool) -> T:
         if self._stopped:
-            raise StrataError(Code.PRECONDITION, f"the journal {self._path} is closed")
+            raise StrataError(Code.PRECONDITION, f"the {self._schema.what} {self._path} is closed")
         if asyncio.get_running_loop() is not self._loop:
-            raise StrataError(Code.INTERNAL, "a journal belongs to the event loop it was opened in")
+            raise StrataError(Code.INTERNAL, f"a {self._schema.what} belongs to the event loop it was opened in")
         reply: asyncio.Future[T] = self._loop.create_future()
         self._queue.put(_Job(run, writes, reply))
         return await reply
@@ -125,9 +146,9 @@ class WriterThread:
                 db.execute("BEGIN IMMEDIATE")
             done = [_run(db, job, alone=len(jobs) == 1) for job in jobs]
             if writes and db.in_transaction:
-                failpoint("journal.sqlite.before_commit")
+                failpoint("database.sqlite.before_commit")
                 db.execute("COMMIT")
-                failpoint("journal.sqlite.after_commit")
+                failpoint("database.sqlite.after_commit")
         except sqlite3.Error as error:
             _roll_back(db)
             failure = self._failed(error)
@@ -137,12 +158,14 @@ class WriterThread:
     def _failed(self, error: sqlite3.Error) -> StrataError:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             return StrataError(
-                Code.UNAVAILABLE, f"no space left for the journal {self._path}", hint="free some disk space"
+                Code.UNAVAILABLE,
+                f"no space left for the {self._schema.what} {self._path}",
+                hint="free some disk space",
             )
         # After a failed fsync nobody knows what the disk holds; only a fresh start reads it again.
         self._broken = StrataError(
             Code.CORRUPT,
-            f"the journal {self._path} failed: {error}",
+            f"the {self._schema.what} {self._path} failed: {error}",
             hint="this process takes no more writes; mend the disk and restart it",
         )
         return self._broken
@@ -203,55 +226,56 @@ def _deliver(done: list[_Done]) -> None:
 def _connect(path: Path, schema: Schema, *, create: bool) -> sqlite3.Connection:
     try:
         if not create and not path.exists():
-            raise StrataError(Code.NOT_FOUND, f"there is no journal at {path}")
-        db = sqlite3.connect(path, timeout=0, isolation_level=None, cached_statements=64)
+            raise StrataError(Code.NOT_FOUND, f"there is no {schema.what} at {path}")
+        db = sqlite3.connect(path, timeout=0, isolation_level=None, cached_statements=256)
         try:
             _prepare(db, path, schema, create=create)
         except BaseException:
             db.close()
             raise
     except sqlite3.Error as error:
-        raise _not_opened(path, error) from error
+        raise _not_opened(path, schema.what, error) from error
     except (OSError, ValueError) as error:
-        raise StrataError(Code.INVALID, f"{str(path)!r} cannot be the path of a journal: {error}") from error
+        raise StrataError(Code.INVALID, f"{str(path)!r} cannot be the path of a {schema.what}: {error}") from error
     return db
 
 
 def _prepare(db: sqlite3.Connection, path: Path, schema: Schema, *, create: bool) -> None:
     db.execute("PRAGMA locking_mode = EXCLUSIVE")
-    version = db.execute("PRAGMA user_version").fetchone()[0]
-    empty = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
-    if version == 0 and not (create and empty):
-        raise StrataError(Code.CONFLICT, f"{path} is not a journal", hint="give the file of a journal, or a new one")
-    if version not in (0, schema.version):
-        raise StrataError(
-            Code.UNSUPPORTED,
-            f"the journal {path} has schema version {version}; this Strata knows {schema.version}",
-            hint="it was written by another version: upgrade Strata",
-        )
+    schema.recognise(db, path, create=create)
     # Exclusive before WAL keeps the WAL's index in this process's memory, with no file to share.
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA fullfsync = ON")
+    db.execute("PRAGMA foreign_keys = ON")
     db.execute("BEGIN EXCLUSIVE")
-    if version == 0:
-        for statement in filter(str.strip, schema.tables.split(";")):
-            db.execute(statement)
-        db.execute(f"PRAGMA user_version = {schema.version}")
+    schema.upgrade(db)
     db.execute("COMMIT")
 
 
-def _not_opened(path: Path, error: sqlite3.Error) -> StrataError:
+def is_empty(db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone() is None
+
+
+def run_script(db: sqlite3.Connection, script: str) -> None:
+    """Each statement of `script` inside the open transaction; `executescript` would commit it first."""
+    statement = ""
+    for piece in script.split(";"):
+        statement += piece + ";"
+        if sqlite3.complete_statement(statement):
+            db.execute(statement)
+            statement = ""
+    if statement.strip():
+        db.execute(statement)
+
+
+def _not_opened(path: Path, what: str, error: sqlite3.Error) -> StrataError:
     if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return StrataError(
             Code.CONFLICT,
-            f"the journal {path} is in use by another process",
-            hint="a SQLite journal serves one process; stop that one, or use PostgreSQL",
+            f"the {what} {path} is in use by another process",
+            hint=f"a SQLite {what} serves one process; stop that one, or use PostgreSQL",
         )
-    if _is_malformed(error):
-        return StrataError(Code.CORRUPT, f"{path} is not a journal or is damaged: {error}")
-    return StrataError(Code.UNAVAILABLE, f"the journal {path} cannot be opened: {error}")
-
-
-def _is_malformed(error: sqlite3.Error) -> bool:
-    return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return StrataError(Code.CORRUPT, f"{path} is not a {what} or is damaged: {error}")
+    return StrataError(Code.UNAVAILABLE, f"the {what} {path} cannot be opened: {error}")

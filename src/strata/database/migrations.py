@@ -1,0 +1,100 @@
+"""Tables that know their version: each component has numbered steps, and a database says how many it has taken.
+
+A component is a package with tables of its own (`fleet`, `identity`); several share one database, so that one backup
+holds them all. A step is never edited once released: the next change is the next step.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, LiteralString
+
+from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
+from strata.database.sqlite import is_empty, run_script
+
+SCHEMA_LOCK: Final = 0x5354_5241_5441_0002
+"""Advisory lock of PostgreSQL under which one process at a time creates or upgrades the tables."""
+
+
+@dataclass(frozen=True)
+class Component:
+    name: str
+    steps: tuple[LiteralString, ...]
+    """Step n brings version n-1 to version n."""
+
+    def due(self, version: int) -> Sequence[LiteralString]:
+        if version > len(self.steps):
+            raise StrataError(
+                Code.UNSUPPORTED,
+                f"the tables of {self.name} have version {version}; this Strata knows {len(self.steps)}",
+                hint="they were written by a newer version: upgrade Strata",
+            )
+        return self.steps[version:]
+
+
+class SqliteComponents:
+    """The schema of a SQLite file that holds these components."""
+
+    what = "database"
+
+    def __init__(self, components: Sequence[Component]) -> None:
+        self._components = components
+
+    def recognise(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
+        if create and is_empty(db):
+            return
+        versions = _sqlite_versions(db)
+        if not versions:
+            raise StrataError(
+                Code.CONFLICT, f"{path} is not a database of Strata", hint="give the file of one, or a new one"
+            )
+        for component in self._components:
+            component.due(versions.get(component.name, 0))
+
+    def upgrade(self, db: sqlite3.Connection) -> None:
+        db.execute(
+            "CREATE TABLE IF NOT EXISTS strata_schema"
+            " (component TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID, STRICT"
+        )
+        versions = _sqlite_versions(db)
+        for component in self._components:
+            for step in component.due(versions.get(component.name, 0)):
+                run_script(db, step)
+            db.execute(
+                "INSERT INTO strata_schema VALUES (?, ?) ON CONFLICT DO UPDATE SET version = excluded.version",
+                (component.name, len(component.steps)),
+            )
+        failpoint("database.sqlite.before_upgrade")
+
+
+def _sqlite_versions(db: sqlite3.Connection) -> dict[str, int]:
+    if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'strata_schema'").fetchone():
+        return {}
+    return dict(db.execute("SELECT component, version FROM strata_schema").fetchall())
+
+
+async def upgrade_postgres(connection: Any, components: Sequence[Component], *, create: bool = True) -> None:
+    """Bring the tables of a PostgreSQL database up to date, in one transaction, one process at a time."""
+    async with connection.transaction():
+        await connection.execute("SELECT pg_advisory_xact_lock(%s)", (SCHEMA_LOCK,))
+        found = await (await connection.execute("SELECT to_regclass('strata_schema')")).fetchone()
+        if found[0] is None:
+            if not create:
+                raise StrataError(Code.NOT_FOUND, "there are no tables of Strata in this database")
+            await connection.execute(
+                "CREATE TABLE strata_schema (component text PRIMARY KEY, version integer NOT NULL)"
+            )
+        versions = dict(await (await connection.execute("SELECT component, version FROM strata_schema")).fetchall())
+        for component in components:
+            for step in component.due(versions.get(component.name, 0)):
+                await connection.execute(step)
+            await connection.execute(
+                "INSERT INTO strata_schema VALUES (%s, %s)"
+                " ON CONFLICT (component) DO UPDATE SET version = excluded.version",
+                (component.name, len(component.steps)),
+            )
+        failpoint("database.postgres.before_upgrade")

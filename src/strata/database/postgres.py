@@ -1,0 +1,149 @@
+"""A handful of connections to PostgreSQL that fail fast and come back at once.
+
+A pool that backs off for seconds after an outage, and a driver that cancels politely, both outlast our leases. Here a
+call has a deadline; one that misses it loses its connection, closed without asking; the next one connects anew. How
+often to try is the caller's business: all our loops pace themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import psycopg
+from psycopg import errors as pg_errors
+from psycopg.waiting import wait_async
+
+from strata.base.errors import Code, StrataError
+
+_CONNECT_S: Final = 5
+
+
+class _Connection(psycopg.AsyncConnection[Any]):
+    """Does not wait for a server's goodbye: a cancelled call ends now, and its connection with it."""
+
+    async def wait(self, gen: Any, *timing: Any, **named_timing: Any) -> Any:
+        try:
+            return await wait_async(gen, self.pgconn.socket, *timing, **named_timing)
+        except asyncio.CancelledError:
+            self.pgconn.finish()
+            raise
+
+
+class Connections:
+    """Up to `limit` connections that wait at most `call_s` for an answer; `what` is who asks, for messages."""
+
+    def __init__(self, url: str, limit: int, call_s: float, *, what: str) -> None:
+        self._url = url
+        self._what = what
+        self._call_s = call_s
+        self._slots = asyncio.Semaphore(limit)
+        self._idle: list[_Connection] = []
+        self._closed = False
+
+    async def run(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """The rows of one statement, which commits by itself."""
+        with self._translated():
+            async with self.use() as connection:
+                cursor = connection.cursor(binary=True)
+                await cursor.execute(statement, values, prepare=True)
+                return await cursor.fetchall()
+
+    async def write(self, statement: str, values: Mapping[str, Any]) -> int:
+        """How many rows one statement changed; it commits by itself."""
+        with self._translated():
+            async with self.use() as connection:
+                cursor = await connection.execute(statement, values, prepare=True)
+                return cursor.rowcount
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[_Connection]:
+        """Statements that commit together when the block ends, and all fail as our own error."""
+        with self._translated():
+            async with self.use() as connection, connection.transaction():
+                yield connection
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (psycopg.Error, TimeoutError) as error:
+            raise failed(error, f"the {self._what} did not answer") from error
+
+    @asynccontextmanager
+    async def use(self) -> AsyncIterator[_Connection]:
+        """A connection for one statement, given back if nothing went wrong. TimeoutError after the deadline."""
+        async with asyncio.timeout(self._call_s), self._slots:
+            if self._closed:
+                raise StrataError(Code.PRECONDITION, f"the {self._what} is closed")
+            connection = self._idle.pop() if self._idle else await self._connect()
+            whole = False
+            try:
+                yield connection
+                whole = True
+            finally:
+                self._idle.append(connection)
+                if not whole or self._closed:
+                    # What broke one connection has most likely broken all that stand idle.
+                    await self._drop_idle()
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._drop_idle()
+
+    async def _connect(self) -> _Connection:
+        connection = await _Connection.connect(
+            self._url,
+            autocommit=True,
+            connect_timeout=_CONNECT_S,
+            application_name=f"strata {self._what}",
+            keepalives_idle=5,
+            keepalives_interval=2,
+            keepalives_count=3,
+            tcp_user_timeout=round(self._call_s * 1000),
+        )
+        try:
+            # A role or database may have this off by default; a reply before the flush would break the first promise.
+            await connection.execute("SET synchronous_commit = on")
+            await connection.execute("SET idle_in_transaction_session_timeout = '10s'")
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    async def _drop_idle(self) -> None:
+        while self._idle:
+            await self._idle.pop().close()
+
+
+async def check_durable(connection: psycopg.AsyncConnection[Any]) -> None:
+    (fsync,) = await (await connection.execute("SHOW fsync")).fetchone() or ("on",)
+    if fsync != "on":
+        raise StrataError(
+            Code.UNSUPPORTED,
+            "this PostgreSQL runs with fsync = off: it can lose what it confirmed",
+            hint="set fsync = on",
+        )
+
+
+def failed(error: Exception, what: str) -> StrataError:
+    if isinstance(error, pg_errors.DataCorrupted | pg_errors.IndexCorrupted):
+        return StrataError(Code.CORRUPT, f"PostgreSQL reports damaged data: {error}")
+    if isinstance(error, pg_errors.InsufficientPrivilege | pg_errors.InvalidPassword):
+        return StrataError(Code.FORBIDDEN, f"{what}: {_one_line(error)}")
+    if isinstance(error, psycopg.ProgrammingError | psycopg.DataError | psycopg.IntegrityError):
+        return StrataError(Code.INTERNAL, f"{what}: {_one_line(error)}")
+    return StrataError(Code.UNAVAILABLE, f"{what}: {_one_line(error)}", hint="check that PostgreSQL is running")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def place(url: str) -> str:
+    """Where it is, without user or password."""
+    parts = urlsplit(url)
+    return f"{parts.hostname or 'local socket'}:{parts.port or 5432}{parts.path}"
