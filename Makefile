@@ -18,6 +18,9 @@ OUT ?= src
 # What the contract may not break: the last one that was accepted.
 ACCEPTED := proto/strata/v1/coordinator.binpb
 
+# Which build of it (CPU, CUDA, ROCm) is the index's choice, so it is pinned by version alone: docs/decisions/0007.
+TORCH := 2.13.0
+
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -31,6 +34,7 @@ setup: $(STAMP) ## create .venv with the pinned packages; does nothing when noth
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes -r constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps torch==$(TORCH)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -69,7 +73,7 @@ services: installed ## run the servers the tests need, in the foreground, and pr
 
 constraints: installed ## pin all packages of pyproject.toml again, with hashes
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --python-version 3.11 \
-		--extra sdk --extra worker --extra hub --extra postgres --extra dev \
+		--extra sdk --extra worker --extra data --extra hub --extra postgres --extra dev \
 		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints.txt
 
 # The files are compiled as strata/coord/pb/*.proto, so that the generated imports are right as they are. A compatible contract
