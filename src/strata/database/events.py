@@ -1,0 +1,131 @@
+"""The append-only event table that the components of one database share: who changed what, when.
+
+An event is written in the transaction of the change it tells, so there is neither a change without its event nor an
+event without its change. It is the audit log and the feed of dashboards and webhooks at once. A reader goes on from a
+cursor and never misses a row: PostgreSQL gives numbers before it commits, so they appear out of order; therefore the
+cursor counts transactions, and the rows of a transaction are held back while an older one may still commit.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.database.migrations import Component
+
+if TYPE_CHECKING:
+    from strata.database.postgres import Connections
+    from strata.database.sqlite import SqliteThread
+
+START: Final = ""
+"""The cursor before the first event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    at_s: float
+    actor: str
+    """Who did it: `host:…`, `key:…`, `operator`, `hub`."""
+    kind: str
+    """What happened, as `thing.verb` in the past: `job.claimed`, `key.revoked`."""
+    subject: str
+    """The id of what it happened to."""
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    cursor: str
+    event: Event
+
+
+SQLITE: Final = Component(
+    "event",
+    (
+        """
+        CREATE TABLE event (
+          seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, actor TEXT NOT NULL, kind TEXT NOT NULL,
+          subject TEXT NOT NULL, body BLOB NOT NULL
+        ) STRICT;
+        CREATE INDEX event_subject ON event (subject, seq);
+        """,
+    ),
+)
+POSTGRES: Final = Component(
+    "event",
+    (
+        """
+        CREATE TABLE event (
+          tx bigint NOT NULL DEFAULT (pg_current_xact_id()::text::bigint), seq bigint GENERATED ALWAYS AS IDENTITY,
+          at double precision NOT NULL, actor text NOT NULL, kind text NOT NULL, subject text NOT NULL,
+          body bytea NOT NULL, PRIMARY KEY (tx, seq)
+        );
+        CREATE INDEX event_subject ON event (subject, tx, seq);
+        """,
+    ),
+)
+
+_encode: Final = msgspec.json.Encoder().encode
+_decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
+_SQLITE_CURSOR: Final = re.compile(r"[0-9]{1,18}")
+_POSTGRES_CURSOR: Final = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})")
+
+
+def record_sqlite(db: sqlite3.Connection, events: Iterable[Event]) -> None:
+    db.executemany("INSERT INTO event (at, actor, kind, subject, body) VALUES (?, ?, ?, ?, ?)", map(_row, events))
+
+
+INSERT_POSTGRES: Final = "INSERT INTO event (at, actor, kind, subject, body) VALUES (%s, %s, %s, %s, %s)"
+
+
+async def record_postgres(connection: Any, events: Sequence[Event]) -> None:
+    if len(events) == 1:
+        await connection.execute(INSERT_POSTGRES, _row(events[0]))
+    elif events:
+        await connection.cursor().executemany(INSERT_POSTGRES, [_row(event) for event in events])
+
+
+async def read_sqlite(thread: SqliteThread, after: str, limit: int, *, subject: str = "") -> list[Recorded]:
+    seq = _numbers(_SQLITE_CURSOR, after)[0]
+    rows = await thread.read(
+        lambda db: db.execute(
+            "SELECT seq, at, actor, kind, subject, body FROM event"
+            f" WHERE seq > ? {'AND subject = ?' if subject else ''} ORDER BY seq LIMIT ?",
+            (seq, *([subject] if subject else []), limit),
+        ).fetchall()
+    )
+    return [Recorded(str(number), _event(*rest)) for number, *rest in rows]
+
+
+async def read_postgres(connections: Connections, after: str, limit: int, *, subject: str = "") -> list[Recorded]:
+    tx, seq = _numbers(_POSTGRES_CURSOR, after)
+    rows = await connections.run(
+        "SELECT tx, seq, at, actor, kind, subject, body FROM event"
+        " WHERE (tx, seq) > (%(tx)s, %(seq)s) AND tx < pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
+        f" {'AND subject = %(subject)s' if subject else ''} ORDER BY tx, seq LIMIT %(limit)s",
+        {"tx": tx, "seq": seq, "subject": subject, "limit": limit},
+    )
+    return [Recorded(f"{tx}.{seq}", _event(*rest)) for tx, seq, *rest in rows]
+
+
+def _row(event: Event) -> tuple[float, str, str, str, bytes]:
+    return event.at_s, event.actor, event.kind, event.subject, _encode(event.body)
+
+
+def _event(at_s: float, actor: str, kind: str, subject: str, body: bytes) -> Event:
+    return Event(at_s, actor, kind, subject, _decode(body))
+
+
+def _numbers(form: re.Pattern[str], cursor: str) -> list[int]:
+    if cursor == START:
+        return [0] * max(1, form.groups)
+    found = form.fullmatch(cursor)
+    if found is None:
+        raise StrataError(Code.INVALID, f"{cursor[:64]!r} is not a cursor of this feed", hint="start without one")
+    return [int(number) for number in found.groups() or [found[0]]]

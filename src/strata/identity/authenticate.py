@@ -1,0 +1,111 @@
+"""From what a request carries to who is calling. The one place that decides it, for every server."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from typing import Final
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
+from strata.identity.ca import Authority
+from strata.identity.ports import HostIdentity, IdentityStore, Key
+from strata.identity.roles import OPERATOR, Kind, Principal
+from strata.identity.tokens import Bearer, read_bearer, same_hash
+
+REMEMBERED_S: Final = 1.0
+"""A row is asked for again after this time: so long may a revoked key still be taken."""
+_REMEMBERED: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What one request carries; all may be absent, and the strongest present one counts."""
+
+    bearer: str = ""
+    operator_token: str = ""
+    certificate_der: bytes = b""
+    """The client certificate that TLS has verified, as the connection reports it; never taken from a header."""
+
+
+class Authenticator:
+    def __init__(
+        self, store: IdentityStore, clock: Clock, *, authority: Authority | None, operator_token: Secret | None
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._authority = authority
+        self._operator_token = None if operator_token is None else operator_token.reveal().encode()
+        self._rows: dict[tuple[str, str], tuple[float, Key | HostIdentity]] = {}
+
+    async def identify(self, credentials: Credentials) -> Principal:
+        """Who calls; UNAUTHENTICATED when nothing it carries is ours."""
+        if credentials.certificate_der and self._authority is not None:
+            host_id = self._authority.host_of(credentials.certificate_der, self._clock.wall_s())
+            return await self._live_host(host_id)
+        for token in (credentials.operator_token, credentials.bearer):
+            if token and self._operator_token is not None:
+                given = token.encode("utf-8", "surrogatepass")
+                if hmac.compare_digest(given, self._operator_token):
+                    return OPERATOR
+        bearer = read_bearer(credentials.bearer)
+        if bearer is None:
+            raise _unauthenticated(present=bool(credentials.bearer or credentials.operator_token))
+        return await (self._key(bearer) if bearer.kind == "tml" else self._host_secret(bearer))
+
+    def forget(self) -> None:
+        """Ask for every row again: after a revocation through this process it takes effect at once."""
+        self._rows.clear()
+
+    async def _key(self, bearer: Bearer) -> Principal:
+        row = await self._remembered("key", bearer.id)
+        if not isinstance(row, Key) or not same_hash(row.secret_hash, bearer.secret_hash):
+            raise _unauthenticated(present=True)
+        if not row.valid(self._clock.wall_s()):
+            raise StrataError(Code.UNAUTHENTICATED, f"the key {row.id} was revoked or has expired")
+        return Principal(Kind.KEY, row.id, row.role)
+
+    async def _host_secret(self, bearer: Bearer) -> Principal:
+        row = await self._remembered("host", bearer.id)
+        if (
+            not isinstance(row, HostIdentity)
+            or not row.secret_hash
+            or not same_hash(row.secret_hash, bearer.secret_hash)
+        ):
+            raise _unauthenticated(present=True)
+        return await self._live_host(bearer.id)
+
+    async def _live_host(self, host_id: str) -> Principal:
+        row = await self._remembered("host", host_id)
+        if not isinstance(row, HostIdentity):
+            raise _unauthenticated(present=True)
+        if row.revoked_at_s is not None:
+            raise StrataError(
+                Code.FORBIDDEN, f"the host {row.name} was revoked: {row.revoked_because}", hint="strata join"
+            )
+        return Principal(Kind.HOST, row.id, None)
+
+    async def _remembered(self, what: str, id_: str) -> Key | HostIdentity | None:
+        now_s = self._clock.monotonic_s()
+        found = self._rows.get((what, id_))
+        if found is not None and now_s - found[0] < REMEMBERED_S:
+            return found[1]
+        row = await (self._store.key(id_) if what == "key" else self._store.host(id_))
+        if row is None:
+            # Unknown ids are not remembered: anybody can invent any number of them.
+            return None
+        if len(self._rows) >= _REMEMBERED:
+            self._rows.clear()
+        self._rows[what, id_] = (now_s, row)
+        return row
+
+
+def _unauthenticated(*, present: bool) -> StrataError:
+    if present:
+        return StrataError(Code.UNAUTHENTICATED, "these credentials are not known here", hint="strata login")
+    return StrataError(
+        Code.UNAUTHENTICATED,
+        "this needs credentials",
+        hint="send `Authorization: Bearer KEY`; `strata keys create` makes one",
+    )

@@ -1,0 +1,251 @@
+"""The internal certificate authority: one root key, server certificates for hubs, short client certificates for hosts.
+
+Keys are ECDSA on P-256, which every TLS library of the last ten years takes. A host makes its own key and sends a
+signing request, of which only the public key is used: name, lifetime and purpose are ours to say. There is no
+revocation list: a host certificate lives for a day, and whether its host is still welcome is asked of the database.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import ipaddress
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from strata.base.errors import Code, StrataError
+
+ROOT_DAYS: Final = 3650
+SERVER_DAYS: Final = 90
+HOST_HOURS: Final = 24
+_BACKDATE: Final = datetime.timedelta(minutes=10)
+"""A host whose clock is a little behind must not see a certificate from the future."""
+_HOST_URI: Final = "strata://host/"
+_MAX_REQUEST: Final = 16_384
+
+
+@dataclass(frozen=True)
+class Issued:
+    certificate_pem: bytes
+    until_s: float
+
+
+class Authority:
+    """Signs. `Authority.load_or_create(folder)` keeps `ca.pem` and `ca.key` (0600) there."""
+
+    def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self._certificate = certificate
+        self._key = key
+
+    @classmethod
+    def create(cls, name: str, now_s: float) -> Authority:
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Strata authority {name}"[:64])])
+        builder = (
+            _builder(subject, subject, key.public_key(), now_s, datetime.timedelta(days=ROOT_DAYS))
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        )
+        return cls(builder.sign(key, hashes.SHA256()), key)
+
+    @classmethod
+    def load_or_create(cls, folder: Path, name: str, now_s: float) -> Authority:
+        """The authority of this folder. Two processes that start at once end up with the same one."""
+        certificate, key = folder / "ca.pem", folder / "ca.key"
+        if not key.exists():
+            made = cls.create(name, now_s)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # One file first and alone decides who made the authority; the certificate is derived from what it holds.
+            _write_once(key, made.key_pem() + made.certificate_pem, mode=0o600)
+        found = cls._read(key)
+        if not certificate.exists():
+            _write_once(certificate, found.certificate_pem, mode=0o644)
+        return found
+
+    @classmethod
+    def _read(cls, path: Path) -> Authority:
+        if os.name == "posix" and path.stat().st_mode & 0o077:
+            raise StrataError(
+                Code.INVALID, f"the authority's key {path} can be read by others", hint=f"chmod 600 {path}"
+            )
+        content = path.read_bytes()
+        try:
+            key = serialization.load_pem_private_key(content, password=None)
+            certificate = x509.load_pem_x509_certificate(content)
+        except ValueError as error:
+            raise StrataError(Code.CORRUPT, f"{path} holds no key and certificate: {error}") from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+            raise StrataError(Code.CORRUPT, f"the key and the certificate in {path} do not belong together")
+        return cls(certificate, key)
+
+    @property
+    def certificate_pem(self) -> bytes:
+        return self._certificate.public_bytes(serialization.Encoding.PEM)
+
+    @property
+    def pin(self) -> str:
+        """SHA-256 of the certificate: what a join token carries."""
+        return pin_of(self.certificate_pem)
+
+    def key_pem(self) -> bytes:
+        return private_pem(self._key)
+
+    def issue_server(self, names: Sequence[str], now_s: float) -> tuple[bytes, bytes]:
+        """Certificate and key of a hub that answers under these DNS names and addresses."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = (
+            self._child(names[0], key.public_key(), now_s, datetime.timedelta(days=SERVER_DAYS))
+            .add_extension(x509.SubjectAlternativeName(_alternatives(names)), critical=False)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        )
+        signed = builder.sign(self._key, hashes.SHA256())
+        return signed.public_bytes(serialization.Encoding.PEM), private_pem(key)
+
+    def issue_host(self, host_id: str, request_pem: bytes, now_s: float) -> Issued:
+        """A client certificate for the key of this request, which has to be signed with it."""
+        lifetime = datetime.timedelta(hours=HOST_HOURS)
+        uri = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(_HOST_URI + host_id)])
+        builder = (
+            self._child(host_id, read_request(request_pem), now_s, lifetime)
+            .add_extension(uri, critical=False)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+        )
+        signed = builder.sign(self._key, hashes.SHA256())
+        return Issued(signed.public_bytes(serialization.Encoding.PEM), signed.not_valid_after_utc.timestamp())
+
+    def host_of(self, certificate_der: bytes, now_s: float) -> str:
+        """The host a certificate speaks for; UNAUTHENTICATED unless we signed it, for this use, and it is in time."""
+        try:
+            certificate = x509.load_der_x509_certificate(certificate_der)
+            certificate.verify_directly_issued_by(self._certificate)
+            purposes = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
+            raise _unknown() from None
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        if ExtendedKeyUsageOID.CLIENT_AUTH not in purposes or len(uris) != 1 or not uris[0].startswith(_HOST_URI):
+            raise _unknown()
+        if not certificate.not_valid_before_utc.timestamp() <= now_s < certificate.not_valid_after_utc.timestamp():
+            raise StrataError(Code.UNAUTHENTICATED, "the host's certificate is not valid now", hint="check the clock")
+        return uris[0].removeprefix(_HOST_URI)
+
+    def _child(
+        self, name: str, public_key: ec.EllipticCurvePublicKey, now_s: float, lifetime: datetime.timedelta
+    ) -> x509.CertificateBuilder:
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+        issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        return (
+            _builder(subject, self._certificate.subject, public_key, now_s, lifetime)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(issuer_id, critical=False)
+        )
+
+
+def pin_of(certificate_pem: bytes) -> str:
+    try:
+        certificate = x509.load_pem_x509_certificate(certificate_pem)
+    except ValueError:
+        raise StrataError(Code.INVALID, "this is not a certificate in PEM") from None
+    return certificate.fingerprint(hashes.SHA256()).hex()
+
+
+def read_request(request_pem: bytes) -> ec.EllipticCurvePublicKey:
+    """The public key of a signing request that proves to hold the private one."""
+    if len(request_pem) > _MAX_REQUEST:
+        raise StrataError(Code.INVALID, f"a signing request has at most {_MAX_REQUEST} bytes")
+    try:
+        request = x509.load_pem_x509_csr(request_pem)
+        public_key = request.public_key()
+        valid = request.is_signature_valid
+    except (ValueError, TypeError, InvalidSignature):
+        raise StrataError(Code.INVALID, "this is not a certificate signing request in PEM") from None
+    if not isinstance(public_key, ec.EllipticCurvePublicKey) or not isinstance(public_key.curve, ec.SECP256R1):
+        raise StrataError(Code.INVALID, "a host's key has to be ECDSA on P-256")
+    if not valid:
+        raise StrataError(Code.FORBIDDEN, "the signing request is not signed by its own key")
+    return public_key
+
+
+def key_digest(request_pem: bytes) -> str:
+    """Which key a request is for, whatever else stands in it."""
+    spki = read_request(request_pem).public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return hashlib.sha256(spki).hexdigest()
+
+
+def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    public_key: ec.EllipticCurvePublicKey,
+    now_s: float,
+    lifetime: datetime.timedelta,
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.fromtimestamp(now_s, datetime.UTC).replace(microsecond=0)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATE)
+        .not_valid_after(now + lifetime)
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _alternatives(names: Iterable[str]) -> list[x509.GeneralName]:
+    found: list[x509.GeneralName] = []
+    for name in names:
+        try:
+            found.append(x509.IPAddress(ipaddress.ip_address(name)))
+        except ValueError:
+            found.append(x509.DNSName(name))
+    return found
+
+
+def _write_once(path: Path, content: bytes, *, mode: int) -> None:
+    """Whole or not at all, and the first one wins."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as partial:
+        partial.write(content)
+        partial.flush()
+        os.fchmod(partial.fileno(), mode)
+        os.fsync(partial.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(partial.name, path)
+
+
+def _unknown() -> StrataError:
+    return StrataError(Code.UNAUTHENTICATED, "the certificate is not one of ours", hint="strata join")

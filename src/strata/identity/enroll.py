@@ -1,0 +1,96 @@
+"""How a machine becomes a host: an invitation, a signing request, a certificate for a day, and its renewal."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.base.ids import Ids
+from strata.base.secret import Secret
+from strata.identity.ca import Authority, Issued, key_digest
+from strata.identity.ports import HostIdentity, IdentityStore, Invite, Key
+from strata.identity.roles import Principal, Role
+from strata.identity.tokens import (
+    JoinToken,
+    hash_secret,
+    new_id,
+    new_secret,
+    spell_host_secret,
+    spell_key,
+)
+
+INVITE_S: Final = 1800.0
+_NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    host: HostIdentity
+    certificate: Issued
+
+
+class Enrollment:
+    def __init__(self, store: IdentityStore, authority: Authority, clock: Clock) -> None:
+        self._store = store
+        self._authority = authority
+        self._clock = clock
+        self._ids = Ids(clock)
+
+    async def invite(
+        self, by: Principal, *, pool: str = "", labels: tuple[str, ...] = (), valid_s: float = INVITE_S
+    ) -> JoinToken:
+        by.need(Role.OPERATOR)
+        secret, id_, now_s = new_secret(), new_id(), self._clock.wall_s()
+        await self._store.add_invite(Invite(id_, hash_secret(secret), now_s, now_s + valid_s, pool, labels), by.actor)
+        return JoinToken(self._authority.pin, id_, secret)
+
+    async def join(self, invite_id: str, secret: Secret, name: str, request_pem: bytes) -> Enrolled:
+        """The host of this request, enrolled by an invitation. A retry with the same key gets the same host."""
+        host = self._host(name, key_digest(request_pem))
+        host = await self._store.enroll(invite_id, hash_secret(secret), host, self._clock.wall_s())
+        return Enrolled(host, await self._certify(host.id, request_pem, f"invite:{invite_id}"))
+
+    async def renew(self, by: Principal, request_pem: bytes) -> Issued:
+        """A new certificate for the calling host, for the key it enrolled with."""
+        host_id = by.need_host()
+        host = await self._store.host(host_id)
+        if host is None or host.public_key != key_digest(request_pem):
+            raise StrataError(Code.FORBIDDEN, "a certificate is renewed for the key the host enrolled with")
+        return await self._certify(host_id, request_pem, by.actor)
+
+    async def add_local(self, name: str) -> tuple[HostIdentity, str]:
+        """The agent beside its hub on loopback: a host with a bearer secret, which is told only here."""
+        secret = new_secret()
+        host = self._host(name, f"secret:{hash_secret(secret)}", secret)
+        return await self._store.add_host(host, "hub"), spell_host_secret(host.id, secret)
+
+    def _host(self, name: str, public_key: str, secret: Secret | None = None) -> HostIdentity:
+        if not _NAME.fullmatch(name):
+            raise StrataError(
+                Code.INVALID,
+                f"{name[:80]!r} cannot be the name of a host",
+                hint="letters, digits, dot, dash; at most 64",
+            )
+        secret_hash = "" if secret is None else hash_secret(secret)
+        return HostIdentity(self._ids.new("host"), name, public_key, self._clock.wall_s(), secret_hash=secret_hash)
+
+    async def _certify(self, host_id: str, request_pem: bytes, actor: str) -> Issued:
+        issued = self._authority.issue_host(host_id, request_pem, self._clock.wall_s())
+        # Recorded before it is handed out: a revoked host gets none.
+        await self._store.certified(host_id, issued.until_s, actor, self._clock.wall_s())
+        return issued
+
+
+async def make_key(
+    store: IdentityStore, clock: Clock, by: Principal, *, name: str, role: Role, valid_s: float | None = None
+) -> tuple[Key, str]:
+    """A new API key and its text, which is told only here."""
+    by.need(Role.ADMIN)
+    secret, now_s = new_secret(), clock.wall_s()
+    expires_at_s = None if valid_s is None else now_s + valid_s
+    key = Key(new_id(), name, role, hash_secret(secret), now_s, expires_at_s)
+    await store.add_key(key, by.actor)
+    return key, spell_key(key.id, secret)

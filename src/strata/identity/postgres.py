@@ -1,0 +1,147 @@
+"""Identity in PostgreSQL: short transactions, rows locked before they are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from strata.database.events import record_postgres
+from strata.database.migrations import Component
+from strata.database.postgres import Connections
+from strata.identity import rows
+from strata.identity.ports import HostIdentity, Invite, Key
+
+COMPONENT: Final = Component(
+    "identity",
+    (
+        """
+        CREATE TABLE identity_key (
+          id text PRIMARY KEY, name text NOT NULL, role integer NOT NULL, secret_hash text NOT NULL,
+          made_at double precision NOT NULL, expires_at double precision, revoked_at double precision
+        );
+        CREATE TABLE identity_invite (
+          id text PRIMARY KEY, secret_hash text NOT NULL, made_at double precision NOT NULL,
+          expires_at double precision NOT NULL, pool text NOT NULL, labels text NOT NULL, used_by text NOT NULL,
+          revoked_at double precision
+        );
+        CREATE TABLE identity_host (
+          id text PRIMARY KEY, name text NOT NULL, public_key text NOT NULL, enrolled_at double precision NOT NULL,
+          pool text NOT NULL, labels text NOT NULL, secret_hash text NOT NULL,
+          certificate_until double precision NOT NULL, revoked_at double precision, revoked_because text NOT NULL
+        );
+        CREATE UNIQUE INDEX identity_host_name ON identity_host (name) WHERE revoked_at IS NULL;
+        """,
+    ),
+)
+_ENROLL_LOCK: Final = 0x5354_5241_5441_0003
+"""Names are given out one at a time: a row that is not there yet cannot be locked."""
+
+
+class PostgresIdentity:
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    async def add_key(self, key: Key, actor: str) -> None:
+        async with self._connections.transaction() as connection:
+            insert = f"INSERT INTO identity_key ({rows.KEY}) VALUES (%s, %s, %s, %s, %s, %s, %s)"
+            await connection.execute(insert, rows.key_row(key))
+            record = rows.event(key.made_at_s, actor, "key.made", key.id, name=key.name, role=key.role.name.lower())
+            await record_postgres(connection, [record])
+
+    async def key(self, id_: str) -> Key | None:
+        found = await self._connections.run(f"SELECT {rows.KEY} FROM identity_key WHERE id = %(id)s", {"id": id_})
+        return rows.key_of(found[0]) if found else None
+
+    async def keys(self) -> Sequence[Key]:
+        return [rows.key_of(row) for row in await self._all("identity_key", rows.KEY, "made_at")]
+
+    async def revoke_key(self, id_: str, actor: str, now_s: float) -> None:
+        await self._revoke("key", id_, actor, now_s)
+
+    async def add_invite(self, invite: Invite, actor: str) -> None:
+        async with self._connections.transaction() as connection:
+            insert = f"INSERT INTO identity_invite ({rows.INVITE}) VALUES (%s, %s, %s, %s, %s, %s, %s, %s)"
+            await connection.execute(insert, rows.invite_row(invite))
+            record = rows.event(invite.made_at_s, actor, "invite.made", invite.id, pool=invite.pool)
+            await record_postgres(connection, [record])
+
+    async def invites(self) -> Sequence[Invite]:
+        return [rows.invite_of(row) for row in await self._all("identity_invite", rows.INVITE, "made_at")]
+
+    async def revoke_invite(self, id_: str, actor: str, now_s: float) -> None:
+        await self._revoke("invite", id_, actor, now_s)
+
+    async def enroll(self, invite_id: str, secret_hash: str, host: HostIdentity, now_s: float) -> HostIdentity:
+        async with self._connections.transaction() as connection:
+            row = await _one(connection, "identity_invite", rows.INVITE, invite_id)
+            found = None if row is None else rows.invite_of(row)
+            invite = rows.check_invite(found, secret_hash, host.public_key, now_s)
+            wanted = replace(host, pool=invite.pool, labels=invite.labels)
+            settled = await _add_host(connection, wanted, f"invite:{invite_id}", invite)
+            await connection.execute(
+                "UPDATE identity_invite SET used_by = %s WHERE id = %s", (host.public_key, invite_id)
+            )
+            return settled
+
+    async def add_host(self, host: HostIdentity, actor: str) -> HostIdentity:
+        async with self._connections.transaction() as connection:
+            return await _add_host(connection, host, actor)
+
+    async def host(self, id_: str) -> HostIdentity | None:
+        found = await self._connections.run(f"SELECT {rows.HOST} FROM identity_host WHERE id = %(id)s", {"id": id_})
+        return rows.host_of(found[0]) if found else None
+
+    async def hosts(self) -> Sequence[HostIdentity]:
+        return [rows.host_of(row) for row in await self._all("identity_host", rows.HOST, "enrolled_at")]
+
+    async def certified(self, host_id: str, until_s: float, actor: str, now_s: float) -> None:
+        async with self._connections.transaction() as connection:
+            row = await _one(connection, "identity_host", rows.HOST, host_id)
+            rows.check_certifiable(None if row is None else rows.host_of(row), host_id)
+            update = "UPDATE identity_host SET certificate_until = %s WHERE id = %s"
+            await connection.execute(update, (until_s, host_id))
+            await record_postgres(connection, [rows.event(now_s, actor, "host.certified", host_id, until_s=until_s)])
+
+    async def revoke_host(self, host_id: str, reason: str, actor: str, now_s: float) -> None:
+        await self._revoke("host", host_id, actor, now_s, reason)
+
+    async def _revoke(self, what: str, id_: str, actor: str, now_s: float, reason: str = "") -> None:
+        async with self._connections.transaction() as connection:
+            table = f"identity_{what}"
+            row = await _one(connection, table, "revoked_at", id_)
+            if row is None:
+                raise rows.missing(what, id_)
+            if row[0] is not None:
+                return
+            because = ", revoked_because = %(reason)s" if what == "host" else ""
+            await connection.execute(
+                f"UPDATE {table} SET revoked_at = %(now)s{because} WHERE id = %(id)s",
+                {"now": now_s, "id": id_, "reason": reason},
+            )
+            body = {"reason": reason} if reason else {}
+            await record_postgres(connection, [rows.event(now_s, actor, f"{what}.revoked", id_, **body)])
+
+    async def _all(self, table: str, columns: str, order: str) -> list[tuple[Any, ...]]:
+        return await self._connections.run(f"SELECT {columns} FROM {table} ORDER BY {order}, id", {})
+
+
+async def _one(connection: Any, table: str, columns: str, id_: str) -> Any:
+    cursor = await connection.execute(f"SELECT {columns} FROM {table} WHERE id = %s FOR UPDATE", (id_,))
+    return await cursor.fetchone()
+
+
+async def _add_host(connection: Any, host: HostIdentity, actor: str, invite: Invite | None = None) -> HostIdentity:
+    await connection.execute("SELECT pg_advisory_xact_lock(%s)", (_ENROLL_LOCK,))
+    cursor = await connection.execute(
+        f"SELECT {rows.HOST} FROM identity_host WHERE name = %s AND revoked_at IS NULL", (host.name,)
+    )
+    row = await cursor.fetchone()
+    settled = rows.settle_host(host, None if row is None else rows.host_of(row), invite)
+    if settled is not None:
+        return settled
+    insert = f"INSERT INTO identity_host ({rows.HOST}) VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
+    await connection.execute(insert, rows.host_row(host))
+    record = rows.event(host.enrolled_at_s, actor, "host.enrolled", host.id, name=host.name)
+    await record_postgres(connection, [record])
+    return host

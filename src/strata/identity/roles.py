@@ -1,0 +1,63 @@
+"""Who a caller is and what it may do. Roles of people are ordered; a host has none and may only act as itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+from strata.base.errors import Code, StrataError
+
+
+class Role(IntEnum):
+    """Each may do what the ones before it may."""
+
+    VIEWER = 1
+    """Reads jobs, hosts, logs and artifacts."""
+    RESEARCHER = 2
+    """Submits and cancels jobs, trains models through a training server."""
+    OPERATOR = 3
+    """Applies manifests, invites, drains and revokes hosts."""
+    ADMIN = 4
+    """Makes and revokes keys."""
+
+    @classmethod
+    def named(cls, name: str) -> Role:
+        try:
+            return cls[name.upper()]
+        except KeyError:
+            names = ", ".join(role.name.lower() for role in cls)
+            raise StrataError(Code.INVALID, f"{name!r} is not a role", hint=f"one of {names}") from None
+
+
+class Kind(StrEnum):
+    KEY = "key"
+    HOST = "host"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    kind: Kind
+    id: str
+    role: Role | None
+    """None for a host: what it may do follows from the leases it holds."""
+
+    @property
+    def actor(self) -> str:
+        """How events name the caller."""
+        return f"{self.kind}:{self.id}" if self.id else str(self.kind)
+
+    def need(self, role: Role) -> None:
+        if self.role is None or self.role < role:
+            have = "a host" if self.role is None else f"the role {self.role.name.lower()}"
+            raise StrataError(Code.FORBIDDEN, f"this needs the role {role.name.lower()}; the caller has {have}")
+
+    def need_host(self) -> str:
+        """The id of the calling host."""
+        if self.kind is not Kind.HOST:
+            raise StrataError(Code.FORBIDDEN, "only an enrolled host may do this", hint="strata join")
+        return self.id
+
+
+OPERATOR = Principal(Kind.OPERATOR, "", Role.ADMIN)
+"""Whoever has the hub's operator token."""

@@ -1,0 +1,104 @@
+"""How keys, invites and hosts lie in a table, the same in both databases, and what enrolling decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from strata.base.errors import Code, StrataError
+from strata.database.events import Event
+from strata.identity.ports import HostIdentity, Invite, Key
+from strata.identity.roles import Role
+from strata.identity.tokens import same_hash
+
+KEY: Final = "id, name, role, secret_hash, made_at, expires_at, revoked_at"
+INVITE: Final = "id, secret_hash, made_at, expires_at, pool, labels, used_by, revoked_at"
+HOST: Final = (
+    "id, name, public_key, enrolled_at, pool, labels, secret_hash, certificate_until, revoked_at, revoked_because"
+)
+
+
+def key_of(row: Sequence[Any]) -> Key:
+    id_, name, role, *rest = row
+    return Key(id_, name, Role(role), *rest)
+
+
+def key_row(key: Key) -> tuple[Any, ...]:
+    return (key.id, key.name, int(key.role), key.secret_hash, key.made_at_s, key.expires_at_s, key.revoked_at_s)
+
+
+def invite_of(row: Sequence[Any]) -> Invite:
+    id_, secret_hash, made_at_s, expires_at_s, pool, labels, *rest = row
+    return Invite(id_, secret_hash, made_at_s, expires_at_s, pool, tuple(json.loads(labels)), *rest)
+
+
+def invite_row(invite: Invite) -> tuple[Any, ...]:
+    return (
+        invite.id,
+        invite.secret_hash,
+        invite.made_at_s,
+        invite.expires_at_s,
+        invite.pool,
+        json.dumps(invite.labels),
+        invite.used_by,
+        invite.revoked_at_s,
+    )
+
+
+def host_of(row: Sequence[Any]) -> HostIdentity:
+    id_, name, public_key, enrolled_at_s, pool, labels, *rest = row
+    return HostIdentity(id_, name, public_key, enrolled_at_s, pool, tuple(json.loads(labels)), *rest)
+
+
+def host_row(host: HostIdentity) -> tuple[Any, ...]:
+    return tuple(json.dumps(value) if isinstance(value, tuple) else value for value in dataclasses.astuple(host))
+
+
+def event(at_s: float, actor: str, kind: str, subject: str, **body: Any) -> Event:
+    return Event(at_s, actor, kind, subject, body)
+
+
+def check_invite(invite: Invite | None, secret_hash: str, public_key: str, now_s: float) -> Invite:
+    """The invite, if this secret and this key may use it now. A wrong secret learns no more than an unknown id."""
+    if invite is None or not same_hash(invite.secret_hash, secret_hash):
+        raise StrataError(Code.FORBIDDEN, "the join token is not known here", hint="ask for a new one: strata invite")
+    if invite.used_by == public_key:
+        return invite
+    if invite.used_by:
+        raise StrataError(Code.FORBIDDEN, "the join token has been used", hint="each token enrolls one host")
+    if invite.revoked_at_s is not None:
+        raise StrataError(Code.FORBIDDEN, "the join token was revoked", hint="ask for a new one: strata invite")
+    if now_s >= invite.expires_at_s:
+        raise StrataError(Code.FORBIDDEN, "the join token has expired", hint="ask for a new one: strata invite")
+    return invite
+
+
+def settle_host(
+    wanted: HostIdentity, namesake: HostIdentity | None, invite: Invite | None = None
+) -> HostIdentity | None:
+    """The host that is there already, or None when `wanted` is to be added; `namesake` is the live host so named."""
+    if namesake is None:
+        if invite is not None and invite.used_by:
+            # Its host was revoked since: a token that was kept must not bring it back.
+            raise StrataError(Code.FORBIDDEN, "the join token has been used", hint="each token enrolls one host")
+        return None
+    if namesake.public_key == wanted.public_key:
+        return namesake
+    raise StrataError(
+        Code.CONFLICT,
+        f"another host is enrolled under the name {wanted.name!r}",
+        hint=f"give this one another name, or revoke that one: strata hosts revoke {namesake.id}",
+    )
+
+
+def check_certifiable(host: HostIdentity | None, host_id: str) -> None:
+    if host is None:
+        raise missing("host", host_id)
+    if host.revoked_at_s is not None:
+        raise StrataError(Code.FORBIDDEN, f"the host {host.name} was revoked: {host.revoked_because}")
+
+
+def missing(what: str, id_: str) -> StrataError:
+    return StrataError(Code.NOT_FOUND, f"there is no {what} {id_!r}")

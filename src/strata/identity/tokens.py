@@ -1,0 +1,82 @@
+"""The three texts that prove who somebody is: an API key, the secret of a host on loopback, and a join token.
+
+`tml-ID-SECRET`, `hst-ID-SECRET`, `fj1.CA_SHA256.ID.SECRET`. The id finds the row; the row keeps a hash of the secret.
+A secret has 160 random bits, so a plain SHA-256 of it cannot be reversed by guessing, and costs nothing per request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
+
+_SECRET_BYTES: Final = 20
+_ID_BYTES: Final = 6
+_BEARER: Final = re.compile(r"(tml|hst)-([0-9a-z_]{4,64})-([0-9a-f]{40})")
+_JOIN: Final = re.compile(r"fj1\.([0-9a-f]{64})\.([0-9a-f]{12})\.([0-9a-f]{40})")
+
+
+@dataclass(frozen=True)
+class Bearer:
+    """What came in an Authorization header, split."""
+
+    kind: str
+    id: str
+    secret_hash: str
+
+
+@dataclass(frozen=True)
+class JoinToken:
+    ca_sha256: str
+    """Pin of the hub's authority: compared before anything secret is sent."""
+    id: str
+    secret: Secret
+
+    def spell(self) -> str:
+        return f"fj1.{self.ca_sha256}.{self.id}.{self.secret.reveal()}"
+
+
+def new_id() -> str:
+    return secrets.token_hex(_ID_BYTES)
+
+
+def new_secret() -> Secret:
+    return Secret(secrets.token_hex(_SECRET_BYTES))
+
+
+def hash_secret(secret: Secret) -> str:
+    return hashlib.sha256(secret.reveal().encode()).hexdigest()
+
+
+def same_hash(one: str, other: str) -> bool:
+    return hmac.compare_digest(one, other)
+
+
+def spell_key(id_: str, secret: Secret) -> str:
+    return f"tml-{id_}-{secret.reveal()}"
+
+
+def spell_host_secret(host_id: str, secret: Secret) -> str:
+    return f"hst-{host_id}-{secret.reveal()}"
+
+
+def read_bearer(text: str) -> Bearer | None:
+    """None when it is not of our form at all; whether it is valid is for its row to say."""
+    found = _BEARER.fullmatch(text)
+    return None if found is None else Bearer(found[1], found[2], hash_secret(Secret(found[3])))
+
+
+def read_join_token(text: str) -> JoinToken:
+    found = _JOIN.fullmatch(text.strip())
+    if found is None:
+        # The text itself stays out of the message: it may be a real token with one character missing.
+        raise StrataError(
+            Code.INVALID, "this is not a join token", hint="copy the whole line that `strata invite` printed"
+        )
+    return JoinToken(found[1], found[2], Secret(found[3]))

@@ -1,0 +1,41 @@
+"""The same suite on both databases: a test takes `store`, and `events` to see what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from strata.database import events
+from strata.database.migrations import SqliteComponents, upgrade_postgres
+from strata.database.postgres import Connections
+from strata.database.sqlite import SqliteThread
+from strata.identity import postgres, sqlite
+from strata.identity.ports import IdentityStore
+
+ReadEvents = Callable[[str, int], Awaitable[list[events.Recorded]]]
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+async def opened(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[IdentityStore, ReadEvents]]:
+    if request.param == "sqlite":
+        thread = await SqliteThread.open(tmp_path / "hub.db", SqliteComponents([events.SQLITE, sqlite.COMPONENT]))
+        yield sqlite.SqliteIdentity(thread), lambda after, limit: events.read_sqlite(thread, after, limit)
+        await thread.close()
+        return
+    connections = Connections(request.getfixturevalue("postgres_url"), 8, 5.0, what="hub")
+    async with connections.use() as connection:
+        await upgrade_postgres(connection, [events.POSTGRES, postgres.COMPONENT])
+    yield postgres.PostgresIdentity(connections), lambda after, limit: events.read_postgres(connections, after, limit)
+    await connections.close()
+
+
+@pytest.fixture
+def store(opened: tuple[IdentityStore, ReadEvents]) -> IdentityStore:
+    return opened[0]
+
+
+@pytest.fixture
+def read_events(opened: tuple[IdentityStore, ReadEvents]) -> ReadEvents:
+    return opened[1]

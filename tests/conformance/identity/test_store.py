@@ -1,0 +1,147 @@
+"""What both databases promise about keys, invitations and hosts, and about the events of their changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from strata.base.errors import Code, StrataError
+from strata.database.events import START, Recorded
+from strata.identity.ports import HostIdentity, IdentityStore, Invite, Key
+from strata.identity.roles import Role
+
+ReadEvents = Callable[[str, int], Awaitable[list[Recorded]]]
+KEY = Key("0123456789ab", "laptop", Role.RESEARCHER, "a" * 64, 1000.0)
+INVITE = Invite("aabbccddeeff", "b" * 64, 1000.0, 2800.0, "lab", ("gpu", "linux"))
+HOST = HostIdentity("host_1", "anna", "key-of-anna", 1001.0)
+
+
+async def refusal(call: Awaitable[object]) -> StrataError:
+    with pytest.raises(StrataError) as refused:
+        await call
+    return refused.value
+
+
+async def recorded(read_events: ReadEvents, count: int, page_size: int = 100) -> list[Recorded]:
+    """PostgreSQL holds events back while any older transaction of the server runs, also one of another database."""
+    seen: list[Recorded] = []
+    async with asyncio.timeout(10):
+        while len(seen) < count:
+            seen += await read_events(seen[-1].cursor if seen else START, page_size)
+    return seen + await read_events(seen[-1].cursor, page_size)
+
+
+async def kinds(read_events: ReadEvents, count: int) -> list[tuple[str, str, str]]:
+    return [(each.event.kind, each.event.subject, each.event.actor) for each in await recorded(read_events, count)]
+
+
+async def test_a_key_is_found_until_it_is_revoked_and_stays_listed(
+    store: IdentityStore, read_events: ReadEvents
+) -> None:
+    await store.add_key(KEY, "operator")
+    assert await store.key(KEY.id) == KEY
+    assert await store.key("ffffffffffff") is None
+    await store.revoke_key(KEY.id, "operator", 2000.0)
+    await store.revoke_key(KEY.id, "operator", 3000.0)
+    assert await store.keys() == [replace(KEY, revoked_at_s=2000.0)]
+    assert await kinds(read_events, 2) == [("key.made", KEY.id, "operator"), ("key.revoked", KEY.id, "operator")]
+
+
+async def test_an_unknown_id_cannot_be_revoked(store: IdentityStore) -> None:
+    assert (await refusal(store.revoke_key("x", "operator", 0.0))).code is Code.NOT_FOUND
+    assert (await refusal(store.revoke_host("x", "gone", "operator", 0.0))).code is Code.NOT_FOUND
+    assert (await refusal(store.revoke_invite("x", "operator", 0.0))).code is Code.NOT_FOUND
+
+
+async def test_an_invitation_enrolls_one_host_with_its_pool_and_labels(
+    store: IdentityStore, read_events: ReadEvents
+) -> None:
+    await store.add_invite(INVITE, "operator")
+    host = await store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1001.0)
+    assert host == replace(HOST, pool="lab", labels=("gpu", "linux"))
+    assert await store.host(HOST.id) == host
+    assert await store.hosts() == [host]
+    assert await kinds(read_events, 2) == [
+        ("invite.made", INVITE.id, "operator"),
+        ("host.enrolled", HOST.id, f"invite:{INVITE.id}"),
+    ]
+
+
+async def test_a_lost_reply_is_repeated_and_another_key_is_refused(store: IdentityStore) -> None:
+    await store.add_invite(INVITE, "operator")
+    first = await store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1001.0)
+    again = await store.enroll(INVITE.id, INVITE.secret_hash, replace(HOST, id="host_2"), 9999.0)
+    assert again == first
+    other = replace(HOST, id="host_3", name="bob", public_key="key-of-bob")
+    refused = await refusal(store.enroll(INVITE.id, INVITE.secret_hash, other, 1002.0))
+    assert (refused.code, refused.message) == (Code.FORBIDDEN, "the join token has been used")
+
+
+async def test_a_used_invitation_does_not_bring_a_revoked_host_back(store: IdentityStore) -> None:
+    await store.add_invite(INVITE, "operator")
+    await store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1001.0)
+    await store.revoke_host(HOST.id, "stolen", "operator", 1002.0)
+    refused = await refusal(store.enroll(INVITE.id, INVITE.secret_hash, replace(HOST, id="host_2"), 1003.0))
+    assert refused.code is Code.FORBIDDEN
+    assert [host.id for host in await store.hosts()] == [HOST.id]
+
+
+@pytest.mark.parametrize(
+    ("secret_hash", "now_s", "why"),
+    [("c" * 64, 1001.0, "not known"), (INVITE.secret_hash, 2800.0, "expired")],
+)
+async def test_a_wrong_secret_and_a_late_one_are_refused(
+    store: IdentityStore, secret_hash: str, now_s: float, why: str
+) -> None:
+    await store.add_invite(INVITE, "operator")
+    refused = await refusal(store.enroll(INVITE.id, secret_hash, HOST, now_s))
+    assert refused.code is Code.FORBIDDEN
+    assert why in refused.message
+    assert await store.hosts() == []
+
+
+async def test_a_revoked_invitation_enrolls_nobody(store: IdentityStore) -> None:
+    await store.add_invite(INVITE, "operator")
+    await store.revoke_invite(INVITE.id, "operator", 1000.5)
+    assert "revoked" in (await refusal(store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1001.0))).message
+
+
+async def test_a_name_belongs_to_one_live_host(store: IdentityStore) -> None:
+    await store.add_host(HOST, "hub")
+    twin = replace(HOST, id="host_2", public_key="another key")
+    assert (await refusal(store.add_host(twin, "hub"))).code is Code.CONFLICT
+    await store.revoke_host(HOST.id, "replaced", "operator", 1002.0)
+    assert await store.add_host(twin, "hub") == twin
+
+
+async def test_a_revoked_host_gets_no_certificate(store: IdentityStore) -> None:
+    await store.add_host(HOST, "hub")
+    await store.certified(HOST.id, 5000.0, "hub", 1001.0)
+    found = await store.host(HOST.id)
+    assert found is not None
+    assert found.certificate_until_s == 5000.0
+    await store.revoke_host(HOST.id, "stolen", "operator", 1002.0)
+    refused = await refusal(store.certified(HOST.id, 9000.0, "hub", 1003.0))
+    assert refused.code is Code.FORBIDDEN
+    assert "stolen" in refused.message
+
+
+async def test_of_many_machines_with_one_token_exactly_one_is_enrolled(store: IdentityStore) -> None:
+    await store.add_invite(INVITE, "operator")
+    crowd = [replace(HOST, id=f"host_{n}", name=f"name{n}", public_key=f"key{n}") for n in range(16)]
+    results = await asyncio.gather(
+        *(store.enroll(INVITE.id, INVITE.secret_hash, host, 1001.0) for host in crowd), return_exceptions=True
+    )
+    assert sum(isinstance(result, HostIdentity) for result in results) == 1
+    assert len(await store.hosts()) == 1
+
+
+async def test_events_are_read_page_by_page_without_a_gap(store: IdentityStore, read_events: ReadEvents) -> None:
+    keys = [replace(KEY, id=f"{n:012x}", name=f"key {n}") for n in range(30)]
+    await asyncio.gather(*(store.add_key(key, "operator") for key in keys))
+    seen = await recorded(read_events, len(keys), page_size=7)
+    assert sorted(each.event.subject for each in seen) == [key.id for key in keys]
+    assert (await refusal(read_events("not a cursor", 7))).code is Code.INVALID

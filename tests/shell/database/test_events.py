@@ -1,0 +1,31 @@
+"""A feed on PostgreSQL misses nothing although transactions commit in another order than they took their numbers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from strata.database.events import POSTGRES, START, Event, read_postgres, record_postgres
+from strata.database.migrations import upgrade_postgres
+from strata.database.postgres import Connections
+
+
+def event(subject: str) -> Event:
+    return Event(1.0, "hub", "test.happened", subject, {"n": 1})
+
+
+async def test_a_slow_transaction_with_an_older_number_is_not_skipped(postgres_url: str) -> None:
+    connections = Connections(postgres_url, 4, 5.0, what="hub")
+    async with connections.use() as connection:
+        await upgrade_postgres(connection, [POSTGRES])
+    async with connections.transaction() as slow:
+        await record_postgres(slow, [event("slow")])
+        async with connections.transaction() as quick:
+            await record_postgres(quick, [event("quick")])
+        before = await read_postgres(connections, START, 10)
+    seen = before
+    async with asyncio.timeout(10):
+        while len(seen) < 2:
+            seen += await read_postgres(connections, seen[-1].cursor if seen else START, 10)
+    assert sorted(each.event.subject for each in seen) == ["quick", "slow"]
+    assert [each.event.subject for each in await read_postgres(connections, START, 10, subject="slow")] == ["slow"]
+    await connections.close()

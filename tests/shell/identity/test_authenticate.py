@@ -1,0 +1,154 @@
+"""Who is calling, from what a request carries; and how a machine becomes a host."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from strata.base.clock import ManualClock
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
+from strata.database import events
+from strata.database.migrations import SqliteComponents
+from strata.database.sqlite import SqliteThread
+from strata.identity.authenticate import REMEMBERED_S, Authenticator, Credentials
+from strata.identity.ca import Authority
+from strata.identity.enroll import Enrollment, make_key
+from strata.identity.roles import OPERATOR, Kind, Principal, Role
+from strata.identity.sqlite import COMPONENT, SqliteIdentity
+from strata.identity.tokens import read_join_token
+
+TOKEN = Secret("the operator's token, long enough")
+
+
+@dataclass
+class Site:
+    store: SqliteIdentity
+    clock: ManualClock
+    authority: Authority
+    who: Authenticator
+    enrollment: Enrollment
+
+    async def refused(self, credentials: Credentials) -> StrataError:
+        with pytest.raises(StrataError) as refused:
+            await self.who.identify(credentials)
+        return refused.value
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    thread = await SqliteThread.open(tmp_path / "hub.db", SqliteComponents([events.SQLITE, COMPONENT]))
+    clock = ManualClock(wall_s=1_800_000_000.0)
+    store, authority = SqliteIdentity(thread), Authority.create("test", clock.wall_s())
+    who = Authenticator(store, clock, authority=authority, operator_token=TOKEN)
+    yield Site(store, clock, authority, who, Enrollment(store, authority, clock))
+    await thread.close()
+
+
+def request() -> bytes:
+    key = ec.generate_private_key(ec.SECP256R1())
+    csr = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    return csr.public_bytes(serialization.Encoding.PEM)
+
+
+def certificate(pem: bytes) -> Credentials:
+    return Credentials(certificate_der=ssl.PEM_cert_to_DER_cert(pem.decode()))
+
+
+async def test_nothing_and_nonsense_are_nobody(site: Site) -> None:
+    for credentials in (
+        Credentials(),
+        Credentials(bearer="tml-000000000000-" + "0" * 40),
+        Credentials(bearer="tml-x"),
+        Credentials(operator_token="wrong"),
+        Credentials(bearer="\udcff"),
+    ):
+        assert (await site.refused(credentials)).code is Code.UNAUTHENTICATED
+
+
+async def test_the_operator_token_counts_in_both_places(site: Site) -> None:
+    assert await site.who.identify(Credentials(operator_token=TOKEN.reveal())) == OPERATOR
+    assert await site.who.identify(Credentials(bearer=TOKEN.reveal())) == OPERATOR
+
+
+async def test_a_key_has_its_role_until_it_is_revoked_or_expires(site: Site) -> None:
+    key, text = await make_key(site.store, site.clock, OPERATOR, name="laptop", role=Role.RESEARCHER, valid_s=100)
+    principal = await site.who.identify(Credentials(bearer=text))
+    assert (principal.kind, principal.role, principal.actor) == (Kind.KEY, Role.RESEARCHER, f"key:{key.id}")
+    principal.need(Role.VIEWER)
+    with pytest.raises(StrataError, match="needs the role operator"):
+        principal.need(Role.OPERATOR)
+    await site.clock.advance(101)
+    assert "expired" in (await site.refused(Credentials(bearer=text))).message
+    forged = text[:-1] + ("0" if text[-1] != "0" else "1")
+    assert (await site.refused(Credentials(bearer=forged))).code is Code.UNAUTHENTICATED
+
+
+async def test_a_revocation_takes_effect_within_the_time_a_row_is_remembered(site: Site) -> None:
+    key, text = await make_key(site.store, site.clock, OPERATOR, name="laptop", role=Role.VIEWER)
+    await site.who.identify(Credentials(bearer=text))
+    await site.store.revoke_key(key.id, "operator", site.clock.wall_s())
+    await site.clock.advance(REMEMBERED_S)
+    assert "revoked" in (await site.refused(Credentials(bearer=text))).message
+
+
+async def test_a_joined_host_is_known_by_its_certificate_and_renews_it(site: Site) -> None:
+    token = read_join_token((await site.enrollment.invite(OPERATOR, pool="lab")).spell())
+    assert token.ca_sha256 == site.authority.pin
+    csr = request()
+    enrolled = await site.enrollment.join(token.id, token.secret, "anna", csr)
+    again = await site.enrollment.join(token.id, token.secret, "anna", csr)
+    assert again.host.id == enrolled.host.id
+    principal = await site.who.identify(certificate(enrolled.certificate.certificate_pem))
+    assert principal == Principal(Kind.HOST, enrolled.host.id, None)
+    await site.clock.advance(12 * 3600)
+    renewed = await site.enrollment.renew(principal, csr)
+    assert renewed.until_s > enrolled.certificate.until_s
+    with pytest.raises(StrataError, match="the key the host enrolled with"):
+        await site.enrollment.renew(principal, request())
+    with pytest.raises(StrataError, match="needs the role viewer"):
+        principal.need(Role.VIEWER)
+
+
+async def test_a_revoked_host_is_refused_although_its_certificate_lives_on(site: Site) -> None:
+    token = await site.enrollment.invite(OPERATOR)
+    enrolled = await site.enrollment.join(token.id, token.secret, "anna", request())
+    await site.store.revoke_host(enrolled.host.id, "stolen", "operator", site.clock.wall_s())
+    refused = await site.refused(certificate(enrolled.certificate.certificate_pem))
+    assert (refused.code, "stolen" in refused.message) == (Code.FORBIDDEN, True)
+
+
+async def test_a_local_agent_is_known_by_its_secret(site: Site) -> None:
+    host, text = await site.enrollment.add_local("here")
+    assert await site.who.identify(Credentials(bearer=text)) == Principal(Kind.HOST, host.id, None)
+    assert (await site.refused(Credentials(bearer=text[:-1] + "g"))).code is Code.UNAUTHENTICATED
+
+
+async def test_people_without_the_role_invite_nobody_and_make_no_keys(site: Site) -> None:
+    viewer = Principal(Kind.KEY, "k", Role.VIEWER)
+    with pytest.raises(StrataError, match="needs the role operator"):
+        await site.enrollment.invite(viewer)
+    with pytest.raises(StrataError, match="needs the role admin"):
+        await make_key(site.store, site.clock, viewer, name="x", role=Role.ADMIN)
+
+
+@pytest.mark.parametrize("name", ["", "-x", "a b", "x" * 65, "../x", "a\n"])
+async def test_names_that_are_no_host_names_are_refused(site: Site, name: str) -> None:
+    token = await site.enrollment.invite(OPERATOR)
+    with pytest.raises(StrataError) as refused:
+        await site.enrollment.join(token.id, token.secret, name, request())
+    assert refused.value.code is Code.INVALID
+
+
+@pytest.mark.parametrize("text", ["", "fj1", "fj2." + "0" * 64 + "." + "0" * 12 + "." + "0" * 40])
+def test_a_text_that_is_no_join_token_is_refused_without_repeating_it(text: str) -> None:
+    with pytest.raises(StrataError) as refused:
+        read_join_token(text)
+    assert "0000" not in str(refused.value)
