@@ -24,7 +24,7 @@ TORCH := 2.13.0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test e2e bench soak docs services constraints proto contract format clean installed
+.PHONY: help setup check lint rules test e2e bench soak docs services constraints proto contract diagrams format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,7 +73,7 @@ services: installed ## run the servers the tests need, in the foreground, and pr
 
 constraints: installed ## pin all packages of pyproject.toml again, with hashes
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --python-version 3.11 \
-		--extra sdk --extra worker --extra data --extra hub --extra postgres --extra dev \
+		--extra sdk --extra worker --extra worker-data --extra hub --extra postgres --extra dev \
 		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints.txt
 
 # The files are compiled as strata/coord/pb/*.proto, so that the generated imports are right as they are. A compatible contract
@@ -85,6 +85,9 @@ proto: installed ## write src/strata/coord/pb and the accepted contract from the
 		--python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) \
 		strata/coord/pb/coordinator.proto
 	$(BIN)/buf build proto --as-file-descriptor-set --exclude-source-info -o $(ACCEPTED)
+
+diagrams: installed ## write the state tables of docs/coordinator.md from the core
+	$(BIN)/python -m tests.rules.diagrams
 
 format: installed ## let ruff format the code and repair what it can
 	$(BIN)/ruff check --fix-only --exit-zero .

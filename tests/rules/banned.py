@@ -15,10 +15,14 @@ from typing import Final
 UNPICKLERS: Final = {"_pickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "pickle", "shelve"}
 
 CORE_IMPORTS: Final = (
-    "__future__", "bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "msgspec", "typing",
-    "strata.base.digest", "strata.base.errors", "strata.base.ids",
+    "__future__", "bisect", "collections", "dataclasses", "enum", "fnmatch", "heapq", "itertools", "math", "msgspec",
+    "typing", "strata.base.digest", "strata.base.errors", "strata.base.ids", "strata.base.suggest", "strata.base.toml",
 )  # fmt: skip
-CORE_NUMPY: Final = {"src/strata/coord/core/permutation.py", "src/strata/coord/core/placement.py"}
+CORE_NUMPY: Final = {
+    "src/strata/coord/core/permutation.py",
+    "src/strata/coord/core/placement.py",
+    "src/strata/coord/core/rendezvous.py",
+}
 """numpy is arithmetic here, no I/O: a placement scores millions of pairs, which takes seconds in plain Python."""
 CORE_CALLS: Final = (
     "asyncio", "date.today", "datetime.now", "datetime.today", "datetime.utcnow", "eval", "exec", "input", "open", "os",

@@ -77,14 +77,16 @@ def load(
     file: Path | None,
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
 ) -> T:
     """`kind` from `[section]` of the file, `STRATA_<SECTION>_…` and flags.
 
     Flags are named by dotted path (`"journal.database"`); None means that the flag was not given. Text from the
     environment and from flags is read as the field's type: yes/no, numbers, `a,b,c` or `["a", "b"]`; an empty text is
-    None for an optional field. Other tables of the file belong to other sections.
+    None for an optional field. Other tables of the file belong to other sections. `aliases` are variables that other
+    programs gave a name, each with the setting it stands for: weaker than our own and than the file, the first counts.
     """
-    return load_explained(kind, section=section, file=file, environ=environ, flags=flags).value
+    return load_explained(kind, section=section, file=file, environ=environ, flags=flags, aliases=aliases).value
 
 
 def load_explained(
@@ -94,6 +96,7 @@ def load_explained(
     file: Path | None,
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
 ) -> Explained[T]:
     """Like `load`, and says of every value where it comes from."""
     if environ is None:
@@ -101,6 +104,7 @@ def load_explained(
     schema = describe(kind)
     given = _Given(section, file)
     known = variables(section, schema)
+    given.read_aliases(schema, aliases or {}, environ)
     if file is not None:
         given.read_file(schema, file)
     given.read_environment(known, environ)
@@ -183,6 +187,12 @@ class _Given:
             seen[path] = name
             value = {"file": environ[name]} if variable.names_file else environ[name]
             self._put(path, _Value(value, Origin("env", name), from_text=not variable.names_file))
+
+    def read_aliases(self, schema: Group, aliases: Mapping[str, str], environ: Mapping[str, str]) -> None:
+        known = {".".join(leaf.path): leaf for leaf in schema.leaves()}
+        for name in reversed([*aliases]):
+            if environ.get(name):
+                self._put(known[aliases[name]].path, _Value(environ[name], Origin("env", name), from_text=True))
 
     def read_flags(self, schema: Group, flags: Mapping[str, Any]) -> None:
         known = {".".join(leaf.path): leaf for leaf in schema.leaves()}

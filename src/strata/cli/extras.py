@@ -19,8 +19,10 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "grpc_reflection": "grpcio-reflection",
     "httpx": "httpx",
     "numpy": "numpy",
+    "obstore": "obstore",
     "psutil": "psutil",
     "psycopg": "psycopg",
+    "pyarrow": "pyarrow",
     "safetensors": "safetensors",
     "starlette": "starlette",
     "torch": "torch",
@@ -28,6 +30,7 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "uvicorn": "uvicorn",
     "uvloop": "uvloop",
     "zmq": "pyzmq",
+    "zstandard": "zstandard",
 }
 """Import name to distribution. A package that is absent cannot say which distribution it came from; a test compares
 this table with the extras of the project."""

@@ -1,0 +1,1 @@
+"""Which host trains which job: the manifest, the queue, leases, hosts and artifacts."""

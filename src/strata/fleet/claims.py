@@ -1,0 +1,64 @@
+"""Claims that wait: many long polls, one transaction at a time, and nobody asks twice while nothing has changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from strata.base.errors import StrataError
+from strata.fleet.ports import Claim, Lease, Store
+
+BATCH: Final = 64
+"""Claims that share a transaction at most; those that come while it runs share the next."""
+
+
+class Changes:
+    """Tells those who wait that there may be work: a new job, the end of a back-off, a lease that ran out."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def next(self) -> asyncio.Event:
+        """Set at the next change. Take it before looking: a change in between is not missed."""
+        return self._changed
+
+
+class ClaimQueue:
+    def __init__(self, store: Store, lease_s: float, now_s: Callable[[], float]) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._now_s = now_s
+        self._waiting: list[tuple[Claim, asyncio.Future[Sequence[Lease]]]] = []
+        self._serving: asyncio.Task[None] | None = None
+
+    async def ask(self, claim: Claim) -> Sequence[Lease]:
+        reply: asyncio.Future[Sequence[Lease]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((claim, reply))
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+        return await reply
+
+    async def _serve(self) -> None:
+        while self._waiting:
+            batch = [(claim, reply) for claim, reply in self._waiting[:BATCH] if not reply.done()]
+            del self._waiting[:BATCH]
+            if batch:
+                await self._answer(batch)
+
+    async def _answer(self, batch: list[tuple[Claim, asyncio.Future[Sequence[Lease]]]]) -> None:
+        try:
+            given = await self._store.claim([claim for claim, _ in batch], self._lease_s, self._now_s())
+        except StrataError as error:
+            for _, reply in batch:
+                if not reply.done():
+                    reply.set_exception(error)
+            return
+        # Who has gone meanwhile asks again under the same claim_id, and gets the same.
+        for (_, reply), leases in zip(batch, given, strict=True):
+            if not reply.done():
+                reply.set_result(leases)

@@ -1,0 +1,108 @@
+"""What a host is (`Capability`, as its agent detects it), and what matching looks at (`Profile`).
+
+A profile is bucketed, so that noise between two boots does not make a new one, and so that a card sold as 24 GiB, which
+reports 23.99, satisfies `min_vram_gib = 24`: memory is rounded to the nearest half GiB. Rounding is monotone, so more
+memory never makes a host eligible for less. What the manifest declares for a host can lower what was detected, never
+raise it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from strata.base.ids import content_id
+from strata.fleet.core.jobspec import HostSpec, QuietHours
+from strata.fleet.core.requirement import Count, Label, LabelValue, Name, without_defaults
+
+GIB: Final = 1024**3
+_BUCKETS_PER_GIB: Final = 2
+_Amount = TypeVar("_Amount", int, float)
+
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: Text
+    vram_bytes: Bytes
+
+
+class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """As detected; an empty text means that there is none, or that it is not known."""
+
+    hostname: Name
+    os: Text = ""
+    """`linux`, `windows`, `darwin`."""
+    arch: Text = ""
+    """`x86_64`, `aarch64`."""
+    cores: Count = 1
+    ram_bytes: Bytes = 0
+    cuda: Text = ""
+    """The version of CUDA the trainer's interpreter can use. Empty: no CUDA, even if there is a card."""
+    gpus: tuple[Gpu, ...] = ()
+    torch: Text = ""
+    python: Text = ""
+    git_commit: Text = ""
+    labels: dict[Label, LabelValue] = {}
+    utc_offset_min: Annotated[int, msgspec.Meta(ge=-1440, le=1440)] = 0
+    """Of the host's wall clock at this moment: quiet hours are the owner's hours."""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """All of a host that decides which requirement classes it may serve; equal profiles serve the same classes."""
+
+    host: Name
+    os: Text = ""
+    arch: Text = ""
+    cores: Count = 0
+    ram_gib: float = 0.0
+    cuda: bool = False
+    vram_gib: tuple[float, ...] = ()
+    """One per GPU, the largest first."""
+    labels: dict[Label, LabelValue] = {}
+    slots: int = 1
+    allow_jobs: tuple[str, ...] | None = None
+    deny_jobs: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return content_id("profile", 1, without_defaults(self))
+
+
+def profile(capability: Capability, policy: HostSpec | None = None) -> Profile:
+    """The profile of a host with this policy; without one, everything is allowed and there is one slot."""
+    name = capability.hostname if policy is None else policy.name
+    policy = policy or HostSpec(name=name)
+    cards = sorted((bucket_gib(gpu.vram_bytes) for gpu in capability.gpus), reverse=True)
+    return Profile(
+        host=name,
+        os=str.lower(capability.os),
+        arch=str.lower(capability.arch),
+        cores=_at_most(capability.cores, policy.cores),
+        ram_gib=_at_most(bucket_gib(capability.ram_bytes), policy.ram_gib),
+        cuda=bool(capability.cuda) and policy.cuda is not False,
+        vram_gib=tuple(_at_most(card, policy.vram_gib) for card in cards),
+        labels=capability.labels | policy.labels,
+        slots=policy.slots,
+        allow_jobs=policy.allow_jobs,
+        deny_jobs=policy.deny_jobs,
+    )
+
+
+def bucket_gib(size_bytes: int) -> float:
+    """To the nearest half GiB."""
+    return (2 * _BUCKETS_PER_GIB * size_bytes + GIB) // (2 * GIB) / _BUCKETS_PER_GIB
+
+
+def in_quiet_hours(hours: tuple[QuietHours, ...], capability: Capability, now_s: float) -> QuietHours | None:
+    """The quiet hours the host is in, by its own wall clock; it claims nothing then, and finishes what it has."""
+    local_min = int(now_s // 60) + capability.utc_offset_min
+    # 1 January 1970 was a Thursday; weeks start on Monday.
+    day, minute = (local_min // 1440 + 3) % 7, local_min % 1440
+    return next((each for each in hours if each.covers(day, minute)), None)
+
+
+def _at_most(detected: _Amount, declared: _Amount | None) -> _Amount:
+    return detected if declared is None else min(detected, declared)

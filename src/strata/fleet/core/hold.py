@@ -1,0 +1,59 @@
+"""Where an attempt stands when its host speaks: the one judgement that both stores make, inside their transactions."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from strata.base.errors import Code, StrataError
+from strata.fleet.core.job import HELD, TERMINAL, Status
+
+
+class Standing(StrEnum):
+    HELD = "held"
+    EXPIRED = "expired"
+    """The lease ran out and nobody else has claimed the job: a sign of life revives it."""
+    ENDED = "ended"
+    """The job is terminal, by this attempt, by cancel or otherwise."""
+    OVER = "over"
+    """This attempt has ended and the job waits for its next one."""
+    STALE = "stale"
+    """Another attempt has begun, or it was never this host's."""
+
+
+ALIVE: Final = frozenset({Standing.HELD, Standing.EXPIRED})
+"""The attempt may still end by its own report."""
+
+
+def standing(status: Status, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> Standing:
+    """`current` and `claimed` are (epoch, host): of the job, and of who speaks. `leased`: the lease row is there."""
+    if current != claimed:
+        return Standing.STALE
+    if status in TERMINAL:
+        return Standing.ENDED
+    if status in HELD:
+        return Standing.HELD
+    return Standing.EXPIRED if leased else Standing.OVER
+
+
+def stale(job_id: str, epoch: int, current: int) -> StrataError:
+    return StrataError(
+        Code.STALE,
+        f"attempt {epoch} of {job_id} is over; the job is at attempt {current}",
+        hint="stop the child and drop its result",
+        epoch=current,
+    )
+
+
+def unknown_job(job_id: str) -> StrataError:
+    return StrataError(Code.NOT_FOUND, f"there is no job {job_id!r}")
+
+
+def already_ended(job_id: str, status: Status) -> StrataError:
+    return StrataError(
+        Code.CONFLICT, f"{job_id} is {status} already; this result is kept as an orphan", status=status.value
+    )
+
+
+def outdated_plan(job_id: str) -> StrataError:
+    return StrataError(Code.CONFLICT, f"{job_id} was added by somebody else since this was planned", hint="apply again")

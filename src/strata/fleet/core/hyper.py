@@ -1,0 +1,256 @@
+"""Hyper-parameters against the trainer's JSON Schema, before anything is queued.
+
+A subset of Draft 2020-12, closed on both sides. A keyword that is not known here is an error of the schema, never
+ignored: a check that silently does not happen is worse than none. And an object with `properties` takes no other keys
+unless `additionalProperties` says so. The standard would let them pass, and a misspelt hyper-parameter with them, which
+is the very mistake this module exists for.
+
+The `jsonschema` package is not used: with its dependencies it is five distributions, one of them compiled, in a base
+install that is held to twelve in all; a core may not import it; and neither of the two rules above is its own. What is
+here is compared with a full implementation in the tests.
+
+`pattern` is refused: Python's regular expressions can take exponential time, and a manifest may come from anybody who
+may submit jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from strata.base.digest import canonical_json
+from strata.base.errors import Code, StrataError
+from strata.base.suggest import suggestion
+from strata.fleet.core.hyper_schema import Path, resolve, schema_problems, shown
+
+_MAX_STEPS: Final = 20_000
+_NO_NAMES: Final[frozenset[str]] = frozenset()
+
+
+class Finding(msgspec.Struct, frozen=True):
+    path: Path
+    """Inside the value that was checked."""
+    message: str
+
+
+class Schema:
+    """A schema that was found to contain nothing this module does not understand."""
+
+    def __init__(self, root: Any, *, source: str = "schema") -> None:
+        problems = schema_problems(root)
+        if problems:
+            lines = tuple(f"{source}: {problem}" for problem in problems)
+            raise StrataError(Code.INVALID, "\n".join(lines), problems=lines)
+        self.root = root
+
+    def check(self, value: Any) -> list[Finding]:
+        """Everything that is wrong with `value`, in its own order."""
+        return list(_check(_Walk(self.root), self.root, value, (), _NO_NAMES))
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One check. Alternatives inside alternatives multiply, so what a check may cost is bounded."""
+
+    root: Any
+    steps_left: int = _MAX_STEPS
+
+    def step(self) -> None:
+        self.steps_left -= 1
+        if self.steps_left < 0:
+            raise StrataError(Code.INVALID, "the schema has too many alternatives inside alternatives for this value")
+
+
+def _check(walk: _Walk, schema: Any, value: Any, path: Path, around: frozenset[str] | None) -> Iterator[Finding]:
+    """`around`: property names known to schemas this one is combined with for the same object; None: it is open."""
+    walk.step()
+    if schema is True:
+        return
+    if schema is False:
+        yield Finding(path, "nothing is allowed here")
+        return
+    if "type" in schema and not _has_type(value, schema["type"]):
+        yield Finding(path, f"expected {_spoken(schema['type'])}, found {shown(value)}")
+        return
+    for keyword, limit in schema.items():
+        rule = _RULES.get(keyword)
+        message = rule(limit, value) if rule else None
+        if message:
+            yield Finding(path, message)
+    if isinstance(value, dict):
+        yield from _object(walk, schema, value, path, around)
+    if isinstance(value, list):
+        yield from _array(walk, schema, value, path)
+    yield from _combined(walk, schema, value, path, around)
+
+
+def _object(
+    walk: _Walk, schema: Mapping[str, Any], value: dict[str, Any], path: Path, around: frozenset[str] | None
+) -> Iterator[Finding]:
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in value:
+            yield Finding(path, f"{name} is required")
+    # Where alternatives or references follow, each of them is closed with the names of this one; here it is too early.
+    later = any(word in schema for word in ("anyOf", "oneOf", "allOf", "$ref"))
+    known = _NO_NAMES if later or around is None else around | properties.keys()
+    more = schema.get("additionalProperties")
+    for name, inner in value.items():
+        if name in properties:
+            yield from _check(walk, properties[name], inner, (*path, name), _NO_NAMES)
+        elif more is False:
+            yield _unknown(path, name, properties)
+        elif more is not None:
+            yield from _check(walk, more, inner, (*path, name), _NO_NAMES)
+        elif known and name not in known:
+            yield _unknown(path, name, known)
+
+
+def _unknown(path: Path, name: str, known: Any) -> Finding:
+    return Finding((*path, name), f"unknown{suggestion(name, sorted(known))}")
+
+
+def _array(walk: _Walk, schema: Mapping[str, Any], value: list[Any], path: Path) -> Iterator[Finding]:
+    first = schema.get("prefixItems", [])
+    for index, inner in enumerate(value):
+        here = first[index] if index < len(first) else schema.get("items", True)
+        yield from _check(walk, here, inner, (*path, index), _NO_NAMES)
+    if schema.get("uniqueItems") and len({canonical_json(inner) for inner in value}) < len(value):
+        yield Finding(path, "the items must differ from each other")
+
+
+def _combined(
+    walk: _Walk, schema: Mapping[str, Any], value: Any, path: Path, around: frozenset[str] | None
+) -> Iterator[Finding]:
+    own = None if around is None or "additionalProperties" in schema else around | schema.get("properties", {}).keys()
+    together = [*schema.get("allOf", ())]
+    if "$ref" in schema:
+        together.append(resolve(walk.root, schema["$ref"]))
+    if together:
+        # An object is closed against all that its parts know together, unless one of them speaks of additional ones.
+        open_ = any(isinstance(each, dict) and "additionalProperties" in each for each in together)
+        names = None if own is None or open_ else own.union(*(_names(walk.root, each, _NO_NAMES) for each in together))
+        for each in together:
+            yield from _check(walk, each, value, path, names)
+    for word in ("anyOf", "oneOf"):
+        if word in schema:
+            yield from _alternatives(walk, schema[word], value, path, own, only_one=word == "oneOf")
+
+
+def _alternatives(
+    walk: _Walk, schemas: list[Any], value: Any, path: Path, around: frozenset[str] | None, *, only_one: bool
+) -> Iterator[Finding]:
+    outcomes = [list(_check(walk, each, value, path, around)) for each in schemas]
+    fitting = sum(not findings for findings in outcomes)
+    if fitting == 1 or (fitting and not only_one):
+        return
+    if fitting:
+        yield Finding(path, f"fits {fitting} of the alternatives, and only one is allowed: {shown(value)}")
+        return
+    # The alternative whose complaints are deepest is the one that was meant; of plain types none is, so name them all.
+    best = max(outcomes, key=lambda findings: (min(len(each.path) for each in findings), -len(findings)))
+    if any(each.path == path for each in best) and len(outcomes) > 1:
+        here = [finding.message for findings in outcomes for finding in findings if finding.path == path]
+        yield Finding(path, " or ".join(dict.fromkeys(here)))
+    else:
+        yield from best
+
+
+def _names(root: Any, schema: Any, seen: frozenset[str]) -> frozenset[str]:
+    """All property names that a schema speaks about at its own level, alternatives included."""
+    if not isinstance(schema, dict):
+        return _NO_NAMES
+    names = frozenset(schema.get("properties", {}))
+    for word in ("allOf", "anyOf", "oneOf"):
+        names = names.union(*(_names(root, each, seen) for each in schema.get(word, ())))
+    reference = schema.get("$ref")
+    if reference is not None and reference not in seen:
+        names |= _names(root, resolve(root, reference), seen | {reference})
+    return names
+
+
+def _has_type(value: Any, wanted: str | list[str]) -> bool:
+    return any(_TYPES[each](value) for each in ([wanted] if isinstance(wanted, str) else wanted))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_TYPES: Final[dict[str, Callable[[Any], bool]]] = {
+    "string": lambda value: isinstance(value, str),
+    "boolean": lambda value: isinstance(value, bool),
+    "number": _is_number,
+    # 1.0 is an integer in JSON Schema: JSON does not tell the two apart.
+    "integer": lambda value: _is_number(value) and (isinstance(value, int) or value.is_integer()),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "null": lambda value: value is None,
+}
+
+
+def _spoken(wanted: str | list[str]) -> str:
+    return wanted if isinstance(wanted, str) else " or ".join(wanted)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal as JSON: 1 is 1.0, and true is not 1."""
+    return canonical_json(one) == canonical_json(other)
+
+
+def _enum(limit: Any, value: Any) -> str | None:
+    if any(_same(value, each) for each in limit):
+        return None
+    texts = [each for each in limit if isinstance(each, str)]
+    near = suggestion(value, texts) if isinstance(value, str) and len(texts) == len(limit) else ""
+    if "did you mean" in near:
+        return f"expected one of {', '.join(map(shown, limit))}, found {shown(value)}{near}"
+    return f"expected one of {', '.join(map(shown, limit))}, found {shown(value)}"
+
+
+def _bound(fits: Callable[[Any, Any], bool], words: str) -> Callable[[Any, Any], str | None]:
+    def rule(limit: Any, value: Any) -> str | None:
+        if not _is_number(value) or fits(value, limit):
+            return None
+        return f"expected {words} {shown(limit)}, found {shown(value)}"
+
+    return rule
+
+
+def _length(kind: type, words: str, fits: Callable[[int, Any], bool]) -> Callable[[Any, Any], str | None]:
+    def rule(limit: Any, value: Any) -> str | None:
+        if not isinstance(value, kind) or fits(len(value), limit):  # type: ignore[arg-type]
+            return None
+        return f"expected {words.format(limit)}, found {len(value)}"  # type: ignore[arg-type]
+
+    return rule
+
+
+def _multiple(limit: Any, value: Any) -> str | None:
+    if not _is_number(value):
+        return None
+    parts = value / limit
+    # 0.3 is meant to be a multiple of 0.1, although the quotient of the doubles is not whole.
+    if abs(parts - round(parts)) <= 1e-9 * max(1.0, abs(parts)):
+        return None
+    return f"expected a multiple of {shown(limit)}, found {shown(value)}"
+
+
+_RULES: Final[dict[str, Callable[[Any, Any], str | None]]] = {
+    "enum": _enum,
+    "const": lambda limit, value: None if _same(limit, value) else f"expected {shown(limit)}, found {shown(value)}",
+    "minimum": _bound(lambda value, limit: value >= limit, "at least"),
+    "maximum": _bound(lambda value, limit: value <= limit, "at most"),
+    "exclusiveMinimum": _bound(lambda value, limit: value > limit, "more than"),
+    "exclusiveMaximum": _bound(lambda value, limit: value < limit, "less than"),
+    "multipleOf": _multiple,
+    "minLength": _length(str, "at least {} characters", lambda size, limit: size >= limit),
+    "maxLength": _length(str, "at most {} characters", lambda size, limit: size <= limit),
+    "minItems": _length(list, "at least {} items", lambda size, limit: size >= limit),
+    "maxItems": _length(list, "at most {} items", lambda size, limit: size <= limit),
+    "minProperties": _length(dict, "at least {} keys", lambda size, limit: size >= limit),
+    "maxProperties": _length(dict, "at most {} keys", lambda size, limit: size <= limit),
+}

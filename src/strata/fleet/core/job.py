@@ -1,0 +1,143 @@
+"""The life of a job, as one table. A status changes through `NEXT` and in no other way; what is absent is illegal.
+
+The guards of the stores (`WHERE status IN …`) come from `sources`, the picture in the documents from `diagram`.
+
+Three things the table does not show, because they are about the attempt and not about the job:
+
+- Every write of a host carries the epoch of its attempt. The epoch is compared before the table is asked, so a host
+  that was replaced is refused with STALE whatever the status is.
+- An expired lease leaves its row behind, and only that row allows REVIVE. So a late report of an unclaimed job is
+  REVIVE and then the event itself, in one transaction; a job that is pending for another reason (never claimed,
+  retried, requeued) cannot be revived.
+- The first terminal write wins. A result that comes after it is kept as an orphan and moves nothing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from strata.base.errors import Code, StrataError
+
+
+class Status(StrEnum):
+    PENDING = "pending"
+    """Waits for a host, for the jobs it comes after, or for the end of a back-off."""
+    CLAIMED = "claimed"
+    """A host holds the lease and prepares: source, environment, data."""
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Event(StrEnum):
+    CLAIM = "claim"
+    """A host takes the job: the epoch grows by one."""
+    START = "start"
+    """The host's child process runs."""
+    COMPLETE = "complete"
+    FAIL = "fail"
+    """The end: a failure that may not be tried again."""
+    RETRY = "retry"
+    """A failure that may be tried again, perhaps after a back-off."""
+    EXPIRE = "expire"
+    """The lease ran out. The epoch stays, and so does the lease's row."""
+    REVIVE = "revive"
+    """A sign of life under the epoch of an expired lease, before anybody else claimed the job."""
+    CANCEL = "cancel"
+    REQUEUE = "requeue"
+    """An operator wants it done again: a new budget of attempts."""
+
+
+class Cause(StrEnum):
+    """Why an attempt ended without a result."""
+
+    USER_ERROR = "user_error"
+    """The trainer exited with an error of its own."""
+    OOM = "oom"
+    """Out of memory, of the host or of the GPU."""
+    TIMEOUT = "timeout"
+    """Ran longer than the job's `timeout_s`."""
+    HOST_LOST = "host_lost"
+    """The lease ran out."""
+    PREEMPTED = "preempted"
+    """The host was drained or wanted back by its owner."""
+    CANCELLED = "cancelled"
+    INFRA = "infra"
+    """The host could not do its part: no disk space, no checkout, a broken driver."""
+
+
+CHARGED: Final = frozenset({Cause.USER_ERROR, Cause.OOM, Cause.TIMEOUT})
+"""The causes that are the job's own and consume `max_attempts`."""
+
+TERMINAL: Final = frozenset({Status.COMPLETED, Status.FAILED, Status.CANCELLED})
+HELD: Final = frozenset({Status.CLAIMED, Status.RUNNING})
+"""A host holds a lease that has not run out."""
+
+NEXT: Final[dict[tuple[Status, Event], Status]] = {
+    (Status.PENDING, Event.CLAIM): Status.CLAIMED,
+    (Status.PENDING, Event.REVIVE): Status.RUNNING,
+    (Status.PENDING, Event.CANCEL): Status.CANCELLED,
+    (Status.CLAIMED, Event.START): Status.RUNNING,
+    # The report of the start may be lost; a finished model is not thrown away for that.
+    (Status.CLAIMED, Event.COMPLETE): Status.COMPLETED,
+    (Status.CLAIMED, Event.FAIL): Status.FAILED,
+    (Status.CLAIMED, Event.RETRY): Status.PENDING,
+    (Status.CLAIMED, Event.EXPIRE): Status.PENDING,
+    (Status.CLAIMED, Event.CANCEL): Status.CANCELLED,
+    (Status.RUNNING, Event.COMPLETE): Status.COMPLETED,
+    (Status.RUNNING, Event.FAIL): Status.FAILED,
+    (Status.RUNNING, Event.RETRY): Status.PENDING,
+    (Status.RUNNING, Event.EXPIRE): Status.PENDING,
+    (Status.RUNNING, Event.CANCEL): Status.CANCELLED,
+    (Status.COMPLETED, Event.REQUEUE): Status.PENDING,
+    (Status.FAILED, Event.REQUEUE): Status.PENDING,
+    (Status.CANCELLED, Event.REQUEUE): Status.PENDING,
+}
+
+
+def may(status: Status, event: Event) -> bool:
+    return (status, event) in NEXT
+
+
+def advance(status: Status, event: Event) -> Status:
+    """Where the job is after `event`; PRECONDITION if the table does not have it."""
+    after = NEXT.get((status, event))
+    if after is None:
+        wanted = ", ".join(each for each in Status if may(each, event))
+        raise StrataError(
+            Code.PRECONDITION,
+            f"a job that is {status} cannot {event}",
+            hint=f"it has to be {wanted}",
+            status=status.value,
+            event=event.value,
+        )
+    return after
+
+
+def sources(event: Event) -> tuple[Status, ...]:
+    """The statuses in which `event` is legal, in the order of `Status`: what a guard of a store compares with."""
+    return tuple(status for status in Status if may(status, event))
+
+
+def outcomes(event: Event) -> tuple[Status, ...]:
+    """The statuses `event` can lead to. It is one for every event, so a guarded UPDATE can set it as a constant."""
+    return tuple(status for status in Status if status in {NEXT[source, event] for source in sources(event)})
+
+
+def target(event: Event) -> Status:
+    """The one status `event` leads to."""
+    (status,) = outcomes(event)
+    return status
+
+
+def diagram() -> str:
+    """The table as a Mermaid state diagram, for the documents."""
+    edges: dict[tuple[Status, Status], list[str]] = {}
+    for (status, event), after in NEXT.items():
+        edges.setdefault((status, after), []).append(event)
+    lines = ["stateDiagram-v2", f"    [*] --> {Status.PENDING}"]
+    lines += [f"    {start} --> {end}: {', '.join(events)}" for (start, end), events in edges.items()]
+    lines += [f"    {status} --> [*]" for status in Status if status in TERMINAL]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,172 @@
+"""A job, a trainer and a host as they are declared; and the identity of a job.
+
+The id of a job is `job1_` and the SHA-256 of the canonical JSON (RFC 8785) of model, mode, hyper, split_recipe,
+train_hosts and seed, and of nothing else: the same manifest read again, or written in another order, is the same jobs.
+
+- The order of keys and the spelling in the file (quotes, spaces, `1_000`, `1e3`) make no difference.
+- JSON has one kind of number: `1` and `1.0` are the same, and so are `0.0` and `-0.0`. `true` is not `1`.
+- `train_hosts` is a set: order and repetition make no difference. Every other list keeps its order.
+- Code and data enter only where `retrain_on` asks for them, so that a new commit does not retrain everything.
+- The trainer, priority, constraints and limits are how a job is done and not what it is: changing them keeps the id.
+
+A change of these rules needs a new version in the prefix. Ids are in databases, so the tests hold golden ones.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.base.ids import content_id
+from strata.fleet.core.lease import MAX_ATTEMPTS, MAX_LOST, Budget
+from strata.fleet.core.requirement import Count, Gib, Label, LabelValue, Name, Needs, RequirementClass, Seconds, Slots
+
+MAX_PRIORITY: Final = 1_000_000
+DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Attempts = Annotated[int, msgspec.Meta(ge=1, le=1000)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+JobId = Annotated[str, msgspec.Meta(pattern=r"\Ajob1_[0-9a-f]{64}\Z")]
+JobPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is stored of a job and handed to the host that claims it."""
+
+    model: Name
+    mode: Name = "default"
+    hyper: dict[str, Any] = {}
+    split_recipe: Any = None
+    """A name or a table: how the data is divided; the trainer's business."""
+    train_hosts: tuple[Text, ...] = ()
+    """Whose data is trained on, not where: that is `needs.allowed_hosts`."""
+    seed: Seed = 0
+    retrain_on: tuple[Literal["code", "data"], ...] = ()
+    code: Text = ""
+    """The digest of the trainer's source, if `retrain_on` has "code"."""
+    data: Text = ""
+
+    trainer: Name = "default"
+    name: Text = ""
+    """What the manifest calls it, for people and for `after`."""
+    needs: Needs = Needs()
+    priority: Priority = 0
+    after: tuple[JobId, ...] = ()
+    """Jobs that must be completed first."""
+    max_attempts: Attempts = MAX_ATTEMPTS
+    max_lost: Attempts = MAX_LOST
+    timeout_s: Seconds = 0.0
+    """Of one attempt. 0: as long as it takes."""
+    sweep: Text = ""
+    """The sweep that made this job."""
+
+    def __post_init__(self) -> None:
+        for field in ("train_hosts", "retrain_on", "after"):
+            msgspec.structs.force_setattr(self, field, tuple(sorted(set(getattr(self, field)))))
+
+    @property
+    def id(self) -> str:
+        return job_id(self)
+
+    @property
+    def requirement(self) -> RequirementClass:
+        return RequirementClass(self.model, self.mode, self.needs)
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(max_attempts=self.max_attempts, max_lost=self.max_lost)
+
+    @property
+    def label(self) -> str:
+        """For people: the manifest's name, or `model-mode`."""
+        return self.name or f"{self.model}-{self.mode}"
+
+
+def job_id(spec: JobSpec) -> str:
+    what: dict[str, Any] = {
+        "model": spec.model,
+        "mode": spec.mode,
+        "hyper": spec.hyper,
+        "split_recipe": spec.split_recipe,
+        "train_hosts": spec.train_hosts,
+        "seed": spec.seed,
+    }
+    for part, digest in (("code", spec.code), ("data", spec.data)):
+        if part in spec.retrain_on:
+            if not digest:
+                raise StrataError(
+                    Code.PRECONDITION,
+                    f'{spec.label}: retrain_on has "{part}", but the digest of the {part} is not known',
+                )
+            what[part] = digest
+    return content_id("job", 1, what)
+
+
+class DataSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    source: Text
+    """A path on the host or an address; the trainer's business."""
+    digest: Text = ""
+
+
+class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a job is run. Exactly one of `directory`, `git` and `bundle` says where the source comes from."""
+
+    name: Name
+    command: tuple[Text, ...]
+    """Arguments, not a line for a shell."""
+    directory: Text = ""
+    """A directory that every host has."""
+    git: Text = ""
+    commit: Text = ""
+    bundle: Text = ""
+    """The digest of an uploaded source bundle."""
+    interpreter: Text = ""
+    """The Python of the trainer: a path, or empty for the agent's own. It is what is probed for torch and CUDA."""
+    venv: Text = ""
+    """A virtual environment; its Python is the interpreter."""
+    env: dict[str, Text] = {}
+    data: dict[Label, DataSource] = {}
+    params: Text = ""
+    """The file with the JSON Schema of `hyper`, beside the manifest; or empty."""
+
+
+class QuietHours(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Minutes of the day, on some days; an end before its start is on the day after."""
+
+    days: tuple[Annotated[int, msgspec.Meta(ge=0, le=6)], ...]
+    """0 is Monday."""
+    start_min: Annotated[int, msgspec.Meta(ge=0, le=1439)]
+    end_min: Annotated[int, msgspec.Meta(ge=0, le=1440)]
+
+    def covers(self, day: int, minute: int) -> bool:
+        if self.start_min < self.end_min:
+            return day in self.days and self.start_min <= minute < self.end_min
+        return (day in self.days and minute >= self.start_min) or ((day - 1) % 7 in self.days and minute < self.end_min)
+
+    def __str__(self) -> str:
+        days = "" if len(self.days) == 7 else ",".join(DAYS[day] for day in self.days) + " "
+        return f"{days}{_clock(self.start_min)}-{_clock(self.end_min)}"
+
+
+def _clock(minute: int) -> str:
+    return f"{minute // 60:02}:{minute % 60:02}"
+
+
+class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The operator's policy for one host. What is declared of its capability caps what its agent detects."""
+
+    name: Name
+    allow_jobs: tuple[JobPattern, ...] | None = None
+    """Models, `model-mode` or globs of these. None: everything that is not denied; an empty list: nothing."""
+    deny_jobs: tuple[JobPattern, ...] = ()
+    slots: Slots = 1
+    quiet_hours: tuple[QuietHours, ...] = ()
+    labels: dict[Label, LabelValue] = {}
+    cuda: bool | None = None
+    cores: Count | None = None
+    ram_gib: Gib | None = None
+    vram_gib: Gib | None = None

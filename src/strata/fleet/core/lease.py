@@ -1,0 +1,149 @@
+"""What becomes of a job when an attempt ends without a result, and of a host whose attempts keep ending so.
+
+Every function returns its reason in words: the event log, the API and `strata why` show that same sentence.
+
+An attempt is charged to the job (`max_attempts`) only for what the job did itself. A lost host has its own, larger cap,
+because a job that kills its hosts must end as well, while a network that is down for a night must not use the job up.
+What the host could not do (`infra`), or was not allowed to finish (`preempted`), never ends a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Final
+
+import msgspec
+
+from strata.fleet.core.job import CHARGED, Cause, Event
+
+LEASE_S: Final = 45.0
+RENEW_S: Final = 10.0
+SUSPECT_S: Final = 15.0
+"""A host that was silent for so long is shown as suspect."""
+MAX_ATTEMPTS: Final = 3
+MAX_LOST: Final = 5
+QUARANTINE_JOBS: Final = 3
+
+
+class Backoff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Doubling waits. Chance spreads jobs that failed together over half of the wait: they do not return together."""
+
+    first_s: float = 5.0
+    most_s: float = 600.0
+
+    def delay_s(self, failures: int, chance: float) -> float:
+        """The wait after `failures` failures of a kind (at least 1), for a `chance` of at least 0 and below 1."""
+        # 2.0 ** 1024 overflows; long before that the cap holds.
+        full = min(self.first_s * 2.0 ** min(max(failures, 1) - 1, 64), self.most_s)
+        return full * (0.5 + chance / 2)
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_attempts: int = MAX_ATTEMPTS
+    max_lost: int = MAX_LOST
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ended attempts of a job since it was created or last requeued, *without* the one that is ending now."""
+
+    charged: int = 0
+    lost: int = 0
+    excused: int = 0
+
+    @classmethod
+    def of(cls, causes: Iterable[Cause]) -> Tally:
+        charged = lost = excused = 0
+        for cause in causes:
+            if cause in CHARGED:
+                charged += 1
+            elif cause is Cause.HOST_LOST:
+                lost += 1
+            else:
+                excused += 1
+        return cls(charged=charged, lost=lost, excused=excused)
+
+
+class Ruling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to do with the job: apply `event` through the table. `not_before_s` matters where that makes it pending."""
+
+    event: Event
+    cause: Cause
+    not_before_s: float
+    reason: str
+
+
+def after_failure(
+    cause: Cause, before: Tally, budget: Budget, *, now_s: float, chance: float, backoff: Backoff | None = None
+) -> Ruling:
+    """A host reported that its attempt ended with `cause`."""
+    backoff = backoff or Backoff()
+    if cause is Cause.CANCELLED:
+        return Ruling(event=Event.CANCEL, cause=cause, not_before_s=now_s, reason="the host reports it cancelled")
+    if cause is Cause.HOST_LOST:
+        return after_expiry(before, budget, now_s=now_s)
+    if cause in CHARGED:
+        used = before.charged + 1
+        if used >= budget.max_attempts:
+            return Ruling(
+                event=Event.FAIL,
+                cause=cause,
+                not_before_s=now_s,
+                reason=f"{cause}: attempt {used} of {budget.max_attempts} failed",
+            )
+        wait_s = backoff.delay_s(used, chance)
+        tried = f"{cause}: attempt {used} of {budget.max_attempts} failed"
+    else:
+        wait_s = backoff.delay_s(before.excused + 1, chance)
+        tried = f"{cause}: not the job's fault, no attempt is charged"
+    reason = f"{tried}; again in {wait_s:.0f} s"
+    return Ruling(event=Event.RETRY, cause=cause, not_before_s=now_s + wait_s, reason=reason)
+
+
+def after_expiry(before: Tally, budget: Budget, *, now_s: float) -> Ruling:
+    """The lease ran out. There is no back-off: nothing failed yet, and another host may be free."""
+    lost = before.lost + 1
+    if lost >= budget.max_lost:
+        reason = f"host_lost: {lost} hosts were lost while they held it, and max_lost is {budget.max_lost}"
+        return Ruling(event=Event.FAIL, cause=Cause.HOST_LOST, not_before_s=now_s, reason=reason)
+    reason = f"host_lost: the lease ran out ({lost} of {budget.max_lost}); another host may take it"
+    return Ruling(event=Event.EXPIRE, cause=Cause.HOST_LOST, not_before_s=now_s, reason=reason)
+
+
+def may_sweep(*, now_s: float, seeing_since_s: float, lease_s: float = LEASE_S) -> bool:
+    """Whether leases may expire: only once the hub could hear renewals for one full lease.
+
+    After a start, or after the database was away, every lease looks old and that is the hub's doing, not the hosts'.
+    """
+    return now_s - seeing_since_s >= lease_s
+
+
+class Quarantine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    quarantined: bool
+    reason: str
+
+
+def quarantine(
+    infra_jobs: Collection[str],
+    *,
+    serves: Collection[int],
+    others_serve: Iterable[Collection[int]],
+    limit: int = QUARANTINE_JOBS,
+) -> Quarantine:
+    """Whether a host is taken out of service.
+
+    `infra_jobs` are the different jobs that ended with `infra` on this host since its last success: one job that brings
+    infra trouble everywhere must not take the fleet down host by host. `serves` are the requirement classes of
+    unfinished jobs it is eligible for, `others_serve` the same of every other host that is online and not quarantined.
+    A host that is the last one for any class stays: a broken host may recover, none at all cannot.
+    """
+    different = len(set(infra_jobs))
+    if different < limit:
+        return Quarantine(quarantined=False, reason=f"infra failures of {different} jobs; {limit} quarantine a host")
+    covered: set[int] = set()
+    for classes in others_serve:
+        covered.update(classes)
+    alone = set(serves) - covered
+    if alone:
+        reason = f"infra failures of {different} jobs, but no other host serves {len(alone)} of its requirement classes"
+        return Quarantine(quarantined=False, reason=reason)
+    return Quarantine(quarantined=True, reason=f"infra failures of {different} different jobs in a row")

@@ -1,0 +1,307 @@
+"""`[[jobs]]` and `[[sweeps]]` of a manifest: from tables to jobs, with their order resolved to ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from strata.base.errors import StrataError
+from strata.base.suggest import suggestion
+from strata.fleet.core.hyper import Finding, Schema
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.order import cycle
+from strata.fleet.core.problems import (
+    Place,
+    Problems,
+    json_problems,
+    kinds_of,
+    read_fields,
+    table_at,
+    tables_at,
+)
+from strata.fleet.core.requirement import Name, Needs
+from strata.fleet.core.sweep_plan import (
+    MAX_SWEEP_JOBS,
+    SEED_AXIS,
+    Point,
+    RandomSweep,
+    axis_problem,
+    grid_points,
+    grid_size,
+    random_points,
+    range_problem,
+    with_point,
+)
+
+MAX_JOBS: Final = 200_000
+
+_NEEDS: Final = kinds_of(Needs)
+_OWN: Final = kinds_of(JobSpec, without=("needs", "code", "data", "sweep"))
+_JOB: Final[dict[str, Any]] = (
+    _OWN | _NEEDS | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "workers": int}
+)
+_SWEEP: Final[dict[str, Any]] = _JOB | {"grid": dict[str, list[Any]], "random": RandomSweep}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What jobs are read against."""
+
+    problems: Problems
+    trainers: Mapping[str, TrainerSpec]
+    trainer_names: tuple[str, ...]
+    """All that are declared, also those that could not be read: their jobs are read all the same."""
+    retrain_on: tuple[str, ...]
+    schemas: Mapping[str, Schema]
+    code: Mapping[str, str]
+    data: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class _Read:
+    """The jobs so far, by id, with the places they came from and the names they answer to."""
+
+    jobs: dict[str, JobSpec] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    named: dict[str, list[str]] = field(default_factory=dict)
+    """Ids by the name of the job or of its sweep."""
+    labelled: dict[str, list[str]] = field(default_factory=dict)
+    """Ids by `model-mode`, which counts where nothing is named so."""
+    unread: set[str] = field(default_factory=set)
+    """What jobs that could not be read are called: one mistake is reported once."""
+    after: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """As written."""
+    references: list[tuple[Place, tuple[str, ...]]] = field(default_factory=list)
+    """Every `after` of the file, also of jobs that could not be read."""
+    taken: dict[str, Place] = field(default_factory=dict)
+    """The `name`s given by the file."""
+
+
+def read_jobs(context: Context, data: Mapping[str, Any]) -> dict[str, JobSpec]:
+    problems, read = context.problems, _Read()
+    for place, table in tables_at(problems, ("jobs",), data.get("jobs", [])):
+        job = _job(context, place, table, _JOB)
+        _note_references(read, place, table)
+        if job is None:
+            _note_unread(read, table)
+        elif _named(problems, read, place, job.name):
+            _keep(context, read, place, job, table.get("after", ()))
+    for place, table in _sweeps(problems, data):
+        _read_sweep(context, read, place, table)
+    if len(read.jobs) > MAX_JOBS:
+        problems.add((), f"it has {len(read.jobs)} jobs, and at most {MAX_JOBS} are allowed")
+    return _ordered(problems, read)
+
+
+def _sweeps(problems: Problems, data: Mapping[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    if "sweep" in data:
+        table = table_at(problems, ("sweep",), data["sweep"])
+        if table is not None:
+            yield ("sweep",), table
+    yield from tables_at(problems, ("sweeps",), data.get("sweeps", []))
+
+
+def _job(context: Context, place: Place, table: dict[str, Any], kinds: Mapping[str, Any]) -> JobSpec | None:
+    """The job a table describes, without its order; None if something is wrong with it."""
+    problems = context.problems
+    before = len(problems)
+    fields = read_fields(problems, place, table, kinds, required=("model",))
+    if fields.pop("workers", 1) != 1:
+        problems.add((*place, "workers"), "a job on several hosts at once is not supported yet; it has to be 1")
+    misfits = [each for key in ("hyper", "split_recipe") for each in json_problems(table.get(key), (*place, key))]
+    for at, problem in misfits:
+        problems.add(at, problem)
+    trainer = _trainer(context, place, fields.get("trainer"), given="trainer" in table)
+    if kinds is _JOB and "hyper" not in {at[len(place)] for at, _ in misfits}:
+        for finding in _hyper_findings(context, trainer, fields.get("hyper", {})):
+            problems.add((*place, "hyper", *finding.path), finding.message)
+    needs = {key: fields.pop(key) for key in _NEEDS if key in fields}
+    for key in ("after", "grid", "random"):
+        fields.pop(key, None)
+    if len(problems) > before or trainer is None:
+        return None
+    retrain_on = fields.get("retrain_on", context.retrain_on)
+    if "code" in retrain_on:
+        declared = context.trainers.get(trainer)
+        fields["code"] = (declared.commit if declared else "") or context.code.get(trainer, "")
+    if "data" in retrain_on:
+        fields["data"] = context.data.get(trainer, "")
+    return JobSpec(**fields | {"trainer": trainer, "retrain_on": retrain_on, "needs": Needs(**needs)})
+
+
+def _trainer(context: Context, place: Place, name: str | None, *, given: bool) -> str | None:
+    """Which trainer runs the job: the one it names, or the only one."""
+    names = context.trainer_names
+    if name is None:
+        if not given and len(names) != 1 and "default" not in names:
+            message = f"trainer is required: there are {len(names)}" if names else "there is no [trainers.…] to run it"
+            context.problems.add(place, message)
+        name = names[0] if len(names) == 1 else "default"
+    elif name not in names:
+        context.problems.add((*place, "trainer"), f'there is no trainer "{name}"{suggestion(name, names)}')
+    return name if name in names else None
+
+
+def _named(problems: Problems, read: _Read, place: Place, name: str) -> bool:
+    other = read.taken.get(name) if name else None
+    if other is not None:
+        problems.add((*place, "name"), f'"{name}" is the name of {_spoken(problems, other)} already')
+        return False
+    if name:
+        read.taken[name] = place
+    return True
+
+
+def _keep(context: Context, read: _Read, place: Place, job: JobSpec, after: Any) -> None:
+    try:
+        identity = job.id
+    except StrataError as error:
+        context.problems.add(place, error.message)
+        return
+    if identity in read.jobs:
+        other = _spoken(context.problems, read.places[identity])
+        context.problems.add(place, f"it is the same job as {other}: model, mode, hyper, split_recipe, … are all equal")
+        return
+    read.jobs[identity] = job
+    read.places[identity] = place
+    read.after[identity] = tuple(after)
+    for name in {job.name, job.sweep} - {""}:
+        read.named.setdefault(name, []).append(identity)
+    read.labelled.setdefault(f"{job.model}-{job.mode}", []).append(identity)
+
+
+def _note_references(read: _Read, place: Place, table: Mapping[str, Any]) -> None:
+    after = table.get("after", [])
+    if isinstance(after, list) and all(isinstance(name, str) for name in after):
+        read.references.append(((*place, "after"), tuple(after)))
+
+
+def _note_unread(read: _Read, table: Mapping[str, Any]) -> None:
+    label = f"{table.get('model')}-{table.get('mode', 'default')}"
+    read.unread |= {name for name in (table.get("name"), label) if isinstance(name, str)}
+
+
+def _hyper_findings(context: Context, trainer: str | None, hyper: Any) -> list[Finding]:
+    schema = context.schemas.get(trainer or "")
+    if schema is None or context.problems.many:
+        return []
+    try:
+        return schema.check(hyper)
+    except StrataError as error:
+        return [Finding((), error.message)]
+
+
+def _read_sweep(context: Context, read: _Read, place: Place, table: dict[str, Any]) -> None:
+    problems = context.problems
+    before = len(problems)
+    base = _job(context, place, table, _SWEEP)
+    if "name" not in table and place != ("sweep",):
+        problems.add(place, "name is required")
+    points = list(_points(problems, place, table))
+    _note_references(read, place, table)
+    if base is None or len(problems) > before:
+        _note_unread(read, table)
+        return
+    sweep = base.name or "sweep"
+    if not _named(problems, read, place, sweep):
+        return
+    for number, point in enumerate(points):
+        seed = point.get(SEED_AXIS, base.seed)
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            problems.add((*place, "grid" if "grid" in table else "random"), f"{seed!r} is no seed: it is at least 0")
+            return
+        hyper = with_point(base.hyper, point)
+        for finding in _hyper_findings(context, base.trainer, hyper):
+            axis = next((name for name in point if finding.path[: name.count(".") + 1] == tuple(name.split("."))), None)
+            inside = _axis_place(table, axis) if axis else ("hyper", *finding.path)
+            problems.add((*place, *inside), finding.message)
+        job = msgspec.structs.replace(base, name=f"{sweep}/{number}", sweep=sweep, hyper=hyper, seed=seed)
+        _keep(context, read, place, job, table.get("after", ()))
+
+
+def _axis_place(table: Mapping[str, Any], axis: str) -> Place:
+    return ("grid", axis) if "grid" in table else ("random", "space", axis)
+
+
+def _points(problems: Problems, place: Place, table: dict[str, Any]) -> Iterator[Point]:
+    """The points of a sweep; none if its description is wrong, which is a problem then."""
+    given = [key for key in ("grid", "random") if key in table]
+    if len(given) != 1:
+        problems.add(place, "expected exactly one of grid, random")
+        return
+    for at, problem in json_problems(table[given[0]], (*place, given[0])):
+        problems.add(at, problem)
+        return
+    try:
+        values = {given[0]: msgspec.convert(table[given[0]], _SWEEP[given[0]])}
+    except msgspec.ValidationError:
+        return  # reported with the other fields
+    hyper = table.get("hyper")
+    axes = values["grid"] if "grid" in values else values["random"].space
+    for axis in axes:
+        misplaced = axis_problem(hyper if isinstance(hyper, dict) else {}, axis, axes)
+        if misplaced:
+            problems.add((*place, *_axis_place(table, axis)), misplaced)
+            return
+    if "grid" in values:
+        yield from _grid(problems, (*place, "grid"), values["grid"])
+    else:
+        yield from _random(problems, (*place, "random"), values["random"])
+
+
+def _grid(problems: Problems, place: Place, axes: dict[str, list[Any]]) -> Iterator[Point]:
+    for axis, values in axes.items():
+        if not values:
+            problems.add((*place, axis), "it has no values")
+    if not axes:
+        problems.add(place, "it has no axes")
+    elif (size := grid_size(axes)) > MAX_SWEEP_JOBS:
+        problems.add(place, f"it has {size} points, and at most {MAX_SWEEP_JOBS} are allowed")
+    else:
+        yield from grid_points(axes)
+
+
+def _random(problems: Problems, place: Place, sweep: RandomSweep) -> Iterator[Point]:
+    before = len(problems)
+    if not sweep.space:
+        problems.add(place, "space is empty")
+    for axis, space in sweep.space.items():
+        empty = range_problem(space)
+        if empty:
+            problems.add((*place, "space", axis), empty)
+    if len(problems) == before:
+        yield from random_points(sweep)
+
+
+def _ordered(problems: Problems, read: _Read) -> dict[str, JobSpec]:
+    """The jobs with `after` as ids. A name stands for all jobs that answer to it; a full id may be of another file."""
+    for place, written in read.references:
+        for index, name in enumerate(written):
+            if not _meant(read, name) and name not in read.unread:
+                known = sorted({*read.taken, *read.labelled, *read.unread})
+                problems.add((*place, index), f'there is no job "{name}"{suggestion(name, known)}')
+    before = {
+        job: tuple(each for name in written for each in _meant(read, name)) for job, written in read.after.items()
+    }
+    ring = cycle(before)
+    if ring:
+        names = " after ".join(read.jobs[each].label for each in ring)
+        problems.add((*read.places[ring[0]], "after"), f"the order goes in a circle: {names}")
+    return {identity: msgspec.structs.replace(job, after=before[identity]) for identity, job in read.jobs.items()}
+
+
+def _meant(read: _Read, name: str) -> list[str]:
+    return read.named.get(name) or read.labelled.get(name) or ([name] if _is_id(name) else [])
+
+
+def _is_id(text: str) -> bool:
+    return text.startswith("job1_") and len(text) == 69 and frozenset("0123456789abcdef").issuperset(text[5:])
+
+
+def _spoken(problems: Problems, place: Place) -> str:
+    line = problems.line(place)
+    name = "sweep" if place == ("sweep",) else f"{place[0]}[{place[1]}]"
+    return name if line is None else f"{name} (line {line})"

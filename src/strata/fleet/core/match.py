@@ -1,0 +1,177 @@
+"""Whether a host may take a job of a requirement class, and if not, every reason why.
+
+All reasons and not the first one: whoever lowers `min_vram_gib` must not learn only then that the host has no CUDA.
+Each says what is needed, what the host has, and the nearest thing an operator could change. Only what stays true until
+somebody changes something is judged here; whether the host is busy, paused or away is for `why` and the service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Final
+
+import msgspec
+
+from strata.fleet.core.capability import Profile
+from strata.fleet.core.requirement import RequirementClass
+
+_FAR: Final = 1.0
+"""The distance of what cannot be nearly fulfilled: a name, a yes or no."""
+
+
+class Reason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    constraint: str
+    """As the manifest names it."""
+    needed: str
+    has: str
+    fix: str
+    distance: float = _FAR
+    """How much is missing, as a share of what is needed: it finds the host that is nearest."""
+
+    def __str__(self) -> str:
+        return f"{self.constraint}: needs {self.needed}, has {self.has}"
+
+
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    host: str
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def eligible(self) -> bool:
+        return not self.reasons
+
+
+def eligible(requirement: RequirementClass, host: Profile) -> Verdict:
+    return Verdict(host.host, tuple(reason for check in _CHECKS for reason in check(requirement, host)))
+
+
+def eligible_classes(host: Profile, classes: Mapping[int, RequirementClass]) -> frozenset[int]:
+    """Of `classes`, by their numbers in the store, those that `host` may serve."""
+    return frozenset(
+        number
+        for number, requirement in classes.items()
+        if not any(next(check(requirement, host), None) for check in _CHECKS)
+    )
+
+
+def score(requirement: RequirementClass, host: Profile) -> float:
+    """The share of the job's wishes (`prefer_*`) that the host fulfils; 1.0 as well if there are none."""
+    needs = requirement.needs
+    wishes = [host.cuda] if needs.prefer_cuda else []
+    if needs.prefer_hosts:
+        wishes.append(_matches(needs.prefer_hosts, host.host))
+    wishes += [_has_label(host, label, value) for label, value in needs.prefer_labels.items()]
+    return sum(wishes) / len(wishes) if wishes else 1.0
+
+
+def holds_back(requirement: RequirementClass, host: Profile, *, waited_s: float, best_online: float) -> bool:
+    """Whether `host` leaves the job to a better one: for `prefer_wait_s` at most, and only if there is a better one.
+
+    `best_online` is the highest score among the eligible hosts that are online.
+    """
+    return waited_s < requirement.needs.prefer_wait_s and score(requirement, host) < best_online
+
+
+def _policy(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
+    names = (requirement.model, requirement.label)
+    if host.allow_jobs is not None and not any(_matches(host.allow_jobs, name) for name in names):
+        yield Reason(
+            constraint="allow_jobs",
+            needed=requirement.label,
+            has=f"only {', '.join(host.allow_jobs)}" if host.allow_jobs else "nothing is allowed",
+            fix=f'add "{requirement.model}" to allow_jobs of [hosts.{host.host}]',
+        )
+    denied = [pattern for pattern in host.deny_jobs if any(fnmatchcase(name, pattern) for name in names)]
+    if denied:
+        yield Reason(
+            constraint="deny_jobs",
+            needed=requirement.label,
+            has=f"denied by {', '.join(denied)}",
+            fix=f"remove {', '.join(denied)} from deny_jobs of [hosts.{host.host}]",
+        )
+
+
+def _names(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
+    allowed = requirement.needs.allowed_hosts
+    if allowed and not _matches(allowed, host.host):
+        fix = f'add "{host.host}" to allowed_hosts'
+        yield Reason(constraint="allowed_hosts", needed=" or ".join(allowed), has=host.host, fix=fix)
+
+
+def _system(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
+    needs = requirement.needs
+    for constraint, needed, has in (
+        ("require_os", needs.require_os.lower(), host.os),
+        ("require_arch", needs.require_arch.lower(), host.arch),
+    ):
+        if needed and needed != has:
+            yield Reason(constraint=constraint, needed=needed, has=has or "unknown", fix=f"remove {constraint}")
+    for label, value in needs.require_labels.items():
+        if not _has_label(host, label, value):
+            yield Reason(
+                constraint=f"require_labels.{label}",
+                needed="any value" if value == "*" else f'"{value}"',
+                has=f'"{host.labels[label]}"' if label in host.labels else "no such label",
+                fix=f"label the host, in labels of [hosts.{host.host}]",
+            )
+
+
+def _gpus(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
+    needs = requirement.needs
+    if needs.require_cuda and not host.cuda:
+        yield Reason(
+            constraint="require_cuda",
+            needed="CUDA",
+            has="GPUs without usable CUDA" if host.vram_gib else "no GPU",
+            fix="set require_cuda = false (prefer_cuda = true keeps the wish)",
+        )
+    largest = max(host.vram_gib, default=0.0)
+    if needs.min_vram_gib > largest:
+        yield _short("min_vram_gib", needs.min_vram_gib, largest, " GiB")
+    enough = sum(card >= needs.min_vram_gib for card in host.vram_gib)
+    if needs.min_gpus > enough:
+        yield _short("min_gpus", needs.min_gpus, enough, "")
+
+
+def _amounts(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
+    needs = requirement.needs
+    if needs.min_ram_gib > host.ram_gib:
+        yield _short("min_ram_gib", needs.min_ram_gib, host.ram_gib, " GiB")
+    if needs.min_cores > host.cores:
+        yield _short("min_cores", needs.min_cores, host.cores, "")
+    if needs.slots > host.slots:
+        yield Reason(
+            constraint="slots",
+            needed=str(needs.slots),
+            has=str(host.slots),
+            fix=f"set slots = {needs.slots} in [hosts.{host.host}]",
+            distance=1 - host.slots / needs.slots,
+        )
+
+
+_CHECKS: Final[tuple[Callable[[RequirementClass, Profile], Iterator[Reason]], ...]] = (
+    _policy,
+    _names,
+    _system,
+    _gpus,
+    _amounts,
+)
+
+
+def _short(constraint: str, needed: float, has: float, unit: str) -> Reason:
+    return Reason(
+        constraint=constraint,
+        needed=f"{needed:g}{unit}",
+        has=f"{has:g}{unit}",
+        fix=f"set {constraint} = {has:g} or less" if has else f"remove {constraint}",
+        distance=1 - has / needed,
+    )
+
+
+def _has_label(host: Profile, label: str, value: str) -> bool:
+    return label in host.labels and value in ("*", host.labels[label])
+
+
+def _matches(patterns: tuple[str, ...], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

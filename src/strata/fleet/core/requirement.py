@@ -1,0 +1,92 @@
+"""What a job asks of a host, and its canonical form, the requirement class.
+
+Jobs are many, classes few: a class is matched against a host once and not once per claim, and a claim compares numbers.
+Two jobs are in one class when their classes are equal; lists that mean sets are sorted here, so their order is no
+difference. Fields at their defaults are left out of the key: a field added later does not change old classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from strata.base.ids import content_id
+
+NAME_PATTERN: Final = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+"""Names of models, modes, trainers, hosts: they appear in paths of exported views and in host policies."""
+LABEL_PATTERN: Final = r"\A[A-Za-z0-9][A-Za-z0-9._/-]{0,63}\Z"
+
+Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+HostPattern = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9*?\[][A-Za-z0-9._*?\[\]!-]{0,63}\Z")]
+Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
+LabelValue = Annotated[str, msgspec.Meta(max_length=128)]
+Gib = Annotated[float, msgspec.Meta(ge=0, le=1_048_576)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
+Slots = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=31_536_000)]
+
+
+def without_defaults(struct: msgspec.Struct) -> dict[str, Any]:
+    """The fields that differ from their defaults, for a digest.
+
+    `omit_defaults` alone will not do: it compares by identity, so a 0.0 that was decoded is not the 0.0 of the default.
+    """
+    kept: dict[str, Any] = {}
+    for field in msgspec.structs.fields(struct):
+        value = getattr(struct, field.name)
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if default is msgspec.NODEFAULT or value != default:
+            kept[field.encode_name] = without_defaults(value) if isinstance(value, msgspec.Struct) else value
+    return kept
+
+
+def _sort(struct: msgspec.Struct, field: str, values: tuple[str, ...]) -> None:
+    msgspec.structs.force_setattr(struct, field, tuple(sorted(set(values))))
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The constraints of a job (`require_*`, `min_*`, …) and its wishes (`prefer_*`)."""
+
+    require_cuda: bool = False
+    min_vram_gib: Gib = 0.0
+    """Of one GPU. It implies a GPU, of whatever make."""
+    min_ram_gib: Gib = 0.0
+    min_cores: Count = 0
+    min_gpus: Count = 0
+    """GPUs that have at least `min_vram_gib` each."""
+    allowed_hosts: tuple[HostPattern, ...] = ()
+    """Names or globs; empty: any host."""
+    require_labels: dict[Label, LabelValue] = {}
+    """Labels with the values they must have; `*` stands for any value."""
+    require_os: str = ""
+    require_arch: str = ""
+    slots: Slots = 1
+    """How much of a host the job takes; a host offers `slots` of its policy."""
+    prefer_cuda: bool = False
+    prefer_hosts: tuple[HostPattern, ...] = ()
+    prefer_labels: dict[Label, LabelValue] = {}
+    prefer_wait_s: Seconds = 0.0
+    """How long a preferred host is waited for before any eligible one may take the job."""
+
+    def __post_init__(self) -> None:
+        _sort(self, "allowed_hosts", self.allowed_hosts)
+        _sort(self, "prefer_hosts", self.prefer_hosts)
+
+
+class RequirementClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """All that decides which hosts may take a job. Model and mode belong to it because host policies name them."""
+
+    model: Name
+    mode: Name
+    needs: Needs = Needs()
+
+    @property
+    def key(self) -> str:
+        """The same for equal classes, on every machine and in every version."""
+        return content_id("class", 1, without_defaults(self))
+
+    @property
+    def label(self) -> str:
+        """`model-mode`, as host policies and people write it."""
+        return f"{self.model}-{self.mode}"

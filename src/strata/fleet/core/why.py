@@ -1,0 +1,171 @@
+"""Why a job is not running, in one answer: what stands in the way, how many hosts it stops, and the nearest fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from strata.fleet.core.capability import Profile
+from strata.fleet.core.job import HELD, TERMINAL, Status
+from strata.fleet.core.match import Reason, Verdict, eligible
+from strata.fleet.core.requirement import RequirementClass
+
+
+class HostState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A host as it is now: whether it may take anything at all."""
+
+    profile: Profile
+    online: bool = True
+    paused: bool = False
+    """Paused or draining."""
+    quarantined: str = ""
+    """The reason, if it is."""
+    quiet: str = ""
+    """The quiet hours it is in, if it is."""
+    free_slots: int = 1
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job this one comes after, and that is not completed."""
+
+    job_id: str
+    label: str
+    status: Status
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What has to be known of the job that is asked about."""
+
+    status: Status
+    requirement: RequirementClass
+    not_before_s: float = 0.0
+    last_failure: str = ""
+    """The reason of the ruling behind `not_before_s`."""
+    after: tuple[Waiting, ...] = ()
+    ahead: int | None = None
+    """How many jobs that its hosts may take as well are before it in the queue, if somebody counted."""
+
+
+class Obstacle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One thing in the way."""
+
+    what: str
+    """A constraint by its name in the manifest, or `after`, `back-off`, `busy`, `paused`, `offline`, …"""
+    detail: str
+    hosts: int = 0
+    """How many hosts it stops, of `of`; 0 of 0 for what is not about hosts."""
+    of: int = 0
+    fix: str = ""
+
+
+class Why(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    headline: str
+    obstacles: tuple[Obstacle, ...] = ()
+    eligible_hosts: tuple[str, ...] = ()
+    nearest_host: str = ""
+    """If no host is eligible: the one with the least in the way."""
+    nearest_fix: tuple[str, ...] = ()
+    """All that would have to change for `nearest_host` to be eligible."""
+    schedulable: bool = True
+    """Whether it will run without anybody changing anything."""
+
+
+def why(job: Question, hosts: Sequence[HostState], *, now_s: float) -> Why:
+    if job.status in TERMINAL:
+        return Why(headline=f"it is {job.status}", schedulable=False)
+    if job.status in HELD:
+        return Why(headline=f"it is {job.status}: a host has it")
+    verdicts = [eligible(job.requirement, host.profile) for host in hosts]
+    fitting = [host for host, verdict in zip(hosts, verdicts, strict=True) if verdict.eligible]
+    own = list(_own_reasons(job, now_s))
+    if not fitting:
+        return _unschedulable(verdicts, own)
+    busy = list(_availability(job.requirement, fitting))
+    blocked = any(each.status in TERMINAL for each in job.after)
+    names = tuple(sorted(host.profile.host for host in fitting))
+    free = len(fitting) - sum(each.hosts for each in busy)
+    obstacles = tuple(own + busy)
+    if own:
+        headline = own[0].detail
+    elif free:
+        ahead = f"; {job.ahead} jobs are before it" if job.ahead else ""
+        headline = f"{free} of {len(fitting)} eligible hosts could take it now{ahead}"
+    else:
+        headline = f"none of the {len(fitting)} eligible hosts can take it now"
+    return Why(headline=headline, obstacles=obstacles, eligible_hosts=names, schedulable=not blocked)
+
+
+def _own_reasons(job: Question, now_s: float) -> Iterable[Obstacle]:
+    for other in job.after:
+        if other.status in TERMINAL:
+            detail = f"comes after {other.label}, which is {other.status}"
+            yield Obstacle(what="after", detail=detail, fix=f"requeue {other.job_id}, or remove it from `after`")
+        else:
+            yield Obstacle(what="after", detail=f"waits for {other.label}, which is {other.status}")
+    if job.not_before_s > now_s:
+        because = f" ({job.last_failure})" if job.last_failure else ""
+        yield Obstacle(what="back-off", detail=f"waits {job.not_before_s - now_s:.0f} s more{because}")
+
+
+def _availability(requirement: RequirementClass, fitting: Sequence[HostState]) -> Iterable[Obstacle]:
+    stopped: dict[str, list[str]] = {}
+    for host in fitting:
+        reason = unavailable(requirement, host)
+        if reason:
+            stopped.setdefault(reason, []).append(host.profile.host)
+    fixes = {"paused": "resume it", "quarantined": "mend it, then resume it", "offline": "start its agent"}
+    for reason, names in sorted(stopped.items()):
+        what = "eligible host is" if len(names) == 1 else "eligible hosts are"
+        detail = f"{len(names)} {what} {reason}: {_some(names)}"
+        yield Obstacle(what=reason, detail=detail, hosts=len(names), of=len(fitting), fix=fixes.get(reason, ""))
+
+
+def unavailable(requirement: RequirementClass, host: HostState) -> str:
+    """Why an eligible host cannot take the job just now, in a word; empty if it can."""
+    if not host.online:
+        return "offline"
+    if host.quarantined:
+        return "quarantined"
+    if host.paused:
+        return "paused"
+    if host.quiet:
+        return "in quiet hours"
+    return "busy" if host.free_slots < requirement.needs.slots else ""
+
+
+def _unschedulable(verdicts: Sequence[Verdict], own: list[Obstacle]) -> Why:
+    if not verdicts:
+        nobody = Obstacle(what="no host", detail="no host has joined", fix="strata invite, then strata join on a host")
+        return Why(headline="no host has joined the fleet", obstacles=(nobody, *own), schedulable=False)
+    nearest = min(verdicts, key=lambda each: (len(each.reasons), sum(r.distance for r in each.reasons), each.host))
+    return Why(
+        headline=f"none of {len(verdicts)} hosts is eligible",
+        obstacles=(*_by_constraint(verdicts), *own),
+        nearest_host=nearest.host,
+        nearest_fix=tuple(reason.fix for reason in nearest.reasons),
+        schedulable=False,
+    )
+
+
+def _by_constraint(verdicts: Sequence[Verdict]) -> list[Obstacle]:
+    """Per constraint how many hosts fail it, most first; the fix is for the host that comes nearest."""
+    failing: dict[str, list[tuple[str, Reason]]] = {}
+    for verdict in verdicts:
+        for reason in verdict.reasons:
+            failing.setdefault(reason.constraint, []).append((verdict.host, reason))
+    obstacles = []
+    for constraint, found in sorted(failing.items(), key=lambda each: (-len(each[1]), each[0])):
+        host, best = min(found, key=lambda each: (each[1].distance, each[0]))
+        detail = (
+            f"{len(found)} of {len(verdicts)} hosts fail it; {host} comes nearest: needs {best.needed}, has {best.has}"
+        )
+        obstacles.append(
+            Obstacle(what=constraint, detail=detail, hosts=len(found), of=len(verdicts), fix=best.fix),
+        )
+    return obstacles
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    shown = ", ".join(sorted(names)[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

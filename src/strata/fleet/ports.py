@@ -1,0 +1,245 @@
+"""What the fleet asks of its database: one port, two adapters (`sqlite`, `postgres`), one conformance suite.
+
+Each method is one transaction and writes the events of what it changed in it. Nothing here matches jobs with hosts: a
+claim names the requirement classes it may take from, and the service has worked those out. Time is an argument, so that
+a test can pass it and a history can be replayed; the hub's clock is the only one that counts, never a host's.
+
+A method that a host calls takes the epoch of its attempt and raises STALE when the job has moved on, whatever else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from strata.database.events import Recorded
+from strata.fleet.core.capability import Capability
+from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
+from strata.fleet.core.plan import Plan, Present
+from strata.fleet.core.requirement import RequirementClass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassRow:
+    id: int
+    requirement: RequirementClass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    id: str
+    spec: JobSpec
+    class_id: int
+    status: Status
+    epoch: int
+    """The number of its last attempt; 0 when nobody has claimed it yet."""
+    created_at_s: float
+    changed_at_s: float
+    not_before_s: float = 0.0
+    host_id: str = ""
+    """Who holds it, or held it last."""
+    reason: str = ""
+    """The last ruling in words: why it failed, why it is tried again."""
+    artifact: str = ""
+    declared: bool = True
+    """A manifest has it, or had it; others were submitted one by one."""
+    orphaned: bool = False
+    """The last manifest did not have it any more; it stays until it is cancelled."""
+    waits_for: int = 0
+    """How many of `spec.after` are not completed yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRow:
+    job_id: str
+    epoch: int
+    host_id: str
+    claimed_at_s: float
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    outcome: Literal["", "completed", "failed", "retried", "lost", "cancelled", "orphan"] = ""
+    cause: Cause | None = None
+    error: str = ""
+    artifact: str = ""
+    checkpoint: str = ""
+    """The artifact a later attempt may resume from."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Recorded by the agent for the lineage: code commit, lock hash, data digest, versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    job_id: str
+    epoch: int
+    host_id: str
+    expires_at_s: float
+    spec: JobSpec
+    trainer: TrainerSpec | None
+    """None when the trainer was removed since; the agent refuses such a job as `infra`."""
+    checkpoint: str = ""
+    """The newest checkpoint of any earlier attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A host asks for work. `classes` maps the ids of the classes it may take to the slots a job of it needs."""
+
+    host_id: str
+    claim_id: str
+    classes: Mapping[int, int]
+    slots: int
+    count: int = 1
+    held_back: Mapping[int, float] = field(default_factory=dict)
+    """Classes that would rather run elsewhere: of these only jobs that have waited since this time, or longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
+    job_id: str
+    epoch: int
+    running: bool = False
+    """The child runs: CLAIMED becomes RUNNING."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    job_id: str
+    epoch: int
+    verdict: Literal["held", "stale", "ended", "unknown"]
+    """`stale`: another attempt has begun. `ended`: the job is terminal, by cancel or otherwise: stop the child."""
+    status: Status | None = None
+    expires_at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Who speaks for an attempt: the fence of every write of a host."""
+
+    host_id: str
+    job_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    cause: Cause
+    error: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    artifact: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRow:
+    id: str
+    name: str
+    capability: Capability
+    registered_at_s: float
+    state: Literal["active", "draining", "paused", "quarantined", "left"] = "active"
+    state_reason: str = ""
+    seen_at_s: float = 0.0
+    """From `host_beat`; heartbeats touch nothing else."""
+    agent_version: str = ""
+    pool: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    by_status: Mapping[str, int]
+    ready: int
+    hosts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFilter:
+    status: Sequence[Status] = ()
+    model: str = ""
+    host_id: str = ""
+    sweep: str = ""
+    after_id: str = ""
+    """Paging: the last id of the page before."""
+    limit: int = 100
+
+
+class Store(Protocol):
+    """The tables of the fleet. Unknown ids raise NOT_FOUND."""
+
+    async def apply(self, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
+        """All of the plan or nothing of it. A new job is pending; a changed one keeps its status and its attempts, and
+        moves to its new class and priority if it waits. An empty plan changes nothing and writes no event.
+
+        `declared` is False for jobs that were submitted one by one: no manifest misses those.
+        """
+
+    async def present(self) -> Mapping[str, Present]:
+        """All jobs, for a plan."""
+
+    async def classes(self, after_id: int = 0) -> Sequence[ClassRow]: ...
+
+    async def policies(self) -> Mapping[str, HostSpec]: ...
+
+    async def trainers(self) -> Mapping[str, TrainerSpec]: ...
+
+    async def register_host(self, host: HostRow, actor: str) -> HostRow:
+        """New or again; the state stays what the operator made it, a host that had left is active again."""
+
+    async def hosts(self) -> Sequence[HostRow]: ...
+
+    async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow: ...
+
+    async def beat(self, seen: Mapping[str, float]) -> None:
+        """Hosts were heard of at these times, in one statement; unknown hosts are ignored."""
+
+    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[Lease]]:
+        """For each claim the leases it gets, best priority first, then oldest: all claims in one transaction.
+
+        A claim_id that was answered before gets the same leases, as far as they are still held, and no others.
+        A host that is not active gets none.
+        """
+
+    async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
+        """Extend what is held; revive what has expired and nobody else has claimed."""
+
+    async def complete(self, hold: Hold, completion: Completion, now_s: float) -> JobRow:
+        """Again with the same epoch and content: the same answer. After another end: kept as an orphan, CONFLICT."""
+
+    async def fail(self, hold: Hold, failure: Failure, now_s: float, *, chance: float) -> JobRow:
+        """What becomes of it is `core.lease.after_failure`'s ruling. Again with the same epoch: the same answer."""
+
+    async def checkpointed(self, hold: Hold, artifact: str, now_s: float) -> None: ...
+
+    async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow: ...
+
+    async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow: ...
+
+    async def sweep(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
+        """Expire leases that ran out (`core.lease.after_expiry`). Whether it may run is for the service to know."""
+
+    async def ripen(self, now_s: float, limit: int = 1000) -> int:
+        """Jobs whose back-off is over join the queue; how many. They wait elsewhere, so that a claim never steps over
+        them."""
+
+    async def job(self, job_id: str) -> JobRow: ...
+
+    async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
+        """Ids that begin so, with or without their `job1_`."""
+
+    async def jobs(self, wanted: JobFilter) -> Sequence[JobRow]: ...
+
+    async def attempts(self, job_id: str) -> Sequence[AttemptRow]: ...
+
+    async def infra_jobs(self, host_id: str) -> Sequence[str]:
+        """The jobs that ended with `infra` on this host since its last completed one."""
+
+    async def counts(self) -> Counts: ...
+
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[Recorded]: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,251 @@
+"""The fleet in PostgreSQL: for many hubs. Short transactions on locked rows; nothing is decided on what may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.database import events
+from strata.database.postgres import Connections
+from strata.fleet import postgres_leases as leases
+from strata.fleet import postgres_plan
+from strata.fleet import postgres_tables as sql
+from strata.fleet.core.job import Status
+from strata.fleet.core.jobspec import HostSpec, TrainerSpec
+from strata.fleet.core.plan import Plan, Present
+from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.ports import (
+    AttemptRow,
+    Claim,
+    ClassRow,
+    Completion,
+    Counts,
+    Failure,
+    Hold,
+    HostRow,
+    JobFilter,
+    JobRow,
+    Lease,
+    Renewal,
+    Renewed,
+)
+from strata.fleet.rows import ATTEMPT, HOST, JOB, attempt_of, decode_spec, encode, host_of, job_of
+
+_HOSTS = f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id"
+
+
+class PostgresStore:
+    """On connections to a database that has the components `event` and `fleet`."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    async def apply(self, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
+        async with self._connections.transaction() as connection:
+            await postgres_plan.apply(connection, plan, actor, now_s, source=source, declared=declared)
+
+    async def present(self) -> Mapping[str, Present]:
+        rows = await self._connections.run("SELECT id, spec, status, declared FROM job", {})
+        return {
+            id_: Present(spec=decode_spec(spec), status=Status(status), declared=declared)
+            for id_, spec, status, declared in rows
+        }
+
+    async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
+        select = "SELECT id, spec FROM req_class WHERE id > %(after)s ORDER BY id"
+        decode = msgspec.json.Decoder(RequirementClass).decode
+        rows = await self._connections.run(select, {"after": after_id})
+        return [ClassRow(id=id_, requirement=decode(spec)) for id_, spec in rows]
+
+    async def policies(self) -> Mapping[str, HostSpec]:
+        decode = msgspec.json.Decoder(HostSpec).decode
+        rows = await self._connections.run("SELECT host, spec FROM policy", {})
+        return {host: decode(spec) for host, spec in rows}
+
+    async def trainers(self) -> Mapping[str, TrainerSpec]:
+        decode = msgspec.json.Decoder(TrainerSpec).decode
+        rows = await self._connections.run("SELECT name, spec FROM trainer", {})
+        return {name: decode(spec) for name, spec in rows}
+
+    async def register_host(self, host: HostRow, actor: str) -> HostRow:
+        async with self._connections.transaction() as connection:
+            select = "SELECT capability, state FROM host WHERE id = %s FOR UPDATE"
+            before = await (await connection.execute(select, (host.id,))).fetchone()
+            capability = encode(host.capability)
+            await connection.execute(
+                "INSERT INTO host VALUES (%s, %s, %s, %s, 'active', '', %s, %s) ON CONFLICT (id) DO UPDATE SET"
+                " name = excluded.name, capability = excluded.capability, agent_version = excluded.agent_version,"
+                " pool = excluded.pool, state = CASE host.state WHEN 'left' THEN 'active' ELSE host.state END",
+                (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool),
+            )
+            await _beat(connection, {host.id: host.registered_at_s})
+            if before is None or before[0] != capability or before[1] == "left":
+                await leases.record(connection, host.registered_at_s, actor, "host.registered", host.id, name=host.name)
+            return await _host(connection, host.id)
+
+    async def hosts(self) -> Sequence[HostRow]:
+        return [host_of(row) for row in await self._connections.run(f"{_HOSTS} ORDER BY name, id", {})]
+
+    async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow:
+        async with self._connections.transaction() as connection:
+            update = "UPDATE host SET state = %s, state_reason = %s WHERE id = %s AND state <> %s"
+            changed = await connection.execute(update, (state, reason, host_id, state))
+            if changed.rowcount:
+                await leases.record(connection, now_s, actor, f"host.{state}", host_id, reason=reason)
+            return await _host(connection, host_id)
+
+    async def beat(self, seen: Mapping[str, float]) -> None:
+        async with self._connections.transaction() as connection:
+            await _beat(connection, seen)
+
+    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[Lease]]:
+        async with self._connections.transaction() as connection:
+            return await leases.claim(connection, claims, lease_s, now_s)
+
+    async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
+        until_s = now_s + lease_s
+        extended = await self._connections.run(
+            sql.EXTEND,
+            {
+                "jobs": [each.job_id for each in renewals],
+                "epochs": [each.epoch for each in renewals],
+                "host": host_id,
+                "until": until_s,
+            },
+        )
+        statuses = {(job_id, epoch): Status(status) for job_id, epoch, status in extended}
+        results = []
+        for each in renewals:
+            status = statuses.get((each.job_id, each.epoch))
+            if status is None or (each.running and status is Status.CLAIMED):
+                async with self._connections.transaction() as connection:
+                    results.append(await leases.renew(connection, host_id, each, lease_s, now_s))
+            else:
+                results.append(
+                    Renewed(job_id=each.job_id, epoch=each.epoch, verdict="held", status=status, expires_at_s=until_s)
+                )
+        return results
+
+    async def complete(self, hold: Hold, completion: Completion, now_s: float) -> JobRow:
+        async with self._connections.transaction() as connection:
+            done = await leases.complete(connection, hold, completion, now_s)
+        if isinstance(done, StrataError):
+            raise done
+        return done
+
+    async def fail(self, hold: Hold, failure: Failure, now_s: float, *, chance: float) -> JobRow:
+        async with self._connections.transaction() as connection:
+            return await leases.fail(connection, hold, failure, now_s, chance)
+
+    async def checkpointed(self, hold: Hold, artifact: str, now_s: float) -> None:
+        async with self._connections.transaction() as connection:
+            await leases.checkpointed(connection, hold, artifact, now_s)
+
+    async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
+        async with self._connections.transaction() as connection:
+            return await leases.cancel(connection, job_id, reason, actor, now_s)
+
+    async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow:
+        async with self._connections.transaction() as connection:
+            return await leases.requeue(connection, job_id, actor, now_s)
+
+    async def sweep(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
+        select = (
+            "SELECT job_id FROM lease WHERE NOT expired AND expires_at <= %(now)s ORDER BY expires_at LIMIT %(limit)s"
+        )
+        due = await self._connections.run(select, {"now": now_s, "limit": limit})
+        expired = []
+        for (job_id,) in due:
+            # One transaction each: a job that somebody works on holds up nobody else's.
+            async with self._connections.transaction() as connection:
+                row = await leases.expire(connection, job_id, now_s)
+            if row is not None:
+                expired.append(row)
+        return expired
+
+    async def ripen(self, now_s: float, limit: int = 1000) -> int:
+        async with self._connections.transaction() as connection:
+            cursor = await connection.execute(
+                "DELETE FROM ripening WHERE seq IN (SELECT r.seq FROM ripening r JOIN job j USING (seq)"
+                " WHERE r.not_before <= %s ORDER BY r.not_before LIMIT %s FOR UPDATE SKIP LOCKED) RETURNING seq",
+                (now_s, limit),
+            )
+            due = await cursor.fetchall()
+            for (seq,) in due:
+                await leases.enqueue(connection, seq, now_s)
+            return len(due)
+
+    async def job(self, job_id: str) -> JobRow:
+        async with self._connections.transaction() as connection:
+            return await leases.read_job(connection, job_id)
+
+    async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
+        whole = prefix if prefix.startswith("job") else f"job1_{prefix}"
+        # '~' sorts after every character of an id.
+        rows = await self._connections.run(
+            "SELECT id FROM job WHERE id >= %(low)s AND id < %(high)s ORDER BY id LIMIT %(limit)s",
+            {"low": whole, "high": f"{whole}~", "limit": limit},
+        )
+        return [id_ for (id_,) in rows]
+
+    async def jobs(self, wanted: JobFilter) -> Sequence[JobRow]:
+        where = ["id > %(after)s"]
+        if wanted.status:
+            where.append("status = ANY(%(status)s)")
+        where += [f"{column} = %({column})s" for column in ("model", "host_id", "sweep") if getattr(wanted, column)]
+        rows = await self._connections.run(
+            f"SELECT {JOB} FROM job WHERE {' AND '.join(where)} ORDER BY id LIMIT %(limit)s",
+            {
+                "after": wanted.after_id,
+                "status": list(wanted.status),
+                "model": wanted.model,
+                "host_id": wanted.host_id,
+                "sweep": wanted.sweep,
+                "limit": wanted.limit,
+            },
+        )
+        return [job_of(row) for row in rows]
+
+    async def attempts(self, job_id: str) -> Sequence[AttemptRow]:
+        await self.job(job_id)
+        select = f"SELECT {ATTEMPT} FROM attempt WHERE job_id = %(id)s ORDER BY epoch"
+        return [attempt_of(row) for row in await self._connections.run(select, {"id": job_id})]
+
+    async def infra_jobs(self, host_id: str) -> Sequence[str]:
+        rows = await self._connections.run(
+            "SELECT DISTINCT job_id FROM attempt WHERE host_id = %(host)s AND cause = 'infra' AND ended_at >"
+            " coalesce((SELECT max(ended_at) FROM attempt WHERE host_id = %(host)s AND outcome = 'completed'), 0)",
+            {"host": host_id},
+        )
+        return [job_id for (job_id,) in rows]
+
+    async def counts(self) -> Counts:
+        by_status = dict(await self._connections.run("SELECT status, count(*) FROM job GROUP BY status", {}))
+        ((ready, hosts),) = await self._connections.run(
+            "SELECT (SELECT count(*) FROM ready), (SELECT count(*) FROM host)", {}
+        )
+        return Counts(by_status=by_status, ready=ready, hosts=hosts)
+
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.Recorded]:
+        return await events.read_postgres(self._connections, after, limit, subject=subject)
+
+    async def close(self) -> None:
+        await self._connections.close()
+
+
+async def _host(connection: leases.Connection, host_id: str) -> HostRow:
+    row = await (await connection.execute(f"{_HOSTS} WHERE id = %s", (host_id,))).fetchone()
+    if row is None:
+        raise StrataError(Code.NOT_FOUND, f"there is no host {host_id!r}")
+    return host_of(row)
+
+
+async def _beat(connection: leases.Connection, seen: Mapping[str, float]) -> None:
+    ordered = sorted(seen.items())
+    await connection.execute(
+        "INSERT INTO host_beat SELECT w.id, w.at FROM unnest(%s::text[], %s::float8[]) AS w (id, at)"
+        " JOIN host USING (id) ON CONFLICT (host_id) DO UPDATE SET seen = greatest(host_beat.seen, excluded.seen)",
+        ([host_id for host_id, _ in ordered], [at_s for _, at_s in ordered]),
+    )

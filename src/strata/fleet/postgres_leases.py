@@ -1,0 +1,319 @@
+"""Claims, renewals and ends of attempts in PostgreSQL: functions of an open transaction, on rows they have locked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from strata.base.errors import StrataError
+from strata.database.events import Event as Record
+from strata.database.events import record_postgres
+from strata.fleet import postgres_tables as sql
+from strata.fleet.core.hold import ALIVE, Standing, already_ended, stale, unknown_job
+from strata.fleet.core.job import Cause, Event, Status, advance
+from strata.fleet.core.lease import Ruling, after_expiry, after_failure
+from strata.fleet.ports import Claim, Completion, Failure, Hold, JobRow, Lease, Renewal, Renewed
+from strata.fleet.rows import HELD, JOB, Held, counted, encode, held_of, job_of, lease_of
+
+Connection = Any
+"""A psycopg connection: only the adapters of `strata.database` know its type."""
+
+
+async def claim(connection: Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[Lease]]:
+    """All statements are sent before the first answer is read: a batch costs one round trip."""
+    ordered = sorted(range(len(claims)), key=lambda n: (claims[n].host_id, claims[n].claim_id))
+    async with connection.pipeline():
+        for n in ordered:
+            await connection.execute(sql.CLAIM_LOCK, _who(claims[n]), prepare=True)
+        given = [await connection.execute(sql.GIVEN, _who(each), prepare=True) for each in claims]
+    results: list[list[Lease]] = []
+    earlier = [await cursor.fetchall() for cursor in given]
+    async with connection.pipeline():
+        taken = [
+            None
+            if told
+            else await connection.execute(sql.TAKE, _wanted(each, lease_s, now_s), prepare=True, binary=True)
+            for each, told in zip(claims, earlier, strict=True)
+        ]
+    for cursor, told in zip(taken, earlier, strict=True):
+        if cursor is not None:
+            results.append([lease_of(row[0], row[1], row[2:]) for row in await cursor.fetchall()])
+            continue
+        again = [await _lease(connection, job_id, epoch) for job_id, epoch in told]
+        results.append([lease for lease in again if lease is not None])
+    return results
+
+
+def _who(wanted: Claim) -> dict[str, Any]:
+    return {"host": wanted.host_id, "claim": wanted.claim_id}
+
+
+def _wanted(wanted: Claim, lease_s: float, now_s: float) -> dict[str, Any]:
+    fitting = {class_id: slots for class_id, slots in wanted.classes.items() if slots <= wanted.slots}
+    return _who(wanted) | {
+        "classes": list(fitting),
+        "slots": list(fitting.values()),
+        "latest": [wanted.held_back.get(class_id, math.inf) for class_id in fitting],
+        "free": wanted.slots,
+        "count": wanted.count,
+        "now": now_s,
+        "until": now_s + lease_s,
+    }
+
+
+async def _lease(connection: Connection, job_id: str, epoch: int) -> Lease | None:
+    row = await (await connection.execute(sql.LEASE, (job_id, epoch))).fetchone()
+    return None if row is None else lease_of(job_id, epoch, row)
+
+
+async def _load(connection: Connection, job_id: str) -> Held | None:
+    row = await (await connection.execute(f"SELECT {HELD} FROM job WHERE id = %s FOR UPDATE", (job_id,))).fetchone()
+    return None if row is None else held_of(row)
+
+
+async def need(connection: Connection, job_id: str) -> Held:
+    job = await _load(connection, job_id)
+    if job is None:
+        raise unknown_job(job_id)
+    return job
+
+
+async def read_job(connection: Connection, job_id: str) -> JobRow:
+    row = await (await connection.execute(f"SELECT {JOB} FROM job WHERE id = %s", (job_id,))).fetchone()
+    if row is None:
+        raise unknown_job(job_id)
+    return job_of(row)
+
+
+async def renew(connection: Connection, host_id: str, renewal: Renewal, lease_s: float, now_s: float) -> Renewed:
+    """The one that the fast statement did not extend, or that begins to run."""
+    job_id, epoch = renewal.job_id, renewal.epoch
+    job = await _load(connection, job_id)
+    if job is None:
+        return Renewed(job_id=job_id, epoch=epoch, verdict="unknown")
+    stands = job.standing(Hold(host_id, job_id, epoch))
+    if stands is Standing.ENDED:
+        return Renewed(job_id=job_id, epoch=epoch, verdict="ended", status=job.status)
+    if stands not in ALIVE:
+        return Renewed(job_id=job_id, epoch=epoch, verdict="stale", status=job.status)
+    expires_at_s = now_s + lease_s
+    await connection.execute(
+        "UPDATE lease SET expires_at = %s, expired = false WHERE job_id = %s", (expires_at_s, job_id)
+    )
+    status = await _alive(connection, job_id, job, now_s)
+    if renewal.running and status is Status.CLAIMED:
+        status = await _move(connection, job, Event.START, now_s, "")
+        await connection.execute(
+            "UPDATE attempt SET started_at = %s WHERE job_id = %s AND epoch = %s AND started_at IS NULL",
+            (now_s, job_id, epoch),
+        )
+        await record(connection, now_s, f"host:{host_id}", "job.started", job_id, epoch=epoch)
+    return Renewed(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=expires_at_s)
+
+
+async def _alive(connection: Connection, job_id: str, job: Held, now_s: float) -> Status:
+    """The status of a job whose host just spoke: what had expired is revived and leaves the queue."""
+    if job.status is not Status.PENDING:
+        return job.status
+    await connection.execute("DELETE FROM ready WHERE seq = %s", (job.seq,))
+    await connection.execute("UPDATE lease SET expired = false WHERE job_id = %s", (job_id,))
+    await record(connection, now_s, f"host:{job.host_id}", "job.revived", job_id, epoch=job.epoch)
+    return await _move(connection, job, Event.REVIVE, now_s, "")
+
+
+async def complete(connection: Connection, hold: Hold, completion: Completion, now_s: float) -> JobRow | StrataError:
+    job = await need(connection, hold.job_id)
+    if job.standing(hold) not in ALIVE:
+        return await _late_result(connection, hold, completion, job)
+    if await _alive(connection, hold.job_id, job, now_s) is not job.status:
+        job = await need(connection, hold.job_id)
+    facts = {**completion.facts, "metrics": dict(completion.metrics)}
+    async with connection.pipeline():
+        await _move(connection, job, Event.COMPLETE, now_s, "")
+        await connection.execute("UPDATE job SET artifact = %s WHERE seq = %s", (completion.artifact, job.seq))
+        await _end_attempt(connection, hold.job_id, hold.epoch, now_s, "completed")
+        await _note(connection, hold, artifact=completion.artifact, facts=encode(facts))
+        await connection.execute("DELETE FROM lease WHERE job_id = %s", (hold.job_id,))
+        await record(
+            connection,
+            now_s,
+            f"host:{hold.host_id}",
+            "job.completed",
+            hold.job_id,
+            epoch=hold.epoch,
+            artifact=completion.artifact,
+        )
+    await release_dependents(connection, hold.job_id, now_s)
+    return await read_job(connection, hold.job_id)
+
+
+async def _late_result(connection: Connection, hold: Hold, completion: Completion, job: Held) -> JobRow | StrataError:
+    """The same report again gets the same answer; another one is kept beside the attempt and refused."""
+    told = await _told(connection, hold, "outcome, artifact")
+    if told == ("completed", completion.artifact):
+        return await read_job(connection, hold.job_id)
+    if told is not None and told[0] != "completed" and completion.artifact:
+        await _note(connection, hold, outcome="orphan", artifact=completion.artifact)
+    if job.standing(hold) is Standing.ENDED:
+        return already_ended(hold.job_id, job.status)
+    return stale(hold.job_id, hold.epoch, job.epoch)
+
+
+async def fail(connection: Connection, hold: Hold, failure: Failure, now_s: float, chance: float) -> JobRow:
+    job = await need(connection, hold.job_id)
+    stands = job.standing(hold)
+    if stands not in ALIVE:
+        if await _told(connection, hold, "cause, error") == (failure.cause, failure.error):
+            return await read_job(connection, hold.job_id)
+        ended = stands is Standing.ENDED
+        raise already_ended(hold.job_id, job.status) if ended else stale(hold.job_id, hold.epoch, job.epoch)
+    await _alive(connection, hold.job_id, job, now_s)
+    job = await need(connection, hold.job_id)
+    ruling = after_failure(failure.cause, job.tally, job.spec.budget, now_s=now_s, chance=chance)
+    await _note(connection, hold, error=failure.error, facts=encode(dict(failure.facts)))
+    await _rule(connection, hold.job_id, job, ruling, now_s, f"host:{hold.host_id}")
+    return await read_job(connection, hold.job_id)
+
+
+async def checkpointed(connection: Connection, hold: Hold, artifact: str, now_s: float) -> None:
+    job = await need(connection, hold.job_id)
+    if job.standing(hold) not in ALIVE:
+        raise stale(hold.job_id, hold.epoch, job.epoch)
+    await connection.execute("UPDATE job SET checkpoint = %s WHERE seq = %s", (artifact, job.seq))
+    await _note(connection, hold, checkpoint=artifact)
+    actor = f"host:{hold.host_id}"
+    await record(connection, now_s, actor, "job.checkpointed", hold.job_id, epoch=hold.epoch, artifact=artifact)
+
+
+async def expire(connection: Connection, job_id: str, now_s: float) -> JobRow | None:
+    """None when somebody else is at this job, or the lease was renewed since it was found: not due, or not now."""
+    row = await (
+        await connection.execute(f"SELECT {HELD} FROM job WHERE id = %s FOR UPDATE SKIP LOCKED", (job_id,))
+    ).fetchone()
+    due = await (
+        await connection.execute(
+            "SELECT 1 FROM lease WHERE job_id = %s AND NOT expired AND expires_at <= %s FOR UPDATE", (job_id, now_s)
+        )
+    ).fetchone()
+    if row is None or due is None:
+        return None
+    job = held_of(row)
+    await _rule(connection, job_id, job, after_expiry(job.tally, job.spec.budget, now_s=now_s), now_s, "hub")
+    return await read_job(connection, job_id)
+
+
+async def cancel(connection: Connection, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
+    job = await need(connection, job_id)
+    if job.status is not Status.CANCELLED:
+        ruling = Ruling(event=Event.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
+        await _rule(connection, job_id, job, ruling, now_s, actor)
+    return await read_job(connection, job_id)
+
+
+async def requeue(connection: Connection, job_id: str, actor: str, now_s: float) -> JobRow:
+    job = await need(connection, job_id)
+    await _move(connection, job, Event.REQUEUE, now_s, "requeued")
+    await connection.execute(
+        "UPDATE job SET charged = 0, lost = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = %s", (job.seq,)
+    )
+    await enqueue(connection, job.seq, now_s)
+    await record(connection, now_s, actor, "job.requeued", job_id)
+    return await read_job(connection, job_id)
+
+
+async def _rule(connection: Connection, job_id: str, job: Held, ruling: Ruling, now_s: float, actor: str) -> None:
+    """Let a ruling happen to the job and to the attempt that ends with it."""
+    status = await _move(connection, job, ruling.event, now_s, ruling.reason)
+    if ruling.event is Event.EXPIRE:
+        await connection.execute("UPDATE lease SET expired = true WHERE job_id = %s", (job_id,))
+        await enqueue(connection, job.seq, now_s)
+        await record(connection, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=ruling.reason)
+        return
+    if job.leased:
+        outcome = {Event.FAIL: "failed", Event.RETRY: "retried", Event.CANCEL: "cancelled"}[ruling.event]
+        await _end_attempt(connection, job_id, job.epoch, now_s, outcome, ruling.cause)
+        column = counted(ruling.cause)
+        await connection.execute(f"UPDATE job SET {column} = {column} + 1 WHERE seq = %s", (job.seq,))
+    await connection.execute("DELETE FROM lease WHERE job_id = %s", (job_id,))
+    await connection.execute("DELETE FROM ready WHERE seq = %s", (job.seq,))
+    await connection.execute("DELETE FROM ripening WHERE seq = %s", (job.seq,))
+    await connection.execute("UPDATE job SET not_before = %s WHERE seq = %s", (ruling.not_before_s, job.seq))
+    if status is Status.PENDING:
+        await enqueue(connection, job.seq, now_s)
+    kind = {Event.FAIL: "job.failed", Event.RETRY: "job.retried", Event.CANCEL: "job.cancelled"}[ruling.event]
+    body = {"epoch": job.epoch, "cause": ruling.cause, "reason": ruling.reason}
+    await record(connection, now_s, actor, kind, job_id, **body)
+
+
+async def enqueue(connection: Connection, seq: int, now_s: float) -> None:
+    """A pending job joins the queue, or waits: for the end of its back-off, or for the jobs it comes after."""
+    await connection.execute(
+        "INSERT INTO ripening SELECT seq, not_before FROM job WHERE seq = %s AND waits_for = 0 AND not_before > %s"
+        " ON CONFLICT (seq) DO UPDATE SET not_before = excluded.not_before",
+        (seq, now_s),
+    )
+    await connection.execute(
+        "INSERT INTO ready SELECT seq, class_id, priority, %s FROM job"
+        " WHERE seq = %s AND waits_for = 0 AND not_before <= %s"
+        " ON CONFLICT (seq) DO UPDATE SET class_id = excluded.class_id, priority = excluded.priority",
+        (now_s, seq, now_s),
+    )
+
+
+async def release_dependents(connection: Connection, job_id: str, now_s: float) -> None:
+    """Jobs that came after this one, and after nothing else that is unfinished, join the queue."""
+    cursor = await connection.execute(
+        "SELECT id FROM job WHERE id IN (SELECT job_id FROM job_after WHERE needs = %s) ORDER BY id FOR UPDATE",
+        (job_id,),
+    )
+    for (dependent,) in await cursor.fetchall():
+        # Counted by a new statement after the lock: two prerequisites that end at once see each other here.
+        row = await (
+            await connection.execute(
+                f"UPDATE job SET waits_for = {sql.WAITS_FOR} WHERE id = %s RETURNING seq, status, waits_for,"
+                " EXISTS (SELECT 1 FROM lease WHERE job_id = job.id)",
+                (dependent,),
+            )
+        ).fetchone()
+        seq, status, waits_for, leased = row
+        if status == Status.PENDING and not waits_for and not leased:
+            await enqueue(connection, seq, now_s)
+
+
+async def record(connection: Connection, at_s: float, actor: str, kind: str, subject: str, **body: Any) -> None:
+    await record_postgres(connection, [Record(at_s, actor, kind, subject, body)])
+
+
+async def _move(connection: Connection, job: Held, event: Event, now_s: float, reason: str) -> Status:
+    status = advance(job.status, event)
+    await connection.execute(
+        "UPDATE job SET status = %s, changed_at = %s, reason = %s WHERE seq = %s", (status, now_s, reason, job.seq)
+    )
+    return status
+
+
+async def _end_attempt(
+    connection: Connection, job_id: str, epoch: int, now_s: float, outcome: str, cause: Cause | None = None
+) -> None:
+    await connection.execute(
+        "UPDATE attempt SET ended_at = %s, outcome = %s, cause = %s WHERE job_id = %s AND epoch = %s",
+        (now_s, outcome, cause or "", job_id, epoch),
+    )
+
+
+async def _note(connection: Connection, hold: Hold, **columns: Any) -> None:
+    assigned = ", ".join(f"{column} = %s" for column in columns)
+    await connection.execute(
+        f"UPDATE attempt SET {assigned} WHERE job_id = %s AND epoch = %s",
+        (*columns.values(), hold.job_id, hold.epoch),
+    )
+
+
+async def _told(connection: Connection, hold: Hold, columns: str) -> Any:
+    """What this host has said about its attempt before; None if it never had it."""
+    cursor = await connection.execute(
+        f"SELECT {columns} FROM attempt WHERE job_id = %s AND epoch = %s AND host_id = %s",
+        (hold.job_id, hold.epoch, hold.host_id),
+    )
+    return await cursor.fetchone()

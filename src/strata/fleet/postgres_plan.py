@@ -1,0 +1,132 @@
+"""Applying a plan in PostgreSQL: classes, jobs, policies and trainers in the one transaction that is open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from strata.database.events import Event as Record
+from strata.database.events import record_postgres
+from strata.fleet import postgres_tables as sql
+from strata.fleet.core.hold import outdated_plan
+from strata.fleet.core.job import Status
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.plan import Plan
+from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.postgres_leases import Connection, enqueue, record
+from strata.fleet.rows import encode
+
+PLAN_LOCK: Final = 0x5354_5241_5441_0004
+"""Plans are applied one at a time: each is the difference to what the one before left."""
+
+
+async def apply(connection: Connection, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool) -> None:
+    await connection.execute("SELECT pg_advisory_xact_lock(%s)", (PLAN_LOCK,))
+    cursor = await connection.execute("SELECT id FROM job WHERE id = ANY(%s) LIMIT 1", (list(plan.new),))
+    there = await cursor.fetchone()
+    if there is not None:
+        raise outdated_plan(there[0])
+    changed = {change.job_id: change.spec for change in plan.changed}
+    classes = await _classes(connection, [spec.requirement for spec in [*plan.new.values(), *changed.values()]])
+    await _add(connection, plan.new, classes, now_s, declared=declared)
+    await _change(connection, changed, classes, now_s)
+    # Only now is every job there that another one may come after.
+    await _order(connection, plan.new | changed, now_s)
+    if declared:
+        await _adopt(connection, [*plan.unchanged, *changed], plan.orphaned)
+    await _put(connection, "trainer (name, spec)", [(name, encode(spec)) for name, spec in plan.trainers.items()])
+    await _put(connection, "policy (host, spec)", [(name, encode(spec)) for name, spec in plan.hosts.items()])
+    await connection.execute("DELETE FROM policy WHERE host = ANY(%s)", (list(plan.released_hosts),))
+    told = [Record(now_s, actor, "job.created", id_, {"model": s.model, "mode": s.mode}) for id_, s in plan.new.items()]
+    told += [Record(now_s, actor, "job.changed", each.job_id, {"kinds": each.kinds}) for each in plan.changed]
+    await record_postgres(connection, told)
+    if not plan.empty:
+        await record(connection, now_s, actor, "manifest.applied", source, summary=plan.summary())
+
+
+async def _classes(connection: Connection, wanted: Iterable[RequirementClass]) -> dict[str, int]:
+    """The ids of these classes by key; new ones are added."""
+    by_key = {requirement.key: encode(requirement) for requirement in wanted}
+    known = await _known(connection, list(by_key))
+    new = sorted(by_key.keys() - known.keys())
+    if new:
+        await connection.cursor().executemany(
+            "INSERT INTO req_class (key, spec) VALUES (%s, %s) ON CONFLICT (key) DO NOTHING",
+            [(key, by_key[key]) for key in new],
+        )
+        known |= await _known(connection, new)
+    return known
+
+
+async def _known(connection: Connection, keys: list[str]) -> dict[str, int]:
+    cursor = await connection.execute("SELECT key, id FROM req_class WHERE key = ANY(%s)", (keys,))
+    return dict(await cursor.fetchall())
+
+
+async def _add(
+    connection: Connection, jobs: Mapping[str, JobSpec], classes: Mapping[str, int], now_s: float, *, declared: bool
+) -> None:
+    if not jobs:
+        return
+    await connection.cursor().executemany(
+        "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
+        " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint)"
+        f" VALUES (%s, %s, %s, '{Status.PENDING}', 0, %s, %s, 0, '', '', '', %s, false, 0,"
+        " %s, %s, %s, %s, 0, 0, 0, '')",
+        [
+            (id_, encode(spec), classes[spec.requirement.key], now_s, now_s, declared, *_sorted_by(spec))
+            for id_, spec in jobs.items()
+        ],
+    )
+
+
+async def _change(
+    connection: Connection, jobs: Mapping[str, JobSpec], classes: Mapping[str, int], now_s: float
+) -> None:
+    # In the order of ids, like all who lock several jobs.
+    for id_, spec in sorted(jobs.items()):
+        await connection.execute(
+            "UPDATE job SET spec = %s, class_id = %s, changed_at = %s, model = %s, sweep = %s, priority = %s,"
+            " trainer = %s WHERE id = %s",
+            (encode(spec), classes[spec.requirement.key], now_s, *_sorted_by(spec), id_),
+        )
+
+
+def _sorted_by(spec: JobSpec) -> tuple[Any, ...]:
+    return spec.model, spec.sweep, spec.priority, spec.trainer
+
+
+async def _order(connection: Connection, jobs: Mapping[str, JobSpec], now_s: float) -> None:
+    """Write what each job comes after, and let those that wait for nothing join the queue in their present class."""
+    ids = sorted(jobs)
+    await connection.execute("DELETE FROM job_after WHERE job_id = ANY(%s)", (ids,))
+    after = [(id_, needed) for id_ in ids for needed in jobs[id_].after]
+    if after:
+        await connection.cursor().executemany("INSERT INTO job_after VALUES (%s, %s)", after)
+    cursor = await connection.execute(
+        f"UPDATE job SET waits_for = {sql.WAITS_FOR} WHERE id = ANY(%s) RETURNING seq, status", (ids,)
+    )
+    rows = await cursor.fetchall()
+    seqs = [seq for seq, _ in rows]
+    await connection.execute("DELETE FROM ready WHERE seq = ANY(%s)", (seqs,))
+    await connection.execute("DELETE FROM ripening WHERE seq = ANY(%s)", (seqs,))
+    async with connection.pipeline():
+        for seq, status in rows:
+            if status == Status.PENDING:
+                await enqueue(connection, seq, now_s)
+
+
+async def _adopt(connection: Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:
+    await connection.execute(
+        "UPDATE job SET declared = true, orphaned = false WHERE id = ANY(%s) AND (orphaned OR NOT declared)",
+        (list(kept),),
+    )
+    await connection.execute("UPDATE job SET orphaned = true WHERE id = ANY(%s)", (list(orphaned),))
+
+
+async def _put(connection: Connection, table: str, rows: list[tuple[str, bytes]]) -> None:
+    key = table.split("(")[1].split(",", maxsplit=1)[0]
+    for row in rows:
+        await connection.execute(
+            f"INSERT INTO {table} VALUES (%s, %s) ON CONFLICT ({key}) DO UPDATE SET spec = excluded.spec", row
+        )

@@ -1,0 +1,129 @@
+"""The tables of the fleet in PostgreSQL, and the statements whose shape matters.
+
+Order of locks, so that no two transactions wait for each other: a job's row first, then its lease, its place in the
+queue, its attempt. A claim cannot know its job before it looks, so it takes queue row and job row together and passes
+over those it would have to wait for.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from strata.database.migrations import Component
+from strata.fleet.core.job import Event, target
+
+COMPONENT: Final = Component(
+    "fleet",
+    (
+        """
+        CREATE TABLE req_class (
+          id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, key text NOT NULL UNIQUE, spec bytea NOT NULL
+        );
+        CREATE TABLE trainer (name text PRIMARY KEY, spec bytea NOT NULL);
+        CREATE TABLE policy (host text PRIMARY KEY, spec bytea NOT NULL);
+        CREATE TABLE job (
+          seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id text COLLATE "C" NOT NULL UNIQUE, spec bytea NOT NULL,
+          class_id bigint NOT NULL REFERENCES req_class, status text NOT NULL, epoch bigint NOT NULL,
+          created_at double precision NOT NULL, changed_at double precision NOT NULL,
+          not_before double precision NOT NULL, host_id text NOT NULL, reason text NOT NULL, artifact text NOT NULL,
+          declared boolean NOT NULL, orphaned boolean NOT NULL, waits_for integer NOT NULL, model text NOT NULL,
+          sweep text NOT NULL, priority integer NOT NULL, trainer text NOT NULL, charged integer NOT NULL,
+          lost integer NOT NULL, excused integer NOT NULL, checkpoint text NOT NULL
+        ) WITH (fillfactor = 80);
+        CREATE INDEX job_unfinished ON job (status, id) WHERE status <> 'pending';
+        CREATE INDEX job_host ON job (host_id, id) WHERE host_id <> '';
+        CREATE TABLE job_after (job_id text NOT NULL, needs text NOT NULL, PRIMARY KEY (job_id, needs));
+        CREATE INDEX job_after_needs ON job_after (needs, job_id);
+        CREATE TABLE ready (
+          seq bigint PRIMARY KEY, class_id bigint NOT NULL, priority integer NOT NULL, since double precision NOT NULL
+        ) WITH (autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_cost_delay = 0);
+        CREATE INDEX ready_order ON ready (class_id, priority DESC, seq);
+        CREATE TABLE ripening (seq bigint PRIMARY KEY, not_before double precision NOT NULL);
+        CREATE INDEX ripening_due ON ripening (not_before);
+        CREATE TABLE lease (
+          job_id text COLLATE "C" PRIMARY KEY, host_id text NOT NULL, epoch bigint NOT NULL,
+          expires_at double precision NOT NULL, expired boolean NOT NULL
+        ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05);
+        CREATE INDEX lease_due ON lease (expires_at) WHERE NOT expired;
+        CREATE TABLE attempt (
+          job_id text COLLATE "C" NOT NULL, epoch bigint NOT NULL, host_id text NOT NULL, claim_id text NOT NULL,
+          claimed_at double precision NOT NULL, started_at double precision, ended_at double precision,
+          outcome text NOT NULL, cause text NOT NULL, error text NOT NULL, artifact text NOT NULL,
+          checkpoint text NOT NULL, facts bytea NOT NULL, PRIMARY KEY (job_id, epoch)
+        ) WITH (fillfactor = 80);
+        CREATE INDEX attempt_claim ON attempt (claim_id, host_id);
+        CREATE INDEX attempt_host ON attempt (host_id, ended_at) WHERE ended_at IS NOT NULL;
+        CREATE TABLE host (
+          id text PRIMARY KEY, name text NOT NULL, capability bytea NOT NULL, registered_at double precision NOT NULL,
+          state text NOT NULL, state_reason text NOT NULL, agent_version text NOT NULL, pool text NOT NULL
+        );
+        CREATE TABLE host_beat (host_id text PRIMARY KEY, seen double precision NOT NULL)
+          WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05);
+        """,
+    ),
+)
+
+CLAIM_LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended(%(host)s || ' ' || %(claim)s, 7))"
+"""A retry that overtakes its first try waits for it, and then sees what it was given."""
+
+GIVEN: Final = "SELECT job_id, epoch FROM attempt WHERE claim_id = %(claim)s AND host_id = %(host)s ORDER BY job_id"
+
+TAKE: Final = f"""
+WITH offered AS MATERIALIZED (
+  SELECT waiting.seq, waiting.priority, wanted.slots
+  FROM unnest(%(classes)s::bigint[], %(slots)s::int[], %(latest)s::float8[]) AS wanted (class_id, slots, latest)
+  CROSS JOIN LATERAL (
+    SELECT r.seq, r.priority FROM ready r JOIN job j USING (seq)
+    WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest
+    ORDER BY r.priority DESC, r.seq LIMIT %(count)s FOR UPDATE SKIP LOCKED
+  ) AS waiting
+  WHERE EXISTS (SELECT FROM host WHERE id = %(host)s AND state = 'active')
+), chosen AS (
+  SELECT seq FROM (
+    SELECT seq, sum(slots) OVER best AS used, row_number() OVER best AS place
+    FROM offered WINDOW best AS (ORDER BY priority DESC, seq)
+  ) AS ordered WHERE used <= %(free)s AND place <= %(count)s
+), gone AS (
+  DELETE FROM ready WHERE seq IN (SELECT seq FROM chosen)
+), moved AS (
+  UPDATE job SET status = '{target(Event.CLAIM)}', epoch = epoch + 1, changed_at = %(now)s, host_id = %(host)s,
+    reason = '', lost = lost + (SELECT count(*) FROM lease WHERE job_id = job.id)
+  WHERE seq IN (SELECT seq FROM chosen)
+  RETURNING seq, id, epoch, spec, checkpoint, trainer, priority
+), replaced AS (
+  UPDATE attempt SET ended_at = %(now)s, outcome = 'lost', cause = 'host_lost'
+  FROM moved JOIN lease ON lease.job_id = moved.id WHERE attempt.job_id = moved.id AND attempt.epoch = moved.epoch - 1
+), leased AS (
+  INSERT INTO lease SELECT id, %(host)s, epoch, %(until)s, false FROM moved
+  ON CONFLICT (job_id) DO UPDATE SET host_id = excluded.host_id, epoch = excluded.epoch,
+    expires_at = excluded.expires_at, expired = false
+), tried AS (
+  INSERT INTO attempt SELECT id, epoch, %(host)s, %(claim)s, %(now)s, NULL, NULL, '', '', '', '', '', '{{}}' FROM moved
+), told AS (
+  INSERT INTO event (at, actor, kind, subject, body)
+  SELECT %(now)s, 'host:' || %(host)s, 'job.claimed', id, convert_to('{{"epoch":' || epoch || '}}', 'UTF8') FROM moved
+)
+SELECT moved.id, moved.epoch, %(host)s, %(until)s, moved.spec, moved.checkpoint, trainer.spec
+FROM moved LEFT JOIN trainer ON trainer.name = moved.trainer ORDER BY moved.priority DESC, moved.seq
+"""
+
+LEASE: Final = """
+SELECT l.host_id, l.expires_at, j.spec, j.checkpoint, t.spec FROM lease l JOIN job j ON j.id = l.job_id
+LEFT JOIN trainer t ON t.name = j.trainer WHERE l.job_id = %s AND l.epoch = %s
+"""
+
+EXTEND: Final = """
+WITH mine AS (
+  SELECT l.job_id FROM lease l JOIN unnest(%(jobs)s::text[], %(epochs)s::bigint[]) AS w (job_id, epoch)
+    ON l.job_id = w.job_id AND l.epoch = w.epoch
+  WHERE l.host_id = %(host)s AND NOT l.expired ORDER BY l.job_id FOR UPDATE OF l
+)
+UPDATE lease SET expires_at = %(until)s FROM mine WHERE lease.job_id = mine.job_id AND NOT lease.expired
+RETURNING lease.job_id, lease.epoch, (SELECT status FROM job WHERE id = lease.job_id)
+"""
+"""What is held and not expired, in one statement and without touching a job."""
+
+WAITS_FOR: Final = """
+(SELECT count(*) FROM job_after a LEFT JOIN job n ON n.id = a.needs
+ WHERE a.job_id = job.id AND n.status IS DISTINCT FROM 'completed')
+"""

@@ -1,0 +1,119 @@
+"""Which classes a host may take from: remembered, because it changes rarely and is asked at every claim.
+
+Classes are only ever added, so the hub fetches those it has not seen. Policies and hosts are read anew when this hub
+changed them and every few seconds besides: another hub on the same database may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from strata.fleet.core.capability import Profile, in_quiet_hours, profile
+from strata.fleet.core.jobspec import HostSpec
+from strata.fleet.core.lease import SUSPECT_S
+from strata.fleet.core.match import eligible_classes, score
+from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.why import HostState
+from strata.fleet.ports import HostRow, Store
+
+FRESH_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Menu:
+    """What a host may be given just now."""
+
+    classes: Mapping[int, int]
+    """Ids of classes and the slots a job of each takes."""
+    held_back: Mapping[int, float]
+
+
+class Roster:
+    def __init__(self, store: Store, lease_s: float) -> None:
+        self._store = store
+        self._online_s = max(SUSPECT_S, lease_s)
+        self._classes: dict[int, RequirementClass] = {}
+        self._picky: dict[int, RequirementClass] = {}
+        self._hosts: dict[str, HostRow] = {}
+        self._policies: Mapping[str, HostSpec] = {}
+        self._served: dict[str, tuple[str, int, Mapping[int, int]]] = {}
+        self._read_at_s = float("-inf")
+
+    def forget(self) -> None:
+        """Read hosts, policies and classes again at the next question."""
+        self._read_at_s = float("-inf")
+
+    async def refresh(self, now_s: float) -> None:
+        if 0 <= now_s - self._read_at_s < FRESH_S:
+            return
+        for row in await self._store.classes(max(self._classes, default=0)):
+            self._classes[row.id] = row.requirement
+            if row.requirement.needs.prefer_wait_s:
+                self._picky[row.id] = row.requirement
+        self._policies = await self._store.policies()
+        self._hosts = {host.id: host for host in await self._store.hosts()}
+        self._served = {host_id: served for host_id, served in self._served.items() if host_id in self._hosts}
+        self._read_at_s = now_s
+
+    def hosts(self) -> Sequence[HostRow]:
+        return list(self._hosts.values())
+
+    def profile(self, host: HostRow) -> Profile:
+        policy = self._policies.get(host.name)
+        return profile(host.capability, policy or HostSpec(name=host.name))
+
+    def requirement(self, class_id: int) -> RequirementClass:
+        return self._classes[class_id]
+
+    def serves(self, host: HostRow) -> Mapping[int, int]:
+        """The classes this host may take by what it is and by its policy, with the slots of each."""
+        own = self.profile(host)
+        key, known = own.key, len(self._classes)
+        cached = self._served.get(host.id)
+        if cached is None or cached[:2] != (key, known):
+            slots = {id_: self._classes[id_].needs.slots for id_ in eligible_classes(own, self._classes)}
+            cached = self._served[host.id] = (key, known, slots)
+        return cached[2]
+
+    def menu(self, host_id: str, now_s: float) -> Menu:
+        host = self._hosts.get(host_id)
+        if host is None or self.quiet(host, now_s):
+            return Menu({}, {})
+        classes = self.serves(host)
+        own = self.profile(host)
+        held_back = {
+            id_: now_s - requirement.needs.prefer_wait_s
+            for id_, requirement in self._picky.items()
+            if id_ in classes and score(requirement, own) < self._best_online(id_, requirement, now_s)
+        }
+        return Menu(classes, held_back)
+
+    def quiet(self, host: HostRow, now_s: float) -> str:
+        """The quiet hours this host is in; empty when it is not."""
+        policy = self._policies.get(host.name)
+        hours = None if policy is None else in_quiet_hours(policy.quiet_hours, host.capability, now_s)
+        return "" if hours is None else str(hours)
+
+    def online(self, host: HostRow, now_s: float) -> bool:
+        return now_s - host.seen_at_s < self._online_s
+
+    def state(self, host: HostRow, now_s: float, held_slots: int) -> HostState:
+        own = self.profile(host)
+        return HostState(
+            profile=own,
+            online=self.online(host, now_s) and host.state != "left",
+            paused=host.state in ("paused", "draining"),
+            quarantined=(host.state_reason or "quarantined") if host.state == "quarantined" else "",
+            quiet=self.quiet(host, now_s),
+            free_slots=max(0, own.slots - held_slots),
+        )
+
+    def _best_online(self, class_id: int, requirement: RequirementClass, now_s: float) -> float:
+        rivals = (
+            score(requirement, self.profile(host))
+            for host in self._hosts.values()
+            if host.state == "active" and self.online(host, now_s) and class_id in self.serves(host)
+        )
+        return max(rivals, default=0.0)

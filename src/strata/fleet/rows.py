@@ -1,0 +1,130 @@
+"""How jobs, attempts and hosts lie in a table: the same columns, in the same order, in both databases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from strata.fleet.core.capability import Capability
+from strata.fleet.core.hold import Standing, standing
+from strata.fleet.core.job import CHARGED, Cause, Status
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.lease import Tally
+from strata.fleet.ports import AttemptRow, Hold, HostRow, JobRow, Lease
+
+JOB: Final = (
+    "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
+    " orphaned, waits_for"
+)
+ATTEMPT: Final = (
+    "job_id, epoch, host_id, claimed_at, started_at, ended_at, outcome, cause, error, artifact, checkpoint, facts"
+)
+HOST: Final = "id, name, capability, registered_at, state, state_reason, coalesce(seen, 0), agent_version, pool"
+
+encode: Final = msgspec.json.Encoder().encode
+decode_spec: Final = msgspec.json.Decoder(JobSpec).decode
+_trainer: Final = msgspec.json.Decoder(TrainerSpec).decode
+_capability: Final = msgspec.json.Decoder(Capability).decode
+_facts: Final = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def job_of(row: Sequence[Any]) -> JobRow:
+    (id_, spec, class_id, status, epoch, created, changed, not_before, host, reason, artifact, declared, orphaned,
+     waits_for) = row  # fmt: skip
+    return JobRow(
+        id=id_,
+        spec=decode_spec(spec),
+        class_id=class_id,
+        status=Status(status),
+        epoch=epoch,
+        created_at_s=created,
+        changed_at_s=changed,
+        not_before_s=not_before,
+        host_id=host,
+        reason=reason,
+        artifact=artifact,
+        declared=bool(declared),
+        orphaned=bool(orphaned),
+        waits_for=waits_for,
+    )
+
+
+def attempt_of(row: Sequence[Any]) -> AttemptRow:
+    job_id, epoch, host, claimed, started, ended, outcome, cause, error, artifact, checkpoint, facts = row
+    return AttemptRow(
+        job_id=job_id,
+        epoch=epoch,
+        host_id=host,
+        claimed_at_s=claimed,
+        started_at_s=started,
+        ended_at_s=ended,
+        outcome=outcome,
+        cause=Cause(cause) if cause else None,
+        error=error,
+        artifact=artifact,
+        checkpoint=checkpoint,
+        facts=_facts(facts),
+    )
+
+
+def host_of(row: Sequence[Any]) -> HostRow:
+    id_, name, capability, registered, state, state_reason, seen, agent_version, pool = row
+    return HostRow(
+        id=id_,
+        name=name,
+        capability=_capability(capability),
+        registered_at_s=registered,
+        state=state,
+        state_reason=state_reason,
+        seen_at_s=seen,
+        agent_version=agent_version,
+        pool=pool,
+    )
+
+
+def lease_of(job_id: str, epoch: int, row: Sequence[Any]) -> Lease:
+    """From `LEASE`."""
+    host_id, expires_at_s, spec, checkpoint, trainer = row
+    return Lease(
+        job_id=job_id,
+        epoch=epoch,
+        host_id=host_id,
+        expires_at_s=expires_at_s,
+        spec=decode_spec(spec),
+        trainer=None if trainer is None else _trainer(trainer),
+        checkpoint=checkpoint,
+    )
+
+
+class Held(NamedTuple):
+    """What a judgement needs of a job and its lease, from `HELD`."""
+
+    seq: int
+    status: Status
+    epoch: int
+    host_id: str
+    leased: bool
+    spec: JobSpec
+    tally: Tally
+
+    def standing(self, hold: Hold) -> Standing:
+        claimed = (hold.epoch, hold.host_id)
+        return standing(self.status, current=(self.epoch, self.host_id), claimed=claimed, leased=self.leased)
+
+
+HELD: Final = (
+    "seq, status, epoch, host_id, EXISTS (SELECT 1 FROM lease WHERE job_id = job.id), spec, charged, lost, excused"
+)
+
+
+def held_of(row: Sequence[Any]) -> Held:
+    seq, status, epoch, host_id, leased, spec, charged, lost, excused = row
+    tally = Tally(charged=charged, lost=lost, excused=excused)
+    return Held(seq, Status(status), epoch, host_id, bool(leased), decode_spec(spec), tally)
+
+
+def counted(cause: Cause) -> str:
+    """The column of `job` that counts attempts which ended so."""
+    return "charged" if cause in CHARGED else "lost" if cause is Cause.HOST_LOST else "excused"

@@ -1,0 +1,260 @@
+"""The fleet of one hub: what the edges (HTTP, the hub's own loop) call. It knows time and waiting, and no HTTP.
+
+Time here is the wall clock at the start plus what has passed since by the steady clock: a wall clock that is set while
+the hub runs makes no lease run out. Leases may expire only after the hub could hear renewals for one full lease
+(`core.lease.may_sweep`); a failing database or a hub that was frozen begins that time anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from strata.base import log
+from strata.base.clock import Clock
+from strata.base.errors import StrataError
+from strata.fleet.claims import Changes, ClaimQueue
+from strata.fleet.core.hyper import Schema
+from strata.fleet.core.job import HELD, Cause, Status
+from strata.fleet.core.lease import LEASE_S, may_sweep, quarantine
+from strata.fleet.core.manifest import Digests, read_manifest
+from strata.fleet.core.plan import Plan, plan
+from strata.fleet.core.why import Question, Waiting, Why, why
+from strata.fleet.ports import (
+    Claim,
+    Completion,
+    Failure,
+    Hold,
+    HostRow,
+    JobFilter,
+    JobRow,
+    Lease,
+    Renewal,
+    Renewed,
+    Store,
+)
+from strata.fleet.roster import Roster
+
+TICK_S: Final = 1.0
+POLL_S: Final = 2.0
+"""How often a waiting claim looks by itself: another hub may have queued what it waits for."""
+MAX_WAIT_S: Final = 60.0
+_log = log.get(__name__)
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    stale_after_s: float = LEASE_S
+    """A lease that was not renewed for so long runs out, and another host may claim the job."""
+
+
+class Fleet:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        settings: FleetSettings | None = None,
+        *,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.store = store
+        self.settings = settings or FleetSettings()
+        self._clock = clock
+        self._chance = chance
+        self._wall_ahead_s = clock.wall_s() - clock.monotonic_s()
+        self._roster = Roster(store, self.settings.stale_after_s)
+        self._changes = Changes()
+        self._claims = ClaimQueue(store, self.settings.stale_after_s, self.now_s)
+        self._seen: dict[str, float] = {}
+        self._seeing_since_s = self.now_s()
+        self._ticked_at_s = self.now_s()
+
+    def now_s(self) -> float:
+        return self._wall_ahead_s + self._clock.monotonic_s()
+
+    # What hosts ask
+
+    async def register(self, host: HostRow, actor: str) -> HostRow:
+        registered = await self.store.register_host(host, actor)
+        self._roster.forget()
+        self._changes.tell()
+        return registered
+
+    async def claim(
+        self, host_id: str, claim_id: str, *, count: int = 1, slots: int | None = None, wait_s: float = 0.0
+    ) -> Sequence[Lease]:
+        """Leases on jobs this host may take: at once, or when there are some, at most `wait_s` later.
+
+        `slots` is what the host has free; without it the host is taken at its word that `count` jobs fit.
+        """
+        self.heard(host_id)
+        until_s = self.now_s() + min(wait_s, MAX_WAIT_S)
+        while True:
+            changed = self._changes.next()
+            await self._roster.refresh(self.now_s())
+            menu = self._roster.menu(host_id, self.now_s())
+            wanted = Claim(
+                host_id=host_id,
+                claim_id=claim_id,
+                classes=menu.classes,
+                slots=sum(sorted(menu.classes.values())[-1:]) * count if slots is None else slots,
+                count=count,
+                held_back=menu.held_back,
+            )
+            leases = await self._claims.ask(wanted)
+            left_s = until_s - self.now_s()
+            if leases or left_s <= 0:
+                return leases
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), min(left_s, POLL_S))
+
+    async def renew(self, host_id: str, renewals: Sequence[Renewal]) -> Sequence[Renewed]:
+        self.heard(host_id)
+        if not renewals:
+            return []
+        return await self.store.renew(host_id, renewals, self.settings.stale_after_s, self.now_s())
+
+    async def complete(self, hold: Hold, completion: Completion) -> JobRow:
+        self.heard(hold.host_id)
+        row = await self.store.complete(hold, completion, self.now_s())
+        # What came after it may be ready now.
+        self._changes.tell()
+        return row
+
+    async def fail(self, hold: Hold, failure: Failure) -> JobRow:
+        self.heard(hold.host_id)
+        row = await self.store.fail(hold, failure, self.now_s(), chance=self._chance())
+        if failure.cause is Cause.INFRA:
+            await self._judge_host(hold.host_id)
+        self._changes.tell()
+        return row
+
+    async def checkpointed(self, hold: Hold, artifact: str) -> None:
+        self.heard(hold.host_id)
+        await self.store.checkpointed(hold, artifact, self.now_s())
+
+    def heard(self, host_id: str) -> None:
+        """A sign of life: kept in memory and written with all others once a second."""
+        self._seen[host_id] = self.now_s()
+
+    # What people ask
+
+    async def plan_manifest(
+        self,
+        text: str,
+        source: str,
+        *,
+        schemas: Mapping[str, Schema] | None = None,
+        digests: Mapping[str, Digests] | None = None,
+    ) -> Plan:
+        """What applying this manifest would change; INVALID with all that is wrong with it."""
+        manifest = read_manifest(text, source, schemas=schemas, digests=digests)
+        return plan(
+            manifest,
+            await self.store.present(),
+            trainers=await self.store.trainers(),
+            hosts=await self.store.policies(),
+        )
+
+    async def apply(self, wanted: Plan, actor: str, *, source: str, declared: bool = True) -> None:
+        await self.store.apply(wanted, actor, self.now_s(), source=source, declared=declared)
+        self._roster.forget()
+        self._changes.tell()
+
+    async def cancel(self, job_id: str, reason: str, actor: str) -> JobRow:
+        return await self.store.cancel(job_id, reason, actor, self.now_s())
+
+    async def requeue(self, job_id: str, actor: str) -> JobRow:
+        row = await self.store.requeue(job_id, actor, self.now_s())
+        self._changes.tell()
+        return row
+
+    async def set_host_state(self, host_id: str, state: str, reason: str, actor: str) -> HostRow:
+        row = await self.store.set_host_state(host_id, state, reason, actor, self.now_s())
+        self._roster.forget()
+        self._changes.tell()
+        return row
+
+    async def hosts(self) -> Sequence[HostRow]:
+        await self.flush_beats()
+        return await self.store.hosts()
+
+    async def why(self, job_id: str) -> Why:
+        row = await self.store.job(job_id)
+        self._roster.forget()
+        await self._roster.refresh(self.now_s())
+        waiting = [await self.store.job(needed) for needed in row.spec.after]
+        question = Question(
+            status=row.status,
+            requirement=row.spec.requirement,
+            not_before_s=row.not_before_s,
+            last_failure=row.reason,
+            after=tuple(
+                Waiting(job_id=each.id, label=each.spec.label, status=each.status)
+                for each in waiting
+                if each.status is not Status.COMPLETED
+            ),
+        )
+        held = await self.held_slots()
+        states = [self._roster.state(host, self.now_s(), held.get(host.id, 0)) for host in self._roster.hosts()]
+        return why(question, states, now_s=self.now_s())
+
+    async def held_slots(self) -> Mapping[str, int]:
+        """How many slots of each host are taken."""
+        taken: dict[str, int] = {}
+        after = ""
+        while page := await self.store.jobs(JobFilter(status=tuple(HELD), after_id=after, limit=1000)):
+            for row in page:
+                taken[row.host_id] = taken.get(row.host_id, 0) + row.spec.needs.slots
+            after = page[-1].id
+        return taken
+
+    # What the hub's loop does
+
+    async def tick(self) -> None:
+        """Once a second: write who was heard of, end back-offs, and expire leases if the hub has seen enough."""
+        now_s = self.now_s()
+        if now_s - self._ticked_at_s > self.settings.stale_after_s / 3:
+            # Frozen, or without a database: whoever could not renew meanwhile is not to blame.
+            _log.warning(
+                "this hub was blind, leases are given a full term", blind_s=round(now_s - self._ticked_at_s, 1)
+            )
+            self._seeing_since_s = now_s
+        await self.flush_beats()
+        ripened = await self.store.ripen(now_s)
+        expired: Sequence[JobRow] = ()
+        if may_sweep(now_s=now_s, seeing_since_s=self._seeing_since_s, lease_s=self.settings.stale_after_s):
+            expired = await self.store.sweep(now_s)
+        self._ticked_at_s = self.now_s()
+        if ripened or expired:
+            self._changes.tell()
+
+    async def flush_beats(self) -> None:
+        seen, self._seen = self._seen, {}
+        if not seen:
+            return
+        try:
+            await self.store.beat(seen)
+        except StrataError:
+            self._seen = seen | self._seen
+            raise
+
+    async def _judge_host(self, host_id: str) -> None:
+        """Quarantine a host whose infra failures are its own and not those of one job."""
+        await self._roster.refresh(self.now_s())
+        hosts = {host.id: host for host in self._roster.hosts()}
+        if host_id not in hosts:
+            return
+        others = [
+            self._roster.serves(host)
+            for host in hosts.values()
+            if host.id != host_id and host.state == "active" and self._roster.online(host, self.now_s())
+        ]
+        troubled = await self.store.infra_jobs(host_id)
+        verdict = quarantine(troubled, serves=self._roster.serves(hosts[host_id]), others_serve=others)
+        if verdict.quarantined:
+            await self.set_host_state(host_id, "quarantined", verdict.reason, "hub")

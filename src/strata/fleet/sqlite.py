@@ -1,0 +1,211 @@
+"""The fleet in the hub's SQLite file: one writer, so a transaction is a function that nothing can interleave with."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.database import events
+from strata.database.sqlite import SqliteThread
+from strata.fleet import sqlite_leases as leases
+from strata.fleet import sqlite_plan
+from strata.fleet.core.job import Status
+from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
+from strata.fleet.core.plan import Plan, Present
+from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.ports import (
+    AttemptRow,
+    Claim,
+    ClassRow,
+    Completion,
+    Counts,
+    Failure,
+    Hold,
+    HostRow,
+    JobFilter,
+    JobRow,
+    Lease,
+    Renewal,
+    Renewed,
+)
+from strata.fleet.rows import ATTEMPT, HOST, JOB, attempt_of, encode, host_of, job_of
+from strata.fleet.sqlite_tables import read_job
+
+
+class SqliteStore:
+    """On a thread that has the components `event` and `fleet`."""
+
+    def __init__(self, thread: SqliteThread) -> None:
+        self._thread = thread
+
+    async def apply(self, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
+        await self._thread.write(lambda db: sqlite_plan.apply(db, plan, actor, now_s, source=source, declared=declared))
+
+    async def present(self) -> Mapping[str, Present]:
+        rows = await self._rows("SELECT id, spec, status, declared FROM job", ())
+        decode = msgspec.json.Decoder(JobSpec).decode
+        return {
+            id_: Present(spec=decode(spec), status=Status(status), declared=bool(declared))
+            for id_, spec, status, declared in rows
+        }
+
+    async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
+        rows = await self._rows("SELECT id, spec FROM req_class WHERE id > ? ORDER BY id", (after_id,))
+        decode = msgspec.json.Decoder(RequirementClass).decode
+        return [ClassRow(id=id_, requirement=decode(spec)) for id_, spec in rows]
+
+    async def policies(self) -> Mapping[str, HostSpec]:
+        decode = msgspec.json.Decoder(HostSpec).decode
+        return {host: decode(spec) for host, spec in await self._rows("SELECT host, spec FROM policy", ())}
+
+    async def trainers(self) -> Mapping[str, TrainerSpec]:
+        decode = msgspec.json.Decoder(TrainerSpec).decode
+        return {name: decode(spec) for name, spec in await self._rows("SELECT name, spec FROM trainer", ())}
+
+    async def register_host(self, host: HostRow, actor: str) -> HostRow:
+        def register(db: sqlite3.Connection) -> HostRow:
+            before = db.execute("SELECT capability, state FROM host WHERE id = ?", (host.id,)).fetchone()
+            capability = encode(host.capability)
+            db.execute(
+                "INSERT INTO host VALUES (?, ?, ?, ?, 'active', '', ?, ?) ON CONFLICT (id) DO UPDATE SET"
+                " name = excluded.name, capability = excluded.capability, agent_version = excluded.agent_version,"
+                " pool = excluded.pool, state = CASE state WHEN 'left' THEN 'active' ELSE state END",
+                (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool),
+            )
+            _beat(db, {host.id: host.registered_at_s})
+            if before is None or before[0] != capability or before[1] == "left":
+                leases.record(db, host.registered_at_s, actor, "host.registered", host.id, name=host.name)
+            return _host(db, host.id)
+
+        return await self._thread.write(register)
+
+    async def hosts(self) -> Sequence[HostRow]:
+        select = f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id ORDER BY name, id"
+        return [host_of(row) for row in await self._rows(select, ())]
+
+    async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow:
+        def change(db: sqlite3.Connection) -> HostRow:
+            if _host(db, host_id).state != state:
+                update = "UPDATE host SET state = ?, state_reason = ? WHERE id = ?"
+                db.execute(update, (state, reason, host_id))
+                leases.record(db, now_s, actor, f"host.{state}", host_id, reason=reason)
+            return _host(db, host_id)
+
+        return await self._thread.write(change)
+
+    async def beat(self, seen: Mapping[str, float]) -> None:
+        await self._thread.write(lambda db: _beat(db, seen))
+
+    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[Lease]]:
+        return await self._thread.write(lambda db: [leases.claim(db, each, lease_s, now_s) for each in claims])
+
+    async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
+        return await self._thread.write(
+            lambda db: [leases.renew(db, host_id, each, lease_s, now_s) for each in renewals]
+        )
+
+    async def complete(self, hold: Hold, completion: Completion, now_s: float) -> JobRow:
+        done = await self._thread.write(lambda db: leases.complete(db, hold, completion, now_s))
+        if isinstance(done, StrataError):
+            raise done
+        return done
+
+    async def fail(self, hold: Hold, failure: Failure, now_s: float, *, chance: float) -> JobRow:
+        return await self._thread.write(lambda db: leases.fail(db, hold, failure, now_s, chance))
+
+    async def checkpointed(self, hold: Hold, artifact: str, now_s: float) -> None:
+        await self._thread.write(lambda db: leases.checkpointed(db, hold, artifact, now_s))
+
+    async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
+        return await self._thread.write(lambda db: leases.cancel(db, job_id, reason, actor, now_s))
+
+    async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow:
+        return await self._thread.write(lambda db: leases.requeue(db, job_id, actor, now_s))
+
+    async def sweep(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
+        def expire(db: sqlite3.Connection) -> list[JobRow]:
+            select = "SELECT job_id FROM lease WHERE NOT expired AND expires_at <= ? ORDER BY expires_at LIMIT ?"
+            due = db.execute(select, (now_s, limit)).fetchall()
+            return [leases.expire(db, job_id, now_s) for (job_id,) in due]
+
+        return await self._thread.write(expire)
+
+    async def ripen(self, now_s: float, limit: int = 1000) -> int:
+        def promote(db: sqlite3.Connection) -> int:
+            select = "SELECT seq FROM ripening WHERE not_before <= ? ORDER BY not_before LIMIT ?"
+            due = db.execute(select, (now_s, limit)).fetchall()
+            db.executemany("DELETE FROM ripening WHERE seq = ?", due)
+            for (seq,) in due:
+                leases.enqueue(db, seq, now_s)
+            return len(due)
+
+        return await self._thread.write(promote)
+
+    async def job(self, job_id: str) -> JobRow:
+        return await self._thread.read(lambda db: read_job(db, job_id))
+
+    async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
+        whole = prefix if prefix.startswith("job") else f"job1_{prefix}"
+        # '~' sorts after every character of an id.
+        rows = await self._rows(
+            "SELECT id FROM job WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (whole, f"{whole}~", limit)
+        )
+        return [id_ for (id_,) in rows]
+
+    async def jobs(self, wanted: JobFilter) -> Sequence[JobRow]:
+        where, values = ["id > ?"], [wanted.after_id]
+        if wanted.status:
+            where.append(f"status IN ({', '.join('?' * len(wanted.status))})")
+            values += wanted.status
+        for column in ("model", "host_id", "sweep"):
+            if getattr(wanted, column):
+                where.append(f"{column} = ?")
+                values.append(getattr(wanted, column))
+        select = f"SELECT {JOB} FROM job WHERE {' AND '.join(where)} ORDER BY id LIMIT ?"
+        return [job_of(row) for row in await self._rows(select, (*values, wanted.limit))]
+
+    async def attempts(self, job_id: str) -> Sequence[AttemptRow]:
+        await self.job(job_id)
+        select = f"SELECT {ATTEMPT} FROM attempt WHERE job_id = ? ORDER BY epoch"
+        return [attempt_of(row) for row in await self._rows(select, (job_id,))]
+
+    async def infra_jobs(self, host_id: str) -> Sequence[str]:
+        rows = await self._rows(
+            "SELECT DISTINCT job_id FROM attempt WHERE host_id = :host AND cause = 'infra' AND ended_at >"
+            " coalesce((SELECT max(ended_at) FROM attempt WHERE host_id = :host AND outcome = 'completed'), 0)",
+            {"host": host_id},
+        )
+        return [job_id for (job_id,) in rows]
+
+    async def counts(self) -> Counts:
+        by_status = dict(await self._rows("SELECT status, count(*) FROM job GROUP BY status", ()))
+        ((ready, hosts),) = await self._rows("SELECT (SELECT count(*) FROM ready), (SELECT count(*) FROM host)", ())
+        return Counts(by_status=by_status, ready=ready, hosts=hosts)
+
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.Recorded]:
+        return await events.read_sqlite(self._thread, after, limit, subject=subject)
+
+    async def close(self) -> None:
+        await self._thread.close()
+
+    async def _rows(self, select: str, values: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
+        return await self._thread.read(lambda db: db.execute(select, values).fetchall())
+
+
+def _host(db: sqlite3.Connection, host_id: str) -> HostRow:
+    row = db.execute(f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id WHERE id = ?", (host_id,)).fetchone()
+    if row is None:
+        raise StrataError(Code.NOT_FOUND, f"there is no host {host_id!r}")
+    return host_of(row)
+
+
+def _beat(db: sqlite3.Connection, seen: Mapping[str, float]) -> None:
+    db.executemany(
+        "INSERT INTO host_beat SELECT id, ? FROM host WHERE id = ?"
+        " ON CONFLICT (host_id) DO UPDATE SET seen = max(seen, excluded.seen)",
+        ((seen_at_s, host_id) for host_id, seen_at_s in seen.items()),
+    )

@@ -1,0 +1,68 @@
+"""The tables of the fleet in SQLite."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Final
+
+from strata.database.migrations import Component
+from strata.fleet.core.hold import unknown_job
+from strata.fleet.ports import JobRow
+from strata.fleet.rows import JOB, job_of
+
+COMPONENT: Final = Component(
+    "fleet",
+    (
+        """
+        CREATE TABLE req_class (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, spec BLOB NOT NULL) STRICT;
+        CREATE TABLE trainer (name TEXT PRIMARY KEY, spec BLOB NOT NULL) WITHOUT ROWID, STRICT;
+        CREATE TABLE policy (host TEXT PRIMARY KEY, spec BLOB NOT NULL) WITHOUT ROWID, STRICT;
+        CREATE TABLE job (
+          seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, spec BLOB NOT NULL,
+          class_id INTEGER NOT NULL REFERENCES req_class, status TEXT NOT NULL, epoch INTEGER NOT NULL,
+          created_at REAL NOT NULL, changed_at REAL NOT NULL, not_before REAL NOT NULL, host_id TEXT NOT NULL,
+          reason TEXT NOT NULL, artifact TEXT NOT NULL, declared INTEGER NOT NULL, orphaned INTEGER NOT NULL,
+          waits_for INTEGER NOT NULL,
+          model TEXT NOT NULL, sweep TEXT NOT NULL, priority INTEGER NOT NULL, trainer TEXT NOT NULL,
+          charged INTEGER NOT NULL, lost INTEGER NOT NULL, excused INTEGER NOT NULL, checkpoint TEXT NOT NULL
+        ) STRICT;
+        CREATE INDEX job_status ON job (status, id);
+        CREATE INDEX job_host ON job (host_id, id);
+        CREATE TABLE job_after (
+          job_id TEXT NOT NULL, needs TEXT NOT NULL, PRIMARY KEY (job_id, needs)
+        ) WITHOUT ROWID, STRICT;
+        CREATE INDEX job_after_needs ON job_after (needs, job_id);
+        CREATE TABLE ready (
+          seq INTEGER PRIMARY KEY, class_id INTEGER NOT NULL, priority INTEGER NOT NULL, since REAL NOT NULL
+        ) STRICT;
+        CREATE INDEX ready_order ON ready (class_id, priority DESC, seq);
+        CREATE TABLE ripening (seq INTEGER PRIMARY KEY, not_before REAL NOT NULL) STRICT;
+        CREATE INDEX ripening_due ON ripening (not_before);
+        CREATE TABLE lease (
+          job_id TEXT PRIMARY KEY, host_id TEXT NOT NULL, epoch INTEGER NOT NULL, expires_at REAL NOT NULL,
+          expired INTEGER NOT NULL
+        ) WITHOUT ROWID, STRICT;
+        CREATE INDEX lease_due ON lease (expired, expires_at);
+        CREATE TABLE attempt (
+          job_id TEXT NOT NULL, epoch INTEGER NOT NULL, host_id TEXT NOT NULL, claim_id TEXT NOT NULL,
+          claimed_at REAL NOT NULL, started_at REAL, ended_at REAL, outcome TEXT NOT NULL, cause TEXT NOT NULL,
+          error TEXT NOT NULL, artifact TEXT NOT NULL, checkpoint TEXT NOT NULL, facts BLOB NOT NULL,
+          PRIMARY KEY (job_id, epoch)
+        ) WITHOUT ROWID, STRICT;
+        CREATE INDEX attempt_claim ON attempt (host_id, claim_id);
+        CREATE INDEX attempt_host ON attempt (host_id, ended_at);
+        CREATE TABLE host (
+          id TEXT PRIMARY KEY, name TEXT NOT NULL, capability BLOB NOT NULL, registered_at REAL NOT NULL,
+          state TEXT NOT NULL, state_reason TEXT NOT NULL, agent_version TEXT NOT NULL, pool TEXT NOT NULL
+        ) WITHOUT ROWID, STRICT;
+        CREATE TABLE host_beat (host_id TEXT PRIMARY KEY, seen REAL NOT NULL) WITHOUT ROWID, STRICT;
+        """,
+    ),
+)
+
+
+def read_job(db: sqlite3.Connection, job_id: str) -> JobRow:
+    row = db.execute(f"SELECT {JOB} FROM job WHERE id = ?", (job_id,)).fetchone()
+    if row is None:
+        raise unknown_job(job_id)
+    return job_of(row)

@@ -1,0 +1,112 @@
+"""What attempts say while they run: a log and a stream of metrics each, as append-only files that grow by offset.
+
+A sender names the offset of the first byte it sends, so a repeated piece is recognised and a missing one noticed; the
+reply says how much is safe, and the sender goes on from there. Each attempt has files of its own, so a host that was
+replaced writes beside its successor and never into it. Nothing here touches a job's row: logs are the largest load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
+
+Name = Literal["log", "metrics"]
+NAMES: Final[Sequence[Name]] = ("log", "metrics")
+MAX_PIECE: Final = 4 * 1024 * 1024
+MAX_STREAM: Final = 1024 * 1024 * 1024
+_JOB: Final = re.compile(r"job[0-9]+_[0-9a-f]{64}")
+
+
+class Streams:
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_STREAM) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._locks: dict[Path, asyncio.Lock] = {}
+
+    async def append(
+        self, job_id: str, epoch: int, name: Name, offset: int, piece: bytes, *, last: bool = False
+    ) -> int:
+        """How many bytes of the stream are stored now. `last`: they are on the disk, not only in the kernel."""
+        path = self._path(job_id, epoch, name)
+        if len(piece) > MAX_PIECE:
+            raise StrataError(Code.INVALID, f"a piece of a stream has at most {MAX_PIECE} bytes")
+        lock = self._locks.setdefault(path, asyncio.Lock())
+        try:
+            async with lock:
+                return await asyncio.to_thread(self._write, path, offset, piece, last=last)
+        finally:
+            if not lock.locked():
+                self._locks.pop(path, None)
+
+    async def read(self, job_id: str, epoch: int, name: Name, offset: int, limit: int = MAX_PIECE) -> bytes:
+        """From `offset` on, at most `limit` bytes; nothing at the end, nor if nothing was ever sent."""
+        return await asyncio.to_thread(_read, self._path(job_id, epoch, name), offset, min(limit, MAX_PIECE))
+
+    async def size(self, job_id: str, epoch: int, name: Name) -> int:
+        return await asyncio.to_thread(_size, self._path(job_id, epoch, name))
+
+    def _path(self, job_id: str, epoch: int, name: Name) -> Path:
+        # Ids come from outside, and become a path only if they are ids.
+        if not _JOB.fullmatch(job_id) or epoch < 1 or name not in NAMES:
+            raise StrataError(Code.NOT_FOUND, "there is no such stream")
+        digest = job_id.rpartition("_")[2]
+        return self._folder / digest[:2] / job_id / f"{epoch}.{name}"
+
+    def _write(self, path: Path, offset: int, piece: bytes, *, last: bool) -> int:
+        stored = _size(path)
+        if offset > stored:
+            raise StrataError(
+                Code.PRECONDITION,
+                f"bytes {stored} to {offset} are missing here",
+                hint="send again from there",
+                size=stored,
+            )
+        new = piece[stored - offset :]
+        if stored + len(new) > self._max_bytes:
+            raise StrataError(Code.EXHAUSTED, f"a stream has at most {self._max_bytes} bytes", size=stored)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            if new:
+                _write_whole(file.fileno(), new)
+            failpoint("fleet.streams.written")
+            if last:
+                os.fsync(file.fileno())
+                _sync_folder(path.parent)
+        return stored + len(new)
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _read(path: Path, offset: int, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(limit)
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,44 @@
+"""One suite for both databases: a test takes `store`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from strata.database import events
+from strata.database.migrations import SqliteComponents, upgrade_postgres
+from strata.database.postgres import Connections
+from strata.database.sqlite import SqliteThread
+from strata.fleet import postgres_tables, sqlite_tables
+from strata.fleet.ports import Store
+from strata.fleet.postgres import PostgresStore
+from strata.fleet.sqlite import SqliteStore
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    opened: Store
+    if request.param == "sqlite":
+        components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT])
+        opened = SqliteStore(await SqliteThread.open(tmp_path / "hub.db", components))
+    else:
+        opened = await open_postgres(request.getfixturevalue("postgres_url"))
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def postgres_store(postgres_url: str) -> AsyncIterator[Store]:
+    """For what only a database with many writers can get wrong."""
+    opened = await open_postgres(postgres_url)
+    yield opened
+    await opened.close()
+
+
+async def open_postgres(url: str) -> Store:
+    connections = Connections(url, 8, 5.0, what="hub")
+    async with connections.use() as connection:
+        await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
+    return PostgresStore(connections)

@@ -1,0 +1,82 @@
+"""Short ways to say what a conformance test needs: jobs, hosts, plans, claims."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from strata.base.errors import StrataError
+from strata.fleet.core.capability import Capability
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.plan import Plan
+from strata.fleet.core.requirement import Needs
+from strata.fleet.ports import Claim, Hold, HostRow, Lease, Store
+
+LEASE_S = 45.0
+
+
+def job(model: str, **fields: Any) -> JobSpec:
+    return JobSpec(model=model, **fields)
+
+
+def plan(*specs: JobSpec, **fields: Any) -> Plan:
+    return Plan(new={spec.id: spec for spec in specs}, **fields)
+
+
+async def add(store: Store, *specs: JobSpec, now_s: float = 0.0) -> list[str]:
+    await store.apply(plan(*specs), "operator", now_s, source="manifest")
+    return [spec.id for spec in specs]
+
+
+async def add_host(store: Store, host_id: str = "host_a", now_s: float = 0.0) -> str:
+    row = HostRow(
+        id=host_id, name=host_id.replace("_", "-"), capability=Capability(hostname="h"), registered_at_s=now_s
+    )
+    await store.register_host(row, f"host:{host_id}")
+    return host_id
+
+
+async def all_classes(store: Store) -> Mapping[int, int]:
+    return {row.id: row.requirement.needs.slots for row in await store.classes()}
+
+
+async def claim(
+    store: Store,
+    host_id: str = "host_a",
+    *,
+    now_s: float = 0.0,
+    claim_id: str = "c1",
+    count: int = 1,
+    slots: int = 64,
+    classes: Mapping[int, int] | None = None,
+) -> Sequence[Lease]:
+    if classes is None:
+        classes = await all_classes(store)
+    wanted = Claim(host_id=host_id, claim_id=claim_id, classes=classes, slots=slots, count=count)
+    (leases,) = await store.claim([wanted], LEASE_S, now_s)
+    return leases
+
+
+def hold(lease: Lease) -> Hold:
+    return Hold(lease.host_id, lease.job_id, lease.epoch)
+
+
+def needs(**fields: Any) -> Needs:
+    return Needs(**fields)
+
+
+async def refusal(call: Awaitable[object]) -> StrataError:
+    with pytest.raises(StrataError) as refused:
+        await call
+    return refused.value
+
+
+async def kinds(store: Store, subject: str, count: int) -> list[str]:
+    """PostgreSQL holds events back while any older transaction of the server runs, also one of another database."""
+    async with asyncio.timeout(10):
+        while len(recorded := await store.events("", 1000, subject=subject)) < count:
+            pass
+    return [each.event.kind for each in recorded]

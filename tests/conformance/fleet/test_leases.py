@@ -1,0 +1,313 @@
+"""Claims, renewals, ends and expiry: what a host may rely on, and what a host that was replaced may not do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from strata.base.errors import Code
+from strata.fleet.core.job import Cause, Status
+from strata.fleet.ports import Claim, Completion, Failure, Hold, Renewal, Store
+from tests.conformance.fleet.fleet import (
+    LEASE_S,
+    add,
+    add_host,
+    all_classes,
+    claim,
+    hold,
+    job,
+    kinds,
+    needs,
+    refusal,
+)
+
+DONE = Completion(artifact="art1", metrics={"auc": 0.9})
+BROKEN = Failure(cause=Cause.USER_ERROR, error="ValueError: no")
+
+
+async def status_of(store: Store, job_id: str) -> Status:
+    return (await store.job(job_id)).status
+
+
+async def test_the_best_priority_is_claimed_first_and_then_the_oldest(store: Store) -> None:
+    await add_host(store)
+    low, high, older = job("low"), job("high", priority=5), job("older", priority=5, seed=2)
+    await add(store, older, low, high)
+    got = await claim(store, count=3)
+    assert [lease.spec.model for lease in got] == ["older", "high", "low"]
+    assert [lease.epoch for lease in got] == [1, 1, 1]
+    assert await claim(store, claim_id="c2") == []
+
+
+async def test_a_claim_takes_only_from_the_classes_it_names(store: Store) -> None:
+    await add_host(store)
+    await add(store, job("cpu"), job("gpu", needs=needs(require_cuda=True), priority=9))
+    cpu = {row.id: 1 for row in await store.classes() if row.requirement.model == "cpu"}
+    assert [lease.spec.model for lease in await claim(store, count=5, classes=cpu)] == ["cpu"]
+    assert await claim(store, claim_id="c2", classes={}) == []
+
+
+async def test_a_job_that_would_rather_run_elsewhere_is_left_for_a_while(store: Store) -> None:
+    await add_host(store)
+    await add(store, job("picky", priority=9), now_s=100.0)
+    await add(store, job("any"), now_s=100.0)
+    classes = await all_classes(store)
+    (picky,) = [row.id for row in await store.classes() if row.requirement.model == "picky"]
+    asked = Claim(host_id="host_a", claim_id="c1", classes=classes, slots=9, count=1, held_back={picky: 99.0})
+    ((lease,),) = await store.claim([asked], LEASE_S, 110.0)
+    assert lease.spec.model == "any"
+    ((lease,),) = await store.claim([replace(asked, claim_id="c2", held_back={picky: 100.0})], LEASE_S, 110.0)
+    assert lease.spec.model == "picky"
+
+
+async def test_a_claim_takes_no_more_slots_than_it_has(store: Store) -> None:
+    await add_host(store)
+    await add(store, job("big", needs=needs(slots=3), priority=1), job("small"), job("small", seed=1))
+    got = await claim(store, count=5, slots=4)
+    assert [lease.spec.model for lease in got] == ["big", "small"]
+
+
+async def test_a_lost_reply_to_a_claim_is_answered_with_the_same_leases(store: Store) -> None:
+    await add_host(store)
+    await add(store, job("a"), job("b"))
+    first = await claim(store, count=1)
+    again = await claim(store, count=1, now_s=3.0)
+    assert list(again) == list(first)
+    await store.complete(hold(first[0]), DONE, 4.0)
+    assert await claim(store, count=1, now_s=5.0) == []
+    assert len(await claim(store, claim_id="c2", now_s=5.0)) == 1
+
+
+async def test_one_transaction_answers_many_claims_and_gives_no_job_twice(store: Store) -> None:
+    for n in range(4):
+        await add_host(store, f"host_{n}")
+    await add(store, *(job("m", seed=n) for n in range(3)))
+    classes = await all_classes(store)
+    claims = [Claim(host_id=f"host_{n}", claim_id=f"c{n}", classes=classes, slots=1, count=1) for n in range(4)]
+    given = await store.claim(claims, LEASE_S, 0.0)
+    jobs = [lease.job_id for leases in given for lease in leases]
+    assert len(jobs) == len(set(jobs)) == 3
+
+
+@pytest.mark.parametrize("state", ["draining", "paused", "quarantined", "left"])
+async def test_a_host_that_is_not_active_gets_nothing_new(store: Store, state: str) -> None:
+    await add_host(store)
+    await add(store, job("a"), job("b"))
+    held = await claim(store)
+    await store.set_host_state("host_a", state, "because", "operator", 1.0)
+    assert await claim(store, claim_id="c2") == []
+    assert list(await claim(store)) == list(held)
+    assert await claim(store, "host_unknown", claim_id="c3") == []
+
+
+async def test_a_renewal_extends_the_lease_and_says_when_the_child_runs(store: Store) -> None:
+    await add_host(store)
+    (job_id,) = await add(store, job("a"))
+    (lease,) = await claim(store)
+    (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1)], LEASE_S, 10.0)
+    assert (renewed.verdict, renewed.status, renewed.expires_at_s) == ("held", Status.CLAIMED, 55.0)
+    (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1, running=True)], LEASE_S, 20.0)
+    assert renewed.status is Status.RUNNING
+    assert await store.sweep(64.0) == []
+    assert [row.id for row in await store.sweep(65.0)] == [job_id]
+    (attempt,) = await store.attempts(job_id)
+    assert (attempt.started_at_s, attempt.ended_at_s) == (20.0, None)
+    assert lease.expires_at_s == LEASE_S
+
+
+async def test_a_completed_job_keeps_its_result_and_answers_a_repeated_report(store: Store) -> None:
+    await add_host(store)
+    (job_id,) = await add(store, job("a"))
+    (lease,) = await claim(store)
+    row = await store.complete(hold(lease), DONE, 5.0)
+    assert (row.status, row.artifact) == (Status.COMPLETED, "art1")
+    assert await store.complete(hold(lease), DONE, 6.0) == row
+    (attempt,) = await store.attempts(job_id)
+    assert (attempt.outcome, attempt.artifact, attempt.facts["metrics"]) == ("completed", "art1", {"auc": 0.9})
+    (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1)], LEASE_S, 7.0)
+    assert (renewed.verdict, renewed.status) == ("ended", Status.COMPLETED)
+    assert await kinds(store, job_id, 3) == ["job.created", "job.claimed", "job.completed"]
+
+
+async def test_another_result_for_a_completed_job_is_refused(store: Store) -> None:
+    await add_host(store)
+    (job_id,) = await add(store, job("a"))
+    (lease,) = await claim(store)
+    await store.complete(hold(lease), DONE, 5.0)
+    assert (await refusal(store.complete(hold(lease), Completion(artifact="other"), 6.0))).code is Code.CONFLICT
+    assert (await refusal(store.fail(hold(lease), BROKEN, 6.0, chance=0.0))).code is Code.CONFLICT
+    assert (await store.job(job_id)).artifact == "art1"
+
+
+async def test_an_expired_job_that_nobody_claimed_is_revived_by_its_host(store: Store) -> None:
+    await add_host(store)
+    await add_host(store, "host_b")
+    (job_id,) = await add(store, job("a"))
+    await claim(store)
+    (expired,) = await store.sweep(LEASE_S)
+    assert (expired.status, expired.epoch) == (Status.PENDING, 1)
+    (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1)], LEASE_S, LEASE_S + 1)
+    assert (renewed.verdict, renewed.status) == ("held", Status.RUNNING)
+    assert await claim(store, "host_b", claim_id="c2", now_s=LEASE_S + 2) == []
+    assert "job.revived" in await kinds(store, job_id, 4)
+
+
+async def test_an_expired_job_that_nobody_claimed_may_still_be_completed(store: Store) -> None:
+    await add_host(store)
+    await add_host(store, "host_b")
+    await add(store, job("a"))
+    (lease,) = await claim(store)
+    await store.sweep(LEASE_S)
+    assert (await store.complete(hold(lease), DONE, LEASE_S + 1)).status is Status.COMPLETED
+    assert await claim(store, "host_b", claim_id="c2", now_s=LEASE_S + 2) == []
+
+
+async def test_a_host_that_was_replaced_can_change_nothing(store: Store) -> None:
+    await add_host(store)
+    await add_host(store, "host_b")
+    (job_id,) = await add(store, job("a"))
+    (old,) = await claim(store)
+    await store.sweep(LEASE_S)
+    (new,) = await claim(store, "host_b", claim_id="c2", now_s=LEASE_S + 1)
+    assert (new.job_id, new.epoch) == (job_id, 2)
+    (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1)], LEASE_S, LEASE_S + 2)
+    assert renewed.verdict == "stale"
+    late = Completion(artifact="late")
+    assert (await refusal(store.complete(hold(old), late, LEASE_S + 3))).code is Code.STALE
+    assert (await refusal(store.fail(hold(old), BROKEN, LEASE_S + 3, chance=0.0))).code is Code.STALE
+    assert (await refusal(store.checkpointed(hold(old), "ck", LEASE_S + 3))).code is Code.STALE
+    row = await store.job(job_id)
+    assert (row.status, row.epoch, row.artifact, row.host_id) == (Status.CLAIMED, 2, "", "host_b")
+    first, second = await store.attempts(job_id)
+    assert (first.outcome, first.artifact, second.outcome) == ("orphan", "late", "")
+    assert (await store.complete(hold(new), DONE, LEASE_S + 4)).artifact == "art1"
+
+
+@pytest.mark.parametrize("forged", [Hold("host_b", "", 1), Hold("host_a", "", 2), Hold("host_a", "", 0)])
+async def test_a_forged_hold_is_stale(store: Store, forged: Hold) -> None:
+    await add_host(store)
+    (job_id,) = await add(store, job("a"))
+    await claim(store)
+    lie = Hold(forged.host_id, job_id, forged.epoch)
+    assert (await refusal(store.complete(lie, DONE, 1.0))).code is Code.STALE
+    (renewed,) = await store.renew(lie.host_id, [Renewal(job_id=job_id, epoch=lie.epoch)], LEASE_S, 1.0)
+    assert renewed.verdict == "stale"
+    assert await status_of(store, job_id) is Status.CLAIMED
+
+
+async def test_unknown_jobs_are_not_found(store: Store) -> None:
+    await add_host(store)
+    nobody = Hold("host_a", "job1_x", 1)
+    assert (await refusal(store.complete(nobody, DONE, 0.0))).code is Code.NOT_FOUND
+    assert (await refusal(store.cancel("job1_x", "", "operator", 0.0))).code is Code.NOT_FOUND
+    assert (await refusal(store.job("job1_x"))).code is Code.NOT_FOUND
+    (renewed,) = await store.renew("host_a", [Renewal(job_id="job1_x", epoch=1)], LEASE_S, 0.0)
+    assert renewed.verdict == "unknown"
+
+
+async def test_the_jobs_own_failures_are_counted_and_end_it(store: Store) -> None:
+    await add_host(store)
+    (job_id,) = await add(store, job("a", max_attempts=2))
+    (first,) = await claim(store)
+    row = await store.fail(hold(first), BROKEN, 10.0, chance=0.0)
+    assert (row.status, row.not_before_s > 10.0) == (Status.PENDING, True)
+    assert await store.fail(hold(first), BROKEN, 11.0, chance=0.0) == row
+    assert await claim(store, claim_id="c2", now_s=11.0) == []
+    assert await store.ripen(row.not_before_s - 0.001) == 0
+    assert await store.ripen(row.not_before_s) == 1
+    (second,) = await claim(store, claim_id="c3", now_s=row.not_before_s)
+    assert second.epoch == 2
+    row = await store.fail(hold(second), BROKEN, 30.0, chance=0.0)
+    assert row.status is Status.FAILED
+    assert "attempt 2 of 2" in row.reason
+    assert [attempt.error for attempt in await store.attempts(job_id)] == [BROKEN.error] * 2
+    assert [attempt.outcome for attempt in await store.attempts(job_id)] == ["retried", "failed"]
+
+
+async def test_trouble_of_the_host_costs_the_job_no_attempt(store: Store) -> None:
+    await add_host(store)
+    (job_id,) = await add(store, job("a", max_attempts=1))
+    now_s = 0.0
+    for n in range(4):
+        (lease,) = await claim(store, claim_id=f"c{n}", now_s=now_s)
+        row = await store.fail(hold(lease), Failure(cause=Cause.INFRA, error="disk full"), now_s, chance=0.0)
+        assert row.status is Status.PENDING
+        now_s = row.not_before_s
+        await store.ripen(now_s)
+    assert (await store.job(job_id)).epoch == 4
+    assert await store.infra_jobs("host_a") == [job_id]
+    (lease,) = await claim(store, claim_id="c9", now_s=now_s)
+    await store.complete(hold(lease), DONE, now_s)
+    assert await store.infra_jobs("host_a") == []
+
+
+async def test_a_job_that_loses_its_hosts_ends(store: Store) -> None:
+    (job_id,) = await add(store, job("a", max_lost=2))
+    await add_host(store)
+    await add_host(store, "host_b")
+    await claim(store)
+    await store.sweep(LEASE_S)
+    await claim(store, "host_b", claim_id="c2", now_s=LEASE_S)
+    (row,) = await store.sweep(2 * LEASE_S)
+    assert row.status is Status.FAILED
+    assert "max_lost is 2" in row.reason
+    (renewed,) = await store.renew("host_b", [Renewal(job_id=job_id, epoch=2)], LEASE_S, 2 * LEASE_S + 1)
+    assert renewed.verdict == "ended"
+
+
+async def test_a_cancelled_job_leaves_the_queue_and_its_host_hears_of_it(store: Store) -> None:
+    await add_host(store)
+    waiting, running = await add(store, job("waiting", priority=-1), job("running"))
+    (lease,) = await claim(store)
+    await store.cancel(waiting, "not needed", "key:1", 1.0)
+    row = await store.cancel(running, "not needed", "key:1", 1.0)
+    assert (row.status, row.reason) == (Status.CANCELLED, "not needed")
+    assert await store.cancel(running, "again", "key:1", 2.0) == row
+    assert await claim(store, claim_id="c2", now_s=2.0) == []
+    (renewed,) = await store.renew("host_a", [Renewal(job_id=running, epoch=1)], LEASE_S, 2.0)
+    assert renewed.verdict == "ended"
+    assert (await refusal(store.complete(hold(lease), DONE, 3.0))).code is Code.CONFLICT
+    (attempt,) = await store.attempts(running)
+    assert (attempt.outcome, attempt.artifact) == ("orphan", "art1")
+    assert await status_of(store, running) is Status.CANCELLED
+
+
+async def test_a_requeued_job_runs_again_under_a_new_epoch_with_a_new_budget(store: Store) -> None:
+    await add_host(store)
+    (job_id,) = await add(store, job("a", max_attempts=1))
+    (lease,) = await claim(store)
+    await store.fail(hold(lease), BROKEN, 1.0, chance=0.0)
+    row = await store.requeue(job_id, "operator", 2.0)
+    assert (row.status, row.artifact) == (Status.PENDING, "")
+    (again,) = await claim(store, claim_id="c2", now_s=2.0)
+    assert again.epoch == 2
+    assert (await refusal(store.requeue(job_id, "operator", 3.0))).code is Code.PRECONDITION
+    assert (await refusal(store.fail(hold(lease), Failure(cause=Cause.OOM), 3.0, chance=0.0))).code is Code.STALE
+
+
+async def test_a_checkpoint_is_handed_to_the_next_attempt(store: Store) -> None:
+    await add_host(store)
+    await add_host(store, "host_b")
+    await add(store, job("a"))
+    (lease,) = await claim(store)
+    assert lease.checkpoint == ""
+    await store.checkpointed(hold(lease), "ck1", 1.0)
+    await store.checkpointed(hold(lease), "ck2", 2.0)
+    await store.sweep(LEASE_S)
+    (again,) = await claim(store, "host_b", claim_id="c2", now_s=LEASE_S)
+    assert again.checkpoint == "ck2"
+
+
+async def test_a_job_waits_for_the_jobs_it_comes_after(store: Store) -> None:
+    await add_host(store)
+    one, two = job("one"), job("two")
+    last = job("last", after=(one.id, two.id), priority=9)
+    await add(store, last, one, two)
+    assert (await store.job(last.id)).waits_for == 2
+    first, second = await claim(store, count=5)
+    await store.complete(hold(first), DONE, 1.0)
+    assert await claim(store, claim_id="c2", now_s=1.0) == []
+    await store.complete(hold(second), DONE, 2.0)
+    (lease,) = await claim(store, claim_id="c3", now_s=2.0)
+    assert lease.job_id == last.id

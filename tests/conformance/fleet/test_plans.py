@@ -1,0 +1,134 @@
+"""Applying plans, reading jobs and hosts back, and the feed of events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from strata.base.errors import Code
+from strata.fleet.core.job import Status
+from strata.fleet.core.jobspec import HostSpec, TrainerSpec
+from strata.fleet.core.plan import Change, Plan
+from strata.fleet.ports import Completion, JobFilter, Store
+from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, kinds, needs, plan, refusal
+
+
+async def test_a_plan_is_kept_whole(store: Store) -> None:
+    spec = job("gbt", mode="oracle", hyper={"depth": 3, "rate": 0.1}, name="first", priority=2)
+    trainer = TrainerSpec(name="default", command=("python", "train.py"), directory="trainers")
+    policy = HostSpec(name="anna", allow_jobs=("gbt",), slots=2)
+    whole = plan(spec, trainers={"default": trainer}, hosts={"anna": policy})
+    await store.apply(whole, "operator", 7.0, source="manifest.toml")
+    row = await store.job(spec.id)
+    assert (row.spec, row.status, row.epoch, row.created_at_s, row.declared) == (spec, Status.PENDING, 0, 7.0, True)
+    assert await store.trainers() == {"default": trainer}
+    assert await store.policies() == {"anna": policy}
+    assert (await store.present())[spec.id].spec == spec
+    assert "manifest.applied" in await kinds(store, "manifest.toml", 1)
+    await add_host(store)
+    (lease,) = await claim(store)
+    assert lease.trainer == trainer
+    await store.apply(Plan(released_hosts=("anna",)), "operator", 8.0, source="manifest.toml")
+    assert await store.policies() == {}
+
+
+async def test_an_empty_plan_writes_nothing(store: Store) -> None:
+    await store.apply(Plan(), "operator", 1.0, source="manifest.toml")
+    assert await store.events("", 10) == []
+
+
+async def test_a_plan_with_a_job_that_is_there_already_changes_nothing_at_all(store: Store) -> None:
+    await add(store, job("a"))
+    refused = await refusal(store.apply(plan(job("b"), job("a")), "operator", 1.0, source="m"))
+    assert (refused.code, refused.hint) == (Code.CONFLICT, "apply again")
+    assert [row.spec.model for row in await store.jobs(JobFilter())] == ["a"]
+
+
+async def test_a_changed_job_moves_to_its_new_place_in_the_queue(store: Store) -> None:
+    await add_host(store)
+    first, second = job("first", priority=1), job("second")
+    await add(store, first, second)
+    risen = job("second", priority=5, needs=needs(require_cuda=True))
+    change = Change(job_id=second.id, spec=risen, kinds=("priority",), reclassed=True, deferred=False)
+    await store.apply(Plan(changed=(change,)), "operator", 1.0, source="m")
+    cuda = {row.id: 1 for row in await store.classes() if row.requirement.needs.require_cuda}
+    assert [lease.job_id for lease in await claim(store, count=5, classes=cuda)] == [second.id]
+    assert [lease.job_id for lease in await claim(store, claim_id="c2", count=5)] == [first.id]
+
+
+async def test_a_change_of_a_held_job_does_not_put_it_into_the_queue(store: Store) -> None:
+    await add_host(store)
+    spec = job("a")
+    await add(store, spec)
+    await claim(store)
+    change = Change(job_id=spec.id, spec=job("a", priority=3), kinds=("priority",), reclassed=False, deferred=True)
+    await store.apply(Plan(changed=(change,)), "operator", 1.0, source="m")
+    assert await claim(store, claim_id="c2") == []
+    assert (await store.job(spec.id)).status is Status.CLAIMED
+
+
+async def test_a_job_that_the_manifest_lost_is_kept_and_taken_back(store: Store) -> None:
+    (job_id,) = await add(store, job("a"))
+    await store.apply(Plan(orphaned=(job_id,)), "operator", 1.0, source="m")
+    assert (await store.job(job_id)).orphaned
+    await store.apply(Plan(unchanged=(job_id,)), "operator", 2.0, source="m")
+    assert not (await store.job(job_id)).orphaned
+
+
+async def test_a_submitted_job_is_not_declared_until_a_manifest_has_it(store: Store) -> None:
+    spec = job("a")
+    await store.apply(plan(spec), "key:1", 1.0, source="run", declared=False)
+    assert not (await store.job(spec.id)).declared
+    await store.apply(Plan(unchanged=(spec.id,)), "operator", 2.0, source="m")
+    assert (await store.job(spec.id)).declared
+
+
+async def test_equal_requirements_share_a_class(store: Store) -> None:
+    await add(store, job("a"), job("a", seed=1), job("a", needs=needs(min_ram_gib=8)))
+    await add(store, job("a", seed=2))
+    rows = await store.classes()
+    assert len(rows) == 2
+    assert await store.classes(rows[0].id) == [rows[1]]
+
+
+async def test_jobs_are_listed_by_page_and_filter(store: Store) -> None:
+    await add_host(store)
+    ids = await add(store, *(job("a", seed=n) for n in range(5)), job("b", sweep="s"))
+    pages, after = [], ""
+    while page := await store.jobs(JobFilter(after_id=after, limit=4)):
+        pages.append([row.id for row in page])
+        after = page[-1].id
+    assert pages == [sorted(ids)[:4], sorted(ids)[4:]]
+    (lease,) = await claim(store)
+    assert [row.id for row in await store.jobs(JobFilter(status=[Status.CLAIMED]))] == [lease.job_id]
+    assert [row.id for row in await store.jobs(JobFilter(host_id="host_a"))] == [lease.job_id]
+    assert [row.spec.model for row in await store.jobs(JobFilter(model="b", sweep="s"))] == ["b"]
+    await store.complete(hold(lease), Completion(), 1.0)
+    counts = await store.counts()
+    assert (counts.by_status, counts.ready, counts.hosts) == ({"completed": 1, "pending": 5}, 5, 1)
+
+
+async def test_ids_are_found_by_their_beginning(store: Store) -> None:
+    (job_id,) = await add(store, job("a"))
+    tail = job_id.removeprefix("job1_")
+    for prefix in (job_id, job_id[:12], tail[:6], tail):
+        assert await store.find(prefix) == [job_id]
+    assert await store.find("zzz") == []
+
+
+async def test_a_host_keeps_its_state_when_it_registers_again(store: Store) -> None:
+    await add_host(store)
+    (before,) = await store.hosts()
+    await store.set_host_state("host_a", "draining", "update", "operator", 2.0)
+    again = await store.register_host(replace(before, agent_version="2", registered_at_s=5.0), "host:host_a")
+    assert (again.state, again.state_reason, again.agent_version) == ("draining", "update", "2")
+    await store.set_host_state("host_a", "left", "", "host:host_a", 6.0)
+    assert (await store.register_host(before, "host:host_a")).state == "active"
+    missing = await refusal(store.set_host_state("host_x", "paused", "", "operator", 1.0))
+    assert missing.code is Code.NOT_FOUND
+
+
+async def test_beats_only_move_forward_and_ignore_strangers(store: Store) -> None:
+    await add_host(store, now_s=1.0)
+    await store.beat({"host_a": 50.0, "host_x": 50.0})
+    await store.beat({"host_a": 40.0})
+    assert [(host.id, host.seen_at_s) for host in await store.hosts()] == [("host_a", 50.0)]

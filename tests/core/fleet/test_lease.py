@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strata.fleet.core.job import CHARGED, Cause, Event
+from strata.fleet.core.lease import (
+    Backoff,
+    Budget,
+    Ruling,
+    Tally,
+    after_expiry,
+    after_failure,
+    may_sweep,
+    quarantine,
+)
+
+NOW_S = 1000.0
+chances = st.floats(0, 1, exclude_max=True)
+
+
+def ruled(cause: Cause, before: list[Cause], *, chance: float = 0.5, budget: Budget | None = None) -> Ruling:
+    return after_failure(cause, Tally.of(before), budget or Budget(), now_s=NOW_S, chance=chance)
+
+
+@pytest.mark.parametrize("cause", sorted(CHARGED))
+def test_the_third_failure_of_the_jobs_own_making_is_the_last(cause: Cause) -> None:
+    assert [ruled(cause, [cause] * before).event for before in range(3)] == [Event.RETRY, Event.RETRY, Event.FAIL]
+
+
+@given(st.lists(st.sampled_from([Cause.INFRA, Cause.PREEMPTED]), max_size=200), chances)
+def test_what_is_not_the_jobs_fault_never_ends_it(before: list[Cause], chance: float) -> None:
+    ruling = ruled(Cause.INFRA, before, chance=chance)
+    assert ruling.event is Event.RETRY
+    assert NOW_S < ruling.not_before_s <= NOW_S + Backoff().most_s
+
+
+@given(st.lists(st.sampled_from([Cause.INFRA, Cause.PREEMPTED, Cause.HOST_LOST]), max_size=50))
+def test_only_the_jobs_own_failures_are_charged(before: list[Cause]) -> None:
+    assert ruled(Cause.OOM, [*before, Cause.USER_ERROR]).event is Event.RETRY
+    assert ruled(Cause.OOM, [*before, Cause.USER_ERROR, Cause.TIMEOUT]).event is Event.FAIL
+
+
+def test_a_job_that_loses_its_hosts_ends_at_max_lost() -> None:
+    events = [after_expiry(Tally(lost=lost), Budget(), now_s=NOW_S).event for lost in range(5)]
+    assert events == [Event.EXPIRE] * 4 + [Event.FAIL]
+
+
+def test_an_expired_job_waits_for_nothing() -> None:
+    assert after_expiry(Tally(), Budget(), now_s=NOW_S).not_before_s == NOW_S
+
+
+def test_a_reported_loss_is_ruled_like_an_expiry() -> None:
+    assert ruled(Cause.HOST_LOST, [Cause.HOST_LOST] * 4) == after_expiry(Tally(lost=4), Budget(), now_s=NOW_S)
+
+
+@given(st.integers(1, 100_000), chances)
+def test_the_wait_grows_to_its_cap_and_never_beyond(failures: int, chance: float) -> None:
+    backoff = Backoff(first_s=2, most_s=60)
+    wait_s = backoff.delay_s(failures, chance)
+    assert 1 <= wait_s <= 60
+    assert backoff.delay_s(failures + 1, chance) >= wait_s
+
+
+def test_every_reason_names_the_cause() -> None:
+    for cause in Cause:
+        assert cause.split("_")[0] in ruled(cause, []).reason
+
+
+def test_nothing_expires_before_the_hub_could_hear_renewals_for_a_full_lease() -> None:
+    assert not may_sweep(now_s=NOW_S, seeing_since_s=NOW_S - 44, lease_s=45)
+    assert may_sweep(now_s=NOW_S, seeing_since_s=NOW_S - 45, lease_s=45)
+
+
+def test_three_different_jobs_quarantine_a_host_and_one_job_three_times_does_not() -> None:
+    assert quarantine(["a", "b", "c"], serves=[1], others_serve=[[1]]).quarantined
+    assert not quarantine(["a", "a", "b"], serves=[1], others_serve=[[1]]).quarantined
+
+
+@given(st.frozensets(st.integers(0, 5)), st.lists(st.frozensets(st.integers(0, 5)), max_size=4))
+def test_the_last_host_of_a_class_is_never_quarantined(serves: frozenset[int], others: list[frozenset[int]]) -> None:
+    ruling = quarantine(["a", "b", "c"], serves=serves, others_serve=others)
+    assert ruling.quarantined == all(any(each in other for other in others) for each in serves)

@@ -1,0 +1,247 @@
+"""The fleet of one hub: claims that wait, leases that only a hub which can see lets expire, hosts that are judged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from strata.base.clock import ManualClock
+from strata.base.errors import Code, StrataError
+from strata.database import events
+from strata.database.migrations import SqliteComponents
+from strata.database.sqlite import SqliteThread
+from strata.fleet import sqlite_tables
+from strata.fleet.core.capability import Capability, Gpu
+from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.plan import Plan
+from strata.fleet.core.requirement import Needs
+from strata.fleet.ports import Completion, Failure, Hold, HostRow, Lease, Renewal
+from strata.fleet.service import Fleet
+from strata.fleet.sqlite import SqliteStore
+
+GIB = 1024**3
+LEASE_S = 45.0
+
+
+class SteppingClock(ManualClock):
+    """A manual clock whose wall time can be set, as an administrator would."""
+
+    def set_wall(self, wall_s: float) -> None:
+        self._wall_s = wall_s
+
+
+@dataclass
+class Site:
+    fleet: Fleet
+    clock: SteppingClock
+
+    async def host(self, name: str, *, cuda: bool = False) -> str:
+        gpus = (Gpu(name="card", vram_bytes=24 * GIB),) if cuda else ()
+        capability = Capability(hostname=name, cuda="12.4" if cuda else "", gpus=gpus, ram_bytes=8 * GIB)
+        row = HostRow(id=f"host_{name}", name=name, capability=capability, registered_at_s=self.fleet.now_s())
+        await self.fleet.register(row, f"host:{name}")
+        return row.id
+
+    async def add(self, *specs: JobSpec) -> None:
+        await self.fleet.apply(Plan(new={spec.id: spec for spec in specs}), "operator", source="test")
+
+    async def pass_time(self, seconds: float) -> None:
+        """Time passes and the hub ticks, once a second."""
+        for _ in range(round(seconds)):
+            await self.clock.advance(1.0)
+            await self.fleet.tick()
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT])
+    store = SqliteStore(await SqliteThread.open(tmp_path / "hub.db", components))
+    clock = SteppingClock(wall_s=1_800_000_000.0)
+    yield Site(Fleet(store, clock, chance=lambda: 0.0), clock)
+    await store.close()
+
+
+def hold(lease: Lease) -> Hold:
+    return Hold(lease.host_id, lease.job_id, lease.epoch)
+
+
+async def test_a_claim_that_waits_is_answered_when_a_job_comes(site: Site) -> None:
+    host = await site.host("anna")
+    waiting = asyncio.create_task(site.fleet.claim(host, "c1", wait_s=30))
+    done, _ = await asyncio.wait([waiting], timeout=0.05)
+    assert not done
+    await site.add(JobSpec(model="a"))
+    (lease,) = await asyncio.wait_for(waiting, 5)
+    assert lease.spec.model == "a"
+
+
+async def test_a_claim_that_does_not_wait_is_answered_with_nothing(site: Site) -> None:
+    assert await site.fleet.claim(await site.host("anna"), "c1") == []
+
+
+async def test_a_host_gets_only_what_it_is_capable_of(site: Site) -> None:
+    cpu, gpu = await site.host("cpu"), await site.host("gpu", cuda=True)
+    await site.add(JobSpec(model="needs-cuda", needs=Needs(require_cuda=True), priority=9), JobSpec(model="any"))
+    (lease,) = await site.fleet.claim(cpu, "c1")
+    assert lease.spec.model == "any"
+    (lease,) = await site.fleet.claim(gpu, "c2")
+    assert lease.spec.model == "needs-cuda"
+
+
+async def test_a_job_that_prefers_another_host_waits_for_it_a_bounded_time(site: Site) -> None:
+    cpu = await site.host("cpu")
+    await site.host("gpu", cuda=True)
+    await site.add(JobSpec(model="a", needs=Needs(prefer_cuda=True, prefer_wait_s=20)))
+    assert await site.fleet.claim(cpu, "c1") == []
+    await site.pass_time(21)
+    assert len(await site.fleet.claim(cpu, "c2")) == 1
+
+
+async def test_a_job_does_not_wait_for_a_better_host_that_is_not_there(site: Site) -> None:
+    cpu = await site.host("cpu")
+    await site.add(JobSpec(model="a", needs=Needs(prefer_cuda=True, prefer_wait_s=20)))
+    assert len(await site.fleet.claim(cpu, "c1")) == 1
+
+
+async def test_a_lease_that_is_not_renewed_runs_out(site: Site) -> None:
+    anna, bob = await site.host("anna"), await site.host("bob")
+    await site.add(JobSpec(model="a"))
+    (lease,) = await site.fleet.claim(anna, "c1")
+    await site.pass_time(44)
+    assert await site.fleet.claim(bob, "c2") == []
+    await site.pass_time(2)
+    (taken,) = await site.fleet.claim(bob, "c3")
+    assert (taken.job_id, taken.epoch) == (lease.job_id, 2)
+
+
+async def test_a_waiting_host_gets_a_job_when_its_lease_runs_out(site: Site) -> None:
+    anna, bob = await site.host("anna"), await site.host("bob")
+    await site.add(JobSpec(model="a"))
+    await site.fleet.claim(anna, "c1")
+    await site.pass_time(40)
+    waiting = asyncio.create_task(site.fleet.claim(bob, "c2", wait_s=60))
+    await site.pass_time(6)
+    (taken,) = await asyncio.wait_for(waiting, 5)
+    assert taken.epoch == 2
+
+
+async def test_a_hub_that_was_blind_takes_nothing_away(site: Site) -> None:
+    anna = await site.host("anna")
+    await site.add(JobSpec(model="a"))
+    (lease,) = await site.fleet.claim(anna, "c1")
+    await site.pass_time(60 - 25)
+    await site.clock.advance(600)
+    await site.fleet.tick()
+    await site.pass_time(44)
+    assert (await site.fleet.store.job(lease.job_id)).status is Status.CLAIMED
+    await site.fleet.renew(anna, [Renewal(job_id=lease.job_id, epoch=1)])
+    await site.pass_time(40)
+    assert (await site.fleet.store.job(lease.job_id)).status is Status.CLAIMED
+
+
+async def test_a_restarted_hub_gives_every_lease_a_full_term(site: Site) -> None:
+    anna = await site.host("anna")
+    await site.add(JobSpec(model="a"))
+    (lease,) = await site.fleet.claim(anna, "c1")
+    await site.clock.advance(3600)
+    site.fleet = Fleet(site.fleet.store, site.clock)
+    await site.pass_time(44)
+    assert (await site.fleet.store.job(lease.job_id)).status is Status.CLAIMED
+    await site.pass_time(2)
+    assert (await site.fleet.store.job(lease.job_id)).status is Status.PENDING
+
+
+async def test_a_wall_clock_that_is_set_forward_ends_no_lease(site: Site) -> None:
+    anna = await site.host("anna")
+    await site.add(JobSpec(model="a"))
+    await site.pass_time(50)
+    (lease,) = await site.fleet.claim(anna, "c1")
+    site.clock.set_wall(site.clock.wall_s() + 86_400)
+    await site.pass_time(30)
+    assert (await site.fleet.store.job(lease.job_id)).status is Status.CLAIMED
+
+
+async def test_a_database_that_is_away_loses_no_sign_of_life(site: Site) -> None:
+    anna = await site.host("anna")
+    await site.fleet.store.close()
+    site.fleet.heard(anna)
+    with pytest.raises(StrataError):
+        await site.fleet.tick()
+    assert site.fleet._seen.keys() == {anna}
+
+
+async def test_a_back_off_ends_with_the_tick(site: Site) -> None:
+    anna = await site.host("anna")
+    await site.add(JobSpec(model="a"))
+    (lease,) = await site.fleet.claim(anna, "c1")
+    row = await site.fleet.fail(hold(lease), Failure(cause=Cause.USER_ERROR, error="no"))
+    wait_s = row.not_before_s - site.fleet.now_s()
+    assert wait_s > 0
+    assert await site.fleet.claim(anna, "c2") == []
+    await site.pass_time(wait_s + 1)
+    assert len(await site.fleet.claim(anna, "c3")) == 1
+
+
+async def break_three_jobs(site: Site, host: str) -> None:
+    await site.add(*(JobSpec(model="a", seed=n) for n in range(3)))
+    for n, lease in enumerate(await site.fleet.claim(host, "c1", count=3)):
+        await site.fleet.fail(hold(lease), Failure(cause=Cause.INFRA, error=f"disk {n}"))
+
+
+async def test_a_host_that_fails_different_jobs_is_quarantined(site: Site) -> None:
+    anna = await site.host("anna")
+    await site.host("bob")
+    await break_three_jobs(site, anna)
+    states = {host.name: (host.state, host.state_reason) for host in await site.fleet.hosts()}
+    assert states["anna"] == ("quarantined", "infra failures of 3 different jobs in a row")
+    assert states["bob"][0] == "active"
+
+
+async def test_the_last_host_that_could_do_it_is_not_quarantined(site: Site) -> None:
+    anna = await site.host("anna")
+    await break_three_jobs(site, anna)
+    assert [host.state for host in await site.fleet.hosts()] == ["active"]
+
+
+async def test_why_names_what_is_in_the_way(site: Site) -> None:
+    await site.host("cpu")
+    spec = JobSpec(model="a", needs=Needs(require_cuda=True))
+    await site.add(spec)
+    told = await site.fleet.why(spec.id)
+    assert not told.schedulable
+    assert [(each.what, each.hosts, each.of) for each in told.obstacles][:1] == [("require_cuda", 1, 1)]
+    with pytest.raises(StrataError) as missing:
+        await site.fleet.why("job1_x")
+    assert missing.value.code is Code.NOT_FOUND
+
+
+async def test_many_waiting_hosts_share_transactions_and_get_different_jobs(site: Site) -> None:
+    hosts = [await site.host(f"h{n}") for n in range(40)]
+    await site.add(*(JobSpec(model="a", seed=n) for n in range(30)))
+    given = await asyncio.gather(*(site.fleet.claim(host, f"c-{host}") for host in hosts))
+    jobs = [lease.job_id for leases in given for lease in leases]
+    assert len(jobs) == len(set(jobs)) == 30
+
+
+async def test_a_manifest_is_planned_and_applied_once(site: Site) -> None:
+    text = """
+    [trainers.default]
+    command = ["python", "train.py"]
+    directory = "."
+    [[jobs]]
+    model = "gbt"
+    mode = "oracle"
+    """
+    wanted = await site.fleet.plan_manifest(text, "m.toml")
+    assert wanted.summary().startswith("+1 new")
+    await site.fleet.apply(wanted, "operator", source="m.toml")
+    assert (await site.fleet.plan_manifest(text, "m.toml")).empty
+    anna = await site.host("anna")
+    (lease,) = await site.fleet.claim(anna, "c1")
+    await site.fleet.complete(hold(lease), Completion(artifact="art"))
+    assert (await site.fleet.plan_manifest(text, "m.toml")).empty
