@@ -38,6 +38,7 @@ MAY_CATCH_ALL: Final = {
     "src/strata/base/loop.py",
     "src/strata/cli/main.py",
     "src/strata/database/sqlite.py",
+    "src/strata/fleet/http/root.py",
 }
 """The periodic loop and the outermost handler of each process or thread."""
 

@@ -23,7 +23,7 @@ from strata.base.schema import Group, Leaf, Variable, default_of, describe, vari
 from strata.base.secret import Secret, mask_hook
 from strata.base.suggest import suggestion
 
-__all__ = ["Explained", "Origin", "Secret", "Setting", "load", "load_explained", "no_color"]
+__all__ = ["Explained", "Origin", "Secret", "Setting", "load", "load_explained", "no_color", "own_environment"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 _Path = tuple[str, ...]
@@ -120,6 +120,11 @@ def load_explained(
 def no_color(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the person set NO_COLOR (https://no-color.org): to anything but the empty text."""
     return bool((os.environ if environ is None else environ).get("NO_COLOR"))  # noqa: TID251 - this is the one place
+
+
+def own_environment() -> Mapping[str, str]:
+    """All variables of this process, for one that starts others and decides what those get. Not for settings."""
+    return dict(os.environ)  # noqa: TID251 - this is the one place
 
 
 @dataclass(frozen=True, slots=True)

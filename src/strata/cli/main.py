@@ -16,9 +16,12 @@ from strata.cli.lazy import Entry, LazyGroup
 from strata.cli.output import complain
 
 COMMANDS: Final[Mapping[str, Entry]] = {
+    "agent": Entry("strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report."),
     "coordinator": Entry(
         "strata.cli.coordinator:coordinator", "Run the coordinator that keeps the workers of a job together."
     ),
+    "gang": Entry("strata.cli.gang:gang", "Show the workers of a job, live if you like, and give them commands."),
+    "hub": Entry("strata.cli.hub:hub", "Run the hub that hands out jobs and keeps what comes of them."),
     "journal": Entry("strata.cli.journal:journal", "Look into a journal: streams, records, integrity."),
 }
 ALIASES: Final[Mapping[str, str]] = {}

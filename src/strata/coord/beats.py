@@ -12,8 +12,8 @@ from typing import Final
 
 from strata.coord.core import members
 from strata.coord.core.inputs import Beat, Caller, Pulse
-from strata.coord.core.state import Command
-from strata.coord.observed import Observed
+from strata.coord.core.state import Command, Said
+from strata.coord.observed import Observed, Plain
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.service import CoordinatorService
 from strata.coord.wire import command, interval_ms
@@ -26,12 +26,36 @@ URGENCY: Final = (
     pb.COMMAND_KIND_RELOAD,
 )
 
+BUSY: Final = frozenset(
+    (
+        pb.WORKER_STATUS_INITIALIZING,
+        pb.WORKER_STATUS_IDLE,
+        pb.WORKER_STATUS_LOADING_DATA,
+        pb.WORKER_STATUS_CHECKPOINTING,
+        pb.WORKER_STATUS_RECOVERING,
+    )
+)
+"""What takes its time and is no step."""
+
 
 def at_once(
     service: CoordinatorService, message: pb.HeartbeatRequest, job_id: str, worker_id: str, now_s: float
-) -> pb.HeartbeatResponse | Beat:
+) -> Plain | pb.HeartbeatResponse | Beat:
     """The answer, or the beat if it makes facts: `after_commit` has its answer."""
-    watch = service.observed.get(job_id)
+    state, watch = service.state, service.observed.get(job_id)
+    said = _said(message) if message.HasField("step") else None
+    if (
+        # Nearly every beat, so it must cost nearly nothing.
+        watch is not None
+        and not watch.handed
+        and message.status != pb.WORKER_STATUS_ERROR
+        and not message.progress
+        and members.plain_beat(state, job_id, worker_id, message.incarnation, said, now_s)
+    ):
+        watch.beats[worker_id] = message
+        if said is not None:
+            watch.name_step(worker_id, said.step)
+        return watch.pulse or _pulse(service, watch, job_id)
     once = not message.explicit_acks
     acked: tuple[int, ...] = ()
     if not once:
@@ -39,16 +63,15 @@ def at_once(
     elif watch is not None and watch.handed:
         acked = watch.handed.get(worker_id, ())
     failed = message.status == pb.WORKER_STATUS_ERROR
-    beat = Beat(Caller(job_id, worker_id, message.incarnation), failed, acked)
-    facts, pulse = members.beat(service.state, beat, now_s)
+    read_until = tuple((each.lease_id, each.consumed_until) for each in message.progress) if message.progress else None
+    beat = Beat(Caller(job_id, worker_id, message.incarnation), failed, acked, said, read_until)
+    facts, pulse = members.beat(state, beat, now_s)
     if facts:
         return beat
     if watch is None:
         # The job is so new that its first fact is being written: there is nothing committed to tell.
         watch = service.watch(job_id)
     _remember(watch, message, worker_id)
-    if not pulse.commands and not watch.handed:
-        return watch.pulse or _pulse(service, watch, job_id)
     return _answer(service, watch, beat.caller, pulse.commands, once=once)
 
 
@@ -59,7 +82,7 @@ async def after_commit(service: CoordinatorService, message: pb.HeartbeatRequest
     watch = service.watch(beat.caller.job)
     if beat.failed:
         response = pb.HeartbeatResponse()
-        response.CopyFrom(_pulse(service, watch, beat.caller.job))
+        response.CopyFrom(_pulse(service, watch, beat.caller.job).message)
         response.command = pb.COMMAND_KIND_STOP
         return response
     _remember(watch, message, beat.caller.worker_id)
@@ -72,11 +95,16 @@ def _remember(watch: Observed, message: pb.HeartbeatRequest, worker_id: str) -> 
         watch.name_step(worker_id, message.step)
 
 
+def _said(message: pb.HeartbeatRequest) -> Said:
+    time_s = message.step_time_ms / 1000 if message.HasField("step_time_ms") else None
+    return Said(message.step, time_s, message.status in BUSY, message.generation)
+
+
 def _answer(
     service: CoordinatorService, watch: Observed, caller: Caller, open_commands: Sequence[Command], *, once: bool
 ) -> pb.HeartbeatResponse:
     """`once`: the worker acknowledges commands by its next beat."""
-    pulse = _pulse(service, watch, caller.job)
+    pulse = _pulse(service, watch, caller.job).message
     commands = [each for each in open_commands if each.command_id <= watch.last_command]
     if not (commands and once):
         watch.handed.pop(caller.worker_id, None)
@@ -91,12 +119,12 @@ def _answer(
     return response
 
 
-def _pulse(service: CoordinatorService, watch: Observed, job_id: str) -> pb.HeartbeatResponse:
-    """Shared by all answers without commands, so nobody may change it."""
+def _pulse(service: CoordinatorService, watch: Observed, job_id: str) -> Plain:
     if watch.pulse is None:
-        watch.pulse = pb.HeartbeatResponse(
+        message = pb.HeartbeatResponse(
             generation=watch.generation,
-            heartbeat_interval_ms=interval_ms(service.state.jobs[job_id]),
+            heartbeat_interval_ms=interval_ms(service.state, service.state.jobs[job_id]),
             leader_epoch=service.state.leader_epoch,
         )
+        watch.pulse = Plain(message, message.SerializeToString())
     return watch.pulse

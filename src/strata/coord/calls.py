@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core import members
-from strata.coord.core.facts import CommandIssued, Dataset, Verdict
+from strata.coord.core.facts import Dataset, Verdict
 from strata.coord.core.inputs import (
     Ack,
     Arrive,
@@ -18,6 +18,7 @@ from strata.coord.core.inputs import (
     CheckpointState,
     CreateJob,
     Issue,
+    Issued,
     Leave,
     NextShards,
     Place,
@@ -36,7 +37,10 @@ from strata.coord.waiting import until
 
 PLACE_WAIT_S: Final = 2.0
 """How long a registration waits for the generation it belongs to."""
-REQUESTS_KEPT: Final = 1_024
+
+
+async def _nothing() -> None:
+    pass
 
 
 async def register(service: CoordinatorService, given: Register) -> tuple[JobState, Place]:
@@ -59,18 +63,22 @@ async def register(service: CoordinatorService, given: Register) -> tuple[JobSta
             if left_s <= 0:
                 service.watch(given.job).unplaced.add(caller.worker_id)
                 return job, Place(0, -1, 0, place.incarnation)
-            if not await until(formed, left_s) and formed.cancelled():
+            with service.open_call(caller):
+                await until(formed, left_s)
+            if formed.cancelled():
                 raise not_leading()
 
 
 def lost_leases(job: JobState, worker_id: str, held: Sequence[int]) -> list[int]:
-    """Of the leases a worker says it holds, those that are not its own."""
+    """Of the leases a worker says it holds, those that are not its own. What it acked is consumed, not lost."""
     own = {
         lease_id
         for dataset in job.datasets.values()
         for ledger in dataset.epochs.values()
         for lease_id in ledger.held.get(worker_id, ())
     }
+    member = job.members.get(worker_id)
+    own.update(member.acked if member else ())
     return [lease_id for lease_id in held if lease_id not in own]
 
 
@@ -78,33 +86,42 @@ async def next_shards(service: CoordinatorService, given: NextShards, wait_s: fl
     """Ack and ask; if there is nothing now but may be later, wait for it."""
     deadline_s = service.clock.monotonic_s() + wait_s
     given, stale = await _ack_other_epochs(service, given)
-    waiting = False
+    found = (await service.ask(given)).reply
+    assert isinstance(found, Assignment)
+    if found.leases or found.end_of_epoch or wait_s <= 0:
+        return replace(found, stale=(*stale, *found.stale)) if stale else found
+    return await _wait_for_shards(service, given, (*stale, *found.stale), deadline_s)
+
+
+async def _wait_for_shards(
+    service: CoordinatorService, given: NextShards, stale: tuple[int, ...], deadline_s: float
+) -> Assignment:
+    # What was acked is acked.
+    given = replace(given, acks=())
     while True:
         with service.events.on(("data", given.caller.job)) as moved:
             try:
                 found = (await service.ask(given)).reply
             except StrataError as error:
                 # What may free shards is often the loss of a worker, and then a new generation has to form first.
-                if not (waiting and service.leads and error.code is Code.UNAVAILABLE):
+                if not (service.leads and error.code is Code.UNAVAILABLE):
                     raise
                 found = Assignment((), end_of_epoch=False, stale=())
             assert isinstance(found, Assignment)
-            stale = (*stale, *found.stale)
             left_s = deadline_s - service.clock.monotonic_s()
             if found.leases or found.end_of_epoch or left_s <= 0:
                 return replace(found, stale=stale)
-            await until(moved, left_s)
+            with service.open_call(given.caller):
+                await until(moved, left_s)
             if moved.cancelled():
                 raise not_leading()
-        # What was acked is acked.
-        given, waiting = replace(given, acks=()), True
 
 
 async def _ack_other_epochs(service: CoordinatorService, given: NextShards) -> tuple[NextShards, tuple[int, ...]]:
     """The core acks within one epoch; a worker may ack the last shard of one when it asks for the first of the next."""
     job = service.state.jobs.get(given.caller.job)
     dataset = job.datasets.get(given.dataset_id) if job else None
-    if dataset is None or not given.acks:
+    if dataset is None or not given.acks or dataset.epochs.keys() <= {given.epoch}:
         return given, ()
     stale: tuple[int, ...] = ()
     for epoch, acks in _by_epoch(dataset, given.caller.worker_id, given.acks).items():
@@ -146,7 +163,10 @@ async def confirm_dataset(
         wanted = define(known.dataset if known else None) or (known.dataset if known else None)
         if wanted is None:
             raise StrataError(
-                Code.NOT_FOUND, f"job {caller.job!r} has no dataset {dataset_id!r}", hint="define it: files or samples"
+                Code.NOT_FOUND,
+                f"job {caller.job!r} has no dataset {dataset_id!r}",
+                hint="define it: files or samples",
+                reason="unknown-dataset",
             )
         return RegisterDataset(caller, wanted)
 
@@ -155,8 +175,13 @@ async def confirm_dataset(
     return found, service.state.jobs[caller.job].datasets[dataset_id]
 
 
-async def arrive(service: CoordinatorService, given: Arrive, *, wait: bool) -> BarrierState:
-    """Arrive, and wait for the verdict. A timed out barrier is an error only to those who waited."""
+async def arrive(
+    service: CoordinatorService, given: Arrive, *, wait: bool, on_wait: Callable[[], Awaitable[None]] = _nothing
+) -> BarrierState:
+    """Arrive, and wait for the verdict. A timed out barrier is an error only to those who waited.
+
+    `on_wait`: what can be done while the others are awaited need not be done when all are released at once.
+    """
     caller = given.caller
     job = service.state.jobs.get(caller.job)
     generation = caller.generation or (job.generation if job else 0)
@@ -172,8 +197,10 @@ async def arrive(service: CoordinatorService, given: Arrive, *, wait: bool) -> B
                 watch.opened_s.setdefault(given.barrier_id, service.clock.monotonic_s())
             if not wait:
                 return found
-            if not await until(decided):
-                raise not_leading()
+            with service.open_call(caller):
+                await on_wait()
+                if not await until(decided):
+                    raise not_leading()
             found = decided.result()
     if found.verdict is Verdict.TIMED_OUT and wait:
         missing = ", ".join(found.missing) or "nobody"
@@ -207,7 +234,9 @@ def _shared_id(job: JobState, given: Report) -> str:
         if (collecting.generation, collecting.step) == (job.generation, given.step):
             return collecting.checkpoint_id
     for done in reversed(job.checkpoints):
-        if (done.generation, done.step) == (job.generation, given.step) and given.part in done.parts:
+        # One part for each rank, in their order.
+        same = done.parts[given.part.rank : given.part.rank + 1] == (given.part,)
+        if (done.generation, done.step) == (job.generation, given.step) and same:
             return done.checkpoint_id
     return given.checkpoint_id
 
@@ -237,22 +266,8 @@ async def leave(service: CoordinatorService, caller: Caller, reason: str, acks: 
     return service.watch(caller.job).generation, sorted(rejected)
 
 
-async def issue(service: CoordinatorService, given: Issue, request_id: str) -> tuple[int, tuple[str, ...]]:
-    """The command's id and who gets it. The same request id again is the same command, as long as we lead."""
-    key = (given.job, request_id)
-    task = service.issued.get(key) if request_id else None
-    if task is None:
-        task = service.start(given)
-        if request_id:
-            service.issued[key] = task
-            while len(service.issued) > REQUESTS_KEPT:
-                del service.issued[next(iter(service.issued))]
-    try:
-        outcome = await service.finish(task)
-    except StrataError:
-        service.issued.pop(key, None)
-        raise
-    for fact in outcome.facts:
-        if isinstance(fact, CommandIssued):
-            return fact.command_id, fact.workers
-    return 0, ()
+async def issue(service: CoordinatorService, given: Issue) -> tuple[int, tuple[str, ...]]:
+    """The command's id and who gets it. The same request id again is the same command, whoever leads by then."""
+    reply = (await service.ask(given)).reply
+    assert isinstance(reply, Issued)
+    return reply.command_id, reply.workers

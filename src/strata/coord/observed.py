@@ -14,11 +14,14 @@ from strata.coord.core.facts import (
     CheckpointCommitted,
     CommandIssued,
     Fact,
+    Finding,
     GenerationFormed,
     Recovered,
+    Rung,
     ShardReturned,
     Verdict,
     WorkerJoined,
+    WorkerJudged,
     WorkerLost,
 )
 from strata.coord.core.state import JobState
@@ -30,6 +33,12 @@ KEPT: Final = 1_024
 LEFT: Final = "left"
 """How the cause of a worker's loss begins if it went on purpose."""
 REPLACED: Final = "replaced"
+DONE_ABOUT: Final = {
+    Rung.NONE: "it has its full share of the data",
+    Rung.REWEIGHT: "it gets less data",
+    Rung.REBALANCE: "it was told to rebalance",
+    Rung.STOP: "it was told to stop",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,17 @@ class Incident:
     generation: int
     message: str
     worker_id: str = ""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The answer to a beat that has no commands: the same for all workers of a job until the generation changes."""
+
+    message: pb.HeartbeatResponse
+    """Shared, so nobody may change it."""
+    encoded: bytes
+    outcomes: dict[str, bytes] = field(default_factory=dict)
+    """By worker, its outcome in the answer to a batch, as it goes over the wire."""
 
 
 @dataclass
@@ -68,8 +88,8 @@ class Observed:
     """By checkpoint, wall time."""
     issued_at_s: dict[int, float] = field(default_factory=dict)
     """By command, wall time."""
-    pulse: pb.HeartbeatResponse | None = None
-    """The answer to a beat that has no commands: the same for all workers until the generation changes."""
+    pulse: Plain | None = None
+    """None: to be made anew."""
 
     @classmethod
     def at_start(cls, job: JobState) -> Observed:
@@ -97,12 +117,10 @@ class Observed:
                 self._forget(fact.worker.worker_id)
             case WorkerLost():
                 self._lose(fact, at_s)
+            case WorkerJudged():
+                self._judge(fact, at_s)
             case BarrierDecided():
-                self.opened_s.pop(fact.barrier_id, None)
-                if fact.verdict is Verdict.TIMED_OUT:
-                    missing = ", ".join(fact.missing) or "nobody"
-                    message = f"barrier {fact.barrier_id} timed out; missing: {missing}"
-                    self.incident(pb.INCIDENT_KIND_BARRIER_TIMED_OUT, at_s, message)
+                self._end_barrier(fact, at_s)
             case ShardReturned() if fact.quarantined:
                 message = f"a shard of {fact.dataset_id}, epoch {fact.epoch}, was put aside: {fact.reason}"
                 self.incident(pb.INCIDENT_KIND_SHARD_QUARANTINED, at_s, message)
@@ -113,6 +131,17 @@ class Observed:
                 self._recover(fact, at_s)
             case _:
                 pass
+
+    def _judge(self, fact: WorkerJudged, at_s: float) -> None:
+        kind = pb.INCIDENT_KIND_HANG if fact.finding is Finding.HUNG else pb.INCIDENT_KIND_STRAGGLER
+        self.incident(kind, at_s, f"{fact.reason}; {DONE_ABOUT[fact.rung]}", fact.worker_id)
+
+    def _end_barrier(self, fact: BarrierDecided, at_s: float) -> None:
+        self.opened_s.pop(fact.barrier_id, None)
+        if fact.verdict is Verdict.TIMED_OUT:
+            missing = ", ".join(fact.missing) or "nobody"
+            message = f"barrier {fact.barrier_id} timed out; missing: {missing}"
+            self.incident(pb.INCIDENT_KIND_BARRIER_TIMED_OUT, at_s, message)
 
     def _lose(self, fact: WorkerLost, at_s: float) -> None:
         worker_id = fact.worker_id

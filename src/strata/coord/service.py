@@ -6,15 +6,19 @@ Speaks the words of the core only. What a remote procedure call makes of them is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
 from typing import Final
 
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.base.ids import Ids
 from strata.base.loop import every
+from strata.coord.core import alive
 from strata.coord.core.decide import decide
 from strata.coord.core.facts import (
     BarrierDecided,
@@ -28,7 +32,7 @@ from strata.coord.core.facts import (
     ShardReturned,
     WorkerLost,
 )
-from strata.coord.core.inputs import Arrive, BarrierState, Input, Issue, Outcome, Tick
+from strata.coord.core.inputs import Arrive, BarrierState, Caller, Input, Issue, Outcome, Tick, Waits, WaitsNoLonger
 from strata.coord.core.machine import CoordMachine
 from strata.coord.core.state import CoordState
 from strata.coord.observed import Observed
@@ -78,13 +82,12 @@ class CoordinatorService:
         self.events: Waiters[None] = Waiters()
         """By ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
         self.observed: dict[str, Observed] = {}
-        self.issued: dict[tuple[str, str], asyncio.Task[Outcome]] = {}
-        """By (job, request id), commands that operators asked for under this lead."""
         self._journal = journal
         self._replica: CoordReplica | None = None
         self._reigning: asyncio.Task[None] | None = None
         self._asked: set[asyncio.Task[Outcome]] = set()
         self._draining = asyncio.Event()
+        self._fleet = 0
 
     @property
     def leads(self) -> bool:
@@ -93,10 +96,15 @@ class CoordinatorService:
     @property
     def state(self) -> CoordState:
         """For reading. UNAVAILABLE unless we lead."""
-        replica = self._replica
-        if replica is None or replica.failure is not None:
+        state = self.state_if_leading
+        if state is None:
             raise not_leading()
-        return replica.state
+        return state
+
+    @property
+    def state_if_leading(self) -> CoordState | None:
+        replica = self._replica
+        return replica.state if replica is not None and replica.failure is None else None
 
     def watch(self, job: str) -> Observed:
         """What this process has seen of a job that exists."""
@@ -159,7 +167,6 @@ class CoordinatorService:
         state = replica.state
         state.leader_epoch = replica.epoch
         self.observed = {name: Observed.at_start(job) for name, job in state.jobs.items()}
-        self.issued = {}
         if replica.epoch > 1:
             for watch in self.observed.values():
                 message = f"a coordinator took over as leader {replica.epoch}"
@@ -171,6 +178,7 @@ class CoordinatorService:
         async def tick() -> None:
             try:
                 await self._decide(replica, Tick())
+                self._tell_interval(replica.state)
             except StrataError:
                 # A leader that failed is about to be thrown away; `reign` says why.
                 if replica.failure is None:
@@ -185,50 +193,66 @@ class CoordinatorService:
             ticking.cancel()
             await asyncio.wait([ticking])
 
+    def _tell_interval(self, state: CoordState) -> None:
+        """The answer to heartbeats is made once and kept: make it again when the fleet has another interval."""
+        if state.fleet != self._fleet:
+            self._fleet = state.fleet
+            for watch in self.observed.values():
+                watch.pulse = None
+
     def _end(self) -> None:
         self._replica = None
         self.barriers.cancel_all()
         self.events.cancel_all()
 
     async def ask(self, given: Given) -> Outcome:
-        """Decide, and return once it is durable. Goes on to wake the others even if this caller is cancelled."""
-        return await self.finish(self.start(given))
-
-    def start(self, given: Given) -> asyncio.Task[Outcome]:
-        """`ask` as a task of its own, which several may wait for with `finish`."""
+        """Decide, and return once it is durable. The others are woken even if this caller is cancelled meanwhile."""
         if self._replica is None:
             raise not_leading()
-        task = asyncio.create_task(self._decide(self._replica, given))
+        return await self._decide(self._replica, given)
+
+    def _ask_beside(self, replica: CoordReplica, given: Input) -> None:
+        """Something that nobody waits for, and that may be refused."""
+        task = asyncio.create_task(self._decide(replica, given))
         self._asked.add(task)
         task.add_done_callback(self._answered)
-        return task
-
-    async def finish(self, task: asyncio.Task[Outcome]) -> Outcome:
-        return await asyncio.shield(task)
 
     def look(self, given: Input) -> Outcome:
         """Decide without writing: for inputs that make no facts. One that does has changed nothing yet; `ask` it."""
         return decide(self.state, given, self.clock.monotonic_s())
 
+    def open_call(self, caller: Caller) -> OpenCall:
+        """For a `with` statement: while a call of a worker waits here the worker is there, even if it says nothing."""
+        job = self.state.jobs.get(caller.job)
+        member = job.members.get(caller.worker_id) if job else None
+        if member is not None and not caller.incarnation:
+            # The current life; when it has ended, this call says nothing about the next.
+            caller = replace(caller, incarnation=member.worker.incarnation)
+        return OpenCall(self, caller)
+
     def _answered(self, task: asyncio.Task[Outcome]) -> None:
         self._asked.discard(task)
         if not task.cancelled():
-            # A caller that went away does not want to hear of it.
+            # A refusal: nobody wants to hear of it.
             task.exception()
 
     async def _decide(self, replica: CoordReplica, given: Given) -> Outcome:
         try:
-            outcome = await replica.submit(given(replica.state) if callable(given) else given)
+            made = given(replica.state) if callable(given) else given
+            outcome, durable = replica.put(made, partial(self._became_true, replica, made))
+            if durable is not None:
+                await durable
         except StrataError as error:
             if replica.failure is not None:
                 raise not_leading() from error
             raise
         if outcome.facts:
-            self._became_true(given, outcome, replica.state)
+            failpoint("coord.service.before_reply")
         return outcome
 
-    def _became_true(self, given: Given, outcome: Outcome, state: CoordState) -> None:
+    def _became_true(self, replica: CoordReplica, given: Input, outcome: Outcome) -> None:
         """Facts are committed: remember them for people, and wake who waited for them."""
+        state = replica.state
         at_s = self.clock.wall_s()
         for fact in outcome.facts:
             self.watch(fact.job).take(fact, at_s)
@@ -237,8 +261,9 @@ class CoordinatorService:
                     self._release(fact, given, outcome)
                 case GenerationFormed():
                     self.events.wake(("formed", fact.job), None)
-                    self._call_back(fact)
-                    for worker_id in fact.members:
+                    ranks = state.jobs[fact.job].ranks
+                    self._call_back(replica, fact, ranks)
+                    for worker_id in ranks:
                         self.events.wake(("worker", fact.job, worker_id), None)
                 case CommandIssued():
                     for worker_id in fact.workers:
@@ -252,19 +277,40 @@ class CoordinatorService:
         for job in {fact.job for fact in outcome.facts}:
             self.events.wake(("changed", job), None)
 
-    def _call_back(self, fact: GenerationFormed) -> None:
+    def _call_back(self, replica: CoordReplica, fact: GenerationFormed, ranks: Iterable[str]) -> None:
         """Who was told that there is no generation yet is told to register again, now that there is one."""
         unplaced = self.watch(fact.job).unplaced
-        workers = tuple(worker_id for worker_id in fact.members if worker_id in unplaced)
+        workers = tuple(worker_id for worker_id in ranks if worker_id in unplaced)
         unplaced.difference_update(workers)
         if workers and self.leads:
-            self.start(Issue(fact.job, CommandKind.REBALANCE, workers, f"generation {fact.generation} has formed"))
+            reason = f"generation {fact.generation} has formed"
+            self._ask_beside(replica, Issue(fact.job, CommandKind.REBALANCE, workers, reason))
 
-    def _release(self, fact: BarrierDecided, given: Given, outcome: Outcome) -> None:
+    def _release(self, fact: BarrierDecided, given: Input, outcome: Outcome) -> None:
         reply = outcome.reply
         if not (isinstance(given, Arrive) and isinstance(reply, BarrierState)):
             reply = BarrierState(fact.verdict, fact.generation, 0, 0, fact.missing)
         self.barriers.wake((fact.job, fact.generation, fact.barrier_id), reply)
+
+
+class OpenCall:
+    """A call that waits. Ten thousand of them end at once when a barrier is released."""
+
+    __slots__ = ("_caller", "_service")
+
+    def __init__(self, service: CoordinatorService, caller: Caller) -> None:
+        self._service = service
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        alive.wait(self._service.state, Waits(self._caller))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state = self._service.state_if_leading
+        if state is not None:
+            alive.wait_no_longer(state, WaitsNoLonger(self._caller), self._service.clock.monotonic_s())
 
 
 def _moves_data(fact: Fact, state: CoordState) -> bool:

@@ -9,16 +9,19 @@ from typing import Final, Protocol
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core import inputs
+from strata.coord.core.alive import interval_s
 from strata.coord.core.facts import DEFAULT_BUCKETS, CommandKind, Consumed, Dataset, File, Mode, Part, Verdict, Worker
 from strata.coord.core.inputs import Ack, Caller
 from strata.coord.core.ledger import DatasetLedger, progress
-from strata.coord.core.state import Checkpoint, Command, JobState
+from strata.coord.core.state import Checkpoint, Command, CoordState, JobState
 from strata.coord.pb import coordinator_pb2 as pb
 
 DEFAULT_JOB: Final = "default"
 DEFAULT_SHARD_SIZE: Final = 1024
 MAX_NAME: Final = 256
 """Characters in the id of a job, worker, life, dataset, barrier or checkpoint."""
+MAX_ARGUMENTS: Final = 16_384
+"""Characters in all arguments of a command: they are repeated to every worker until it has acknowledged."""
 EMPTY_RETRY_MS: Final = 200
 """When to ask again for shards that others may give back."""
 
@@ -101,20 +104,20 @@ def worker(message: pb.WorkerInfo, identity: Identity, incarnation: str) -> inpu
     )
 
 
-def interval_ms(job: JobState) -> int:
-    return round(job.config.heartbeat_interval_s * 1000)
+def interval_ms(state: CoordState, job: JobState) -> int:
+    return round(interval_s(state, job) * 1000)
 
 
-def config(job: JobState, place: inputs.Place, leader_epoch: int) -> pb.WorkerConfig:
+def config(state: CoordState, job: JobState, place: inputs.Place) -> pb.WorkerConfig:
     return pb.WorkerConfig(
-        heartbeat_interval_ms=interval_ms(job),
+        heartbeat_interval_ms=interval_ms(state, job),
         training_parameters=job.config.parameters,
         rank=max(0, place.rank),
         world_size=place.world_size,
         generation=place.generation,
         incarnation=place.incarnation,
         job_id=job.job,
-        leader_epoch=leader_epoch,
+        leader_epoch=state.leader_epoch,
     )
 
 
@@ -143,7 +146,9 @@ def members(job: JobState) -> list[pb.Member]:
 
 
 def command(found: Command) -> pb.Command:
-    return pb.Command(command_id=found.command_id, kind=KIND_OF[found.kind], reason=found.reason)
+    return pb.Command(
+        command_id=found.command_id, kind=KIND_OF[found.kind], reason=found.reason, arguments=found.arguments
+    )
 
 
 def dataset(message: pb.DatasetInfo, known: Dataset | None) -> Dataset | None:
@@ -219,12 +224,29 @@ def assignment(
     found: inputs.Assignment, generation: int, epoch: int, defined: Dataset, ends: Sequence[int]
 ) -> pb.ShardAssignment:
     """The first shard also stands at the top, where the minimal worker looks. `ends`: as of `slices`."""
+    if not found.leases:
+        return pb.ShardAssignment(
+            end_of_epoch=found.end_of_epoch,
+            generation=generation,
+            epoch=epoch,
+            rejected_leases=found.stale,
+            retry_after_ms=0 if found.end_of_epoch else EMPTY_RETRY_MS,
+        )
+    prefix = f"{defined.dataset_id}/{epoch}/"
+    first = found.leases[0]
     reply = pb.ShardAssignment(
-        end_of_epoch=found.end_of_epoch, generation=generation, epoch=epoch, rejected_leases=found.stale
+        shard_id=f"{prefix}{first.rest.shard}",
+        file_paths=first.files,
+        start_index=first.rest.start,
+        end_index=first.rest.end,
+        lease_id=first.lease_id,
+        generation=generation,
+        epoch=epoch,
+        rejected_leases=found.stale,
     )
     for lease in found.leases:
         reply.shards.add(
-            shard_id=f"{defined.dataset_id}/{epoch}/{lease.rest.shard}",
+            shard_id=f"{prefix}{lease.rest.shard}",
             file_paths=lease.files,
             start_index=lease.rest.start,
             end_index=lease.rest.end,
@@ -232,13 +254,6 @@ def assignment(
             shard_index=lease.rest.shard,
             slices=slices(defined, ends, lease.rest.start, lease.rest.end),
         )
-    if reply.shards:
-        first = reply.shards[0]
-        reply.shard_id, reply.lease_id = first.shard_id, first.lease_id
-        reply.file_paths.extend(first.file_paths)
-        reply.start_index, reply.end_index = first.start_index, first.end_index
-    elif not found.end_of_epoch:
-        reply.retry_after_ms = EMPTY_RETRY_MS
     return reply
 
 
@@ -339,6 +354,16 @@ def issue(message: pb.IssueCommandRequest, identity: Identity) -> inputs.Issue:
     kind = next((ours for ours, theirs in KIND_OF.items() if theirs == message.kind), None)
     if kind is None:
         raise StrataError(Code.INVALID, "a command needs a kind")
-    if message.arguments:
-        raise StrataError(Code.UNSUPPORTED, "commands with arguments are not supported yet")
-    return inputs.Issue(identity.job_of(message.job_id), kind, tuple(message.worker_ids), message.reason)
+    arguments = dict(message.arguments)
+    if sum(len(key) + len(value) for key, value in arguments.items()) > MAX_ARGUMENTS:
+        raise StrataError(Code.INVALID, f"the arguments of a command have at most {MAX_ARGUMENTS:,} characters")
+    if len(message.request_id) > MAX_NAME:
+        raise StrataError(Code.INVALID, f"request_id has at most {MAX_NAME} characters")
+    return inputs.Issue(
+        identity.job_of(message.job_id),
+        kind,
+        tuple(message.worker_ids),
+        message.reason,
+        arguments,
+        message.request_id,
+    )

@@ -85,7 +85,7 @@ def _worker(job: JobState, member: Member, live: Live, watch: Observed, now_s: f
         port=port,
         hostname=member.worker.hostname,
         gpu_count=member.worker.gpus,
-        weight=member.worker.weight,
+        weight=member.worker.weight * member.share,
         silent_ms=max(0, _ms(now_s - seen_s)),
         attached=worker_id in watch.streams,
         leased_shards=sum(map(len, held)),
@@ -111,7 +111,7 @@ def _liveness(job: JobState, live: Live, worker_id: str, silent_s: float) -> tup
         return pb.LIVENESS_SUSPECT, "its stream broke"
     if silent_s < 0:
         return pb.LIVENESS_SUSPECT, "not heard from since this coordinator took over"
-    if silent_s > LATE_BEATS * job.config.heartbeat_interval_s:
+    if silent_s > LATE_BEATS * max(live.interval_s, job.config.heartbeat_interval_s):
         return pb.LIVENESS_SUSPECT, f"silent for {silent_s:.1f} s"
     return pb.LIVENESS_ALIVE, "heard from in time"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -178,6 +179,77 @@ def test_a_path_that_a_kept_checkpoint_uses_is_never_to_be_deleted(goes_back: bo
     if goes_back:
         job.recover("w0", bad="c3")
     assert job.report("w0", 4).tombstones == ()
+
+
+@pytest.mark.parametrize("ended_by", ["a new generation", "a recovery", "a later checkpoint"])
+def test_the_parts_of_a_checkpoint_that_was_never_committed_are_deleted_once_it_is_overtaken(ended_by: str) -> None:
+    job = training()
+    job.checkpoint(1)
+    job.report("w0", 2)
+    if ended_by == "a new generation":
+        job.join("w2")
+    elif ended_by == "a recovery":
+        job.recover("w1")
+    else:
+        job.checkpoint(3)
+    if ended_by != "a later checkpoint":
+        assert job.report("w0", 3).tombstones == (), "step 2 may come again, and be written to the same place"
+        for worker_id in list(job.job.ranks)[1:]:
+            job.report(worker_id, 3)
+    assert job.report("w0", 4).tombstones == ("/c2/0",)
+    assert job.report("w1", 4).tombstones == ()
+
+
+def test_a_part_that_is_written_again_in_the_next_generation_is_kept() -> None:
+    job = training()
+    job.report("w0", 2)
+    job.join("w2")
+    assert job.report("w0", 2).tombstones == ()
+    job.report("w1", 2)
+    assert job.report("w2", 2).committed
+    assert job.job.tombstones == {}
+    for worker_id in job.job.ranks:
+        assert job.report(worker_id, 3).tombstones == ()
+
+
+def test_a_checkpoint_of_the_same_name_needs_all_ranks_of_the_new_generation() -> None:
+    job = training(3)
+    job.report("w0", 2)
+    job.report("w1", 2)
+    job.join("w3")
+    assert job.report("w2", 2).missing_ranks == (0, 1, 3)
+    assert job.report("w3", 2).missing_ranks == (0, 1)
+
+
+def test_after_a_restart_the_missing_ranks_are_the_same() -> None:
+    job = training(4)
+    job.report("w2", 2)
+    job.restart()
+    assert job.report("w0", 2).missing_ranks == (1, 3)
+    assert job.report("w0", 2).missing_ranks == (1, 3), "asked again"
+
+
+def test_ten_thousand_reports_cost_as_much_each_as_a_hundred() -> None:
+    def cost_s(workers: int) -> float:
+        job = Job(workers=workers)
+        took_s = 0.0
+        for step in range(1, 6):
+            reports = [job.report_of(worker_id, step) for worker_id in job.job.ranks]
+            began_s = time.process_time()
+            for each in reports:
+                job.ask(each)
+            took_s += time.process_time() - began_s
+            assert job.job.checkpoints[-1].step == step
+        return took_s / 5 / workers
+
+    few_s, many_s = cost_s(100), cost_s(10_000)
+    print(f"\na report: {few_s * 1e6:.0f} us of 100 ranks, {many_s * 1e6:.0f} us of 10,000")
+    assert many_s < few_s * 4
+
+
+def test_the_answer_to_a_report_names_the_first_of_many_missing_ranks() -> None:
+    job = training(200)
+    assert job.report("w0", 1).missing_ranks == tuple(range(1, 65))
 
 
 # Recovery

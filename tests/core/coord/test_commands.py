@@ -6,7 +6,9 @@ import time
 
 from strata.base.errors import Code
 from strata.coord.core.facts import CommandIssued, CommandKind
-from strata.coord.core.inputs import Beat, Issue, Leave
+from strata.coord.core.inputs import Beat, Issue, Issued, Leave
+from strata.coord.core.state import REQUESTS_KEPT
+from strata.journal.port import MAX_FACT_BYTES
 from tests.core.coord.jobs import JOB, Job
 
 
@@ -112,3 +114,50 @@ def test_the_beats_of_ten_thousand_workers_with_a_command_stay_cheap() -> None:
         job.ask(Beat(caller, acked_commands=(1,)))
     assert time.process_time() - began_s < 6.0
     assert len(job.job.commands) == 500
+
+
+def test_a_command_brings_its_arguments_also_after_a_restart() -> None:
+    job = Job(workers=1)
+    job.ask(Issue(JOB, CommandKind.RELOAD, arguments={"config": "new"}))
+    for _ in range(2):
+        (command,) = job.beat("w0").commands
+        assert command.arguments == {"config": "new"}
+        job.restart()
+
+
+def test_a_request_asked_twice_is_one_command_whoever_leads() -> None:
+    job = Job(workers=2)
+    given = Issue(JOB, CommandKind.DRAIN, request_id="nightly")
+    first = job.told(Issued, given)
+    assert first == Issued(1, ("w0", "w1"))
+    for worker in ("w0", "w1"):
+        job.beat(worker, acked_commands=(1,))
+    for _ in range(2):
+        again = job.ask(given)
+        assert (again.facts, again.reply) == ((), first)
+        job.restart()
+    assert job.told(Issued, Issue(JOB, CommandKind.DRAIN, request_id="weekly")).command_id == 2
+    assert job.told(Issued, Issue(JOB, CommandKind.DRAIN)).command_id == 3, "without an id each is its own"
+
+
+def test_the_memory_of_requests_is_bounded() -> None:
+    job = Job(workers=1)
+    for number in range(REQUESTS_KEPT + 1):
+        job.ask(Issue(JOB, CommandKind.RELOAD, request_id=f"r{number}"))
+        job.beat("w0", acked_commands=(number + 1,))
+    assert len(job.job.requests) == REQUESTS_KEPT
+    assert job.ask(Issue(JOB, CommandKind.RELOAD, request_id="r0")).facts
+    assert not job.ask(Issue(JOB, CommandKind.RELOAD, request_id="r5")).facts
+
+
+def test_a_command_to_more_workers_than_one_fact_names_is_one_command() -> None:
+    names = tuple(f"{number:0200}" for number in range(6_000))
+    job = Job()
+    job.join(*names)
+    outcome = job.ask(Issue(JOB, CommandKind.RELOAD, request_id="r", arguments={"a": "b"}))
+    assert len(outcome.facts) > 1
+    assert max(map(len, job.journal)) <= MAX_FACT_BYTES
+    assert outcome.reply == Issued(1, names)
+    assert job.told(Issued, Issue(JOB, CommandKind.RELOAD, request_id="r")) == Issued(1, names)
+    assert list(job.job.commands[1].waiting) == list(names)
+    assert kinds(job, names[-1]) == [CommandKind.RELOAD]

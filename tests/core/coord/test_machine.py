@@ -16,6 +16,8 @@ EVERY_FACT: list[Fact] = [
     kinds.JobCreated(JOB, JobConfig(parameters={"lr": "0.1"})),
     kinds.WorkerJoined(JOB, Worker(worker_id="w0", incarnation="a", labels={"zone": "b"})),
     kinds.WorkerLost(JOB, "w0", "a", "left"),
+    kinds.WorkerJudged(JOB, "w0", kinds.Finding.SLOW, kinds.Rung.REWEIGHT, 0.25, "slow"),
+    kinds.RanksListed(JOB, ("w1", "w2")),
     kinds.GenerationFormed(JOB, 1, ("w0",)),
     kinds.DatasetRegistered(JOB, Dataset(dataset_id=CORPUS, samples=9, shard_size=4, mode=Mode.DETERMINISTIC)),
     kinds.ShardsGranted(JOB, CORPUS, 0, "w0", (Grant(1 << 32 | 1, 0, 0, 4, True),)),
@@ -25,7 +27,7 @@ EVERY_FACT: list[Fact] = [
     kinds.CheckpointReported(JOB, 1, 7, "c7", "w0", Part(0, "/c7", 1, ""), (kinds.Consumed(CORPUS, 0, 1, 2),)),
     kinds.CheckpointCommitted(JOB, 1, 7, "c7"),
     kinds.Recovered(JOB, None, "c7"),
-    kinds.CommandIssued(JOB, 1, CommandKind.STOP, ("w0",), "because"),
+    kinds.CommandIssued(JOB, 1, CommandKind.STOP, ("w0",), "because", {"grace": "5"}, "request-1"),
     kinds.CommandAcked(JOB, 1, "w0"),
 ]
 
@@ -111,3 +113,35 @@ def test_deciding_changes_nothing_that_is_journaled() -> None:
 def test_a_field_that_a_later_version_adds_does_not_stop_this_one() -> None:
     fact = msgspec.msgpack.encode({"type": "CommandAcked", "job": JOB, "command_id": 1, "worker_id": "w0", "new": 1})
     assert decode_fact(fact) == kinds.CommandAcked(JOB, 1, "w0")
+
+
+def test_a_snapshot_and_facts_of_an_earlier_version_still_load() -> None:
+    """As they were written before shares, requests, arguments and ended lives were known."""
+    config = {"heartbeat_interval_s": 5.0, "missed_beats": 3, "min_workers": 1}
+    worker = {"worker_id": "w0", "incarnation": "a", "weight": 1.0}
+    saved = msgspec.msgpack.encode(
+        [
+            {
+                "job": JOB,
+                "config": config,
+                "members": {"w0": {"worker": worker, "acked": [1]}},
+                "evicted": {"w1": "b"},
+                "generation": 3,
+                "ranks": {"w0": 0},
+                "tombstones": {"/c1/0": 0},
+                "commands": {1: {"command_id": 1, "kind": 1, "waiting": {"w0": None}, "reason": ""}},
+                "last_command": 1,
+            }
+        ]
+    )
+    machine = CoordMachine()
+    state = machine.load(saved)
+    for fact in (
+        {"type": "CommandIssued", "job": JOB, "command_id": 2, "kind": 2, "workers": ["w0"], "reason": "x"},
+        {"type": "GenerationFormed", "job": JOB, "generation": 4, "members": ["w0"]},
+        {"type": "JobCreated", "job": "other", "config": config},
+    ):
+        state = machine.apply(state, msgspec.msgpack.encode(fact))
+    job = state.jobs[JOB]
+    assert (job.generation, job.ranks, job.members["w0"].share) == (4, {"w0": 0}, 1.0)
+    assert (job.commands[2].arguments, state.jobs["other"].config) == ({}, JobConfig())

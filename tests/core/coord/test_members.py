@@ -35,6 +35,7 @@ from strata.coord.core.inputs import (
 from strata.coord.core.machine import CoordMachine
 from strata.coord.core.members import place_of
 from strata.coord.core.state import EVICTED_KEPT
+from strata.journal.port import MAX_FACT_BYTES
 from tests.core.coord.jobs import CORPUS, JOB, LIFE, Job
 
 LIMIT_S = 15.0
@@ -297,6 +298,25 @@ def test_ten_thousand_joining_ten_thousand_form_a_generation_quickly() -> None:
     assert job.job.generation == 2
 
 
+def test_a_hundred_thousand_members_form_a_generation_whose_facts_all_fit() -> None:
+    job = Job()
+    names = [f"rack-{number // 32:04}-worker-{number:06}" for number in range(100_000)]
+    for name in names:
+        job.register(name)
+    job.tick()
+    began_s = time.process_time()
+    facts = job.tick(after_s=0.2)
+    print(f"\n100,000 members: {len(facts)} facts, {time.process_time() - began_s:.2f} s")
+    assert isinstance(facts[-1], GenerationFormed)
+    assert max(map(len, job.journal)) <= MAX_FACT_BYTES
+    assert list(job.job.ranks) == names
+    assert list(job.job.ranks.values()) == list(range(100_000))
+    assert job.job.listed == []
+    job.recover(names[7])
+    assert list(job.job.ranks) == names
+    assert max(map(len, job.journal)) <= MAX_FACT_BYTES
+
+
 # A coordinator that was away
 
 
@@ -359,6 +379,7 @@ def test_amnesty_lasts_longer_if_the_coordinator_was_blind_meanwhile() -> None:
 # Determinism
 
 _SCRIPT = """
+from strata.journal.port import MAX_FACT_BYTES
 from tests.core.coord.jobs import Job
 from strata.coord.core.inputs import Detached, Leave
 import hashlib

@@ -158,7 +158,7 @@ second, _ = place(4096, of | {"wörker": 2.5}, first)
 ring, _ = place(4096, of, scheme=Scheme.RING)
 print(*(sha256_hex(one.encode()) for one in (first, second, ring)))
 """
-FINGERPRINTS: Final = "f7cc4ddf7b05b580 c7df3e3e5b595273 3963bbd7bb5653cd"
+FINGERPRINTS: Final = "0602769b9b125298 c3a0babffefa34f0 a19d5ff41cfb6bdd"
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "4711"])
@@ -244,10 +244,34 @@ def test_a_thousand_workers_are_placed_in_a_moment_and_a_change_costs_little() -
     assert join_s < 0.3
 
 
+def test_ten_thousand_workers_are_placed_and_placed_again_in_seconds() -> None:
+    """0.5 s from scratch and after the loss of half of them, where it was measured."""
+    buckets, of = 65_536, {f"worker-{number:05}": float(GPUS[number % 4]) for number in range(10_000)}
+    half = dict(list(of.items())[5_000:])
+    previous = None
+    for members in (of, half, of):
+        began_s = time.process_time()
+        previous, moves = place(buckets, members, previous)
+        took_s = time.process_time() - began_s
+        print(f"{len(members):,} workers: {took_s:.2f} s, {moves.reason}")
+        assert took_s < 6
+        loads = previous.loads()
+        assert all(loads[worker] <= limit(share(buckets, members, worker)) for worker in members)
+        assert all(loads[worker] >= int(0.95 * share(buckets, members, worker) + 1e-9) for worker in members)
+
+
+def test_a_hundred_thousand_workers_share_fewer_buckets_than_they_are() -> None:
+    of = {f"worker-{number:06}": 1.0 for number in range(100_000)}
+    began_s = time.process_time()
+    assignment, _ = place(65_536, of)
+    print(f"{time.process_time() - began_s:.2f} s")
+    assert max(assignment.loads().values()) == 1
+
+
 def test_an_assignment_is_small_and_survives_storage() -> None:
     assignment, _ = place(4096, HUNDRED)
     stored = assignment.encode()
-    assert len(stored) < 2 * 4096 + 100 * 16
+    assert len(stored) < 4 * 4096 + 100 * 16
     assert decode(stored) == assignment
     assert sha256_hex(decode(stored).encode()) == sha256_hex(stored)
 
@@ -258,9 +282,9 @@ def test_an_assignment_is_small_and_survives_storage() -> None:
         b"",
         b"\xc1",
         place(16, {"a": 1})[0].encode()[:-1],
-        b"\x83\xa7workers\x91\xa1a\xa7weights\x91\x01\xa6owners\xc4\x02\x01\x00",
-        b"\x83\xa7workers\x91\xa1a\xa7weights\x91\x01\xa6owners\xc4\x01\x00",
-        b"\x83\xa7workers\x91\xa1a\xa7weights\x90\xa6owners\xc4\x02\x00\x00",
+        b"\x83\xa7workers\x91\xa1a\xa7weights\x91\x01\xa6owners\xc4\x04\x01\x00\x00\x00",
+        b"\x83\xa7workers\x91\xa1a\xa7weights\x91\x01\xa6owners\xc4\x02\x00\x00",
+        b"\x83\xa7workers\x91\xa1a\xa7weights\x90\xa6owners\xc4\x04\x00\x00\x00\x00",
         b"\x83\xa7workers\x90\xa7weights\x90\xa6owners\xc4\x00",
     ],
 )

@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.coord.core.facts import CommandKind
+from strata.coord.core.facts import CommandKind, Finding, Rung
 from strata.coord.core.stragglers import (
     COMMAND,
     NEXT,
-    Finding,
     Incident,
     Limits,
-    Rung,
     Sample,
     Standing,
     judge,
@@ -107,7 +105,7 @@ def test_who_stays_slow_climbs_the_ladder_rung_by_rung_and_no_further() -> None:
 
 
 def test_an_elastic_job_goes_no_further_than_giving_it_less() -> None:
-    gang = Gang(6, limits=Limits(slow_until="reweight"))
+    gang = Gang(6, limits=Limits(slow_until=Rung.REWEIGHT))
     gang.factor["w0"] = 4.0
     assert [each.rung for each in gang.rounds(100)] == [Rung.REWEIGHT]
 

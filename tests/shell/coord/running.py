@@ -33,7 +33,8 @@ CLIENT: Final = (
     ("grpc.use_local_subchannel_pool", 1),
     # The default of a second would be most of what a failover takes.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    # How long one attempt to connect may take at least; it is no pause.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 200),
 )
 

@@ -289,6 +289,37 @@ async def test_who_watches_a_job_sees_it_change(running: Running) -> None:
     watching.cancel()
 
 
+async def test_a_batch_is_answered_in_its_order_whatever_becomes_of_each_beat(running: Running) -> None:
+    await register(running.stub, "a", "b", "c")
+    order = pb.IssueCommandRequest(kind=pb.COMMAND_KIND_RELOAD, worker_ids=["b"])
+    beats = [pb.HeartbeatRequest(worker_id=each) for each in ("a", "stranger", "b", "c")]
+    request = pb.HeartbeatBatchRequest(heartbeats=beats)
+
+    async def told() -> list[tuple[str, int, int]]:
+        found = (await running.stub.HeartbeatBatch(request)).outcomes
+        return [(each.worker_id, each.status_code, each.response.command) for each in found]
+
+    quiet = [("a", 0, 0), ("stranger", 5, 0), ("b", 0, 0), ("c", 0, 0)]
+    assert await told() == quiet
+    assert await told() == quiet
+    await running.stub.IssueCommand(order)
+    assert await told() == [*quiet[:2], ("b", 0, pb.COMMAND_KIND_RELOAD), ("c", 0, 0)]
+    # Without explicit acks the next beat acknowledges.
+    assert await told() == quiet
+    beats[0].status = pb.WORKER_STATUS_ERROR
+    request = pb.HeartbeatBatchRequest(heartbeats=beats)
+    assert (await told())[0] == ("a", 0, pb.COMMAND_KIND_STOP)
+
+
+async def test_the_answer_to_a_batch_names_the_new_generation_once_there_is_one(running: Running) -> None:
+    first = await register(running.stub, "a")
+    request = pb.HeartbeatBatchRequest(heartbeats=[pb.HeartbeatRequest(worker_id="a")])
+    assert (await running.stub.HeartbeatBatch(request)).outcomes[0].response.generation == first.generation
+    second = await register(running.stub, "a", "b")
+    assert second.generation > first.generation
+    assert (await running.stub.HeartbeatBatch(request)).outcomes[0].response.generation == second.generation
+
+
 @pytest.mark.parametrize("batch", [64])
 async def test_heartbeats_in_batches(running: Running, batch: int) -> None:
     ids = [f"w{number}" for number in range(batch)]

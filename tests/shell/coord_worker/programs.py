@@ -57,7 +57,7 @@ def count_words(given: dict[str, Any]) -> None:
             while again:
                 again = False
                 try:
-                    for shard in worker.shards("corpus", epoch):
+                    for shard in worker.shards("corpus", epoch, prefetch=given.get("prefetch", 0)):
                         counting.count(shard)
                 except strata.StrataError as error:
                     # Its shards are somebody else's; this worker may go on with others.
@@ -75,7 +75,7 @@ async def count_words_async(given: dict[str, Any]) -> None:
         say_joined(worker)
         await worker.dataset("corpus", given["files"], shard_size=given["shard_size"])
         for epoch in worker.epochs(given["epochs"]):
-            async for shard in worker.shards("corpus", epoch):
+            async for shard in worker.shards("corpus", epoch, prefetch=given.get("prefetch", 0)):
                 counting.count(shard)
             await worker.barrier(f"epoch_{epoch}")
         say("finished", incarnation=worker.incarnation)
@@ -110,7 +110,7 @@ class Training:
 
     def run(self) -> None:
         for epoch in self.worker.epochs(self.given["epochs"]):
-            for shard in self.worker.shards("corpus", epoch):
+            for shard in self.worker.shards("corpus", epoch, prefetch=self.given.get("prefetch", 0)):
                 middle = (shard.start + shard.end) // 2
                 self.part += [(epoch, index) for index in range(shard.start, middle)]
                 if epoch not in self.reported:

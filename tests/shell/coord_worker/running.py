@@ -118,6 +118,16 @@ class Site:
                 if any((each.worker_id, each.liveness) == (worker_id, pb.LIVENESS_LOST) for each in news.job.workers):
                     return
 
+    async def holds(self, worker_id: str, shards: int, within_s: float = 10.0) -> None:
+        """Wait until that many shards are leased to a worker."""
+        async with asyncio.timeout(within_s), connect(self.coordinator.address) as channel:
+            stub: pb_grpc.CoordinatorAsyncStub = pb_grpc.CoordinatorStub(channel)
+            while True:
+                job = (await stub.GetJob(pb.GetJobRequest())).job
+                if any((each.worker_id, each.leased_shards) == (worker_id, shards) for each in job.workers):
+                    return
+                await asyncio.sleep(0.02)
+
     async def facts(self) -> list[Fact]:
         """All that the journal holds. Ends the coordinator: a SQLite journal serves one process."""
         await self.coordinator.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import strata.coord.worker as strata
+from strata.base.errors import StrataError
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.testing.proxy import ChaosProxy
 from tests.shell.coord.running import Running, in_process
@@ -188,3 +189,19 @@ def strata_job(**given: Any) -> Any:
     from strata.coord.core.facts import JobConfig
 
     return JobConfig(settle_s=0.05, **given)
+
+
+async def test_who_was_told_to_stop_and_was_evicted_does_not_come_back_by_itself() -> None:
+    job = strata_job(heartbeat_interval_s=0.2)
+    async with in_process(job) as running, worker(running, rejoin=True) as found:
+        await running.stub.IssueCommand(pb.IssueCommandRequest(kind=pb.COMMAND_KIND_STOP))
+        await seen(running, lambda job: not job.commands)
+        failed = pb.HeartbeatRequest(
+            worker_id="w", incarnation=found.incarnation, generation=1, status=pb.WORKER_STATUS_ERROR
+        )
+        await running.stub.Heartbeat(failed)
+        with pytest.raises(StrataError) as refused:
+            async with asyncio.timeout(10):
+                await found.barrier("never")
+        assert refused.value.detail["reason"] == "evicted"
+        assert running.service.watch(JOB).gone.keys() == {"w"}

@@ -10,6 +10,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import pytest
+
 from strata.coord.core.facts import CheckpointCommitted, Recovered
 from tests.shell.coord_worker.running import every_sample, site
 
@@ -31,9 +33,13 @@ async def test_the_death_of_a_member_is_raised_at_the_barrier_within_a_second(tm
             assert error["at_s"] - killed_s < 1.0
 
 
-async def test_after_a_death_everybody_goes_back_and_every_sample_is_in_the_model_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefetch", [0, 2])
+async def test_after_a_death_everybody_goes_back_and_every_sample_is_in_the_model_once(
+    tmp_path: Path, prefetch: int
+) -> None:
     async with site(tmp_path, min_workers="2", heartbeat_interval_s="0.5") as found:
         given: dict[str, Any] = {"world_size": 3, "epochs": 3, "samples": 200, "shard_size": 8, "out": str(tmp_path)}
+        given["prefetch"] = prefetch
         survivors = [await found.start("train", f"w{number}", **given) for number in range(2)]
         victim = await found.start("train", "victim", **given, hold_in=1)
         await victim.event("held")

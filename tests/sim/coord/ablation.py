@@ -44,7 +44,7 @@ def _position_at_commit(datasets: DatasetLedger, read_until: dict[int, int], lat
     return _position(datasets, {}, late)
 
 
-def _nobody_missing(job: JobState, collecting: Any, just_now: str | None) -> tuple[int, ...]:
+def _nobody_missing(job: JobState, *rest: Any) -> tuple[int, ...]:
     return ()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from strata.base.errors import Code, StrataError
@@ -33,8 +34,26 @@ from strata.coord.core.state import CoordState
 
 JOB = "job"
 DATASET = "corpus"
-EPOCHS = 3
 Model = Counter[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a history is. The numbers are the least and the most of what the seed may choose."""
+
+    workers: tuple[int, int] = (2, 4)
+    most_workers: int = 5
+    samples: tuple[int, int] = (20, 60)
+    epochs: int = 3
+    steps: int = 300
+    faults: int = 0
+    """The faulty part goes on after `steps` until there were so many, lost replies not counted."""
+    finish_turns: int = 2_000
+    sweeps: bool = False
+    """All workers read, ask or report at a time instead of one, so that a large job gets on between two faults."""
+
+
+SMALL = Scale()
 
 
 class Coordinator:
@@ -109,6 +128,8 @@ class SimWorker:
     held: dict[int, Held] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)
     """Leases read to the end and not known to be acked, with their ends."""
+    given_up: dict[int, int] = field(default_factory=dict)
+    """Leases that could not be read beyond a place, where they are not known to have been given back."""
     part: Model = field(default_factory=Counter)
     saved: Saved | None = None
     rank: int = -1
@@ -135,10 +156,11 @@ class LineageError(AssertionError):
 class History:
     """One seed."""
 
-    def __init__(self, seed: int, machine: CoordMachine) -> None:
+    def __init__(self, seed: int, machine: CoordMachine, scale: Scale = SMALL) -> None:
         self.rng = random.Random(seed)
+        self.scale = scale
         self.elastic = seed % 3 == 0
-        self.samples = self.rng.randint(20, 60)
+        self.samples = self.rng.randint(*scale.samples)
         self.coordinator = Coordinator(machine, self.rng)
         self.workers: dict[str, SimWorker] = {}
         self.zombies: list[SimWorker] = []
@@ -150,12 +172,25 @@ class History:
         self.told = 0
         self.faulty = True
         self.recovered: set[int] = set()
+        self.rollbacks = 0
+        """Recoveries that went back to a checkpoint, not to the beginning."""
+        self.faults: Counter[str] = Counter()
 
-    def run(self, steps: int = 300) -> None:
-        self._send(inputs.CreateJob(JOB, JobConfig(settle_s=0.1, heartbeat_interval_s=1.0, max_shard_failures=99)))
-        for _ in range(self.rng.randint(2, 4)):
+    def run(self) -> None:
+        self._send(inputs.CreateJob(JOB, JobConfig(settle_s=0.1, heartbeat_interval_s=1.0, max_shard_failures=10_000)))
+        for _ in range(self.rng.randint(*self.scale.workers)):
             self._join()
-        actions = [
+        kinds, weights = zip(*(self._sweeps() if self.scale.sweeps else self._steps()), strict=True)
+        for action in self.rng.choices(kinds, weights, k=self.scale.steps):
+            action()
+        while self.faults.total() - self.faults["reply lost"] < self.scale.faults:
+            self.rng.choices(kinds, weights)[0]()
+        self.faulty = False
+        self._finish()
+
+    def _steps(self) -> list[tuple[Callable[[], None], int]]:
+        """What happens, one worker at a time, and how often relative to the rest."""
+        return [
             (self._work, 40),
             (self._ask, 30),
             (self._tick, 12),
@@ -165,31 +200,53 @@ class History:
             (self._freeze, 1),
             (self._zombie, 4),
             (self._forge, 2),
+            (self._give_up, 2),
             (self._join, 1),
             (self._replace, 1),
             (self._restart, 2),
             (self._snapshot, 1),
         ]
-        kinds, weights = zip(*actions, strict=True)
-        for action in self.rng.choices(kinds, weights, k=steps):
-            action()
-        self.faulty = False
-        self._finish()
+
+    def _sweeps(self) -> list[tuple[Callable[[], None], int]]:
+        def everybody(act: Callable[[SimWorker], None]) -> Callable[[], None]:
+            def sweep() -> None:
+                for worker in list(self.workers.values()):
+                    act(worker)
+
+            return sweep
+
+        return [
+            (everybody(self._work_on), 20),
+            (everybody(self._ask_or_not), 20),
+            (self._tick, 12),
+            (self._checkpoint, 16),
+            (everybody(self._report_saved), 30),
+            (self._crash_worker, 1),
+            (self._freeze, 1),
+            (self._zombie, 4),
+            (self._forge, 4),
+            (self._give_up, 6),
+            (self._join, 3),
+            (self._replace, 1),
+            (self._restart, 3),
+            (self._snapshot, 1),
+        ]
 
     def _finish(self) -> None:
         if not self.workers:
             self._join()
-        for turn in range(2_000):
+        for turn in range(self.scale.finish_turns):
             if self._is_over():
                 break
-            for action in (self._tick, self._work, self._ask, self._report):
+            self._tick()
+            for action in (self._work, self._ask, self._report) * max(1, len(self.workers) // 5):
                 action()
             if turn % 50 == 0:
                 self._zombie()
         else:
             raise LineageError("the epochs do not come to an end")
         model = self._acked() if self.elastic else self._trained()
-        expected = Counter({(epoch, sample): 1 for epoch in range(EPOCHS) for sample in range(self.samples)})
+        expected = Counter({(epoch, sample): 1 for epoch in range(self.scale.epochs) for sample in range(self.samples)})
         if model != expected:
             doubled = sorted(item for item, count in model.items() if count > 1)
             raise LineageError(f"missing {sorted((expected - model).keys())[:5]}, doubled {doubled[:5]}")
@@ -229,6 +286,7 @@ class History:
                 told = self.reports[fact.checkpoint_id]
                 self.models[fact.checkpoint_id] = self.base + sum(told.parts.values(), Counter())
         if self.faulty and self.rng.random() < 0.05:
+            self.faults["reply lost"] += 1
             return None
         self.told = len(self.coordinator.facts)
         return outcome
@@ -290,13 +348,14 @@ class History:
         if generation not in self.recovered:
             # The first to load the checkpoint: what everybody trained since is given up.
             self.recovered.add(generation)
+            self.rollbacks += reply.checkpoint is not None
             self.base = self.models[reply.checkpoint.checkpoint_id if reply.checkpoint else None].copy()
             for each in self.workers.values():
                 each.part = Counter()
         worker.part = Counter() if worker.generation < generation else worker.part
         worker.generation, worker.rank = reply.place.generation, reply.place.rank
         self.step = reply.checkpoint.step if reply.checkpoint else 0
-        worker.held, worker.read, worker.saved = {}, {}, None
+        worker.held, worker.read, worker.given_up, worker.saved = {}, {}, {}, None
         worker.epoch, worker.finished = 0, False
 
     # Actions
@@ -305,7 +364,7 @@ class History:
         return self.rng.choice(list(self.workers.values())) if self.workers else None
 
     def _join(self) -> None:
-        if len(self.workers) >= 5:
+        if len(self.workers) >= self.scale.most_workers:
             return
         self._register(f"w{self.next_worker + 1}")
 
@@ -313,6 +372,7 @@ class History:
         """A supervisor starts a worker again while the old one is only slow. Then the new one dies."""
         old = self._pick()
         if old is not None and len(self.workers) > 1:
+            self.faults["replaced"] += 1
             self.zombies.append(self.workers.pop(old.worker_id))
             self._register(old.worker_id)
             if self.rng.random() < 0.5:
@@ -329,9 +389,12 @@ class History:
 
     def _work(self) -> None:
         worker = self._pick()
-        if worker is None or not worker.held:
-            return
-        self._read(worker)
+        if worker is not None:
+            self._work_on(worker)
+
+    def _work_on(self, worker: SimWorker) -> None:
+        if worker.held:
+            self._read(worker)
 
     def _read(self, worker: SimWorker) -> None:
         lease_id = self.rng.choice(list(worker.held))
@@ -346,9 +409,12 @@ class History:
 
     def _ask(self) -> None:
         worker = self._pick()
-        if worker is None or worker.finished:
-            return
-        self._ask_for(worker)
+        if worker is not None:
+            self._ask_or_not(worker)
+
+    def _ask_or_not(self, worker: SimWorker) -> None:
+        if not worker.finished:
+            self._ask_for(worker)
 
     def _ask_for(self, worker: SimWorker, foreign: int | None = None) -> None:
         if worker.generation == 0:
@@ -359,6 +425,8 @@ class History:
         acks = [] if worker.saved else [Ack(lease_id) for lease_id in worker.read]
         if not worker.saved and self.rng.random() < 0.3:
             acks += [Ack(lease_id, held.at) for lease_id, held in worker.held.items()]
+        if not worker.saved:
+            acks += [Ack(lease_id, at, failed=True) for lease_id, at in worker.given_up.items()]
         if foreign is not None:
             acks.append(Ack(foreign))
         given = inputs.NextShards(
@@ -367,7 +435,7 @@ class History:
             epoch=worker.epoch,
             count=self.rng.randint(1, 2),
             acks=tuple(acks),
-            held=(*worker.held, *worker.read),
+            held=(*worker.held, *worker.read, *worker.given_up),
         )
         outcome = self._try(worker, given)
         if outcome is None:
@@ -378,11 +446,12 @@ class History:
             raise LineageError(f"{worker.worker_id} holds the generation, but not lease {reply.stale[0]}")
         for ack in acks:
             worker.read.pop(ack.lease_id, None)
+            worker.given_up.pop(ack.lease_id, None)
         for lease in reply.leases:
             worker.held.setdefault(lease.lease_id, Held(worker.epoch, lease.rest.start, lease.rest.end))
-        if reply.end_of_epoch and not worker.read and not worker.held:
+        if reply.end_of_epoch and not worker.read and not worker.held and not worker.given_up:
             worker.epoch += 1
-            worker.finished = worker.epoch == EPOCHS
+            worker.finished = worker.epoch == self.scale.epochs
 
     def _checkpoint(self) -> None:
         """Everybody takes its part at a moment of its own; here all agree on the step at least."""
@@ -400,7 +469,7 @@ class History:
                 self._work()
 
     def _take(self, worker: SimWorker, checkpoint_id: str) -> None:
-        places = {lease_id: held.at for lease_id, held in worker.held.items()} | worker.read
+        places = {lease_id: held.at for lease_id, held in worker.held.items()} | worker.read | worker.given_up
         epochs = {lease_id: held.epoch for lease_id, held in worker.held.items()}
         consumed = tuple(
             Consumed(DATASET, epochs.get(lease_id, worker.epoch), lease_id, until) for lease_id, until in places.items()
@@ -410,9 +479,13 @@ class History:
 
     def _report(self) -> None:
         worker = self._pick()
-        if worker is None or worker.saved is None:
-            return
+        if worker is not None:
+            self._report_saved(worker)
+
+    def _report_saved(self, worker: SimWorker) -> None:
         saved = worker.saved
+        if saved is None:
+            return
         part = Part(worker.rank, f"/{saved.checkpoint_id}/{worker.rank}", 1, "sha256:0")
         given = inputs.Report(worker.caller, saved.checkpoint_id, saved.step, part, saved.consumed)
         outcome = self._try(worker, given)
@@ -422,6 +495,7 @@ class History:
     def _crash_worker(self) -> None:
         worker = self._pick()
         if worker is not None and len(self.workers) > 1:
+            self.faults["crashed"] += 1
             del self.workers[worker.worker_id]
             if self.rng.random() < 0.5:
                 self._send(inputs.Detached(worker.caller))
@@ -429,6 +503,7 @@ class History:
     def _freeze(self) -> None:
         worker = self._pick()
         if worker is not None and len(self.workers) > 1:
+            self.faults["frozen"] += 1
             del self.workers[worker.worker_id]
             self.zombies.append(worker)
             if self.rng.random() < 0.7:
@@ -454,10 +529,22 @@ class History:
         worker, other = self._pick(), self._pick()
         if worker is None or other is None or worker is other or not other.held or worker.saved or worker.finished:
             return
+        self.faults["forged ack"] += 1
         foreign = self.rng.choice(list(other.held))
         self._ask_for(worker, foreign)
 
+    def _give_up(self) -> None:
+        """A worker cannot read the rest of a shard and says so until it is heard."""
+        worker = self._pick()
+        if worker is None or not worker.held or worker.saved or worker.finished:
+            return
+        self.faults["failed ack"] += 1
+        lease_id = self.rng.choice(list(worker.held))
+        worker.given_up[lease_id] = worker.held.pop(lease_id).at
+        self._ask_for(worker)
+
     def _restart(self) -> None:
+        self.faults["coordinator killed"] += 1
         self.coordinator.die(self.told)
         self.told = len(self.coordinator.facts)
 
@@ -493,8 +580,12 @@ def _is_out(error: StrataError) -> bool:
 
 def run_history(seed: int, machine: CoordMachine | None = None) -> str | None:
     """The problem of a seed, or None."""
+    return problem_of(History(seed, machine or CoordMachine()))
+
+
+def problem_of(history: History) -> str | None:
     try:
-        History(seed, machine or CoordMachine()).run()
+        history.run()
     except LineageError as error:
         return str(error)
     except StrataError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar, assert_never
 
 from strata.coord.core import ledger as ledgers
@@ -15,17 +16,25 @@ from strata.coord.core.facts import (
     Fact,
     GenerationFormed,
     JobCreated,
+    Part,
+    RanksListed,
     Recovered,
+    Rung,
     ShardAcked,
     ShardReturned,
     ShardsGranted,
     WorkerJoined,
+    WorkerJudged,
     WorkerLost,
 )
 from strata.coord.core.ledger import DatasetLedger, EpochLedger
 from strata.coord.core.state import (
     ACKS_KEPT,
     EVICTED_KEPT,
+    FENCED_KEPT,
+    PARTED_KEPT,
+    REQUESTED_KEPT,
+    REQUESTS_KEPT,
     TOMBSTONES_KEPT,
     VERDICTS_KEPT,
     Checkpoint,
@@ -35,6 +44,7 @@ from strata.coord.core.state import (
     Decided,
     JobState,
     Member,
+    Requested,
 )
 
 Key = TypeVar("Key")
@@ -52,16 +62,19 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
         case JobCreated():
             raise AssertionError("a job is created outside of itself")
         case WorkerJoined():
-            job.evicted.pop(fact.worker.worker_id, None)
-            job.members[fact.worker.worker_id] = Member(fact.worker)
-            job.settled = False
+            _join(job, fact)
         case WorkerLost():
             _lose(job, fact.worker_id, fact.incarnation)
+        case WorkerJudged():
+            _judge(job, fact)
+        case RanksListed():
+            job.listed.extend(fact.members)
         case GenerationFormed():
             job.generation, job.settled = fact.generation, True
-            job.ranks = {worker: rank for rank, worker in enumerate(fact.members)}
+            job.ranks = {worker: rank for rank, worker in enumerate([*job.listed, *fact.members])}
+            job.listed = []
             # A checkpoint of a generation that is over can never be complete.
-            job.collecting = {}
+            _abandon(job, list(job.collecting))
         case DatasetRegistered():
             job.datasets[fact.dataset.dataset_id] = DatasetLedger(fact.dataset)
         case ShardsGranted():
@@ -84,26 +97,67 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
         case Recovered():
             _recover(job, fact)
         case CommandIssued():
-            job.last_command = max(job.last_command, fact.command_id)
-            job.commands[fact.command_id] = Command(
-                fact.command_id, fact.kind, dict.fromkeys(fact.workers), fact.reason
-            )
+            _command(job, fact)
         case CommandAcked():
             _take_off(job, fact.worker_id, fact.command_id)
         case _:
             assert_never(fact)
 
 
-def _lose(job: JobState, worker_id: str, incarnation: str) -> None:
-    del job.members[worker_id]
+def _join(job: JobState, fact: WorkerJoined) -> None:
+    worker_id, incarnation = fact.worker.worker_id, fact.worker.incarnation
+    before = job.evicted.pop(worker_id, None)
+    acked = job.parted.pop(worker_id, [])
+    job.members[worker_id] = Member(fact.worker, acked=acked if before == incarnation else [])
+    if before not in (None, incarnation):
+        fenced = job.fenced.pop(worker_id, [])
+        job.fenced[worker_id] = [*fenced, before][-FENCED_KEPT:]
+        _forget(job.fenced, EVICTED_KEPT)
     job.settled = False
+
+
+def _lose(job: JobState, worker_id: str, incarnation: str) -> None:
+    member = job.members.pop(worker_id)
+    job.settled = False
+    job.stopping.pop(worker_id, None)
     job.evicted.pop(worker_id, None)
     job.evicted[worker_id] = incarnation
     _forget(job.evicted, EVICTED_KEPT)
+    if member.acked:
+        job.parted[worker_id] = member.acked
+        _forget(job.parted, PARTED_KEPT)
     for ledger in _open_ledgers(job):
         ledgers.give_back_all(ledger, worker_id)
     for command_id in list(job.commands):
         _take_off(job, worker_id, command_id)
+
+
+def _judge(job: JobState, fact: WorkerJudged) -> None:
+    member = job.members[fact.worker_id]
+    if member.share != fact.weight:
+        member.share = fact.weight
+        job.reweighted += 1
+    member.rung = fact.rung
+    if fact.rung is Rung.STOP:
+        job.stopping[fact.worker_id] = fact.reason
+
+
+def _command(job: JobState, fact: CommandIssued) -> None:
+    job.last_command = max(job.last_command, fact.command_id)
+    known = job.commands.get(fact.command_id)
+    if known is None:
+        job.commands[fact.command_id] = Command(
+            fact.command_id, fact.kind, dict.fromkeys(fact.workers), fact.reason, fact.arguments
+        )
+    else:
+        known.waiting.update(dict.fromkeys(fact.workers))
+    if fact.request_id:
+        before = job.requests.get(fact.request_id)
+        workers = (*before.workers, *fact.workers) if before else fact.workers
+        job.requests[fact.request_id] = Requested(fact.command_id, workers)
+        _forget(job.requests, REQUESTS_KEPT)
+        while len(job.requests) > 1 and sum(len(each.workers) for each in job.requests.values()) > REQUESTED_KEPT:
+            _forget(job.requests, len(job.requests) - 1)
 
 
 def _ack(job: JobState, fact: ShardAcked) -> None:
@@ -145,6 +199,7 @@ def _report(job: JobState, fact: CheckpointReported) -> None:
     collecting.parts[fact.worker_id] = fact.part
     # After a recovery the same step comes again, perhaps under the same name: what is written now is not to be deleted.
     job.tombstones.pop(fact.part.uri, None)
+    job.tombstone_steps.pop(fact.part.uri, None)
     collecting.read_until.update({each.lease_id: each.until for each in fact.consumed})
 
 
@@ -163,12 +218,14 @@ def _commit(job: JobState, fact: CheckpointCommitted) -> None:
         )
     )
     # An unfinished one of an earlier step has been overtaken.
-    job.collecting = {name: each for name, each in job.collecting.items() if each.step > fact.step}
+    _abandon(job, [name for name, each in job.collecting.items() if each.step <= fact.step])
     while len(job.checkpoints) > job.config.keep_checkpoints:
-        _bury(job, job.checkpoints.pop(0))
+        old = job.checkpoints.pop(0)
+        _bury(job, old.parts, old.step)
 
 
 def _recover(job: JobState, fact: Recovered) -> None:
+    _abandon(job, list(job.collecting))
     if fact.bad_checkpoint_id is not None:
         job.checkpoints = [each for each in job.checkpoints if each.checkpoint_id != fact.bad_checkpoint_id]
     checkpoint = job.checkpoint(fact.checkpoint_id)
@@ -178,7 +235,7 @@ def _recover(job: JobState, fact: Recovered) -> None:
         gone = job.checkpoints[at + 1 :]
         del job.checkpoints[at + 1 :]
         for each in gone:
-            _bury(job, each)
+            _bury(job, each.parts, each.step)
     else:
         job.checkpoints = []
     for name, dataset in job.datasets.items():
@@ -186,17 +243,30 @@ def _recover(job: JobState, fact: Recovered) -> None:
         ledgers.rewind(dataset, known or ledgers.DatasetPosition((), ()))
     for member in job.members.values():
         member.acked = []
-    job.collecting = {}
+    job.parted = {}
     job.recovered_generation = job.generation + 1
     job.recovered_to = fact.checkpoint_id
 
 
-def _bury(job: JobState, checkpoint: Checkpoint) -> None:
-    """Its parts may be deleted, but for paths that a checkpoint that is kept was written to as well."""
+def _abandon(job: JobState, checkpoint_ids: Iterable[str]) -> None:
+    """Nobody will complete these: what was written for them may be deleted."""
+    gone = frozenset(checkpoint_ids)
+    given_up = [each for name, each in job.collecting.items() if name in gone]
+    job.collecting = {name: each for name, each in job.collecting.items() if name not in gone}
+    for each in given_up:
+        _bury(job, each.parts.values(), each.step)
+
+
+def _bury(job: JobState, parts: Iterable[Part], step: int) -> None:
+    """These may be deleted, but for paths that a checkpoint that is kept was written to as well."""
     kept = {part.uri for each in job.checkpoints for part in each.parts}
     kept |= {part.uri for each in job.collecting.values() for part in each.parts.values()}
-    job.tombstones |= {part.uri: part.rank for part in checkpoint.parts if part.uri not in kept}
+    buried = {part.uri: part.rank for part in parts if part.uri not in kept}
+    job.tombstones |= buried
+    job.tombstone_steps |= dict.fromkeys(buried, step)
+    job.burials += 1
     _forget(job.tombstones, TOMBSTONES_KEPT)
+    _forget(job.tombstone_steps, TOMBSTONES_KEPT)
 
 
 def _forget(kept: dict[Key, Any], limit: int) -> None:

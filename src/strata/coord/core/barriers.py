@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import BarrierDecided, Fact, Verdict
+from strata.coord.core.facts import BarrierDecided, Fact, Verdict, parts_of
 from strata.coord.core.inputs import Arrive, BarrierState
 from strata.coord.core.members import job_of, member_of, settled_member
 from strata.coord.core.state import CoordState, JobState, Live, OpenBarrier
@@ -60,7 +60,8 @@ def time_out(job: JobState, live: Live, now_s: float) -> list[Fact]:
     facts: list[Fact] = []
     for barrier in [barrier for barrier in live.barriers.values() if now_s >= barrier.deadline_s]:
         del live.barriers[barrier.barrier_id]
-        missing = missing_at(job, barrier)
+        # A fact has room for some ten thousand names, and nobody reads more.
+        missing = parts_of(missing_at(job, barrier))[0]
         facts.append(BarrierDecided(job.job, job.generation, barrier.barrier_id, Verdict.TIMED_OUT, missing))
     return facts
 

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from typing import Final
+
 from strata.base.errors import Code, StrataError
 from strata.coord.core.barriers import end_all
-from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Fact, GenerationFormed, Recovered
+from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Fact, Recovered
 from strata.coord.core.inputs import Caller, CheckpointState, Place, Recover, Recovery, Report
-from strata.coord.core.members import job_of, member_of, settled_member, stale_generation
-from strata.coord.core.state import Checkpoint, Collecting, CoordState, JobState
+from strata.coord.core.members import formed, job_of, member_of, settled_member, stale_generation
+from strata.coord.core.state import Checkpoint, Collecting, CoordState, Graves, JobState, Live
+
+MISSING_NAMED: Final = 64
+"""Ranks in the answer to one that reports: all of them in each of ten thousand answers would be fifty million."""
 
 
 def report(state: CoordState, given: Report) -> tuple[list[Fact], CheckpointState]:
     job = job_of(state, given.caller)
     settled_member(job, given.caller)
-    worker_id = given.caller.worker_id
+    worker_id, live = given.caller.worker_id, state.live_of(job.job)
     committed = job.checkpoint(given.checkpoint_id)
     collecting = job.collecting.get(given.checkpoint_id)
     _check_step(given, committed or collecting)
-    tombstones = _tombstones(job, job.ranks[worker_id])
+    tombstones = _tombstones(job, live, job.ranks[worker_id], given.part.uri)
     if committed is not None:
         return [], CheckpointState(committed=True, missing_ranks=(), tombstones=tombstones)
     _check(job, given)
     if collecting is not None and worker_id in collecting.parts:
         if collecting.parts[worker_id] != given.part:
             raise StrataError(Code.CONFLICT, f"worker {worker_id!r} reported another part of {given.checkpoint_id!r}")
-        missing = _missing(job, collecting, None)
+        missing = _missing(job, live, given.checkpoint_id, collecting, None)
         return [], CheckpointState(committed=False, missing_ranks=missing, tombstones=tombstones)
     _check_consumed(job, given)
     reported = CheckpointReported(
         job.job, job.generation, given.step, given.checkpoint_id, worker_id, given.part, given.consumed
     )
-    missing = _missing(job, collecting, worker_id)
+    missing = _missing(job, live, given.checkpoint_id, collecting, job.ranks[worker_id])
     if missing:
         return [reported], CheckpointState(committed=False, missing_ranks=missing, tombstones=tombstones)
     done = CheckpointCommitted(job.job, job.generation, given.step, given.checkpoint_id)
@@ -73,14 +79,43 @@ def _check_consumed(job: JobState, given: Report) -> None:
             )
 
 
-def _tombstones(job: JobState, rank: int) -> tuple[str, ...]:
-    """Of its own rank, and its share of those whose rank is no more."""
-    return tuple(uri for uri, written_by in job.tombstones.items() if written_by % len(job.ranks) == rank)
+def _tombstones(job: JobState, live: Live, rank: int, written_now: str) -> tuple[str, ...]:
+    """Of its own rank, and its share of those whose rank is no more.
+
+    Only of steps that are behind a committed checkpoint: others may come again, and somebody may be writing to the same
+    path at this moment.
+    """
+    behind = job.checkpoints[-1].step if job.checkpoints else -1
+    version = (job.generation, job.burials, behind)
+    graves = live.graves
+    if graves is None or graves.version != version:
+        graves = live.graves = Graves(version, {})
+        for uri, written_by in job.tombstones.items():
+            if job.tombstone_steps.get(uri, 0) <= behind:
+                graves.by_rank.setdefault(written_by % len(job.ranks), []).append(uri)
+    return tuple(uri for uri in graves.by_rank.get(rank, ()) if uri in job.tombstones and uri != written_now)
 
 
-def _missing(job: JobState, collecting: Collecting | None, just_now: str | None) -> tuple[int, ...]:
+def _missing(
+    job: JobState, live: Live, checkpoint_id: str, collecting: Collecting | None, just_now: int | None
+) -> tuple[int, ...]:
+    """The first ranks that have not reported, in order; none if all have. `just_now` is the one that reports."""
     there = collecting.parts if collecting else {}
-    return tuple(rank for worker, rank in job.ranks.items() if worker not in there and worker != just_now)
+    if len(there) + (just_now is not None) == len(job.ranks):
+        return ()
+    key = (job.generation, checkpoint_id)
+    unreported = live.unreported.get(key)
+    if unreported is None:
+        live.unreported = {
+            (generation, name): ranks
+            for (generation, name), ranks in live.unreported.items()
+            if generation == job.generation and name in job.collecting
+        }
+        unreported = {rank: None for worker, rank in job.ranks.items() if worker not in there}
+        live.unreported[key] = unreported
+    if just_now is not None:
+        unreported.pop(just_now, None)
+    return tuple(islice(unreported, MISSING_NAMED))
 
 
 def recover(state: CoordState, given: Recover) -> tuple[list[Fact], Recovery]:
@@ -99,14 +134,15 @@ def recover(state: CoordState, given: Recover) -> tuple[list[Fact], Recovery]:
     usable = [each for each in job.checkpoints if each.checkpoint_id != given.bad_checkpoint_id]
     checkpoint = usable[-1] if usable else None
     to = checkpoint.checkpoint_id if checkpoint else None
-    generation = job.generation + 1
+    live = state.live_of(job.job)
     facts: list[Fact] = [
-        *end_all(job, state.live_of(job.job)),
+        *end_all(job, live),
         Recovered(job.job, to, given.bad_checkpoint_id),
-        GenerationFormed(job.job, generation, tuple(job.ranks)),
+        *formed(job, list(job.ranks)),
     ]
-    state.live_of(job.job).pickers.clear()
-    return facts, Recovery(_place(job, worker_id, generation), checkpoint, rewound=True)
+    live.pickers.clear()
+    live.read_until.clear()
+    return facts, Recovery(_place(job, worker_id, job.generation + 1), checkpoint, rewound=True)
 
 
 def _at_any_generation(given: Recover) -> Caller:

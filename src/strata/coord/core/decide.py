@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final, assert_never
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import barriers, checkpoints, members, shards
-from strata.coord.core.facts import CommandIssued, Fact
+from strata.coord.core import alive, barriers, checkpoints, members, pace, shards
+from strata.coord.core.facts import CommandIssued, Fact, parts_of
 from strata.coord.core.inputs import (
     Arrive,
     Attached,
@@ -16,6 +16,7 @@ from strata.coord.core.inputs import (
     Done,
     Input,
     Issue,
+    Issued,
     Leave,
     NextShards,
     Outcome,
@@ -25,6 +26,8 @@ from strata.coord.core.inputs import (
     Reply,
     Report,
     Tick,
+    Waits,
+    WaitsNoLonger,
 )
 from strata.coord.core.state import CoordState
 
@@ -38,6 +41,8 @@ def decide(state: CoordState, given: Input, now_s: float) -> Outcome:
 
 
 def _decide(state: CoordState, given: Input, now_s: float) -> tuple[list[Fact], Reply]:  # noqa: C901, PLR0911, PLR0912
+    if isinstance(given, NextShards | Arrive | Report | Recover | RegisterDataset):
+        alive.notice(state, given.caller, now_s)
     match given:
         case CreateJob():
             return members.create(state, given), Done()
@@ -53,6 +58,12 @@ def _decide(state: CoordState, given: Input, now_s: float) -> tuple[list[Fact], 
         case Detached():
             members.detach(state, given, now_s)
             return [], Done()
+        case Waits():
+            alive.wait(state, given)
+            return [], Done()
+        case WaitsNoLonger():
+            alive.wait_no_longer(state, given, now_s)
+            return [], Done()
         case RegisterDataset():
             return shards.register_dataset(state, given)
         case NextShards():
@@ -64,36 +75,49 @@ def _decide(state: CoordState, given: Input, now_s: float) -> tuple[list[Fact], 
         case Recover():
             return checkpoints.recover(state, given)
         case Issue():
-            return _issue(state, given), Done()
+            return _issue(state, given)
         case Tick():
             return _tick(state, now_s), Done()
         case _:
             assert_never(given)
 
 
-def _issue(state: CoordState, given: Issue) -> list[Fact]:
+def _issue(state: CoordState, given: Issue) -> tuple[list[Fact], Issued]:
     job = state.jobs.get(given.job)
     if job is None:
-        raise StrataError(Code.NOT_FOUND, f"there is no job {given.job!r}")
+        raise StrataError(Code.NOT_FOUND, f"there is no job {given.job!r}", reason="unknown-job")
+    known = job.requests.get(given.request_id) if given.request_id else None
+    if known is not None:
+        return [], Issued(known.command_id, known.workers)
     unknown = [worker for worker in given.workers if worker not in job.members]
     if unknown:
-        raise StrataError(Code.NOT_FOUND, f"job {given.job!r} has no worker {unknown[0]!r}")
+        raise StrataError(Code.NOT_FOUND, f"job {given.job!r} has no worker {unknown[0]!r}", reason="unknown-worker")
     workers = tuple(dict.fromkeys(given.workers or job.members))
-    return [CommandIssued(job.job, job.last_command + 1, given.kind, workers, given.reason)] if workers else []
+    if not workers:
+        return [], Issued(0, ())
+    command_id = job.last_command + 1
+    facts: list[Fact] = [
+        CommandIssued(job.job, command_id, given.kind, names, given.reason, given.arguments, given.request_id)
+        for names in parts_of(workers)
+    ]
+    return facts, Issued(command_id, workers)
 
 
 def _tick(state: CoordState, now_s: float) -> list[Fact]:
     blind_s = now_s - state.ticked_s if state.ticked_s is not None else 0.0
     state.ticked_s = now_s
+    state.fleet = sum(len(job.members) for job in state.jobs.values())
     facts: list[Fact] = []
     for job in state.jobs.values():
         live = state.live_of(job.job)
         if blind_s > BLIND_S:
-            members.forgive(live, blind_s, now_s)
-        lost = members.lose_the_silent(job, live, now_s)
+            alive.forgive(live, blind_s, now_s)
+        lost = members.lose_the_silent(job, live, alive.patience_s(state, job, live, now_s), now_s)
         formed = members.form(job, live, now_s) if not lost else []
         if lost or not job.settled:
             # Waiters hear at once that the generation is over, not only when the next one is there: it may take long.
             facts += barriers.end_all(job, live)
+        else:
+            facts += pace.judge(job, live, alive.interval_s(state, job), now_s)
         facts += [*lost, *barriers.time_out(job, live, now_s), *formed]
     return facts

@@ -6,7 +6,8 @@ New kinds and new fields with defaults may be added; a field never changes its m
 
 from __future__ import annotations
 
-from enum import IntEnum
+from collections.abc import Sequence
+from enum import IntEnum, StrEnum
 from typing import Final
 
 import msgspec
@@ -41,6 +42,23 @@ class CommandKind(IntEnum):
     DRAIN = 5
 
 
+class Finding(StrEnum):
+    """How a worker's steps compare with those of its job."""
+
+    FINE = "fine"
+    SLOW = "slow"
+    HUNG = "hung"
+
+
+class Rung(StrEnum):
+    """What is done about a worker that is slow or hangs, from little to much."""
+
+    NONE = "none"
+    REWEIGHT = "reweight"
+    REBALANCE = "rebalance"
+    STOP = "stop"
+
+
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Set by whoever creates the job; the same for all its workers."""
 
@@ -55,6 +73,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_shard_failures: int = 3
     placement: str = "rendezvous"
     """`rendezvous` or `ring`."""
+    slow_until: Rung = Rung.STOP
+    """How far a worker that stays slower than the others may climb: `none`, `reweight`, `rebalance` or `stop`."""
+    hang_floor_s: float = 60.0
+    """No worker counts as hung before its step has stood still for so long, however short the job's steps are."""
     parameters: dict[str, str] = {}
     """System-wide training parameters, handed to every worker as they are."""
 
@@ -148,8 +170,27 @@ class WorkerLost(msgspec.Struct, frozen=True, tag=True):
     cause: str
 
 
+class WorkerJudged(msgspec.Struct, frozen=True, tag=True):
+    """A worker moved on the ladder of what is done about the slow and the hung; its share of the data follows."""
+
+    job: str
+    worker_id: str
+    finding: Finding
+    rung: Rung
+    weight: float
+    """What its registered weight is multiplied with from now on."""
+    reason: str
+
+
+class RanksListed(msgspec.Struct, frozen=True, tag=True):
+    """Members of the generation whose forming follows at once, in order of rank: too many for one fact."""
+
+    job: str
+    members: tuple[str, ...]
+
+
 class GenerationFormed(msgspec.Struct, frozen=True, tag=True):
-    """The members in order of rank. Everybody knows from here on who takes part."""
+    """The members in order of rank, or the last of them. Everybody knows from here on who takes part."""
 
     job: str
     generation: int
@@ -226,11 +267,16 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommandIssued(msgspec.Struct, frozen=True, tag=True):
+    """To these workers. The same id again is the same command, to more of them than one fact could name."""
+
     job: str
     command_id: int
     kind: CommandKind
     workers: tuple[str, ...]
     reason: str = ""
+    arguments: dict[str, str] = {}
+    request_id: str = ""
+    """What the operator called the request, so that asking again does not command again."""
 
 
 class CommandAcked(msgspec.Struct, frozen=True, tag=True):
@@ -243,6 +289,8 @@ Fact = (
     JobCreated
     | WorkerJoined
     | WorkerLost
+    | WorkerJudged
+    | RanksListed
     | GenerationFormed
     | DatasetRegistered
     | ShardsGranted
@@ -255,3 +303,20 @@ Fact = (
     | CommandIssued
     | CommandAcked
 )
+
+NAMES_BYTES: Final = 512 << 10
+"""How much of a fact names may take: half of what a journal takes as one fact."""
+
+
+def parts_of(names: Sequence[str], limit: int = NAMES_BYTES) -> list[tuple[str, ...]]:
+    """Names in order, cut so that each part fits into a fact; at least one part."""
+    parts: list[tuple[str, ...]] = []
+    start = size = 0
+    for at, name in enumerate(names):
+        # Five bytes are the longest head of a string.
+        size += len(name.encode()) + 5
+        if size > limit and at > start:
+            parts.append(tuple(names[start:at]))
+            start, size = at, len(name.encode()) + 5
+    parts.append(tuple(names[start:]))
+    return parts

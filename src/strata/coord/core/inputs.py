@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from strata.coord.core.facts import CommandKind, Consumed, Dataset, Fact, JobConfig, Part, Verdict, Worker
 from strata.coord.core.ledger import Rest
-from strata.coord.core.state import Checkpoint, Command
+from strata.coord.core.state import Checkpoint, Command, Said
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class Beat:
     caller: Caller
     failed: bool = False
     acked_commands: tuple[int, ...] = ()
+    said: Said | None = None
+    """How far it is; None from a worker that does not count its steps."""
+    read_until: tuple[tuple[int, int], ...] | None = None
+    """How far it has read in its leases; None if it says nothing about that."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,20 @@ class Attached:
 @dataclass(frozen=True)
 class Detached:
     """The presence stream broke: suspicion, with a moment to come back."""
+
+    caller: Caller
+
+
+@dataclass(frozen=True)
+class Waits:
+    """A call of a worker is open and waits: as long as it does, the worker is there."""
+
+    caller: Caller
+
+
+@dataclass(frozen=True)
+class WaitsNoLonger:
+    """An open call has ended, for whatever reason."""
 
     caller: Caller
 
@@ -122,17 +140,19 @@ class Recover:
 
 @dataclass(frozen=True)
 class Issue:
-    """An operator's command, to some workers or (none named) to all members."""
+    """An operator's command, to some workers or (none named) to all. The same request id twice is one command."""
 
     job: str
     kind: CommandKind
     workers: tuple[str, ...] = ()
     reason: str = ""
+    arguments: dict[str, str] = field(default_factory=dict)
+    request_id: str = ""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """Time goes on: the silent are lost, generations form, barriers time out."""
+    """Time goes on: the silent are lost, generations form, barriers time out, the slow are noticed."""
 
 
 Input = (
@@ -142,6 +162,8 @@ Input = (
     | Beat
     | Attached
     | Detached
+    | Waits
+    | WaitsNoLonger
     | RegisterDataset
     | NextShards
     | Arrive
@@ -223,11 +245,19 @@ class Recovery:
 
 
 @dataclass(frozen=True)
+class Issued:
+    """The command and who gets it; id 0: there is nobody to get it."""
+
+    command_id: int
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Done:
     """There is nothing to tell."""
 
 
-Reply = Place | Pulse | Assignment | BarrierState | Registered | CheckpointState | Recovery | Done
+Reply = Place | Pulse | Assignment | BarrierState | Registered | CheckpointState | Recovery | Issued | Done
 
 
 @dataclass(frozen=True)

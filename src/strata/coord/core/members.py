@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
 from strata.base.errors import Code, StrataError
+from strata.coord.core import alive, pace
 from strata.coord.core.facts import (
     CommandAcked,
     Fact,
     GenerationFormed,
     JobConfig,
     JobCreated,
+    RanksListed,
+    ShardAcked,
     WorkerJoined,
     WorkerLost,
+    parts_of,
 )
-from strata.coord.core.inputs import Attached, Beat, Caller, CreateJob, Detached, Leave, Place, Pulse, Register
+from strata.coord.core.inputs import (
+    Attached,
+    Beat,
+    Caller,
+    CreateJob,
+    Detached,
+    Leave,
+    Place,
+    Pulse,
+    Register,
+)
 from strata.coord.core.placement import MAX_WEIGHT, MAX_WORKERS, Scheme
-from strata.coord.core.state import CoordState, JobState, Live, Member
+from strata.coord.core.state import CoordState, JobState, Live, Member, Said
 
 AMNESTY_BEATS: Final = 2
 MOST_SETTLES: Final = 25
@@ -38,19 +53,30 @@ def member_of(job: JobState, caller: Caller) -> Member:
     member = job.members.get(caller.worker_id)
     if member is None:
         if caller.worker_id in job.evicted:
-            raise StrataError(
-                Code.NOT_FOUND, f"worker {caller.worker_id!r} was evicted from job {job.job!r}", hint="register again"
-            )
+            raise _evicted(job, caller.worker_id)
         raise _unregistered(caller)
     if caller.incarnation not in ("", member.worker.incarnation):
         # Not NOT_FOUND: this life would register again, and the two would replace each other for ever.
-        raise StrataError(
-            Code.STALE,
-            f"this life of worker {caller.worker_id!r} is over: another one has registered",
-            hint="stop; only one process may use a worker id",
-            reason="stale-incarnation",
-        )
+        raise _replaced(caller.worker_id)
     return member
+
+
+def _evicted(job: JobState, worker_id: str) -> StrataError:
+    return StrataError(
+        Code.NOT_FOUND,
+        f"worker {worker_id!r} was evicted from job {job.job!r}",
+        hint="register again",
+        reason="evicted",
+    )
+
+
+def _replaced(worker_id: str) -> StrataError:
+    return StrataError(
+        Code.STALE,
+        f"this life of worker {worker_id!r} is over: another one has registered",
+        hint="stop; only one process may use a worker id",
+        reason="stale-incarnation",
+    )
 
 
 def _unregistered(caller: Caller) -> StrataError:
@@ -108,6 +134,7 @@ def _check(given: CreateJob) -> None:
         "keep_checkpoints must be at least 1": config.keep_checkpoints < 1,
         "max_shard_failures must be at least 1": config.max_shard_failures < 1,
         f"placement must be one of {', '.join(Scheme)}": config.placement not in list(Scheme),
+        "hang_floor_s must be above 0": not config.hang_floor_s > 0,
     }
     for problem, found in problems.items():
         if found:
@@ -129,19 +156,27 @@ def _check_worker(given: Register, job: JobState | None) -> None:
 
 
 def register(state: CoordState, given: Register, now_s: float) -> list[Fact]:
-    """A second life of the same worker ends the first. The same life again is only a sign of life."""
+    """A second life of the same worker ends the first. The same life again is only a sign of life.
+
+    A life that was evicted may come back as long as no other one has followed it: to a worker that was cut off for a
+    while that is the way back, and it holds nothing then.
+    """
     facts: list[Fact] = []
     job = state.jobs.get(given.job)
     _check_worker(given, job)
     if job is None:
         facts.append(JobCreated(given.job, JobConfig()))
     member = job.members.get(given.worker.worker_id) if job else None
+    if job is not None and given.worker.incarnation in job.fenced.get(given.worker.worker_id, ()):
+        raise _replaced(given.worker.worker_id)
     live = state.live_of(given.job)
-    _see(live, given.worker.worker_id, now_s)
+    alive.see(live, given.worker.worker_id, now_s)
     if member is not None:
         if member.worker.incarnation == given.worker.incarnation:
             return facts
-        facts.append(WorkerLost(given.job, given.worker.worker_id, member.worker.incarnation, "replaced"))
+        assert job is not None
+        facts += _lost(job, live, given.worker.worker_id, "replaced", now_s)
+        alive.see(live, given.worker.worker_id, now_s)
     _change(live, now_s)
     return [*facts, WorkerJoined(given.job, given.worker)]
 
@@ -150,13 +185,24 @@ def beat(state: CoordState, given: Beat, now_s: float) -> tuple[list[Fact], Puls
     job = state.jobs.get(given.caller.job)
     if job is None or given.caller.worker_id not in job.members:
         # Unlike other calls: a beat of somebody unknown means that we forgot it, and it has to come back.
-        raise StrataError(Code.NOT_FOUND, f"worker {given.caller.worker_id!r} is unknown", hint="register again")
+        if job is not None and given.caller.worker_id in job.evicted:
+            raise _evicted(job, given.caller.worker_id)
+        raise StrataError(
+            Code.NOT_FOUND,
+            f"worker {given.caller.worker_id!r} is unknown",
+            hint="register again",
+            reason="unknown-worker",
+        )
     member_of(job, given.caller)
     worker_id = given.caller.worker_id
     live = state.live_of(job.job)
+    if given.said is not None:
+        pace.take_in(live, worker_id, given.said, now_s)
+    if given.read_until is not None:
+        live.read_until[worker_id] = given.read_until
     if not (job.commands or given.failed):
         # Nearly every beat, so it must cost nearly nothing.
-        _see(live, worker_id, now_s)
+        alive.see(live, worker_id, now_s)
         return [], Pulse(job.generation, ())
     facts: list[Fact] = [
         CommandAcked(job.job, command_id, worker_id)
@@ -169,15 +215,30 @@ def beat(state: CoordState, given: Beat, now_s: float) -> tuple[list[Fact], Puls
         if worker_id in command.waiting and command.command_id not in given.acked_commands
     )
     if given.failed:
-        facts.append(_lost(job, live, worker_id, "error", now_s))
+        facts += _lost(job, live, worker_id, "error", now_s)
         return facts, Pulse(job.generation, commands)
-    _see(live, worker_id, now_s)
+    alive.see(live, worker_id, now_s)
     return facts, Pulse(job.generation, commands)
+
+
+def plain_beat(
+    state: CoordState, job_id: str, worker_id: str, incarnation: str, said: Said | None, now_s: float
+) -> bool:
+    """Take in the beat of a member while its job has no commands; false if it is any other, for `beat` to judge."""
+    job = state.jobs.get(job_id)
+    member = job.members.get(worker_id) if job else None
+    if job is None or member is None or job.commands or incarnation not in ("", member.worker.incarnation):
+        return False
+    live = state.live_of(job_id)
+    if said is not None:
+        pace.take_in(live, worker_id, said, now_s)
+    alive.see(live, worker_id, now_s)
+    return True
 
 
 def attach(state: CoordState, given: Attached, now_s: float) -> None:
     member_of(job_of(state, given.caller), given.caller)
-    _see(state.live_of(given.caller.job), given.caller.worker_id, now_s)
+    alive.see(state.live_of(given.caller.job), given.caller.worker_id, now_s)
 
 
 def detach(state: CoordState, given: Detached, now_s: float) -> None:
@@ -193,56 +254,32 @@ def leave(state: CoordState, given: Leave, now_s: float) -> list[Fact]:
     if given.caller.worker_id in job.evicted:
         return []
     member_of(job, given.caller)
-    return [_lost(job, state.live_of(job.job), given.caller.worker_id, given.cause, now_s)]
+    live = state.live_of(job.job)
+    # One that says farewell has acked what should count.
+    live.read_until.pop(given.caller.worker_id, None)
+    return _lost(job, live, given.caller.worker_id, given.cause, now_s)
 
 
-def lose_the_silent(job: JobState, live: Live, now_s: float) -> list[Fact]:
+def lose_the_silent(job: JobState, live: Live, limit_s: float, now_s: float) -> list[Fact]:
     """Those whose presence broke and did not come back, and those who have said nothing for too long."""
     facts: list[Fact] = []
     if not live.amnesty:
         live.amnesty = True
         # Known from the journal and not heard of since this process leads.
         live.unheard = {worker_id: None for worker_id in job.members if worker_id not in live.seen_s}
-        amnesty_s = now_s + AMNESTY_BEATS * job.config.heartbeat_interval_s
+        amnesty_s = now_s + AMNESTY_BEATS * limit_s / job.config.missed_beats
         live.seen_s.update(dict.fromkeys(live.unheard, amnesty_s))
     broken = [worker for worker, since_s in live.suspect_s.items() if now_s - since_s >= SUSPECT_S]
-    limit_s = job.config.heartbeat_interval_s * job.config.missed_beats
-    silent = _silent(live, now_s - limit_s)
-    for worker_id in dict.fromkeys([*broken, *silent]):
+    causes = dict.fromkeys(broken, "connection lost")
+    for worker_id in alive.silent(job, live, now_s - limit_s, now_s):
+        causes.setdefault(worker_id, f"silent for {limit_s:g} s")
+    for worker_id, reason in pace.overdue(job, live, limit_s, now_s).items():
+        causes.setdefault(worker_id, f"did not stop when told to: {reason}")
+    for worker_id, cause in causes.items():
         if worker_id in job.members:
-            cause = "connection lost" if worker_id in broken else f"silent for {limit_s:g} s"
-            facts.append(_lost(job, live, worker_id, cause, now_s))
-        _overlook(live, worker_id)
+            facts += _lost(job, live, worker_id, cause, now_s)
+        alive.overlook(live, worker_id)
     return facts
-
-
-def _silent(live: Live, since_s: float) -> list[str]:
-    """Who has said nothing since then."""
-    silent: list[str] = []
-    for worker_id, seen_s in live.seen_s.items():
-        if worker_id in live.unheard:
-            continue
-        if seen_s > since_s:
-            # Longest silent first: the others spoke later still.
-            break
-        silent.append(worker_id)
-    # Amnesty ends for all of them together.
-    first = next(iter(live.unheard), None)
-    if first is not None and live.seen_s[first] <= since_s:
-        silent += live.unheard
-    return silent
-
-
-def forgive(live: Live, blind_s: float, now_s: float) -> None:
-    """This process was not looking for a while: nobody is silent because of that."""
-    for worker_id, seen_s in live.seen_s.items():
-        forgiven_s = seen_s + blind_s
-        # Who was heard of meanwhile gets no time in advance, else the order of silence would be lost.
-        live.seen_s[worker_id] = forgiven_s if worker_id in live.unheard else min(forgiven_s, now_s)
-    for worker_id in live.suspect_s:
-        live.suspect_s[worker_id] += blind_s
-    for barrier in live.barriers.values():
-        barrier.deadline_s += blind_s
 
 
 def form(job: JobState, live: Live, now_s: float) -> list[Fact]:
@@ -257,30 +294,39 @@ def form(job: JobState, live: Live, now_s: float) -> list[Fact]:
     live.unsettled_s = None
     stay = [worker for worker in job.ranks if worker in job.members]
     come = [worker for worker in job.members if worker not in job.ranks]
-    return [GenerationFormed(job.job, job.generation + 1, tuple(stay + come))]
+    return formed(job, stay + come)
 
 
-def _lost(job: JobState, live: Live, worker_id: str, cause: str, now_s: float) -> WorkerLost:
+def formed(job: JobState, members: Sequence[str]) -> list[Fact]:
+    """The next generation, in as many facts as its names need."""
+    *first, last = parts_of(members)
+    return [
+        *(RanksListed(job.job, names) for names in first),
+        GenerationFormed(job.job, job.generation + 1, last),
+    ]
+
+
+def _lost(job: JobState, live: Live, worker_id: str, cause: str, now_s: float) -> list[Fact]:
+    """It is lost, and what it last said it had read is consumed: only the rest is handed out again."""
     _change(live, now_s)
-    _overlook(live, worker_id)
-    return WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)
+    facts = _read(job, worker_id, dict(live.read_until.get(worker_id, ())))
+    alive.overlook(live, worker_id)
+    return [*facts, WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)]
+
+
+def _read(job: JobState, worker_id: str, read_until: dict[int, int]) -> list[Fact]:
+    if not read_until:
+        return []
+    return [
+        ShardAcked(job.job, dataset_id, epoch, lease_id, until)
+        for dataset_id, dataset in job.datasets.items()
+        for epoch, ledger in dataset.epochs.items()
+        for lease_id in ledger.held.get(worker_id, ())
+        if ledger.leases[lease_id].until < (until := read_until.get(lease_id, 0)) <= ledger.leases[lease_id].end
+    ]
 
 
 def _change(live: Live, now_s: float) -> None:
     live.changed_s = now_s
     if live.unsettled_s is None:
         live.unsettled_s = now_s
-
-
-def _see(live: Live, worker_id: str, now_s: float) -> None:
-    live.seen_s[worker_id] = now_s
-    live.seen_s.move_to_end(worker_id)
-    live.suspect_s.pop(worker_id, None)
-    live.unheard.pop(worker_id, None)
-
-
-def _overlook(live: Live, worker_id: str) -> None:
-    """Look out for it no longer."""
-    live.seen_s.pop(worker_id, None)
-    live.suspect_s.pop(worker_id, None)
-    live.unheard.pop(worker_id, None)

@@ -30,15 +30,23 @@ class Picker:
         self._shards = shards[positions].astype("uint32")
         self._own: dict[str, list[_Entry]] = {}
         self._anybodys: list[_Entry] | None = None
-        self._generation = -1
+        self._version = (-1, 0)
 
     def pick(
-        self, ledger: EpochLedger, worker_id: str, generation: int, count: int, buckets: Callable[[], Sequence[int]]
+        self,
+        ledger: EpochLedger,
+        worker_id: str,
+        version: tuple[int, int],
+        count: int,
+        buckets: Callable[[], Sequence[int]],
     ) -> list[tuple[Rest, bool]]:
-        """Up to `count` ranges for a worker, and whether each is fresh. `buckets` says which ones it owns, if asked."""
-        if generation != self._generation:
+        """Up to `count` ranges for a worker, and whether each is fresh.
+
+        `buckets` says which ones it owns, if asked; with another `version` of the placement everybody is asked again.
+        """
+        if version != self._version:
             self._own.clear()
-            self._generation = generation
+            self._version = version
         picked: list[tuple[Rest, bool]] = [(rest, False) for rest in ledger.returned[:count]]
         taken: dict[int, int] = {}
         if worker_id not in self._own:

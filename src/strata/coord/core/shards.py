@@ -71,7 +71,10 @@ def next_shards(state: CoordState, given: NextShards) -> tuple[list[Fact], Assig
     dataset = job.datasets.get(given.dataset_id)
     if dataset is None:
         raise StrataError(
-            Code.NOT_FOUND, f"dataset {given.dataset_id!r} is not registered", hint="call AckDataset first"
+            Code.NOT_FOUND,
+            f"dataset {given.dataset_id!r} is not registered",
+            hint="call AckDataset first",
+            reason="unknown-dataset",
         )
     if dataset.dataset.mode is Mode.DETERMINISTIC:
         return [], _slice(dataset.dataset, job, state.live_of(job.job), given)
@@ -89,8 +92,11 @@ def next_shards(state: CoordState, given: NextShards) -> tuple[list[Fact], Assig
         leases = tuple(_leased(live, dataset.dataset, lease) for lease in again)
         return facts, Assignment(leases, end_of_epoch=False, stale=stale)
     if given.epoch in dataset.finished:
+        _note_idle(live, given.caller.worker_id, idle=given.count > 0)
         return facts, Assignment((), end_of_epoch=True, stale=stale)
     grants = _grants(state, job, dataset, ledger, given)
+    if given.count > 0:
+        _note_idle(live, given.caller.worker_id, idle=not grants)
     if not grants:
         comes_back = any(isinstance(fact, ShardReturned) and not fact.quarantined for fact in facts)
         is_over = ledgers.is_exhausted(dataset.dataset, ledger) and not ledger.leases.keys() - over and not comes_back
@@ -105,6 +111,14 @@ def next_shards(state: CoordState, given: NextShards) -> tuple[list[Fact], Assig
         for each in grants
     )
     return facts, Assignment(leases, end_of_epoch=False, stale=stale)
+
+
+def _note_idle(live: Live, worker_id: str, *, idle: bool) -> None:
+    """Who has nothing to read makes no steps, and that is not its fault."""
+    if idle:
+        live.pace.idle.add(worker_id)
+    else:
+        live.pace.idle.discard(worker_id)
 
 
 def _settle_acks(
@@ -165,7 +179,7 @@ def _grants(
     count = max(0, min(given.count, MAX_COUNT))
     grants: list[Grant] = []
     for rest, fresh in picker.pick(
-        ledger, worker_id, job.generation, count, lambda: _buckets_of(job, live, dataset.dataset.buckets, worker_id)
+        ledger, worker_id, _version(job), count, lambda: _buckets_of(job, live, dataset.dataset.buckets, worker_id)
     ):
         state.leases_given += 1
         lease_id = state.leader_epoch << 32 | state.leases_given
@@ -173,16 +187,21 @@ def _grants(
     return grants
 
 
+def _version(job: JobState) -> tuple[int, int]:
+    """Of what the placement follows from."""
+    return job.generation, job.reweighted
+
+
 def _buckets_of(job: JobState, live: Live, buckets: int, worker_id: str) -> list[int]:
     """The caller's buckets in this generation; members keep theirs over generations as far as balance allows."""
     placed = live.placements.get(buckets)
-    if placed is None or placed.generation != job.generation:
-        weights = {worker: job.members[worker].worker.weight for worker in job.ranks}
+    if placed is None or placed.version != _version(job):
+        weights = {worker: job.members[worker].worker.weight * job.members[worker].share for worker in job.ranks}
         if not any(weights.values()):
             return []
         before = placed.assignment if placed else None
         assignment, _ = place(buckets, weights, before, scheme=Scheme(job.config.placement))
-        placed = live.placements[buckets] = Placed(job.generation, assignment, assignment.by_worker())
+        placed = live.placements[buckets] = Placed(_version(job), assignment, assignment.by_worker())
     return placed.by_worker.get(worker_id, [])
 
 

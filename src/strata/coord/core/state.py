@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -15,23 +15,37 @@ from strata.coord.core.facts import (
     CommandKind,
     JobConfig,
     Part,
+    Rung,
     Verdict,
     Worker,
 )
 from strata.coord.core.ledger import DatasetLedger, DatasetPosition, Late
 from strata.coord.core.picker import Picker
 from strata.coord.core.placement import Assignment
+from strata.coord.core.stragglers import Sample, Standing
 
 EVICTED_KEPT: Final = 10_000
 VERDICTS_KEPT: Final = 4_096
 ACKS_KEPT: Final = 256
 TOMBSTONES_KEPT: Final = 16_384
+FENCED_KEPT: Final = 8
+"""Lives of one worker that are over and may not come back."""
+PARTED_KEPT: Final = 256
+"""Workers that are gone and whose acks are remembered, in case the same life comes back."""
+REQUESTS_KEPT: Final = 1_024
+REQUESTED_KEPT: Final = 100_000
+"""Names of workers in all requests that are remembered."""
+BEATS_PER_S: Final = 1_000.0
+"""Heartbeats that one coordinator wants to hear at most: unary calls cost it a quarter to half a millisecond each."""
 
 
 class Member(msgspec.Struct):
     worker: Worker
     acked: list[int] = []
     """The last leases it acked: a repeated ack is recognised, not refused."""
+    share: float = 1.0
+    """What its registered weight is multiplied with, because it was found slow."""
+    rung: Rung = Rung.NONE
 
 
 class Decided(msgspec.Struct, frozen=True):
@@ -71,6 +85,14 @@ class Command(msgspec.Struct):
     waiting: dict[str, None]
     """Workers that have not acknowledged it."""
     reason: str
+    arguments: dict[str, str] = {}
+
+
+class Requested(msgspec.Struct, frozen=True):
+    """The answer to an operator's request, for when it is asked again."""
+
+    command_id: int
+    workers: tuple[str, ...]
 
 
 class JobState(msgspec.Struct):
@@ -79,9 +101,19 @@ class JobState(msgspec.Struct):
     members: dict[str, Member] = {}
     evicted: dict[str, str] = {}
     """The last incarnation of workers that are no members any more, oldest first."""
+    parted: dict[str, list[int]] = {}
+    """The last leases that the latest of them acked."""
+    fenced: dict[str, list[str]] = {}
+    """By worker, lives that another one has followed: they may not come back and replace it."""
+    stopping: dict[str, str] = {}
+    """Members that were told to stop because they are slow or hang, and why."""
+    reweighted: int = 0
+    """How often a member's share changed."""
     generation: int = 0
     ranks: dict[str, int] = {}
     """The members of the generation and their ranks, in order of rank."""
+    listed: list[str] = []
+    """Members of the next generation, while the facts that form it are being read."""
     settled: bool = True
     """Whether nobody has come or gone since the generation was formed."""
     recovered_generation: int = 0
@@ -94,8 +126,14 @@ class JobState(msgspec.Struct):
     checkpoints: list[Checkpoint] = []
     tombstones: dict[str, int] = {}
     """Parts of checkpoints that are kept no longer, and the ranks that wrote them; oldest first."""
+    tombstone_steps: dict[str, int] = {}
+    """Of each tombstone the step. Before a checkpoint of it or a later one is committed it may be written again."""
+    burials: int = 0
+    """How often tombstones were added."""
     commands: dict[int, Command] = {}
     last_command: int = 0
+    requests: dict[str, Requested] = {}
+    """By the operators' own ids; oldest first."""
 
     def checkpoint(self, checkpoint_id: str | None) -> Checkpoint | None:
         return next((each for each in self.checkpoints if each.checkpoint_id == checkpoint_id), None)
@@ -113,11 +151,48 @@ class OpenBarrier:
     """Members of the generation that have not arrived, in order of rank."""
 
 
+class Said(NamedTuple):
+    """What a heartbeat says of a worker's progress."""
+
+    step: int
+    step_time_s: float | None = None
+    busy: bool = False
+    """It does something else than training."""
+    generation: int = 0
+    """That it works in; 0: the current one."""
+
+
+@dataclass
+class Pace:
+    """How the workers of a generation get on, as far as they say it."""
+
+    generation: int = 0
+    said: dict[str, tuple[Said, float]] = field(default_factory=dict)
+    """What was said since the last judgement, and when."""
+    samples: dict[str, Sample] = field(default_factory=dict)
+    standings: dict[str, Standing] = field(default_factory=dict)
+    judged_s: float | None = None
+    idle: set[str] = field(default_factory=set)
+    """Workers that asked for data and got none: without data there are no steps."""
+    stopping_s: dict[str, float] = field(default_factory=dict)
+    """Since when this process waits for a worker to stop."""
+
+
 @dataclass(frozen=True)
 class Placed:
-    generation: int
+    version: tuple[int, int]
+    """The generation, and how often shares had changed."""
     assignment: Assignment
     by_worker: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Graves:
+    """Tombstones by the rank that is to be told of them."""
+
+    version: tuple[int, int, int]
+    """The generation, the number of burials, and the last committed step."""
+    by_rank: dict[int, list[str]]
 
 
 @dataclass
@@ -142,6 +217,18 @@ class Live:
     """By dataset, the sample after the last one of each file."""
     placements: dict[int, Placed] = field(default_factory=dict)
     """By number of buckets, who owns each of them. Gives affinity only; the ledger gives truth."""
+    waiting: dict[tuple[str, str], int] = field(default_factory=dict)
+    """By worker and incarnation, calls of it that are open: as long as one is, the worker is there."""
+    interval_s: float = 0.0
+    """The heartbeat interval that members are told."""
+    lenient: tuple[float, float] = (0.0, 0.0)
+    """An interval that was told before and was longer, and until when somebody may still keep to it."""
+    read_until: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """By worker, how far it last said it had read in its leases."""
+    unreported: dict[tuple[int, str], dict[int, None]] = field(default_factory=dict)
+    """By generation and checkpoint that is being collected, the ranks that have not reported it; only to name them."""
+    graves: Graves | None = None
+    pace: Pace = field(default_factory=Pace)
 
 
 @dataclass
@@ -153,6 +240,9 @@ class CoordState:
     leader_epoch: int = 0
     leases_given: int = 0
     ticked_s: float | None = None
+    beats_per_s: float = BEATS_PER_S
+    fleet: int = 0
+    """Members of all jobs, as counted at the last tick."""
 
     def live_of(self, job: str) -> Live:
         found = self.live.get(job)

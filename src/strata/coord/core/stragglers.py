@@ -6,7 +6,7 @@ alone would complain about microseconds among equals. A step time is what a work
 the waiting for the others, all of them are as slow as the slowest, and only a hang can be seen here.
 
 **Hung** is a worker whose step does not grow while its heartbeats go on, for much longer than steps of this job take.
-If nobody's step grows and all are at the same one, there is nobody to blame, and all of them are named.
+If most stand at the same step there is nobody to blame: all of them are named, and none is stopped.
 
 What to do about it is a ladder: give it less data, then REBALANCE, then STOP. A worker climbs one rung when the finding
 lasted, comes down when the opposite lasted, and stays where it is in between. Few observations mean silence.
@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from math import ceil, inf, sqrt
 from typing import Final, assert_never
 
-from strata.coord.core.facts import CommandKind
+from strata.coord.core.facts import CommandKind, Finding, Rung
 
 _SIGMA: Final = 1.4826
 """A standard deviation in MADs, for normal noise."""
+_NOISE: Final = -1
+"""Where a sample keeps its noise, beside medians of so many steps."""
 _MEDIAN_NOISE: Final = 1.2533
 """How much noisier a median is than a mean."""
 
@@ -49,7 +50,7 @@ class Limits:
     hang_floor_s: float = 60.0
     alive_s: float = 15.0
     """One that has not been heard of for so long is silent, which is not judged here."""
-    slow_until: str = "stop"
+    slow_until: Rung = Rung.STOP
     """The last rung for being slow. `reweight` suits elastic jobs: who has less to do holds nobody up."""
 
 
@@ -67,6 +68,22 @@ class Sample:
     """How many durations there have been."""
     busy: bool = False
     """It says that it does something else than training: it cannot hang."""
+
+    made: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+    """What was made of `times_s` before: between two judgements most workers say nothing new."""
+
+    def recent_s(self, steps: int) -> float:
+        """The median of the last ones."""
+        found = self.made.get(steps)
+        if found is None:
+            found = self.made[steps] = _median(self.times_s[-steps:])
+        return found
+
+    def noise_s(self) -> float:
+        found = self.made.get(_NOISE)
+        if found is None:
+            found = self.made[_NOISE] = _SIGMA * _mad(self.times_s, _median(self.times_s))
+        return found
 
 
 def observed(
@@ -88,19 +105,6 @@ def observed(
     return Sample(step, now_s, now_s, times_s, before.steps + 1, busy)
 
 
-class Finding(StrEnum):
-    FINE = "fine"
-    SLOW = "slow"
-    HUNG = "hung"
-
-
-class Rung(StrEnum):
-    NONE = "none"
-    REWEIGHT = "reweight"
-    REBALANCE = "rebalance"
-    STOP = "stop"
-
-
 NEXT: Final[dict[tuple[Rung, Finding], Rung]] = {
     (Rung.NONE, Finding.SLOW): Rung.REWEIGHT,
     (Rung.REWEIGHT, Finding.SLOW): Rung.REBALANCE,
@@ -113,6 +117,8 @@ NEXT: Final[dict[tuple[Rung, Finding], Rung]] = {
     (Rung.REBALANCE, Finding.FINE): Rung.NONE,
 }
 """One that was told to stop has no way back: its next life begins below."""
+
+LADDER: Final = tuple(Rung)
 
 COMMAND: Final[dict[Rung, CommandKind]] = {Rung.REBALANCE: CommandKind.REBALANCE, Rung.STOP: CommandKind.STOP}
 
@@ -161,7 +167,13 @@ class _Hang:
     long_s: float
     """The 95th percentile of the job's steps."""
     hung: frozenset[str]
-    everybody: bool
+    of: int
+    """Out of so many."""
+
+    @property
+    def most(self) -> bool:
+        """To stop them would end the job, and what they all wait for is likely not theirs."""
+        return 2 * len(self.hung) > self.of
 
 
 def judge(
@@ -201,13 +213,12 @@ def _rung(
     """The same, or the next one if the finding lasted long enough."""
     following = NEXT.get((standing.rung, finding), standing.rung) if finding else standing.rung
     if finding is Finding.HUNG and hang is not None:
-        if hang.everybody and following is Rung.STOP:
-            # To stop all would help nobody.
+        if hang.most and following is Rung.STOP:
             return standing.rung
         # The timeout was the patience; the next rung takes another one.
         began = standing.finding is not Finding.HUNG
         return following if began or now_s - standing.since_s >= hang.timeout_s else standing.rung
-    if finding is Finding.SLOW and standing.rung == limits.slow_until:
+    if finding is Finding.SLOW and LADDER.index(following) > LADDER.index(limits.slow_until):
         return standing.rung
     lasted = sample.steps - standing.since_steps if standing.finding is finding else 0
     return following if lasted >= limits.patience_steps else standing.rung
@@ -227,14 +238,14 @@ def _speed(samples: Mapping[str, Sample], limits: Limits) -> _Speed:
     told = {worker_id: each for worker_id, each in samples.items() if len(each.times_s) >= limits.recent}
     if len(told) < limits.min_workers:
         return _Speed()
-    own_s = {worker_id: _median(each.times_s[-limits.recent :]) for worker_id, each in told.items()}
+    own_s = {worker_id: each.recent_s(limits.recent) for worker_id, each in told.items()}
     median_s = _median(list(own_s.values()))
     if median_s <= 0:
         # No time has passed between their beats: that says nothing.
         return _Speed()
     between_s = _SIGMA * _mad(list(own_s.values()), median_s)
     # Few workers may happen to be very equal at the moment: their own noise says how little that means.
-    noise_s = _median([_SIGMA * _mad(each.times_s, _median(each.times_s)) for each in told.values()])
+    noise_s = _median([each.noise_s() for each in told.values()])
     within_s = noise_s * _MEDIAN_NOISE / sqrt(limits.recent)
     return _Speed(own_s, median_s, max(between_s, within_s, 0.01 * median_s, 1e-9))
 
@@ -257,7 +268,7 @@ def _hang(samples: Mapping[str, Sample], now_s: float, limits: Limits) -> _Hang 
     # Workers in step with each other wait for the one that hangs: it is behind them.
     behind = min(each.step for each in overdue.values())
     hung = frozenset(worker_id for worker_id, each in overdue.items() if each.step == behind)
-    return _Hang(timeout_s, long_s, hung, everybody=len(hung) == len(samples))
+    return _Hang(timeout_s, long_s, hung, len(samples))
 
 
 def _incident(worker_id: str, finding: Finding, rung: Rung, speed: _Speed, hung: str) -> Incident:
@@ -280,7 +291,8 @@ def _incident(worker_id: str, finding: Finding, rung: Rung, speed: _Speed, hung:
 def _hung_reason(worker_id: str, sample: Sample, hang: _Hang | None, now_s: float) -> str:
     if hang is None:
         return ""
-    who = "like all others it" if hang.everybody else "it"
+    others = len(hang.hung) - 1
+    who = "it" if not others else "like all others it" if others == hang.of - 1 else f"it, like {others} more,"
     return (
         f"{worker_id} hangs: {who} is at step {sample.step} for {now_s - sample.moved_s:.0f} s while its heartbeats go"
         f" on; 95 % of this job's steps take up to {hang.long_s:.3g} s, and {hang.timeout_s:.0f} s are too long"

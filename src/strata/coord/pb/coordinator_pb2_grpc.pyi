@@ -37,7 +37,8 @@ If it does not know whether an answer of GetNextShards got lost, it calls Regist
 STATUS CODES
   FAILED_PRECONDITION   any call but RegisterWorker and Heartbeat by a worker_id never seen: register first
   FAILED_PRECONDITION   the generation of the request is not the current one: take the new one, or RequestRecovery
-  FAILED_PRECONDITION   another incarnation of this worker_id has registered: this process was replaced and must stop
+  FAILED_PRECONDITION   another incarnation of this worker_id has registered: this process was replaced and must stop; so does
+                        RegisterWorker answer it, also after the other one has gone
   NOT_FOUND             Heartbeat of an unknown worker_id, any call of an evicted one: register again; unknown dataset or job
   UNAVAILABLE           rebalance or failover under way: call again after the delay
   DEADLINE_EXCEEDED     a barrier took longer than its timeout; the message names the missing workers
@@ -48,7 +49,8 @@ STATUS CODES
   PERMISSION_DENIED     the token is for another job, worker or role
 Trailing metadata, all values decimal or lower-case words:
   strata-retry-after-ms   with UNAVAILABLE and RESOURCE_EXHAUSTED: wait this long
-  strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation` or `stale-incarnation`
+  strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation` or `stale-incarnation`;
+                          with NOT_FOUND: `evicted`, `unknown-worker`, `unknown-dataset` or `unknown-job`
   strata-generation       with `stale-generation`: the current one
 A call that got no answer may have taken effect. Sending the same message again is safe for every RPC, but for GetNextShards and
 Heartbeat only with `explicit_acks`.

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.rpc.gate import Gate
+from strata.coord.rpc.handlers import GenericOnly, coordinator_handler
 from strata.coord.rpc.servicer import Servicer
 from strata.coord.service import CoordinatorService, Options
 from strata.coord.settings import CoordinatorSettings, Tls, check_exposure
@@ -26,6 +27,7 @@ from strata.journal.open import open_journal
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
 _PING_MS: Final = 2_000
+GC_THRESHOLDS: Final = (50_000, 20, 20)
 
 OPTIONS: Final = (
     # Two coordinators on one port would each get some of the workers.
@@ -56,6 +58,10 @@ def run(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
     import uvloop
 
     check_exposure(settings)
+    # Calls make many objects and few cycles: the usual thresholds look through the whole state of all jobs for nothing.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, announce))
 
@@ -90,11 +96,13 @@ class Server:
         self._service = service
         self._settings = settings
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=OPTIONS)
-        pb_grpc.add_CoordinatorServicer_to_server(Servicer(service, gate), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        others: Any = GenericOnly()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, others)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+        add_reflection(reflection.aio.ReflectionServicer(names), others)
+        handlers = (coordinator_handler(Servicer(service, gate)), *others.handlers)
+        self._server = grpc.aio.server(handlers=handlers, options=OPTIONS)
         self.port = 0
 
     async def start(self, announce: Callable[[str], None]) -> None:

@@ -28,7 +28,15 @@ STATUS_OF: Final[Mapping[Code, grpc.StatusCode]] = {
 assert STATUS_OF.keys() == set(Code), "every code needs a status"
 
 DEFAULT_RETRY_S: Final = 0.5
-_REASONS: Final = ("not-registered", "stale-generation", "stale-incarnation")
+_REASONS: Final = (
+    "not-registered",
+    "stale-generation",
+    "stale-incarnation",
+    "evicted",
+    "unknown-worker",
+    "unknown-dataset",
+    "unknown-job",
+)
 
 
 def trailing(error: StrataError) -> tuple[tuple[str, str], ...]:

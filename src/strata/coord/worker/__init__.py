@@ -30,6 +30,8 @@ from strata.coord.worker.readers import count_samples
 from strata.coord.worker.reasons import Reason, reason_of
 from strata.coord.worker.settings import SECTION, Tls, WorkerSettings
 from strata.coord.worker.shard import FileSlice, Shard
+from strata.coord.worker.stores import S3Settings
+from strata.coord.worker.tombstones import Swept
 
 __all__ = [
     "AsyncWorker",
@@ -42,8 +44,10 @@ __all__ = [
     "Part",
     "Reason",
     "Reported",
+    "S3Settings",
     "Shard",
     "StrataError",
+    "Swept",
     "Tls",
     "Worker",
     "WorkerSettings",
@@ -55,18 +59,19 @@ __all__ = [
 ]
 
 
-def join(*, on_command: OnCommand | None = None, **settings: Any) -> Worker:
+def join(*, on_command: OnCommand | None = None, s3: S3Settings | None = None, **settings: Any) -> Worker:
     """A worker for `with`. Settings are those of `WorkerSettings` by name; what is not given is in STRATA_WORKER_…
 
     `on_command` is called in a thread of its own with every command; a command counts as carried out when it returns.
+    `s3` is how to reach s3://; what is not given is in STRATA_S3_… or AWS_…, and looked for when it is needed.
     """
     found = _settings(settings)
-    return Worker(lambda: AsyncWorker(found, SystemClock(), on_command))
+    return Worker(lambda: AsyncWorker(found, SystemClock(), on_command, s3))
 
 
-def join_async(*, on_command: OnCommand | None = None, **settings: Any) -> AsyncWorker:
+def join_async(*, on_command: OnCommand | None = None, s3: S3Settings | None = None, **settings: Any) -> AsyncWorker:
     """The same for `async with`, inside a running event loop."""
-    return AsyncWorker(_settings(settings), SystemClock(), on_command)
+    return AsyncWorker(_settings(settings), SystemClock(), on_command, s3)
 
 
 def _settings(given: dict[str, Any]) -> WorkerSettings:

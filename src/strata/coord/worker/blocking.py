@@ -16,6 +16,7 @@ from strata.coord.worker.commands import Command
 from strata.coord.worker.datasets import DatasetOptions
 from strata.coord.worker.held import Capture
 from strata.coord.worker.shard import Shard
+from strata.coord.worker.tombstones import Swept
 
 Result = TypeVar("Result")
 
@@ -141,15 +142,28 @@ class Worker:
     def epochs(self, count: int) -> Iterator[int]:
         return self._open().epochs(count)
 
-    def shards(self, dataset_id: str, epoch: int, *, at_once: int = 1) -> Iterator[Shard]:
+    def shards(self, dataset_id: str, epoch: int, *, at_once: int = 1, prefetch: int = 0) -> Iterator[Shard]:
         # Not `AsyncWorker.shards`: abandoning an async generator from another thread would leave it to that loop.
-        self._open().restart(dataset_id, epoch)
-        while (shard := self.next_shard(dataset_id, epoch, at_once=at_once)) is not None:
+        self.restart(dataset_id, epoch)
+        while (shard := self.next_shard(dataset_id, epoch, at_once=at_once, prefetch=prefetch)) is not None:
             yield shard
             shard.done()
 
-    def next_shard(self, dataset_id: str, epoch: int, *, at_once: int = 1) -> Shard | None:
-        return self._run(self._open().next_shard(dataset_id, epoch, at_once=at_once))
+    def restart(self, dataset_id: str, epoch: int) -> None:
+        async def restart() -> None:
+            self._open().restart(dataset_id, epoch)
+
+        # Inside the loop: a prefetched lease may just come.
+        self._run(restart())
+
+    def is_finished(self, dataset_id: str, epoch: int) -> bool:
+        return self._open().is_finished(dataset_id, epoch)
+
+    def next_shard(
+        self, dataset_id: str, epoch: int, *, at_once: int = 1, wait: bool = True, prefetch: int = 0
+    ) -> Shard | None:
+        work = self._open().next_shard(dataset_id, epoch, at_once=at_once, wait=wait, prefetch=prefetch)
+        return self._run(work)
 
     def step_shards(self, dataset_id: str, step: int) -> list[Shard]:
         return self._run(self._open().step_shards(dataset_id, step))
@@ -189,6 +203,9 @@ class Worker:
     ) -> Reported:
         work = self._open().checkpoint(step, path, digest=digest, size=size, commit_within_s=commit_within_s)
         return self._run(work)
+
+    def sweep(self, reported: Reported) -> Swept:
+        return self._run(self._open().sweep(reported))
 
     def recover(self, reason: str = "", *, bad_checkpoint_id: str = "") -> Manifest | None:
         return self._run(self._open().recover(reason, bad_checkpoint_id=bad_checkpoint_id))

@@ -14,26 +14,41 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker import checkpoints, readers
-from strata.coord.worker.checkpoints import Manifest, Reported, Stored
+from strata.coord.worker import checkpoints
+from strata.coord.worker.checkpoints import Manifest, Reported
 from strata.coord.worker.commands import Command
 from strata.coord.worker.datasets import DatasetOptions
 from strata.coord.worker.held import Capture, Held
 from strata.coord.worker.life import ATTEMPT_S, Life, OnCommand
+from strata.coord.worker.prefetch import Prefetch
+from strata.coord.worker.readers import Readers
+from strata.coord.worker.saving import Saving
 from strata.coord.worker.settings import WorkerSettings
-from strata.coord.worker.shard import Shard
+from strata.coord.worker.shard import Shard, pieces
+from strata.coord.worker.stores import S3Settings
+from strata.coord.worker.tombstones import Swept, Tombstones
 
 WAIT_S: Final = 2.0
 """How long one call waits for a shard that others may give back."""
-COMMIT_POLL_S: Final = (0.02, 0.5)
-"""First and longest pause between two looks at a checkpoint that others have not reported."""
 
 
 class AsyncWorker:
     """One worker of a job, between `async with`. Its loop that trains is one task; other tasks may use it too."""
 
-    def __init__(self, settings: WorkerSettings, clock: Clock, on_command: OnCommand | None = None) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        clock: Clock,
+        on_command: OnCommand | None = None,
+        s3: S3Settings | None = None,
+    ) -> None:
         self._life = Life(settings, clock, on_command)
+        self._readers = Readers(s3)
+        self._tombstones = Tombstones(settings.checkpoint_root, self._readers.stores)
+        self._saving = Saving(self._life)
+        self._prefetch = Prefetch(
+            self._life.ledger, self._ask_ahead, lambda held: self._readers.batches(pieces(held.shard, held.at))
+        )
         self._asking = asyncio.Lock()
         """One call for data at a time: each says which leases are known, so none may be on its way."""
         self._datasets: dict[str, pb.DatasetInfo] = {}
@@ -54,6 +69,7 @@ class AsyncWorker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self._prefetch.stop()
         on_purpose = error is None or isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError)
         await self._life.end(failed=not on_purpose, reason="" if error is None else type(error).__name__)
 
@@ -115,10 +131,10 @@ class AsyncWorker:
     ) -> int:
         """Register a dataset, or confirm that it is registered like this; the number of its shards.
 
-        `samples` are those of all files in order, of the whole dataset if there are no files, or None: count the lines
-        of the files. With nothing but its name, a dataset that is registered is meant.
+        `samples` are those of all files in order, of the whole dataset if there are no files, or None: count those of
+        the files. With nothing but its name, a dataset that is registered is meant.
         """
-        counts = await asyncio.to_thread(_counts, files, samples)
+        counts = await asyncio.to_thread(_counts, self._readers, files, samples)
         message = pb.DatasetInfo(dataset_id=dataset_id, shard_size=shard_size)
         message.files.extend(
             pb.DatasetFile(path=_place(path), num_samples=count) for path, count in zip(files, counts, strict=True)
@@ -150,14 +166,15 @@ class AsyncWorker:
                 return
             yield epoch
 
-    async def shards(self, dataset_id: str, epoch: int, *, at_once: int = 1) -> AsyncIterator[Shard]:
+    async def shards(self, dataset_id: str, epoch: int, *, at_once: int = 1, prefetch: int = 0) -> AsyncIterator[Shard]:
         """The shards of an epoch for this worker, until all of them are consumed by somebody.
 
         Asking for the next shard says that the one before is consumed; one that the loop broke off at is not, and
-        comes again. `at_once` shards are leased together. One loop for each dataset and epoch at a time.
+        comes again. `at_once` shards are leased together. With `prefetch`, so many of the next ones are leased and
+        read ahead meanwhile; others cannot have them then. One loop for each dataset and epoch at a time.
         """
         self._life.ledger.restart(dataset_id, epoch)
-        while (shard := await self.next_shard(dataset_id, epoch, at_once=at_once)) is not None:
+        while (shard := await self.next_shard(dataset_id, epoch, at_once=at_once, prefetch=prefetch)) is not None:
             yield shard
             shard.done()
 
@@ -165,27 +182,53 @@ class AsyncWorker:
         """For a loop over `next_shard`: what an earlier loop left unfinished comes again."""
         self._life.ledger.restart(dataset_id, epoch)
 
-    async def next_shard(self, dataset_id: str, epoch: int, *, at_once: int = 1) -> Shard | None:
-        """The next shard, None at the end of the epoch. `Shard.done` says that the one before is consumed."""
+    def is_finished(self, dataset_id: str, epoch: int) -> bool:
+        """Whether this worker has heard that all samples of the epoch are consumed."""
+        return epoch in self._finished.get(dataset_id, ())
+
+    async def next_shard(
+        self, dataset_id: str, epoch: int, *, at_once: int = 1, wait: bool = True, prefetch: int = 0
+    ) -> Shard | None:
+        """The next shard, None at the end of the epoch. `Shard.done` says that the one before is consumed.
+
+        Not to `wait` gives None also while others, or this worker, hold all that is left; `is_finished` tells.
+        """
         life = self._life
         with self._doing(pb.WORKER_STATUS_LOADING_DATA, then=pb.WORKER_STATUS_TRAINING):
             while True:
                 await life.settle()
-                held = None if life.commands.stopping else life.ledger.next_unread(dataset_id, epoch)
+                held = None if life.commands.stopping else await self._next_unread(dataset_id, epoch)
                 if held is not None:
                     held.begun = True
-                    return Shard(held)
+                    if prefetch:
+                        self._prefetch.begin(dataset_id, epoch, prefetch)
+                    return Shard(held, self._readers, self._prefetch.take(held))
                 if self.should_stop:
                     # Leaving acks what is consumed; asking for acks' sake could bring another shard.
                     return None
-                if await self._ask(dataset_id, epoch, at_once, wait_s=WAIT_S):
+                if await self._ask(dataset_id, epoch, at_once, wait_s=WAIT_S if wait else 0.0):
                     self._finished.setdefault(dataset_id, set()).add(epoch)
                     return None
+                if not wait and life.ledger.next_unread(dataset_id, epoch) is None:
+                    return None
 
-    async def _ask(self, dataset_id: str, epoch: int, count: int, *, wait_s: float, grant: bool = True) -> bool:
-        """Ack and, if `grant`, ask for shards; whether the epoch is over."""
+    async def _next_unread(self, dataset_id: str, epoch: int) -> Held | None:
+        if self._life.ledger.next_unread(dataset_id, epoch) is None:
+            await self._prefetch.arrive()
+        return self._life.ledger.next_unread(dataset_id, epoch)
+
+    async def _ask_ahead(self, dataset_id: str, epoch: int, count: int) -> None:
+        if not self.should_stop:
+            await self._ask(dataset_id, epoch, count, wait_s=0.0, ahead=True)
+
+    async def _ask(
+        self, dataset_id: str, epoch: int, count: int, *, wait_s: float, grant: bool = True, ahead: bool = False
+    ) -> bool:
+        """Ack and, if `grant`, ask for shards; whether the epoch is over. `ahead` of the loop that trains: ask once."""
         ledger = self._life.ledger
+        call = self._life.attempt if ahead else self._life.call
         async with self._asking:
+            era = ledger.era
             sent = ledger.acks(dataset_id)
             known = ledger.ids(dataset_id)
 
@@ -205,9 +248,10 @@ class AsyncWorker:
                     acks_only=not grant,
                 )
 
-            reply = await self._life.call(lambda stub: stub.GetNextShards, make, timeout_s=wait_s + ATTEMPT_S)
+            reply = await call(lambda stub: stub.GetNextShards, make, timeout_s=wait_s + ATTEMPT_S)
             ledger.confirm(sent, reply.rejected_leases)
-            ledger.take(dataset_id, epoch, reply.shards)
+            if ledger.era == era:
+                ledger.take(dataset_id, epoch, reply.shards)
         # Acks that a checkpoint holds back keep the epoch open, for the coordinator too.
         return reply.end_of_epoch
 
@@ -233,12 +277,14 @@ class AsyncWorker:
             )
 
         reply = await self._life.call(lambda stub: stub.GetNextShards, make)
-        return [Shard(Held(dataset_id, epoch, each, each.start_index, each.start_index)) for each in reply.shards]
+        held = [Held(dataset_id, epoch, each, each.start_index, each.start_index) for each in reply.shards]
+        return [Shard(each, self._readers) for each in held]
 
     async def flush(self) -> None:
-        """Ack what is consumed, now."""
+        """Ack what is consumed, now; raises LEASE_LOST if some of it does not count."""
         for dataset_id, epoch in self._life.ledger.unacked():
             await self._ask(dataset_id, epoch, 1, wait_s=0.0, grant=False)
+        self._life.check_leases()
 
     # Together
 
@@ -278,45 +324,17 @@ class AsyncWorker:
 
     def begin_checkpoint(self, step: int) -> Capture:
         """Take note of what is consumed now; until the report nothing is acked. Inside a shard: `progress` first."""
-        self._life.check()
-        self._life.commands.take(CommandKind.CHECKPOINT_NOW)
-        capture = self._life.ledger.begin(self._life.ids.new("checkpoint"), step)
-        self._life.status = pb.WORKER_STATUS_CHECKPOINTING
-        return capture
+        return self._saving.begin(step)
 
     def give_up_checkpoint(self, capture: Capture) -> None:
         """It could not be written: acks go on."""
-        self._life.ledger.end(capture)
+        self._saving.give_up(capture)
 
     async def report_checkpoint(
         self, capture: Capture, path: str | Path, *, digest: str | None = None, size: int | None = None
     ) -> Reported:
         """This rank's part is stored. Of a local file, size and digest are read from it unless given."""
-        stored = await asyncio.to_thread(checkpoints.stored_part, os.fspath(path), digest, size)
-        return await self._report(capture, stored)
-
-    async def _report(self, capture: Capture, stored: Stored) -> Reported:
-        def make() -> pb.CheckpointInfo:
-            return pb.CheckpointInfo(
-                checkpoint_id=capture.checkpoint_id,
-                path=stored.uri,
-                size_bytes=stored.size,
-                job_id=self.job,
-                worker_id=self.worker_id,
-                incarnation=self.incarnation,
-                generation=self.generation,
-                step=capture.step,
-                rank=self.rank,
-                world_size=self.world_size,
-                digest=stored.digest,
-                consumed=capture.consumed,
-                explicit_consumed=True,
-            )
-
-        ack = await self._life.call(lambda stub: stub.ReportCheckpoint, make)
-        self._life.ledger.end(capture)
-        self._life.status = pb.WORKER_STATUS_TRAINING
-        return Reported(ack.step, ack.committed, tuple(ack.missing_ranks), tuple(ack.tombstones))
+        return await self._saving.report(capture, path, digest, size)
 
     async def checkpoint(
         self,
@@ -329,27 +347,22 @@ class AsyncWorker:
     ) -> Reported:
         """Report a part that holds everything consumed so far, and wait until all ranks have reported the same step.
 
-        DEADLINE after `commit_within_s`; 0 does not wait. The report can be repeated, and so is how to look.
+        DEADLINE after `commit_within_s`; 0 does not wait. The report can be repeated, and so is how to look. Then, if a
+        `checkpoint_root` is set, old parts are deleted.
         """
-        capture = self.begin_checkpoint(step)
-        try:
-            stored = await asyncio.to_thread(checkpoints.stored_part, os.fspath(path), digest, size)
-            reported = await self._report(capture, stored)
-        finally:
-            self.give_up_checkpoint(capture)
-        if commit_within_s == 0:
-            return reported
-        until_s = self._life.clock.monotonic_s() + (commit_within_s or float("inf"))
-        pause_s, longest_s = COMMIT_POLL_S
-        while not reported.committed:
-            if self._life.clock.monotonic_s() > until_s:
-                missing = ", ".join(map(str, reported.missing_ranks))
-                raise StrataError(Code.DEADLINE, f"the checkpoint of step {step} lacks the ranks {missing}")
-            await asyncio.sleep(pause_s)
-            pause_s = min(longest_s, pause_s * 1.5)
-            reported = await self._report(capture, stored)
-        await self.flush()
+        reported = await self._saving.commit(step, path, digest, size, commit_within_s)
+        if reported.committed:
+            await self.flush()
+            if self._life.settings.checkpoint_root:
+                await self.sweep(reported)
         return reported
+
+    async def sweep(self, reported: Reported) -> Swept:
+        """Delete the old parts that the answer to a report names, as far as they lie below `checkpoint_root`.
+
+        Before the next part is written: a path that is used again is only then safe.
+        """
+        return await asyncio.to_thread(self._tombstones.sweep, reported.tombstones)
 
     async def recover(self, reason: str = "", *, bad_checkpoint_id: str = "") -> Manifest | None:
         """Go back with everybody to the last committed checkpoint: the one to load, None for the beginning.
@@ -358,6 +371,7 @@ class AsyncWorker:
         """
         life = self._life
         life.status = pb.WORKER_STATUS_RECOVERING
+        await self._prefetch.stop()
         life.ledger.clear()
         observed = self.generation
 
@@ -399,11 +413,11 @@ class AsyncWorker:
         return status if self._life.ledger.capture is None else pb.WORKER_STATUS_CHECKPOINTING
 
 
-def _counts(files: Sequence[str | Path], samples: int | Sequence[int] | None) -> list[int]:
+def _counts(readers: Readers, files: Sequence[str | Path], samples: int | Sequence[int] | None) -> list[int]:
     if not files:
         return []
     if samples is None:
-        return [readers.count_samples(path) for path in files]
+        return [readers.count(_place(path)) for path in files]
     given = [samples] if isinstance(samples, int) else list(samples)
     if len(given) != len(files):
         raise StrataError(Code.INVALID, f"{len(files)} files need as many numbers of samples, not {len(given)}")

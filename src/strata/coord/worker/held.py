@@ -69,6 +69,8 @@ class Ledger:
     """All leases of a worker. While `capture` is set nothing is acked: the checkpoint's position must not move."""
 
     capture: Capture | None = None
+    era: int = 0
+    """Grows when everything is lost at once: an answer to a question from before that brings nothing."""
     _held: dict[int, Held] = field(default_factory=dict)
     _lost: list[int] = field(default_factory=list)
 
@@ -85,7 +87,11 @@ class Ledger:
             held.begun = False
 
     def next_unread(self, dataset_id: str, epoch: int) -> Held | None:
-        return next((held for held in self._of(dataset_id, epoch) if not held.begun and not held.is_over), None)
+        return next(iter(self.unread(dataset_id, epoch)), None)
+
+    def unread(self, dataset_id: str, epoch: int) -> list[Held]:
+        """What the loop that trains has not got yet."""
+        return [held for held in self._of(dataset_id, epoch) if not held.begun and not held.is_over]
 
     def ids(self, dataset_id: str | None = None) -> list[int]:
         return [held.lease_id for held in self._held.values() if dataset_id in (None, held.dataset_id)]
@@ -154,6 +160,7 @@ class Ledger:
         self.lose([each for each in leases if each in self._held and not self._held[each].is_over])
 
     def lose_all(self) -> None:
+        self.era += 1
         self.lose(list(self._held))
         self.capture = None
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import socket
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 import grpc
 
-import strata
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
@@ -25,6 +23,7 @@ from strata.coord.worker.commands import Command, Commands
 from strata.coord.worker.held import Ledger
 from strata.coord.worker.link import Answer, Call, Deadline, Link, Request, error_of
 from strata.coord.worker.reasons import Reason, evicted, lease_lost, membership_changed, reason_of
+from strata.coord.worker.saying import info
 from strata.coord.worker.settings import WorkerSettings
 from strata.coord.worker.telemetry import Telemetry
 
@@ -150,10 +149,13 @@ class Life:
         """A safe point: raise what the loop that trains has to know."""
         if self._failure is not None:
             raise self._failure
-        if lost := self.ledger.take_lost():
-            raise lease_lost(lost)
+        self.check_leases()
         if not self.settings.elastic and self._current > self.generation:
             raise membership_changed(self.generation, self._current)
+
+    def check_leases(self) -> None:
+        if lost := self.ledger.take_lost():
+            raise lease_lost(lost)
 
     async def settle(self) -> None:
         self.check()
@@ -189,6 +191,16 @@ class Life:
             except StrataError as error:
                 await self._overcome(error, incarnation)
 
+    async def attempt(
+        self,
+        method: Callable[[pb_grpc.CoordinatorAsyncStub], Call[Request, Answer]],
+        make: Callable[[], Request],
+        *,
+        timeout_s: float | None = ATTEMPT_S,
+    ) -> Answer:
+        """Ask once, beside the loop that trains: whatever stands against it is for that loop to find out."""
+        return await self._link.call(method, make(), Deadline(timeout_s, 0.0))
+
     async def _overcome(self, error: StrataError, incarnation: str) -> None:
         """Returns if it makes sense to call again; raises what the caller has to know."""
         reason = error.detail.get("reason")
@@ -221,11 +233,11 @@ class Life:
         return True
 
     async def _gone(self, error: StrataError, incarnation: str) -> None:
-        """Evicted: the end, or a new life that holds nothing."""
+        """Evicted: the end, or a new life that holds nothing. Who was told to stop does not come back by itself."""
         if self.generation == 0:
             # Too slow to join; whoever registers us does it again.
             return
-        if not self.settings.rejoin:
+        if not self.settings.rejoin or self.commands.stopping:
             if self._failure is None:
                 self.ledger.lose_all()
                 self.ledger.take_lost()
@@ -286,7 +298,7 @@ class Life:
             try:
                 return await self._link.call(
                     lambda stub: stub.RegisterWorker,
-                    self._info(incarnation),
+                    info(self.settings, self.job, incarnation, self.ledger.ids()),
                     Deadline(ATTEMPT_S, self.settings.patience_s),
                 )
             except StrataError as error:
@@ -300,21 +312,6 @@ class Life:
             self._registered = True
             self._spawn(self._beat_forever(), "strata heartbeat")
             self._spawn(self._attach_forever(), "strata presence")
-
-    def _info(self, incarnation: str) -> pb.WorkerInfo:
-        settings = self.settings
-        return pb.WorkerInfo(
-            worker_id=self.worker_id,
-            ip=settings.ip,
-            port=settings.port,
-            gpu_count=settings.gpus,
-            job_id=self.job,
-            incarnation=incarnation,
-            weight=settings.weight,
-            held_leases=self.ledger.ids(),
-            hostname=socket.gethostname(),
-            sdk_version=f"strata-python/{strata.__version__}",
-        )
 
     # Signs of life
 
@@ -372,7 +369,8 @@ class Life:
             generation=self.generation,
             step=self.step,
             step_time_ms=self.step_time_ms,
-            progress=self.ledger.progress(),
+            # What a life that failed made of its samples is nothing to count on.
+            progress=() if self.status == pb.WORKER_STATUS_ERROR else self.ledger.progress(),
             acked_command_ids=sorted(self.commands.to_ack),
             explicit_acks=True,
         )

@@ -45,7 +45,8 @@ OPTIONS: Final = (
     # Workers of several jobs in one process must not share a connection whose break counts as a death.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Not a pause but how long one attempt to connect may take at least: a busy coordinator or a far one takes a while.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # A coordinator whose machine vanished closes nothing: only unanswered pings tell.
     ("grpc.keepalive_time_ms", 5_000),

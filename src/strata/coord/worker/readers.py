@@ -1,64 +1,114 @@
-"""Samples from files: one for each line of text and of JSONL. Local paths only, so far."""
+"""Samples of a dataset's files: what a shard's slices mean, whatever the format and wherever the files are.
+
+A sample is a line of text, the value that a line of JSONL says, or a row of a Parquet file as a dict. The suffix of a
+path says which; indexes count samples from the beginning of a file.
+"""
 
 from __future__ import annotations
 
-import json
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from itertools import islice
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.worker import lines, parquet
+from strata.coord.worker.lines import LineIndex
+from strata.coord.worker.parquet import RowIndex
+from strata.coord.worker.stores import LOCAL_BLOCK, S3Settings, Seen, Source, Stores
 
 TEXT: Final = (".txt", ".text", ".md", ".csv", ".tsv")
 JSON_LINES: Final = (".jsonl", ".ndjson")
-_BLOCK: Final = 1 << 20
+PARQUET: Final = (".parquet", ".pq")
+FILES_KEPT: Final = 1_024
+"""Of so many files it is remembered where their samples are."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    seen: Seen
+    index: LineIndex | RowIndex
+
+
+class Readers:
+    """Reads samples, and remembers of each file where they are. Several threads may read at once."""
+
+    def __init__(self, s3: S3Settings | None = None, *, local_block: int = LOCAL_BLOCK) -> None:
+        self.stores = Stores(s3, local_block=local_block)
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._learning = threading.Lock()
+
+    def count(self, path: str | Path) -> int:
+        """The samples of a file. Of text and JSONL that reads all of it; a last line without a line feed counts too."""
+        place = str(path)
+        _suffix(place)
+        with self.stores.open(place, self._seen(place)) as source:
+            index = self._index(source)
+            return index.count(source) if isinstance(index, LineIndex) else index.rows
+
+    def read(self, slices: Iterable[pb.FileSlice]) -> Iterator[Any]:
+        """The samples of all slices, in order."""
+        for batch in self.batches(slices):
+            yield from batch
+
+    def batches(self, slices: Iterable[pb.FileSlice]) -> Iterator[list[Any]]:
+        """The same in lists, none of them empty, of about a megabyte each or, from S3, four."""
+        for piece in slices:
+            taken = 0
+            for batch in self._piece(piece):
+                taken += len(batch)
+                yield batch
+            if taken < piece.end_index - piece.start_index:
+                raise StrataError(
+                    Code.CORRUPT,
+                    f"{piece.path} has fewer samples than were registered: no sample {piece.start_index + taken}",
+                    path=piece.path,
+                )
+
+    def _piece(self, piece: pb.FileSlice) -> Iterator[list[Any]]:
+        suffix = _suffix(piece.path)
+        with self.stores.open(piece.path, self._seen(piece.path)) as source:
+            index = self._index(source)
+            start, end = piece.start_index, piece.end_index
+            if isinstance(index, RowIndex):
+                yield from parquet.rows(source, index, start, end)
+            elif suffix in JSON_LINES:
+                yield from lines.json_lines(source, index, start, end)
+            else:
+                yield from lines.text(source, index, start, end)
+
+    def _seen(self, path: str) -> Seen | None:
+        with self._learning:
+            known = self._known.get(path)
+        return known.seen if known else None
+
+    def _index(self, source: Source) -> LineIndex | RowIndex:
+        with self._learning:
+            known = self._known.get(source.path)
+            if known is None:
+                index = RowIndex(source) if _suffix(source.path) in PARQUET else LineIndex()
+                known = self._known[source.path] = _Known(source.seen, index)
+                if len(self._known) > FILES_KEPT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(source.path)
+        return known.index
 
 
 def count_samples(path: str | Path) -> int:
-    """The lines of a file; a last one without a line break counts too."""
-    file = _local(str(path))
-    lines, last = 0, b"\n"
-    try:
-        with file.open("rb") as content:
-            while block := content.read(_BLOCK):
-                lines += block.count(b"\n")
-                last = block[-1:]
-    except OSError as error:
-        raise StrataError(Code.INVALID, f"cannot read {file}: {error.strerror}") from error
-    return lines + (last != b"\n")
+    """The samples of a file, for a dataset that is described by hand."""
+    return Readers().count(path)
 
 
-def read(slices: Iterable[pb.FileSlice]) -> Iterator[Any]:
-    """The samples of a shard in order: a text without its line break, or what a line of JSON says."""
-    for piece in slices:
-        file = _local(piece.path)
-        parse = file.suffix.lower() in JSON_LINES
-        taken = 0
-        try:
-            # Only "\n" ends a line: `count_samples` counts those, and texts may contain other separators.
-            with file.open(encoding="utf-8", newline="\n") as lines:
-                for line in islice(lines, piece.start_index, piece.end_index):
-                    taken += 1
-                    yield json.loads(line) if parse else line.removesuffix("\n")
-        except OSError as error:
-            raise StrataError(Code.INVALID, f"cannot read {file}: {error.strerror}") from error
-        except ValueError as error:
-            where = f"line {piece.start_index + taken} of {file}"
-            raise StrataError(Code.CORRUPT, f"{where} cannot be read: {error}") from error
-        if taken < piece.end_index - piece.start_index:
-            raise StrataError(Code.CORRUPT, f"{file} has fewer samples than were registered", path=str(file))
-
-
-def _local(path: str) -> Path:
-    if "://" in path and not path.startswith("file://"):
-        raise StrataError(Code.UNSUPPORTED, f"cannot read {path}: only local files can be read so far")
-    file = Path(path.removeprefix("file://"))
-    if file.suffix.lower() not in (*TEXT, *JSON_LINES):
+def _suffix(path: str) -> str:
+    suffix = PurePosixPath(path).suffix.lower()
+    known = (*TEXT, *JSON_LINES, *PARQUET)
+    if suffix not in known:
         raise StrataError(
             Code.UNSUPPORTED,
-            f"cannot read {file}: no reader for {file.suffix or 'a file without a suffix'}",
-            hint=f"readable are {', '.join((*TEXT, *JSON_LINES))}; or read the shard's slices yourself",
+            f"cannot read {path}: no reader for {suffix or 'a file without a suffix'}",
+            hint=f"readable are {', '.join(known)}; or read the shard's slices yourself",
         )
-    return file
+    return suffix

@@ -46,6 +46,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Members may come and go: go on in the new generation. Else every change is raised, for all to go back."""
     rejoin: bool = False
     """Once evicted, join again as a new life instead of raising."""
+    checkpoint_root: str = ""
+    """A folder or s3://BUCKET/PREFIX: old parts of checkpoints below it are deleted. Empty: none are."""
     patience_s: Positive = 300.0
     """How long the coordinator may be unreachable, and how long to wait for the other members at the start."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker import readers
 from strata.coord.worker.held import Held
+from strata.coord.worker.prefetch import ReadAhead
+from strata.coord.worker.readers import Readers
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,10 @@ class FileSlice:
 class Shard:
     """A range of samples of a dataset, leased to this worker: samples from `start` up to, without, `end`."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, readers: Readers, ahead: ReadAhead | None = None) -> None:
         self._held = held
+        self._readers = readers
+        self._ahead = ahead
         self.start = held.at
         self.end = held.shard.end_index
         """What was consumed before, by this worker or another, is not part of it."""
@@ -57,12 +61,25 @@ class Shard:
         return self._held.lost
 
     @property
+    def settled(self) -> bool:
+        """The coordinator knows that all of it is consumed."""
+        return self._held.acked == self.end
+
+    @property
     def slices(self) -> tuple[FileSlice, ...]:
         return tuple(FileSlice(each.path, each.start_index, each.end_index) for each in self._pieces())
 
     def open(self) -> Iterator[Any]:
-        """The samples: the lines of text, the values of JSONL."""
-        return readers.read(self._pieces())
+        """The samples: the lines of text, the values of JSONL, the rows of Parquet."""
+        for batch in self._batches():
+            yield from batch
+
+    async def open_async(self) -> AsyncIterator[Any]:
+        """The same where nothing may block: files are read in a thread."""
+        batches = iter(self._batches())
+        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            for sample in batch:
+                yield sample
 
     def done(self) -> None:
         """All of it is consumed. Asking for the next shard says the same."""
@@ -76,13 +93,22 @@ class Shard:
         """The rest cannot be read: somebody else shall try, and after several failures it is put aside."""
         self._held.failure = reason
 
+    def _batches(self) -> Iterator[list[Any]]:
+        """What was read ahead can be taken once; whoever opens a shard again reads it again."""
+        ahead, self._ahead = self._ahead, None
+        return iter(ahead) if ahead is not None else self._readers.batches(self._pieces())
+
     def _pieces(self) -> list[pb.FileSlice]:
-        """Without the samples that were consumed since the lease began."""
-        skip = self.start - self._held.shard.start_index
-        pieces: list[pb.FileSlice] = []
-        for piece in self._held.shard.slices:
-            start = min(piece.start_index + skip, piece.end_index)
-            skip -= start - piece.start_index
-            if start < piece.end_index:
-                pieces.append(pb.FileSlice(path=piece.path, start_index=start, end_index=piece.end_index))
-        return pieces
+        return pieces(self._held.shard, self.start)
+
+
+def pieces(shard: pb.Shard, start: int) -> list[pb.FileSlice]:
+    """The slices of a shard without the samples before `start`, which were consumed since the lease began."""
+    skip = start - shard.start_index
+    found: list[pb.FileSlice] = []
+    for piece in shard.slices:
+        first = min(piece.start_index + skip, piece.end_index)
+        skip -= first - piece.start_index
+        if first < piece.end_index:
+            found.append(pb.FileSlice(path=piece.path, start_index=first, end_index=piece.end_index))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 from types import ModuleType
 
 import psutil  # type: ignore[import-untyped]
@@ -20,9 +21,11 @@ class Telemetry:
         self._nvml = _nvml()
 
     def close(self) -> None:
-        if self._nvml is not None:
-            self._nvml.nvmlShutdown()
-            self._nvml = None
+        nvml, self._nvml = self._nvml, None
+        if nvml is not None:
+            # A driver that was taken away meanwhile must not spoil the worker's end.
+            with suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
 
     def usage(self) -> pb.ResourceUsage:
         rx_bytes, tx_bytes = _network()
@@ -58,7 +61,8 @@ def _nvml() -> ModuleType | None:
         return None
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
+    except (nvml.NVMLError, OSError):
+        # No driver, or a library that cannot be loaded.
         return None
     return nvml
 

@@ -1,0 +1,131 @@
+// One worker's life with the coordinator: joining, heartbeats, presence, commands, and every call under the right identity.
+// Decides whether a refusal can be overcome or is for the loop that trains; data and checkpoints are in strata_worker.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "leases.h"
+#include "link.h"
+#include "strata_worker.h"
+#include "telemetry.h"
+
+namespace strata {
+
+constexpr Milliseconds kAttempt{10'000};  // an answer that takes longer got lost
+
+class Life {
+ public:
+  explicit Life(const Settings& settings);
+  ~Life();
+  Life(const Life&) = delete;
+
+  // Register and wait until there are enough members for a generation.
+  void begin();
+  // Ends heartbeats and presence; then either goodbye, with the last acks, or tell that this life failed.
+  void leave(const std::string& reason);
+  void fail();
+
+  // A safe point: throws what the loop that trains has to know.
+  void check();
+  void check_leases();
+  // The same, and in an elastic job goes on to the current generation.
+  void settle();
+  // Take the current generation without going back.
+  void follow();
+  void adopt(std::uint64_t generation, std::uint32_t rank, std::uint32_t world_size);
+  // Tell a coordinator that took over what we hold, and hear what of it is lost. With `asking` held.
+  void reattach(Background* background = nullptr);
+  // Our generation is over, though the next one may not have begun.
+  void outdate(std::uint64_t generation);
+
+  // Ask as who we are now; `make` is asked again when that changed. Not `settled`: in any generation.
+  template <class Request, class Reply>
+  Reply call(Link::Method<Request, Reply> method, const std::function<Request(const Identity&)>& make,
+             std::optional<Milliseconds> attempt = kAttempt, bool settled = true) {
+    for (;;) {
+      settled ? settle() : throw_failure();
+      try {
+        return link_.call<Request, Reply>(method, make(identity()), {attempt, settings_.patience});
+      } catch (const Error& error) {
+        overcome(error, settled);
+      }
+    }
+  }
+
+  Identity identity() const;
+  std::map<std::string, std::string> parameters() const;
+  bool stopping() const;
+  bool draining() const;
+  bool waits(CommandKind kind) const;
+  // Commands that wait for the loop that trains; taking one acknowledges it.
+  std::vector<Command> take_commands(std::optional<CommandKind> kind = std::nullopt);
+  void set_status(v1::WorkerStatus status);
+  void set_step(std::uint64_t step);
+  std::optional<std::uint64_t> step() const;
+
+  Leases leases;
+  // Held during a call that may bring leases: whoever tells the coordinator what is held must not be overtaken by it.
+  std::mutex asking;
+
+ private:
+  void throw_failure() const;
+  void overcome(const Error& error, bool settled);
+  bool is_member();
+  void set_failure(const Error& error);
+  void evicted(const Error& error);
+  void catch_up();
+  void register_worker(bool adopt_place, Background* background);
+  v1::WorkerConfig registered(Background* background);
+  v1::HeartbeatRequest heartbeat();
+  void show_life();
+  void end_threads();
+
+  void beat_forever();
+  void beat_once();
+  void attach_forever();
+  grpc::Status attach_once();
+  void hear(std::uint64_t generation, std::uint32_t leader_epoch,
+            const google::protobuf::RepeatedPtrField<v1::Command>& commands);
+  void receive(const v1::Command& message);
+
+  const Settings settings_;
+  Link link_;
+  Telemetry telemetry_;
+  Background background_;
+  std::mutex registering_;
+  std::thread beating_;
+  std::thread attaching_;
+
+  mutable std::mutex mutex_;  // guards all below
+  std::condition_variable attached_changed_;
+  bool attached_ = false;
+  Identity identity_;
+  std::map<std::string, std::string> parameters_;
+  std::uint64_t current_ = 0;  // the job's generation as last heard of; the worker's own may be older
+  std::uint32_t leader_epoch_ = 0;
+  std::uint32_t heard_epoch_ = 0;  // newer than ours: another coordinator leads, and has to hear what we hold
+  Milliseconds interval_{5'000};
+  std::optional<Error> failure_;
+  v1::WorkerStatus status_ = v1::WORKER_STATUS_INITIALIZING;
+  std::optional<std::uint64_t> step_;
+  std::optional<double> step_time_ms_;
+  std::chrono::steady_clock::time_point stepped_at_;
+  bool stopping_ = false;
+  bool draining_ = false;
+  std::vector<Command> waiting_;
+  std::set<std::uint64_t> seen_;
+  std::set<std::uint64_t> to_ack_;
+};
+
+std::string random_name(const std::string& kind);
+
+}  // namespace strata

@@ -1,0 +1,201 @@
+// Signs of life: the threads of heartbeats and of the presence stream, and the commands that both bring.
+#include <algorithm>
+
+#include "life.h"
+
+namespace strata {
+namespace {
+
+using Stub = v1::Coordinator::Stub;
+
+}  // namespace
+
+void Life::beat_forever() {
+  int failures = 0;
+  while (!background_.stopped()) {
+    Milliseconds wait;
+    try {
+      beat_once();
+      failures = 0;
+      const std::lock_guard lock(mutex_);
+      wait = interval_;
+    } catch (const Error&) {
+      wait = link_.pause(failures++);
+      const std::lock_guard lock(mutex_);
+      if (failure_) return;
+      wait = std::min(wait, interval_);
+    }
+    background_.wait(wait, true);
+  }
+}
+
+v1::HeartbeatRequest Life::heartbeat() {
+  v1::HeartbeatRequest request;
+  const auto progress = leases.progress();
+  const std::lock_guard lock(mutex_);
+  // What a life that failed made of its samples is nothing to count on.
+  if (status_ != v1::WORKER_STATUS_ERROR) *request.mutable_progress() = {progress.begin(), progress.end()};
+  *request.mutable_resources() = telemetry_.usage();
+  request.set_job_id(identity_.job);
+  request.set_worker_id(identity_.worker_id);
+  request.set_incarnation(identity_.incarnation);
+  request.set_generation(identity_.generation);
+  request.set_status(status_);
+  if (step_) request.set_step(*step_);
+  if (step_time_ms_) request.set_step_time_ms(*step_time_ms_);
+  for (const std::uint64_t command_id : to_ack_) request.add_acked_command_ids(command_id);
+  request.set_explicit_acks(true);
+  return request;
+}
+
+void Life::beat_once() {
+  Milliseconds interval;
+  bool joined = false;
+  {
+    const std::lock_guard lock(mutex_);
+    interval = interval_;
+    joined = identity_.generation != 0;
+  }
+  const auto request = heartbeat();
+  v1::HeartbeatResponse reply;
+  try {
+    reply = link_.call<v1::HeartbeatRequest, v1::HeartbeatResponse>(
+        &Stub::Heartbeat, request, {std::max(interval, Milliseconds(1'000)), interval}, &background_);
+  } catch (const Error& error) {
+    if (error.reason == Reason::kReplaced || error.code == grpc::StatusCode::UNAUTHENTICATED ||
+        error.code == grpc::StatusCode::PERMISSION_DENIED || error.code == grpc::StatusCode::INVALID_ARGUMENT) {
+      set_failure(error);
+    } else if (joined && (error.code == grpc::StatusCode::NOT_FOUND || error.reason == Reason::kNotRegistered)) {
+      evicted(error);
+    }
+    throw;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    for (const std::uint64_t command_id : request.acked_command_ids()) to_ack_.erase(command_id);
+    interval_ = Milliseconds(reply.heartbeat_interval_ms());
+  }
+  hear(reply.generation(), reply.leader_epoch(), reply.commands());
+  // A call that is under way may bring a lease that would not be named, and so go to somebody else: then later.
+  const std::unique_lock lock(asking, std::try_to_lock);
+  if (lock.owns_lock()) reattach(&background_);
+}
+
+void Life::reattach(Background* background) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (heard_epoch_ <= leader_epoch_) return;
+  }
+  register_worker(false, background);
+}
+
+void Life::attach_forever() {
+  for (int failures = 0; !background_.stopped(); ++failures) {
+    const auto began = std::chrono::steady_clock::now();
+    attach_once();
+    if (std::chrono::steady_clock::now() - began > std::chrono::seconds(1)) failures = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      if (failure_) return;
+    }
+    // A broken stream is suspicion after half a second: open the next one before.
+    background_.wait(std::min(Milliseconds(500), link_.pause(failures)));
+  }
+}
+
+grpc::Status Life::attach_once() {
+  const Identity me = identity();
+  v1::AttachRequest request;
+  request.set_job_id(me.job);
+  request.set_worker_id(me.worker_id);
+  request.set_incarnation(me.incarnation);
+  grpc::ClientContext context;
+  link_.identify(&context);
+  const auto [index, stub] = link_.stub();
+  background_.enter(&context);
+  const auto stream = stub->Attach(&context, request);
+  for (v1::AttachResponse news; stream->Read(&news);) {
+    {
+      const std::lock_guard lock(mutex_);
+      attached_ = true;
+    }
+    attached_changed_.notify_all();
+    hear(news.generation(), news.leader_epoch(), news.commands());
+  }
+  const grpc::Status status = stream->Finish();
+  background_.leave(&context);
+  if (status.error_code() == grpc::StatusCode::UNAVAILABLE) {
+    link_.try_next(index);
+  } else {
+    background_.wake();  // a heartbeat finds out what it means
+  }
+  return status;
+}
+
+void Life::hear(std::uint64_t generation, std::uint32_t leader_epoch,
+                const google::protobuf::RepeatedPtrField<v1::Command>& commands) {
+  const std::lock_guard lock(mutex_);
+  current_ = std::max(current_, generation);
+  const bool another_leads = leader_epoch > heard_epoch_;
+  heard_epoch_ = std::max(heard_epoch_, leader_epoch);
+  for (const auto& command : commands) receive(command);
+  if (!to_ack_.empty() || another_leads) background_.wake();
+}
+
+// A command that is known was not acknowledged yet, or its ack got lost: it is carried out once.
+void Life::receive(const v1::Command& message) {
+  const auto same = [&](const Command& each) { return each.command_id == message.command_id(); };
+  if (!seen_.insert(message.command_id()).second) {
+    if (std::none_of(waiting_.begin(), waiting_.end(), same)) to_ack_.insert(message.command_id());
+    return;
+  }
+  switch (message.kind()) {
+    case v1::COMMAND_KIND_STOP:
+      stopping_ = true;
+      to_ack_.insert(message.command_id());
+      break;
+    case v1::COMMAND_KIND_DRAIN:
+      draining_ = true;
+      to_ack_.insert(message.command_id());
+      break;
+    case v1::COMMAND_KIND_REBALANCE:  // the new generation comes with every heartbeat
+      to_ack_.insert(message.command_id());
+      break;
+    case v1::COMMAND_KIND_CHECKPOINT_NOW:
+    case v1::COMMAND_KIND_RELOAD:
+      waiting_.push_back({message.command_id(), static_cast<CommandKind>(message.kind()),
+                          {message.arguments().begin(), message.arguments().end()}, message.reason()});
+      break;
+    default:
+      seen_.erase(message.command_id());  // of a later coordinator: not ours to acknowledge
+  }
+}
+
+bool Life::stopping() const {
+  const std::lock_guard lock(mutex_);
+  return stopping_;
+}
+
+bool Life::draining() const {
+  const std::lock_guard lock(mutex_);
+  return draining_;
+}
+
+bool Life::waits(CommandKind kind) const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](const Command& each) { return each.kind == kind; });
+}
+
+std::vector<Command> Life::take_commands(std::optional<CommandKind> kind) {
+  const std::lock_guard lock(mutex_);
+  std::vector<Command> taken, left;
+  for (const auto& each : waiting_) {
+    (!kind || each.kind == *kind ? taken : left).push_back(each);
+  }
+  waiting_ = left;
+  for (const auto& each : taken) to_ack_.insert(each.command_id);
+  if (!taken.empty()) background_.wake();
+  return taken;
+}
+
+}  // namespace strata

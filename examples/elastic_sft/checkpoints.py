@@ -1,0 +1,112 @@
+"""Checkpoints of all ranks together: torch's DCP writes them, the coordinator says which one counts.
+
+A rank's part is a list of the files it wrote, with their digests. The coordinator keeps the digest of the list, so that
+every byte is verified before torch reads any: DCP's own table of contents is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import LanguageModel
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import strata.coord.worker as strata
+from strata.base.digest import file_digest
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds."""
+
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
+    seen: Tensor
+
+    def as_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "seen": self.seen}
+
+
+def save(folder: Path, state: Saved) -> Path:
+    """This rank's part."""
+    dcp_save(state.as_dict(), checkpoint_id=folder)
+    rank = dist.get_rank()
+    written = [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
+    part = folder / f"part-{rank}.json"
+    part.write_text(json.dumps({file.name: file_digest(file) for file in written}), encoding="utf-8")
+    return part
+
+
+def load(manifest: strata.Manifest, state: Saved) -> None:
+    """Into any number of ranks, whatever the number that wrote it."""
+    found = state.as_dict()
+    dcp_load(found, checkpoint_id=Path(manifest.parts[0].uri).parent)
+    set_state_dict(state.model, state.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+
+def is_intact(manifest: strata.Manifest) -> bool:
+    try:
+        for part in manifest.parts:
+            strata.verify_part(part.uri, part.digest)
+            for name, digest in json.loads(Path(part.uri).read_bytes()).items():
+                strata.verify_part(Path(part.uri).with_name(name), digest)
+    except strata.StrataError as error:
+        if error.code is not strata.Code.CORRUPT:
+            raise
+        return False
+    return True
+
+
+def gather_and_go_back(worker: strata.Worker) -> strata.Manifest | None:
+    """All ranks in one generation and back at the same checkpoint, of which every byte is as it was written.
+
+    Ranks join one after the other, and an earlier life of one may not be known as dead yet: who finds itself in an
+    older generation than another asks again, and is told of the recovery that the other one began.
+    """
+    manifest = _recover(worker)
+    while True:
+        mine = torch.tensor([worker.generation, worker.world_size, manifest is None or is_intact(manifest)])
+        everybody = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everybody, mine)
+        newest = max(int(generation) for generation, _, _ in everybody)
+        if any(int(generation) != newest for generation, _, _ in everybody):
+            if worker.generation < newest:
+                manifest = _recover(worker)
+        elif worker.world_size != dist.get_world_size():
+            manifest = _recover(worker)
+        elif not all(intact for _, _, intact in everybody):
+            manifest = worker.recover("damaged", bad_checkpoint_id=manifest.checkpoint_id if manifest else "")
+        else:
+            return manifest
+
+
+def _recover(worker: strata.Worker) -> strata.Manifest | None:
+    """As soon as the members are as many as the ranks: nothing has begun, so to follow undoes nothing."""
+    while worker.world_size != dist.get_world_size():
+        time.sleep(0.05)
+        worker.follow()
+    return worker.recover("the ranks were started")
+
+
+def bury(out: Path, tombstones: Iterable[str]) -> None:
+    """Delete what no recovery needs any more, as far as it is ours."""
+    for part in map(Path, tombstones):
+        if part.is_relative_to(out.absolute()) and part.exists():
+            for name in json.loads(part.read_bytes()):
+                part.with_name(name).unlink(missing_ok=True)
+            part.unlink()
+            with suppress(OSError):
+                # The last rank to delete its part finds the folder empty.
+                part.parent.rmdir()

@@ -1,0 +1,107 @@
+"""Lines and tables for a terminal of any width: numbers stay whole, long names lose their middle, sentences fold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from strata.cli.output import printable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+GAP: Final = 2
+FOLDED: Final = 30
+"""How narrow a column of sentences may become before names are cut."""
+SHORTEST: Final = 14
+"""How short a name may be cut."""
+
+
+class Cell(NamedTuple):
+    text: str
+    style: str = ""
+
+
+class Column(NamedTuple):
+    """A column keeps its width, unless the terminal is too narrow for all of them and it may shrink."""
+
+    title: str
+    number: bool = False
+    folds: bool = False
+    """May shrink: sentences go on in the next line."""
+    cuts: bool = False
+    """May shrink: a long name loses its middle, since names differ at the ends."""
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: tuple[Column, ...]
+    rows: list[list[Cell]]
+    more: str = ""
+    """What the table leaves out."""
+
+    @property
+    def height(self) -> int:
+        return 1 + len(self.rows) + bool(self.more)
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Lines, then tables with an empty line before each."""
+
+    lines: list[Cell]
+    tables: list[Table]
+
+
+def fitted(table: Table, width: int) -> Table:
+    """The same with long names cut as far as it takes, the widest column first; sentences fold by themselves."""
+    widths = [
+        max(len(column.title), *(len(row[at].text) for row in table.rows)) for at, column in enumerate(table.columns)
+    ]
+    over = sum(widths) + GAP * (len(widths) - 1) - width
+    over -= sum(max(0, widths[at] - FOLDED) for at, column in enumerate(table.columns) if column.folds)
+    limits: dict[int, int] = {}
+    for at in sorted(range(len(widths)), key=lambda at: -widths[at]):
+        if over > 0 and table.columns[at].cuts and widths[at] > SHORTEST:
+            limits[at] = max(SHORTEST, widths[at] - over)
+            over -= widths[at] - limits[at]
+    rows = [
+        [Cell(_cut(cell.text, limits[at]), cell.style) if at in limits else cell for at, cell in enumerate(row)]
+        for row in table.rows
+    ]
+    return Table(table.columns, rows, table.more)
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    tail = limit // 2
+    return f"{text[: limit - tail - 1]}…{text[len(text) - tail :]}"
+
+
+def render(shown: Screen, width: int, *, before: Sequence[Cell] = ()) -> RenderableType:
+    """For rich. Names come from other machines: what a terminal would obey is escaped, markup is not read."""
+    from rich.console import Group
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    def text(cell: Cell) -> Text:
+        return Text(printable(cell.text).replace("\n", "\\n").replace("\t", "\\t"), style=cell.style)
+
+    parts: list[RenderableType] = [text(line) for line in [*before, *shown.lines]]
+    for table in (fitted(each, width) for each in shown.tables):
+        grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+        for column in table.columns:
+            grid.add_column(
+                column.title,
+                justify="right" if column.number else "left",
+                no_wrap=not column.folds,
+                overflow="fold" if column.folds else "ellipsis",
+            )
+        for row in table.rows:
+            grid.add_row(*map(text, row))
+        parts += [Text(""), grid]
+        if table.more:
+            parts.append(Text(table.more, style="dim"))
+    return Group(*parts)

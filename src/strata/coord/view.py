@@ -1,0 +1,174 @@
+"""A job as operators see it: plain frozen values with the contract's names, which `strata gang -o json` prints.
+
+The names are kept: scripts read them. New fields may be added; a test holds the schema.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+GONE: Final = frozenset({"LOST", "LEFT"})
+"""Values of `WorkerView.liveness` of those who are no members any more."""
+
+
+class GpuView(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    name: str
+    utilization_percent: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+
+
+class ResourcesView(msgspec.Struct, frozen=True, kw_only=True):
+    cpu_percent: float
+    memory_used_bytes: int
+    disk_read_bytes: int
+    disk_write_bytes: int
+    network_rx_bytes: int
+    network_tx_bytes: int
+    gpu_metrics: tuple[GpuView, ...] = ()
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: str
+    incarnation: str
+    rank: int | None
+    """None: no member of the generation."""
+    status: str | None
+    """What it said it does, such as TRAINING; None: it has not said."""
+    liveness: str | None
+    """ALIVE, SUSPECT, LOST or LEFT."""
+    liveness_reason: str
+    ip: str
+    port: int
+    hostname: str
+    gpu_count: int
+    weight: float
+    silent_ms: int
+    """Since it was last heard from."""
+    attached: bool
+    step: int | None
+    step_time_ms: float | None
+    leased_shards: int
+    resources: ResourcesView | None
+    labels: dict[str, str]
+    sdk_version: str
+
+    @property
+    def is_gone(self) -> bool:
+        return self.liveness in GONE
+
+
+class EpochView(msgspec.Struct, frozen=True, kw_only=True):
+    """In shards; the four add up to all."""
+
+    epoch: int
+    done_shards: int
+    leased_shards: int
+    waiting_shards: int
+    quarantined_shards: int
+
+
+class QuarantinedView(msgspec.Struct, frozen=True, kw_only=True):
+    shard_id: str
+    epoch: int
+    start_index: int
+    end_index: int
+    reason: str
+
+
+class DatasetView(msgspec.Struct, frozen=True, kw_only=True):
+    dataset_id: str
+    mode: str | None
+    num_samples: int
+    num_shards: int
+    open_epochs: tuple[EpochView, ...]
+    finished_epochs: tuple[int, ...]
+    quarantined: tuple[QuarantinedView, ...]
+
+
+class BarrierView(msgspec.Struct, frozen=True, kw_only=True):
+    barrier_id: str
+    generation: int
+    step: int
+    arrived: int
+    expected: int
+    missing: tuple[str, ...]
+    """Members that have not arrived, in order of rank."""
+    open_ms: int
+
+
+class PartView(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    uri: str
+    size_bytes: int
+    digest: str
+
+
+class ManifestView(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint_id: str
+    step: int
+    parts: tuple[PartView, ...]
+    generation: int
+    committed_at_unix_ms: int
+    """0: not committed, or before the coordinator that answers took over."""
+
+
+class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
+    manifest: ManifestView
+    committed: bool
+    missing_ranks: tuple[int, ...]
+
+
+class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
+    kind: str | None
+    at_unix_ms: int
+    generation: int
+    worker_id: str
+    message: str
+
+
+class CommandView(msgspec.Struct, frozen=True, kw_only=True):
+    command_id: int
+    kind: str | None
+    arguments: dict[str, str]
+    reason: str
+
+
+class CommandStateView(msgspec.Struct, frozen=True, kw_only=True):
+    command: CommandView
+    waiting_for: tuple[str, ...]
+    issued_at_unix_ms: int
+    """0: before the coordinator that answers took over."""
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    job_id: str
+    generation: int
+    """0: not enough workers yet."""
+    world_size: int
+    leader_epoch: int
+    observed_at_unix_ms: int
+    workers: tuple[WorkerView, ...]
+    datasets: tuple[DatasetView, ...]
+    barriers: tuple[BarrierView, ...]
+    checkpoints: tuple[CheckpointView, ...]
+    incidents: tuple[IncidentView, ...]
+    commands: tuple[CommandStateView, ...]
+    training_parameters: dict[str, str]
+
+    @property
+    def members(self) -> tuple[WorkerView, ...]:
+        """Those who are there, in the generation or waiting for the next."""
+        return tuple(each for each in self.workers if not each.is_gone)
+
+    def worker(self, worker_id: str) -> WorkerView | None:
+        return next((each for each in self.workers if each.worker_id == worker_id), None)
+
+    def at_rank(self, rank: int) -> str:
+        """Who has a rank, for people; the rank itself if nobody has."""
+        return next((each.worker_id for each in self.workers if each.rank == rank), f"rank {rank}")

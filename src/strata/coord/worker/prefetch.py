@@ -1,0 +1,158 @@
+"""The next shards while this one is trained on: their leases, and their samples read ahead by a thread.
+
+A prefetched shard is held like any other and counts as unread until the loop that trains gets it. So nothing of it is
+acked; when its worker leaves, dies or goes back, it is somebody else's like everything that was not consumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final
+
+from strata.base import log
+from strata.base.errors import Code, StrataError
+from strata.coord.worker.held import Held, Ledger
+
+BATCHES_AHEAD: Final = 4
+"""Of about a megabyte each, or four from S3."""
+GOODBYE_S: Final = 1.0
+
+_log = log.get(__name__)
+
+Ask = Callable[[str, int, int], Awaitable[object]]
+"""Dataset, epoch, how many: lease them, with one attempt only."""
+Read = Callable[[Held], Iterator[list[Any]]]
+
+
+class ReadAhead:
+    """Batches of samples, read by a thread of its own that is at most `BATCHES_AHEAD` in front of who takes them."""
+
+    def __init__(self, batches: Iterator[list[Any]]) -> None:
+        self._batches = batches
+        self._ready: deque[list[Any]] = deque()
+        self._failure: StrataError | None = None
+        self._over = False
+        self._closed = False
+        self.opened = False
+        """Somebody takes the batches, and will close it."""
+        self._moved = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="strata-read-ahead", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """To be used once. What went wrong in the thread is raised here, after all that came before it."""
+        self.opened = True
+        try:
+            while (batch := self._take()) is not None:
+                yield batch
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Nobody wants the rest. The thread ends when the read that it is in does."""
+        with self._moved:
+            self._closed = True
+            self._ready.clear()
+            self._moved.notify_all()
+
+    def join(self, within_s: float) -> None:
+        self._thread.join(within_s)
+
+    def _take(self) -> list[Any] | None:
+        with self._moved:
+            self._moved.wait_for(lambda: self._ready or self._over or self._closed)
+            if self._ready:
+                self._moved.notify_all()
+                return self._ready.popleft()
+            if self._failure is not None:
+                raise self._failure
+            if not self._over:
+                raise StrataError(Code.GONE, "these samples are not this worker's to read any more")
+            return None
+
+    def _put(self, batch: list[Any]) -> bool:
+        with self._moved:
+            self._moved.wait_for(lambda: len(self._ready) < BATCHES_AHEAD or self._closed)
+            if not self._closed:
+                self._ready.append(batch)
+                self._moved.notify_all()
+            return not self._closed
+
+    def _run(self) -> None:
+        # What a defect raises goes to the thread's own hook; the one who waits must hear of it all the same.
+        failure: StrataError | None = StrataError(Code.INTERNAL, "reading ahead failed; standard error has the reason")
+        try:
+            for batch in self._batches:
+                if not self._put(batch):
+                    break
+            failure = None
+        except StrataError as error:
+            failure = error
+        finally:
+            with self._moved:
+                self._failure, self._over = failure, True
+                self._moved.notify_all()
+
+
+class Prefetch:
+    """At most one request for leases on its way, beside the loop that trains, and the samples of what came of it.
+
+    Used in the worker's event loop only.
+    """
+
+    def __init__(self, ledger: Ledger, ask: Ask, read: Read) -> None:
+        self._ledger = ledger
+        self._ask = ask
+        self._read = read
+        self._asking: asyncio.Task[None] | None = None
+        self._ahead: dict[int, tuple[Held, ReadAhead]] = {}
+
+    def begin(self, dataset_id: str, epoch: int, count: int) -> None:
+        """Have `count` shards ready for when the loop asks for them."""
+        self._drop(lambda held: held.lost or held.is_over)
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._run(dataset_id, epoch, count), name="strata prefetch")
+
+    async def arrive(self) -> None:
+        """Wait for the request that is on its way, if there is one: what it brings need not be asked for again."""
+        if self._asking is not None:
+            await asyncio.wait([self._asking])
+
+    def take(self, held: Held) -> ReadAhead | None:
+        """The samples of a shard that the loop now gets. If it never opens them they are closed with the shard."""
+        found = self._ahead.get(held.lease_id)
+        return found[1] if found else None
+
+    async def stop(self) -> None:
+        """Everything that was fetched and not begun is forgotten; it is up to the caller to give up the leases."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+            self._asking = None
+        left = [ahead for _, ahead in self._ahead.values() if not ahead.opened]
+        self._drop(lambda _: True)
+        for ahead in left:
+            await asyncio.to_thread(ahead.join, GOODBYE_S)
+
+    async def _run(self, dataset_id: str, epoch: int, count: int) -> None:
+        lacking = count - len(self._ledger.unread(dataset_id, epoch))
+        if lacking > 0:
+            try:
+                await self._ask(dataset_id, epoch, lacking)
+            except StrataError as error:
+                # The loop that trains will ask itself, and meet whatever this is about.
+                _log.debug("nothing was prefetched", code=error.code.value, reason=error.message)
+                return
+        for held in self._ledger.unread(dataset_id, epoch)[:count]:
+            if held.lease_id not in self._ahead and held.shard.slices:
+                self._ahead[held.lease_id] = (held, ReadAhead(self._read(held)))
+
+    def _drop(self, unwanted: Callable[[Held], bool]) -> None:
+        for lease_id, (held, ahead) in list(self._ahead.items()):
+            if unwanted(held):
+                del self._ahead[lease_id]
+                if not ahead.opened:
+                    ahead.close()

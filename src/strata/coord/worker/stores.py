@@ -1,0 +1,316 @@
+"""Where files are: a local path, or `s3://bucket/key` in a store that speaks S3.
+
+A `Source` is one file, opened: it knows its size and reads ranges of bytes. All that a store can answer becomes our one
+error here; what the bytes mean is for the readers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.base.settings import Secret, load_explained
+
+if TYPE_CHECKING:
+    from obstore.store import S3Credential, S3Store
+
+SECTION: Final = "s3"
+ALIASES: Final = {
+    "AWS_ENDPOINT_URL_S3": "endpoint",
+    "AWS_ENDPOINT_URL": "endpoint",
+    "AWS_REGION": "region",
+    "AWS_DEFAULT_REGION": "region",
+    "AWS_ACCESS_KEY_ID": "access_key",
+    "AWS_SECRET_ACCESS_KEY": "secret_key",
+    "AWS_SESSION_TOKEN": "session_token",
+}
+"""The names that the tools of AWS use."""
+
+LOCAL_BLOCK: Final = 1 << 20
+REMOTE_BLOCK: Final = 4 << 20
+"""A request costs some ten milliseconds, whatever it brings."""
+CONNECT_S: Final = 5.0
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """STRATA_S3_ENDPOINT, STRATA_S3_SECRET_KEY_FILE and so on; else what the tools of AWS use, such as AWS_REGION."""
+
+    endpoint: str = ""
+    """URL of the store. Empty: AWS itself."""
+    region: str = "us-east-1"
+    access_key: str = ""
+    secret_key: Secret | None = None
+    session_token: Secret | None = None
+    identity: Literal["keys", "anonymous", "machine"] = "keys"
+    """Who asks: the owner of the keys, nobody, or the machine by the role that its cloud gave it."""
+    allow_http: bool = False
+    """Let samples and checkpoints pass a network in the clear."""
+    timeout_s: Positive = 30.0
+    """For one request with all of its answer, at most 4 MiB or, of a Parquet file, a row group."""
+    retries: Annotated[int, msgspec.Meta(ge=0, le=20)] = 5
+    patience_s: Positive = 60.0
+    """For a request and all of its retries."""
+
+    def __post_init__(self) -> None:
+        if bool(self.access_key) != (self.secret_key is not None):
+            raise StrataError(Code.INVALID, "access_key and secret_key are needed together")
+        if not self.endpoint:
+            return
+        url = urlsplit(self.endpoint)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise StrataError(Code.INVALID, f"the endpoint {self.endpoint!r} is no URL such as https://s3.example.org")
+        if url.scheme == "http" and not self.allow_http and not _stays_here(url.hostname):
+            raise StrataError(
+                Code.INVALID, f"data would be sent to {self.endpoint} in the clear", hint="use https, or set allow_http"
+            )
+
+
+def load_s3() -> S3Settings:
+    """From the environment. A session token belongs to the keys it came with, and is nobody else's."""
+    found = load_explained(S3Settings, section=SECTION, file=None, flags={}, aliases=ALIASES)
+    of_aws = {name: found.origin(name).name in ALIASES for name in ("access_key", "session_token")}
+    if of_aws["session_token"] and not of_aws["access_key"]:
+        return msgspec.structs.replace(found.value, session_token=None)
+    return found.value
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A file as it was when it was first opened. Whoever remembers anything of its content has to find it the same."""
+
+    size: int
+    version: str
+
+
+class Source(Protocol):
+    """One file, opened for reading."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def seen(self) -> Seen: ...
+
+    @property
+    def block(self) -> int:
+        """How much to read at once."""
+
+    def read(self, start: int, end: int) -> bytes:
+        """All bytes from `start` up to, without, `end`, which must not be beyond the size."""
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    path: str
+    seen: Seen
+    descriptor: int
+    block: int
+
+    def read(self, start: int, end: int) -> bytes:
+        parts = []
+        while start < end:
+            try:
+                part = os.pread(self.descriptor, end - start, start)
+            except OSError as error:
+                raise unreadable(self.path, error) from error
+            if not part:
+                raise changed(self.path)
+            parts.append(part)
+            start += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    path: str
+    seen: Seen
+    store: S3Store
+    key: str
+    block: int = REMOTE_BLOCK
+
+    def read(self, start: int, end: int) -> bytes:
+        if start >= end:
+            return b""
+        from obstore import get
+
+        with translated(self.path):
+            # The condition makes the store itself refuse to mix two versions of an object.
+            found = get(self.store, self.key, options={"range": (start, end), "if_match": self.seen.version or None})
+            content = found.bytes().to_bytes()
+        if found.meta["size"] != self.seen.size or len(content) != end - start:
+            raise changed(self.path)
+        return content
+
+
+class Stores:
+    """Opens what a path names. One client for each bucket, made when it is needed first."""
+
+    def __init__(self, s3: S3Settings | None = None, *, local_block: int = LOCAL_BLOCK) -> None:
+        self._s3 = s3
+        self._local_block = local_block
+        self._buckets: dict[str, S3Store] = {}
+
+    @contextmanager
+    def open(self, path: str, known: Seen | None = None) -> Iterator[Source]:
+        """CORRUPT if it is not as it was when it was `known`."""
+        if path.startswith("s3://"):
+            bucket, key = s3_place(path)
+            store = self.bucket(bucket)
+            # If it changed since, the first request will tell.
+            yield StoredObject(path, known or _head(store, path, key), store, key)
+            return
+        file = local_path(path)
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        try:
+            status = os.fstat(descriptor)
+            seen = Seen(status.st_size, str(status.st_mtime_ns))
+            if known not in (None, seen):
+                raise changed(path)
+            yield LocalFile(path, seen, descriptor, self._local_block)
+        finally:
+            os.close(descriptor)
+
+    def bucket(self, name: str) -> S3Store:
+        if name not in self._buckets:
+            if self._s3 is None:
+                self._s3 = load_s3()
+            self._buckets[name] = _client(name, self._s3)
+        return self._buckets[name]
+
+
+def local_path(path: str) -> Path:
+    if "://" in path and not path.startswith("file://"):
+        scheme = path.partition("://")[0]
+        raise StrataError(
+            Code.UNSUPPORTED, f"cannot read {path}: no store for {scheme}://", hint="a local path, or s3://BUCKET/KEY"
+        )
+    return Path(path.removeprefix("file://"))
+
+
+def s3_place(path: str) -> tuple[str, str]:
+    """Bucket and key."""
+    bucket, _, key = path.removeprefix("s3://").partition("/")
+    if not bucket or any(part in ("", ".", "..") for part in key.rstrip("/").split("/")):
+        raise StrataError(Code.INVALID, f"{path!r} names no object: s3://BUCKET/KEY")
+    return bucket, key
+
+
+def changed(path: str) -> StrataError:
+    return StrataError(Code.CORRUPT, f"{path} has changed since it was first read", path=path)
+
+
+def unreadable(path: str, error: OSError) -> StrataError:
+    code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else Code.INVALID
+    return StrataError(code, f"cannot read {path}: {error.strerror}", path=path)
+
+
+def needs(package: str, what: str) -> StrataError:
+    return StrataError(
+        Code.UNSUPPORTED,
+        f"{what} needs {package}, which is not installed",
+        hint="pip install 'strata-train[worker-data]'",
+    )
+
+
+@contextmanager
+def translated(path: str) -> Iterator[None]:
+    """What obstore raises, as our one error. Only the first line of its messages is for people."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise StrataError(
+            Code.NOT_FOUND, f"cannot read {path}: there is no such object or bucket", path=path
+        ) from error
+    except exceptions.PreconditionError as error:
+        raise changed(path) from error
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise StrataError(
+            Code.FORBIDDEN,
+            f"the store refuses access to {path}: the keys are wrong or may not do this",
+            hint="look at STRATA_S3_ACCESS_KEY and STRATA_S3_SECRET_KEY",
+            path=path,
+        ) from error
+    except exceptions.BaseError as error:
+        said = str(error).partition("\n")[0]
+        raise StrataError(Code.UNAVAILABLE, f"the store does not give {path}: {said}", path=path) from error
+
+
+def _head(store: S3Store, path: str, key: str) -> Seen:
+    from obstore import head
+
+    with translated(path):
+        found = head(store, key)
+    return Seen(found["size"], found["e_tag"] or "")
+
+
+def _client(bucket: str, settings: S3Settings) -> S3Store:
+    try:
+        from obstore.store import S3Store
+    except ImportError:
+        raise needs("obstore", "s3://") from None
+    config: dict[str, object] = {"region": settings.region}
+    if settings.endpoint:
+        config["endpoint"] = settings.endpoint
+    if settings.identity == "anonymous":
+        config["skip_signature"] = True
+    return S3Store(
+        bucket,
+        config=config,  # type: ignore[arg-type]
+        # Without one, obstore looks into the environment and asks the machine's cloud by itself.
+        credential_provider=_credentials(settings) if settings.identity == "keys" else None,
+        client_options={
+            "allow_http": settings.endpoint.startswith("http://"),
+            "connect_timeout": timedelta(seconds=CONNECT_S),
+            "timeout": timedelta(seconds=settings.timeout_s),
+        },
+        retry_config={
+            "max_retries": settings.retries,
+            "retry_timeout": timedelta(seconds=settings.patience_s),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=5),
+                "base": 2,
+            },
+        },
+    )
+
+
+def _credentials(settings: S3Settings) -> Callable[[], S3Credential]:
+    secret = settings.secret_key
+    if secret is None:
+        raise StrataError(
+            Code.UNAUTHENTICATED,
+            "there are no keys for s3://",
+            hint="set STRATA_S3_ACCESS_KEY and STRATA_S3_SECRET_KEY_FILE, or STRATA_S3_IDENTITY=anonymous or machine",
+        )
+
+    def provide() -> S3Credential:
+        token = settings.session_token
+        return {
+            "access_key_id": settings.access_key,
+            "secret_access_key": secret.reveal(),
+            "token": token.reveal() if token is not None else None,
+            "expires_at": None,
+        }
+
+    return provide
+
+
+def _stays_here(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,47 @@
+"""How gRPC finds what answers a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.rpc.handlers import GenericOnly, coordinator_handler
+from strata.coord.rpc.servicer import Servicer
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
+
+
+@dataclass
+class Details:
+    method: str
+    invocation_metadata: tuple[tuple[str, str], ...] = ()
+
+
+def handler_of(name: str) -> Any:
+    servicer: Any = Servicer
+    return coordinator_handler(servicer).service(Details(f"/{SERVICE.full_name}/{name}"))  # type: ignore[arg-type]
+
+
+def test_every_call_of_the_contract_is_answered_as_the_contract_says() -> None:
+    for method in SERVICE.methods:
+        handler = handler_of(method.name)
+        assert handler.response_streaming == method.server_streaming
+        assert handler.request_deserializer(b"").DESCRIPTOR is method.input_type
+    assert handler_of("NoSuchCall") is None
+
+
+def test_a_reply_that_is_bytes_already_goes_out_as_it_is() -> None:
+    to_bytes = handler_of("Heartbeat").response_serializer
+    reply = pb.HeartbeatResponse(generation=7)
+    assert to_bytes(reply.SerializeToString()) == to_bytes(reply) == reply.SerializeToString()
+
+
+def test_generated_code_registers_no_methods_by_name() -> None:
+    taken = GenericOnly()
+    handler = grpc.method_handlers_generic_handler("a.Service", {})
+    taken.add_generic_rpc_handlers((handler,))
+    taken.add_registered_method_handlers("a.Service", {"Call": handler})
+    assert taken.handlers == [handler]

@@ -1,0 +1,16 @@
+"""Servers that only tests of shells need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from strata.testing.s3 import S3Server
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """One for each process that runs tests, started when the first test asks for it. Each test takes its own bucket."""
+    with S3Server() as server:
+        yield server

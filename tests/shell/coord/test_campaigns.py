@@ -1,0 +1,66 @@
+"""The campaigns of `make soak` against real coordinators, short: the same code with fewer workers and fewer kills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from soak.coord import herd, kill, zombie
+from soak.coord.crew import Plan
+from soak.coord.result import Ask, Database, Result
+from soak.coord.zombie_leader import LEADS_S
+from tests.support.busy import BUSY
+
+BRISK = Plan(workers=100, channels=20, shards=300, think_s=0.2)
+
+
+def ask(folder: Path, url: str, *, times: int, workers: int = 100, first: int = 0) -> Ask:
+    database: Database = "postgres" if url.startswith("postgresql") else "sqlite"
+    return Ask(first=first, times=times, workers=workers, database=database, url=url, folder=folder)
+
+
+def show(result: Result) -> None:
+    print(f"\n{result.figures}")
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    return f"sqlite:{tmp_path}/coord.db"
+
+
+async def test_nothing_is_taken_back_when_the_coordinator_is_killed_and_starts_again(
+    tmp_path: Path, sqlite_url: str
+) -> None:
+    result = await kill.run(ask(tmp_path, sqlite_url, times=3), show, BRISK)
+    assert result.problems == []
+    assert result.times == 3
+    assert 0 < result.worst_s <= kill.LIMIT_S["sqlite"] * BUSY
+
+
+async def test_nothing_is_taken_back_when_a_standby_takes_over(tmp_path: Path, postgres_url: str) -> None:
+    result = await kill.run(ask(tmp_path, postgres_url, times=2), show, BRISK)
+    assert result.problems == []
+    assert result.times == 2
+    assert 0 < result.worst_s <= kill.LIMIT_S["postgres"] * BUSY
+
+
+async def test_a_worker_that_was_thought_dead_changes_nothing_in_any_of_its_fates(
+    tmp_path: Path, sqlite_url: str
+) -> None:
+    result = await zombie.run(ask(tmp_path, sqlite_url, times=len(zombie.FATES)), show)
+    assert result.problems == []
+    assert result.times == len(zombie.FATES)
+
+
+async def test_a_leader_that_was_thought_dead_changes_nothing(tmp_path: Path, postgres_url: str) -> None:
+    result = await zombie.run(ask(tmp_path, postgres_url, times=1, workers=20), show)
+    assert result.problems == []
+    assert result.times == 1
+    assert result.worst_s <= LEADS_S * BUSY
+
+
+async def test_a_herd_registers_beats_and_meets_without_losing_anybody(tmp_path: Path, sqlite_url: str) -> None:
+    result = await herd.run(ask(tmp_path, sqlite_url, times=1, workers=500), show)
+    assert result.problems == []
+    assert result.times == 1

@@ -1,0 +1,60 @@
+"""The same samples in every format, on disk and in a bucket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import obstore
+import pyarrow as pa  # type: ignore[import-untyped]
+from pyarrow import parquet
+
+from strata.base.settings import Secret
+from strata.coord.core.facts import Dataset, File
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.wire import slices
+from strata.coord.worker.stores import S3Settings
+from strata.testing.s3 import S3Server
+
+SUFFIXES: Final = (".txt", ".jsonl", ".parquet")
+
+
+def write(path: Path, texts: Sequence[str], rows_in_group: int = 4, end: str = "\n") -> list[Any]:
+    """A file with these texts as samples; what they are when they are read. `end` ends the last line."""
+    match path.suffix:
+        case ".txt":
+            samples: list[Any] = list(texts)
+            lines = list(texts)
+        case ".jsonl":
+            samples = [{"number": number, "text": text} for number, text in enumerate(texts)]
+            lines = [json.dumps(each, ensure_ascii=False) for each in samples]
+        case _:
+            samples = [{"number": number, "text": text} for number, text in enumerate(texts)]
+            schema = pa.schema([("number", pa.int64()), ("text", pa.string())])
+            parquet.write_table(pa.Table.from_pylist(samples, schema), path, row_group_size=rows_in_group)
+            return samples
+    path.write_bytes(("\n".join(lines) + (end if lines else "")).encode())
+    return samples
+
+
+def upload(server: S3Server, bucket: str, path: Path) -> str:
+    obstore.put(server.store(bucket), f"corpus/{path.name}", path.read_bytes())
+    return f"s3://{bucket}/corpus/{path.name}"
+
+
+def settings(server: S3Server, **other: Any) -> S3Settings:
+    given = {"access_key": server.access_key, "secret_key": Secret(server.secret_key), "retries": 1, **other}
+    return S3Settings(endpoint=server.endpoint, region=server.region, **given)
+
+
+def cut(files: Iterable[tuple[str, int]], cuts: Sequence[int]) -> list[list[pb.FileSlice]]:
+    """Shards between the cuts, as the coordinator maps them to files."""
+    defined = tuple(File(path, samples) for path, samples in files)
+    ends: list[int] = []
+    for each in defined:
+        ends.append((ends[-1] if ends else 0) + each.samples)
+    dataset = Dataset(dataset_id="d", files=defined, samples=ends[-1], shard_size=1)
+    return [slices(dataset, ends, start, end) for start, end in pairwise(cuts)]

@@ -1,0 +1,178 @@
+"""The torch dataset against a real coordinator: what counts as consumed, and where it may be read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from torch.utils.data import DataLoader
+
+import strata.coord.worker as strata
+from strata.coord.worker.torch_dataset import Position, ShardDataset
+from tests.shell.coord_worker.running import Site, acked, every_sample, site
+
+SAMPLES: Final = 20
+SHARD: Final = 8
+
+
+@pytest.fixture
+async def found(tmp_path: Path) -> AsyncIterator[Site]:
+    async with site(tmp_path) as running:
+        await running.coordinator.serving()
+        yield running
+
+
+def join(found: Site, worker_id: str = "w", **settings: Any) -> strata.Worker:
+    return strata.join(address=found.coordinator.address, id=worker_id, patience_s=20, **settings)
+
+
+def corpus(found: Site, worker: strata.Worker) -> None:
+    """Sample n is the number n; not shuffled, so that tests can name samples."""
+    path = found.folder / "numbers.jsonl"
+    path.write_text("".join(f"{number}\n" for number in range(SAMPLES)), encoding="utf-8")
+    worker.dataset("corpus", [path], shard_size=SHARD, options=strata.DatasetOptions(shuffle=False, buckets=1))
+
+
+def loader(dataset: ShardDataset, batch_size: int) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=batch_size, collate_fn=list, num_workers=0)
+
+
+async def test_an_epoch_in_batches_that_fit_no_shard_has_every_sample_once(found: Site) -> None:
+    with join(found) as worker:
+        corpus(found, worker)
+        for epoch in range(2):
+            dataset = ShardDataset(worker, "corpus", epoch)
+            batches = []
+            while not dataset.is_over:
+                for batch in loader(dataset, 7):
+                    batches.append(batch)
+                    dataset.consumed()
+            assert [sample for batch in batches for sample in batch] == list(range(SAMPLES))
+            assert [len(batch) for batch in batches] == [7, 7, 6]
+    samples, _ = acked(await found.facts())
+    assert samples == every_sample(2, SAMPLES)
+
+
+async def test_a_batch_that_was_taken_and_not_consumed_is_for_whoever_reads_next(found: Site) -> None:
+    with join(found, "first", elastic=True) as worker:
+        corpus(found, worker)
+        dataset = ShardDataset(worker, "corpus")
+        batches = iter(loader(dataset, 5))
+        assert next(batches) == [0, 1, 2, 3, 4]
+        dataset.consumed()
+        # Taken from two shards, and then the worker goes.
+        assert next(batches) == [5, 6, 7, 8, 9]
+    with join(found, "second", elastic=True) as worker:
+        corpus(found, worker)
+        dataset = ShardDataset(worker, "corpus")
+        left = [sample for batch in loader(dataset, 5) for sample in batch]
+        dataset.consumed()
+    assert sorted(left) == list(range(5, SAMPLES))
+
+
+async def test_an_iteration_begins_with_what_the_one_before_did_not_consume(found: Site) -> None:
+    with join(found) as worker:
+        corpus(found, worker)
+        dataset = ShardDataset(worker, "corpus")
+        broken_off = iter(dataset)
+        assert [next(broken_off) for _ in range(3)] == [0, 1, 2]
+        dataset.consumed()
+        assert [next(broken_off) for _ in range(7)] == list(range(3, 10))
+        again = list(dataset)
+        assert again == list(range(3, SAMPLES))
+        with pytest.raises(strata.StrataError, match="another iteration"):
+            next(broken_off)
+
+
+async def test_the_position_says_of_each_lease_how_far_the_model_has_learnt_from_it(found: Site) -> None:
+    with join(found) as worker:
+        corpus(found, worker)
+        dataset = ShardDataset(worker, "corpus")
+        samples = iter(dataset)
+        taken = [next(samples) for _ in range(10)]
+        assert taken == list(range(10))
+        assert {each.consumed_until for each in dataset.position} == {0, SHARD}
+        dataset.consumed()
+        next(samples)
+        # The first shard is consumed but not acked yet, so it belongs to the position as well.
+        assert [each.consumed_until for each in dataset.position] == [SHARD, 10]
+        capture = worker.begin_checkpoint(1)
+        assert {Position(each.lease_id, each.consumed_until) for each in capture.consumed} == {*dataset.position}
+        worker.give_up_checkpoint(capture)
+        worker.flush()
+        assert [each.consumed_until for each in dataset.position] == [10]
+
+
+async def test_recovery_hands_out_again_what_was_consumed_after_the_checkpoint(found: Site) -> None:
+    with join(found) as worker:
+        corpus(found, worker)
+        dataset = ShardDataset(worker, "corpus")
+        samples = iter(dataset)
+        for _ in range(11):
+            next(samples)
+        dataset.consumed()
+        part = found.folder / "part"
+        part.write_bytes(b"weights")
+        assert worker.checkpoint(1, part).committed
+        for _ in range(6):
+            next(samples)
+        dataset.consumed()
+        worker.flush()
+        manifest = worker.recover("test")
+        assert manifest is not None
+        assert dataset.position == ()
+        assert sorted(dataset) == list(range(11, SAMPLES))
+
+
+async def test_without_waiting_an_iteration_ends_while_another_worker_holds_the_rest(found: Site) -> None:
+    with join(found, "other", elastic=True) as other, join(found, "w", elastic=True) as worker:
+        for each in (other, worker):
+            corpus(found, each)
+        held = other.next_shard("corpus", 0)
+        assert held is not None
+        dataset = ShardDataset(worker, "corpus", wait=False)
+        mine = list(dataset)
+        dataset.consumed()
+        assert len(mine) == SAMPLES - len(held)
+        assert list(dataset) == []
+        assert not dataset.is_over
+        held.done()
+        other.flush()
+        assert list(dataset) == []
+        assert dataset.is_over
+
+
+async def test_a_loop_that_never_says_consumed_is_told_so(found: Site) -> None:
+    with join(found) as worker:
+        corpus(found, worker)
+        dataset = ShardDataset(worker, "corpus")
+        assert len(list(dataset)) == SAMPLES
+        with pytest.raises(strata.StrataError, match=r"call consumed\(\)") as raised:
+            iter(dataset)
+        assert raised.value.code is strata.Code.PRECONDITION
+        dataset.consumed()
+        assert list(dataset) == []
+        assert dataset.is_over
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+async def test_a_loader_with_processes_of_its_own_is_refused(found: Site, start: str) -> None:
+    with join(found) as worker:
+        corpus(found, worker)
+        dataset = ShardDataset(worker, "corpus")
+        many: DataLoader[Any] = DataLoader(dataset, num_workers=1, multiprocessing_context=start, timeout=60)
+        # Of a forked process torch keeps the words and not the type.
+        with pytest.raises((strata.StrataError, RuntimeError), match="num_workers=0"):
+            next(iter(many))
+        # Nothing was consumed by the attempt.
+        assert list(dataset) == list(range(SAMPLES))
+
+
+def test_the_sdk_alone_does_not_import_torch() -> None:
+    code = "import sys, strata.coord.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
