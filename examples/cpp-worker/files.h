@@ -17,8 +17,8 @@ std::uint64_t count_lines(const std::string& path);
 void for_each_line(const Shard& shard, const std::function<void(const std::string&)>& take);
 std::vector<std::string> lines_of(const Shard& shard);
 
-// As every worker has to write it, so that two that name one file mean one dataset: absolute, without `.` and doubled `/`, with
-// `..` and links as they are. A URI stays as it is.
+// As every worker has to write it, so that two that name one file mean one dataset: absolute, without `.` and doubled
+// `/`, with `..` and links as they are. A URI stays as it is.
 std::string place_of(const std::string& path);
 
 // `sha256:` and 64 hex digits.

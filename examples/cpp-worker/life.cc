@@ -100,7 +100,8 @@ void Life::check() {
   const std::lock_guard lock(mutex_);
   if (!settings_.elastic && current_ > identity_.generation) {
     Error error(grpc::StatusCode::FAILED_PRECONDITION,
-                "generation " + std::to_string(identity_.generation) + " is over: it is " + std::to_string(current_) + " now",
+                "generation " + std::to_string(identity_.generation) + " is over: it is " +
+                    std::to_string(current_) + " now",
                 Reason::kMembershipChanged);
     error.generation = current_;
     throw error;

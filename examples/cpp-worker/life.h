@@ -2,7 +2,6 @@
 // Decides whether a refusal can be overcome or is for the loop that trains; data and checkpoints are in strata_worker.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <map>

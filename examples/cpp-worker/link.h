@@ -1,5 +1,5 @@
-// Calls to whichever coordinator leads: channels, who we are, and patience while nobody answers. One call is one message sent
-// until it is answered: every message that this library sends may arrive twice.
+// Calls to whichever coordinator leads: channels, who we are, and patience while nobody answers. One call is one message
+// sent until it is answered: every message that this library sends may arrive twice.
 #pragma once
 
 #include <grpcpp/grpcpp.h>
@@ -20,7 +20,8 @@
 
 namespace strata {
 
-// `attempt` is for one answer, without it the call may take for ever; `patience` is for all attempts after the first failure.
+// `attempt` is for one answer, without it the call may take for ever; `patience` is for all attempts after the first
+// failure.
 struct Deadline {
   std::optional<Milliseconds> attempt;
   Milliseconds patience;

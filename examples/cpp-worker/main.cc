@@ -1,5 +1,5 @@
-// Counts the words of text files, and of one field of JSONL files, with as many workers as are started, in any language: every
-// line counts once per epoch.
+// Counts the words of text files, and of one field of JSONL files, with as many workers as are started, in any
+// language: every line counts once per epoch.
 //
 //   strata coordinator --listen 127.0.0.1:7070 --database sqlite:coord.db &
 //   examples/cpp-worker/build/strata-worker --out counts *.txt &
@@ -61,7 +61,9 @@ Arguments parse(int argc, char** argv) {
       given.files.push_back(name);
     }
   }
-  if (!given.conformance && (given.files.empty() || given.out.empty())) throw std::invalid_argument("--out and files are needed");
+  if (!given.conformance && (given.files.empty() || given.out.empty())) {
+    throw std::invalid_argument("--out and files are needed");
+  }
   return given;
 }
 
@@ -83,8 +85,8 @@ Counts count(const strata::Shard& shard, const std::string& field) {
   return counts;
 }
 
-// The epochs in turn. A loss is no failure: those shards are somebody else's, and nothing of them was written under a lease that
-// counts.
+// The epochs in turn. A loss is no failure: those shards are somebody else's, and what was written of them stands under a
+// lease that does not count.
 std::uint64_t count_all(strata::Worker& worker, const Arguments& given) {
   std::uint64_t total = 0;
   for (std::uint32_t epoch = 0; epoch < given.epochs && !worker.should_stop();) {

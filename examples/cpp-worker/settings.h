@@ -32,8 +32,8 @@ struct Settings {
   Milliseconds patience{300'000};  // how long the coordinator may be unreachable, and members may be too few
 };
 
-// From STRATA_WORKER_ADDRESS, _JOB, _ID, _TOKEN or _TOKEN_FILE, _TLS_CA, … A secret never stands in an argument, which every
-// user of the machine could read. A variable that is not known is refused: it would be a setting that does nothing.
+// From STRATA_WORKER_ADDRESS, _JOB, _ID, _TOKEN or _TOKEN_FILE, _TLS_CA, … A secret never stands in an argument, which
+// every user of the machine could read. A variable that is not known is refused: it would be a setting without effect.
 Settings settings_from_environment();
 
 // Addresses with commas between.

@@ -180,7 +180,8 @@ void Worker::flush() {
 std::vector<Shard> Worker::step_shards(const std::string& dataset_id, std::uint64_t step) {
   const auto known = datasets_.find(dataset_id);
   if (known == datasets_.end() || known->second.message.global_batch_shards() == 0) {
-    throw Error(grpc::StatusCode::FAILED_PRECONDITION, dataset_id + " is not known to be deterministic: call dataset() first");
+    throw Error(grpc::StatusCode::FAILED_PRECONDITION,
+                dataset_id + " is not known to be deterministic: call dataset() first");
   }
   const std::uint64_t batch = known->second.message.global_batch_shards();
   const std::uint64_t steps = (known->second.num_shards + batch - 1) / batch;

@@ -43,8 +43,9 @@ struct Command {
   std::string reason;
 };
 
-// With `files` their lines are the samples; without, `samples` says how many there are. With nothing but its id, a dataset that
-// is registered is meant. `global_batch_shards` makes it DETERMINISTIC: so many shards are one step of all workers together.
+// With `files` their lines are the samples; without, `samples` says how many there are. With nothing but its id, a
+// dataset that is registered is meant. `global_batch_shards` makes it DETERMINISTIC: so many shards are one step of all
+// workers together.
 struct Dataset {
   std::string dataset_id;
   std::vector<std::string> files = {};

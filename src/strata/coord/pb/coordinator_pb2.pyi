@@ -460,7 +460,9 @@ class WorkerInfo(_message.Message):
     """Fill WorkerConfig.members, which is long in a large job."""
     @_builtins.property
     def held_leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Leases from before a re-attach that the worker still works on; all its others go back."""
+        """Leases from before a re-attach that the worker still works on: the answer names those that it lost meanwhile. Others that
+        it holds stay with it; it gives them back by naming what it holds when it asks for shards.
+        """
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

@@ -1,0 +1,130 @@
+"""Drivers of worker SDKs as child processes, and how the one in C++ is built."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[3]
+CPP: Final = ROOT / "examples" / "cpp-worker"
+PYTHON_DRIVER: Final = Path(__file__).with_name("python_driver.py")
+
+TOOLS: Final = ("g++", "make", "pkg-config", "protoc", "grpc_cpp_plugin")
+INSTALL: Final = "apt-get install -y --no-install-recommends"
+PACKAGES: Final = "g++ make pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc nlohmann-json3-dev"
+ANSWER_S: Final = 30.0
+
+Answer = dict[str, Any]
+
+
+class NotBuiltError(Exception):
+    """The worker in C++ cannot be built; the text says what to do."""
+
+
+def build_cpp(search: str = os.defpath) -> Path:
+    """The program, built if something changed. Of several processes one builds and the others wait for it."""
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=search) is None]
+    if missing:
+        raise NotBuiltError(f"no {', '.join(missing)} here; run: {INSTALL} {PACKAGES}")
+    build = CPP / "build"
+    build.mkdir(exist_ok=True)
+    with (build / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = subprocess.run(
+            ["make", "-j2", "-C", str(CPP)], capture_output=True, text=True, check=False, env={"PATH": search}
+        )
+    if made.returncode:
+        raise NotBuiltError(f"{made.stdout[-2000:]}{made.stderr[-4000:]}\nneeded: {INSTALL} {PACKAGES}")
+    return build / "strata-worker"
+
+
+class RefusedError(Exception):
+    """A command was answered with an error."""
+
+    def __init__(self, error: Answer) -> None:
+        super().__init__(str(error))
+        self.code: str = error["code"]
+        self.reason: str = error["reason"]
+        self.message: str = error["message"]
+        self.detail = error
+
+
+class Driver:
+    """One worker process that does what it is told; one command at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process, sdk: str) -> None:
+        self.process = process
+        self.sdk = sdk
+
+    @classmethod
+    async def start(cls, sdk: str, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> Driver:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env={"PATH": os.defpath, **environ},
+            cwd=folder,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 24,
+        )
+        return cls(process, sdk)
+
+    async def ask(self, do: str, **given: Any) -> Answer:
+        """What it answers; raises `RefusedError`."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": do, **given}).encode() + b"\n")
+        async with asyncio.timeout(ANSWER_S):
+            line = await self.process.stdout.readline()
+        assert line, f"the {self.sdk} driver ended at {do!r} with status {await self.process.wait()}"
+        answer: Answer = json.loads(line)
+        if "error" in answer:
+            raise RefusedError(answer["error"])
+        found: Answer = answer["ok"]
+        return found
+
+    async def refused(self, do: str, **given: Any) -> RefusedError:
+        """The error of a command that must fail."""
+        try:
+            answer = await self.ask(do, **given)
+        except RefusedError as error:
+            return error
+        raise AssertionError(f"{do} was answered: {answer}")
+
+    async def call(self, method: str, request: Answer, **metadata: str) -> Answer:
+        """One message of the contract, as it is; `worker="w"` is the metadata key `strata-worker`."""
+        named = {f"strata-{key}": value for key, value in metadata.items()}
+        return await self.ask("call", method=method, request=request, metadata=named)
+
+    async def die(self) -> None:
+        """Without a goodbye."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b'{"do": "die"}\n')
+        async with asyncio.timeout(ANSWER_S):
+            await self.process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def close(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+
+def command_of(sdk: str) -> list[str]:
+    match sdk:
+        case "python":
+            return [sys.executable, str(PYTHON_DRIVER)]
+        case "cpp":
+            return [str(build_cpp()), "--conformance"]
+        case _:
+            raise ValueError(sdk)
