@@ -12,6 +12,7 @@ WORKERS ?= 2
 BENCH ?= journal
 CAMPAIGN ?= register
 SEEDS ?= 1000
+KILLS ?=
 ARGS ?=
 # The root of the Python files that `make proto` writes; a rule test writes them elsewhere and compares.
 OUT ?= src
@@ -62,8 +63,8 @@ e2e: installed ## the end-to-end tests: real processes, real servers
 bench: installed ## a benchmark; BENCH=journal ARGS=--quick
 	$(BIN)/python -m bench $(BENCH) $(ARGS)
 
-soak: installed ## a long campaign; CAMPAIGN=register or lineage, SEEDS=1000
-	$(BIN)/python -m soak $(CAMPAIGN) --seeds $(SEEDS) $(ARGS)
+soak: installed ## a long campaign: CAMPAIGN=lineage SEEDS=1000, or with real processes CAMPAIGN=coordinator-kill KILLS=60
+	$(BIN)/python -m soak $(CAMPAIGN) --seeds $(SEEDS) $(if $(KILLS),--kills $(KILLS)) $(ARGS)
 
 docs: installed ## build the documents into site/
 	$(BIN)/mkdocs build --strict

@@ -1,13 +1,18 @@
-"""What can be soaked: a campaign is a function from a seed to what the seed showed."""
+"""What can be soaked: simulated campaigns are functions from a seed, the others hurt real processes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
-from tests.sim.coord import lineage
+from soak import fleet
+from soak.coord import herd, kill, zombie
+from soak.coord.result import Ask, Result, Tell
+from tests.sim.coord import epochs, lineage
 from tests.sim.register import scenario as register
 
 
@@ -28,9 +33,51 @@ def run_lineage(seed: int) -> Finding:
     return Finding(seed, lineage.run_history(seed))
 
 
-CAMPAIGNS: dict[str, Callable[[int], Finding]] = {"lineage": run_lineage, "register": run_register}
+def run_epochs(seed: int) -> Finding:
+    """The same with 64 workers, a thousand faults and 20 epochs."""
+    return Finding(seed, epochs.run_history(seed))
+
+
+def run_fleet(seed: int) -> Finding:
+    """Clients of the fleet's SQLite store at work at once: one order explains every answer."""
+    return Finding(seed, fleet.sqlite(seed))
+
+
+def run_fleet_postgres(seed: int) -> Finding:
+    """The same on PostgreSQL, whose backends are terminated in every third history."""
+    return Finding(seed, fleet.postgres(seed))
+
+
+@dataclass(frozen=True)
+class Simulated:
+    run: Callable[[int], Finding]
+    chunk: int = 25
+    """Seeds that a process takes at a time."""
+
+
+@dataclass(frozen=True)
+class Real:
+    run: Callable[[Ask, Tell], Awaitable[Result]]
+    times: int
+    """How many trials, unless told."""
+    workers: int
+
+
+SIMULATED: Final = {
+    "register": Simulated(run_register),
+    "lineage": Simulated(run_lineage),
+    "epochs": Simulated(run_epochs, chunk=1),
+    "fleet-linear": Simulated(run_fleet, chunk=5),
+    "fleet-linear-postgres": Simulated(run_fleet_postgres, chunk=5),
+}
+REAL: Final = {
+    "coordinator-kill": Real(kill.run, times=100, workers=1_000),
+    "coordinator-zombie": Real(zombie.run, times=20, workers=50),
+    "coordinator-herd": Real(herd.run, times=1, workers=10_000),
+    "coordinator-load": Real(herd.run_loaded, times=1, workers=1_000),
+}
 
 
 def quiet() -> None:
-    # Thousands of simulated failures would each be worth a line in the log of a real process.
+    # Thousands of failures on purpose would each be worth a line in the log of a real process.
     logging.disable(logging.CRITICAL)

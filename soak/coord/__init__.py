@@ -1,0 +1,1 @@
+"""Campaigns against real coordinator processes: killed, frozen, overrun, with workers that know what was promised."""

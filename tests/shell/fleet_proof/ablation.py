@@ -1,0 +1,137 @@
+"""The safeguards of the stores, each taken out in turn. The histories must notice every one of them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from strata.fleet import postgres_claims, postgres_leases, postgres_tables, rows, sqlite_leases
+from strata.fleet.core import hold, lease
+from strata.fleet.core.hold import Standing
+from strata.fleet.core.job import HELD as HELD_STATUSES
+from strata.fleet.core.job import TERMINAL, Status
+from strata.fleet.core.lease import Budget, Ruling, Tally
+from strata.fleet.rows import HELD, Held, held_of
+
+Ablation = tuple[Any, str, Any]
+_standing: Final = hold.standing
+_after_expiry: Final = lease.after_expiry
+
+
+def _any_epoch(status: Status, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> Standing:
+    return _standing(status, current=current, claimed=(current[0], claimed[1]), leased=leased)
+
+
+def _any_host(status: Status, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> Standing:
+    return _standing(status, current=current, claimed=(claimed[0], current[1]), leased=leased)
+
+
+def _always_leased(status: Status, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> Standing:
+    return _standing(status, current=current, claimed=claimed, leased=True)
+
+
+def _never_ended(status: Status, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> Standing:
+    if current == claimed and status in TERMINAL | HELD_STATUSES:
+        return Standing.HELD
+    return _standing(status, current=current, claimed=claimed, leased=leased)
+
+
+def _lost_for_ever(before: Tally, budget: Budget, *, now_s: float) -> Ruling:
+    return _after_expiry(before, Budget(max_attempts=budget.max_attempts, max_lost=1_000_000), now_s=now_s)
+
+
+def _at_once_sqlite(db: sqlite3.Connection, seq: int, now_s: float) -> None:
+    db.execute("INSERT OR REPLACE INTO ready SELECT seq, class_id, priority, ? FROM job WHERE seq = ?", (now_s, seq))
+
+
+async def _at_once_postgres(connection: Any, seqs: Sequence[int], now_s: float) -> None:
+    await connection.execute(
+        "INSERT INTO ready SELECT seq, class_id, priority, %s FROM job WHERE seq = ANY(%s)"
+        " ON CONFLICT (seq) DO UPDATE SET priority = excluded.priority",
+        (now_s, list(seqs)),
+    )
+
+
+async def _load_unlocked(connection: Any, job_id: str) -> Held | None:
+    job = await (await connection.execute(f"SELECT {HELD} FROM job WHERE id = %s", (job_id,))).fetchone()
+    leased = await (await connection.execute("SELECT 1 FROM lease WHERE job_id = %s", (job_id,))).fetchone()
+    return None if job is None else held_of(job, leased=leased is not None)
+
+
+def _expired_for_everybody(db: sqlite3.Connection, job_id: str, job: Held, now_s: float) -> Status:
+    """A job that is revived stays in the queue."""
+    if job.status is not Status.PENDING:
+        return job.status
+    db.execute("UPDATE job SET status = 'running' WHERE seq = ?", (job.seq,))
+    return Status.RUNNING
+
+
+def _not_told(db: sqlite3.Connection, held: Any, columns: str) -> None:
+    return None
+
+
+def _without(text: str, *parts: str) -> str:
+    for part in parts:
+        assert part in text
+        text = text.replace(part, "")
+    return text
+
+
+_ASKED_BEFORE: Final = "WHERE NOT EXISTS (SELECT FROM attempt WHERE claim_id = w.claim AND host_id = w.host)"
+_UNLOCKED: Final = (
+    (postgres_claims, "FIRST", _without(postgres_claims.FIRST, "FOR UPDATE SKIP LOCKED")),
+    (postgres_claims, "BEST", _without(postgres_claims.BEST, "FOR UPDATE OF r, j SKIP LOCKED")),
+)
+
+BOTH: Final[dict[str, list[Ablation]]] = {
+    "an earlier epoch may speak": [(rows, "standing", _any_epoch)],
+    "any host may speak": [(rows, "standing", _any_host)],
+    "a job is revived without its lease": [(rows, "standing", _always_leased)],
+    "a terminal job may end again": [(rows, "standing", _never_ended)],
+    "hosts may be lost for ever": [
+        (sqlite_leases, "after_expiry", _lost_for_ever),
+        (postgres_leases, "after_expiry", _lost_for_ever),
+    ],
+    "a back-off is not waited for": [
+        (sqlite_leases, "enqueue", _at_once_sqlite),
+        (postgres_leases, "enqueue", _at_once_postgres),
+    ],
+    "a claim that is repeated takes more": [
+        (sqlite_leases, "GIVEN", sqlite_leases.GIVEN.replace("WHERE", "WHERE 0 AND")),
+        (postgres_claims, "TAKE", _without(postgres_claims.TAKE, _ASKED_BEFORE)),
+    ],
+}
+SQLITE: Final[dict[str, list[Ablation]]] = {
+    **BOTH,
+    "a revived job stays in the queue": [(sqlite_leases, "_alive", _expired_for_everybody)],
+    "a repeated report is forgotten": [(sqlite_leases, "_told", _not_told)],
+}
+POSTGRES: Final[dict[str, list[Ablation]]] = {
+    **BOTH,
+    "claims of one name do not wait for each other": [
+        (postgres_claims, "LOCK", "SELECT %(hosts)s::text[], %(claims)s::text[]")
+    ],
+    "claims do not lock what they choose": list(_UNLOCKED),
+    "jobs are judged without a lock": [(postgres_leases, "_load", _load_unlocked)],
+    "an expired lease is extended as if it were held": [
+        (postgres_tables, "EXTEND", _without(postgres_tables.EXTEND, "AND NOT l.expired", "AND NOT lease.expired"))
+    ],
+}
+
+
+@contextmanager
+def removed(ablations: list[Ablation]) -> Iterator[None]:
+    kept: list[tuple[Any, str, Callable[..., Any]]] = [
+        (owner, name, getattr(owner, name)) for owner, name, _ in ablations
+    ]
+    postgres_claims._statement.cache_clear()
+    try:
+        for owner, name, instead in ablations:
+            setattr(owner, name, instead)
+        yield
+    finally:
+        for owner, name, before in kept:
+            setattr(owner, name, before)
+        postgres_claims._statement.cache_clear()

@@ -1,0 +1,65 @@
+"""Real stores for many short histories: a file each on SQLite, one database that is emptied on PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+from strata.database import events
+from strata.database.migrations import SqliteComponents, upgrade_postgres
+from strata.database.postgres import Connections
+from strata.database.sqlite import SqliteThread
+from strata.fleet import postgres_tables, sqlite_tables
+from strata.fleet.postgres import PostgresStore
+from strata.fleet.sqlite import SqliteStore
+from strata.testing.postgres import PostgresDatabases
+from tests.shell.fleet_proof.histories import run_history
+
+COMPONENTS: Final = (events.SQLITE, sqlite_tables.COMPONENT)
+_TABLES: Final = "job, job_after, ready, ripening, lease, attempt, event, req_class, host, host_beat"
+
+
+async def open_sqlite(path: Path) -> SqliteStore:
+    return SqliteStore(await SqliteThread.open(path, SqliteComponents(COMPONENTS)))
+
+
+async def open_postgres(url: str) -> PostgresStore:
+    connections = Connections(url, 8, 5.0, what="hub")
+    async with connections.use() as connection:
+        await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
+    return PostgresStore(connections)
+
+
+async def sqlite_history(seed: int) -> str | None:
+    with tempfile.TemporaryDirectory(prefix="strata-history-") as folder:
+        store = await open_sqlite(Path(folder) / "hub.db")
+        try:
+            return await run_history(store, seed)
+        finally:
+            await store.close()
+
+
+async def postgres_history(seed: int, server: PostgresDatabases, url: str) -> str | None:
+    """Every third time all connections are ended by the server while the clients work."""
+    store = await open_postgres(url)
+    try:
+        await store._connections.write(f"TRUNCATE {_TABLES} RESTART IDENTITY CASCADE", {})
+        return await run_history(store, seed, hurt=_terminate(seed, server, url) if seed % 3 == 0 else None)
+    finally:
+        await store.close()
+
+
+def _terminate(seed: int, server: PostgresDatabases, url: str) -> Callable[[], Coroutine[Any, Any, None]]:
+    rng = random.Random(seed)
+
+    async def terminate() -> None:
+        for _ in range(2):
+            # Not a wait for something: the moment of the blow is a part of the seed.
+            await asyncio.sleep(rng.random() * 0.1)
+            await asyncio.to_thread(server.terminate_backends, url)
+
+    return terminate
