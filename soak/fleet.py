@@ -1,4 +1,4 @@
-"""Histories of the fleet's stores, one for each seed: on SQLite in a file each, on PostgreSQL in a server per process."""
+"""Histories of the fleet's stores, one for each seed: a file each on SQLite, a server per process on PostgreSQL."""
 
 from __future__ import annotations
 

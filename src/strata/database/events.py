@@ -82,13 +82,19 @@ def record_sqlite(db: sqlite3.Connection, events: Iterable[Event]) -> None:
 
 
 INSERT_POSTGRES: Final = "INSERT INTO event (at, actor, kind, subject, body) VALUES (%s, %s, %s, %s, %s)"
+_INSERT_MANY: Final = (
+    "INSERT INTO event (at, actor, kind, subject, body) SELECT at, actor, kind, subject, body"
+    " FROM unnest(%s::float8[], %s::text[], %s::text[], %s::text[], %s::bytea[])"
+    " WITH ORDINALITY AS n (at, actor, kind, subject, body, place) ORDER BY place"
+)
 
 
 async def record_postgres(connection: Any, events: Sequence[Event]) -> None:
     if len(events) == 1:
         await connection.execute(INSERT_POSTGRES, _row(events[0]))
     elif events:
-        await connection.cursor().executemany(INSERT_POSTGRES, [_row(event) for event in events])
+        columns = zip(*map(_row, events), strict=True)
+        await connection.execute(_INSERT_MANY, [list(column) for column in columns])
 
 
 async def read_sqlite(thread: SqliteThread, after: str, limit: int, *, subject: str = "") -> list[Recorded]:
@@ -112,6 +118,21 @@ async def read_postgres(connections: Connections, after: str, limit: int, *, sub
         {"tx": tx, "seq": seq, "subject": subject, "limit": limit},
     )
     return [Recorded(f"{tx}.{seq}", _event(*rest)) for tx, seq, *rest in rows]
+
+
+async def newest_sqlite(thread: SqliteThread) -> str:
+    """The cursor of the last event: what comes after it is new."""
+    ((seq,),) = await thread.read(lambda db: db.execute("SELECT coalesce(max(seq), 0) FROM event").fetchall())
+    return str(seq)
+
+
+async def newest_postgres(connections: Connections) -> str:
+    rows = await connections.run(
+        "SELECT tx, seq FROM event WHERE tx < pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
+        " ORDER BY tx DESC, seq DESC LIMIT 1",
+        {},
+    )
+    return f"{rows[0][0]}.{rows[0][1]}" if rows else START
 
 
 def _row(event: Event) -> tuple[float, str, str, str, bytes]:

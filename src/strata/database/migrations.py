@@ -52,6 +52,9 @@ class SqliteComponents:
             raise StrataError(
                 Code.CONFLICT, f"{path} is not a database of Strata", hint="give the file of one, or a new one"
             )
+        sealed = seal_of(db)
+        if sealed is not None:
+            raise StrataError(Code.CONFLICT, f"{path} is not to be served from: {sealed}")
         for component in self._components:
             component.due(versions.get(component.name, 0))
 
@@ -69,6 +72,24 @@ class SqliteComponents:
                 (component.name, len(component.steps)),
             )
         failpoint("database.sqlite.before_upgrade")
+
+
+def seal(db: sqlite3.Connection, why: str) -> None:
+    """Let nobody open this file as a database in use: it is a backup, or what it held has moved elsewhere."""
+    db.execute("CREATE TABLE IF NOT EXISTS strata_sealed (why TEXT NOT NULL) STRICT")
+    db.execute("INSERT INTO strata_sealed VALUES (?)", (why,))
+
+
+def unseal(db: sqlite3.Connection) -> None:
+    db.execute("DROP TABLE IF EXISTS strata_sealed")
+
+
+def seal_of(db: sqlite3.Connection) -> str | None:
+    """Why this file is sealed, or None."""
+    if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'strata_sealed'").fetchone():
+        return None
+    row = db.execute("SELECT why FROM strata_sealed LIMIT 1").fetchone()
+    return str(row[0]) if row else ""
 
 
 def _sqlite_versions(db: sqlite3.Connection) -> dict[str, int]:

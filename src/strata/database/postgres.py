@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -30,6 +30,9 @@ class _Connection(psycopg.AsyncConnection[Any]):
             return await wait_async(gen, self.pgconn.socket, *timing, **named_timing)
         except asyncio.CancelledError:
             self.pgconn.finish()
+            # Left to the garbage collector, what was cut off in its middle would fail where nobody can hear it.
+            with suppress(psycopg.Error, RuntimeError):
+                gen.close()
             raise
 
 
@@ -60,10 +63,23 @@ class Connections:
                 return cursor.rowcount
 
     @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[_Connection]:
-        """Statements that commit together when the block ends, and all fail as our own error."""
+    async def transaction(self, call_s: float | None = None) -> AsyncIterator[_Connection]:
+        """Statements that commit together when the block ends, and all fail as our own error.
+
+        `call_s` is the deadline of one that is known to take long.
+        """
         with self._translated():
-            async with self.use() as connection, connection.transaction():
+            async with self.use(call_s) as connection, connection.transaction():
+                yield connection
+
+    @asynccontextmanager
+    async def pipeline(self) -> AsyncIterator[_Connection]:
+        """Statements that commit together, sent before the first answer is read: one round trip.
+
+        Answers are there when the block has ended. What is sent in a pipeline is one transaction by itself.
+        """
+        with self._translated():
+            async with self.use() as connection, connection.pipeline():
                 yield connection
 
     @contextmanager
@@ -74,21 +90,31 @@ class Connections:
             raise failed(error, f"the {self._what} did not answer") from error
 
     @asynccontextmanager
-    async def use(self) -> AsyncIterator[_Connection]:
+    async def use(self, call_s: float | None = None) -> AsyncIterator[_Connection]:
         """A connection for one statement, given back if nothing went wrong. TimeoutError after the deadline."""
-        async with asyncio.timeout(self._call_s), self._slots:
+        async with asyncio.timeout(call_s or self._call_s) as deadline, self._slots:
             if self._closed:
                 raise StrataError(Code.PRECONDITION, f"the {self._what} is closed")
             connection = self._idle.pop() if self._idle else await self._connect()
-            whole = False
+            whole = left = False
             try:
                 yield connection
                 whole = True
+            except StrataError:
+                # A refusal of ours: the transaction was rolled back, and nothing is wrong with the connection.
+                whole = not connection.closed
+                raise
+            except asyncio.CancelledError:
+                left = not deadline.expired()
+                raise
             finally:
-                self._idle.append(connection)
-                if not whole or self._closed:
-                    # What broke one connection has most likely broken all that stand idle.
-                    await self._drop_idle()
+                if whole and not self._closed:
+                    self._idle.append(connection)
+                else:
+                    await connection.close()
+                    if not left:
+                        # What broke one connection has most likely broken all that stand idle.
+                        await self._drop_idle()
 
     async def close(self) -> None:
         self._closed = True
@@ -134,6 +160,8 @@ def failed(error: Exception, what: str) -> StrataError:
         return StrataError(Code.CORRUPT, f"PostgreSQL reports damaged data: {error}")
     if isinstance(error, pg_errors.InsufficientPrivilege | pg_errors.InvalidPassword):
         return StrataError(Code.FORBIDDEN, f"{what}: {_one_line(error)}")
+    if isinstance(error, pg_errors.DeadlockDetected | pg_errors.SerializationFailure):
+        return StrataError(Code.UNAVAILABLE, f"{what}: {_one_line(error)}", hint="try again")
     if isinstance(error, psycopg.ProgrammingError | psycopg.DataError | psycopg.IntegrityError):
         return StrataError(Code.INTERNAL, f"{what}: {_one_line(error)}")
     return StrataError(Code.UNAVAILABLE, f"{what}: {_one_line(error)}", hint="check that PostgreSQL is running")

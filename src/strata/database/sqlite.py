@@ -42,6 +42,7 @@ Run = Callable[[sqlite3.Connection], Any]
 class _Job:
     run: Run
     writes: bool
+    alone: bool
     reply: asyncio.Future[Any]
 
 
@@ -67,6 +68,7 @@ class SqliteThread:
         self._create = create
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._next: _Job | None = None
         self._broken: StrataError | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._serve, name=f"{schema.what} {path.name}", daemon=True)
@@ -94,19 +96,26 @@ class SqliteThread:
     async def read(self, run: Callable[[sqlite3.Connection], T]) -> T:
         return await self._ask(run, writes=False)
 
+    async def alone(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        """Outside of any transaction, which a copy of the whole file needs. Everybody else waits.
+
+        An error of SQLite that is not about this file has to be caught in there: it would end this database.
+        """
+        return await self._ask(run, writes=False, alone=True)
+
     def stop(self) -> None:
         """Take no more jobs; finish those that are queued, then release the file."""
         if not self._stopped:
             self._stopped = True
             self._queue.put(None)
 
-    async def _ask(self, run: Callable[[sqlite3.Connection], T], *, writes: bool) -> T:
+    async def _ask(self, run: Callable[[sqlite3.Connection], T], *, writes: bool, alone: bool = False) -> T:
         if self._stopped:
             raise StrataError(Code.PRECONDITION, f"the {self._schema.what} {self._path} is closed")
         if asyncio.get_running_loop() is not self._loop:
             raise StrataError(Code.INTERNAL, f"a {self._schema.what} belongs to the event loop it was opened in")
         reply: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(_Job(run, writes, reply))
+        self._queue.put(_Job(run, writes, alone, reply))
         return await reply
 
     def _serve(self) -> None:
@@ -129,12 +138,18 @@ class SqliteThread:
         """Wait for a job and take what has queued up behind it; nothing when stopped."""
         jobs: list[_Job] = []
         while not jobs or (len(jobs) < _GROUP and not self._queue.empty()):
-            job = self._queue.get()
+            job = self._next or self._queue.get()
+            self._next = None
             if job is None:
                 if jobs:
                     self._queue.put(None)
                 break
+            if job.alone and jobs:
+                self._next = job
+                break
             jobs.append(job)
+            if job.alone:
+                break
         return jobs
 
     def _run_group(self, db: sqlite3.Connection, jobs: list[_Job]) -> list[_Done]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.postgres import Connections
+from strata.fleet import postgres_claims, postgres_plan
 from strata.fleet import postgres_leases as leases
-from strata.fleet import postgres_plan
 from strata.fleet import postgres_tables as sql
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import HostSpec, TrainerSpec
@@ -33,6 +34,8 @@ from strata.fleet.ports import (
 )
 from strata.fleet.rows import ATTEMPT, HOST, JOB, attempt_of, decode_spec, encode, host_of, job_of
 
+APPLY_S: Final = 120.0
+"""A plan may have tens of thousands of jobs, and is one transaction."""
 _HOSTS = f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id"
 
 
@@ -43,7 +46,7 @@ class PostgresStore:
         self._connections = connections
 
     async def apply(self, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
-        async with self._connections.transaction() as connection:
+        async with self._connections.transaction(APPLY_S) as connection:
             await postgres_plan.apply(connection, plan, actor, now_s, source=source, declared=declared)
 
     async def present(self) -> Mapping[str, Present]:
@@ -101,8 +104,7 @@ class PostgresStore:
             await _beat(connection, seen)
 
     async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[Lease]]:
-        async with self._connections.transaction() as connection:
-            return await leases.claim(connection, claims, lease_s, now_s)
+        return await postgres_claims.claim(self._connections, claims, lease_s, now_s)
 
     async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
         until_s = now_s + lease_s
@@ -173,8 +175,7 @@ class PostgresStore:
                 (now_s, limit),
             )
             due = await cursor.fetchall()
-            for (seq,) in due:
-                await leases.enqueue(connection, seq, now_s)
+            await leases.enqueue(connection, [seq for (seq,) in due], now_s)
             return len(due)
 
     async def job(self, job_id: str) -> JobRow:
@@ -246,6 +247,7 @@ async def _beat(connection: leases.Connection, seen: Mapping[str, float]) -> Non
     ordered = sorted(seen.items())
     await connection.execute(
         "INSERT INTO host_beat SELECT w.id, w.at FROM unnest(%s::text[], %s::float8[]) AS w (id, at)"
-        " JOIN host USING (id) ON CONFLICT (host_id) DO UPDATE SET seen = greatest(host_beat.seen, excluded.seen)",
+        " JOIN host USING (id) ORDER BY w.id"
+        " ON CONFLICT (host_id) DO UPDATE SET seen = greatest(host_beat.seen, excluded.seen)",
         ([host_id for host_id, _ in ordered], [at_s for _, at_s in ordered]),
     )

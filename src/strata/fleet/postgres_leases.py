@@ -1,8 +1,7 @@
-"""Claims, renewals and ends of attempts in PostgreSQL: functions of an open transaction, on rows they have locked."""
+"""Renewals and ends of attempts in PostgreSQL: functions of an open transaction, on rows they have locked."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,63 +12,20 @@ from strata.fleet import postgres_tables as sql
 from strata.fleet.core.hold import ALIVE, Standing, already_ended, stale, unknown_job
 from strata.fleet.core.job import Cause, Event, Status, advance
 from strata.fleet.core.lease import Ruling, after_expiry, after_failure
-from strata.fleet.ports import Claim, Completion, Failure, Hold, JobRow, Lease, Renewal, Renewed
-from strata.fleet.rows import HELD, JOB, Held, counted, encode, held_of, job_of, lease_of
+from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
+from strata.fleet.rows import HELD, JOB, Held, counted, encode, held_of, job_of
 
 Connection = Any
 """A psycopg connection: only the adapters of `strata.database` know its type."""
 
 
-async def claim(connection: Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[Lease]]:
-    """All statements are sent before the first answer is read: a batch costs one round trip."""
-    ordered = sorted(range(len(claims)), key=lambda n: (claims[n].host_id, claims[n].claim_id))
-    async with connection.pipeline():
-        for n in ordered:
-            await connection.execute(sql.CLAIM_LOCK, _who(claims[n]), prepare=True)
-        given = [await connection.execute(sql.GIVEN, _who(each), prepare=True) for each in claims]
-    results: list[list[Lease]] = []
-    earlier = [await cursor.fetchall() for cursor in given]
-    async with connection.pipeline():
-        taken = [
-            None
-            if told
-            else await connection.execute(sql.TAKE, _wanted(each, lease_s, now_s), prepare=True, binary=True)
-            for each, told in zip(claims, earlier, strict=True)
-        ]
-    for cursor, told in zip(taken, earlier, strict=True):
-        if cursor is not None:
-            results.append([lease_of(row[0], row[1], row[2:]) for row in await cursor.fetchall()])
-            continue
-        again = [await _lease(connection, job_id, epoch) for job_id, epoch in told]
-        results.append([lease for lease in again if lease is not None])
-    return results
-
-
-def _who(wanted: Claim) -> dict[str, Any]:
-    return {"host": wanted.host_id, "claim": wanted.claim_id}
-
-
-def _wanted(wanted: Claim, lease_s: float, now_s: float) -> dict[str, Any]:
-    fitting = {class_id: slots for class_id, slots in wanted.classes.items() if slots <= wanted.slots}
-    return _who(wanted) | {
-        "classes": list(fitting),
-        "slots": list(fitting.values()),
-        "latest": [wanted.held_back.get(class_id, math.inf) for class_id in fitting],
-        "free": wanted.slots,
-        "count": wanted.count,
-        "now": now_s,
-        "until": now_s + lease_s,
-    }
-
-
-async def _lease(connection: Connection, job_id: str, epoch: int) -> Lease | None:
-    row = await (await connection.execute(sql.LEASE, (job_id, epoch))).fetchone()
-    return None if row is None else lease_of(job_id, epoch, row)
-
-
 async def _load(connection: Connection, job_id: str) -> Held | None:
-    row = await (await connection.execute(f"SELECT {HELD} FROM job WHERE id = %s FOR UPDATE", (job_id,))).fetchone()
-    return None if row is None else held_of(row)
+    # Two statements: the first may have waited for the job, and then sees it as it is, but all else as it was before.
+    async with connection.pipeline():
+        job = await connection.execute(f"SELECT {HELD} FROM job WHERE id = %s FOR UPDATE", (job_id,), prepare=True)
+        lease = await connection.execute("SELECT 1 FROM lease WHERE job_id = %s", (job_id,), prepare=True)
+    row, leased = await job.fetchone(), await lease.fetchone()
+    return None if row is None else held_of(row, leased=leased is not None)
 
 
 async def need(connection: Connection, job_id: str) -> Held:
@@ -188,17 +144,15 @@ async def checkpointed(connection: Connection, hold: Hold, artifact: str, now_s:
 
 async def expire(connection: Connection, job_id: str, now_s: float) -> JobRow | None:
     """None when somebody else is at this job, or the lease was renewed since it was found: not due, or not now."""
-    row = await (
-        await connection.execute(f"SELECT {HELD} FROM job WHERE id = %s FOR UPDATE SKIP LOCKED", (job_id,))
-    ).fetchone()
-    due = await (
-        await connection.execute(
+    async with connection.pipeline():
+        found = await connection.execute(f"SELECT {HELD} FROM job WHERE id = %s FOR UPDATE SKIP LOCKED", (job_id,))
+        lease = await connection.execute(
             "SELECT 1 FROM lease WHERE job_id = %s AND NOT expired AND expires_at <= %s FOR UPDATE", (job_id, now_s)
         )
-    ).fetchone()
+    row, due = await found.fetchone(), await lease.fetchone()
     if row is None or due is None:
         return None
-    job = held_of(row)
+    job = held_of(row, leased=True)
     await _rule(connection, job_id, job, after_expiry(job.tally, job.spec.budget, now_s=now_s), now_s, "hub")
     return await read_job(connection, job_id)
 
@@ -217,7 +171,7 @@ async def requeue(connection: Connection, job_id: str, actor: str, now_s: float)
     await connection.execute(
         "UPDATE job SET charged = 0, lost = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = %s", (job.seq,)
     )
-    await enqueue(connection, job.seq, now_s)
+    await enqueue(connection, [job.seq], now_s)
     await record(connection, now_s, actor, "job.requeued", job_id)
     return await read_job(connection, job_id)
 
@@ -227,7 +181,7 @@ async def _rule(connection: Connection, job_id: str, job: Held, ruling: Ruling, 
     status = await _move(connection, job, ruling.event, now_s, ruling.reason)
     if ruling.event is Event.EXPIRE:
         await connection.execute("UPDATE lease SET expired = true WHERE job_id = %s", (job_id,))
-        await enqueue(connection, job.seq, now_s)
+        await enqueue(connection, [job.seq], now_s)
         await record(connection, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=ruling.reason)
         return
     if job.leased:
@@ -240,24 +194,26 @@ async def _rule(connection: Connection, job_id: str, job: Held, ruling: Ruling, 
     await connection.execute("DELETE FROM ripening WHERE seq = %s", (job.seq,))
     await connection.execute("UPDATE job SET not_before = %s WHERE seq = %s", (ruling.not_before_s, job.seq))
     if status is Status.PENDING:
-        await enqueue(connection, job.seq, now_s)
+        await enqueue(connection, [job.seq], now_s)
     kind = {Event.FAIL: "job.failed", Event.RETRY: "job.retried", Event.CANCEL: "job.cancelled"}[ruling.event]
     body = {"epoch": job.epoch, "cause": ruling.cause, "reason": ruling.reason}
     await record(connection, now_s, actor, kind, job_id, **body)
 
 
-async def enqueue(connection: Connection, seq: int, now_s: float) -> None:
-    """A pending job joins the queue, or waits: for the end of its back-off, or for the jobs it comes after."""
+async def enqueue(connection: Connection, seqs: Sequence[int], now_s: float) -> None:
+    """Pending jobs join the queue, or wait: for the end of their back-off, or for the jobs they come after."""
+    values = {"seqs": list(seqs), "now": now_s}
     await connection.execute(
-        "INSERT INTO ripening SELECT seq, not_before FROM job WHERE seq = %s AND waits_for = 0 AND not_before > %s"
+        "INSERT INTO ripening SELECT seq, not_before FROM job"
+        " WHERE seq = ANY(%(seqs)s) AND waits_for = 0 AND not_before > %(now)s"
         " ON CONFLICT (seq) DO UPDATE SET not_before = excluded.not_before",
-        (seq, now_s),
+        values,
     )
     await connection.execute(
-        "INSERT INTO ready SELECT seq, class_id, priority, %s FROM job"
-        " WHERE seq = %s AND waits_for = 0 AND not_before <= %s"
+        "INSERT INTO ready SELECT seq, class_id, priority, %(now)s FROM job"
+        " WHERE seq = ANY(%(seqs)s) AND waits_for = 0 AND not_before <= %(now)s"
         " ON CONFLICT (seq) DO UPDATE SET class_id = excluded.class_id, priority = excluded.priority",
-        (now_s, seq, now_s),
+        values,
     )
 
 
@@ -271,14 +227,13 @@ async def release_dependents(connection: Connection, job_id: str, now_s: float) 
         # Counted by a new statement after the lock: two prerequisites that end at once see each other here.
         row = await (
             await connection.execute(
-                f"UPDATE job SET waits_for = {sql.WAITS_FOR} WHERE id = %s RETURNING seq, status, waits_for,"
-                " EXISTS (SELECT 1 FROM lease WHERE job_id = job.id)",
+                f"UPDATE job SET waits_for = {sql.WAITS_FOR} WHERE id = %s RETURNING seq, status, waits_for",
                 (dependent,),
             )
         ).fetchone()
-        seq, status, waits_for, leased = row
-        if status == Status.PENDING and not waits_for and not leased:
-            await enqueue(connection, seq, now_s)
+        seq, status, waits_for = row
+        if status == Status.PENDING and not waits_for:
+            await enqueue(connection, [seq], now_s)
 
 
 async def record(connection: Connection, at_s: float, actor: str, kind: str, subject: str, **body: Any) -> None:

@@ -12,9 +12,8 @@ from strata.fleet.core.hold import outdated_plan
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import Plan
-from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.postgres_leases import Connection, enqueue, record
-from strata.fleet.rows import encode
+from strata.fleet.rows import class_keys, encode
 
 PLAN_LOCK: Final = 0x5354_5241_5441_0004
 """Plans are applied one at a time: each is the difference to what the one before left."""
@@ -27,11 +26,12 @@ async def apply(connection: Connection, plan: Plan, actor: str, now_s: float, *,
     if there is not None:
         raise outdated_plan(there[0])
     changed = {change.job_id: change.spec for change in plan.changed}
-    classes = await _classes(connection, [spec.requirement for spec in [*plan.new.values(), *changed.values()]])
+    await _await_ends(connection, {needed for spec in [*plan.new.values(), *changed.values()] for needed in spec.after})
+    classes = await _classes(connection, class_keys([*plan.new.values(), *changed.values()]))
     await _add(connection, plan.new, classes, now_s, declared=declared)
     await _change(connection, changed, classes, now_s)
     # Only now is every job there that another one may come after.
-    await _order(connection, plan.new | changed, now_s)
+    await _order(connection, plan.new, changed, now_s)
     if declared:
         await _adopt(connection, [*plan.unchanged, *changed], plan.orphaned)
     await _put(connection, "trainer (name, spec)", [(name, encode(spec)) for name, spec in plan.trainers.items()])
@@ -44,9 +44,18 @@ async def apply(connection: Connection, plan: Plan, actor: str, now_s: float, *,
         await record(connection, now_s, actor, "manifest.applied", source, summary=plan.summary())
 
 
-async def _classes(connection: Connection, wanted: Iterable[RequirementClass]) -> dict[str, int]:
-    """The ids of these classes by key; new ones are added."""
-    by_key = {requirement.key: encode(requirement) for requirement in wanted}
+async def _await_ends(connection: Connection, needed: set[str]) -> None:
+    """What a job comes after may be ending just now: either its end is counted here, or it sees who waits for it.
+
+    Before any other job is locked, because an end locks what was waited for and then those who waited.
+    """
+    select = "SELECT 1 FROM job WHERE id = ANY(%s) ORDER BY id FOR SHARE"
+    await connection.execute(select, (sorted(needed),))
+
+
+async def _classes(connection: Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
+    """The ids of these classes by how they are written; new ones are added."""
+    by_key = {key: written for written, key in keys.items()}
     known = await _known(connection, list(by_key))
     new = sorted(by_key.keys() - known.keys())
     if new:
@@ -55,7 +64,7 @@ async def _classes(connection: Connection, wanted: Iterable[RequirementClass]) -
             [(key, by_key[key]) for key in new],
         )
         known |= await _known(connection, new)
-    return known
+    return {written: known[key] for written, key in keys.items()}
 
 
 async def _known(connection: Connection, keys: list[str]) -> dict[str, int]:
@@ -64,31 +73,32 @@ async def _known(connection: Connection, keys: list[str]) -> dict[str, int]:
 
 
 async def _add(
-    connection: Connection, jobs: Mapping[str, JobSpec], classes: Mapping[str, int], now_s: float, *, declared: bool
+    connection: Connection, jobs: Mapping[str, JobSpec], classes: Mapping[bytes, int], now_s: float, *, declared: bool
 ) -> None:
     if not jobs:
         return
-    await connection.cursor().executemany(
+    rows = [(id_, encode(spec), classes[encode(spec.requirement)], *_sorted_by(spec)) for id_, spec in jobs.items()]
+    # One statement for all, in the order of the manifest: the older of two equal jobs is claimed first.
+    await connection.execute(
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
         " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint)"
-        f" VALUES (%s, %s, %s, '{Status.PENDING}', 0, %s, %s, 0, '', '', '', %s, false, 0,"
-        " %s, %s, %s, %s, 0, 0, 0, '')",
-        [
-            (id_, encode(spec), classes[spec.requirement.key], now_s, now_s, declared, *_sorted_by(spec))
-            for id_, spec in jobs.items()
-        ],
+        f" SELECT n.id, n.spec, n.class_id, '{Status.PENDING}', 0, %s, %s, 0, '', '', '', %s, false, 0,"
+        " n.model, n.sweep, n.priority, n.trainer, 0, 0, 0, ''"
+        " FROM unnest(%s::text[], %s::bytea[], %s::bigint[], %s::text[], %s::text[], %s::int[], %s::text[])"
+        " WITH ORDINALITY AS n (id, spec, class_id, model, sweep, priority, trainer, place) ORDER BY n.place",
+        (now_s, now_s, declared, *(list(column) for column in zip(*rows, strict=True))),
     )
 
 
 async def _change(
-    connection: Connection, jobs: Mapping[str, JobSpec], classes: Mapping[str, int], now_s: float
+    connection: Connection, jobs: Mapping[str, JobSpec], classes: Mapping[bytes, int], now_s: float
 ) -> None:
     # In the order of ids, like all who lock several jobs.
     for id_, spec in sorted(jobs.items()):
         await connection.execute(
             "UPDATE job SET spec = %s, class_id = %s, changed_at = %s, model = %s, sweep = %s, priority = %s,"
             " trainer = %s WHERE id = %s",
-            (encode(spec), classes[spec.requirement.key], now_s, *_sorted_by(spec), id_),
+            (encode(spec), classes[encode(spec.requirement)], now_s, *_sorted_by(spec), id_),
         )
 
 
@@ -96,24 +106,24 @@ def _sorted_by(spec: JobSpec) -> tuple[Any, ...]:
     return spec.model, spec.sweep, spec.priority, spec.trainer
 
 
-async def _order(connection: Connection, jobs: Mapping[str, JobSpec], now_s: float) -> None:
+async def _order(
+    connection: Connection, new: Mapping[str, JobSpec], changed: Mapping[str, JobSpec], now_s: float
+) -> None:
     """Write what each job comes after, and let those that wait for nothing join the queue in their present class."""
-    ids = sorted(jobs)
-    await connection.execute("DELETE FROM job_after WHERE job_id = ANY(%s)", (ids,))
-    after = [(id_, needed) for id_ in ids for needed in jobs[id_].after]
-    if after:
-        await connection.cursor().executemany("INSERT INTO job_after VALUES (%s, %s)", after)
-    cursor = await connection.execute(
-        f"UPDATE job SET waits_for = {sql.WAITS_FOR} WHERE id = ANY(%s) RETURNING seq, status", (ids,)
+    after = [(id_, needed) for id_, spec in sorted({**new, **changed}.items()) for needed in spec.after]
+    await connection.execute("DELETE FROM job_after WHERE job_id = ANY(%s)", (list(changed),))
+    await connection.execute(
+        "INSERT INTO job_after SELECT * FROM unnest(%s::text[], %s::text[])",
+        ([id_ for id_, _ in after], [needed for _, needed in after]),
     )
-    rows = await cursor.fetchall()
-    seqs = [seq for seq, _ in rows]
-    await connection.execute("DELETE FROM ready WHERE seq = ANY(%s)", (seqs,))
-    await connection.execute("DELETE FROM ripening WHERE seq = ANY(%s)", (seqs,))
-    async with connection.pipeline():
-        for seq, status in rows:
-            if status == Status.PENDING:
-                await enqueue(connection, seq, now_s)
+    counted = sorted({id_ for id_, _ in after} | changed.keys())
+    await connection.execute(f"UPDATE job SET waits_for = {sql.WAITS_FOR} WHERE id = ANY(%s)", (counted,))
+    select = "SELECT seq, id, status FROM job WHERE id = ANY(%s)"
+    rows = await (await connection.execute(select, ([*new, *changed],))).fetchall()
+    moved = [seq for seq, id_, _ in rows if id_ in changed]
+    await connection.execute("DELETE FROM ready WHERE seq = ANY(%s)", (moved,))
+    await connection.execute("DELETE FROM ripening WHERE seq = ANY(%s)", (moved,))
+    await enqueue(connection, [seq for seq, _, status in rows if status == Status.PENDING], now_s)
 
 
 async def _adopt(connection: Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Final
 
 from strata.database.migrations import Component
-from strata.fleet.core.job import Event, target
 
 COMPONENT: Final = Component(
     "fleet",
@@ -62,55 +61,6 @@ COMPONENT: Final = Component(
         """,
     ),
 )
-
-CLAIM_LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended(%(host)s || ' ' || %(claim)s, 7))"
-"""A retry that overtakes its first try waits for it, and then sees what it was given."""
-
-GIVEN: Final = "SELECT job_id, epoch FROM attempt WHERE claim_id = %(claim)s AND host_id = %(host)s ORDER BY job_id"
-
-TAKE: Final = f"""
-WITH offered AS MATERIALIZED (
-  SELECT waiting.seq, waiting.priority, wanted.slots
-  FROM unnest(%(classes)s::bigint[], %(slots)s::int[], %(latest)s::float8[]) AS wanted (class_id, slots, latest)
-  CROSS JOIN LATERAL (
-    SELECT r.seq, r.priority FROM ready r JOIN job j USING (seq)
-    WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest
-    ORDER BY r.priority DESC, r.seq LIMIT %(count)s FOR UPDATE SKIP LOCKED
-  ) AS waiting
-  WHERE EXISTS (SELECT FROM host WHERE id = %(host)s AND state = 'active')
-), chosen AS (
-  SELECT seq FROM (
-    SELECT seq, sum(slots) OVER best AS used, row_number() OVER best AS place
-    FROM offered WINDOW best AS (ORDER BY priority DESC, seq)
-  ) AS ordered WHERE used <= %(free)s AND place <= %(count)s
-), gone AS (
-  DELETE FROM ready WHERE seq IN (SELECT seq FROM chosen)
-), moved AS (
-  UPDATE job SET status = '{target(Event.CLAIM)}', epoch = epoch + 1, changed_at = %(now)s, host_id = %(host)s,
-    reason = '', lost = lost + (SELECT count(*) FROM lease WHERE job_id = job.id)
-  WHERE seq IN (SELECT seq FROM chosen)
-  RETURNING seq, id, epoch, spec, checkpoint, trainer, priority
-), replaced AS (
-  UPDATE attempt SET ended_at = %(now)s, outcome = 'lost', cause = 'host_lost'
-  FROM moved JOIN lease ON lease.job_id = moved.id WHERE attempt.job_id = moved.id AND attempt.epoch = moved.epoch - 1
-), leased AS (
-  INSERT INTO lease SELECT id, %(host)s, epoch, %(until)s, false FROM moved
-  ON CONFLICT (job_id) DO UPDATE SET host_id = excluded.host_id, epoch = excluded.epoch,
-    expires_at = excluded.expires_at, expired = false
-), tried AS (
-  INSERT INTO attempt SELECT id, epoch, %(host)s, %(claim)s, %(now)s, NULL, NULL, '', '', '', '', '', '{{}}' FROM moved
-), told AS (
-  INSERT INTO event (at, actor, kind, subject, body)
-  SELECT %(now)s, 'host:' || %(host)s, 'job.claimed', id, convert_to('{{"epoch":' || epoch || '}}', 'UTF8') FROM moved
-)
-SELECT moved.id, moved.epoch, %(host)s, %(until)s, moved.spec, moved.checkpoint, trainer.spec
-FROM moved LEFT JOIN trainer ON trainer.name = moved.trainer ORDER BY moved.priority DESC, moved.seq
-"""
-
-LEASE: Final = """
-SELECT l.host_id, l.expires_at, j.spec, j.checkpoint, t.spec FROM lease l JOIN job j ON j.id = l.job_id
-LEFT JOIN trainer t ON t.name = j.trainer WHERE l.job_id = %s AND l.epoch = %s
-"""
 
 EXTEND: Final = """
 WITH mine AS (

@@ -38,7 +38,7 @@ class Roster:
         self._picky: dict[int, RequirementClass] = {}
         self._hosts: dict[str, HostRow] = {}
         self._policies: Mapping[str, HostSpec] = {}
-        self._served: dict[str, tuple[str, int, Mapping[int, int]]] = {}
+        self._served: dict[str, tuple[Profile, int, Mapping[int, int]]] = {}
         self._read_at_s = float("-inf")
 
     def forget(self) -> None:
@@ -69,12 +69,12 @@ class Roster:
 
     def serves(self, host: HostRow) -> Mapping[int, int]:
         """The classes this host may take by what it is and by its policy, with the slots of each."""
-        own = self.profile(host)
-        key, known = own.key, len(self._classes)
+        own, known = self.profile(host), len(self._classes)
         cached = self._served.get(host.id)
-        if cached is None or cached[:2] != (key, known):
+        # The profile itself is compared: its key is a digest, which costs more than all the rest of a claim.
+        if cached is None or cached[:2] != (own, known):
             slots = {id_: self._classes[id_].needs.slots for id_ in eligible_classes(own, self._classes)}
-            cached = self._served[host.id] = (key, known, slots)
+            cached = self._served[host.id] = (own, known, slots)
         return cached[2]
 
     def menu(self, host_id: str, now_s: float) -> Menu:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -28,6 +28,12 @@ decode_spec: Final = msgspec.json.Decoder(JobSpec).decode
 _trainer: Final = msgspec.json.Decoder(TrainerSpec).decode
 _capability: Final = msgspec.json.Decoder(Capability).decode
 _facts: Final = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def class_keys(specs: Iterable[JobSpec]) -> dict[bytes, str]:
+    """The keys of the classes of these jobs, by how the class is written: jobs are many and their classes few."""
+    written = {encode(requirement): requirement for requirement in (spec.requirement for spec in specs)}
+    return {text: requirement.key for text, requirement in written.items()}
 
 
 def job_of(row: Sequence[Any]) -> JobRow:
@@ -99,7 +105,7 @@ def lease_of(job_id: str, epoch: int, row: Sequence[Any]) -> Lease:
 
 
 class Held(NamedTuple):
-    """What a judgement needs of a job and its lease, from `HELD`."""
+    """What a judgement needs of a job, from `HELD`, and of its lease."""
 
     seq: int
     status: Status
@@ -114,15 +120,13 @@ class Held(NamedTuple):
         return standing(self.status, current=(self.epoch, self.host_id), claimed=claimed, leased=self.leased)
 
 
-HELD: Final = (
-    "seq, status, epoch, host_id, EXISTS (SELECT 1 FROM lease WHERE job_id = job.id), spec, charged, lost, excused"
-)
+HELD: Final = "seq, status, epoch, host_id, spec, charged, lost, excused"
 
 
-def held_of(row: Sequence[Any]) -> Held:
-    seq, status, epoch, host_id, leased, spec, charged, lost, excused = row
+def held_of(row: Sequence[Any], *, leased: bool) -> Held:
+    seq, status, epoch, host_id, spec, charged, lost, excused = row
     tally = Tally(charged=charged, lost=lost, excused=excused)
-    return Held(seq, Status(status), epoch, host_id, bool(leased), decode_spec(spec), tally)
+    return Held(seq, Status(status), epoch, host_id, leased, decode_spec(spec), tally)
 
 
 def counted(cause: Cause) -> str:

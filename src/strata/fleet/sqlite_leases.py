@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from typing import Any
+from typing import Any, Final
 
 from strata.base.errors import StrataError
 from strata.database.events import Event as Record
 from strata.database.events import record_sqlite
+from strata.fleet.core.fit import fitting
 from strata.fleet.core.hold import ALIVE, Standing, already_ended, stale, unknown_job
 from strata.fleet.core.job import Cause, Event, Status, advance, target
 from strata.fleet.core.lease import Ruling, after_expiry, after_failure
@@ -20,10 +21,18 @@ from strata.fleet.ports import Claim, Completion, Failure, Hold, JobRow, Lease, 
 from strata.fleet.rows import HELD, Held, counted, encode, held_of, lease_of
 from strata.fleet.sqlite_tables import read_job
 
+_CLAIMED: Final = target(Event.CLAIM)
+GIVEN: Final = """
+SELECT a.job_id, a.epoch FROM attempt a JOIN job j ON j.id = a.job_id WHERE a.host_id = ? AND a.claim_id = ?
+ORDER BY j.priority DESC, j.seq
+"""
+
 
 def _load(db: sqlite3.Connection, job_id: str) -> Held | None:
-    row = db.execute(f"SELECT {HELD} FROM job WHERE id = ?", (job_id,)).fetchone()
-    return None if row is None else held_of(row)
+    row = db.execute(
+        f"SELECT {HELD}, EXISTS (SELECT 1 FROM lease WHERE job_id = job.id) FROM job WHERE id = ?", (job_id,)
+    ).fetchone()
+    return None if row is None else held_of(row[:-1], leased=bool(row[-1]))
 
 
 def _need(db: sqlite3.Connection, job_id: str) -> Held:
@@ -34,10 +43,7 @@ def _need(db: sqlite3.Connection, job_id: str) -> Held:
 
 
 def claim(db: sqlite3.Connection, wanted: Claim, lease_s: float, now_s: float) -> list[Lease]:
-    given = db.execute(
-        "SELECT job_id, epoch FROM attempt WHERE host_id = ? AND claim_id = ? ORDER BY job_id",
-        (wanted.host_id, wanted.claim_id),
-    ).fetchall()
+    given = db.execute(GIVEN, (wanted.host_id, wanted.claim_id)).fetchall()
     if given:
         return [lease for job_id, epoch in given if (lease := _lease(db, job_id, epoch)) is not None]
     state = db.execute("SELECT state FROM host WHERE id = ?", (wanted.host_id,)).fetchone()
@@ -57,39 +63,29 @@ def _choose(db: sqlite3.Connection, wanted: Claim) -> list[int]:
                 (class_id, wanted.held_back.get(class_id, math.inf), wanted.count),
             )
             offers += [(order, seq, slots) for order, seq in rows]
-    chosen: list[int] = []
-    free = wanted.slots
-    for _, seq, slots in sorted(offers):
-        if len(chosen) < wanted.count and slots <= free:
-            chosen.append(seq)
-            free -= slots
-    return chosen
+    return fitting(((seq, slots) for _, seq, slots in sorted(offers)), slots=wanted.slots, count=wanted.count)
 
 
 def _take(db: sqlite3.Connection, seq: int, wanted: Claim, lease_s: float, now_s: float) -> Lease:
     db.execute("DELETE FROM ready WHERE seq = ?", (seq,))
-    job_id, epoch, lost_host = db.execute(
+    job_id, epoch, spec, checkpoint, trainer, replaces = db.execute(
         "UPDATE job SET status = ?, epoch = epoch + 1, changed_at = ?, host_id = ?, reason = '' WHERE seq = ?"
-        " RETURNING id, epoch, (SELECT host_id FROM lease WHERE job_id = job.id)",
-        (target(Event.CLAIM), now_s, wanted.host_id, seq),
+        " RETURNING id, epoch, spec, checkpoint, (SELECT spec FROM trainer WHERE name = job.trainer),"
+        " EXISTS (SELECT 1 FROM lease WHERE job_id = job.id)",
+        (_CLAIMED, now_s, wanted.host_id, seq),
     ).fetchone()
-    if lost_host is not None:
+    if replaces:
         # The host that let its lease run out is replaced from here on: this is the moment its attempt is over.
         _end_attempt(db, job_id, epoch - 1, now_s, "lost", Cause.HOST_LOST)
         _count(db, job_id, Cause.HOST_LOST)
-    db.execute(
-        "INSERT INTO lease VALUES (?, ?, ?, ?, 0) ON CONFLICT (job_id) DO UPDATE SET"
-        " host_id = excluded.host_id, epoch = excluded.epoch, expires_at = excluded.expires_at, expired = 0",
-        (job_id, wanted.host_id, epoch, now_s + lease_s),
-    )
+    expires_at_s = now_s + lease_s
+    db.execute("INSERT OR REPLACE INTO lease VALUES (?, ?, ?, ?, 0)", (job_id, wanted.host_id, epoch, expires_at_s))
     db.execute(
         "INSERT INTO attempt VALUES (?, ?, ?, ?, ?, NULL, NULL, '', '', '', '', '', x'7b7d')",
         (job_id, epoch, wanted.host_id, wanted.claim_id, now_s),
     )
     record(db, now_s, f"host:{wanted.host_id}", "job.claimed", job_id, epoch=epoch)
-    lease = _lease(db, job_id, epoch)
-    assert lease is not None
-    return lease
+    return lease_of(job_id, epoch, (wanted.host_id, expires_at_s, spec, checkpoint, trainer))
 
 
 def _lease(db: sqlite3.Connection, job_id: str, epoch: int) -> Lease | None:
@@ -257,8 +253,7 @@ def release_dependents(db: sqlite3.Connection, job_id: str, now_s: float) -> Non
         (job_id,),
     ).fetchall()
     for seq, status, waits_for in dependents:
-        leased = db.execute("SELECT 1 FROM lease JOIN job ON id = job_id WHERE seq = ?", (seq,)).fetchone()
-        if status == Status.PENDING and not waits_for and not leased:
+        if status == Status.PENDING and not waits_for:
             enqueue(db, seq, now_s)
 
 

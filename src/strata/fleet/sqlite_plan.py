@@ -9,8 +9,7 @@ from strata.fleet.core.hold import outdated_plan
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import Change, Plan
-from strata.fleet.core.requirement import RequirementClass
-from strata.fleet.rows import encode
+from strata.fleet.rows import class_keys, encode
 from strata.fleet.sqlite_leases import enqueue, record
 
 
@@ -18,11 +17,12 @@ def apply(db: sqlite3.Connection, plan: Plan, actor: str, now_s: float, *, sourc
     for job_id in plan.new:
         if db.execute("SELECT 1 FROM job WHERE id = ?", (job_id,)).fetchone():
             raise outdated_plan(job_id)
+    classes = _classes(db, class_keys([*plan.new.values(), *(change.spec for change in plan.changed)]))
     for job_id, spec in plan.new.items():
-        _add(db, job_id, spec, now_s, declared=declared)
+        _add(db, job_id, spec, classes[encode(spec.requirement)], now_s, declared=declared)
         record(db, now_s, actor, "job.created", job_id, model=spec.model, mode=spec.mode)
     for change in plan.changed:
-        _change(db, change, now_s)
+        _change(db, change, classes[encode(change.spec.requirement)], now_s)
         record(db, now_s, actor, "job.changed", change.job_id, kinds=change.kinds)
     # Only now is every job there that another one may come after.
     _order(db, plan.new | {change.job_id: change.spec for change in plan.changed}, now_s)
@@ -35,16 +35,18 @@ def apply(db: sqlite3.Connection, plan: Plan, actor: str, now_s: float, *, sourc
         record(db, now_s, actor, "manifest.applied", source, summary=plan.summary())
 
 
-def class_id(db: sqlite3.Connection, requirement: RequirementClass) -> int:
-    row = db.execute("SELECT id FROM req_class WHERE key = ?", (requirement.key,)).fetchone()
-    if row is None:
-        insert = "INSERT INTO req_class (key, spec) VALUES (?, ?) RETURNING id"
-        row = db.execute(insert, (requirement.key, encode(requirement))).fetchone()
-    found: int = row[0]
+def _classes(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
+    """The ids of these classes by how they are written; new ones are added."""
+    found: dict[bytes, int] = {}
+    for written, key in keys.items():
+        row = db.execute("SELECT id FROM req_class WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            row = db.execute("INSERT INTO req_class (key, spec) VALUES (?, ?) RETURNING id", (key, written)).fetchone()
+        found[written] = row[0]
     return found
 
 
-def _add(db: sqlite3.Connection, job_id: str, spec: JobSpec, now_s: float, *, declared: bool) -> None:
+def _add(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, now_s: float, *, declared: bool) -> None:
     db.execute(
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
         " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint)"
@@ -52,7 +54,7 @@ def _add(db: sqlite3.Connection, job_id: str, spec: JobSpec, now_s: float, *, de
         (
             job_id,
             encode(spec),
-            class_id(db, spec.requirement),
+            class_id,
             Status.PENDING,
             now_s,
             now_s,
@@ -65,13 +67,13 @@ def _add(db: sqlite3.Connection, job_id: str, spec: JobSpec, now_s: float, *, de
     )
 
 
-def _change(db: sqlite3.Connection, change: Change, now_s: float) -> None:
+def _change(db: sqlite3.Connection, change: Change, class_id: int, now_s: float) -> None:
     spec = change.spec
     db.execute(
         "UPDATE job SET spec = ?, class_id = ?, changed_at = ?, sweep = ?, priority = ?, trainer = ? WHERE id = ?",
         (
             encode(spec),
-            class_id(db, spec.requirement),
+            class_id,
             now_s,
             spec.sweep,
             spec.priority,

@@ -1,7 +1,7 @@
 """One history from a seed: clients at work on a real store, then a fleet that heals, then the judgement.
 
-The judgement has three parts: for each job one order of all calls explains every answer (`model`); the tables agree with
-each other; and every job has ended, because after the healing a healthy host was given all there was.
+The judgement has three parts: for each job one order of all calls explains every answer (`model`); the tables agree
+with each other; and every job has ended, because after the healing a healthy host was given all there was.
 """
 
 from __future__ import annotations

@@ -148,10 +148,8 @@ class FleetModel:
                 return outcome.output == "precondition"
             case Renew():
                 return isinstance(outcome.output, tuple) and outcome.output[0] != "held"
-            case Expire():
-                return outcome.output is False
             case _:
-                return False
+                return isinstance(input, Expire) and outcome.output is False
 
     def step(self, state: Job, input: Call, outcome: Outcome[Answer]) -> tuple[Job, ...]:
         return tuple({after: None for after, answer in self._next(state, input) if outcome.allows(answer)})

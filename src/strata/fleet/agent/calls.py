@@ -1,0 +1,73 @@
+"""What a host asks its hub, one function per route: blocking, each safe to repeat."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from strata import __version__
+from strata.fleet import wire
+from strata.fleet.agent.state import Claiming
+from strata.fleet.artifacts.manifest import Lineage, Manifest
+from strata.fleet.client import HubClient, transfer
+from strata.fleet.core.capability import Capability
+from strata.fleet.core.job import Cause
+from strata.fleet.wire import LeaseGiven
+
+Stream = Literal["log", "metrics"]
+PIECE: Final = 1024 * 1024
+"""Bytes of a stream in one request: a slow line sends such a piece within the request's time."""
+
+
+class Calls:
+    def __init__(self, client: HubClient) -> None:
+        self.client = client
+
+    def register(self, capability: Capability) -> wire.RegisterReply:
+        body = wire.RegisterRequest(capability=capability, agent_version=__version__)
+        return self.client.call("POST", "/v1/host/register", wire.RegisterReply, body=body)
+
+    def claim(self, claiming: Claiming, wait_s: float) -> tuple[LeaseGiven, ...]:
+        body = wire.ClaimRequest(claim_id=claiming.claim_id, count=claiming.count, slots=claiming.slots, wait_s=wait_s)
+        reply = self.client.call("POST", "/v1/job/claim", wire.ClaimReply, body=body, timeout_s=wait_s + 15.0)
+        return reply.leases
+
+    def renew(self, held: tuple[wire.LeaseHeld, ...]) -> tuple[wire.Verdict, ...]:
+        body = wire.HeartbeatsRequest(leases=held)
+        return self.client.call("POST", "/v1/heartbeats", wire.HeartbeatsReply, body=body, timeout_s=10.0).verdicts
+
+    def complete(self, lease: LeaseGiven, body: wire.CompleteRequest) -> wire.Job:
+        return self.client.call("POST", f"/v1/job/{lease.job_id}/complete", wire.Job, body=body)
+
+    def fail(self, lease: LeaseGiven, cause: Cause, error: str, facts: dict[str, object]) -> wire.Job:
+        body = wire.FailRequest(epoch=lease.epoch, cause=cause, error=error, facts=facts)
+        return self.client.call("POST", f"/v1/job/{lease.job_id}/fail", wire.Job, body=body)
+
+    def append(self, lease: LeaseGiven, stream: Stream, offset: int, piece: bytes, *, last: bool = False) -> int:
+        """How many bytes of the stream the hub has now."""
+        query = wire.PieceQuery(epoch=lease.epoch, offset=offset, last=last)
+        path = f"/v1/job/{lease.job_id}/{stream}"
+        return self.client.send("PUT", path, piece, wire.PieceReply, query=query).size
+
+    def missing(self, chunks: dict[str, int]) -> tuple[wire.MissingChunk, ...]:
+        body = wire.MissingRequest(chunks=chunks)
+        return self.client.call("POST", "/v1/chunks/missing", wire.MissingReply, body=body).missing
+
+    def put_chunk(self, chunk: wire.MissingChunk, content: bytes) -> None:
+        if chunk.url:
+            transfer("PUT", chunk.url, content)
+            return
+        query = wire.ChunkQuery(size=chunk.size, offset=chunk.received)
+        self.client.send("PUT", f"/v1/chunk/{chunk.digest}", content[chunk.received :], type(None), query=query)
+
+    def commit(self, lease: LeaseGiven, manifest: Manifest, lineage: Lineage) -> str:
+        body = wire.CommitRequest(manifest=manifest, lineage=lineage, job_id=lease.job_id, epoch=lease.epoch)
+        return self.client.call("POST", "/v1/artifacts", wire.CommitReply, body=body, timeout_s=120.0).artifact_id
+
+    def artifact(self, artifact_id: str) -> wire.ArtifactReply:
+        return self.client.call("GET", f"/v1/artifact/{artifact_id}", wire.ArtifactReply)
+
+    def chunk(self, digest: str, url: str = "") -> bytes:
+        return transfer("GET", url) if url else self.client.fetch(f"/v1/chunk/{digest}").content
+
+    def source(self, sha256: str) -> bytes:
+        return self.client.fetch(f"/v1/source/{sha256}", timeout_s=300.0).content

@@ -1,0 +1,132 @@
+"""Artifacts as other tools expect them: `<model>_<mode>/<sha256>/bundle.tar.zst`, and an `index.jsonl` beside.
+
+The bundle is made when it is asked for, and is the same bytes each time: files sorted by path, no times, no owners, one
+pinned compression. `<sha256>` is the hash in the artifact's id. A blob that was uploaded as a bundle is handed out as
+it came. Equal bytes are promised for one version of the zstd library; the content is what the id stands for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tarfile
+from collections.abc import AsyncIterator
+from typing import Final
+
+import msgspec
+import zstandard
+
+from strata.base.errors import Code, StrataError
+from strata.fleet.artifacts.manifest import File, Kind, Manifest
+from strata.fleet.artifacts.ports import LineageFilter, LineageRow
+from strata.fleet.artifacts.service import BLOB_PATH, Artifacts
+
+LEVEL: Final = 3
+_PAGE: Final = 500
+_PLACE: Final = re.compile(r"(?P<name>[^/]+)/(?P<sha256>[0-9a-f]{64})/bundle\.tar\.zst")
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._=+-]")
+
+
+class IndexLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `index.jsonl`. The fields and their order are those of the JSON."""
+
+    artifact: str
+    sha256: str
+    path: str
+    model: str
+    mode: str
+    job_id: str
+    host_id: str
+    epoch: int
+    size: int
+    created: float
+    metrics: dict[str, float]
+    code: str
+    data: str
+    parents: tuple[str, ...]
+
+
+async def index_lines(artifacts: Artifacts) -> AsyncIterator[bytes]:
+    """The results that there are, newest first, a page at a time."""
+    wanted = LineageFilter(kind=Kind.RESULT, limit=_PAGE)
+    while page := await artifacts.index.lineages(wanted):
+        yield b"".join(msgspec.json.encode(_line(row)) + b"\n" for row in page)
+        wanted = LineageFilter(kind=Kind.RESULT, limit=_PAGE, before_seq=page[-1].seq)
+
+
+def place(row: LineageRow) -> str:
+    """Where the bundle of a result lies in the export."""
+    made = row.lineage
+    name = f"{_UNSAFE.sub('-', made.model) or 'model'}_{_UNSAFE.sub('-', made.mode) or 'default'}"
+    return f"{name.lstrip('.')}/{row.artifact_id.rpartition('_')[2]}/{BLOB_PATH}"
+
+
+async def find(artifacts: Artifacts, path: str) -> str:
+    """The artifact whose bundle lies at this path of the export."""
+    parts = _PLACE.fullmatch(path)
+    if parts is not None:
+        wanted = LineageFilter(artifact_ids=[f"artifact1_{parts['sha256']}"], kind=Kind.RESULT)
+        for row in await artifacts.index.lineages(wanted):
+            if place(row) == path:
+                return row.artifact_id
+    raise StrataError(Code.NOT_FOUND, f"there is no bundle {path[:200]!r}", hint="index.jsonl has their paths")
+
+
+async def bundle(artifacts: Artifacts, artifact_id: str) -> AsyncIterator[bytes]:
+    """The artifact as one compressed archive; a blob that came as a bundle as it came. Every byte was verified."""
+    manifest = (await artifacts.open(artifact_id)).manifest
+    if is_bundle(manifest):
+        (file,) = manifest.files
+        async for part in artifacts.stream(file, 0, file.size):
+            yield part
+        return
+    compressor = zstandard.ZstdCompressor(level=LEVEL, threads=0, write_checksum=True).compressobj()
+    written = 0
+    async for part in _tar(artifacts, manifest):
+        written += len(part)
+        if packed := await asyncio.to_thread(compressor.compress, part):
+            yield packed
+    end = b"\0" * (2 * tarfile.BLOCKSIZE)
+    end += b"\0" * (-(written + len(end)) % tarfile.RECORDSIZE)
+    yield compressor.compress(end) + compressor.flush()
+
+
+def is_bundle(manifest: Manifest) -> bool:
+    return [file.path for file in manifest.files] == [BLOB_PATH]
+
+
+async def _tar(artifacts: Artifacts, manifest: Manifest) -> AsyncIterator[bytes]:
+    for file in manifest.files:
+        yield _header(file)
+        async for part in artifacts.stream(file, 0, file.size):
+            yield part
+        if padding := -file.size % tarfile.BLOCKSIZE:
+            yield b"\0" * padding
+
+
+def _header(file: File) -> bytes:
+    entry = tarfile.TarInfo(file.path)
+    entry.size = file.size
+    entry.mode = int(file.mode, 8)
+    entry.mtime = 0
+    return entry.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
+
+
+def _line(row: LineageRow) -> IndexLine:
+    made = row.lineage
+    return IndexLine(
+        artifact=row.artifact_id,
+        sha256=row.artifact_id.rpartition("_")[2],
+        path=place(row),
+        model=made.model,
+        mode=made.mode,
+        job_id=made.job_id,
+        host_id=made.host_id,
+        epoch=made.epoch,
+        size=row.size,
+        created=row.committed_at_s,
+        metrics=dict(made.metrics),
+        code=made.code,
+        data=made.data,
+        parents=made.parents,
+    )

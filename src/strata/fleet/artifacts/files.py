@@ -1,0 +1,196 @@
+"""A folder becomes a manifest, and a manifest a folder: the agent's side. Standard library and `strata.base` only.
+
+Both directions trust nobody: a folder is read without following links, and a manifest is checked again before anything
+of it is written, so that no hub can make a host write outside the folder it chose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final, Literal
+
+from strata.base.digest import sha256_hex
+from strata.base.errors import Code, StrataError
+from strata.fleet.artifacts.manifest import CHUNK_BYTES, File, Limits, Manifest, check_manifest
+
+_FOLLOW_NOT: Final = getattr(os, "O_NOFOLLOW", 0)
+_BINARY: Final = getattr(os, "O_BINARY", 0)
+
+Fetch = Callable[[str, int], bytes]
+"""Gets a chunk by digest and size; what it returns is verified here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk and one place in the folder where its bytes are."""
+
+    digest: str
+    size: int
+    path: str
+    offset: int
+
+
+def scan(folder: Path, *, links: Literal["refuse", "skip"] = "refuse", limits: Limits | None = None) -> Manifest:
+    """The manifest of all files below a folder; empty folders leave no trace.
+
+    A link, device or socket is INVALID, or left out with `links="skip"`: an artifact holds files only.
+    """
+    files = [_describe(folder, path) for path in sorted(_walk(folder, "", skip=links == "skip"))]
+    if not files:
+        raise StrataError(Code.INVALID, f"there is no file in {folder}")
+    return check_manifest(Manifest(files=tuple(files)), limits or Limits())
+
+
+def pieces(manifest: Manifest, missing: Mapping[str, object]) -> Iterator[Piece]:
+    """Where to read each missing chunk, each once, in the order of the files."""
+    seen: set[str] = set()
+    for file in manifest.files:
+        for number, chunk in enumerate(file.sized_chunks()):
+            if chunk.digest in missing and chunk.digest not in seen:
+                seen.add(chunk.digest)
+                yield Piece(chunk.digest, chunk.size, file.path, number * CHUNK_BYTES)
+
+
+def read_piece(folder: Path, piece: Piece) -> bytes:
+    """Its bytes; CONFLICT if the file is not what it was when it was scanned."""
+    with _open(folder, piece.path) as file:
+        file.seek(piece.offset)
+        content = file.read(piece.size)
+    if sha256_hex(content) != piece.digest:
+        raise _changed(piece.path)
+    return content
+
+
+def materialise(manifest: Manifest, fetch: Fetch, target: Path, *, limits: Limits | None = None) -> None:
+    """Write the files of a manifest to `target`, which appears at once and whole, or not at all.
+
+    CONFLICT if something is there already; CORRUPT if what was fetched is not what the manifest says.
+    """
+    check_manifest(manifest, limits or Limits())
+    if target.is_symlink() or target.exists():
+        raise StrataError(Code.CONFLICT, f"{target} is there already", hint="choose another folder")
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    beside.mkdir(mode=0o700)
+    try:
+        for file in manifest.files:
+            _write(file, fetch, beside)
+        folders = sorted((path for path in beside.rglob("*") if path.is_dir()), reverse=True)
+        for folder in (*folders, beside):
+            sync_folder(folder)
+        try:
+            beside.rename(target)
+        except OSError as error:
+            raise StrataError(Code.CONFLICT, f"{target} is there already: {error.strerror}") from error
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names durable. Windows has no such call and does it by itself."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _walk(folder: Path, prefix: str, *, skip: bool) -> Iterator[str]:
+    with os.scandir(folder / prefix if prefix else folder) as entries:
+        for entry in entries:
+            path = f"{prefix}/{entry.name}" if prefix else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(folder, path, skip=skip)
+            elif entry.is_file(follow_symlinks=False):
+                yield path
+            elif not skip:
+                raise StrataError(Code.INVALID, f"{path!r} is neither file nor folder; an artifact holds files only")
+
+
+def _describe(folder: Path, path: str) -> File:
+    whole = hashlib.sha256()
+    chunks: list[str] = []
+    size = 0
+    with _open(folder, path) as file:
+        before = os.fstat(file.fileno())
+        while content := file.read(CHUNK_BYTES):
+            chunks.append(sha256_hex(content))
+            # A file of one chunk has that chunk's digest; only longer ones are hashed twice.
+            if chunks[1:] or len(content) == CHUNK_BYTES:
+                whole.update(content)
+            size += len(content)
+        after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or size != after.st_size:
+        raise _changed(path)
+    executable = bool(after.st_mode & stat.S_IXUSR) and os.name == "posix"
+    return File(
+        path=path,
+        size=size,
+        sha256=chunks[0] if len(chunks) == 1 else whole.hexdigest(),
+        chunks=tuple(chunks),
+        mode="0755" if executable else "0644",
+    )
+
+
+def _open(folder: Path, path: str) -> BinaryIO:
+    """A regular file, reached through no link: whoever owns the folder may swap one in while it is read."""
+    try:
+        descriptor = _descend(folder, path.split("/"))
+    except OSError as error:
+        raise StrataError(Code.CONFLICT, f"cannot read {path!r}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StrataError(Code.CONFLICT, f"{path!r} is not a file any more")
+    return os.fdopen(descriptor, "rb")
+
+
+def _descend(folder: Path, parts: list[str]) -> int:
+    if os.open not in os.supports_dir_fd:
+        return os.open(folder.joinpath(*parts), os.O_RDONLY | _BINARY)
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name in parts[:-1]:
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = inner
+        # A pipe would make the opening wait for its other end.
+        return os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
+    finally:
+        os.close(at)
+
+
+def _write(file: File, fetch: Fetch, folder: Path) -> None:
+    place = folder / file.path
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    whole = hashlib.sha256()
+    mode = int(file.mode, 8)
+    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FOLLOW_NOT | _BINARY, mode)
+    with os.fdopen(descriptor, "wb") as written:
+        for chunk in file.sized_chunks():
+            content = fetch(chunk.digest, chunk.size)
+            if len(content) != chunk.size or sha256_hex(content) != chunk.digest:
+                raise StrataError(Code.CORRUPT, f"what was fetched as {chunk.digest} is something else")
+            if len(file.chunks) > 1:
+                whole.update(content)
+            written.write(content)
+        if len(file.chunks) > 1 and whole.hexdigest() != file.sha256:
+            raise StrataError(Code.CORRUPT, f"{file.path!r} is not the file its maker said it was")
+        written.flush()
+        os.fsync(written.fileno())
+    with suppress(NotImplementedError):
+        place.chmod(mode)
+
+
+def _changed(path: str) -> StrataError:
+    return StrataError(Code.CONFLICT, f"{path!r} changed while it was read", hint="scan the folder again")

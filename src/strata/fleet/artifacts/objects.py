@@ -1,0 +1,215 @@
+"""Chunks in object storage that speaks S3, through obstore.
+
+    PREFIX/chunks/ab/ab12…           a chunk; only the hub writes here, and only bytes it has verified
+    PREFIX/incoming/OWNER/ab12…      what hosts put through signed URLs
+    PREFIX/checking/…                a copy of that, out of the host's reach, while it is verified
+    PREFIX/quarantine/…              what was found to be something else than its name says
+
+A signed URL cannot bind the content it will receive: obstore signs no headers, and a checksum header would make the
+store's word the proof. So what came past the hub is read back once. It is copied by the store first, since its sender
+could replace it between the check and the use; the verified copy becomes the chunk by another copy inside the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Final, Literal
+
+import obstore
+from obstore import exceptions
+from obstore.store import S3Store
+
+from strata.base.digest import sha256_hex
+from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
+from strata.fleet.artifacts.disk import corrupt
+from strata.fleet.artifacts.manifest import Chunk
+from strata.fleet.artifacts.ports import Signer
+
+PUTS: Final = 8
+"""Chunks in memory at once. A store of objects takes a chunk whole, so that one is held until it was verified."""
+
+
+class ObjectChunks:
+    """On a bucket of its own, or below a prefix of one."""
+
+    def __init__(self, store: S3Store, *, prefix: str = "") -> None:
+        self._store = store
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self._slots = asyncio.Semaphore(PUTS)
+
+    @property
+    def signer(self) -> Signer:
+        return self
+
+    async def put(self, chunk: Chunk, body: AsyncIterable[bytes], *, owner: str = "", offset: int = 0) -> None:
+        del owner
+        if offset:
+            raise StrataError(
+                Code.CONFLICT, f"nothing of {chunk.digest} is here", hint="send it from the beginning", received=0
+            )
+        async with self._slots:
+            content = await _collect(chunk, body)
+            if await asyncio.to_thread(sha256_hex, content) != chunk.digest:
+                raise StrataError(
+                    Code.INVALID,
+                    f"the bytes sent as {chunk.digest} are others",
+                    hint="read the file again and send it from the beginning",
+                )
+            key = self._chunk(chunk.digest)
+            failpoint("artifacts.objects.before_put")
+            with translated(key):
+                try:
+                    await obstore.put_async(self._store, key, content, mode="create")
+                except exceptions.AlreadyExistsError:
+                    if not await self._holds(key, chunk):
+                        await obstore.put_async(self._store, key, content)
+            failpoint("artifacts.objects.after_put")
+
+    async def received(self, digests: Sequence[str], owner: str) -> Mapping[str, int]:
+        del digests, owner
+        return {}
+
+    async def read(self, chunk: Chunk) -> bytes:
+        key = self._chunk(chunk.digest)
+        content = await self._load(key, chunk)
+        if content is None:
+            raise StrataError(Code.NOT_FOUND, f"there is no chunk {chunk.digest}")
+        if not await _is(chunk, content):
+            raise corrupt(chunk, "its bytes are others")
+        return content
+
+    async def has(self, digest: str) -> bool:
+        with translated(digest):
+            try:
+                await obstore.head_async(self._store, self._chunk(digest))
+            except FileNotFoundError:
+                return False
+        return True
+
+    async def delete(self, digest: str) -> None:
+        await self._delete(self._chunk(digest))
+
+    async def quarantine(self, chunk: Chunk) -> bool:
+        try:
+            await self.read(chunk)
+        except StrataError as error:
+            if error.code is Code.CORRUPT:
+                key = self._chunk(chunk.digest)
+                with translated(key):
+                    await obstore.copy_async(self._store, key, f"{self._prefix}quarantine/{chunk.digest}")
+                await self._delete(key)
+            return True
+        return False
+
+    async def free_bytes(self) -> int | None:
+        return None
+
+    async def sign_put(self, digests: Sequence[str], owner: str, expires_s: float) -> Sequence[str]:
+        return await self._sign("PUT", [self._incoming(digest, owner) for digest in digests], expires_s)
+
+    async def sign_get(self, digests: Sequence[str], expires_s: float) -> Sequence[str]:
+        return await self._sign("GET", [self._chunk(digest) for digest in digests], expires_s)
+
+    async def adopt(self, chunk: Chunk, owner: str) -> bool:
+        sent = self._incoming(chunk.digest, owner)
+        held = f"{self._prefix}checking/{chunk.digest}.{secrets.token_hex(8)}"
+        async with self._slots:
+            with translated(sent):
+                try:
+                    if (await obstore.head_async(self._store, sent))["size"] != chunk.size:
+                        await self._delete(sent)
+                        return False
+                    await obstore.copy_async(self._store, sent, held)
+                except FileNotFoundError:
+                    return False
+                failpoint("artifacts.objects.before_check")
+                right = await self._holds(held, chunk)
+                failpoint("artifacts.objects.before_adopt")
+                if right:
+                    await obstore.copy_async(self._store, held, self._chunk(chunk.digest))
+            failpoint("artifacts.objects.after_adopt")
+            await self._delete(held, sent)
+        return right
+
+    async def tidy(self, before_s: float) -> int:
+        old: list[str] = []
+        for folder in ("incoming", "checking"):
+            with translated(folder):
+                async for page in obstore.list(self._store, f"{self._prefix}{folder}/", chunk_size=1000):
+                    old += [each["path"] for each in page if each["last_modified"].timestamp() < before_s]
+        await self._delete(*old)
+        return len(old)
+
+    async def close(self) -> None: ...
+
+    async def _load(self, key: str, chunk: Chunk) -> bytes | None:
+        """What is there, or nothing of it if that has another size; None if nothing is there."""
+        with translated(key):
+            try:
+                found = await obstore.get_async(self._store, key)
+                if found.meta["size"] != chunk.size:
+                    return b""
+                return (await found.bytes_async()).to_bytes()
+            except FileNotFoundError:
+                return None
+
+    async def _holds(self, key: str, chunk: Chunk) -> bool:
+        content = await self._load(key, chunk)
+        return content is not None and await _is(chunk, content)
+
+    async def _sign(self, method: Literal["GET", "PUT"], keys: Sequence[str], expires_s: float) -> Sequence[str]:
+        if not keys:
+            return []
+        with translated(keys[0]):
+            return await obstore.sign_async(self._store, method, keys, timedelta(seconds=expires_s))
+
+    async def _delete(self, *keys: str) -> None:
+        with translated(keys[0] if keys else ""):
+            for start in range(0, len(keys), 1000):
+                try:
+                    await obstore.delete_async(self._store, keys[start : start + 1000])
+                except FileNotFoundError:
+                    continue
+
+    def _chunk(self, digest: str) -> str:
+        return f"{self._prefix}chunks/{digest[:2]}/{digest}"
+
+    def _incoming(self, digest: str, owner: str) -> str:
+        return f"{self._prefix}incoming/{sha256_hex(owner.encode())[:32]}/{digest}"
+
+
+async def _collect(chunk: Chunk, body: AsyncIterable[bytes]) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in body:
+        size += len(part)
+        if size > chunk.size:
+            raise StrataError(Code.INVALID, f"more than the {chunk.size} bytes of {chunk.digest} were sent")
+        parts.append(part)
+    if size < chunk.size:
+        message = f"only {size} of the {chunk.size} bytes of {chunk.digest} were sent"
+        raise StrataError(Code.PRECONDITION, message, hint="send it again", received=0)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _is(chunk: Chunk, content: bytes) -> bool:
+    return len(content) == chunk.size and await asyncio.to_thread(sha256_hex, content) == chunk.digest
+
+
+@contextmanager
+def translated(key: str) -> Iterator[None]:
+    """What obstore raises, as our one error; only the first line of its messages is for people."""
+    try:
+        yield
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise StrataError(
+            Code.FORBIDDEN, "the object store refuses access: the hub's keys are wrong or may not do this", key=key
+        ) from error
+    except (exceptions.BaseError, OSError) as error:
+        said = str(error).partition("\n")[0]
+        raise StrataError(Code.UNAVAILABLE, f"the object store does not answer for {key}: {said}", key=key) from error

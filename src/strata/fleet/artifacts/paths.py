@@ -1,0 +1,95 @@
+"""Which paths an artifact may have: such as mean the same file on Linux, macOS and Windows, and no file outside.
+
+An artifact is made on one host and unpacked on another. A name that one of them cannot have, or would read as another
+name, is refused where the artifact is made and again where it is unpacked: neither side trusts the other.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable
+from typing import Final
+
+from strata.base.errors import Code, StrataError
+
+MAX_PATH_BYTES: Final = 1024
+MAX_NAME_BYTES: Final = 255
+MAX_DEPTH: Final = 32
+
+# Windows: separators, drive letters and streams (`:`), wildcards, redirections; everywhere: control characters.
+_FORBIDDEN: Final = re.compile(r'[\x00-\x1f\x7f-\x9f\\:<>"|?*]')
+# Devices, whatever extension follows; Windows reads superscript digits as digits.
+_DEVICE: Final = re.compile(r"(?:con|prn|aux|nul|conin\$|conout\$|(?:com|lpt)[0-9\u00b9\u00b2\u00b3])(?:[ .].*)?", re.I)
+
+
+def check_path(path: str) -> str:
+    """`path` if an artifact may have it; INVALID with the reason otherwise."""
+    reason = _refusal(path)
+    if reason is not None:
+        raise StrataError(Code.INVALID, f"an artifact cannot have the path {_shown(path)}: {reason}", path=_shown(path))
+    return path
+
+
+def check_together(paths: Iterable[str]) -> None:
+    """INVALID if two of these cannot lie in one folder of a file system that ignores the case of letters."""
+    spellings: dict[str, str] = {}
+    files: set[str] = set()
+    folders: set[str] = set()
+    for path in paths:
+        parts = path.split("/")
+        for depth in range(1, len(parts) + 1):
+            spelled = "/".join(parts[:depth])
+            folded = fold(spelled)
+            other = spellings.setdefault(folded, spelled)
+            if other != spelled:
+                raise _clash(other, spelled, "they differ only in the case of letters")
+            (files if depth == len(parts) else folders).add(folded)
+        if fold(path) in folders:
+            raise _clash(path, f"{path}/…", "a file cannot be a folder too")
+    for folded in files & folders:
+        raise _clash(spellings[folded], f"{spellings[folded]}/…", "a file cannot be a folder too")
+
+
+def fold(path: str) -> str:
+    """Two paths with the same folded form are one file on a file system that ignores case."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
+
+
+def _clash(one: str, other: str, reason: str) -> StrataError:
+    return StrataError(Code.INVALID, f"the paths {_shown(one)} and {_shown(other)} cannot be together: {reason}")
+
+
+def _refusal(path: str) -> str | None:  # noqa: PLR0911 - one return for each reason
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError:
+        return "it is not Unicode text"
+    if not path or len(encoded) > MAX_PATH_BYTES:
+        return f"it is {len(encoded)} bytes long; 1 to {MAX_PATH_BYTES} are allowed"
+    if found := _FORBIDDEN.search(path):
+        return f"it has the character {found[0]!r}"
+    if unicodedata.normalize("NFC", path) != path:
+        return "it is not in Unicode's composed form (NFC)"
+    if path.startswith("/"):
+        return "it is absolute"
+    names = path.split("/")
+    if len(names) > MAX_DEPTH:
+        return f"it is more than {MAX_DEPTH} folders deep"
+    return next((reason for name in names if (reason := _name_refusal(name)) is not None), None)
+
+
+def _name_refusal(name: str) -> str | None:
+    if name in ("", ".", ".."):
+        return f"it has the part {name!r}"
+    if name[-1] in " .":
+        return f"the name {_shown(name)} ends in a dot or a space, which Windows drops"
+    if _DEVICE.fullmatch(name):
+        return f"{_shown(name)} is the name of a device on Windows"
+    if len(name.encode()) > MAX_NAME_BYTES:
+        return f"a name in it is longer than {MAX_NAME_BYTES} bytes"
+    return None
+
+
+def _shown(path: str) -> str:
+    return ascii(path if len(path) <= 120 else f"{path[:120]}…")

@@ -1,0 +1,228 @@
+"""What artifacts ask of a place for bytes and of a database: two ports, each with two adapters and one suite of tests.
+
+`ChunkStore` holds bytes under their digest, on disk (`disk`) or in object storage (`objects`). Whatever lies there was
+verified before it became visible, so a part of a chunk can never be read. `Index` knows which chunks there are, which
+artifacts need them and where those came from (`sqlite`, `postgres`). Each of its methods is one transaction, with the
+events of what it changed. Time is an argument; the hub's clock counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from strata.database.events import Recorded
+from strata.fleet.artifacts.manifest import Chunk, Kind, Lineage, Manifest
+from strata.fleet.artifacts.states import State
+from strata.fleet.ports import Hold
+
+
+class Signer(Protocol):
+    """Lets a host put and get chunks by URLs that are good for one thing and for a while."""
+
+    async def sign_put(self, digests: Sequence[str], owner: str, expires_s: float) -> Sequence[str]:
+        """For each an URL to which its owner may PUT it. What comes that way counts only once it is adopted."""
+
+    async def sign_get(self, digests: Sequence[str], expires_s: float) -> Sequence[str]: ...
+
+    async def adopt(self, chunk: Chunk, owner: str) -> bool:
+        """Verify what the owner sent to a signed URL and make it the chunk; False if nothing right is there."""
+
+
+class ChunkStore(Protocol):
+    """Refuses what is not the chunk it is said to be with INVALID, and a full disk with EXHAUSTED."""
+
+    @property
+    def signer(self) -> Signer | None:
+        """How hosts send to it and read from it past the hub; None where all goes through the hub."""
+
+    async def put(self, chunk: Chunk, body: AsyncIterable[bytes], *, owner: str = "", offset: int = 0) -> None:
+        """Durable and visible when this returns; what was there under the digest is replaced.
+
+        When `body` breaks off, what came of it may be kept for the same owner, who can go on from `received`. Any other
+        offset is CONFLICT. A wrong byte anywhere makes the whole chunk start over.
+        """
+
+    async def received(self, digests: Sequence[str], owner: str) -> Mapping[str, int]:
+        """Of which broken-off puts something is there, and how much."""
+
+    async def read(self, chunk: Chunk) -> bytes:
+        """Verified: CORRUPT if the bytes are not the chunk, NOT_FOUND if there are none."""
+
+    async def has(self, digest: str) -> bool: ...
+
+    async def delete(self, digest: str) -> None:
+        """No matter whether it is there."""
+
+    async def quarantine(self, chunk: Chunk) -> bool:
+        """Put bytes that are not the chunk out of sight, for a person to look at; False if they are right after all."""
+
+    async def free_bytes(self) -> int | None:
+        """How much more may be stored before it refuses; None where nobody can tell."""
+
+    async def tidy(self, before_s: float) -> int:
+        """Remove the rests of uploads that nobody has touched since; how many."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The row of a chunk. Its number is never used again, so a writer that was overtaken by a removal is noticed."""
+
+    number: int
+    digest: str
+    state: State
+    size: int
+    """0 until it was stored once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArtifactRow:
+    id: str
+    manifest: Manifest
+    size: int
+    committed_at_s: float
+    pinned: str = ""
+    """Why it is kept whatever the policy says; empty if it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageRow:
+    id: str
+    seq: int
+    """Grows with each record, so the latest is the highest."""
+    artifact_id: str
+    size: int
+    committed_at_s: float
+    lineage: Lineage
+    pinned: str = ""
+    removed_at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    artifact_id: str
+    lineage_id: str
+    new: bool
+    """False when this very commit had been made before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageFilter:
+    artifact_ids: Sequence[str] = ()
+    job_id: str = ""
+    model: str = ""
+    mode: str = ""
+    kind: Kind | None = None
+    parent: str = ""
+    """Only what was made from this artifact."""
+    metric: str = ""
+    """Order by it, and only what has it; else the latest come first."""
+    best: Literal["max", "min"] = "max"
+    removed: bool = False
+    """Also what was removed since."""
+    before_seq: int = 2**62
+    """Paging: the `seq` of the last row of the page before. Not with `metric`."""
+    limit: int = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    artifacts: int
+    chunks: int
+    bytes: int
+    damaged: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    manifest: Manifest
+    lineage: Lineage
+    hold: Hold | None = None
+    """The attempt it is committed for: refused with STALE when that is over."""
+    blob: str = ""
+    """The SHA-256 under which its only file was uploaded and verified as a whole."""
+    actor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a collection did, or would do."""
+
+    condemned: Sequence[Chunk] = field(default=())
+    erased: Sequence[Chunk] = field(default=())
+
+
+class Index(Protocol):
+    """Unknown ids raise NOT_FOUND, removed artifacts GONE."""
+
+    async def reserve(self, digests: Sequence[str], now_s: float, *, stale_after_s: float) -> Mapping[str, Slot]:
+        """A row for each, and nobody removes them for a while: what was doomed is wanted again.
+
+        A row that was wanted less than `stale_after_s` ago is left as it is, so that asking twice costs one write.
+        """
+
+    async def slots(self, digests: Sequence[str]) -> Mapping[str, Slot]:
+        """Those that there are."""
+
+    async def stored(self, slots: Sequence[Slot], now_s: float) -> None:
+        """Their bytes, of their sizes, are in the store. CONFLICT if a row was removed since it was reserved."""
+
+    async def damaged(self, digest: str, reason: str, now_s: float) -> None:
+        """Its bytes are wrong or gone: it is missing from now on."""
+
+    async def commit(self, commit: Commit, now_s: float) -> Committed:
+        """The artifact, its references and its lineage, if every chunk is there with the right size.
+
+        PRECONDITION names the chunks that are missing. The same commit again gets the same answer, also when the
+        attempt is over by then. An artifact that was removed is there again.
+        """
+
+    async def artifact(self, artifact_id: str) -> ArtifactRow: ...
+
+    async def blob(self, sha256: str) -> str:
+        """The artifact that was uploaded as this blob."""
+
+    async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
+        """Ids of artifacts that begin so, with or without their `artifact1_`."""
+
+    async def lineages(self, wanted: LineageFilter) -> Sequence[LineageRow]: ...
+
+    async def referenced(self) -> Mapping[str, str]:
+        """Artifacts that a job needs or points to, and why: `checkpoint` of an unfinished one, `result` of another."""
+
+    async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float) -> None:
+        """Keep it whatever a policy says; an empty reason lets it go."""
+
+    async def remove(
+        self, artifact_id: str, reason: str, actor: str, now_s: float, *, upto_seq: int | None = None
+    ) -> bool:
+        """Let go of its chunks; the lineage stays. PRECONDITION if it is pinned or an unfinished job's checkpoint.
+
+        With `upto_seq`, False and unchanged if it was committed again since that lineage. Removed before: False.
+        """
+
+    async def condemnable(self, before_s: float, limit: int) -> Sequence[Chunk]:
+        """What `condemn` would take."""
+
+    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[Chunk]:
+        """Doom stored chunks that nothing refers to and nobody has wanted since."""
+
+    async def erasable(self, before_s: float, limit: int) -> Sequence[Chunk]: ...
+
+    async def erase(self, before_s: float, limit: int) -> Sequence[Slot]:
+        """Take rows that were doomed, never arrived or stayed damaged since, unreferenced: their bytes may go now."""
+
+    async def erased(self, slots: Sequence[Slot]) -> None:
+        """Their bytes are gone, and so are the rows."""
+
+    async def least_checked(self, before_s: float, limit: int) -> Sequence[Slot]:
+        """Stored chunks that were not checked since, the longest unchecked first."""
+
+    async def checked(self, slots: Sequence[Slot], now_s: float) -> None: ...
+
+    async def usage(self) -> Usage: ...
+
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[Recorded]: ...

@@ -1,0 +1,325 @@
+"""The index of artifacts in PostgreSQL: short transactions on rows they have locked.
+
+Order of locks, so that no two transactions wait for each other: the job's row, the artifact, then chunks by digest.
+A collection passes over chunks that somebody holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from strata.database import events
+from strata.database.events import Event as Record
+from strata.database.events import record_postgres
+from strata.database.postgres import Connections
+from strata.fleet.artifacts import rows
+from strata.fleet.artifacts.manifest import Chunk
+from strata.fleet.artifacts.ports import ArtifactRow, Commit, Committed, LineageFilter, LineageRow, Slot, Usage
+from strata.fleet.artifacts.states import Event, State, among, becomes
+
+Connection = Any
+"""A psycopg connection: only the adapters of `strata.database` know its type."""
+
+_UNREFERENCED: Final = "NOT EXISTS (SELECT 1 FROM artifact_ref WHERE chunk = number)"
+_CONDEMNABLE: Final = (
+    f"FROM artifact_chunk WHERE state IN {among(Event.CONDEMN)} AND wanted_at <= %(before)s AND {_UNREFERENCED}"
+    " ORDER BY wanted_at, number LIMIT %(limit)s"
+)
+_ERASABLE: Final = (
+    f"FROM artifact_chunk WHERE state IN {among(Event.ERASE)}"
+    f" AND (state = '{State.DELETING}' OR wanted_at <= %(before)s) AND {_UNREFERENCED}"
+    " ORDER BY wanted_at, number LIMIT %(limit)s"
+)
+_SELECT_SLOTS: Final = f"SELECT {rows.SLOT} FROM artifact_chunk WHERE digest = ANY(%(digests)s) ORDER BY digest"
+_LOCKED: Final = "FOR UPDATE SKIP LOCKED"
+
+
+class PostgresIndex:
+    """On a database that has the components `event`, `fleet` and `artifact`."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    async def reserve(self, digests: Sequence[str], now_s: float, *, stale_after_s: float) -> Mapping[str, Slot]:
+        ordered = sorted(set(digests))
+        found: dict[str, Slot] = {}
+        async with self._connections.transaction() as connection:
+            # A row that was in the way of an insert may be erased before it is read: then it is inserted after all.
+            while missing := [digest for digest in ordered if digest not in found]:
+                await connection.execute(
+                    "INSERT INTO artifact_chunk (digest, state, size, wanted_at, checked_at)"
+                    f" SELECT digest, '{State.INCOMING}', 0, %(now)s, 0 FROM unnest(%(new)s::text[]) AS n (digest)"
+                    " ORDER BY digest ON CONFLICT (digest) DO NOTHING",
+                    {"now": now_s, "new": missing},
+                )
+                await connection.execute(
+                    f"UPDATE artifact_chunk SET wanted_at = %(now)s, state = {becomes(Event.RESERVE)}"
+                    " WHERE number IN (SELECT number FROM artifact_chunk WHERE digest = ANY(%(digests)s)"
+                    f" AND state IN {among(Event.RESERVE)} AND (wanted_at <= %(stale)s OR state = '{State.DOOMED}')"
+                    " ORDER BY digest FOR UPDATE)",
+                    {"now": now_s, "digests": missing, "stale": now_s - stale_after_s},
+                )
+                found |= await _slots(connection, missing)
+        return found
+
+    async def slots(self, digests: Sequence[str]) -> Mapping[str, Slot]:
+        found = await self._connections.run(_SELECT_SLOTS, {"digests": list(digests)})
+        return {slot.digest: slot for slot in map(rows.slot_of, found)}
+
+    async def stored(self, slots: Sequence[Slot], now_s: float) -> None:
+        async with self._connections.transaction() as connection:
+            there = await _slots(connection, [slot.digest for slot in slots], lock=True)
+            for slot in slots:
+                found = there.get(slot.digest)
+                if found is None or found.number != slot.number or found.state is State.DELETING:
+                    raise rows.overtaken(slot.digest)
+            await connection.execute(
+                f"UPDATE artifact_chunk c SET state = {becomes(Event.STORE)}, size = s.size, wanted_at = %(now)s,"
+                " checked_at = %(now)s FROM unnest(%(numbers)s::bigint[], %(sizes)s::bigint[]) AS s (number, size)"
+                f" WHERE c.number = s.number AND state IN {among(Event.STORE)}",
+                {
+                    "now": now_s,
+                    "numbers": [slot.number for slot in slots],
+                    "sizes": [slot.size for slot in slots],
+                },
+            )
+
+    async def damaged(self, digest: str, reason: str, now_s: float) -> None:
+        async with self._connections.transaction() as connection:
+            changed = await connection.execute(
+                f"UPDATE artifact_chunk SET state = {becomes(Event.DAMAGE)}, wanted_at = %s"
+                f" WHERE digest = %s AND state IN {among(Event.DAMAGE)}",
+                (now_s, digest),
+            )
+            if changed.rowcount:
+                await record_postgres(connection, [Record(now_s, "hub", "chunk.damaged", digest, {"reason": reason})])
+
+    async def commit(self, commit: Commit, now_s: float) -> Committed:
+        async with self._connections.transaction() as connection:
+            return await _commit(connection, commit, now_s)
+
+    async def artifact(self, artifact_id: str) -> ArtifactRow:
+        found = await self._connections.run(
+            f"SELECT {rows.ARTIFACT} FROM artifact WHERE id = %(id)s", {"id": artifact_id}
+        )
+        return rows.artifact_of(found[0] if found else None, artifact_id)
+
+    async def blob(self, sha256: str) -> str:
+        found = await self._connections.run(
+            "SELECT artifact_id FROM artifact_blob WHERE sha256 = %(sha256)s", {"sha256": sha256}
+        )
+        if not found:
+            raise rows.unknown_blob(sha256)
+        return str(found[0][0])
+
+    async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
+        whole = prefix if prefix.startswith("artifact") else f"artifact1_{prefix}"
+        # '~' sorts after every character of an id.
+        found = await self._connections.run(
+            "SELECT id FROM artifact WHERE id >= %(low)s AND id < %(high)s AND removed_at IS NULL"
+            " ORDER BY id LIMIT %(limit)s",
+            {"low": whole, "high": f"{whole}~", "limit": limit},
+        )
+        return [id_ for (id_,) in found]
+
+    async def lineages(self, wanted: LineageFilter) -> Sequence[LineageRow]:
+        query, values = rows.lineage_query(wanted, lambda name: f"%({name})s", "= ANY(%(ids)s)")
+        return [rows.lineage_of(row) for row in await self._connections.run(query, values)]
+
+    async def referenced(self) -> Mapping[str, str]:
+        return dict(await self._connections.run(rows.REFERENCED, {}))
+
+    async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float) -> None:
+        async with self._connections.transaction() as connection:
+            row = await _artifact(connection, artifact_id)
+            if rows.artifact_of(row, artifact_id).pinned != reason:
+                await connection.execute("UPDATE artifact SET pinned = %s WHERE id = %s", (reason, artifact_id))
+                kind = "artifact.pinned" if reason else "artifact.unpinned"
+                await record_postgres(connection, [Record(now_s, actor, kind, artifact_id, {"reason": reason})])
+
+    async def remove(
+        self, artifact_id: str, reason: str, actor: str, now_s: float, *, upto_seq: int | None = None
+    ) -> bool:
+        async with self._connections.transaction() as connection:
+            row = await _artifact(connection, artifact_id)
+            needed = await connection.execute(
+                "SELECT 1 FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = %s"
+                f" AND j.checkpoint = l.artifact_id AND j.status NOT IN {rows.FINISHED}",
+                (artifact_id,),
+            )
+            if not rows.check_removable(row, artifact_id, needed=bool(needed.rowcount)):
+                return False
+            newer = await connection.execute(
+                "SELECT 1 FROM artifact_lineage WHERE artifact_id = %s AND seq > %s", (artifact_id, upto_seq)
+            )
+            if upto_seq is not None and newer.rowcount:
+                return False
+            await _let_go(connection, artifact_id, now_s)
+            await record_postgres(
+                connection, [Record(now_s, actor, "artifact.removed", artifact_id, {"reason": reason})]
+            )
+            return True
+
+    async def condemnable(self, before_s: float, limit: int) -> Sequence[Chunk]:
+        return _chunks(
+            await self._connections.run(f"SELECT {rows.SLOT} {_CONDEMNABLE}", {"before": before_s, "limit": limit})
+        )
+
+    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[Chunk]:
+        # A commit that came between changed `wanted_at`, which is compared again once the row is locked.
+        return _chunks(
+            await self._connections.run(
+                f"UPDATE artifact_chunk SET state = {becomes(Event.CONDEMN)}, wanted_at = %(now)s"
+                f" WHERE number IN (SELECT number {_CONDEMNABLE} {_LOCKED}) RETURNING {rows.SLOT}",
+                {"now": now_s, "before": before_s, "limit": limit},
+            )
+        )
+
+    async def erasable(self, before_s: float, limit: int) -> Sequence[Chunk]:
+        return _chunks(
+            await self._connections.run(f"SELECT {rows.SLOT} {_ERASABLE}", {"before": before_s, "limit": limit})
+        )
+
+    async def erase(self, before_s: float, limit: int) -> Sequence[Slot]:
+        found = await self._connections.run(
+            f"UPDATE artifact_chunk SET state = {becomes(Event.ERASE)}"
+            f" WHERE number IN (SELECT number {_ERASABLE} {_LOCKED}) RETURNING {rows.SLOT}",
+            {"before": before_s, "limit": limit},
+        )
+        return [rows.slot_of(row) for row in found]
+
+    async def erased(self, slots: Sequence[Slot]) -> None:
+        await self._connections.write(
+            f"DELETE FROM artifact_chunk WHERE number = ANY(%(numbers)s) AND state = '{State.DELETING}'",
+            {"numbers": [slot.number for slot in slots]},
+        )
+
+    async def least_checked(self, before_s: float, limit: int) -> Sequence[Slot]:
+        found = await self._connections.run(
+            f"SELECT {rows.SLOT} FROM artifact_chunk WHERE state = '{State.STORED}' AND checked_at < %(before)s"
+            " ORDER BY checked_at, number LIMIT %(limit)s",
+            {"before": before_s, "limit": limit},
+        )
+        return [rows.slot_of(row) for row in found]
+
+    async def checked(self, slots: Sequence[Slot], now_s: float) -> None:
+        await self._connections.write(
+            "UPDATE artifact_chunk SET checked_at = %(now)s WHERE number IN (SELECT number FROM artifact_chunk"
+            " WHERE number = ANY(%(numbers)s) ORDER BY digest FOR UPDATE)",
+            {"now": now_s, "numbers": [slot.number for slot in slots]},
+        )
+
+    async def usage(self) -> Usage:
+        ((artifacts,),) = await self._connections.run("SELECT count(*) FROM artifact WHERE removed_at IS NULL", {})
+        ((chunks, size, damaged),) = await self._connections.run(
+            f"SELECT count(*) FILTER (WHERE state IN {among(Event.DAMAGE)}),"
+            f" coalesce(sum(size) FILTER (WHERE state IN {among(Event.DAMAGE)}), 0)::bigint,"
+            f" count(*) FILTER (WHERE state = '{State.DAMAGED}') FROM artifact_chunk",
+            {},
+        )
+        return Usage(artifacts=artifacts, chunks=chunks, bytes=size, damaged=damaged)
+
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.Recorded]:
+        return await events.read_postgres(self._connections, after, limit, subject=subject)
+
+
+async def _slots(connection: Connection, digests: Sequence[str], *, lock: bool = False) -> dict[str, Slot]:
+    cursor = await connection.execute(f"{_SELECT_SLOTS} {'FOR UPDATE' if lock else ''}", {"digests": list(digests)})
+    return {slot.digest: slot for slot in map(rows.slot_of, await cursor.fetchall())}
+
+
+def _chunks(found: Sequence[Any]) -> list[Chunk]:
+    return [Chunk(slot.digest, slot.size) for slot in map(rows.slot_of, found)]
+
+
+async def _artifact(connection: Connection, artifact_id: str) -> Any:
+    select = f"SELECT {rows.ARTIFACT} FROM artifact WHERE id = %s FOR UPDATE"
+    return await (await connection.execute(select, (artifact_id,))).fetchone()
+
+
+async def _commit(connection: Connection, commit: Commit, now_s: float) -> Committed:
+    artifact_id = commit.manifest.id
+    lineage_id = commit.lineage.id_for(artifact_id)
+    if commit.hold is not None and not await _told(connection, lineage_id):
+        # The lease is read once the job is locked: in one statement it would be as old as the statement.
+        select = f"SELECT {rows.JOB} FROM job WHERE id = %s FOR UPDATE"
+        job = await (await connection.execute(select, (commit.hold.job_id,))).fetchone()
+        lease = await connection.execute("SELECT 1 FROM lease WHERE job_id = %s", (commit.hold.job_id,))
+        rows.check_hold(job, commit.hold, leased=bool(lease.rowcount))
+    # One commit of an artifact at a time: a row that is not there yet cannot be locked.
+    await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (artifact_id,))
+    await _artifact(connection, artifact_id)
+    if await _told(connection, lineage_id):
+        return Committed(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
+    wanted = commit.manifest.chunks()
+    slots = await _slots(connection, list(wanted), lock=True)
+    rows.check_chunks(wanted, slots.values())
+    numbers = [slot.number for slot in slots.values()]
+    await connection.execute(
+        f"UPDATE artifact_chunk SET state = {becomes(Event.RESERVE)}, wanted_at = %s WHERE number = ANY(%s)",
+        (now_s, numbers),
+    )
+    cursor = await connection.execute(
+        "INSERT INTO artifact (id, manifest, size, committed_at, pinned) VALUES (%s, %s, %s, %s, '')"
+        " ON CONFLICT (id) DO UPDATE SET removed_at = NULL RETURNING seq",
+        (artifact_id, commit.manifest.encode(), commit.manifest.size, now_s),
+    )
+    (seq,) = await cursor.fetchone()
+    await connection.execute(
+        "INSERT INTO artifact_ref SELECT number, %s FROM unnest(%s::bigint[]) AS n (number) ON CONFLICT DO NOTHING",
+        (seq, numbers),
+    )
+    await _insert_lineage(connection, commit, artifact_id, lineage_id, now_s)
+    if commit.blob:
+        await connection.execute(
+            "INSERT INTO artifact_blob VALUES (%s, %s) ON CONFLICT DO NOTHING", (commit.blob, artifact_id)
+        )
+    await record_postgres(connection, [rows.committed(commit, artifact_id, lineage_id, now_s)])
+    return Committed(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
+
+
+async def _told(connection: Connection, lineage_id: str) -> bool:
+    cursor = await connection.execute(
+        "SELECT 1 FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id"
+        " WHERE l.id = %s AND a.removed_at IS NULL",
+        (lineage_id,),
+    )
+    return await cursor.fetchone() is not None
+
+
+async def _insert_lineage(
+    connection: Connection, commit: Commit, artifact_id: str, lineage_id: str, now_s: float
+) -> None:
+    made = commit.lineage
+    cursor = await connection.execute(
+        "INSERT INTO artifact_lineage (id, artifact_id, committed_at, kind, job_id, model, mode, body)"
+        " VALUES (%s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING RETURNING seq",
+        (lineage_id, artifact_id, now_s, made.kind, made.job_id, made.model, made.mode, rows.encode(made)),
+    )
+    inserted = await cursor.fetchone()
+    if inserted is None:
+        return
+    await connection.execute(
+        "INSERT INTO artifact_metric SELECT %s, m.name, m.value"
+        " FROM unnest(%s::text[], %s::float8[]) AS m (name, value)",
+        (inserted[0], list(made.metrics), list(made.metrics.values())),
+    )
+    await connection.execute(
+        "INSERT INTO artifact_parent SELECT parent, %s FROM unnest(%s::text[]) AS p (parent)",
+        (inserted[0], sorted(set(made.parents))),
+    )
+
+
+async def _let_go(connection: Connection, artifact_id: str, now_s: float) -> None:
+    cursor = await connection.execute(
+        "UPDATE artifact SET removed_at = %s WHERE id = %s RETURNING seq", (now_s, artifact_id)
+    )
+    (seq,) = await cursor.fetchone()
+    await connection.execute(
+        "UPDATE artifact_chunk SET wanted_at = %s WHERE number IN (SELECT c.number FROM artifact_chunk c"
+        " JOIN artifact_ref r ON r.chunk = c.number WHERE r.artifact = %s ORDER BY c.digest FOR UPDATE OF c)",
+        (now_s, seq),
+    )
+    await connection.execute("DELETE FROM artifact_ref WHERE artifact = %s", (seq,))
+    await connection.execute("DELETE FROM artifact_blob WHERE artifact_id = %s", (artifact_id,))

@@ -1,0 +1,157 @@
+"""How artifacts lie in a table, and the judgements that both databases make: the same columns, the same refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.database.events import Event
+from strata.fleet.artifacts.manifest import Lineage, Manifest
+from strata.fleet.artifacts.ports import ArtifactRow, Commit, LineageFilter, LineageRow, Slot
+from strata.fleet.artifacts.states import PRESENT, State
+from strata.fleet.core.hold import ALIVE, stale, standing, unknown_job
+from strata.fleet.core.job import TERMINAL, Status
+from strata.fleet.ports import Hold
+
+SLOT: Final = "number, digest, state, size"
+ARTIFACT: Final = "id, manifest, size, committed_at, pinned, removed_at"
+LINEAGE: Final = "l.id, l.seq, l.artifact_id, a.size, l.committed_at, l.body, a.pinned, a.removed_at"
+FINISHED: Final = "(" + ", ".join(f"'{status}'" for status in sorted(TERMINAL)) + ")"
+REFERENCED: Final = (
+    "SELECT l.artifact_id, CASE WHEN j.artifact = l.artifact_id THEN 'result' ELSE 'checkpoint' END"
+    " FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE j.artifact = l.artifact_id"
+    f" OR (j.checkpoint = l.artifact_id AND j.status NOT IN {FINISHED})"
+)
+
+encode: Final = msgspec.json.Encoder().encode
+_manifest: Final = msgspec.json.Decoder(Manifest).decode
+_lineage: Final = msgspec.json.Decoder(Lineage).decode
+
+
+def slot_of(row: Sequence[Any]) -> Slot:
+    number, digest, state, size = row
+    return Slot(number, digest, State(state), size)
+
+
+def artifact_of(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow:
+    if row is None:
+        raise unknown_artifact(artifact_id)
+    id_, manifest, size, committed, pinned, removed = row
+    if removed is not None:
+        raise StrataError(Code.GONE, f"{id_} was removed", hint="only its lineage is left", removed_at_s=removed)
+    return ArtifactRow(id=id_, manifest=_manifest(manifest), size=size, committed_at_s=committed, pinned=pinned)
+
+
+def lineage_of(row: Sequence[Any]) -> LineageRow:
+    id_, seq, artifact_id, size, committed, body, pinned, removed = row
+    return LineageRow(
+        id=id_,
+        seq=seq,
+        artifact_id=artifact_id,
+        size=size,
+        committed_at_s=committed,
+        lineage=_lineage(body),
+        pinned=pinned,
+        removed_at_s=removed,
+    )
+
+
+def unknown_artifact(artifact_id: str) -> StrataError:
+    return StrataError(Code.NOT_FOUND, f"there is no artifact {artifact_id[:100]!r}")
+
+
+def unknown_blob(sha256: str) -> StrataError:
+    return StrataError(Code.NOT_FOUND, f"there is no blob {sha256[:100]!r}")
+
+
+def overtaken(digest: str) -> StrataError:
+    return StrataError(Code.CONFLICT, f"the chunk {digest} was removed while it was sent", hint="send it again")
+
+
+JOB: Final = "status, epoch, host_id"
+
+
+def check_hold(job: Sequence[Any] | None, hold: Hold, *, leased: bool) -> None:
+    """From `JOB`: the attempt may still write, or STALE. `leased`: the job's lease row is there."""
+    if job is None:
+        raise unknown_job(hold.job_id)
+    status, epoch, host_id = job
+    claimed = (hold.epoch, hold.host_id)
+    if standing(Status(status), current=(epoch, host_id), claimed=claimed, leased=leased) not in ALIVE:
+        raise stale(hold.job_id, hold.epoch, epoch)
+
+
+def check_chunks(wanted: Mapping[str, int], found: Iterable[Slot]) -> None:
+    """Every chunk of a manifest is present and of the size that the manifest gives it."""
+    slots = {slot.digest: slot for slot in found}
+    missing = [digest for digest in wanted if digest not in slots or slots[digest].state not in PRESENT]
+    if missing:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"{len(missing)} of {len(wanted)} chunks are missing",
+            hint="send them and commit again",
+            missing=missing,
+        )
+    for digest, size in wanted.items():
+        if slots[digest].size != size:
+            actual = slots[digest].size
+            raise StrataError(Code.INVALID, f"the chunk {digest} has {actual} bytes; the manifest says {size}")
+
+
+def check_removable(row: Sequence[Any] | None, artifact_id: str, *, needed: bool) -> bool:
+    """From `ARTIFACT`: whether there is anything to remove."""
+    if row is None:
+        raise unknown_artifact(artifact_id)
+    if row[5] is not None:
+        return False
+    if row[4]:
+        raise StrataError(Code.PRECONDITION, f"{artifact_id} is pinned: {row[4]}", hint="unpin it first")
+    if needed:
+        raise StrataError(
+            Code.PRECONDITION, f"{artifact_id} is the checkpoint of a job that is not finished", hint="cancel the job"
+        )
+    return True
+
+
+def committed(commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> Event:
+    made = commit.lineage
+    body = {
+        "lineage": lineage_id,
+        "kind": made.kind,
+        "job": made.job_id,
+        "epoch": made.epoch,
+        "model": made.model,
+        "mode": made.mode,
+        "size": commit.manifest.size,
+    }
+    return Event(now_s, commit.actor, "artifact.committed", artifact_id, body)
+
+
+def lineage_query(wanted: LineageFilter, mark: Callable[[str], str], listed: str) -> tuple[str, dict[str, Any]]:
+    """`mark` writes a parameter the way of the database, `listed` tests membership in the parameter `ids`."""
+    values: dict[str, Any] = {"limit": wanted.limit}
+    tables = "artifact_lineage l JOIN artifact a ON a.id = l.artifact_id"
+    where = [] if wanted.removed else ["a.removed_at IS NULL"]
+    for column in ("job_id", "model", "mode", "kind"):
+        if getattr(wanted, column):
+            where.append(f"l.{column} = {mark(column)}")
+            values[column] = getattr(wanted, column)
+    if wanted.artifact_ids:
+        where.append(f"l.artifact_id {listed}")
+        values["ids"] = list(wanted.artifact_ids)
+    if wanted.parent:
+        where.append(f"l.seq IN (SELECT lineage FROM artifact_parent WHERE parent = {mark('parent')})")
+        values["parent"] = wanted.parent
+    if wanted.metric:
+        tables += f" JOIN artifact_metric m ON m.lineage = l.seq AND m.name = {mark('metric')}"
+        values["metric"] = wanted.metric
+        order = f"m.value {'DESC' if wanted.best == 'max' else 'ASC'}, l.seq DESC"
+    else:
+        where.append(f"l.seq < {mark('before_seq')}")
+        values["before_seq"] = wanted.before_seq
+        order = "l.seq DESC"
+    test = f" WHERE {' AND '.join(where)}" if where else ""
+    return f"SELECT {LINEAGE} FROM {tables}{test} ORDER BY {order} LIMIT {mark('limit')}", values

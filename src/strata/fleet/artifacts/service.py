@@ -1,0 +1,323 @@
+"""Artifacts come in and go out: what is missing, chunks, commits, verified reads. No HTTP here.
+
+An upload asks for its `plan`, sends what is missing and commits. Each step can be repeated, and after an interruption
+the plan names what is still missing and how much of a chunk is there already. The manifest is committed last, in one
+transaction with the lineage, so there is never an artifact that is not whole.
+
+A chunk that is found damaged is put into quarantine and is missing from then on: the next upload that has it heals all
+artifacts that need it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+
+from strata.base.clock import Clock
+from strata.base.digest import sha256_hex
+from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
+from strata.fleet.artifacts.manifest import (
+    CHUNK_BYTES,
+    Chunk,
+    File,
+    Limits,
+    Lineage,
+    Manifest,
+    check_artifact_id,
+    check_manifest,
+    check_sha256,
+)
+from strata.fleet.artifacts.ports import (
+    ArtifactRow,
+    ChunkStore,
+    Commit,
+    Committed,
+    Index,
+    Signer,
+    Slot,
+)
+from strata.fleet.artifacts.states import PRESENT, State
+from strata.fleet.ports import Hold
+
+GRACE_S: Final = 24 * 3600.0
+SIGNED_S: Final = 3600.0
+BLOB_PATH: Final = "bundle.tar.zst"
+MAX_PLAN: Final = 200_000
+"""Chunks that one plan may ask for: an artifact of the default limits has fewer."""
+_AT_ONCE: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    digest: str
+    size: int
+    received: int = 0
+    """How much of it is there: send the rest, with this offset."""
+    url: str = ""
+    """Where to PUT it; empty: to the hub."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadPlan:
+    missing: Sequence[Missing]
+    stored: int
+    """How many of the chunks that were asked for are there already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Download:
+    artifact: ArtifactRow
+    urls: Mapping[str, str]
+    """Where to GET each chunk; empty: from the hub."""
+
+
+class Artifacts:
+    """`grace_s` is how long a chunk that nothing refers to stays at least: no upload may take longer to commit."""
+
+    def __init__(
+        self, index: Index, chunks: ChunkStore, clock: Clock, *, limits: Limits | None = None, grace_s: float = GRACE_S
+    ) -> None:
+        self.index = index
+        self.chunks = chunks
+        self.clock = clock
+        self.limits = limits or Limits()
+        self.grace_s = grace_s
+
+    async def plan(self, wanted: Mapping[str, int], owner: str) -> UploadPlan:
+        """Which of these chunks (digest to size) have to be sent. They stay for the grace, so there is time to."""
+        _check_wanted(wanted)
+        slots = await self._reserve(list(wanted))
+        missing = [Chunk(digest, size) for digest, size in wanted.items() if slots[digest].state not in PRESENT]
+        if self.chunks.signer is not None:
+            missing = await self._adopt(self.chunks.signer, missing, slots, owner)
+        await self._check_space(missing)
+        return UploadPlan(missing=await self._ways(missing, owner), stored=len(wanted) - len(missing))
+
+    async def put_chunk(self, chunk: Chunk, body: AsyncIterable[bytes], owner: str, *, offset: int = 0) -> None:
+        """Verified, durable and known to the index when this returns; again, with the same bytes, is no harm.
+
+        INVALID for wrong bytes or too many; PRECONDITION with `received` for too few; CONFLICT with `received` for an
+        offset other than that; EXHAUSTED for a full disk.
+        """
+        _check_wanted({chunk.digest: chunk.size})
+        slot = (await self._reserve([chunk.digest]))[chunk.digest]
+        if slot.state in PRESENT and slot.size == chunk.size:
+            return
+        await self._put(slot, chunk, body, owner, offset)
+
+    async def commit(
+        self, manifest: Manifest, lineage: Lineage, actor: str, *, hold: Hold | None = None, owner: str = ""
+    ) -> Committed:
+        """PRECONDITION with the list `missing` while chunks are. `owner` as in `plan`, if signed URLs were used.
+
+        With a hold, the lineage's job, epoch and host are those of the hold, whatever the sender wrote.
+        """
+        return await self._commit(check_manifest(manifest, self.limits), lineage, actor, hold, owner)
+
+    async def put_blob(
+        self, sha256: str, body: AsyncIterable[bytes], lineage: Lineage, actor: str, *, hold: Hold | None = None
+    ) -> Committed:
+        """One opaque file, verified as a whole and never opened: an artifact with the one file `bundle.tar.zst`.
+
+        Memory holds one chunk of it. What was sent before is not stored again, but has to be sent again to be checked.
+        """
+        check_sha256(sha256)
+        digests: list[str] = []
+        size = 0
+        whole = hashlib.sha256()
+        async for content in _blocks(body):
+            size += len(content)
+            if size > self.limits.max_bytes:
+                raise StrataError(Code.INVALID, f"a blob of more than {self.limits.max_bytes} bytes")
+            chunk = Chunk(await asyncio.to_thread(_hash, whole, content), len(content))
+            await self.put_chunk(chunk, once(content), actor)
+            digests.append(chunk.digest)
+        if whole.hexdigest() != sha256:
+            raise StrataError(
+                Code.INVALID, f"the bytes sent as {sha256} are {whole.hexdigest()}", hint="send the file again"
+            )
+        file = File(path=BLOB_PATH, size=size, sha256=sha256, chunks=tuple(digests))
+        return await self._commit(Manifest(files=(file,)), lineage, actor, hold, "", blob=sha256)
+
+    async def open(self, artifact_id: str) -> ArtifactRow:
+        return await self.index.artifact(check_artifact_id(artifact_id))
+
+    async def download(self, artifact_id: str) -> Download:
+        artifact = await self.open(artifact_id)
+        digests = list(artifact.manifest.chunks())
+        signer = self.chunks.signer
+        urls = {} if signer is None else dict(zip(digests, await signer.sign_get(digests, SIGNED_S), strict=True))
+        return Download(artifact=artifact, urls=urls)
+
+    async def read_chunk(self, digest: str) -> bytes:
+        """Verified; NOT_FOUND if the index does not have it, CORRUPT (once, and NOT_FOUND from then on) if damaged."""
+        slot = (await self.index.slots([check_sha256(digest)])).get(digest)
+        if slot is None or slot.state not in PRESENT:
+            raise StrataError(Code.NOT_FOUND, f"there is no chunk {digest}", chunk=digest)
+        return await self.read_verified(Chunk(digest, slot.size))
+
+    async def read_file(
+        self, artifact_id: str, path: str, *, start: int = 0, end: int | None = None
+    ) -> AsyncIterator[bytes]:
+        """The bytes from `start` up to, without, `end`. Nothing is yielded that was not verified.
+
+        Read as a whole, a file is also compared with its own digest.
+        """
+        file = (await self.open(artifact_id)).manifest.file(path)
+        stop = file.size if end is None else min(end, file.size)
+        if not 0 <= start <= stop:
+            raise StrataError(Code.INVALID, f"{path} has {file.size} bytes, not {start} to {stop}")
+        async for part in self.stream(file, start, stop):
+            yield part
+
+    async def stream(self, file: File, start: int, stop: int) -> AsyncIterator[bytes]:
+        entire = start == 0 and stop == file.size and len(file.chunks) > 1
+        whole = hashlib.sha256()
+        for number, chunk in enumerate(file.sized_chunks()):
+            begins = number * CHUNK_BYTES
+            if begins + chunk.size <= start or begins >= stop:
+                continue
+            content = await self.read_verified(chunk)
+            if entire:
+                await asyncio.to_thread(whole.update, content)
+                if begins + chunk.size == stop and whole.hexdigest() != file.sha256:
+                    raise StrataError(Code.CORRUPT, f"{file.path} is not the file its maker said it was")
+            yield content[max(0, start - begins) : stop - begins]
+
+    async def read_verified(self, chunk: Chunk) -> bytes:
+        try:
+            return await self.chunks.read(chunk)
+        except StrataError as error:
+            if error.code not in (Code.CORRUPT, Code.NOT_FOUND):
+                raise
+            await self.set_aside(chunk, error.message)
+            raise StrataError(
+                Code.CORRUPT, error.message, hint="upload it again: that heals it", chunk=chunk.digest
+            ) from error
+
+    async def set_aside(self, chunk: Chunk, reason: str) -> None:
+        """It was found damaged. The index says so first: whoever sends it anew from then on is not in the way."""
+        await self.index.damaged(chunk.digest, reason, self.clock.wall_s())
+        failpoint("artifacts.service.before_quarantine")
+        if not await self.chunks.quarantine(chunk):
+            # Somebody healed it between the read and now.
+            slots = await self.index.slots([chunk.digest])
+            await self.index.stored([replace(slots[chunk.digest], size=chunk.size)], self.clock.wall_s())
+
+    async def pin(self, artifact_id: str, reason: str, actor: str) -> None:
+        if any(ord(char) < 32 for char in reason) or len(reason) > 256:
+            raise StrataError(Code.INVALID, "a reason is one line of at most 256 characters")
+        await self.index.pin(check_artifact_id(artifact_id), reason, actor, self.clock.wall_s())
+
+    async def remove(self, artifact_id: str, reason: str, actor: str) -> bool:
+        return await self.index.remove(check_artifact_id(artifact_id), reason, actor, self.clock.wall_s())
+
+    async def _reserve(self, digests: Sequence[str]) -> Mapping[str, Slot]:
+        # A tenth of the grace: whoever asks again soon after costs no write, and still has nine tenths before him.
+        return await self.index.reserve(digests, self.clock.wall_s(), stale_after_s=self.grace_s / 10)
+
+    async def _put(self, slot: Slot, chunk: Chunk, body: AsyncIterable[bytes], owner: str, offset: int) -> None:
+        if slot.state is State.DELETING:
+            raise StrataError(
+                Code.UNAVAILABLE, f"an old {chunk.digest} is being removed right now", hint="send it again in a moment"
+            )
+        await self.chunks.put(chunk, body, owner=owner, offset=offset)
+        failpoint("artifacts.service.before_stored")
+        await self.index.stored([replace(slot, size=chunk.size)], self.clock.wall_s())
+        failpoint("artifacts.service.after_stored")
+
+    async def _adopt(
+        self, signer: Signer, missing: Sequence[Chunk], slots: Mapping[str, Slot], owner: str
+    ) -> list[Chunk]:
+        """Take in what the owner has put to signed URLs since; what is missing after that."""
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def adopt(chunk: Chunk) -> bool:
+            async with limit:
+                if slots[chunk.digest].state is State.DELETING:
+                    return False
+                return await signer.adopt(chunk, owner)
+
+        taken = await asyncio.gather(*map(adopt, missing))
+        stored = [chunk for chunk, right in zip(missing, taken, strict=True) if right]
+        failpoint("artifacts.service.before_adopted")
+        if stored:
+            adopted = [replace(slots[chunk.digest], size=chunk.size) for chunk in stored]
+            await self.index.stored(adopted, self.clock.wall_s())
+        return [chunk for chunk, right in zip(missing, taken, strict=True) if not right]
+
+    async def _ways(self, missing: Sequence[Chunk], owner: str) -> list[Missing]:
+        digests = [chunk.digest for chunk in missing]
+        signer = self.chunks.signer
+        urls = (
+            {} if signer is None else dict(zip(digests, await signer.sign_put(digests, owner, SIGNED_S), strict=True))
+        )
+        received = await self.chunks.received(digests, owner)
+        return [
+            Missing(
+                digest=chunk.digest,
+                size=chunk.size,
+                received=min(received.get(chunk.digest, 0), chunk.size),
+                url=urls.get(chunk.digest, ""),
+            )
+            for chunk in missing
+        ]
+
+    async def _check_space(self, missing: Sequence[Chunk]) -> None:
+        free = await self.chunks.free_bytes()
+        needed = sum(chunk.size for chunk in missing)
+        if free is not None and needed > free:
+            raise StrataError(
+                Code.EXHAUSTED,
+                f"{needed} bytes would have to be stored, and there is room for {free}",
+                hint="free some space, or collect artifacts that nobody needs",
+            )
+
+    async def _commit(
+        self, manifest: Manifest, lineage: Lineage, actor: str, hold: Hold | None, owner: str, *, blob: str = ""
+    ) -> Committed:
+        if hold is not None:
+            lineage = msgspec.structs.replace(lineage, job_id=hold.job_id, epoch=hold.epoch, host_id=hold.host_id)
+        if self.chunks.signer is not None and owner:
+            await self.plan(manifest.chunks(), owner)
+        failpoint("artifacts.service.before_commit")
+        commit = Commit(manifest=manifest, lineage=lineage, hold=hold, blob=blob, actor=actor)
+        done = await self.index.commit(commit, self.clock.wall_s())
+        failpoint("artifacts.service.after_commit")
+        return done
+
+
+def _check_wanted(wanted: Mapping[str, int]) -> None:
+    if len(wanted) > MAX_PLAN:
+        raise StrataError(Code.INVALID, f"a plan of {len(wanted)} chunks; at most {MAX_PLAN} are allowed")
+    for digest, size in wanted.items():
+        check_sha256(digest)
+        if not 0 < size <= CHUNK_BYTES:
+            raise StrataError(Code.INVALID, f"a chunk has 1 to {CHUNK_BYTES} bytes, not {size}", chunk=digest)
+
+
+def _hash(whole: hashlib._Hash, content: bytes) -> str:
+    whole.update(content)
+    return sha256_hex(content)
+
+
+async def once(content: bytes) -> AsyncIterator[bytes]:
+    yield content
+
+
+async def _blocks(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """The same bytes, cut where chunks are."""
+    parts = bytearray()
+    async for part in body:
+        parts += part
+        while len(parts) >= CHUNK_BYTES:
+            yield bytes(parts[:CHUNK_BYTES])
+            del parts[:CHUNK_BYTES]
+    if parts:
+        yield bytes(parts)

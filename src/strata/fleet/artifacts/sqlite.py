@@ -1,0 +1,293 @@
+"""The index of artifacts in the hub's SQLite file: one writer, so a transaction is a function nothing interleaves with.
+
+Lists of digests go in as one JSON array: a manifest of a terabyte is one statement, not a hundred thousand.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from strata.database import events
+from strata.database.events import Event as Record
+from strata.database.events import record_sqlite
+from strata.database.sqlite import SqliteThread
+from strata.fleet.artifacts import rows
+from strata.fleet.artifacts.manifest import Chunk
+from strata.fleet.artifacts.ports import ArtifactRow, Commit, Committed, LineageFilter, LineageRow, Slot, Usage
+from strata.fleet.artifacts.states import Event, State, among, becomes
+
+_LISTED: Final = "IN (SELECT value FROM json_each(:ids))"
+_UNREFERENCED: Final = "NOT EXISTS (SELECT 1 FROM artifact_ref WHERE chunk = number)"
+_CONDEMNABLE: Final = (
+    f"FROM artifact_chunk WHERE state IN {among(Event.CONDEMN)} AND wanted_at <= :before AND {_UNREFERENCED}"
+    " ORDER BY wanted_at, number LIMIT :limit"
+)
+_ERASABLE: Final = (
+    f"FROM artifact_chunk WHERE state IN {among(Event.ERASE)} AND (state = '{State.DELETING}' OR wanted_at <= :before)"
+    f" AND {_UNREFERENCED} ORDER BY wanted_at, number LIMIT :limit"
+)
+
+Db = sqlite3.Connection
+
+
+class SqliteIndex:
+    """On a thread that has the components `event`, `fleet` and `artifact`."""
+
+    def __init__(self, thread: SqliteThread) -> None:
+        self._thread = thread
+
+    async def reserve(self, digests: Sequence[str], now_s: float, *, stale_after_s: float) -> Mapping[str, Slot]:
+        def take(db: Db) -> dict[str, Slot]:
+            listed = _json(digests)
+            db.execute(
+                "INSERT INTO artifact_chunk (digest, state, size, wanted_at, checked_at)"
+                f" SELECT value, '{State.INCOMING}', 0, :now, 0 FROM json_each(:digests) WHERE true"
+                f" ON CONFLICT (digest) DO UPDATE SET wanted_at = excluded.wanted_at, state = {becomes(Event.RESERVE)}"
+                f" WHERE state IN {among(Event.RESERVE)} AND (wanted_at <= :stale OR state = '{State.DOOMED}')",
+                {"now": now_s, "digests": listed, "stale": now_s - stale_after_s},
+            )
+            return _slots(db, digests)
+
+        return await self._thread.write(take)
+
+    async def slots(self, digests: Sequence[str]) -> Mapping[str, Slot]:
+        return await self._thread.read(lambda db: _slots(db, digests))
+
+    async def stored(self, slots: Sequence[Slot], now_s: float) -> None:
+        def store(db: Db) -> None:
+            there = _slots(db, [slot.digest for slot in slots])
+            for slot in slots:
+                found = there.get(slot.digest)
+                if found is None or found.number != slot.number or found.state is State.DELETING:
+                    raise rows.overtaken(slot.digest)
+            db.executemany(
+                f"UPDATE artifact_chunk SET state = {becomes(Event.STORE)}, size = ?, wanted_at = ?, checked_at = ?"
+                f" WHERE number = ? AND state IN {among(Event.STORE)}",
+                [(slot.size, now_s, now_s, slot.number) for slot in slots],
+            )
+
+        await self._thread.write(store)
+
+    async def damaged(self, digest: str, reason: str, now_s: float) -> None:
+        def damage(db: Db) -> None:
+            changed = db.execute(
+                f"UPDATE artifact_chunk SET state = {becomes(Event.DAMAGE)}, wanted_at = ?"
+                f" WHERE digest = ? AND state IN {among(Event.DAMAGE)}",
+                (now_s, digest),
+            )
+            if changed.rowcount:
+                record_sqlite(db, [Record(now_s, "hub", "chunk.damaged", digest, {"reason": reason})])
+
+        await self._thread.write(damage)
+
+    async def commit(self, commit: Commit, now_s: float) -> Committed:
+        return await self._thread.write(lambda db: _commit(db, commit, now_s))
+
+    async def artifact(self, artifact_id: str) -> ArtifactRow:
+        return rows.artifact_of(await self._thread.read(lambda db: _artifact(db, artifact_id)), artifact_id)
+
+    async def blob(self, sha256: str) -> str:
+        found = await self._rows("SELECT artifact_id FROM artifact_blob WHERE sha256 = ?", (sha256,))
+        if not found:
+            raise rows.unknown_blob(sha256)
+        return str(found[0][0])
+
+    async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
+        whole = prefix if prefix.startswith("artifact") else f"artifact1_{prefix}"
+        # '~' sorts after every character of an id.
+        found = await self._rows(
+            "SELECT id FROM artifact WHERE id >= ? AND id < ? AND removed_at IS NULL ORDER BY id LIMIT ?",
+            (whole, f"{whole}~", limit),
+        )
+        return [id_ for (id_,) in found]
+
+    async def lineages(self, wanted: LineageFilter) -> Sequence[LineageRow]:
+        query, values = rows.lineage_query(wanted, lambda name: f":{name}", _LISTED)
+        if "ids" in values:
+            values["ids"] = _json(values["ids"])
+        return [rows.lineage_of(row) for row in await self._rows(query, values)]
+
+    async def referenced(self) -> Mapping[str, str]:
+        return dict(await self._rows(rows.REFERENCED, ()))
+
+    async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float) -> None:
+        def change(db: Db) -> None:
+            if rows.artifact_of(_artifact(db, artifact_id), artifact_id).pinned != reason:
+                db.execute("UPDATE artifact SET pinned = ? WHERE id = ?", (reason, artifact_id))
+                kind = "artifact.pinned" if reason else "artifact.unpinned"
+                record_sqlite(db, [Record(now_s, actor, kind, artifact_id, {"reason": reason})])
+
+        await self._thread.write(change)
+
+    async def remove(
+        self, artifact_id: str, reason: str, actor: str, now_s: float, *, upto_seq: int | None = None
+    ) -> bool:
+        return await self._thread.write(lambda db: _remove(db, artifact_id, reason, actor, now_s, upto_seq))
+
+    async def condemnable(self, before_s: float, limit: int) -> Sequence[Chunk]:
+        return _chunks(await self._rows(f"SELECT {rows.SLOT} {_CONDEMNABLE}", {"before": before_s, "limit": limit}))
+
+    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[Chunk]:
+        def doom(db: Db) -> Sequence[Chunk]:
+            return _chunks(
+                db.execute(
+                    f"UPDATE artifact_chunk SET state = {becomes(Event.CONDEMN)}, wanted_at = :now"
+                    f" WHERE number IN (SELECT number {_CONDEMNABLE}) RETURNING {rows.SLOT}",
+                    {"now": now_s, "before": before_s, "limit": limit},
+                ).fetchall()
+            )
+
+        return await self._thread.write(doom)
+
+    async def erasable(self, before_s: float, limit: int) -> Sequence[Chunk]:
+        return _chunks(await self._rows(f"SELECT {rows.SLOT} {_ERASABLE}", {"before": before_s, "limit": limit}))
+
+    async def erase(self, before_s: float, limit: int) -> Sequence[Slot]:
+        def take(db: Db) -> list[Slot]:
+            found = db.execute(
+                f"UPDATE artifact_chunk SET state = {becomes(Event.ERASE)}"
+                f" WHERE number IN (SELECT number {_ERASABLE}) RETURNING {rows.SLOT}",
+                {"before": before_s, "limit": limit},
+            ).fetchall()
+            return [rows.slot_of(row) for row in found]
+
+        return await self._thread.write(take)
+
+    async def erased(self, slots: Sequence[Slot]) -> None:
+        def drop(db: Db) -> None:
+            db.executemany(
+                f"DELETE FROM artifact_chunk WHERE number = ? AND state = '{State.DELETING}'",
+                [(slot.number,) for slot in slots],
+            )
+
+        await self._thread.write(drop)
+
+    async def least_checked(self, before_s: float, limit: int) -> Sequence[Slot]:
+        found = await self._rows(
+            f"SELECT {rows.SLOT} FROM artifact_chunk WHERE state = '{State.STORED}' AND checked_at < ?"
+            " ORDER BY checked_at, number LIMIT ?",
+            (before_s, limit),
+        )
+        return [rows.slot_of(row) for row in found]
+
+    async def checked(self, slots: Sequence[Slot], now_s: float) -> None:
+        def note(db: Db) -> None:
+            db.executemany(
+                "UPDATE artifact_chunk SET checked_at = ? WHERE number = ?", [(now_s, slot.number) for slot in slots]
+            )
+
+        await self._thread.write(note)
+
+    async def usage(self) -> Usage:
+        ((artifacts,),) = await self._rows("SELECT count(*) FROM artifact WHERE removed_at IS NULL", ())
+        ((chunks, size, damaged),) = await self._rows(
+            f"SELECT count(*) FILTER (WHERE state IN {among(Event.DAMAGE)}),"
+            f" coalesce(sum(size) FILTER (WHERE state IN {among(Event.DAMAGE)}), 0),"
+            f" count(*) FILTER (WHERE state = '{State.DAMAGED}') FROM artifact_chunk",
+            (),
+        )
+        return Usage(artifacts=artifacts, chunks=chunks, bytes=size, damaged=damaged)
+
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.Recorded]:
+        return await events.read_sqlite(self._thread, after, limit, subject=subject)
+
+    async def _rows(self, select: str, values: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
+        return await self._thread.read(lambda db: db.execute(select, values).fetchall())
+
+
+def _json(values: Sequence[str]) -> str:
+    return msgspec.json.encode(list(values)).decode()
+
+
+def _slots(db: Db, digests: Sequence[str]) -> dict[str, Slot]:
+    found = db.execute(
+        f"SELECT {rows.SLOT} FROM artifact_chunk WHERE digest IN (SELECT value FROM json_each(?))", (_json(digests),)
+    )
+    return {slot.digest: slot for slot in map(rows.slot_of, found)}
+
+
+def _chunks(found: Sequence[Any]) -> list[Chunk]:
+    return [Chunk(slot.digest, slot.size) for slot in map(rows.slot_of, found)]
+
+
+def _artifact(db: Db, artifact_id: str) -> Any:
+    return db.execute(f"SELECT {rows.ARTIFACT} FROM artifact WHERE id = ?", (artifact_id,)).fetchone()
+
+
+def _commit(db: Db, commit: Commit, now_s: float) -> Committed:
+    artifact_id = commit.manifest.id
+    lineage_id = commit.lineage.id_for(artifact_id)
+    told = db.execute(
+        "SELECT 1 FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id"
+        " WHERE l.id = ? AND a.removed_at IS NULL",
+        (lineage_id,),
+    ).fetchone()
+    if told:
+        return Committed(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
+    if commit.hold is not None:
+        job = db.execute(f"SELECT {rows.JOB} FROM job WHERE id = ?", (commit.hold.job_id,)).fetchone()
+        lease = db.execute("SELECT 1 FROM lease WHERE job_id = ?", (commit.hold.job_id,)).fetchone()
+        rows.check_hold(job, commit.hold, leased=lease is not None)
+    wanted = commit.manifest.chunks()
+    slots = _slots(db, list(wanted))
+    rows.check_chunks(wanted, slots.values())
+    numbers = [slot.number for slot in slots.values()]
+    db.executemany(
+        f"UPDATE artifact_chunk SET state = {becomes(Event.RESERVE)}, wanted_at = ? WHERE number = ?",
+        [(now_s, number) for number in numbers],
+    )
+    (seq,) = db.execute(
+        "INSERT INTO artifact (id, manifest, size, committed_at, pinned) VALUES (?, ?, ?, ?, '')"
+        " ON CONFLICT (id) DO UPDATE SET removed_at = NULL RETURNING seq",
+        (artifact_id, commit.manifest.encode(), commit.manifest.size, now_s),
+    ).fetchone()
+    db.executemany("INSERT OR IGNORE INTO artifact_ref VALUES (?, ?)", [(number, seq) for number in numbers])
+    _insert_lineage(db, commit, artifact_id, lineage_id, now_s)
+    if commit.blob:
+        db.execute("INSERT OR IGNORE INTO artifact_blob VALUES (?, ?)", (commit.blob, artifact_id))
+    record_sqlite(db, [rows.committed(commit, artifact_id, lineage_id, now_s)])
+    return Committed(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
+
+
+def _insert_lineage(db: Db, commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> None:
+    made = commit.lineage
+    inserted = db.execute(
+        "INSERT INTO artifact_lineage (id, artifact_id, committed_at, kind, job_id, model, mode, body)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING RETURNING seq",
+        (lineage_id, artifact_id, now_s, made.kind, made.job_id, made.model, made.mode, rows.encode(made)),
+    ).fetchone()
+    if inserted is None:
+        return
+    (seq,) = inserted
+    db.executemany(
+        "INSERT INTO artifact_metric VALUES (?, ?, ?)", [(seq, name, value) for name, value in made.metrics.items()]
+    )
+    db.executemany("INSERT INTO artifact_parent VALUES (?, ?)", [(parent, seq) for parent in set(made.parents)])
+
+
+def _remove(db: Db, artifact_id: str, reason: str, actor: str, now_s: float, upto_seq: int | None) -> bool:
+    needed = db.execute(
+        "SELECT 1 FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = ?"
+        f" AND j.checkpoint = l.artifact_id AND j.status NOT IN {rows.FINISHED}",
+        (artifact_id,),
+    ).fetchone()
+    if not rows.check_removable(_artifact(db, artifact_id), artifact_id, needed=needed is not None):
+        return False
+    newer = "SELECT 1 FROM artifact_lineage WHERE artifact_id = ? AND seq > ?"
+    if upto_seq is not None and db.execute(newer, (artifact_id, upto_seq)).fetchone():
+        return False
+    (seq,) = db.execute(
+        "UPDATE artifact SET removed_at = ? WHERE id = ? RETURNING seq", (now_s, artifact_id)
+    ).fetchone()
+    db.execute(
+        "UPDATE artifact_chunk SET wanted_at = ? WHERE number IN (SELECT chunk FROM artifact_ref WHERE artifact = ?)",
+        (now_s, seq),
+    )
+    db.execute("DELETE FROM artifact_ref WHERE artifact = ?", (seq,))
+    db.execute("DELETE FROM artifact_blob WHERE artifact_id = ?", (artifact_id,))
+    record_sqlite(db, [Record(now_s, actor, "artifact.removed", artifact_id, {"reason": reason})])
+    return True

@@ -1,0 +1,91 @@
+"""The tables of artifacts in both databases."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from strata.database.migrations import Component
+
+SQLITE: Final = Component(
+    "artifact",
+    (
+        """
+        CREATE TABLE artifact (
+          seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, manifest BLOB NOT NULL,
+          size INTEGER NOT NULL, committed_at REAL NOT NULL, pinned TEXT NOT NULL, removed_at REAL
+        ) STRICT;
+        CREATE TABLE artifact_chunk (
+          number INTEGER PRIMARY KEY AUTOINCREMENT, digest TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
+          size INTEGER NOT NULL, wanted_at REAL NOT NULL, checked_at REAL NOT NULL
+        ) STRICT;
+        CREATE INDEX artifact_chunk_wanted ON artifact_chunk (state, wanted_at);
+        CREATE INDEX artifact_chunk_checked ON artifact_chunk (state, checked_at);
+        CREATE TABLE artifact_ref (
+          chunk INTEGER NOT NULL REFERENCES artifact_chunk, artifact INTEGER NOT NULL REFERENCES artifact,
+          PRIMARY KEY (chunk, artifact)
+        ) WITHOUT ROWID, STRICT;
+        CREATE INDEX artifact_ref_artifact ON artifact_ref (artifact);
+        CREATE TABLE artifact_lineage (
+          seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+          artifact_id TEXT NOT NULL REFERENCES artifact (id), committed_at REAL NOT NULL, kind TEXT NOT NULL,
+          job_id TEXT NOT NULL, model TEXT NOT NULL, mode TEXT NOT NULL, body BLOB NOT NULL
+        ) STRICT;
+        CREATE INDEX artifact_lineage_artifact ON artifact_lineage (artifact_id);
+        CREATE INDEX artifact_lineage_job ON artifact_lineage (job_id);
+        CREATE INDEX artifact_lineage_model ON artifact_lineage (model, mode, kind);
+        CREATE TABLE artifact_metric (
+          lineage INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL, PRIMARY KEY (lineage, name)
+        ) WITHOUT ROWID, STRICT;
+        CREATE TABLE artifact_parent (
+          parent TEXT NOT NULL, lineage INTEGER NOT NULL, PRIMARY KEY (parent, lineage)
+        ) WITHOUT ROWID, STRICT;
+        CREATE TABLE artifact_blob (
+          sha256 TEXT PRIMARY KEY, artifact_id TEXT NOT NULL REFERENCES artifact (id)
+        ) WITHOUT ROWID, STRICT;
+        CREATE INDEX artifact_blob_artifact ON artifact_blob (artifact_id);
+        """,
+    ),
+)
+POSTGRES: Final = Component(
+    "artifact",
+    (
+        """
+        CREATE TABLE artifact (
+          seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id text COLLATE "C" NOT NULL UNIQUE,
+          manifest bytea NOT NULL, size bigint NOT NULL, committed_at double precision NOT NULL, pinned text NOT NULL,
+          removed_at double precision
+        );
+        CREATE TABLE artifact_chunk (
+          number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, digest text COLLATE "C" NOT NULL UNIQUE,
+          state text NOT NULL, size bigint NOT NULL, wanted_at double precision NOT NULL,
+          checked_at double precision NOT NULL
+        ) WITH (fillfactor = 80);
+        CREATE INDEX artifact_chunk_wanted ON artifact_chunk (state, wanted_at);
+        CREATE INDEX artifact_chunk_checked ON artifact_chunk (state, checked_at);
+        CREATE TABLE artifact_ref (
+          chunk bigint NOT NULL REFERENCES artifact_chunk, artifact bigint NOT NULL REFERENCES artifact,
+          PRIMARY KEY (chunk, artifact)
+        );
+        CREATE INDEX artifact_ref_artifact ON artifact_ref (artifact);
+        CREATE TABLE artifact_lineage (
+          seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id text COLLATE "C" NOT NULL UNIQUE,
+          artifact_id text COLLATE "C" NOT NULL REFERENCES artifact (id), committed_at double precision NOT NULL,
+          kind text NOT NULL, job_id text COLLATE "C" NOT NULL, model text NOT NULL, mode text NOT NULL,
+          body bytea NOT NULL
+        );
+        CREATE INDEX artifact_lineage_artifact ON artifact_lineage (artifact_id);
+        CREATE INDEX artifact_lineage_job ON artifact_lineage (job_id);
+        CREATE INDEX artifact_lineage_model ON artifact_lineage (model, mode, kind);
+        CREATE TABLE artifact_metric (
+          lineage bigint NOT NULL, name text NOT NULL, value double precision NOT NULL, PRIMARY KEY (lineage, name)
+        );
+        CREATE TABLE artifact_parent (
+          parent text COLLATE "C" NOT NULL, lineage bigint NOT NULL, PRIMARY KEY (parent, lineage)
+        );
+        CREATE TABLE artifact_blob (
+          sha256 text COLLATE "C" PRIMARY KEY, artifact_id text COLLATE "C" NOT NULL REFERENCES artifact (id)
+        );
+        CREATE INDEX artifact_blob_artifact ON artifact_blob (artifact_id);
+        """,
+    ),
+)

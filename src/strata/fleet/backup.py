@@ -1,0 +1,165 @@
+"""Backups of a hub's database, and what has to happen before a restored one is served from.
+
+A backup knows nothing of what was claimed after it was taken, and the hosts that claimed it are still at work. So a
+restored database is fenced: every job's epoch is raised beyond all that may have been given out since, and what was
+held is pending again. A host from before, or from the time that was lost, is refused as stale and stops.
+
+The file of a backup is sealed, so that nobody serves from it unfenced. PostgreSQL has its own tools (`pg_dump`); what
+they restored is fenced by `fence_postgres`.
+
+Not in the database, and so not in its backup: artifacts, logs and the keys of the authority.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from strata.base.errors import Code, StrataError
+from strata.database.events import Event as Record
+from strata.database.events import record_postgres, record_sqlite
+from strata.database.migrations import Component, SqliteComponents, seal, seal_of, unseal
+from strata.database.sqlite import SqliteThread
+from strata.fleet.core.job import Event, sources, target
+
+if TYPE_CHECKING:
+    from strata.database.postgres import Connections
+
+EPOCHS: Final = 1_000_000
+"""How far a restore raises every epoch. An attempt takes seconds at least: nobody has begun so many since a backup."""
+EVENTS: Final = 1_000_000_000
+"""How far it raises the numbers of events: a reader that is ahead of the backup must not skip the new ones."""
+_LOST: Final = "the hub was restored from a backup"
+
+_FENCE: Final = (
+    "UPDATE attempt SET ended_at = {now}, outcome = 'lost', cause = 'host_lost', error = {why} WHERE EXISTS"
+    " (SELECT 1 FROM lease WHERE lease.job_id = attempt.job_id AND lease.epoch = attempt.epoch)",
+    f"UPDATE job SET status = '{target(Event.EXPIRE)}', changed_at = {{now}}, reason = {{why}}"
+    f" WHERE status IN ({', '.join(repr(status.value) for status in sources(Event.EXPIRE))})",
+    "DELETE FROM lease",
+    "INSERT INTO ready SELECT seq, class_id, priority, {now} FROM job"
+    f" WHERE status = '{target(Event.EXPIRE)}' AND waits_for = 0"
+    " AND NOT EXISTS (SELECT 1 FROM ready WHERE ready.seq = job.seq)"
+    " AND NOT EXISTS (SELECT 1 FROM ripening WHERE ripening.seq = job.seq)",
+    f"UPDATE job SET epoch = epoch + {EPOCHS}",
+)
+"""The same in both databases, in this order."""
+_INVITES: Final = "UPDATE identity_invite SET revoked_at = {now} WHERE used_by = '' AND revoked_at IS NULL"
+"""An invitation that was used since the backup would be good for a second host."""
+
+
+async def backup_sqlite(thread: SqliteThread, path: Path, now_s: float) -> int:
+    """Copy the database that is in use into a new file; its size in bytes. Writers wait as long as the copy takes."""
+    beside = path.with_name(f"{path.name}.partial")
+
+    def copy(db: sqlite3.Connection) -> int:
+        if path.exists():
+            raise StrataError(Code.CONFLICT, f"{path} is there already", hint="a backup overwrites nothing")
+        try:
+            beside.unlink(missing_ok=True)
+            with closing(sqlite3.connect(beside, isolation_level=None)) as target:
+                # Not a file anybody relies on before it is synced and has its name.
+                target.execute("PRAGMA synchronous = OFF")
+                db.backup(target)
+                target.execute("PRAGMA journal_mode = DELETE")
+                seal(target, f"it is a backup taken at {now_s:.0f}; restore it")
+                _check_whole(target, path)
+            return _publish(beside, path)
+        except (sqlite3.Error, OSError) as error:
+            beside.unlink(missing_ok=True)
+            raise StrataError(Code.UNAVAILABLE, f"the backup {path} was not written: {error}") from error
+
+    return await thread.alone(copy)
+
+
+def restore_sqlite(backup: Path, path: Path, components: Sequence[Component], now_s: float) -> None:
+    """Make a database to serve from out of a backup. The file appears whole and fenced, or not at all."""
+    if path.exists():
+        raise StrataError(Code.CONFLICT, f"{path} is there already", hint="move the damaged database away first")
+    beside = path.with_name(f"{path.name}.partial")
+    beside.unlink(missing_ok=True)
+    try:
+        with closing(_open_backup(backup)) as source, closing(sqlite3.connect(beside, isolation_level=None)) as db:
+            source.backup(db)
+            _check_whole(db, backup)
+            db.execute("BEGIN IMMEDIATE")
+            unseal(db)
+            schema = SqliteComponents(components)
+            schema.recognise(db, backup, create=False)
+            schema.upgrade(db)
+            fence_sqlite(db, now_s)
+            db.execute("COMMIT")
+        _publish(beside, path)
+    except (sqlite3.Error, OSError) as error:
+        raise StrataError(Code.CORRUPT, f"{backup} was not restored: {error}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def fence_sqlite(db: sqlite3.Connection, now_s: float) -> None:
+    """In the transaction that is open."""
+    values = {"now": now_s, "why": _LOST}
+    for statement in _FENCE:
+        db.execute(statement.format(now=":now", why=":why"), values)
+    if db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'identity_invite'").fetchone():
+        db.execute(_INVITES.format(now=":now"), values)
+    db.execute("UPDATE sqlite_sequence SET seq = seq + ? WHERE name = 'event'", (EVENTS,))
+    record_sqlite(db, [_restored(now_s)])
+
+
+async def fence_postgres(connections: Connections, now_s: float) -> None:
+    """After `pg_restore` and before the first hub starts."""
+    async with connections.transaction() as connection:
+        values = {"now": now_s, "why": _LOST}
+        for statement in _FENCE:
+            await connection.execute(statement.format(now="%(now)s", why="%(why)s"), values)
+        found = await (await connection.execute("SELECT to_regclass('identity_invite')")).fetchone()
+        if found and found[0]:
+            await connection.execute(_INVITES.format(now="%(now)s"), values)
+        # Transactions are numbered by the server that ran them: those of another one may be in this one's future.
+        await connection.execute("UPDATE event SET tx = 0 WHERE tx <> 0")
+        await record_postgres(connection, [_restored(now_s)])
+
+
+def _restored(now_s: float) -> Record:
+    return Record(now_s, "operator", "hub.restored", "hub", {"epochs": EPOCHS})
+
+
+def _open_backup(path: Path) -> sqlite3.Connection:
+    if not path.is_file():
+        raise StrataError(Code.NOT_FOUND, f"there is no backup at {path}")
+    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    try:
+        sealed = seal_of(db)
+    except BaseException:
+        db.close()
+        raise
+    if sealed is None:
+        db.close()
+        raise StrataError(Code.CONFLICT, f"{path} is not a backup", hint="give a file that a backup has written")
+    return db
+
+
+def _check_whole(db: sqlite3.Connection, path: Path) -> None:
+    problems = [row[0] for row in db.execute("PRAGMA integrity_check(3)").fetchall() if row[0] != "ok"]
+    problems += [f"{row[0]} misses its {row[2]}" for row in db.execute("PRAGMA foreign_key_check").fetchmany(3)]
+    if problems:
+        raise StrataError(Code.CORRUPT, f"{path} is damaged: {'; '.join(problems)}")
+
+
+def _publish(beside: Path, path: Path) -> int:
+    """On the disk first, then under its name."""
+    with beside.open("rb") as file:
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+    beside.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return size

@@ -1,0 +1,338 @@
+"""A small HTTP client for the hub, on the standard library alone: the agent's, and good for anything that may block.
+
+Every request of ours can be repeated, so one that met a connection which the hub had closed in the meantime is sent
+again on a fresh one; all other patience is the caller's. The reply's `Date` tells how far the two clocks are apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+from urllib.parse import SplitResult, urlencode, urlsplit
+
+import msgspec
+
+from strata import __version__
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
+from strata.fleet.wire import ErrorReply
+
+T = TypeVar("T")
+
+TIMEOUT_S: Final = 30.0
+MAX_REPLY: Final = 64 << 20
+_IDLE: Final = 8
+_CODE_OF: Final[Mapping[int, Code]] = {
+    400: Code.INVALID,
+    401: Code.UNAUTHENTICATED,
+    403: Code.FORBIDDEN,
+    404: Code.NOT_FOUND,
+    408: Code.UNAVAILABLE,
+    409: Code.CONFLICT,
+    410: Code.GONE,
+    412: Code.STALE,
+    413: Code.INVALID,
+    429: Code.EXHAUSTED,
+}
+"""For replies that are not the hub's own: something stands between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files. Only the hub's own authority is trusted, none of the system's."""
+
+    ca: Path
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    content: bytes
+
+
+class HubClient:
+    """Threads may share it; each request has a connection to itself."""
+
+    def __init__(
+        self, url: str, *, bearer: Secret | None = None, tls: TlsFiles | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._at = _split(url)
+        if self._at.scheme == "http" and bearer is not None and not is_loopback(self._at.hostname or ""):
+            raise StrataError(
+                Code.INVALID, f"the secret would be sent to {url} in the clear", hint="use https, or join that hub"
+            )
+        self._bearer = bearer
+        self._tls = tls
+        self._timeout_s = timeout_s
+        self._context = _context(self._at.scheme, tls)
+        self._lock = threading.Lock()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
+        self._closed = False
+        self.ahead_s: float | None = None
+        """How far this machine's clock is ahead of the hub's, by the last reply; None before one."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        reply: type[T],
+        *,
+        body: msgspec.Struct | None = None,
+        query: msgspec.Struct | None = None,
+        timeout_s: float | None = None,
+    ) -> T:
+        """A message for a message; `type(None)` for a reply that has no content."""
+        content = None if body is None else msgspec.json.encode(body)
+        return self._decoded(self.request(method, path, content, "application/json", query, timeout_s), reply)
+
+    def send(self, method: str, path: str, content: bytes, reply: type[T], *, query: msgspec.Struct | None = None) -> T:
+        """Bytes for a message."""
+        return self._decoded(self.request(method, path, content, "application/octet-stream", query, None), reply)
+
+    def fetch(self, path: str, *, query: msgspec.Struct | None = None, timeout_s: float | None = None) -> Reply:
+        return self.request("GET", path, None, "", query, timeout_s)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        media_type: str,
+        query: msgspec.Struct | None,
+        timeout_s: float | None,
+    ) -> Reply:
+        headers = {"Accept": "application/json", "User-Agent": f"strata/{__version__}"}
+        if content is not None:
+            headers["Content-Type"] = media_type
+        if self._bearer is not None:
+            headers["Authorization"] = f"Bearer {self._bearer.reveal()}"
+        target = self._at.path.rstrip("/") + path + spell_query(query)
+        reply = self._exchange(
+            lambda connection: exchange(connection, method, target, content, headers), timeout_s or self._timeout_s
+        )
+        self._note_date(reply)
+        if reply.status >= 300:
+            raise _problem(reply, f"{method} {path}")
+        return reply
+
+    def reload(self) -> None:
+        """Read the certificate again: it was renewed. Requests that are under way end on their old connections."""
+        context = _context(self._at.scheme, self._tls)
+        with self._lock:
+            self._context = context
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def close(self) -> None:
+        """Ends requests that are under way, a long poll too: they fail as UNAVAILABLE."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            busy = list(self._busy)
+        for connection in idle:
+            connection.close()
+        for connection in busy:
+            _interrupt(connection)
+
+    def _exchange(self, do: Callable[[http.client.HTTPConnection], Reply], timeout_s: float) -> Reply:
+        connection = self._take_idle()
+        if connection is not None:
+            with contextlib.suppress(ConnectionError, http.client.HTTPException, ssl.SSLError):
+                return self._on(connection, do, timeout_s)
+        try:
+            return self._on(self._connection(), do, timeout_s)
+        except ssl.SSLCertVerificationError as error:
+            raise StrataError(
+                Code.UNAVAILABLE,
+                f"{self._at.netloc} is not the hub this host joined: {error.verify_message}",
+                hint="if the hub was set up anew, join it again",
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise StrataError(Code.UNAVAILABLE, f"the hub at {self._at.netloc} cannot be reached: {error}") from error
+
+    def _on(
+        self,
+        connection: http.client.HTTPConnection,
+        do: Callable[[http.client.HTTPConnection], Reply],
+        timeout_s: float,
+    ) -> Reply:
+        with self._lock:
+            if self._closed:
+                raise StrataError(Code.UNAVAILABLE, "this client is closed")
+            self._busy.add(connection)
+        connection.timeout = timeout_s
+        if connection.sock is not None:
+            connection.sock.settimeout(timeout_s)
+        done = False
+        try:
+            reply = do(connection)
+            done = reply.headers.get("connection", "").lower() != "close"
+            return reply
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+                keep = done and len(self._idle) < _IDLE and not self._closed
+                if keep:
+                    self._idle.append(connection)
+            if not keep:
+                connection.close()
+
+    def _take_idle(self) -> http.client.HTTPConnection | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self._at.hostname or "", self._at.port
+        if self._context is not None:
+            return http.client.HTTPSConnection(host, port, context=self._context)
+        return http.client.HTTPConnection(host, port)
+
+    def _decoded(self, reply: Reply, kind: type[T]) -> T:
+        if kind is type(None):
+            return None
+        try:
+            return msgspec.json.decode(reply.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise StrataError(
+                Code.UNSUPPORTED, f"the hub's reply is not one of this version's: {error}", hint="update the agent"
+            ) from error
+
+    def _note_date(self, reply: Reply) -> None:
+        with contextlib.suppress(KeyError, ValueError, TypeError):
+            self.ahead_s = time.time() - parsedate_to_datetime(reply.headers["date"]).timestamp()
+
+
+def exchange(
+    connection: http.client.HTTPConnection,
+    method: str,
+    target: str,
+    content: bytes | None,
+    headers: Mapping[str, str],
+) -> Reply:
+    connection.request(method, target, body=content, headers=dict(headers))
+    response = connection.getresponse()
+    received = response.read(MAX_REPLY + 1)
+    if response.length and len(received) <= MAX_REPLY:
+        # Asked for a number of bytes, the standard library takes fewer for the end.
+        raise http.client.IncompleteRead(received, response.length)
+    if len(received) > MAX_REPLY:
+        raise http.client.HTTPException(f"a reply of more than {MAX_REPLY} bytes")
+    return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, received)
+
+
+def transfer(method: str, url: str, content: bytes | None = None, *, timeout_s: float = TIMEOUT_S) -> bytes:
+    """Bytes to or from a signed URL of the object store: no credentials of ours, the system's authorities."""
+    at = _split(url)
+    context = ssl.create_default_context() if at.scheme == "https" else None
+    host, port = at.hostname or "", at.port
+    connection = (
+        http.client.HTTPConnection(host, port, timeout=timeout_s)
+        if context is None
+        else http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+    )
+    target = (at.path or "/") + (f"?{at.query}" if at.query else "")
+    try:
+        reply = exchange(connection, method, target, content, {})
+    except (OSError, http.client.HTTPException) as error:
+        # The address carries a signature, so it stays out of the message.
+        raise StrataError(Code.UNAVAILABLE, f"the object store at {at.netloc} cannot be reached: {error}") from error
+    finally:
+        connection.close()
+    if reply.status >= 300:
+        raise StrataError(
+            Code.UNAVAILABLE, f"the object store at {at.netloc} answered {method} with status {reply.status}"
+        )
+    return reply.content
+
+
+def spell_query(query: msgspec.Struct | None) -> str:
+    """The fields that differ from their defaults; lists as repeated names."""
+    if query is None:
+        return ""
+    pairs: list[tuple[str, str]] = []
+    for field in msgspec.structs.fields(query):
+        value = getattr(query, field.name)
+        if value == field.default:
+            continue
+        each = value if isinstance(value, tuple) else (value,)
+        pairs += [(field.encode_name, _spell(one)) for one in each]
+    return f"?{urlencode(pairs)}" if pairs else ""
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _spell(value: object) -> str:
+    plain = msgspec.to_builtins(value)
+    return ("true" if plain else "false") if isinstance(plain, bool) else str(plain)
+
+
+def _split(url: str) -> SplitResult:
+    at = urlsplit(url)
+    try:
+        known = at.scheme in ("http", "https") and bool(at.hostname) and (at.port or 1) > 0
+    except ValueError:
+        known = False
+    if not known or at.username is not None:
+        raise StrataError(Code.INVALID, f"{at.netloc.rpartition('@')[2]!r} is not the address of a hub")
+    return at
+
+
+def _context(scheme: str, tls: TlsFiles | None) -> ssl.SSLContext | None:
+    if scheme != "https":
+        return None
+    try:
+        context = ssl.create_default_context(cafile=None if tls is None else str(tls.ca))
+        if tls is not None and tls.certificate is not None:
+            context.load_cert_chain(tls.certificate, tls.key)
+    except (OSError, ssl.SSLError) as error:
+        raise StrataError(Code.INVALID, f"the certificates of this host cannot be used: {error}") from error
+    return context
+
+
+def _interrupt(connection: http.client.HTTPConnection) -> None:
+    sock = connection.sock
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def _problem(reply: Reply, what: str) -> StrataError:
+    fallback = _CODE_OF.get(reply.status, Code.UNAVAILABLE if reply.status >= 500 else Code.INTERNAL)
+    detail: dict[str, Any] = {}
+    with contextlib.suppress(KeyError, ValueError):
+        detail["retry_after_s"] = float(reply.headers["retry-after"])
+    try:
+        problem = msgspec.json.decode(reply.content, type=ErrorReply).error
+        code = Code(problem.code)
+    except (msgspec.DecodeError, ValueError):
+        return StrataError(fallback, f"{what}: status {reply.status}", status=reply.status, **detail)
+    return StrataError(code, problem.message, hint=problem.hint, **(problem.detail | detail))

@@ -1,0 +1,32 @@
+"""What the hub says of itself."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+
+from strata import __version__
+from strata.fleet import wire
+from strata.fleet.http.declare import Call, Download
+from strata.fleet.http.openapi import document
+from strata.fleet.http.site import Site
+
+
+async def health(site: Site, call: Call) -> wire.Health:
+    """Whether this hub takes requests."""
+    del call
+    return wire.Health(status="stopping" if site.stopping.is_set() else "ok", version=__version__)
+
+
+async def openapi(site: Site, call: Call) -> Download:
+    """This interface, as OpenAPI 3.1."""
+    del site, call
+    return Download(_document(), "application/json")
+
+
+@functools.cache
+def _document() -> bytes:
+    from strata.fleet.http.table import TABLE  # the table has this endpoint too
+
+    return msgspec.json.encode(document(TABLE))

@@ -1,0 +1,224 @@
+"""Artifacts: chunks come in and go out, commits, blobs, lookup and export. The bytes are never opened."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.artifacts import export, lookup
+from strata.fleet.artifacts.manifest import Chunk, Kind, Lineage
+from strata.fleet.artifacts.ports import Committed, LineageFilter, LineageRow
+from strata.fleet.artifacts.service import BLOB_PATH
+from strata.fleet.http.declare import Call, Download, Upload
+from strata.fleet.http.naming import artifact_of, hold
+from strata.fleet.http.site import Site
+from strata.fleet.ports import Hold
+from strata.identity.roles import Kind as CallerKind
+
+_NEWEST: Final = 2**62
+
+
+async def missing(site: Site, call: Call, body: wire.MissingRequest) -> wire.MissingReply:
+    """Which of these chunks have to be sent, and how much of each is there already."""
+    plan = await site.artifacts.plan(body.chunks, call.actor)
+    return wire.MissingReply(
+        missing=tuple(
+            wire.MissingChunk(digest=each.digest, size=each.size, received=each.received, url=each.url)
+            for each in plan.missing
+        ),
+        stored=plan.stored,
+    )
+
+
+async def put_chunk(site: Site, call: Call, body: Upload, query: wire.ChunkQuery) -> None:
+    """A chunk, or the rest of one from `offset` on. Verified and durable when the reply comes."""
+    await site.artifacts.put_chunk(Chunk(call.path["digest"], query.size), body, call.actor, offset=query.offset)
+
+
+async def get_chunk(site: Site, call: Call) -> Download:
+    """The bytes of a chunk, verified."""
+    return Download(await site.artifacts.read_chunk(call.path["digest"]))
+
+
+async def commit(site: Site, call: Call, body: wire.CommitRequest) -> wire.CommitReply:
+    """Make an artifact of chunks that are there; a host's checkpoint is what the next attempt resumes from."""
+    held = _hold(call, body.job_id, body.epoch)
+    lineage = _lineage(body.lineage, held)
+    done = await site.artifacts.commit(body.manifest, lineage, call.actor, hold=held, owner=call.actor)
+    if held is not None and lineage.kind is Kind.CHECKPOINT:
+        await site.fleet.checkpointed(held, done.artifact_id)
+    return _committed(done)
+
+
+async def put_model(site: Site, call: Call, body: Upload, query: wire.BlobQuery) -> wire.CommitReply:
+    """A result as one opaque file; its id is the SHA-256 of its bytes."""
+    held = _hold(call, query.job_id, query.epoch)
+    model, mode = query.model, query.mode
+    if held is not None:
+        spec = (await site.fleet.store.job(held.job_id)).spec
+        model, mode = spec.model, spec.mode
+    lineage = Lineage(kind=Kind.RESULT, model=model, mode=mode)
+    return _committed(await site.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
+
+
+async def put_source(site: Site, call: Call, body: Upload) -> wire.CommitReply:
+    """The source of a trainer as one opaque file; its id is the SHA-256 of its bytes."""
+    lineage = Lineage(kind=Kind.SOURCE)
+    return _committed(await site.artifacts.put_blob(call.path["id"], body, lineage, call.actor))
+
+
+async def get_model(site: Site, call: Call) -> Download:
+    """A result as it was uploaded."""
+    return await _blob(site, call)
+
+
+async def get_source(site: Site, call: Call) -> Download:
+    """The source of a trainer as it was uploaded."""
+    return await _blob(site, call)
+
+
+async def _blob(site: Site, call: Call) -> Download:
+    artifact_id = await site.artifacts.index.blob(call.path["id"])
+    row = await site.artifacts.open(artifact_id)
+    (file,) = row.manifest.files
+    headers = {"Content-Length": str(file.size)}
+    return Download(site.artifacts.stream(file, 0, file.size), headers=headers)
+
+
+async def listed(site: Site, call: Call, query: wire.ArtifactsQuery) -> wire.MadeReply:
+    """Artifacts and where they came from, the latest first; or the best, by a metric."""
+    del call
+    if query.metric and query.before is not None:
+        raise StrataError(Code.INVALID, "what is ordered by a metric has one page only")
+    wanted = LineageFilter(
+        model=query.model,
+        mode=query.mode,
+        kind=query.kind,
+        job_id=query.job_id,
+        parent=query.parent or "",
+        metric=query.metric,
+        best="min" if query.lowest else "max",
+        removed=query.removed,
+        before_seq=_NEWEST if query.before is None else query.before,
+        limit=query.limit,
+    )
+    rows = await site.artifacts.index.lineages(wanted)
+    more = rows[-1].seq if len(rows) == query.limit and not query.metric else None
+    return wire.MadeReply(artifacts=tuple(map(_made, rows)), next=more)
+
+
+async def latest(site: Site, call: Call, query: wire.LatestQuery) -> wire.Made:
+    """The newest artifact of a model."""
+    del call
+    return _made(await lookup.latest(site.artifacts.index, query.model, query.mode, kind=query.kind))
+
+
+async def best(site: Site, call: Call, query: wire.BestQuery) -> wire.Made:
+    """The result of a model with the highest, or lowest, figure."""
+    del call
+    return _made(await lookup.best(site.artifacts.index, query.model, query.metric, query.mode, lowest=query.lowest))
+
+
+async def show(site: Site, call: Call) -> wire.ArtifactReply:
+    """The files of an artifact and their chunks."""
+    found = await site.artifacts.download(await artifact_of(site, call))
+    row = found.artifact
+    return wire.ArtifactReply(
+        id=row.id,
+        size=row.size,
+        committed_at_s=row.committed_at_s,
+        pinned=row.pinned,
+        manifest=row.manifest,
+        urls=found.urls,
+    )
+
+
+async def ancestry(site: Site, call: Call) -> wire.MadeReply:
+    """Where an artifact came from, and what that came from."""
+    rows = await lookup.ancestry(site.artifacts.index, await artifact_of(site, call))
+    return wire.MadeReply(artifacts=tuple(map(_made, rows)))
+
+
+async def file(site: Site, call: Call, query: wire.FileQuery) -> Download:
+    """One file of an artifact, verified."""
+    row = await site.artifacts.open(await artifact_of(site, call))
+    found = row.manifest.file(query.path)
+    headers = {"Content-Length": str(found.size), "Content-Disposition": "attachment"}
+    return Download(site.artifacts.stream(found, 0, found.size), headers=headers)
+
+
+async def bundle(site: Site, call: Call) -> Download:
+    """An artifact as one deterministic `bundle.tar.zst`."""
+    artifact_id = await artifact_of(site, call)
+    await site.artifacts.open(artifact_id)
+    headers = {"Content-Disposition": f'attachment; filename="{BLOB_PATH}"'}
+    return Download(export.bundle(site.artifacts, artifact_id), "application/zstd", headers)
+
+
+async def index(site: Site, call: Call) -> Download:
+    """`index.jsonl`: all results, a line each, with the path of their bundle below /v1/export/."""
+    del call
+    return Download(_lines(site), "application/x-ndjson")
+
+
+async def exported(site: Site, call: Call) -> Download:
+    """`<model>_<mode>/<sha256>/bundle.tar.zst` of the export."""
+    path = f"{call.path['name']}/{call.path['sha256']}/{BLOB_PATH}"
+    artifact_id = await export.find(site.artifacts, path)
+    return Download(export.bundle(site.artifacts, artifact_id), "application/zstd")
+
+
+async def pin(site: Site, call: Call, body: wire.PinRequest) -> None:
+    """Keep an artifact whatever the retention says; without a reason, let it go."""
+    await site.artifacts.pin(await artifact_of(site, call), body.reason, call.actor)
+
+
+async def remove(site: Site, call: Call) -> None:
+    """Let go of the bytes of an artifact; where it came from stays known."""
+    await site.artifacts.remove(await artifact_of(site, call), "removed by hand", call.actor)
+
+
+async def _lines(site: Site) -> AsyncIterator[bytes]:
+    async for lines in export.index_lines(site.artifacts):
+        yield lines
+
+
+def _hold(call: Call, job_id: str | None, epoch: int | None) -> Hold | None:
+    """A host speaks for an attempt of its own, always; a person never does."""
+    if call.caller.kind is not CallerKind.HOST:
+        if job_id is not None or epoch is not None:
+            raise StrataError(Code.FORBIDDEN, "only the host that holds an attempt may speak for it")
+        return None
+    if job_id is None or epoch is None:
+        raise StrataError(Code.INVALID, "a host says for which attempt: job_id and epoch")
+    return hold(call, job_id, epoch)
+
+
+def _lineage(given: Lineage, held: Hold | None) -> Lineage:
+    if held is None:
+        # Nobody attributes an upload of his own to a job or a host.
+        return msgspec.structs.replace(given, job_id="", epoch=0, host_id="")
+    if given.kind is Kind.SOURCE:
+        raise StrataError(Code.FORBIDDEN, "an attempt has results and checkpoints; sources come from people")
+    return given
+
+
+def _committed(done: Committed) -> wire.CommitReply:
+    return wire.CommitReply(artifact_id=done.artifact_id, lineage_id=done.lineage_id, new=done.new)
+
+
+def _made(row: LineageRow) -> wire.Made:
+    return wire.Made(
+        artifact_id=row.artifact_id,
+        lineage_id=row.id,
+        seq=row.seq,
+        size=row.size,
+        committed_at_s=row.committed_at_s,
+        lineage=row.lineage,
+        pinned=row.pinned,
+        removed_at_s=row.removed_at_s,
+    )

@@ -1,0 +1,92 @@
+"""The event feed: a page at a time, or as server-sent events that go on where the listener stopped."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.database.events import Recorded
+from strata.fleet import wire
+from strata.fleet.http.declare import Call, Download
+from strata.fleet.http.site import Site
+from strata.fleet.http.watch import either, patiently
+
+NEWEST: Final = "newest"
+HEARTBEAT_S: Final = 10.0
+"""A comment after so long without an event: proxies keep the connection, and a listener that was revoked is cut off."""
+MAX_LISTENERS: Final = 512
+_PAGE: Final = 256
+_encode: Final = msgspec.json.Encoder().encode
+
+
+async def events(site: Site, call: Call, query: wire.EventsQuery) -> wire.EventsReply | Download:
+    """What has changed, who did it, and when. `Accept: text/event-stream` makes it a stream."""
+    after = call.headers.get("last-event-id") or query.after
+    if after == NEWEST:
+        after = await site.feed.newest()
+    if "text/event-stream" not in call.headers.get("accept", ""):
+        return await _page(site, call, after, query)
+    # The first read is made here, so that a cursor that is none is refused and not a broken stream.
+    first = await site.feed.after(after, _PAGE, subject=query.subject)
+    if site.feed.listeners >= MAX_LISTENERS:
+        raise StrataError(Code.EXHAUSTED, f"{MAX_LISTENERS} listeners are connected already")
+    return Download(_stream(site, call, after, first, query.subject), "text/event-stream")
+
+
+async def _page(site: Site, call: Call, after: str, query: wire.EventsQuery) -> wire.EventsReply:
+    found = await site.feed.after(after, query.limit, subject=query.subject)
+    if not found and query.wait_s:
+        found = await patiently(call, site.stopping, _wait(site, after, query))
+    cursor = found[-1].cursor if found else after
+    return wire.EventsReply(events=tuple(map(_event, found)), cursor=cursor)
+
+
+async def _wait(site: Site, after: str, query: wire.EventsQuery) -> Sequence[Recorded]:
+    until_s = site.clock.monotonic_s() + query.wait_s
+    while True:
+        changed = site.feed.next()
+        found = await site.feed.after(after, query.limit, subject=query.subject)
+        left_s = until_s - site.clock.monotonic_s()
+        if found or left_s <= 0:
+            return found
+        await either(changed, left_s)
+
+
+async def _stream(site: Site, call: Call, after: str, first: Sequence[Recorded], subject: str) -> AsyncIterator[bytes]:
+    with site.feed.listening():
+        yield b"retry: 1000\n\n"
+        found = first
+        while not site.stopping.is_set():
+            if found:
+                yield b"".join(map(_frame, found))
+                after = found[-1].cursor
+            changed = site.feed.next()
+            found = await site.feed.after(after, _PAGE, subject=subject)
+            if not found and not await either(changed, HEARTBEAT_S):
+                await call.welcome()
+                yield b": still here\n\n"
+
+
+def _frame(recorded: Recorded) -> bytes:
+    event = recorded.event
+    # JSON has no line breaks, and the kinds are words of ours.
+    return b"id: %b\nevent: %b\ndata: %b\n\n" % (
+        recorded.cursor.encode(),
+        event.kind.encode(),
+        _encode(_event(recorded)),
+    )
+
+
+def _event(recorded: Recorded) -> wire.Event:
+    event = recorded.event
+    return wire.Event(
+        cursor=recorded.cursor,
+        at_s=event.at_s,
+        actor=event.actor,
+        kind=event.kind,
+        subject=event.subject,
+        body=event.body,
+    )

@@ -1,0 +1,124 @@
+"""Who may come in: invitations, joining, certificates, keys."""
+
+from __future__ import annotations
+
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
+from strata.fleet import wire
+from strata.fleet.http.declare import Call, Download
+from strata.fleet.http.site import Site
+from strata.identity.ca import Issued
+from strata.identity.enroll import make_key
+from strata.identity.ports import Key
+from strata.identity.roles import Role
+
+
+async def authority(site: Site, call: Call) -> Download:
+    """The certificate of the hub's authority: compare its pin before you trust it."""
+    del call
+    return Download(site.authority.certificate_pem, "application/x-pem-file")
+
+
+async def join(site: Site, call: Call, body: wire.JoinRequest) -> wire.CertificateReply:
+    """Become a host, with an invitation and a key of one's own. The same again gets the same host."""
+    del call
+    secret = Secret(body.secret)
+    enrolled = await site.enrollment.join(body.invite_id, secret, body.name, body.request_pem.encode())
+    return _certified(site, enrolled.host.id, enrolled.host.name, enrolled.certificate)
+
+
+async def renew(site: Site, call: Call, body: wire.RenewRequest) -> wire.CertificateReply:
+    """A new certificate for the calling host, for the key it enrolled with."""
+    issued = await site.enrollment.renew(call.caller, body.request_pem.encode())
+    host = await site.identity.host(call.caller.need_host())
+    assert host is not None, "it was just certified"
+    return _certified(site, host.id, host.name, issued)
+
+
+async def add_local(site: Site, call: Call, body: wire.LocalHostRequest) -> wire.LocalHostReply:
+    """A host on the hub's own machine, with a bearer secret: only while the hub is on loopback without TLS."""
+    del call
+    if site.tls:
+        raise StrataError(Code.PRECONDITION, "this hub has TLS: hosts join it and get certificates", hint="strata join")
+    host, secret = await site.enrollment.add_local(body.name)
+    return wire.LocalHostReply(host_id=host.id, secret=secret)
+
+
+async def invite(site: Site, call: Call, body: wire.InviteRequest) -> wire.InviteReply:
+    """A join token for one host."""
+    token = await site.enrollment.invite(call.caller, pool=body.pool, labels=body.labels, valid_s=body.valid_s)
+    return wire.InviteReply(token=token.spell(), id=token.id, expires_in_s=body.valid_s)
+
+
+async def invites(site: Site, call: Call) -> wire.InvitesReply:
+    """Invitations, used and unused; never their secrets."""
+    del call
+    return wire.InvitesReply(
+        invites=tuple(
+            wire.Invited(
+                id=each.id,
+                made_at_s=each.made_at_s,
+                expires_at_s=each.expires_at_s,
+                pool=each.pool,
+                labels=each.labels,
+                used=bool(each.used_by),
+                revoked_at_s=each.revoked_at_s,
+            )
+            for each in await site.identity.invites()
+        )
+    )
+
+
+async def revoke_invite(site: Site, call: Call) -> None:
+    """Take an invitation back."""
+    await site.identity.revoke_invite(call.path["id"], call.actor, site.clock.wall_s())
+
+
+async def add_key(site: Site, call: Call, body: wire.KeyRequest) -> wire.KeyReply:
+    """An API key; its text is in this reply and nowhere else."""
+    key, text = await make_key(
+        site.identity, site.clock, call.caller, name=body.name, role=Role.named(body.role), valid_s=body.valid_s
+    )
+    return wire.KeyReply(key=_shown(key), secret=text)
+
+
+async def keys(site: Site, call: Call) -> wire.KeysReply:
+    """All keys; never their secrets."""
+    del call
+    return wire.KeysReply(keys=tuple(map(_shown, await site.identity.keys())))
+
+
+async def revoke_key(site: Site, call: Call) -> None:
+    """End a key."""
+    await site.identity.revoke_key(call.path["id"], call.actor, site.clock.wall_s())
+    site.authenticator.forget()
+
+
+def _certified(site: Site, host_id: str, name: str, issued: Issued) -> wire.CertificateReply:
+    return wire.CertificateReply(
+        host_id=host_id,
+        name=name,
+        certificate_pem=issued.certificate_pem.decode(),
+        ca_pem=site.authority.certificate_pem.decode(),
+        valid_for_s=issued.until_s - site.clock.wall_s(),
+    )
+
+
+def _shown(key: Key) -> wire.Key:
+    name: wire.RoleName = _NAMES[key.role]
+    return wire.Key(
+        id=key.id,
+        name=key.name,
+        role=name,
+        made_at_s=key.made_at_s,
+        expires_at_s=key.expires_at_s,
+        revoked_at_s=key.revoked_at_s,
+    )
+
+
+_NAMES: dict[Role, wire.RoleName] = {
+    Role.VIEWER: "viewer",
+    Role.RESEARCHER: "researcher",
+    Role.OPERATOR: "operator",
+    Role.ADMIN: "admin",
+}

@@ -1,0 +1,164 @@
+"""Jobs, for people: look, submit, cancel, requeue, and ask why one is not running."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strata import __version__
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.core.hyper import Schema
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.plan import Plan
+from strata.fleet.core.why import Why
+from strata.fleet.http.declare import Call
+from strata.fleet.http.naming import job_of
+from strata.fleet.http.site import Site
+from strata.fleet.ports import AttemptRow, JobFilter, JobRow
+
+
+async def listed(site: Site, call: Call, query: wire.JobsQuery) -> wire.JobsReply:
+    """Jobs by id, a page at a time."""
+    del call
+    rows = await site.fleet.store.jobs(
+        JobFilter(
+            status=query.status,
+            model=query.model,
+            host_id=query.host,
+            sweep=query.sweep,
+            after_id=query.after,
+            limit=query.limit,
+        )
+    )
+    following = rows[-1].id if len(rows) == query.limit else ""
+    return wire.JobsReply(jobs=tuple(map(shown, rows)), next=following)
+
+
+async def show(site: Site, call: Call) -> wire.JobReply:
+    """One job and its attempts."""
+    job_id = await job_of(site, call)
+    row = await site.fleet.store.job(job_id)
+    attempts = await site.fleet.store.attempts(job_id)
+    return wire.JobReply(job=shown(row), attempts=tuple(map(_attempt, attempts)))
+
+
+async def why(site: Site, call: Call) -> Why:
+    """Why a job is not running, and the nearest fix."""
+    return await site.fleet.why(await job_of(site, call))
+
+
+async def status(site: Site, call: Call) -> wire.StatusReply:
+    """How many jobs and hosts there are."""
+    del call
+    counts = await site.fleet.store.counts()
+    return wire.StatusReply(
+        by_status=dict(counts.by_status),
+        ready=counts.ready,
+        hosts=counts.hosts,
+        version=__version__,
+        now_s=site.fleet.now_s(),
+    )
+
+
+async def submit(site: Site, call: Call, body: wire.SubmitRequest) -> wire.SubmitReply:
+    """Queue one job that no manifest has. The same job again is the same job."""
+    spec = body.spec
+    trainers = await _trainers(site, spec, body.trainer)
+    await _check_hyper(site, spec)
+    for needed in spec.after:
+        await site.fleet.store.job(needed)
+    job_id = spec.id
+    new = not await _exists(site, job_id)
+    if new:
+        plan = Plan(new={job_id: spec}, trainers=trainers)
+        await site.fleet.apply(plan, call.actor, source="submitted", declared=False)
+    return wire.SubmitReply(job=shown(await site.fleet.store.job(job_id)), new=new)
+
+
+async def cancel(site: Site, call: Call, body: wire.CancelRequest) -> wire.Job:
+    """End a job; a host that has it is told with its next heartbeat."""
+    return shown(await site.fleet.cancel(await job_of(site, call), body.reason, call.actor))
+
+
+async def requeue(site: Site, call: Call) -> wire.Job:
+    """Let an ended job run again, with all its attempts before it."""
+    return shown(await site.fleet.requeue(await job_of(site, call), call.actor))
+
+
+def shown(row: JobRow) -> wire.Job:
+    return wire.Job(
+        id=row.id,
+        status=row.status,
+        spec=row.spec,
+        epoch=row.epoch,
+        created_at_s=row.created_at_s,
+        changed_at_s=row.changed_at_s,
+        not_before_s=row.not_before_s,
+        host_id=row.host_id,
+        reason=row.reason,
+        artifact=row.artifact,
+        declared=row.declared,
+        orphaned=row.orphaned,
+        waits_for=row.waits_for,
+    )
+
+
+def _attempt(row: AttemptRow) -> wire.Attempt:
+    return wire.Attempt(
+        epoch=row.epoch,
+        host_id=row.host_id,
+        claimed_at_s=row.claimed_at_s,
+        started_at_s=row.started_at_s,
+        ended_at_s=row.ended_at_s,
+        outcome=row.outcome,
+        cause=row.cause,
+        error=row.error,
+        artifact=row.artifact,
+        checkpoint=row.checkpoint,
+        facts=dict(row.facts),
+    )
+
+
+async def _exists(site: Site, job_id: str) -> bool:
+    try:
+        await site.fleet.store.job(job_id)
+    except StrataError as error:
+        if error.code is not Code.NOT_FOUND:
+            raise
+        return False
+    return True
+
+
+async def _trainers(site: Site, spec: JobSpec, given: TrainerSpec | None) -> dict[str, TrainerSpec]:
+    """The trainer to add with the job. Nobody changes by a job how the jobs of others are run."""
+    there = (await site.fleet.store.trainers()).get(spec.trainer)
+    if given is None:
+        if there is None:
+            raise StrataError(Code.INVALID, f"there is no trainer {spec.trainer!r}", hint="send it with the job")
+        return {}
+    if given.name != spec.trainer:
+        raise StrataError(Code.INVALID, f"the job names the trainer {spec.trainer!r}, not {given.name!r}")
+    _check_trainer(given)
+    if there is not None and there != given:
+        raise StrataError(Code.CONFLICT, f"another trainer is called {given.name!r}", hint="give this one another name")
+    return {} if there == given else {given.name: given}
+
+
+def _check_trainer(trainer: TrainerSpec) -> None:
+    sources = [name for name in ("directory", "git", "bundle") if getattr(trainer, name)]
+    if len(sources) != 1 or not trainer.command:
+        raise StrataError(Code.INVALID, "a trainer has a command and exactly one of directory, git and bundle")
+
+
+async def _check_hyper(site: Site, spec: JobSpec) -> None:
+    schema: Any = (await site.schemas.schemas()).get(spec.trainer)
+    if schema is None:
+        return
+    findings = Schema(schema, source=spec.trainer).check(spec.hyper)
+    if findings:
+        lines = tuple(f"hyper{_place(finding.path)}: {finding.message}" for finding in findings)
+        raise StrataError(Code.INVALID, "\n".join(lines), problems=lines)
+
+
+def _place(path: tuple[str | int, ...]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)

@@ -1,0 +1,149 @@
+"""What hosts ask: register, claim, renew, report the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.core.lease import RENEW_S
+from strata.fleet.core.requirement import Label, LabelValue
+from strata.fleet.http.declare import Call
+from strata.fleet.http.jobs import shown
+from strata.fleet.http.naming import hold, job_of
+from strata.fleet.http.site import Site
+from strata.fleet.http.watch import patiently
+from strata.fleet.ports import Completion, Failure, HostRow, Lease, Renewal, Renewed
+from strata.identity.ports import HostIdentity
+
+_STOP: Final = {
+    "stale": "another attempt has begun; drop the result",
+    "unknown": "there is no such job; drop the result",
+}
+
+
+async def register(site: Site, call: Call, body: wire.RegisterRequest) -> wire.RegisterReply:
+    """Say what this host is; again whenever that has changed."""
+    identity = await site.identity.host(call.caller.need_host())
+    if identity is None:
+        raise StrataError(Code.NOT_FOUND, "this host is not enrolled", hint="strata join")
+    labels = body.capability.labels | _labels(identity)
+    row = await site.fleet.register(
+        HostRow(
+            id=identity.id,
+            name=identity.name,
+            capability=msgspec.structs.replace(body.capability, labels=labels),
+            registered_at_s=site.fleet.now_s(),
+            agent_version=body.agent_version,
+            pool=identity.pool,
+        ),
+        call.actor,
+    )
+    lease_s = site.fleet.settings.stale_after_s
+    return wire.RegisterReply(
+        host_id=row.id,
+        name=row.name,
+        state=row.state,
+        state_reason=row.state_reason,
+        lease_s=lease_s,
+        renew_every_s=min(RENEW_S, lease_s / 4),
+    )
+
+
+async def claim(site: Site, call: Call, body: wire.ClaimRequest) -> wire.ClaimReply:
+    """Ask for jobs this host may take, and wait for some."""
+    host_id = call.caller.need_host()
+    leases = await site.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots)
+    if not leases and body.wait_s:
+        waiting = site.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots, wait_s=body.wait_s)
+        leases = await patiently(call, site.stopping, waiting)
+    return wire.ClaimReply(leases=tuple(_given(site, lease) for lease in leases))
+
+
+async def heartbeats(site: Site, call: Call, body: wire.HeartbeatsRequest) -> wire.HeartbeatsReply:
+    """Renew all leases of this host at once; each gets its verdict."""
+    renewals = [Renewal(job_id=each.job_id, epoch=each.epoch, running=each.running) for each in body.leases]
+    return wire.HeartbeatsReply(verdicts=tuple(await _renew(site, call, renewals)))
+
+
+async def heartbeat(site: Site, call: Call, body: wire.HeartbeatRequest) -> wire.Verdict:
+    """Renew one lease."""
+    renewal = Renewal(job_id=await job_of(site, call), epoch=body.epoch, running=body.running)
+    (verdict,) = await _renew(site, call, [renewal])
+    return verdict
+
+
+async def complete(site: Site, call: Call, body: wire.CompleteRequest) -> wire.Job:
+    """The attempt has a result. It has to be uploaded before."""
+    job_id = await job_of(site, call)
+    artifact = await _uploaded(site, body.artifact)
+    done = Completion(artifact=artifact, metrics=body.metrics, facts=body.facts)
+    return shown(await site.fleet.complete(hold(call, job_id, body.epoch), done))
+
+
+async def fail(site: Site, call: Call, body: wire.FailRequest) -> wire.Job:
+    """The attempt ended without a result; the reply says what becomes of the job."""
+    job_id = await job_of(site, call)
+    failure = Failure(cause=body.cause, error=body.error, facts=body.facts)
+    return shown(await site.fleet.fail(hold(call, job_id, body.epoch), failure))
+
+
+async def leave(site: Site, call: Call) -> None:
+    """This host goes for good: it gets no more jobs, and its credentials end."""
+    host_id = call.caller.need_host()
+    known = {host.id for host in await site.fleet.hosts()}
+    if host_id in known:
+        await site.fleet.set_host_state(host_id, "left", "it left", call.actor)
+    await site.identity.revoke_host(host_id, "it left", call.actor, site.clock.wall_s())
+    site.authenticator.forget()
+
+
+async def _renew(site: Site, call: Call, renewals: Sequence[Renewal]) -> Sequence[wire.Verdict]:
+    return [_verdict(site, each) for each in await site.fleet.renew(call.caller.need_host(), renewals)]
+
+
+def _verdict(site: Site, renewed: Renewed) -> wire.Verdict:
+    if renewed.verdict == "held":
+        left_s = renewed.expires_at_s - site.fleet.now_s()
+        return wire.Verdict(job_id=renewed.job_id, epoch=renewed.epoch, verdict="continue", expires_in_s=left_s)
+    reason = f"the job is {renewed.status}" if renewed.verdict == "ended" else _STOP[renewed.verdict]
+    return wire.Verdict(
+        job_id=renewed.job_id, epoch=renewed.epoch, verdict="stop", reason=reason, cause=renewed.verdict
+    )
+
+
+def _given(site: Site, lease: Lease) -> wire.LeaseGiven:
+    return wire.LeaseGiven(
+        job_id=lease.job_id,
+        epoch=lease.epoch,
+        expires_in_s=lease.expires_at_s - site.fleet.now_s(),
+        spec=lease.spec,
+        trainer=lease.trainer,
+        checkpoint=lease.checkpoint,
+    )
+
+
+async def _uploaded(site: Site, artifact: str) -> str:
+    """The artifact by its id, also when it is named as the blob it was uploaded as."""
+    if not artifact:
+        return ""
+    try:
+        if artifact.startswith("artifact1_"):
+            return (await site.artifacts.open(artifact)).id
+        return await site.artifacts.index.blob(artifact)
+    except StrataError as error:
+        if error.code not in (Code.NOT_FOUND, Code.GONE):
+            raise
+        raise StrataError(Code.PRECONDITION, error.message, hint="upload it first, then complete again") from None
+
+
+def _labels(identity: HostIdentity) -> dict[str, str]:
+    """What the invitation said of this host counts more than what the host says: `gpu` or `rack=b4`."""
+    labels = dict(each.partition("=")[::2] for each in identity.labels)
+    try:
+        return msgspec.convert({name: value or "true" for name, value in labels.items()}, dict[Label, LabelValue])
+    except msgspec.ValidationError as error:
+        raise StrataError(Code.INVALID, f"the labels of this host's invitation are not labels: {error}") from None

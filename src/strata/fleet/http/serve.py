@@ -1,0 +1,104 @@
+"""From declarations to a router: decode, check who calls, answer. Nothing is served that was not declared."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from strata.base.errors import Code, StrataError
+from strata.fleet.http.body import Incoming, QueryReader, decode
+from strata.fleet.http.declare import Call, Download, Endpoint, Upload
+from strata.fleet.http.errors import HttpRefusal
+from strata.fleet.http.site import Site
+
+CALLER: Final = "strata.caller"
+WELCOME: Final = "strata.welcome"
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Served:
+    """One endpoint as an ASGI application."""
+
+    def __init__(self, site: Site, endpoint: Endpoint) -> None:
+        self._site = site
+        self._endpoint = endpoint
+        shape = endpoint.signature()
+        self._body: Any = shape.body
+        self._decoder = None if shape.body in (None, Upload) else msgspec.json.Decoder(shape.body)
+        self._query = None if shape.query is None else QueryReader(shape.query)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = scope[CALLER]
+        self._endpoint.need.check(caller)
+        headers = Headers(scope=scope)
+        call = Call(caller, scope["path_params"], headers, receive, scope[WELCOME])
+        given: dict[str, Any] = {}
+        if self._query is not None:
+            given["query"] = self._query.read(scope["query_string"])
+        elif scope["query_string"]:
+            raise StrataError(Code.INVALID, "this takes no parameters in the URL")
+        incoming = Incoming(receive, headers, self._endpoint.limit, self._site.pace)
+        if self._body is Upload:
+            given["body"] = incoming
+        elif self._decoder is not None:
+            given["body"] = await decode(self._decoder, await incoming.whole() or b"{}")
+        elif await incoming.whole():
+            raise StrataError(Code.INVALID, "this takes no body")
+        reply = await self._endpoint.handler(self._site, call, **given)
+        if self._endpoint.method != "GET":
+            self._site.feed.poke()
+        await _response(reply)(scope, receive, send)
+
+
+def _response(reply: Any) -> Response:
+    if reply is None:
+        return Response(status_code=204)
+    if not isinstance(reply, Download):
+        return Response(_encode(reply), media_type="application/json")
+    headers = dict(reply.headers)
+    if isinstance(reply.content, bytes):
+        return Response(reply.content, media_type=reply.media_type, headers=headers)
+    return StreamingResponse(_parts(reply), media_type=reply.media_type, headers=headers)
+
+
+async def _parts(reply: Download) -> AsyncIterator[bytes]:
+    assert not isinstance(reply.content, bytes)
+    async for part in reply.content:
+        yield part
+
+
+class ByMethod:
+    """All methods of a path."""
+
+    def __init__(self, served: Mapping[str, Served]) -> None:
+        self._served = served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        served = self._served.get(scope["method"])
+        if served is None:
+            allowed = ", ".join(sorted(self._served))
+            raise HttpRefusal(405, Code.UNSUPPORTED, f"{scope['method']} is not possible here; {allowed} is")
+        await served(scope, receive, send)
+
+
+def router(site: Site, table: Sequence[Endpoint]) -> Router:
+    """In the order of the table: what hosts ask all the time comes first."""
+    paths: dict[str, dict[str, Served]] = {}
+    for endpoint in table:
+        methods = paths.setdefault(endpoint.path, {})
+        if endpoint.method in methods:
+            raise StrataError(Code.INTERNAL, f"{endpoint.method} {endpoint.path} is declared twice")
+        methods[endpoint.method] = Served(site, endpoint)
+    routes = [Route(path, endpoint=ByMethod(methods)) for path, methods in paths.items()]
+    return Router(routes, redirect_slashes=False, default=_nothing_here)
+
+
+async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
+    del receive, send
+    raise StrataError(Code.NOT_FOUND, f"there is nothing at {scope['path'][:200]!r}", hint="GET /v1/openapi.json")

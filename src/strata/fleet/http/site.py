@@ -1,0 +1,51 @@
+"""What the routes work with: the services of one hub, handed to every handler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from strata.base.clock import Clock
+from strata.fleet.artifacts.service import Artifacts
+from strata.fleet.http.body import Pace
+from strata.fleet.http.feed import Feed
+from strata.fleet.http.watch import Attempts, Watch
+from strata.fleet.service import Fleet
+from strata.fleet.streams import Streams
+from strata.identity.authenticate import Authenticator
+from strata.identity.ca import Authority
+from strata.identity.enroll import Enrollment
+from strata.identity.ports import IdentityStore
+
+
+class Schemas(Protocol):
+    """The JSON Schemas of trainers, as the last manifest gave them."""
+
+    async def schemas(self) -> Mapping[str, Any]: ...
+
+    async def put_schemas(self, schemas: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    fleet: Fleet
+    artifacts: Artifacts
+    streams: Streams
+    identity: IdentityStore
+    enrollment: Enrollment
+    authenticator: Authenticator
+    authority: Authority
+    schemas: Schemas
+    feed: Feed
+    clock: Clock
+    tls: bool = False
+    public_read: bool = False
+    manifest: Path | None = None
+    """The file that `reload` applies."""
+    pace: Pace = field(default_factory=Pace)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    watch: Watch = field(default_factory=Watch)
+    attempts: Attempts = field(default_factory=Attempts)

@@ -1,0 +1,541 @@
+"""Every message of the hub's HTTP interface, declared once: for the hub, the agent, the command line and the SDK.
+
+Times between machines are spans (`expires_in_s`), because their clocks differ; `…_at_s` is the hub's wall clock and is
+for showing only. Who calls is never in a message: it follows from the credentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from strata.fleet.artifacts.manifest import ArtifactId, Kind, Lineage, Manifest, Sha256, Size, Word
+from strata.fleet.core.capability import Capability
+from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec
+from strata.fleet.core.manifest import Digests
+
+MAX_WAIT_S: Final = 60.0
+MAX_CLAIM: Final = 256
+MAX_LEASES: Final = 1024
+MAX_PAGE: Final = 1000
+
+Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**53 - 1)]
+Offset = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+WaitS = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
+Page = Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)]
+ClaimId = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
+Reason = Annotated[str, msgspec.Meta(max_length=1000)]
+ErrorText = Annotated[str, msgspec.Meta(max_length=65_536)]
+Pem = Annotated[str, msgspec.Meta(max_length=16_384)]
+Prefix = Annotated[str, msgspec.Meta(max_length=128)]
+RoleName = Literal["viewer", "researcher", "operator", "admin"]
+HostState = Literal["active", "draining", "paused", "quarantined", "left"]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all have in common."""
+
+
+class Problem(Message, frozen=True, kw_only=True):
+    code: str
+    message: str
+    hint: str | None = None
+    detail: dict[str, Any] = {}
+
+
+class ErrorReply(Message, frozen=True, kw_only=True):
+    error: Problem
+
+
+class Health(Message, frozen=True, kw_only=True):
+    status: Literal["ok", "stopping"]
+    version: str
+
+
+# Hosts and their leases
+
+
+class RegisterRequest(Message, frozen=True, kw_only=True):
+    capability: Capability
+    agent_version: Word = ""
+
+
+class RegisterReply(Message, frozen=True, kw_only=True):
+    host_id: str
+    name: str
+    state: HostState
+    state_reason: str = ""
+    lease_s: float
+    """A lease that is not renewed for so long may go to somebody else."""
+    renew_every_s: float
+
+
+class ClaimRequest(Message, frozen=True, kw_only=True):
+    claim_id: ClaimId
+    """Of the sender's choice. Sent again after a lost reply, it gets the same leases and no others."""
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLAIM)] = 1
+    slots: Annotated[int, msgspec.Meta(ge=0, le=65_536)] | None = None
+    """What the host has free; without it, `count` jobs of any size it may take are taken to fit."""
+    wait_s: WaitS = 0.0
+
+
+class LeaseGiven(Message, frozen=True, kw_only=True):
+    job_id: str
+    epoch: int
+    """Goes with everything the host says about this attempt."""
+    expires_in_s: float
+    spec: JobSpec
+    trainer: TrainerSpec | None = None
+    """None when the trainer was removed since: fail the attempt as `infra`."""
+    checkpoint: str = ""
+    """The artifact to resume from, if there is one."""
+
+
+class ClaimReply(Message, frozen=True, kw_only=True):
+    leases: tuple[LeaseGiven, ...]
+
+
+class LeaseHeld(Message, frozen=True, kw_only=True):
+    job_id: JobId
+    epoch: Epoch
+    running: bool = False
+    """The child runs, not only prepares."""
+
+
+class HeartbeatsRequest(Message, frozen=True, kw_only=True):
+    leases: Annotated[tuple[LeaseHeld, ...], msgspec.Meta(max_length=MAX_LEASES)] = ()
+
+
+class HeartbeatRequest(Message, frozen=True, kw_only=True):
+    epoch: Epoch
+    running: bool = False
+
+
+class Verdict(Message, frozen=True, kw_only=True):
+    job_id: str
+    epoch: int
+    verdict: Literal["continue", "stop"]
+    reason: str = ""
+    """Why to stop, in words."""
+    cause: Literal["", "stale", "ended", "unknown"] = ""
+    """`stale`: another attempt has begun. `ended`: the job is terminal, cancelled perhaps. `unknown`: no such job."""
+    expires_in_s: float = 0.0
+
+
+class HeartbeatsReply(Message, frozen=True, kw_only=True):
+    verdicts: tuple[Verdict, ...]
+
+
+class CompleteRequest(Message, frozen=True, kw_only=True):
+    epoch: Epoch
+    artifact: Annotated[str, msgspec.Meta(pattern=r"\A((artifact1_)?[0-9a-f]{64})?\Z")] = ""
+    """An artifact, or the SHA-256 under which it was uploaded as a blob; it has to be there."""
+    metrics: Annotated[dict[Word, float], msgspec.Meta(max_length=1000)] = {}
+    facts: dict[Word, Any] = {}
+
+
+class FailRequest(Message, frozen=True, kw_only=True):
+    epoch: Epoch
+    cause: Cause
+    error: ErrorText = ""
+    facts: dict[Word, Any] = {}
+
+
+# Jobs
+
+
+class Job(Message, frozen=True, kw_only=True):
+    id: str
+    status: Status
+    spec: JobSpec
+    epoch: int
+    created_at_s: float
+    changed_at_s: float
+    not_before_s: float = 0.0
+    host_id: str = ""
+    reason: str = ""
+    artifact: str = ""
+    declared: bool = True
+    orphaned: bool = False
+    waits_for: int = 0
+
+
+class Attempt(Message, frozen=True, kw_only=True):
+    epoch: int
+    host_id: str
+    claimed_at_s: float
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    outcome: str = ""
+    cause: Cause | None = None
+    error: str = ""
+    artifact: str = ""
+    checkpoint: str = ""
+    facts: dict[str, Any] = {}
+
+
+class JobReply(Message, frozen=True, kw_only=True):
+    job: Job
+    attempts: tuple[Attempt, ...]
+
+
+class JobsQuery(Message, frozen=True, kw_only=True):
+    status: tuple[Status, ...] = ()
+    model: Word = ""
+    host: Prefix = ""
+    sweep: Text = ""
+    after: Prefix = ""
+    limit: Page = 100
+
+
+class JobsReply(Message, frozen=True, kw_only=True):
+    jobs: tuple[Job, ...]
+    next: str = ""
+    """Give it as `after` for the next page; empty at the end."""
+
+
+class SubmitRequest(Message, frozen=True, kw_only=True):
+    spec: JobSpec
+    trainer: TrainerSpec | None = None
+    """If no manifest has declared it. A trainer that is there under this name has to be the same."""
+
+
+class SubmitReply(Message, frozen=True, kw_only=True):
+    job: Job
+    new: bool
+
+
+class CancelRequest(Message, frozen=True, kw_only=True):
+    reason: Reason = ""
+
+
+class StatusReply(Message, frozen=True, kw_only=True):
+    by_status: dict[str, int]
+    ready: int
+    hosts: int
+    version: str
+    now_s: float
+
+
+# Manifest
+
+
+class ManifestRequest(Message, frozen=True, kw_only=True):
+    text: Annotated[str, msgspec.Meta(max_length=16 * 1024 * 1024)]
+    source: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] = "manifest"
+    """What messages call it."""
+    schemas: dict[Word, Any] = {}
+    """JSON Schema of the hyper-parameters, by trainer; those of trainers that are not named stay."""
+    digests: dict[Word, Digests] = {}
+    dry_run: bool = False
+
+
+class PlannedJob(Message, frozen=True, kw_only=True):
+    id: str
+    label: str
+
+
+class PlannedChange(Message, frozen=True, kw_only=True):
+    id: str
+    label: str
+    kinds: tuple[str, ...]
+    deferred: bool
+    """A host holds it: the change counts from the next attempt on."""
+
+
+class ManifestReply(Message, frozen=True, kw_only=True):
+    applied: bool
+    summary: str
+    new: tuple[PlannedJob, ...] = ()
+    changed: tuple[PlannedChange, ...] = ()
+    unchanged: int = 0
+    orphaned: tuple[str, ...] = ()
+    trainers: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    released_hosts: tuple[str, ...] = ()
+
+
+class Trainer(Message, frozen=True, kw_only=True):
+    spec: TrainerSpec
+    params: Any = None
+    """The JSON Schema of `hyper`; null where nobody gave one."""
+
+
+class TrainersReply(Message, frozen=True, kw_only=True):
+    trainers: dict[str, Trainer]
+
+
+# Hosts, for people
+
+
+class Host(Message, frozen=True, kw_only=True):
+    id: str
+    name: str
+    state: HostState
+    state_reason: str = ""
+    capability: Capability
+    pool: str = ""
+    agent_version: str = ""
+    registered_at_s: float
+    seen_at_s: float
+    seen_ago_s: float
+    """By the hub's clock, at the time of the reply."""
+    presence: Literal["online", "suspect", "offline"]
+
+
+class HostsReply(Message, frozen=True, kw_only=True):
+    hosts: tuple[Host, ...]
+
+
+class HostStateRequest(Message, frozen=True, kw_only=True):
+    reason: Reason = ""
+
+
+# Logs, metrics, events
+
+
+class PieceQuery(Message, frozen=True, kw_only=True):
+    epoch: Epoch
+    offset: Offset
+    last: bool = False
+    """Nothing follows: the reply says that all of it is on the disk."""
+
+
+class PieceReply(Message, frozen=True, kw_only=True):
+    size: int
+    """How many bytes of the stream are stored: go on from there."""
+
+
+class StreamQuery(Message, frozen=True, kw_only=True):
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)] = 0
+    """0: the last attempt."""
+    offset: Offset = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=4 * 1024 * 1024)] = 1024 * 1024
+    wait_s: WaitS = 0.0
+    """Wait so long for something behind `offset`, unless the attempt has ended."""
+
+
+class EventsQuery(Message, frozen=True, kw_only=True):
+    after: Prefix = ""
+    """The `cursor` of the last event that was seen; `newest` for what comes from now on."""
+    subject: Prefix = ""
+    limit: Page = 100
+    wait_s: WaitS = 0.0
+
+
+class Event(Message, frozen=True, kw_only=True):
+    cursor: str
+    at_s: float
+    actor: str
+    kind: str
+    subject: str
+    body: dict[str, Any]
+
+
+class EventsReply(Message, frozen=True, kw_only=True):
+    events: tuple[Event, ...]
+    cursor: str
+    """Where to go on, also when there was nothing."""
+
+
+# Artifacts
+
+
+class MissingRequest(Message, frozen=True, kw_only=True):
+    chunks: dict[Sha256, Size]
+    """Digest to size."""
+
+
+class MissingChunk(Message, frozen=True, kw_only=True):
+    digest: str
+    size: int
+    received: int = 0
+    url: str = ""
+    """Where to PUT it; empty: to the hub."""
+
+
+class MissingReply(Message, frozen=True, kw_only=True):
+    missing: tuple[MissingChunk, ...]
+    stored: int
+
+
+class ChunkQuery(Message, frozen=True, kw_only=True):
+    size: Annotated[int, msgspec.Meta(ge=1, le=8 * 1024 * 1024)]
+    """Of the whole chunk."""
+    offset: Offset = 0
+
+
+class CommitRequest(Message, frozen=True, kw_only=True):
+    manifest: Manifest
+    lineage: Lineage
+    job_id: JobId | None = None
+    """A host commits for an attempt that it holds; a person for none."""
+    epoch: Epoch | None = None
+
+
+class CommitReply(Message, frozen=True, kw_only=True):
+    artifact_id: str
+    lineage_id: str
+    new: bool
+
+
+class BlobQuery(Message, frozen=True, kw_only=True):
+    job_id: JobId | None = None
+    epoch: Epoch | None = None
+    model: Word = ""
+    """Of a person's upload; an attempt's is known."""
+    mode: Word = ""
+
+
+class Made(Message, frozen=True, kw_only=True):
+    """An artifact and where it came from."""
+
+    artifact_id: str
+    lineage_id: str
+    seq: int
+    size: int
+    committed_at_s: float
+    lineage: Lineage
+    pinned: str = ""
+    removed_at_s: float | None = None
+
+
+class MadeReply(Message, frozen=True, kw_only=True):
+    artifacts: tuple[Made, ...]
+    next: int | None = None
+    """Give it as `before` for the next page; null at the end."""
+
+
+class ArtifactsQuery(Message, frozen=True, kw_only=True):
+    model: Word = ""
+    mode: Word = ""
+    kind: Kind | None = None
+    job_id: Prefix = ""
+    parent: ArtifactId | None = None
+    metric: Word = ""
+    """Order by it, the highest first; one page only."""
+    lowest: bool = False
+    removed: bool = False
+    before: Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)] | None = None
+    limit: Page = 100
+
+
+class LatestQuery(Message, frozen=True, kw_only=True):
+    model: Word
+    mode: Word = ""
+    kind: Kind = Kind.RESULT
+
+
+class BestQuery(Message, frozen=True, kw_only=True):
+    model: Word
+    metric: Word
+    mode: Word = ""
+    lowest: bool = False
+
+
+class ArtifactReply(Message, frozen=True, kw_only=True):
+    id: str
+    size: int
+    committed_at_s: float
+    pinned: str = ""
+    manifest: Manifest
+    urls: Mapping[str, str] = {}
+    """Where to GET each chunk; empty: from the hub."""
+
+
+class FileQuery(Message, frozen=True, kw_only=True):
+    path: Text
+
+
+class PinRequest(Message, frozen=True, kw_only=True):
+    reason: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """Empty: let it go."""
+
+
+# Identity
+
+
+class InviteRequest(Message, frozen=True, kw_only=True):
+    pool: Word = ""
+    labels: Annotated[tuple[Word, ...], msgspec.Meta(max_length=64)] = ()
+    valid_s: Annotated[float, msgspec.Meta(gt=0, le=30 * 86_400)] = 1800.0
+
+
+class InviteReply(Message, frozen=True, kw_only=True):
+    token: str
+    """Told only here."""
+    id: str
+    expires_in_s: float
+
+
+class Invited(Message, frozen=True, kw_only=True):
+    id: str
+    made_at_s: float
+    expires_at_s: float
+    pool: str = ""
+    labels: tuple[str, ...] = ()
+    used: bool = False
+    revoked_at_s: float | None = None
+
+
+class InvitesReply(Message, frozen=True, kw_only=True):
+    invites: tuple[Invited, ...]
+
+
+class JoinRequest(Message, frozen=True, kw_only=True):
+    invite_id: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
+    secret: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{40}\Z")]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    request_pem: Pem
+    """A signing request for the key that was made on the host."""
+
+
+class CertificateReply(Message, frozen=True, kw_only=True):
+    host_id: str
+    name: str
+    certificate_pem: str
+    ca_pem: str
+    valid_for_s: float
+
+
+class RenewRequest(Message, frozen=True, kw_only=True):
+    request_pem: Pem
+
+
+class LocalHostRequest(Message, frozen=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+
+
+class LocalHostReply(Message, frozen=True, kw_only=True):
+    host_id: str
+    secret: str
+    """Told only here; good on a hub that listens on loopback without TLS."""
+
+
+class KeyRequest(Message, frozen=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+    role: RoleName
+    valid_s: Annotated[float, msgspec.Meta(gt=0, le=3650 * 86_400)] | None = None
+
+
+class Key(Message, frozen=True, kw_only=True):
+    id: str
+    name: str
+    role: RoleName
+    made_at_s: float
+    expires_at_s: float | None = None
+    revoked_at_s: float | None = None
+
+
+class KeyReply(Message, frozen=True, kw_only=True):
+    key: Key
+    secret: str
+    """The text of the key; told only here."""
+
+
+class KeysReply(Message, frozen=True, kw_only=True):
+    keys: tuple[Key, ...]

@@ -1,0 +1,1 @@
+"""Processes, built from settings: here the layers meet."""

@@ -1,0 +1,150 @@
+"""A hub from its settings: tables, authority, services, application, and what has to be done again and again."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from strata.base.clock import Clock
+from strata.base.loop import RunOnce
+from strata.base.secret import Secret, read_secret
+from strata.fleet.artifacts.disk import DiskChunks
+from strata.fleet.artifacts.ports import ChunkStore
+from strata.fleet.artifacts.service import Artifacts
+from strata.fleet.artifacts.upkeep import collect, scrub
+from strata.fleet.http.body import Pace
+from strata.fleet.http.feed import GAP_S, Feed
+from strata.fleet.http.root import Root
+from strata.fleet.http.site import Site
+from strata.fleet.http.table import TABLE
+from strata.fleet.service import TICK_S, Fleet, FleetSettings
+from strata.fleet.streams import Streams
+from strata.hub.certificates import ServerTls, write_private
+from strata.hub.outbound import Target
+from strata.hub.settings import Bucket, HubSettings
+from strata.hub.tables import Tables, open_tables
+from strata.hub.webhooks import Courier
+from strata.identity.authenticate import Authenticator
+from strata.identity.ca import Authority
+from strata.identity.enroll import Enrollment
+
+HOUR_S: Final = 3600.0
+SCRUB_BYTES: Final = 4 << 30
+SCRUB_BYTES_PER_S: Final = 20e6
+WEBHOOK_S: Final = 0.5
+TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    interval_s: float
+    run_once: RunOnce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hub:
+    site: Site
+    app: Root
+    tls: ServerTls | None
+    loops: Sequence[Loop]
+
+
+@asynccontextmanager
+async def open_hub(settings: HubSettings, clock: Clock) -> AsyncIterator[Hub]:
+    data = settings.data.expanduser()
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    authority = Authority.load_or_create(data / "ca", "hub", clock.wall_s())
+    token = settings.operator_token or operator_token(data)
+    tls = None
+    if settings.tls.enabled:
+        tls = ServerTls(authority, data / "ca", settings.tls, settings.listen, clock.wall_s())
+    async with open_tables(settings.database or f"sqlite:{data / 'hub.db'}") as tables:
+        chunks = await _chunks(settings, data)
+        site = Site(
+            fleet=Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s)),
+            artifacts=Artifacts(tables.index, chunks, clock),
+            streams=Streams(data / "streams"),
+            identity=tables.identity,
+            enrollment=Enrollment(tables.identity, authority, clock),
+            authenticator=Authenticator(tables.identity, clock, authority=authority, operator_token=token),
+            authority=authority,
+            schemas=tables.records,
+            feed=Feed(tables.fleet.events, tables.newest_event),
+            clock=clock,
+            tls=settings.tls.enabled,
+            public_read=settings.public_read,
+            manifest=settings.manifest,
+            pace=Pace(grace_s=settings.body_grace_s),
+        )
+        loops = _loops(settings, site, tables, tls)
+        try:
+            yield Hub(site=site, app=Root(site, TABLE), tls=tls, loops=loops)
+        finally:
+            await chunks.close()
+
+
+def operator_token(data: Path) -> Secret:
+    """The one of this folder, made at the first start."""
+    path = data / TOKEN_FILE
+    if not path.exists():
+        write_private(path, f"{secrets.token_hex(24)}\n".encode())
+    return read_secret(path)
+
+
+def _loops(settings: HubSettings, site: Site, tables: Tables, tls: ServerTls | None) -> Sequence[Loop]:
+    async def collect_garbage() -> None:
+        await collect(site.artifacts, dry_run=False)
+
+    async def scrub_some() -> None:
+        await scrub(site.artifacts, max_bytes=SCRUB_BYTES, bytes_per_s=SCRUB_BYTES_PER_S)
+
+    async def renew_certificate() -> None:
+        if tls is not None:
+            tls.renew(site.clock.wall_s())
+
+    loops = [
+        Loop(interval_s=TICK_S, run_once=site.fleet.tick),
+        Loop(interval_s=GAP_S, run_once=site.feed.run_once),
+        Loop(interval_s=HOUR_S, run_once=collect_garbage),
+        Loop(interval_s=HOUR_S, run_once=scrub_some),
+        Loop(interval_s=HOUR_S, run_once=renew_certificate),
+    ]
+    for hook in settings.webhooks:
+        courier = Courier(
+            Target(hook.url, hook.allow),
+            hook.secret,
+            hook.kinds,
+            read=site.feed,
+            records=tables.records,
+            clock=site.clock,
+        )
+        loops.append(Loop(interval_s=WEBHOOK_S, run_once=courier.run_once))
+    return loops
+
+
+async def _chunks(settings: HubSettings, data: Path) -> ChunkStore:
+    if settings.bucket is not None:
+        return _bucket(settings.bucket)
+    return await DiskChunks.open(data / "artifacts", keep_free_bytes=settings.keep_free_bytes)
+
+
+def _bucket(bucket: Bucket) -> ChunkStore:
+    from obstore.store import S3Store
+
+    from strata.fleet.artifacts.objects import ObjectChunks
+
+    options: dict[str, Any] = {"endpoint": bucket.endpoint} if bucket.endpoint else {}
+    plain = bucket.endpoint.startswith("http://")
+    store = S3Store(
+        bucket.name,
+        region=bucket.region,
+        access_key_id=bucket.access_key,
+        secret_access_key=bucket.secret_key.reveal(),
+        client_options={"allow_http": plain},
+        **options,
+    )
+    return ObjectChunks(store, prefix=bucket.prefix)

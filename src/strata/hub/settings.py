@@ -1,0 +1,96 @@
+"""Settings of the hub process, section `hub`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.base.settings import Secret
+from strata.coord.settings import is_loopback
+from strata.fleet.core.lease import LEASE_S
+
+SECTION: Final = "hub"
+PORT: Final = 8443
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Tls(msgspec.Struct, frozen=True, kw_only=True):
+    """The hub's authority issues its certificate, unless `certificate` and `key` name PEM files of another one."""
+
+    enabled: bool = False
+    names: tuple[str, ...] = ()
+    """DNS names and addresses under which hosts reach this hub; the machine's own name unless set."""
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True):
+    """Object storage for artifacts; without it they lie in the data folder."""
+
+    name: str
+    prefix: str = ""
+    endpoint: str = ""
+    region: str = "us-east-1"
+    access_key: str
+    secret_key: Secret
+
+
+class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    url: str
+    secret: Secret
+    """Signs every delivery."""
+    kinds: tuple[str, ...] = ()
+    """Kinds of events, or globs of these as in `job.*`; empty: all."""
+    allow: tuple[str, ...] = ()
+    """Networks that are not public and may be sent to all the same, as in `10.1.0.0/16`; loopback also without TLS."""
+
+
+class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
+    listen: str = f"127.0.0.1:{PORT}"
+    """HOST:PORT; port 0 takes a free one."""
+    data: Path = Path("strata-hub")
+    """The folder for what is not in the database: authority, operator token, logs, artifacts."""
+    database: str = ""
+    """`sqlite:PATH` or `postgresql://…`; `hub.db` in the data folder unless set."""
+    tls: Tls = Tls()
+    operator_token: Secret | None = None
+    """None: the one in `operator.token` of the data folder, which is made at the first start."""
+    manifest: Path | None = None
+    """The file that `strata reload` applies."""
+    public_read: bool = False
+    """Let anybody who can reach the hub read the lists of jobs and hosts."""
+    stale_after_s: Positive = LEASE_S
+    """A lease that was not renewed for so long may go to another host."""
+    drain_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    """How long requests may take to finish when the process is told to end."""
+    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+    header_s: Positive = 10.0
+    """How long the head of a request may take to arrive."""
+    body_grace_s: Positive = 20.0
+    """How long the body of a request may take, if it is small; a large one has to keep up a modest pace."""
+    keep_free_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
+    """Artifacts leave so much of the disk alone."""
+    bucket: Bucket | None = None
+    webhooks: tuple[Webhook, ...] = ()
+    log_format: Literal["json", "console"] | None = None
+    """None: console on a terminal, JSON elsewhere."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        if (self.tls.certificate is None) != (self.tls.key is None):
+            raise StrataError(Code.INVALID, "hub.tls.certificate and hub.tls.key go together")
+
+
+def check_exposure(settings: HubSettings) -> None:
+    """Refuse to be reached from other machines in the clear: tokens and jobs would be everybody's."""
+    if is_loopback(settings.listen) or settings.tls.enabled:
+        return
+    raise StrataError(
+        Code.INVALID,
+        f"{settings.listen} can be reached from other machines, and everything would be sent in the clear",
+        hint="add --tls (hub.tls.enabled), or listen on 127.0.0.1",
+    )

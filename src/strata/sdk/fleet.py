@@ -1,0 +1,191 @@
+"""Which hub a person works with: contexts in the configuration folder, or the environment, and a client for either.
+
+`contexts.json` names addresses and files; a token lies in a file of its own that only its owner can read, so the list
+can be shown to anybody. STRATA_URL and STRATA_OPERATOR_TOKEN, or STRATA_OPERATOR_TOKEN_FILE, stand above all contexts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import re
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret, read_secret
+from strata.base.settings import load
+from strata.fleet.agent.disk import private_folder, read_json, write_json, write_whole
+from strata.fleet.client import HubClient, TlsFiles, exchange
+
+SECTION: Final = "client"
+ALIASES: Final = {
+    "STRATA_URL": "url",
+    "STRATA_OPERATOR_TOKEN": "token",
+    "STRATA_OPERATOR_TOKEN_FILE": "token_path",
+    "XDG_CONFIG_HOME": "config_home",
+    "APPDATA": "config_home",
+    "XDG_DATA_HOME": "data_home",
+    "LOCALAPPDATA": "data_home",
+}
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
+    url: str = ""
+    token: Secret | None = None
+    token_path: Path | None = None
+    ca: Path | None = None
+    """PEM file: the hub's authority. None: that of the context, or the system's."""
+    context: str = ""
+    """Empty: the one that was chosen last."""
+    config_home: Path = Path("~/.config")
+    data_home: Path = Path("~/.local/share")
+
+    @property
+    def folder(self) -> Path:
+        return self.config_home.expanduser() / "strata"
+
+    @property
+    def data(self) -> Path:
+        return self.data_home.expanduser() / "strata"
+
+
+class Context(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    url: str
+    token_file: str = ""
+    ca: str = ""
+
+
+class Contexts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    current: str = ""
+    contexts: dict[str, Context] = {}
+
+
+def client_settings(**flags: Any) -> ClientSettings:
+    return load(ClientSettings, section=SECTION, file=None, flags=flags, aliases=ALIASES)
+
+
+def read_contexts(settings: ClientSettings) -> Contexts:
+    return read_json(settings.folder / "contexts.json", Contexts) or Contexts()
+
+
+def save_context(settings: ClientSettings, name: str, context: Context, *, choose: bool = True) -> None:
+    """Add or replace one; from now on it is the one that is used, if `choose`."""
+    _checked(name)
+    there = read_contexts(settings)
+    contexts = there.contexts | {name: context}
+    changed = Contexts(current=name if choose else there.current, contexts=contexts)
+    write_json(private_folder(settings.folder) / "contexts.json", changed)
+
+
+def choose_context(settings: ClientSettings, name: str) -> None:
+    there = read_contexts(settings)
+    if name not in there.contexts:
+        raise _unknown(name, there)
+    write_json(private_folder(settings.folder) / "contexts.json", msgspec.structs.replace(there, current=name))
+
+
+def keep_secret(settings: ClientSettings, name: str, secret: Secret) -> Path:
+    path = private_folder(private_folder(settings.folder) / "tokens") / _checked(name)
+    write_whole(path, f"{secret.reveal()}\n".encode())
+    return path
+
+
+def keep_authority(settings: ClientSettings, name: str, pem: bytes) -> Path:
+    path = private_folder(private_folder(settings.folder) / "authorities") / f"{_checked(name)}.pem"
+    write_whole(path, pem)
+    return path
+
+
+def current_context(settings: ClientSettings) -> Context:
+    """What the settings and the contexts say together."""
+    there = read_contexts(settings)
+    name = settings.context or ("" if settings.url else there.current)
+    if name and name not in there.contexts:
+        raise _unknown(name, there)
+    if name:
+        found = there.contexts[name]
+        return msgspec.structs.replace(found, url=settings.url or found.url)
+    if not settings.url:
+        raise StrataError(
+            Code.INVALID, "no hub is chosen", hint="strata up starts one here; strata login URL chooses another"
+        )
+    # What is known of that address: its token must not go anywhere else, its authority is no secret.
+    known = [each for each in there.contexts.values() if each.url == settings.url]
+    return known[0] if known else Context(url=settings.url)
+
+
+def connect(settings: ClientSettings, *, timeout_s: float = 30.0) -> HubClient:
+    context = current_context(settings)
+    ca = settings.ca or (Path(context.ca) if context.ca else None)
+    tls = TlsFiles(ca=ca) if ca is not None and context.url.startswith("https:") else None
+    return HubClient(context.url, bearer=_token(settings, context), tls=tls, timeout_s=timeout_s)
+
+
+def _token(settings: ClientSettings, context: Context) -> Secret | None:
+    if settings.token is not None:
+        return settings.token
+    if settings.token_path is not None:
+        return read_secret(settings.token_path)
+    return read_secret(Path(context.token_file)) if context.token_file else None
+
+
+def fetch_authority(url: str, *, timeout_s: float = 10.0) -> bytes:
+    """The certificate of the authority that a hub names. Nothing about it is proven: compare its pin."""
+    at = urlsplit(url)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        connection = http.client.HTTPSConnection(at.hostname or "", at.port, timeout=timeout_s, context=context)
+        try:
+            reply = exchange(connection, "GET", at.path.rstrip("/") + "/v1/ca", None, {})
+        finally:
+            connection.close()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise StrataError(Code.UNAVAILABLE, f"the hub at {at.netloc} cannot be reached: {error}") from error
+    if reply.status != 200:
+        raise StrataError(Code.UNAVAILABLE, f"{at.netloc} has no authority to show: status {reply.status}")
+    return reply.content
+
+
+def pin_of(pem: bytes) -> str:
+    """SHA-256 of the certificate, as join tokens carry it."""
+    try:
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))).hexdigest()
+    except ValueError:
+        raise StrataError(Code.INVALID, "this is not a certificate in PEM") from None
+
+
+def check_pin(pem: bytes, pin: str, url: str) -> None:
+    if pin_of(pem) != pin.lower().replace(":", ""):
+        raise StrataError(
+            Code.FORBIDDEN,
+            f"{urlsplit(url).netloc} is not the hub that was meant: its authority has another pin",
+            hint="somebody may stand between; compare the pin with the hub's operator",
+        )
+
+
+def shown_contexts(settings: ClientSettings) -> list[Mapping[str, Any]]:
+    there = read_contexts(settings)
+    return [
+        {"name": name, "url": context.url, "current": name == there.current, "token_file": context.token_file or None}
+        for name, context in sorted(there.contexts.items())
+    ]
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise StrataError(Code.INVALID, f"{name[:80]!r} cannot be the name of a context", hint="letters, digits, .-_")
+    return name
+
+
+def _unknown(name: str, there: Contexts) -> StrataError:
+    known = ", ".join(sorted(there.contexts)) or "none"
+    return StrataError(Code.INVALID, f"there is no context {name[:80]!r}", hint=f"there are: {known}")

@@ -1,0 +1,219 @@
+"""A commit is all or nothing, happens once, and only under the attempt it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from strata.base.errors import Code
+from strata.fleet.artifacts import lookup
+from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, Kind, Lineage, Manifest
+from strata.fleet.artifacts.ports import LineageFilter
+from strata.fleet.artifacts.service import once
+from strata.fleet.ports import Completion
+from tests.conformance.artifacts.making import (
+    OWNER,
+    RESULT,
+    Place,
+    chunk_of,
+    content_of,
+    manifest_of,
+    noise,
+    parts_of,
+    refusal,
+    send,
+    upload,
+)
+from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job
+
+FILES = {"model.bin": noise(CHUNK_BYTES + 1000), "sub/config.json": b"{}", "sub/empty": b""}
+
+
+async def kinds(place: Place, subject: str) -> list[str]:
+    return [each.event.kind for each in await place.index.events("", 100, subject=subject)]
+
+
+async def test_a_committed_artifact_can_be_read_and_is_an_event(place: Place) -> None:
+    done = await upload(place, FILES)
+    assert done.new
+    assert done.artifact_id == manifest_of(FILES).id
+    row = await place.artifacts.open(done.artifact_id)
+    assert row.manifest == manifest_of(FILES)
+    assert row.size == sum(map(len, FILES.values()))
+    assert await content_of(place, done.artifact_id) == FILES
+    assert await kinds(place, done.artifact_id) == ["artifact.committed"]
+
+
+async def test_the_same_commit_again_changes_nothing(place: Place) -> None:
+    done = await upload(place, FILES)
+    again = await upload(place, FILES)
+    assert not again.new
+    assert (again.artifact_id, again.lineage_id) == (done.artifact_id, done.lineage_id)
+    assert await kinds(place, done.artifact_id) == ["artifact.committed"]
+    assert len(await place.index.lineages(LineageFilter())) == 1
+
+
+async def test_nothing_is_committed_while_a_chunk_is_missing(place: Place) -> None:
+    manifest = manifest_of(FILES)
+    parts = parts_of(FILES)
+    first, *rest = manifest.chunks()
+    for digest in rest:
+        await place.artifacts.put_chunk(chunk_of(parts[digest]), once(parts[digest]), OWNER)
+    error = await refusal(place.artifacts.commit(manifest, RESULT, "host:a"))
+    assert (error.code, error.detail["missing"]) == (Code.PRECONDITION, [first])
+    assert (await refusal(place.artifacts.open(manifest.id))).code is Code.NOT_FOUND
+    assert await place.index.lineages(LineageFilter()) == []
+    await place.artifacts.put_chunk(chunk_of(parts[first]), once(parts[first]), OWNER)
+    assert (await place.artifacts.commit(manifest, RESULT, "host:a")).new
+
+
+async def test_a_reserved_chunk_that_never_came_is_missing(place: Place) -> None:
+    manifest = manifest_of(FILES)
+    plan = await place.artifacts.plan(manifest.chunks(), OWNER)
+    assert {each.digest: each.size for each in plan.missing} == manifest.chunks()
+    assert plan.stored == 0
+    assert (await refusal(place.artifacts.commit(manifest, RESULT, "host:a"))).code is Code.PRECONDITION
+
+
+async def test_a_manifest_that_gives_a_chunk_another_size_is_refused(place: Place) -> None:
+    content = noise(1000)
+    await place.artifacts.put_chunk(chunk_of(content), once(content), OWNER)
+    (file,) = manifest_of({"a": content}).files
+    lie = Manifest(files=(msgspec.structs.replace(file, size=999),))
+    assert (await refusal(place.artifacts.commit(lie, RESULT, "host:a"))).code is Code.INVALID
+
+
+async def test_two_uploads_of_the_same_content_at_once_store_it_once(place: Place) -> None:
+    runs = [msgspec.structs.replace(RESULT, code=f"commit {number}") for number in range(4)]
+    done = await asyncio.gather(*(upload(place, FILES, lineage) for lineage in [*runs, runs[0]]))
+    assert len({each.artifact_id for each in done}) == 1
+    assert len({each.lineage_id for each in done}) == 4
+    assert sum(each.new for each in done) == 4
+    usage = await place.index.usage()
+    assert (usage.artifacts, usage.chunks, usage.bytes) == (1, 3, sum(map(len, FILES.values())))
+    assert await content_of(place, done[0].artifact_id) == FILES
+
+
+async def test_an_attempt_commits_while_it_is_alive_and_is_stale_afterwards(place: Place) -> None:
+    await add_host(place.fleet, "host_a")
+    await add_host(place.fleet, "host_b")
+    (job_id,) = await add(place.fleet, job("gbt"))
+    (lease,) = await claim(place.fleet, "host_a")
+    forged = msgspec.structs.replace(RESULT, job_id="job1_other", epoch=7, host_id="host_z")
+    done = await upload(place, {"a": b"1"}, forged, hold(lease))
+    (row,) = await place.index.lineages(LineageFilter(job_id=job_id))
+    assert (row.lineage.epoch, row.lineage.host_id) == (1, "host_a"), "the hold counts, not what the sender wrote"
+    await place.fleet.sweep(LEASE_S + 1)
+    expired = msgspec.structs.replace(RESULT, kind=Kind.CHECKPOINT)
+    assert (await upload(place, {"a": b"2"}, expired, hold(lease))).new, "nobody else has claimed it yet"
+    (second,) = await claim(place.fleet, "host_b", claim_id="c2", now_s=LEASE_S + 2)
+    stale = await refusal(upload(place, {"a": b"3"}, RESULT, hold(lease)))
+    assert (stale.code, stale.detail["epoch"]) == (Code.STALE, 2)
+    again = await upload(place, {"a": b"1"}, forged, hold(lease))
+    assert (again.new, again.lineage_id) == (False, done.lineage_id), "a lost reply is answered as before"
+    await upload(place, {"a": b"4"}, RESULT, hold(second))
+    await place.fleet.complete(hold(second), Completion(artifact="x"), LEASE_S + 3)
+    late = await refusal(upload(place, {"a": b"5"}, RESULT, hold(second)))
+    assert late.code is Code.STALE
+    wrong_host = await refusal(upload(place, {"a": b"6"}, RESULT, hold(lease)))
+    assert wrong_host.code is Code.STALE
+    assert (await refusal(place.artifacts.open(manifest_of({"a": b"3"}).id))).code is Code.NOT_FOUND
+
+
+async def test_the_latest_and_the_best_are_found_by_model_and_mode(place: Place) -> None:
+    figures = {"a": 0.5, "b": 0.9, "c": 0.7}
+    done = {
+        name: await upload(
+            place, {"f": name.encode()}, Lineage(kind=Kind.RESULT, model="gbt", mode="oracle", metrics={"auc": auc})
+        )
+        for name, auc in figures.items()
+    }
+    await upload(place, {"f": b"other"}, Lineage(kind=Kind.RESULT, model="mlp", metrics={"auc": 1.0}))
+    await upload(place, {"f": b"kept"}, Lineage(kind=Kind.CHECKPOINT, model="gbt", metrics={"auc": 1.0}))
+    assert (await lookup.latest(place.index, "gbt")).artifact_id == done["c"].artifact_id
+    assert (await lookup.best(place.index, "gbt", "auc", "oracle")).artifact_id == done["b"].artifact_id
+    assert (await lookup.best(place.index, "gbt", "auc", lowest=True)).artifact_id == done["a"].artifact_id
+    for unknown in (lookup.latest(place.index, "gbt", "real"), lookup.best(place.index, "gbt", "loss")):
+        assert (await refusal(unknown)).code is Code.NOT_FOUND
+    await place.artifacts.remove(done["b"].artifact_id, "bad", "operator")
+    assert (await lookup.best(place.index, "gbt", "auc", "oracle")).artifact_id == done["c"].artifact_id
+
+
+async def test_lineage_is_walked_to_its_roots_even_through_what_was_removed(place: Place) -> None:
+    source = await upload(place, {"f": b"source"}, Lineage(kind=Kind.SOURCE))
+    base = await upload(place, {"f": b"base"}, Lineage(kind=Kind.RESULT, parents=(source.artifact_id,)))
+    tuned = await upload(
+        place, {"f": b"tuned"}, Lineage(kind=Kind.RESULT, parents=(base.artifact_id, source.artifact_id))
+    )
+    await place.artifacts.remove(base.artifact_id, "old", "operator")
+    walked = [row.artifact_id for row in await lookup.ancestry(place.index, tuned.artifact_id)]
+    assert walked[0] == tuned.artifact_id
+    assert set(walked[1:]) == {base.artifact_id, source.artifact_id}
+    made = [row.artifact_id for row in await lookup.descendants(place.index, source.artifact_id)]
+    assert made == [tuned.artifact_id, base.artifact_id]
+
+
+async def test_pages_of_lineage_miss_nothing(place: Place) -> None:
+    for number in range(5):
+        await upload(place, {"f": b"same"}, msgspec.structs.replace(RESULT, code=str(number)))
+    seen: list[str] = []
+    before = 2**62
+    while page := await place.index.lineages(LineageFilter(model="gbt", limit=2, before_seq=before)):
+        seen += [row.lineage.code for row in page]
+        before = page[-1].seq
+    assert seen == ["4", "3", "2", "1", "0"]
+
+
+async def test_a_removed_artifact_is_gone_and_another_upload_brings_it_back(place: Place) -> None:
+    done = await upload(place, FILES)
+    await place.artifacts.pin(done.artifact_id, "the paper", "operator")
+    assert (await refusal(place.artifacts.remove(done.artifact_id, "old", "op"))).code is Code.PRECONDITION
+    await place.artifacts.pin(done.artifact_id, "", "operator")
+    assert await place.artifacts.remove(done.artifact_id, "old", "operator")
+    assert not await place.artifacts.remove(done.artifact_id, "old", "operator")
+    assert (await refusal(place.artifacts.open(done.artifact_id))).code is Code.GONE
+    assert (await refusal(place.artifacts.remove(f"artifact1_{'0' * 64}", "", "op"))).code is Code.NOT_FOUND
+    assert (await upload(place, FILES)).new
+    assert await content_of(place, done.artifact_id) == FILES
+    assert await kinds(place, done.artifact_id) == [
+        "artifact.committed", "artifact.pinned", "artifact.unpinned", "artifact.removed", "artifact.committed",
+    ]  # fmt: skip
+
+
+async def test_a_checkpoint_that_an_unfinished_job_needs_cannot_be_removed(place: Place) -> None:
+    await add_host(place.fleet)
+    (job_id,) = await add(place.fleet, job("gbt"))
+    (lease,) = await claim(place.fleet)
+    done = await upload(place, {"step": b"10"}, Lineage(kind=Kind.CHECKPOINT), hold(lease))
+    await place.fleet.checkpointed(hold(lease), done.artifact_id, 1.0)
+    assert await place.index.referenced() == {done.artifact_id: "checkpoint"}
+    assert (await refusal(place.artifacts.remove(done.artifact_id, "", "op"))).code is Code.PRECONDITION
+    await place.fleet.cancel(job_id, "no", "operator", 2.0)
+    assert await place.index.referenced() == {}
+    assert await place.artifacts.remove(done.artifact_id, "", "op")
+
+
+async def test_a_prefix_finds_artifacts_with_or_without_its_kind(place: Place) -> None:
+    done = await upload(place, FILES)
+    whole = done.artifact_id
+    assert await place.index.find(whole[:20]) == [whole]
+    assert await place.index.find(whole.removeprefix("artifact1_")[:6]) == [whole]
+    assert await place.index.find("artifact1_zz") == []
+
+
+@pytest.mark.parametrize(("digest", "size"), [("x", 1), ("A" * 64, 1), ("0" * 64, 0), ("0" * 64, CHUNK_BYTES + 1)])
+async def test_what_cannot_be_a_chunk_is_refused_before_anything_is_stored(
+    place: Place, digest: str, size: int
+) -> None:
+    assert (await refusal(place.artifacts.plan({digest: size}, OWNER))).code is Code.INVALID
+    put = place.artifacts.put_chunk(Chunk(digest, size), once(b"x"), OWNER)
+    assert (await refusal(put)).code is Code.INVALID
+    assert await place.index.condemnable(9e9, 10) == await place.index.erasable(9e9, 10) == []
+
+
+async def test_an_upload_that_was_sent_before_needs_nothing_sent_again(place: Place) -> None:
+    await send(place, FILES)
+    plan = await place.artifacts.plan(manifest_of(FILES).chunks(), "host_b")
+    assert (plan.missing, plan.stored) == ([], 3)

@@ -1,0 +1,67 @@
+"""Connections to PostgreSQL: which of them survive a refusal, a caller that leaves, and a statement that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from strata.base.errors import Code, StrataError
+from strata.database.postgres import Connections
+
+PID = "SELECT pg_backend_pid()"
+
+
+@pytest.fixture
+async def connections(postgres_url: str) -> AsyncIterator[Connections]:
+    opened = Connections(postgres_url, 2, 5.0, what="test")
+    yield opened
+    await opened.close()
+
+
+async def backends(connections: Connections) -> set[int]:
+    """Of both connections, opened if need be."""
+    async with connections.use() as one, connections.use() as other:
+        found = [await (await each.execute(PID)).fetchone() for each in (one, other)]
+    return {row[0] for row in found if row}
+
+
+async def test_a_refusal_inside_a_transaction_undoes_it_and_keeps_every_connection(connections: Connections) -> None:
+    before = await backends(connections)
+
+    async def refused() -> None:
+        async with connections.transaction() as connection:
+            await connection.execute("CREATE TABLE t (n int)")
+            raise StrataError(Code.STALE, "somebody else has it")
+
+    with pytest.raises(StrataError):
+        await refused()
+    assert await connections.run("SELECT to_regclass('t')::text", {}) == [(None,)]
+    assert await backends(connections) == before
+
+
+async def test_a_caller_that_leaves_costs_its_own_connection_and_no_other(connections: Connections) -> None:
+    before = await backends(connections)
+    leaving = asyncio.create_task(connections.run("SELECT pg_sleep(60)", {}))
+    await asyncio.wait([leaving], timeout=0.2)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert len(await backends(connections) & before) == 1
+
+
+async def test_statements_of_a_pipeline_commit_together_or_not_at_all(connections: Connections) -> None:
+    await connections.write("CREATE TABLE t (n int PRIMARY KEY)", {})
+    async with connections.pipeline() as connection:
+        await connection.execute("INSERT INTO t VALUES (1)")
+        await connection.execute("INSERT INTO t VALUES (2)")
+
+    async def clash() -> None:
+        async with connections.pipeline() as connection:
+            await connection.execute("INSERT INTO t VALUES (3)")
+            await connection.execute("INSERT INTO t VALUES (1)")
+
+    with pytest.raises(StrataError):
+        await clash()
+    assert await connections.run("SELECT n FROM t ORDER BY n", {}) == [(1,), (2,)]

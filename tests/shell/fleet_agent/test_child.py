@@ -1,0 +1,242 @@
+"""Children under their waiter, with real processes: started once, watched, ended with all they started."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata.fleet.agent import child
+from strata.fleet.agent.child import Exit, Lost, Run
+from strata.fleet.agent.disk import private_folder, write_json
+from strata.fleet.agent.workdir import Owner, give, owner_of
+from tests.shell.fleet_agent.waiting import eventually, is_alive
+
+SLEEP = "import time; print('up', flush=True); time.sleep(300)"
+# One grandchild in the child's group, one that left it, one whose parent has gone; their numbers are printed.
+FAMILY = """
+import os, subprocess, sys, time
+sleeper = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"]
+same = subprocess.Popen(sleeper)
+apart = subprocess.Popen(sleeper, start_new_session=True)
+middle = subprocess.Popen(
+    [sys.executable, "-c", "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], start_new_session=True,"
+     " stdout=subprocess.DEVNULL).pid)", *sleeper],
+    stdout=subprocess.PIPE,
+)
+orphan = int(middle.communicate()[0])
+print("pids", same.pid, apart.pid, orphan, flush=True)
+"""
+
+
+class Trial:
+    def __init__(self, folder: Path) -> None:
+        self.folder = private_folder(folder / "attempt")
+        self.cwd = folder / "cwd"
+        self.cwd.mkdir()
+        self._waiter: Any = None
+
+    def start(self, code: str, **more: Any) -> None:
+        given: dict[str, Any] = {
+            "command": [sys.executable, "-c", code],
+            "cwd": str(self.cwd),
+            "env": {"PATH": "/usr/bin:/bin"},
+            "max_log_bytes": 1 << 20,
+            "timeout_s": 0.0,
+            "grace_s": 20.0,
+        }
+        child.write(self.folder, Run(**(given | more)))
+        self._waiter = child.start(self.folder)
+
+    def look(self) -> child.Seen:
+        return child.look(self.folder, self._waiter)
+
+    def log(self) -> str:
+        path = self.folder / child.LOG
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def says(self, text: str) -> str:
+        return eventually(lambda: self.log() if text in self.log() else None)
+
+    def exit(self) -> Exit:
+        seen = eventually(lambda: seen if isinstance(seen := self.look(), Exit | Lost) else None)
+        assert isinstance(seen, Exit), seen
+        self._waiter.wait(10)
+        return seen
+
+    def pid(self) -> int:
+        return eventually(lambda: seen.pid if isinstance(seen := self.look(), child.Running) else None)
+
+    def close(self) -> None:
+        if self._waiter is not None and self._waiter.poll() is None:
+            child.stop(self.folder, 0.0)
+            self._waiter.wait(20)
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    made = Trial(tmp_path)
+    yield made
+    made.close()
+
+
+def test_output_and_exit_code_are_kept(trial: Trial) -> None:
+    trial.start("import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
+    seen = trial.exit()
+    assert (seen.started, seen.status, seen.stopped, seen.timed_out) == (True, 7, False, False)
+    assert {"out", "err"} <= set(trial.log().split())
+    assert seen.max_rss_bytes > 1 << 20
+
+
+def test_the_signal_that_killed_a_child_is_known(trial: Trial) -> None:
+    trial.start("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert trial.exit().status == -signal.SIGSEGV
+
+
+def test_a_program_that_is_not_there_is_told_apart_from_one_that_failed(trial: Trial) -> None:
+    trial.start("", command=["no-such-program"])
+    seen = trial.exit()
+    assert not seen.started
+    assert "no-such-program" in seen.error
+
+
+def test_a_child_that_heeds_sigterm_ends_in_its_own_way(trial: Trial) -> None:
+    trial.start(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
+        "print('up', flush=True)\ntime.sleep(300)"
+    )
+    trial.says("up")
+    child.stop(trial.folder, 20.0)
+    seen = trial.exit()
+    assert (seen.status, seen.stopped) == (0, True)
+    assert "saved" in trial.log()
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_and_sooner_if_asked_again(trial: Trial) -> None:
+    trial.start("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP)
+    trial.says("up")
+    child.stop(trial.folder, 3600.0)
+    assert isinstance(trial.look(), child.Running)
+    child.stop(trial.folder, 0.0)
+    seen = trial.exit()
+    assert (seen.status, seen.stopped) == (-signal.SIGKILL, True)
+
+
+def test_a_child_that_takes_too_long_is_ended(trial: Trial) -> None:
+    trial.start(SLEEP, timeout_s=0.3)
+    seen = trial.exit()
+    assert (seen.timed_out, seen.stopped, seen.status) == (True, False, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("how", ["it ends", "it is stopped"])
+def test_all_that_a_child_started_ends_with_it_wherever_it_went(trial: Trial, how: str) -> None:
+    trial.start(FAMILY + ("" if how == "it ends" else "time.sleep(300)"))
+    said = trial.says("pids").partition("pids")[2].split()
+    pids = [int(word) for word in said[:3]]
+    if how == "it is stopped":
+        assert all(map(is_alive, pids))
+        child.stop(trial.folder, 0.1)
+    trial.exit()
+    eventually(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_waiter_that_is_killed_takes_the_child_along_and_is_missed(trial: Trial) -> None:
+    trial.start(SLEEP)
+    trial.says("up")
+    pid = trial.pid()
+    pids = child.pids(trial.folder)
+    assert pids is not None
+    os.kill(pids.waiter, signal.SIGKILL)
+    eventually(lambda: isinstance(trial.look(), Lost))
+    eventually(lambda: not is_alive(pid))
+
+
+def test_a_number_that_is_somebody_elses_by_now_is_not_killed(trial: Trial) -> None:
+    trial.start(
+        "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: print('still here', flush=True))\n"
+        "print('up', flush=True)\nwhile True: time.sleep(1)"
+    )
+    trial.says("up")
+    pid = trial.pid()
+    pids = child.pids(trial.folder)
+    assert pids is not None
+    write_json(trial.folder / "pid.json", child.Pids(waiter=pids.waiter, child=pid, child_started="another boot:1"))
+    child.end_leftovers(trial.folder)
+    os.kill(pid, signal.SIGUSR1)
+    trial.says("still here")
+    write_json(trial.folder / "pid.json", pids)
+    child.end_leftovers(trial.folder)
+    eventually(lambda: not is_alive(pid))
+
+
+def test_an_attempt_runs_once_however_many_waiters_are_started(trial: Trial) -> None:
+    trial.start("print('ran')")
+    trial.exit()
+    assert child.start(trial.folder).wait(20) == 3
+    assert trial.log().split() == ["ran"]
+
+
+def test_a_log_is_bounded_and_keeps_its_beginning_and_its_end(trial: Trial) -> None:
+    trial.start(
+        "import sys\nprint('first')\nfor n in range(200_000): print('line', n)\nprint('last')", max_log_bytes=1 << 16
+    )
+    seen = trial.exit()
+    log = trial.log()
+    assert log.startswith("first\n")
+    assert log.endswith("last\n")
+    assert f"{seen.left_out} bytes of output are left out" in log
+    assert seen.left_out > 1 << 20
+    assert len(log) < (1 << 16) + (1 << 18) + 100
+
+
+def test_a_child_has_the_environment_that_was_made_for_it_and_nothing_else(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENT_CREDENTIAL", "hst-secret")
+    trial.start(SLEEP, env={"PATH": "/usr/bin", "STRATA_JOB": "job1_x"})
+    trial.says("up")
+    pids = child.pids(trial.folder)
+    assert pids is not None
+    for pid in (pids.child, pids.waiter):
+        seen = dict(
+            pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0") if pair
+        )
+        assert seen.keys() <= {"PATH", "STRATA_JOB", "LC_CTYPE"}
+    assert "AGENT_CREDENTIAL" not in Path(f"/proc/{pids.child}/environ").read_text()
+
+
+def test_a_child_is_in_a_session_of_its_own_with_signals_as_usual(trial: Trial) -> None:
+    trial.start(
+        "import os, signal\n"
+        "print(os.getsid(0) == os.getpid(), signal.getsignal(signal.SIGINT) is signal.default_int_handler,"
+        " signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.getsignal(signal.SIGHUP) == signal.SIG_DFL)"
+    )
+    trial.exit()
+    assert trial.log().split() == ["True"] * 4
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_job_that_runs_as_somebody_else_cannot_read_what_is_the_agents(trial: Trial) -> None:
+    owner = owner_of("nobody")
+    assert isinstance(owner, Owner)
+    assert owner.uid == pwd.getpwnam("nobody").pw_uid
+    for folder in [trial.cwd, *trial.cwd.parents][:3]:
+        folder.chmod(0o755)
+    give(trial.cwd, owner)
+    secret = trial.folder / "secret"
+    secret.write_text("hst-secret")
+    code = (
+        f"import os\nprint(os.getuid(), os.getgid(), os.getgroups())\n"
+        f"open('written', 'w').close()\n"
+        f"try:\n    open({str(secret)!r})\nexcept PermissionError:\n    print('refused')\n"
+    )
+    trial.start(code, command=["/usr/bin/python3", "-c", code], uid=owner.uid, gid=owner.gid, groups=owner.groups)
+    assert trial.exit().status == 0, trial.log()
+    assert trial.log().splitlines() == [f"{owner.uid} {owner.gid} {list(owner.groups)}", "refused"]

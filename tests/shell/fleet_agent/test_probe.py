@@ -1,0 +1,117 @@
+"""Probing and the self-test on the machine at hand; cards by a program that prints what nvidia-smi does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from strata.fleet.agent import gpu
+from strata.fleet.agent.probe import ask_interpreter, commit_of, hostname, probe
+from strata.fleet.agent.selftest import room, self_test
+from strata.fleet.agent.workdir import owner_of
+
+PRINTS = """#!/bin/sh
+case "$1" in
+  --query-gpu*) echo "NVIDIA GeForce RTX 4090, 24564" ;;
+  --query-compute-apps*) echo 4711; echo "[N/A]" ;;
+  *) echo "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |" ;;
+esac
+"""
+
+
+def a_program(folder: Path, name: str, text: str) -> dict[str, str]:
+    path = folder / name
+    path.write_text(text)
+    path.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+def test_this_machine_is_described() -> None:
+    found = probe({"PATH": "/usr/bin:/bin"}, interpreter="/usr/bin/python3", labels={"a": "b"}).capability
+    assert found.hostname == hostname()
+    assert found.os == "linux"
+    assert 1 <= found.cores <= (os.cpu_count() or 1)
+    assert found.ram_bytes > 1 << 28
+    assert found.labels == {"a": "b"}
+    assert (found.gpus, found.cuda) == ((), "")
+
+
+def test_the_interpreter_is_asked_for_torch_in_a_process_of_its_own() -> None:
+    told = ask_interpreter(sys.executable, {"PATH": "/usr/bin"}, cards=False)
+    assert told.torch.partition("+")[0] == version("torch").partition("+")[0]
+    assert "torch" not in sys.modules
+
+
+def test_an_interpreter_that_cannot_be_asked_is_said_and_not_raised() -> None:
+    for wrong in ("/no/such/python", "/bin/false"):
+        assert wrong in ask_interpreter(wrong, {}, cards=False).problem
+
+
+def test_cards_and_their_users_are_found(tmp_path: Path) -> None:
+    environ = a_program(tmp_path, "nvidia-smi", PRINTS)
+    seen = gpu.cards(environ)
+    assert [card.name for card in seen.gpus] == ["NVIDIA GeForce RTX 4090"]
+    assert seen.driver_cuda == "12.4"
+    assert gpu.users(environ) == {4711}
+    # No torch in that interpreter: the driver has the word.
+    assert probe(environ, interpreter="/usr/bin/python3").capability.cuda == "12.4"
+
+
+def test_a_broken_driver_is_a_problem_and_no_card(tmp_path: Path) -> None:
+    environ = a_program(tmp_path, "nvidia-smi", "#!/bin/sh\necho 'Failed to initialize NVML'\nexit 9\n")
+    found = probe(environ, interpreter="/usr/bin/python3")
+    assert found.capability.gpus == ()
+    assert any("Failed to initialize NVML" in problem for problem in found.problems)
+
+
+def test_the_commit_of_a_checkout_is_told_and_whether_it_was_changed(tmp_path: Path) -> None:
+    environ = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    (tmp_path / "file").write_text("1")
+    for args in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *args], check=True, env=environ)
+    commit = commit_of(tmp_path, environ)
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("2")
+    assert commit_of(tmp_path, environ) == f"{commit}-dirty"
+    assert commit_of(tmp_path / "nothing", environ) == ""
+
+
+def test_a_fit_host_passes_every_test(tmp_path: Path) -> None:
+    state, work = tmp_path / "state", tmp_path / "work"
+    for folder in (state, work):
+        folder.mkdir()
+    found = self_test(state, work, min_free_gib=0, max_skew_s=300, ahead_s=1.0)
+    assert [finding.what for finding in found] == [
+        "state folder", "work folder", "disk space", "child process", "clock",
+    ]  # fmt: skip
+    assert all(finding.ok for finding in found), found
+    assert list(state.iterdir()) == list(work.iterdir()) == []
+
+
+def test_what_a_host_cannot_do_is_said_in_words(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    found = {each.what: each for each in self_test(state, tmp_path / "gone", min_free_gib=0, max_skew_s=300)}
+    assert not found["work folder"].ok
+    assert not found["child process"].ok
+    full = room(tmp_path, 1e9)
+    assert not full.ok
+    assert "min_free_gib" in full.reason
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_work_folder_that_the_jobs_user_cannot_enter_is_found(tmp_path: Path) -> None:
+    state, work = tmp_path / "state", tmp_path / "closed" / "work"
+    state.mkdir()
+    work.mkdir(parents=True)
+    work.parent.chmod(0o700)
+    owner = owner_of("nobody")
+    found = {each.what: each for each in self_test(state, work, min_free_gib=0, max_skew_s=300, owner=owner)}
+    assert not found["child process"].ok
+    assert "Permission denied" in found["child process"].reason

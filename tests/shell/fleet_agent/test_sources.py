@@ -1,0 +1,147 @@
+"""Where code comes from: repositories with real git, bundles, and what none of them may do to the host."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata.base.errors import Code, StrataError
+from strata.fleet.agent.sources import provide
+from tests.core.fleet_agent.leases import a_trainer
+
+ENVIRON = {"PATH": "/usr/bin:/bin", "GIT_CONFIG_GLOBAL": "/dev/null"}
+
+
+def git(folder: Path, *args: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@example.org", *args],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=ENVIRON,
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "main")
+    (folder / "train.py").write_text("print(1)")
+    (folder / "run.sh").write_text("#!/bin/sh\n")
+    (folder / "run.sh").chmod(0o755)
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "one")
+    return folder
+
+
+def fetched(trainer: Any, tmp_path: Path, name: str = "a", **fetch: Any) -> Path:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("nothing is to be fetched")
+
+    given = {"fetch_artifact": refuse, "fetch_blob": refuse} | fetch
+    return provide(trainer, tmp_path / name, tmp_path / "cache", environ=ENVIRON, **given)
+
+
+def test_each_attempt_gets_its_own_copy_of_the_commit(repository: Path, tmp_path: Path) -> None:
+    commit = git(repository, "rev-parse", "HEAD")
+    (repository / "train.py").write_text("print(2)")
+    git(repository, "commit", "-q", "-a", "-m", "two")
+    trainer = a_trainer(git=str(repository), commit=commit)
+    first = fetched(trainer, tmp_path, "a")
+    assert (first / "train.py").read_text() == "print(1)"
+    assert (first / "run.sh").stat().st_mode & 0o100
+    (first / "train.py").write_text("spoilt")
+    # From the cache: the repository may be gone by now.
+    repository.rename(tmp_path / "gone")
+    assert (fetched(trainer, tmp_path, "b") / "train.py").read_text() == "print(1)"
+
+
+def test_a_commit_that_only_a_branch_can_reach_is_found(repository: Path, tmp_path: Path) -> None:
+    git(repository, "checkout", "-q", "-b", "side")
+    (repository / "side.py").write_text("")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "side")
+    commit = git(repository, "rev-parse", "HEAD")
+    (repository / "later.py").write_text("")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "later")
+    git(repository, "checkout", "-q", "main")
+    assert (fetched(a_trainer(git=str(repository), commit=commit), tmp_path) / "side.py").exists()
+
+
+def test_hooks_of_a_template_do_not_run(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = tmp_path / "template"
+    (template / "hooks").mkdir(parents=True)
+    for hook in ("post-checkout", "post-index-change", "reference-transaction"):
+        (template / "hooks" / hook).write_text(f"#!/bin/sh\ntouch {tmp_path}/hooked\n")
+        (template / "hooks" / hook).chmod(0o755)
+    monkeypatch.setitem(ENVIRON, "GIT_TEMPLATE_DIR", str(template))
+    fetched(a_trainer(git=str(repository), commit=git(repository, "rev-parse", "HEAD")), tmp_path)
+    assert not (tmp_path / "hooked").exists()
+
+
+@pytest.mark.parametrize("commit", ["0" * 40, "main", "--upload-pack=touch x", ""])
+def test_what_is_no_commit_of_it_is_refused(repository: Path, tmp_path: Path, commit: str) -> None:
+    with pytest.raises(StrataError, match="no commit"):
+        fetched(a_trainer(git=str(repository), commit=commit), tmp_path)
+
+
+@pytest.mark.parametrize("url", ["--upload-pack=touch hooked", "ext::sh -c touch% hooked"])
+def test_an_address_cannot_be_an_option_or_a_program(tmp_path: Path, url: str) -> None:
+    with pytest.raises(StrataError):
+        fetched(a_trainer(git=url, commit="1" * 40), tmp_path)
+    assert not list(tmp_path.rglob("hooked"))
+
+
+def a_tar(*members: tuple[str, bytes | None]) -> bytes:
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w:gz") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            if content is None:
+                member.type, member.linkname = tarfile.SYMTYPE, "/etc"
+                tar.addfile(member)
+            else:
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return written.getvalue()
+
+
+def test_a_bundle_is_unpacked_once_and_verified(tmp_path: Path) -> None:
+    content = a_tar(("train.py", b"print(3)"))
+    trainer = a_trainer(bundle="sha256:" + hashlib.sha256(content).hexdigest())
+    folder = fetched(trainer, tmp_path, "a", fetch_blob=lambda _: content)
+    assert (folder / "train.py").read_text() == "print(3)"
+    assert (fetched(trainer, tmp_path, "b") / "train.py").exists()
+    with pytest.raises(StrataError) as refused:
+        fetched(a_trainer(bundle="0" * 64), tmp_path, "c", fetch_blob=lambda _: content)
+    assert refused.value.code is Code.CORRUPT
+
+
+@pytest.mark.parametrize("member", [("../out", b"x"), ("/tmp/out", b"x"), ("link", None)])
+def test_a_bundle_cannot_leave_its_folder(tmp_path: Path, member: tuple[str, bytes | None]) -> None:
+    content = a_tar(member)
+    trainer = a_trainer(bundle=hashlib.sha256(content).hexdigest())
+    if member[0] == "/tmp/out":
+        # Python's filter strips the root of a path: it lands inside.
+        assert (fetched(trainer, tmp_path, "a", fetch_blob=lambda _: content) / "tmp" / "out").exists()
+        return
+    with pytest.raises(StrataError, match="cannot be unpacked"):
+        fetched(trainer, tmp_path, "a", fetch_blob=lambda _: content)
+    assert not list(tmp_path.rglob("out"))
+
+
+def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
+    content = b"not a tar file"
+    with pytest.raises(StrataError, match="cannot be unpacked"):
+        fetched(a_trainer(bundle=hashlib.sha256(content).hexdigest()), tmp_path, fetch_blob=lambda _: content)
+    with pytest.raises(StrataError, match="not an uploaded source"):
+        fetched(a_trainer(bundle="../../etc"), tmp_path)

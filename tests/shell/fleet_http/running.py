@@ -1,0 +1,156 @@
+"""Hubs to test: one inside the test's own loop on a real socket, and real processes of the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+import httpx
+import msgspec
+
+from strata.base.clock import SystemClock
+from strata.fleet import wire
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.plan import Plan
+from strata.hub.compose import TOKEN_FILE, Hub, open_hub
+from strata.hub.server import listen, serve, url_of
+from strata.hub.settings import HubSettings
+
+STRATA: Final = str(Path(sys.executable).with_name("strata"))
+TIMEOUT_S: Final = 30.0
+T = TypeVar("T")
+
+
+@dataclass
+class HostClient:
+    id: str
+    http: httpx.AsyncClient
+
+    async def register(self, **capability: Any) -> wire.RegisterReply:
+        body = {"capability": {"hostname": "h", **capability}}
+        return ok(await self.http.post("/v1/host/register", json=body), wire.RegisterReply)
+
+    async def claim(self, claim_id: str = "c1", **more: Any) -> Sequence[wire.LeaseGiven]:
+        reply = await self.http.post("/v1/job/claim", json={"claim_id": claim_id, **more})
+        return ok(reply, wire.ClaimReply).leases
+
+
+@dataclass
+class Running:
+    hub: Hub
+    url: str
+    data: Path
+    verify: Any = True
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def client(self, **headers: str) -> httpx.AsyncClient:
+        client = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=TIMEOUT_S, verify=self.verify)
+        return await self.stack.enter_async_context(client)
+
+    async def operator(self) -> httpx.AsyncClient:
+        return await self.client(**{"X-Operator-Token": (self.data / TOKEN_FILE).read_text().strip()})
+
+    async def with_role(self, role: str) -> httpx.AsyncClient:
+        made = await (await self.operator()).post("/v1/keys", json={"name": role, "role": role})
+        return await self.client(Authorization=f"Bearer {ok(made, wire.KeyReply).secret}")
+
+    async def host(self, name: str, **capability: Any) -> HostClient:
+        made = ok(await (await self.operator()).post("/v1/hosts/local", json={"name": name}), wire.LocalHostReply)
+        host = HostClient(made.host_id, await self.client(Authorization=f"Bearer {made.secret}"))
+        await host.register(**capability)
+        return host
+
+    async def add(self, *specs: JobSpec) -> list[str]:
+        await self.hub.site.fleet.apply(Plan(new={spec.id: spec for spec in specs}), "test", source="test")
+        return [spec.id for spec in specs]
+
+    async def close(self) -> None:
+        self.stop.set()
+
+
+@asynccontextmanager
+async def running(data: Path, **settings: Any) -> AsyncIterator[Running]:
+    wanted = HubSettings(data=data, listen="127.0.0.1:0", drain_s=1, keep_free_bytes=0, **settings)
+    clock = SystemClock()
+    async with open_hub(wanted, clock) as hub:
+        with listen(wanted.listen) as listener:
+            verify: Any = True
+            if wanted.tls.enabled:
+                import ssl
+
+                verify = ssl.create_default_context(cadata=hub.site.authority.certificate_pem.decode())
+            running = Running(hub, url_of(wanted, listener), data, verify)
+            serving = asyncio.create_task(serve(hub, wanted, clock, listener, running.stop))
+            try:
+                async with running.stack:
+                    yield running
+            finally:
+                running.stop.set()
+                await serving
+
+
+def ok(reply: httpx.Response, kind: type[T]) -> T:
+    assert reply.status_code == 200, (reply.status_code, reply.text)
+    return msgspec.json.decode(reply.content, type=kind)
+
+
+def refused(reply: httpx.Response) -> tuple[int, str]:
+    """Status and code; every refusal has the one form."""
+    return reply.status_code, msgspec.json.decode(reply.content, type=wire.ErrorReply).error.code
+
+
+class Process:
+    """`strata hub` as a process of its own."""
+
+    def __init__(self, data: Path, *arguments: str, python: Sequence[str] = (STRATA,)) -> None:
+        self.data = data
+        self._process = subprocess.Popen(
+            [*python, "hub", "--listen", "127.0.0.1:0", "--data", str(data), "--log-format", "json", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stderr is not None
+        self.said = [self._process.stderr.readline()]
+        self.url = self.said[0].partition("listening on ")[2].partition(",")[0].strip()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def token(self) -> str:
+        return (self.data / TOKEN_FILE).read_text().strip()
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"X-Operator-Token": self.token}, timeout=TIMEOUT_S)
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Its exit status, and all it said."""
+        if self._process.poll() is None:
+            os.kill(self.pid, number)
+        _, rest = self._process.communicate(timeout=60)
+        self.said.append(rest)
+        return self._process.returncode, "".join(self.said)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate(timeout=60)
+
+
+@contextmanager
+def process(data: Path, *arguments: str, python: Sequence[str] = (STRATA,)) -> Iterator[Process]:
+    with Process(data, *arguments, python=python) as started:
+        yield started

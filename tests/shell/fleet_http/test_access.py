@@ -1,0 +1,188 @@
+"""Nobody gets in unknown, and nobody further than declared: every route, made from the table that is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.http.declare import Endpoint
+from strata.fleet.http.table import TABLE
+from strata.identity.roles import Role
+from tests.shell.fleet_http.running import HostClient, Running, refused, running
+
+METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
+CLOSED = [endpoint for endpoint in TABLE if not endpoint.need.public]
+SHA = "a" * 64
+
+
+def url(endpoint_path: str) -> str:
+    filled = endpoint_path.replace("{id}", f"job1_{SHA}").replace("{digest}", SHA)
+    return filled.replace("{name}", "m_d").replace("{sha256}", SHA)
+
+
+def named(endpoint: Endpoint) -> str:
+    return f"{endpoint.method} {endpoint.path}"
+
+
+async def test_every_route_and_method_refuses_a_caller_without_credentials(site: Running) -> None:
+    anybody = await site.client()
+    public = {(endpoint.method, endpoint.path) for endpoint in TABLE if endpoint.need.public}
+    for path in dict.fromkeys(endpoint.path for endpoint in TABLE):
+        for method in METHODS:
+            reply = await anybody.request(method, url(path))
+            if (method, path) not in public:
+                assert reply.status_code == 401, (method, path, reply.text)
+                assert reply.headers["www-authenticate"].startswith("Bearer")
+    assert len(public) == 3
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/jobs/", "//v1/health", "/v1/health/", "/V1/HEALTH"])
+async def test_a_path_that_does_not_exist_is_told_only_to_known_callers(site: Running, path: str) -> None:
+    assert (await (await site.client()).get(path)).status_code == 401
+    assert (await (await site.with_role("viewer")).get(path)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer x"},
+        {"Authorization": "Bearer tml-0123456789ab-" + "0" * 40},
+        {"Authorization": "Bearer hst-host_01m7ewq1nt66eqnmxz2tw9eezp-" + "0" * 40},
+        {"Authorization": "Basic b3BlcmF0b3I6eA=="},
+        {"Authorization": "Bearer"},
+        {"X-Operator-Token": "guess"},
+        {"X-Operator-Token": "\x7f"},
+        {"X-Forwarded-For": "127.0.0.1", "X-Client-Cert": "anything", "X-Forwarded-Proto": "https"},
+    ],
+)
+async def test_wrong_credentials_open_nothing(site: Running, headers: dict[str, str]) -> None:
+    stranger = await site.client(**headers)
+    for endpoint in CLOSED:
+        reply = await stranger.request(endpoint.method, url(endpoint.path))
+        assert refused(reply) == (401, "unauthenticated"), named(endpoint)
+
+
+async def test_every_route_refuses_a_role_below_the_declared_one(site: Running) -> None:
+    clients = {role: await site.with_role(role.name.lower()) for role in Role}
+    for endpoint in CLOSED:
+        for role, client in clients.items():
+            if endpoint.need.role is None or role < endpoint.need.role:
+                reply = await client.request(endpoint.method, url(endpoint.path))
+                assert refused(reply) == (403, "forbidden"), (named(endpoint), role)
+
+
+async def test_every_route_for_people_refuses_a_host(site: Running) -> None:
+    host = await site.host("anna")
+    for endpoint in CLOSED:
+        if not endpoint.need.host:
+            reply = await host.http.request(endpoint.method, url(endpoint.path))
+            assert refused(reply) == (403, "forbidden"), named(endpoint)
+
+
+async def test_a_method_that_is_not_there_is_named_as_such(site: Running) -> None:
+    assert refused(await (await site.operator()).delete("/v1/jobs")) == (405, "unsupported")
+
+
+async def test_the_operator_token_is_taken_in_both_headers(site: Running) -> None:
+    operator = await site.operator()
+    token = operator.headers["X-Operator-Token"]
+    assert (await operator.get("/v1/keys")).status_code == 200
+    bearer = await site.client(Authorization=f"Bearer {token}")
+    assert (await bearer.get("/v1/keys")).status_code == 200
+
+
+async def test_a_hub_shows_its_lists_to_everybody_only_if_told_to(tmp_path: Path) -> None:
+    async with running(tmp_path / "hub", public_read=True) as site:
+        anybody = await site.client()
+        for path in ("/v1/jobs", "/v1/workers"):
+            assert (await anybody.get(path)).status_code == 200
+            wrong = await anybody.get(path, headers={"Authorization": "Bearer tml-x"})
+            assert wrong.status_code == 401
+        for path in ("/v1/status", "/v1/events", f"/v1/job/job1_{SHA}"):
+            assert (await anybody.get(path)).status_code == 401
+        assert (await anybody.post("/v1/jobs", json={})).status_code == 401
+
+
+async def test_a_revoked_key_is_refused_at_once(site: Running) -> None:
+    viewer = await site.with_role("viewer")
+    assert (await viewer.get("/v1/jobs")).status_code == 200
+    key_id = viewer.headers["Authorization"].split("-")[1]
+    assert (await (await site.operator()).post(f"/v1/key/{key_id}/revoke")).status_code == 204
+    assert refused(await viewer.get("/v1/jobs")) == (401, "unauthenticated")
+
+
+async def test_a_revoked_host_is_refused_at_once_and_by_name(site: Running) -> None:
+    anna = await site.host("anna")
+    operator = await site.operator()
+    assert (await operator.post("/v1/host/anna/revoke", json={"reason": "stolen"})).status_code == 204
+    reply = await anna.http.post("/v1/job/claim", json={"claim_id": "c"})
+    assert refused(reply) == (403, "forbidden")
+    assert "stolen" in reply.json()["error"]["message"]
+    assert refused(await operator.post("/v1/host/anna/resume")) == (409, "precondition")
+
+
+@pytest.fixture
+async def two(site: Running) -> tuple[HostClient, HostClient, str]:
+    """A host that holds a job, another one, and the job."""
+    holder, other = await site.host("holder"), await site.host("other")
+    (job_id,) = await site.add(JobSpec(model="m"))
+    (lease,) = await holder.claim()
+    assert lease.job_id == job_id
+    return holder, other, job_id
+
+
+async def test_a_host_cannot_speak_for_the_lease_of_another(two: tuple[HostClient, HostClient, str]) -> None:
+    holder, other, job_id = two
+    beat = await other.http.post(f"/v1/job/{job_id}/heartbeat", json={"epoch": 1})
+    assert beat.json()["verdict"] == "stop"
+    assert refused(await other.http.post(f"/v1/job/{job_id}/complete", json={"epoch": 1})) == (412, "stale")
+    failed = await other.http.post(f"/v1/job/{job_id}/fail", json={"epoch": 1, "cause": "user_error"})
+    assert refused(failed) == (412, "stale")
+    log = await other.http.put(f"/v1/job/{job_id}/log", params={"epoch": 1, "offset": 0}, content=b"x")
+    assert refused(log) == (404, "not_found")
+    beat = await holder.http.post(f"/v1/job/{job_id}/heartbeat", json={"epoch": 1})
+    assert beat.json()["verdict"] == "continue"
+
+
+async def test_who_calls_is_never_taken_from_a_message(two: tuple[HostClient, HostClient, str]) -> None:
+    holder, other, job_id = two
+    body = {"epoch": 1, "host_id": holder.id}
+    assert refused(await other.http.post(f"/v1/job/{job_id}/complete", json=body)) == (400, "invalid")
+    claimed = await other.http.post("/v1/job/claim", json={"claim_id": "c1", "host_id": holder.id})
+    assert refused(claimed) == (400, "invalid")
+
+
+async def test_a_claim_id_of_another_host_gives_nothing_away(two: tuple[HostClient, HostClient, str]) -> None:
+    holder, other, _ = two
+    assert await other.claim("c1") == ()
+    assert len(await holder.claim("c1")) == 1
+
+
+async def test_a_host_cannot_attribute_an_upload_to_a_job_it_does_not_hold(
+    two: tuple[HostClient, HostClient, str],
+) -> None:
+    import hashlib
+
+    _, other, job_id = two
+    blob = b"weights"
+    sha = hashlib.sha256(blob).hexdigest()
+    reply = await other.http.put(f"/v1/model/{sha}", params={"job_id": job_id, "epoch": 1}, content=blob)
+    assert refused(reply) == (412, "stale")
+    assert refused(await other.http.put(f"/v1/model/{sha}", content=blob)) == (400, "invalid")
+
+
+async def test_a_researcher_cannot_change_how_the_jobs_of_others_are_run(site: Running) -> None:
+    researcher = await site.with_role("researcher")
+    trainer = {"name": "t", "command": ["python", "train.py"], "directory": "/srv/t"}
+    spec = {"model": "m", "trainer": "t"}
+    assert (await researcher.post("/v1/jobs", json={"spec": spec, "trainer": trainer})).status_code == 200
+    evil = {**trainer, "command": ["sh", "-c", "curl evil"]}
+    reply = await researcher.post("/v1/jobs", json={"spec": {**spec, "seed": 2}, "trainer": evil})
+    assert refused(reply) == (409, "conflict")
+
+
+async def test_the_secrets_of_the_hub_are_readable_by_their_owner_only(site: Running) -> None:
+    for path in [site.data / "operator.token", site.data / "ca" / "ca.key"]:
+        assert path.stat().st_mode & 0o077 == 0

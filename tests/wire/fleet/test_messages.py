@@ -1,0 +1,182 @@
+"""Every message is frozen and closed, every endpoint is declared, and the document says what is served."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.http import body, table
+from strata.fleet.http.declare import Endpoint, Need, Upload
+from strata.fleet.http.errors import STATUS_OF, HttpRefusal, render
+from strata.fleet.http.openapi import document, structs
+from strata.fleet.http.serve import router
+
+MESSAGES = [
+    each
+    for _, each in inspect.getmembers(wire, inspect.isclass)
+    if issubclass(each, msgspec.Struct) and each.__module__ == wire.__name__
+]
+READ = [
+    part
+    for endpoint in table.TABLE
+    for part in (endpoint.signature().body, endpoint.signature().query)
+    if part not in (None, Upload)
+]
+
+REQUIRED = {
+    ("POST", "/v1/job/claim"),
+    ("POST", "/v1/job/{id}/heartbeat"),
+    ("POST", "/v1/job/{id}/complete"),
+    ("POST", "/v1/job/{id}/fail"),
+    ("PUT", "/v1/model/{id}"),
+    ("GET", "/v1/jobs"),
+    ("GET", "/v1/workers"),
+    ("POST", "/v1/job/{id}/cancel"),
+    ("POST", "/v1/job/{id}/requeue"),
+    ("POST", "/v1/manifest/reload"),
+    ("GET", "/v1/health"),
+}
+
+
+@contextmanager
+def allowing_refusal() -> Iterator[None]:
+    """It may be INVALID; anything else that is raised goes on."""
+    try:
+        yield
+    except StrataError as error:
+        if error.code is not Code.INVALID:
+            raise
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_a_message_is_frozen_and_takes_no_unknown_field(message: type[msgspec.Struct]) -> None:
+    assert message.__struct_config__.frozen
+    assert message.__struct_config__.forbid_unknown_fields
+
+
+@pytest.mark.parametrize("message", READ, ids=lambda message: message.__name__)
+def test_what_is_read_from_a_client_takes_no_unknown_field(message: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"surely_not_a_field": 1}', type=message)
+
+
+def test_the_eleven_endpoints_of_the_interface_are_there() -> None:
+    assert {(endpoint.method, endpoint.path) for endpoint in table.TABLE} >= REQUIRED
+
+
+def test_only_three_endpoints_are_for_anybody() -> None:
+    public = {endpoint.path for endpoint in table.TABLE if endpoint.need.public}
+    assert public == {"/v1/health", "/v1/join", "/v1/ca"}
+
+
+def test_an_endpoint_is_declared_once_and_every_one_has_a_summary() -> None:
+    declared = [(endpoint.method, endpoint.path) for endpoint in table.TABLE]
+    assert len(set(declared)) == len(declared)
+    names = [endpoint.name for endpoint in table.TABLE]
+    assert len(set(names)) == len(names)
+    assert all(endpoint.summary for endpoint in table.TABLE)
+    with pytest.raises(StrataError):
+        router(None, [*table.TABLE, table.TABLE[0]])  # type: ignore[arg-type]
+
+
+def test_an_endpoint_without_who_may_call_it_cannot_be_written() -> None:
+    with pytest.raises(TypeError):
+        Endpoint("GET", "/v1/x", handler=test_only_three_endpoints_are_for_anybody)  # type: ignore[call-arg,arg-type]
+    everybody = [need for endpoint in table.TABLE if (need := endpoint.need) == Need()]
+    assert everybody == []
+
+
+def test_an_endpoint_whose_reply_is_no_message_is_refused() -> None:
+    async def wrong(site: Any, call: Any) -> dict[str, Any]:
+        return {}
+
+    with pytest.raises(StrataError):
+        Endpoint("GET", "/v1/x", Need(public=True), wrong).signature()
+
+
+def test_every_path_parameter_is_used_and_no_path_hides_another() -> None:
+    seen: list[str] = []
+    for path in dict.fromkeys(endpoint.path for endpoint in table.TABLE):
+        filled = re.sub(r"\{\w+\}", "x", path)
+        for earlier in seen:
+            pattern = re.sub(r"\{\w+\}", "[^/]+", re.escape(earlier).replace(r"\{", "{").replace(r"\}", "}"))
+            assert not re.fullmatch(pattern, filled), f"{earlier} hides {path}"
+        seen.append(path)
+
+
+def test_the_document_has_every_endpoint_and_every_reference_is_there() -> None:
+    made = document(table.TABLE)
+    listed = {(method.upper(), path) for path, methods in made["paths"].items() for method in methods}
+    assert listed == {(endpoint.method, endpoint.path) for endpoint in table.TABLE}
+    text = json.dumps(made)
+    references = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert references <= made["components"]["schemas"].keys()
+    assert "\\\\A" not in text
+    open_to_all = {
+        (method.upper(), path)
+        for path, methods in made["paths"].items()
+        for method, operation in methods.items()
+        if not operation["security"]
+    }
+    assert open_to_all == {(each.method, each.path) for each in table.TABLE if each.need.public}
+
+
+def test_every_code_has_a_status_and_a_body_of_the_one_form() -> None:
+    for code in Code:
+        reply = render(StrataError(code, "it is so", hint="do that", epoch=3, what={"a": object}))
+        assert reply.status_code == STATUS_OF[code]
+        problem = msgspec.json.decode(bytes(reply.body), type=wire.ErrorReply).error
+        assert (problem.code, problem.message, problem.hint, problem.detail["epoch"]) == (
+            code,
+            "it is so",
+            "do that",
+            3,
+        )
+    assert render(HttpRefusal(413, Code.INVALID, "large")).status_code == 413
+
+
+@pytest.mark.parametrize("message", dict.fromkeys(READ), ids=lambda message: message.__name__)
+@given(raw=st.binary(max_size=200))
+def test_no_bytes_do_more_to_a_decoder_than_be_refused(message: Any, raw: bytes) -> None:
+    with allowing_refusal():
+        asyncio.run(body.decode(msgspec.json.Decoder(message), raw))
+
+
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('[]{}"\\', max_size=4), inner, max_size=3),
+        max_leaves=60,
+    )
+)
+def test_the_depth_of_a_body_is_counted_right(value: Any) -> None:
+    def depth(here: Any) -> int:
+        if isinstance(here, dict):
+            return 1 + max(map(depth, here.values()), default=0)
+        return 1 + max(map(depth, here), default=0) if isinstance(here, list) else 0
+
+    wrapped = value
+    for _ in range(body.MAX_DEPTH - depth(value)):
+        wrapped = [wrapped, []] if depth(wrapped) else [wrapped]
+    body.check_depth(json.dumps(wrapped).encode())
+    with pytest.raises(StrataError):
+        body.check_depth(json.dumps([wrapped]).encode())
+
+
+@given(raw=st.binary(max_size=100) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "replace")))
+def test_no_query_does_more_than_be_refused(raw: bytes) -> None:
+    for query in {part for endpoint in table.TABLE for part in structs(endpoint.signature().query)}:
+        with allowing_refusal():
+            body.QueryReader(query).read(raw)
