@@ -14,6 +14,9 @@ from typing import Any, Final
 from bench.report import Report
 
 BENCHES: Final = {
+    "artifacts": "uploads of artifacts to the hub's disk beside bare hashing and writing",
+    "coordinator": "heartbeats, shards, barriers and placement beside a bare gRPC server and other hashes",
+    "fleet": "claims and renewals at the store port beside the bare databases",
     "journal": "appends, replay and restore beside the bare PostgreSQL and SQLite drivers",
 }
 """Each is a module `bench.NAME` with `async def run(report: Report, *, quick: bool) -> None`."""

@@ -11,15 +11,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from bench.interleave import Comparison
+from bench.interleave import Better, Comparison
 
 _WIDTH: Final = 150
 """A row that is broken by a wider table is still easier to read than one squeezed into 80 columns."""
 _VERDICT: Final = {None: "", True: "[green]met[/]", False: "[red]MISSED[/]"}
 
 
-class Line(msgspec.Struct, frozen=True):
-    """The fields and their order are those of the JSON line."""
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fields and their order are those of the JSON line; `limit` is only in those that have one."""
 
     bench: str
     case: str
@@ -29,16 +29,27 @@ class Line(msgspec.Struct, frozen=True):
     ratio: float
     """Higher is better, also where the unit is a latency."""
     goal: float | None
+    """What the ratio has to reach."""
+    limit: float | None = None
+    """What our own figure must not fall short of, or must not exceed if a lower one is better."""
 
-    @property
-    def met(self) -> bool | None:
-        return None if self.goal is None else self.ratio >= self.goal
+
+def _met(line: Line, better: Better) -> bool | None:
+    """Whether everything that was asked for is reached; None if nothing was."""
+    reached: list[bool] = []
+    if line.goal is not None:
+        reached.append(line.ratio >= line.goal)
+    if line.limit is not None:
+        reached.append(line.ours >= line.limit if better == "higher" else line.ours <= line.limit)
+    return all(reached) if reached else None
 
 
 @dataclass(frozen=True)
 class _Row:
     line: Line
     spread: tuple[float, float]
+    asked: str
+    met: bool | None
     note: str
 
 
@@ -54,7 +65,16 @@ class Report:
         self._console.width = max(self._console.width, _WIDTH)
         self._rows: list[_Row] = []
 
-    def add(self, case: str, unit: str, found: Comparison, *, goal: float | None = None, note: str = "") -> Line:
+    def add(
+        self,
+        case: str,
+        unit: str,
+        found: Comparison,
+        *,
+        goal: float | None = None,
+        limit: float | None = None,
+        note: str = "",
+    ) -> Line:
         line = Line(
             bench=self._bench,
             case=case,
@@ -63,8 +83,9 @@ class Report:
             bare=_figures(median(found.bare)),
             ratio=round(found.ratio, 3),
             goal=goal,
+            limit=limit,
         )
-        self._rows.append(_Row(line, found.spread, note))
+        self._rows.append(_Row(line, found.spread, _asked(line, found.better), _met(line, found.better), note))
         print(msgspec.json.encode(line).decode(), file=self._out, flush=True)
         return line
 
@@ -84,13 +105,19 @@ class Report:
                 _shown(line.bare),
                 f"{line.ratio:.2f}",
                 f"{low:.2f} … {high:.2f}",
-                "" if line.goal is None else f"≥ {line.goal:g}",
-                _VERDICT[line.met],
+                row.asked,
+                _VERDICT[row.met],
                 row.note,
             )
         self._console.print(table)
-        missed = [row.line.case for row in self._rows if row.line.met is False]
+        missed = [row.line.case for row in self._rows if row.met is False]
         self._console.print(f"[red]goals missed: {', '.join(missed)}[/]" if missed else "all goals met")
+
+
+def _asked(line: Line, better: Better) -> str:
+    goal = [] if line.goal is None else [f"≥ {line.goal:g}"]
+    limit = [] if line.limit is None else [f"{'≥' if better == 'higher' else '≤'} {line.limit:,g} {line.unit}"]
+    return ", ".join(goal + limit)
 
 
 def _figures(value: float) -> float:

@@ -17,14 +17,42 @@ from strata.cli.output import complain
 
 COMMANDS: Final[Mapping[str, Entry]] = {
     "agent": Entry("strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report."),
+    "apply": Entry("strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and change those that differ."),
+    "artifacts": Entry("strata.cli.fleet.artifacts:artifacts", "List what jobs made, and fetch it."),
+    "cancel": Entry("strata.cli.fleet.control:cancel", "End each JOB."),
+    "contexts": Entry("strata.cli.contexts:contexts", "List the hubs you logged in to, or choose the one called NAME."),
     "coordinator": Entry(
         "strata.cli.coordinator:coordinator", "Run the coordinator that keeps the workers of a job together."
     ),
+    "drain": Entry("strata.cli.fleet.control:drain", "Let each HOST finish what it has, and give it nothing more."),
     "gang": Entry("strata.cli.gang:gang", "Show the workers of a job, live if you like, and give them commands."),
     "hub": Entry("strata.cli.hub:hub", "Run the hub that hands out jobs and keeps what comes of them."),
+    "invite": Entry("strata.cli.fleet.enrol:invite", "Make a join token for one host, and print what to run there."),
+    "join": Entry("strata.cli.fleet.enrol:join", "Make this machine a host of the hub at URL."),
     "journal": Entry("strata.cli.journal:journal", "Look into a journal: streams, records, integrity."),
+    "keys": Entry("strata.cli.fleet.keys:keys", "Make, list and end the API keys of people and programs."),
+    "leave": Entry("strata.cli.fleet.enrol:leave", "Undo 'strata join' on this machine."),
+    "list": Entry("strata.cli.fleet.jobs:list_jobs", "List the jobs, all or some."),
+    "login": Entry("strata.cli.contexts:login", "Choose the hub at URL for all other commands."),
+    "logs": Entry("strata.cli.fleet.logs:logs", "Print the log of JOB."),
+    "metrics": Entry("strata.cli.fleet.metrics:metrics", "Show the metrics of jobs, side by side or over time."),
+    "pause": Entry("strata.cli.fleet.control:pause", "Give each HOST no more jobs until it is resumed."),
+    "reload": Entry(
+        "strata.cli.fleet.apply:reload", "Apply the manifest that the hub was configured with, as it is now."
+    ),
+    "requeue": Entry(
+        "strata.cli.fleet.control:requeue", "Let each ended JOB run again, with all its attempts before it."
+    ),
+    "resume": Entry("strata.cli.fleet.control:resume", "Let each HOST work again, also out of quarantine."),
+    "run": Entry("strata.cli.fleet.run:run", "Run COMMAND in a copy of this folder, somewhere in the fleet."),
+    "show": Entry("strata.cli.fleet.jobs:show", "Show one JOB and its attempts."),
+    "status": Entry("strata.cli.fleet.jobs:status", "Show how many jobs and hosts there are, and what failed."),
+    "up": Entry("strata.cli.fleet.up:up", "Run a hub and the agent of this machine, all in one."),
+    "wait": Entry("strata.cli.fleet.wait:wait", "Wait until every JOB has ended."),
+    "why": Entry("strata.cli.fleet.jobs:why", "Explain why JOB is not running, and what would help."),
+    "workers": Entry("strata.cli.fleet.jobs:workers", "List the hosts that train, and what they are."),
 }
-ALIASES: Final[Mapping[str, str]] = {}
+ALIASES: Final[Mapping[str, str]] = {"hosts": "workers", "jobs": "list"}
 
 
 class Invocation:

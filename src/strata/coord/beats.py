@@ -38,24 +38,31 @@ BUSY: Final = frozenset(
 """What takes its time and is no step."""
 
 
+def plain(
+    service: CoordinatorService, message: pb.HeartbeatRequest, job_id: str, worker_id: str, now_s: float
+) -> Plain | None:
+    """The answer to nearly every beat, so it must cost nearly nothing. None: another one, and `at_once` has it."""
+    state, watch = service.state_if_leading, service.observed.get(job_id)
+    status = message.status
+    if state is None or watch is None or watch.handed or status == pb.WORKER_STATUS_ERROR or message.progress:
+        return None
+    said = _said(message, status) if message.HasField("step") else None
+    if not members.plain_beat(state, job_id, worker_id, message.incarnation, said, now_s):
+        return None
+    watch.beats[worker_id] = message
+    if said is not None:
+        watch.name_step(worker_id, said.step)
+    return watch.pulse or _pulse(service, watch, job_id)
+
+
 def at_once(
     service: CoordinatorService, message: pb.HeartbeatRequest, job_id: str, worker_id: str, now_s: float
 ) -> Plain | pb.HeartbeatResponse | Beat:
     """The answer, or the beat if it makes facts: `after_commit` has its answer."""
-    state, watch = service.state, service.observed.get(job_id)
-    said = _said(message) if message.HasField("step") else None
-    if (
-        # Nearly every beat, so it must cost nearly nothing.
-        watch is not None
-        and not watch.handed
-        and message.status != pb.WORKER_STATUS_ERROR
-        and not message.progress
-        and members.plain_beat(state, job_id, worker_id, message.incarnation, said, now_s)
-    ):
-        watch.beats[worker_id] = message
-        if said is not None:
-            watch.name_step(worker_id, said.step)
-        return watch.pulse or _pulse(service, watch, job_id)
+    found = plain(service, message, job_id, worker_id, now_s)
+    if found is not None:
+        return found
+    watch = service.observed.get(job_id)
     once = not message.explicit_acks
     acked: tuple[int, ...] = ()
     if not once:
@@ -63,9 +70,10 @@ def at_once(
     elif watch is not None and watch.handed:
         acked = watch.handed.get(worker_id, ())
     failed = message.status == pb.WORKER_STATUS_ERROR
+    said = _said(message, message.status) if message.HasField("step") else None
     read_until = tuple((each.lease_id, each.consumed_until) for each in message.progress) if message.progress else None
     beat = Beat(Caller(job_id, worker_id, message.incarnation), failed, acked, said, read_until)
-    facts, pulse = members.beat(state, beat, now_s)
+    facts, pulse = members.beat(service.state, beat, now_s)
     if facts:
         return beat
     if watch is None:
@@ -95,9 +103,9 @@ def _remember(watch: Observed, message: pb.HeartbeatRequest, worker_id: str) -> 
         watch.name_step(worker_id, message.step)
 
 
-def _said(message: pb.HeartbeatRequest) -> Said:
+def _said(message: pb.HeartbeatRequest, status: pb.WorkerStatus.ValueType) -> Said:
     time_s = message.step_time_ms / 1000 if message.HasField("step_time_ms") else None
-    return Said(message.step, time_s, message.status in BUSY, message.generation)
+    return Said(message.step, time_s, status in BUSY, message.generation)
 
 
 def _answer(

@@ -40,8 +40,11 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.waiting import Waiters
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
+from strata.journal.writer import WriterLimits
 
 TICK_S: Final = 0.1
+GATHER_S: Final = 0.002
+"""What an ack may wait, while there are many, to share its commit with others: every commit costs as much as a call."""
 DRAIN_S: Final = 5.0
 """How long the end of this process waits for a database that does not answer."""
 RETRY_S: Final = 0.25
@@ -119,7 +122,7 @@ class CoordinatorService:
         while not self._draining.is_set():
             replica: CoordReplica = Replica(self._journal, self.options.stream, CoordMachine(), self.clock)
             try:
-                await replica.stand_by(holder, self.options.lease_s)
+                await replica.stand_by(holder, self.options.lease_s, WriterLimits(gather_s=GATHER_S))
             except StrataError as error:
                 # Somebody was faster between our taking the lead and our reading to its head.
                 if error.code not in (Code.STALE, Code.UNAVAILABLE):

@@ -51,11 +51,15 @@ class Identity:
     def job_of(self, field: str) -> str:
         if self.token_job and field not in ("", self.token_job):
             raise StrataError(Code.FORBIDDEN, f"the token is not for job {field!r}")
+        if 0 < len(field) <= MAX_NAME:
+            return field
         return _name(field or self.job or self.token_job or DEFAULT_JOB, "job_id")
 
     def worker_of(self, field: str) -> str:
         if self.token_worker_id and field not in ("", self.token_worker_id):
             raise StrataError(Code.FORBIDDEN, f"the token is not for worker {field!r}")
+        if 0 < len(field) <= MAX_NAME:
+            return field
         worker_id = field or self.worker_id or self.token_worker_id
         if not worker_id:
             raise StrataError(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from strata.base.errors import StrataError
+from strata.base.errors import Code, StrataError
 from strata.fleet.ports import Claim, Lease, Store
 
 BATCH: Final = 64
@@ -51,14 +51,17 @@ class ClaimQueue:
                 await self._answer(batch)
 
     async def _answer(self, batch: list[tuple[Claim, asyncio.Future[Sequence[Lease]]]]) -> None:
+        failure = StrataError(Code.INTERNAL, "the claim was not answered")
         try:
             given = await self._store.claim([claim for claim, _ in batch], self._lease_s, self._now_s())
+            # Who has gone meanwhile asks again under the same claim_id, and gets the same.
+            for (_, reply), leases in zip(batch, given, strict=True):
+                if not reply.done():
+                    reply.set_result(leases)
         except StrataError as error:
+            failure = error
+        finally:
+            # Nobody is left waiting, whatever went wrong.
             for _, reply in batch:
                 if not reply.done():
-                    reply.set_exception(error)
-            return
-        # Who has gone meanwhile asks again under the same claim_id, and gets the same.
-        for (_, reply), leases in zip(batch, given, strict=True):
-            if not reply.done():
-                reply.set_result(leases)
+                    reply.set_exception(failure)

@@ -7,7 +7,8 @@ snapshot and facts, follows as a standby, and stops for good when it is deposed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
 from strata.base import log
@@ -243,18 +244,29 @@ class Replica(Generic[State, Input, Effect]):
         all before it, and the journal has them in that order. An input without facts waits too: what it saw may not be
         committed yet.
         """
+        effect, durable = self.put(given)
+        if durable is not None:
+            await durable
+            failpoint("journal.replica.after_commit")
+        return effect
+
+    def put(
+        self, given: Input, then: Callable[[Effect], None] | None = None
+    ) -> tuple[Effect, asyncio.Future[int] | None]:
+        """`submit` without the waiting: the effect, which is nobody's to know before the future is done.
+
+        The future is the caller's own; None if there is nothing to wait for. `then` is called with the effect once its
+        facts are committed, even if the caller has gone; never for an input without facts. It must not raise.
+        """
         writer = self._led()
         writer.admit()
         facts, effect = self._machine.decide(self._state, given, self._clock.monotonic_s())
-        if facts:
-            committed = writer.submit(facts)
-            self._apply_own(writer, facts)
-            failpoint("journal.replica.before_commit")
-            await committed
-            failpoint("journal.replica.after_commit")
-        else:
-            await writer.settled()
-        return effect
+        if not facts:
+            return effect, writer.settling()
+        durable = writer.submit(facts, None if then is None else partial(then, effect))
+        self._apply_own(writer, facts)
+        failpoint("journal.replica.before_commit")
+        return effect, durable
 
     def _apply_own(self, writer: Writer, facts: Sequence[bytes]) -> None:
         try:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Final
 
 import msgspec
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.journal.port import Journal, Lead, check_facts
+
+CROWDED: Final = 5
+"""For so many times `gather_s` after a commit that several shared, the next one waits for more."""
 
 
 class WriterLimits(msgspec.Struct, frozen=True):
@@ -27,6 +32,8 @@ class WriterLimits(msgspec.Struct, frozen=True):
     """How long one attempt may take before it is repeated."""
     give_up_after_s: float = 30.0
     """How long the database may be away before the writer fails and its owner has to lead anew."""
+    gather_s: float = 0.0
+    """How long a commit waits for more to carry while many submit at once. A lone caller never waits."""
     first_retry_s: float = 0.02
     longest_retry_s: float = 1.0
 
@@ -37,6 +44,7 @@ class _Waiting(msgspec.Struct, frozen=True):
     position: int
     confirm: bool
     committed: asyncio.Future[int]
+    then: Callable[[], None] | None
 
 
 class Writer:
@@ -57,6 +65,7 @@ class Writer:
         self._waiting_bytes = 0
         self._flushing: asyncio.Task[None] | None = None
         self._failure: StrataError | None = None
+        self._crowded_until_s = -inf
 
     @property
     def durable(self) -> int:
@@ -72,16 +81,17 @@ class Writer:
     def failure(self) -> StrataError | None:
         return self._failure
 
-    def submit(self, facts: Sequence[bytes]) -> asyncio.Future[int]:
+    def submit(self, facts: Sequence[bytes], then: Callable[[], None] | None = None) -> asyncio.Future[int]:
         """Place the facts after everything submitted before; the future gives their last position once committed.
 
-        The future is the caller's own: whoever cancels it stops waiting, and nothing else.
+        The future is the caller's own: whoever cancels it stops waiting, and nothing else. `then` is called when they
+        are committed, whether or not anybody still waits; it must not raise.
 
         Facts submitted together are committed together, all or none.
         Not a coroutine on purpose: a caller decides, applies and submits without anybody in between.
         """
         self.admit()
-        return self._enqueue(facts, check_facts(facts))
+        return self._enqueue(facts, check_facts(facts), then=then)
 
     def admit(self) -> None:
         """Raise if nothing may be submitted now: ask before deciding, so that a refusal leaves nothing half done."""
@@ -97,11 +107,16 @@ class Writer:
     async def append(self, facts: Sequence[bytes]) -> int:
         return await self.submit(facts)
 
+    def settling(self) -> asyncio.Future[int] | None:
+        """Done when everything submitted so far is committed; None if it is."""
+        self._check()
+        return self._enqueue((), 0) if self._submitted > self._durable else None
+
     async def settled(self) -> None:
         """Return when everything submitted so far is committed: what a reply that rests on earlier facts waits for."""
-        self._check()
-        if self._submitted > self._durable:
-            await self._enqueue((), 0)
+        settling = self.settling()
+        if settling is not None:
+            await settling
 
     async def confirm(self) -> None:
         """Return when all submitted so far is committed and we lead still: what a linearizable read waits for."""
@@ -121,11 +136,13 @@ class Writer:
         if self._failure is not None:
             raise _copy(self._failure)
 
-    def _enqueue(self, facts: Sequence[bytes], size: int, *, confirm: bool = False) -> asyncio.Future[int]:
+    def _enqueue(
+        self, facts: Sequence[bytes], size: int, *, confirm: bool = False, then: Callable[[], None] | None = None
+    ) -> asyncio.Future[int]:
         loop = asyncio.get_running_loop()
         committed: asyncio.Future[int] = loop.create_future()
         self._submitted += len(facts)
-        self._waiting.append(_Waiting(tuple(facts), size, self._submitted, confirm, committed))
+        self._waiting.append(_Waiting(tuple(facts), size, self._submitted, confirm, committed, then))
         self._waiting_bytes += size
         if self._flushing is None or self._flushing.done():
             self._flushing = loop.create_task(self._flush(), name=f"journal {self.lead.stream}")
@@ -134,15 +151,21 @@ class Writer:
 
     async def _flush(self) -> None:
         while self._waiting:
+            if self._limits.gather_s and self._clock.monotonic_s() < self._crowded_until_s:
+                await self._clock.sleep(self._limits.gather_s)
             count, facts, confirm = self._next_batch()
             try:
                 await self._commit(facts, confirm=confirm)
             except StrataError as error:
                 self._fail(error)
                 return
+            if count > 1:
+                self._crowded_until_s = self._clock.monotonic_s() + CROWDED * self._limits.gather_s
             for _ in range(min(count, len(self._waiting))):
                 done = self._waiting.popleft()
                 self._waiting_bytes -= done.size
+                if done.then is not None:
+                    done.then()
                 if not done.committed.done():
                     done.committed.set_result(done.position)
 

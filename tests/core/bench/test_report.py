@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from bench.interleave import Comparison, interleave, turns
+from bench.interleave import Better, Comparison, interleave, turns
 from bench.report import Report
 
 
@@ -95,6 +95,27 @@ def test_the_table_says_which_goals_are_met_and_which_are_not() -> None:
     assert "met" not in rows["without.a.goal"]
     assert "goals missed: not.reached" in err.getvalue()
     assert out.getvalue() == before
+
+
+@pytest.mark.parametrize(
+    ("better", "ours", "met"), [("lower", 9.0, True), ("lower", 11.0, False), ("higher", 9.0, False)]
+)
+def test_a_limit_is_for_our_own_figure_and_stands_in_the_line(better: Better, ours: float, met: bool) -> None:
+    printing, out, err = report()
+    printing.add("bounded", "ms", Comparison([ours], [1.0], better), limit=10.0)
+    printing.table()
+    assert json.loads(out.getvalue())["limit"] == 10.0
+    assert ("goals missed: bounded" in err.getvalue()) is not met
+    assert f"{'≤' if better == 'lower' else '≥'} 10 ms" in err.getvalue()
+
+
+def test_a_goal_and_a_limit_must_both_be_reached() -> None:
+    printing, _, err = report()
+    printing.add("fast.but.too.slow", "ms", Comparison([20.0], [40.0], "lower"), goal=1.0, limit=10.0)
+    printing.add("both", "ms", Comparison([9.0], [40.0], "lower"), goal=1.0, limit=10.0)
+    printing.table()
+    assert "goals missed: fast.but.too.slow" in err.getvalue()
+    assert "both" not in err.getvalue().splitlines()[-1]
 
 
 def test_a_quiet_report_prints_json_only() -> None:

@@ -346,3 +346,20 @@ class NoSnapshots(MemoryJournal):
     async def save_snapshot(self, stream: str, epoch: int, snapshot: Snapshot) -> None:
         self.tries += 1
         raise StrataError(Code.INVALID, "too large")
+
+
+async def test_put_decides_at_once_and_its_effect_follows_the_commit_although_the_caller_has_gone() -> None:
+    disk = MemoryDisk()
+    leader = await leading(MemoryJournal(SystemClock(), disk))
+    told: list[int] = []
+    effect, durable = leader.put(3, told.append)
+    assert (effect, leader.state, told) == (3, 3, [])
+    assert durable is not None
+    durable.cancel()
+    asked, settled = leader.put(0, told.append)
+    assert asked == 3
+    assert settled is not None
+    await settled
+    assert told == [3]
+    assert leader.put(0, told.append) == (3, None)
+    assert told == [3]

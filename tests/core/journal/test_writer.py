@@ -270,3 +270,56 @@ async def test_facts_changed_after_submission_are_not_changed_in_the_journal() -
     facts.append(b"y")
     assert await told == 1
     assert await facts_of(journal) == [b"x"]
+
+
+async def test_what_is_to_follow_a_commit_follows_it_even_if_nobody_waits_any_more() -> None:
+    disk = GatedDisk()
+    writer = await led(MemoryJournal(SystemClock(), disk))
+    heard: list[int] = []
+    disk.gate.clear()
+    gone = writer.submit([b"x"], lambda: heard.append(writer.durable))
+    waited = writer.submit([b"y"], lambda: heard.append(writer.durable))
+    await turns()
+    gone.cancel()
+    assert heard == []
+    disk.gate.set()
+    assert await waited == 2
+    # They shared a commit, and both are told when it is done.
+    assert heard == [2, 2]
+
+
+async def test_nothing_follows_a_commit_that_never_happens() -> None:
+    disk = GatedDisk()
+    writer = await led(MemoryJournal(SystemClock(), disk))
+    heard: list[str] = []
+    disk.gate.clear()
+    waiting = writer.submit([b"x"], lambda: heard.append("committed"))
+    await turns()
+    writer.stop(StrataError(Code.STALE, "another one leads"))
+    with pytest.raises(StrataError, match="another one leads"):
+        await waiting
+    disk.gate.set()
+    await writer.close()
+    assert heard == []
+
+
+async def test_a_commit_waits_for_more_while_many_submit_and_a_lone_caller_never_waits() -> None:
+    clock = ManualClock()
+    disk = GatedDisk()
+    journal = MemoryJournal(clock, disk)
+    writer = Writer(journal, await journal.lead("s", "a", 60.0), clock, WriterLimits(gather_s=0.002))
+    before = disk.syncs
+    assert await writer.append([b"alone"]) == 1
+    await asyncio.gather(writer.append([b"two"]), writer.append([b"at once"]))
+    assert disk.syncs - before == 2
+    gathered = [writer.submit([b"first"])]
+    await turns()
+    gathered.append(writer.submit([b"second"]))
+    await turns()
+    assert disk.syncs - before == 2
+    await clock.advance(0.002)
+    assert await asyncio.gather(*gathered) == [4, 5]
+    assert disk.syncs - before == 3
+    # The rush is over.
+    await clock.advance(1.0)
+    assert await writer.append([b"alone again"]) == 6

@@ -312,10 +312,11 @@ async def test_a_batch_is_answered_in_its_order_whatever_becomes_of_each_beat(ru
 
 
 async def test_the_answer_to_a_batch_names_the_new_generation_once_there_is_one(running: Running) -> None:
-    first = await register(running.stub, "a")
+    first = await register(running.stub, "a", "b")
     request = pb.HeartbeatBatchRequest(heartbeats=[pb.HeartbeatRequest(worker_id="a")])
     assert (await running.stub.HeartbeatBatch(request)).outcomes[0].response.generation == first.generation
-    second = await register(running.stub, "a", "b")
+    # As many workers as before: nothing but the generation tells the two apart.
+    second = await patiently(running.stub.RegisterWorker, pb.WorkerInfo(worker_id="b", incarnation="b-2"))
     assert second.generation > first.generation
     assert (await running.stub.HeartbeatBatch(request)).outcomes[0].response.generation == second.generation
 

@@ -15,12 +15,13 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet import sqlite_tables
+from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.job import Cause, Status
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import Completion, Failure, Hold, HostRow, Lease, Renewal
+from strata.fleet.ports import Claim, Completion, Failure, Hold, HostRow, Lease, Renewal
 from strata.fleet.service import Fleet
 from strata.fleet.sqlite import SqliteStore
 
@@ -245,3 +246,20 @@ async def test_a_manifest_is_planned_and_applied_once(site: Site) -> None:
     (lease,) = await site.fleet.claim(anna, "c1")
     await site.fleet.complete(hold(lease), Completion(artifact="art"))
     assert (await site.fleet.plan_manifest(text, "m.toml")).empty
+
+
+class Broken:
+    """A store with a defect."""
+
+    async def claim(self, *asked: object) -> object:
+        raise ZeroDivisionError
+
+
+async def test_a_defect_of_the_store_leaves_nobody_waiting() -> None:
+    failed: list[BaseException] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    queue = ClaimQueue(Broken(), LEASE_S, lambda: 0.0)  # type: ignore[arg-type]
+    with pytest.raises(StrataError) as refused:
+        async with asyncio.timeout(5):
+            await queue.ask(Claim(host_id="h", claim_id="c", classes={}, slots=1))
+    assert refused.value.code is Code.INTERNAL

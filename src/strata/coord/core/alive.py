@@ -92,8 +92,13 @@ def forgive(live: Live, blind_s: float, now_s: float) -> None:
 
 
 def see(live: Live, worker_id: str, now_s: float) -> None:
-    hear(live, worker_id, now_s)
-    live.suspect_s.pop(worker_id, None)
+    """With every heartbeat, so what `hear` does is done here once more instead of called."""
+    live.seen_s[worker_id] = now_s
+    live.seen_s.move_to_end(worker_id)
+    if live.unheard:
+        live.unheard.pop(worker_id, None)
+    if live.suspect_s:
+        live.suspect_s.pop(worker_id, None)
 
 
 def hear(live: Live, worker_id: str, now_s: float) -> None:

@@ -7,7 +7,7 @@ more than the whole of a heartbeat.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -19,13 +19,13 @@ from strata.coord.pb import coordinator_pb2 as pb
 _SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 
 
-def coordinator_handler(servicer: object) -> grpc.GenericRpcHandler:
-    """For all calls of the contract. `servicer` has a coroutine function of the same name for each."""
+def coordinator_handler(calls: Mapping[str, Callable[[Any, Any], Awaitable[Any]]]) -> grpc.GenericRpcHandler:
+    """For all calls of the contract. `calls` has a coroutine function for each of them, by name."""
     handlers: dict[str, Any] = {}
     for method in _SERVICE.methods:
         make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
         handlers[method.name] = make(
-            getattr(servicer, method.name),
+            calls[method.name],
             request_deserializer=GetMessageClass(method.input_type).FromString,
             response_serializer=_to_bytes,
         )

@@ -101,7 +101,7 @@ class Server:
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
         add_reflection(reflection.aio.ReflectionServicer(names), others)
-        handlers = (coordinator_handler(Servicer(service, gate)), *others.handlers)
+        handlers = (coordinator_handler(Servicer(service, gate).calls), *others.handlers)
         self._server = grpc.aio.server(handlers=handlers, options=OPTIONS)
         self.port = 0
 

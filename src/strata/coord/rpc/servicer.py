@@ -1,10 +1,9 @@
 """The RPCs of the contract: each says who calls, converts, calls the service, and converts back."""
 
-# ruff: noqa: N802 - the names of the calls are the contract's
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -31,95 +30,79 @@ WATCH_S: Final = 0.5
 REFRESH_S: Final = 2.0
 """Telemetry alone is no change, but people want to see it."""
 
-NAMED: Final = (pb.HeartbeatRequest, pb.ShardRequest, pb.BarrierRequest)
+NAMED: Final = (pb.ShardRequest, pb.BarrierRequest)
 
 Request = TypeVar("Request", bound=Message)
 Reply = TypeVar("Reply")
 Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Callable[[Any, Context], Awaitable[Any]]
 
 _log = log.get(__name__)
 
 
 class Servicer:
-    """A coroutine function for each call of the contract, under the contract's name."""
+    """What answers each call of the contract, in `calls` under the contract's name."""
 
     def __init__(self, service: CoordinatorService, gate: Gate) -> None:
         self._service = service
         self._gate = gate
-        self._heartbeats = Heartbeats(service)
         self._released: tuple[BarrierState | None, bytes] = None, b""
+        heartbeats = Heartbeats(service)
+        self.calls: Final[Mapping[str, Handler]] = {
+            "RegisterWorker": self._answering(WORKER, self._register),
+            "Heartbeat": self._answering(WORKER, heartbeats.one, heartbeats.plain if gate.is_open else None),
+            "HeartbeatBatch": self._answering(WORKER, heartbeats.batch),
+            "GetNextShards": self._answering(WORKER, self._next_shards),
+            "AckDataset": self._answering(WORKER, self._ack_dataset),
+            "Barrier": self._answering(WORKER, self._barrier),
+            "ReportCheckpoint": self._answering(WORKER, self._report),
+            "RequestRecovery": self._answering(WORKER, self._recover),
+            "LeaveWorker": self._answering(WORKER, self._leave),
+            "Attach": self._answering(WORKER, self._attach),
+            "GetJob": self._answering(ANY, self._get_job),
+            "WatchJob": self._answering(ANY, self._watch_job),
+            "IssueCommand": self._answering(OPERATOR, self._issue),
+        }
 
-    async def RegisterWorker(self, request: pb.WorkerInfo, context: Context) -> pb.WorkerConfig:
-        return await self._answer(context, WORKER, self._register, request)
-
-    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse | bytes:
-        return await self._answer(context, WORKER, self._heartbeats.one, request)
-
-    async def HeartbeatBatch(self, request: pb.HeartbeatBatchRequest, context: Context) -> bytes:
-        return await self._answer(context, WORKER, self._heartbeats.batch, request)
-
-    async def GetNextShards(self, request: pb.ShardRequest, context: Context) -> pb.ShardAssignment:
-        return await self._answer(context, WORKER, self._next_shards, request)
-
-    async def AckDataset(self, request: pb.DatasetInfo, context: Context) -> pb.DatasetAck:
-        return await self._answer(context, WORKER, self._ack_dataset, request)
-
-    async def Barrier(self, request: pb.BarrierRequest, context: Context) -> bytes:
-        return await self._answer(context, WORKER, lambda given, who: self._barrier(given, who, context), request)
-
-    async def ReportCheckpoint(self, request: pb.CheckpointInfo, context: Context) -> pb.CheckpointAck:
-        return await self._answer(context, WORKER, self._report, request)
-
-    async def RequestRecovery(self, request: pb.RecoveryRequest, context: Context) -> pb.RecoveryResponse:
-        return await self._answer(context, WORKER, self._recover, request)
-
-    async def LeaveWorker(self, request: pb.LeaveWorkerRequest, context: Context) -> pb.LeaveWorkerResponse:
-        return await self._answer(context, WORKER, self._leave, request)
-
-    # A coroutine that writes, not a generator: a generator is closed only some time after its client has gone.
-    async def Attach(self, request: pb.AttachRequest, context: Context) -> None:
-        await self._answer(context, WORKER, lambda given, who: self._attach(given, who, context), request)
-
-    async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
-        return await self._answer(context, ANY, self._get_job, request)
-
-    async def WatchJob(self, request: pb.WatchJobRequest, context: Context) -> None:
-        await self._answer(context, ANY, lambda given, who: self._watch_job(given, who, context), request)
-
-    async def IssueCommand(self, request: pb.IssueCommandRequest, context: Context) -> pb.IssueCommandResponse:
-        return await self._answer(context, OPERATOR, self._issue, request)
-
-    async def _answer(
+    def _answering(
         self,
-        context: Context,
         roles: frozenset[Role],
-        work: Callable[[Request, Identity], Awaitable[Reply]],
-        request: Request,
-    ) -> Reply:
-        """The outermost handler of every call: an error leaves as a status, never as a traceback."""
-        try:
+        work: Callable[[Request, Identity, Context], Awaitable[Reply]],
+        at_once: Callable[[Request], Reply | None] | None = None,
+    ) -> Handler:
+        """The outermost handler of a call: an error leaves as a status, never as a traceback.
+
+        `at_once` answers without asking who calls, if it can.
+        """
+
+        async def answer(request: Request, context: Context) -> Reply:
             try:
-                return await work(request, self._identify(request, context, roles))
-            except (StrataError, grpc.aio.BaseError):
+                if at_once is not None and (reply := at_once(request)) is not None:
+                    return reply
+                return await work(request, self._identify(request, context, roles), context)
+            except grpc.aio.BaseError:
                 raise
             except Exception as error:
-                correlation_id = self._service.ids.new("fault")
-                with log.correlation(correlation_id):
-                    _log.exception("a call failed unexpectedly")
-                raise StrataError(
-                    Code.INTERNAL, f"internal error; the log knows more under {correlation_id}"
-                ) from error
-        except StrataError as error:
-            await context.abort(STATUS_OF[error.code], str(error), trailing(error))
-            raise AssertionError("abort always raises") from error
+                await self._abort(context, error)
+                raise AssertionError("abort always raises") from error
+
+        return answer
+
+    async def _abort(self, context: Context, error: Exception) -> NoReturn:
+        if not isinstance(error, StrataError):
+            correlation_id = self._service.ids.new("fault")
+            with log.correlation(correlation_id):
+                _log.error("a call failed unexpectedly", exc_info=error)
+            error = StrataError(Code.INTERNAL, f"internal error; the log knows more under {correlation_id}")
+        await context.abort(STATUS_OF[error.code], str(error), trailing(error))
 
     def _identify(self, request: Message, context: Context, roles: frozenset[Role]) -> Identity:
         if self._gate.is_open and isinstance(request, NAMED) and request.job_id and request.worker_id:
-            # The metadata is heard only where the message says nothing, and to read it costs more than a heartbeat.
+            # The metadata is heard only where the message says nothing, and reading it is not free.
             return NOBODY
         return self._gate.identify(cast(Metadata, context.invocation_metadata() or ()), roles)
 
-    async def _register(self, request: pb.WorkerInfo, who: Identity) -> pb.WorkerConfig:
+    async def _register(self, request: pb.WorkerInfo, who: Identity, _: Context) -> pb.WorkerConfig:
         given = wire.worker(request, who, self._service.ids.new("life"))
         job, place = await calls.register(self._service, given)
         if request.sdk_version:
@@ -131,7 +114,7 @@ class Servicer:
             reply.lost_leases.extend(calls.lost_leases(job, given.worker.worker_id, request.held_leases))
         return reply
 
-    async def _next_shards(self, request: pb.ShardRequest, who: Identity) -> pb.ShardAssignment:
+    async def _next_shards(self, request: pb.ShardRequest, who: Identity, _: Context) -> pb.ShardAssignment:
         given = wire.next_shards(request, who)
         found = await calls.next_shards(self._service, given, min(request.wait_ms / 1000, MAX_WAIT_S))
         state = self._service.state
@@ -142,7 +125,7 @@ class Servicer:
         generation = self._service.watch(job.job).generation
         return wire.assignment(found, generation, request.epoch, dataset, ends)
 
-    async def _ack_dataset(self, request: pb.DatasetInfo, who: Identity) -> pb.DatasetAck:
+    async def _ack_dataset(self, request: pb.DatasetInfo, who: Identity, _: Context) -> pb.DatasetAck:
         registered, ledger = await calls.confirm_dataset(
             self._service,
             wire.caller(request, who, request.generation),
@@ -164,7 +147,7 @@ class Servicer:
             self._released = found, encoded
         return encoded
 
-    async def _report(self, request: pb.CheckpointInfo, who: Identity) -> pb.CheckpointAck:
+    async def _report(self, request: pb.CheckpointInfo, who: Identity, _: Context) -> pb.CheckpointAck:
         caller = wire.caller(request, who, request.generation)
         steps = self._service.watch(caller.job).steps if caller.job in self._service.state.jobs else {}
         found, step = await calls.report(
@@ -174,7 +157,7 @@ class Servicer:
         )
         return wire.checkpoint_ack(found, step)
 
-    async def _recover(self, request: pb.RecoveryRequest, who: Identity) -> pb.RecoveryResponse:
+    async def _recover(self, request: pb.RecoveryRequest, who: Identity, _: Context) -> pb.RecoveryResponse:
         caller = wire.caller(request, who)
         given = Recover(caller, request.observed_generation, request.bad_checkpoint_id or None)
         found = await calls.recover(self._service, given)
@@ -182,7 +165,7 @@ class Servicer:
         at_s = times.get(found.checkpoint.checkpoint_id, 0.0) if found.checkpoint else 0.0
         return wire.recovery(found, self._service.state.leader_epoch, at_s)
 
-    async def _leave(self, request: pb.LeaveWorkerRequest, who: Identity) -> pb.LeaveWorkerResponse:
+    async def _leave(self, request: pb.LeaveWorkerRequest, who: Identity, _: Context) -> pb.LeaveWorkerResponse:
         caller = wire.caller(request, who)
         generation, rejected = await calls.leave(self._service, caller, request.reason, wire.acks(request.acks))
         return pb.LeaveWorkerResponse(generation=generation, rejected_leases=rejected)
@@ -200,7 +183,7 @@ class Servicer:
                     )
                 )
 
-    async def _get_job(self, request: pb.GetJobRequest, who: Identity) -> pb.GetJobResponse:
+    async def _get_job(self, request: pb.GetJobRequest, who: Identity, _: Context) -> pb.GetJobResponse:
         return pb.GetJobResponse(job=self._show(who.job_of(request.job_id), request.history_limit))
 
     async def _watch_job(self, request: pb.WatchJobRequest, who: Identity, context: Context) -> None:
@@ -221,6 +204,6 @@ class Servicer:
         clock = self._service.clock
         return job_state(state, job_id, self._service.watch(job_id), clock.monotonic_s(), clock.wall_s(), limit)
 
-    async def _issue(self, request: pb.IssueCommandRequest, who: Identity) -> pb.IssueCommandResponse:
+    async def _issue(self, request: pb.IssueCommandRequest, who: Identity, _: Context) -> pb.IssueCommandResponse:
         command_id, workers = await calls.issue(self._service, wire.issue(request, who))
         return pb.IssueCommandResponse(command_id=command_id, worker_ids=workers)

@@ -1,0 +1,316 @@
+"""The clients of `bench coordinator`, in a process of their own: `grpc.aio` on uvloop, the same code for both sides.
+
+Requests are bytes made beforehand where they do not change, and the collector rests while something is measured: what
+the clients cost is nobody's figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import Any, Final, assert_never
+
+import grpc
+import msgspec
+import uvloop
+
+from bench.coordinator_bare import TEACH
+from bench.coordinator_orders import Batches, Define, Figures, Heartbeats, Join, Meet, Offered, Order, Shards, Teach
+from bench.percentiles import percentile
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.rpc.server import SERVICE
+
+DATASET: Final = "corpus"
+SHARD_SIZE: Final = 1_000
+ACK_WORKERS: Final = 64
+"""In flight at once, each over a connection of its own."""
+POLL_S: Final = 0.005
+TIMEOUT_S: Final = 60.0
+_OPTIONS: Final = (("grpc.use_local_subchannel_pool", 1),)
+
+Call = Callable[[bytes], Awaitable[bytes]]
+
+
+class Server:
+    """One server under test, and connections to it that stay open over all turns."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channels: list[grpc.aio.Channel] = []
+
+    def calls(self, method: str, count: int) -> list[Call]:
+        """A way to make one call for each connection, of which there are `count`."""
+        while len(self._channels) < count:
+            self._channels.append(grpc.aio.insecure_channel(self._address, options=_OPTIONS))
+        path = method if method.startswith("/") else f"/{SERVICE}/{method}"
+        return [_with_timeout(channel.unary_unary(path)) for channel in self._channels[:count]]
+
+
+def _with_timeout(call: Any) -> Call:
+    async def make(request: bytes) -> bytes:
+        reply: bytes = await call(request, timeout=TIMEOUT_S)
+        return reply
+
+    return make
+
+
+class Load:
+    def __init__(self) -> None:
+        self._servers: dict[str, Server] = {}
+        self._met = 0
+
+    async def carry_out(self, order: Order) -> list[float]:  # noqa: PLR0911 - one arm per order
+        match order:
+            case Join():
+                return await self._join(order)
+            case Define():
+                return await self._define(order)
+            case Teach():
+                return await self._teach(order)
+            case Heartbeats():
+                requests = [_beat(order.job, number).SerializeToString() for number in range(ACK_WORKERS)]
+                return await self._again_and_again(order.address, "Heartbeat", requests, order.seconds)
+            case Batches():
+                return await self._batches(order)
+            case Shards():
+                return await self._shards(order)
+            case Offered():
+                return await self._offered(order)
+            case Meet():
+                return await self._meet(order)
+            case _:
+                assert_never(order)
+
+    def _calls(self, address: str, method: str, count: int = ACK_WORKERS) -> list[Call]:
+        return self._servers.setdefault(address, Server(address)).calls(method, count)
+
+    async def _join(self, order: Join) -> list[float]:
+        calls = self._calls(order.address, "RegisterWorker", order.channels)
+        made = 0
+
+        async def join(number: int) -> None:
+            nonlocal made
+            request = _worker(order.job, number).SerializeToString()
+            while True:
+                made += 1
+                config = pb.WorkerConfig.FromString(await calls[number % len(calls)](request))
+                # Not placed yet: a worker calls again when it is told to. Here nobody tells it, so it asks.
+                if config.generation:
+                    return
+
+        began_s = perf_counter()
+        await asyncio.gather(*(join(number) for number in range(order.workers)))
+        return [perf_counter() - began_s, float(made)]
+
+    async def _define(self, order: Define) -> list[float]:
+        request = pb.DatasetInfo(
+            dataset_id=DATASET,
+            num_samples=order.shards * SHARD_SIZE,
+            shard_size=SHARD_SIZE,
+            files=[pb.DatasetFile(path="s3://bucket/corpus.parquet", num_samples=order.shards * SHARD_SIZE)],
+            job_id=order.job,
+            worker_id=_name(0),
+        )
+        await self._calls(order.address, "AckDataset", 1)[0](request.SerializeToString())
+        return []
+
+    async def _teach(self, order: Teach) -> list[float]:
+        requests = {
+            "RegisterWorker": _worker(order.job, 0),
+            "Heartbeat": _beat(order.job, 0),
+            "HeartbeatBatch": _batch(order.job, 0, order.batch),
+            "GetNextShards": _next_shard(order.job, 0, 0),
+        }
+        replies = {
+            method: await self._calls(order.ours, method, 1)[0](request.SerializeToString())
+            for method, request in requests.items()
+        }
+        await self._calls(order.bare, TEACH, 1)[0](msgspec.msgpack.encode(replies))
+        return [float(size) for method in requests for size in (requests[method].ByteSize(), len(replies[method]))]
+
+    async def _batches(self, order: Batches) -> list[float]:
+        hosts = ACK_WORKERS // 8
+        requests = [_batch(order.job, host * order.batch, order.batch).SerializeToString() for host in range(hosts)]
+        (rate,) = await self._again_and_again(order.address, "HeartbeatBatch", requests, order.seconds)
+        return [rate * order.batch]
+
+    async def _again_and_again(self, address: str, method: str, requests: list[bytes], seconds: float) -> list[float]:
+        """Each request over its own connection, and again as soon as it is answered."""
+        calls = self._calls(address, method, len(requests))
+        until_s = perf_counter() + seconds
+
+        async def repeat(call: Call, request: bytes) -> int:
+            count = 0
+            while perf_counter() < until_s:
+                await call(request)
+                count += 1
+            return count
+
+        began_s = perf_counter()
+        counts = await asyncio.gather(*map(repeat, calls, requests))
+        return [sum(counts) / (perf_counter() - began_s)]
+
+    async def _shards(self, order: Shards) -> list[float]:
+        readers = [Reader(order.job, n, call) for n, call in enumerate(self._calls(order.address, "GetNextShards"))]
+        until_s = perf_counter() + order.seconds
+
+        async def read(reader: Reader) -> int:
+            count = 0
+            while perf_counter() < until_s:
+                await reader.next()
+                count += 1
+            return count
+
+        began_s = perf_counter()
+        counts = await asyncio.gather(*map(read, readers))
+        return [sum(counts) / (perf_counter() - began_s)]
+
+    async def _offered(self, order: Offered) -> list[float]:
+        """Open loop: a call is due when it is due, and one that starts late because others were slow counts as late."""
+        readers = [Reader(order.job, n, call) for n, call in enumerate(self._calls(order.address, "GetNextShards"))]
+        took_ms: list[float] = []
+        began_s = perf_counter()
+
+        async def read(number: int, reader: Reader) -> None:
+            for due in range(number, int(order.rate * order.seconds), len(readers)):
+                due_s = began_s + due / order.rate
+                if (ahead_s := due_s - perf_counter()) > 0:
+                    await asyncio.sleep(ahead_s)
+                await reader.next()
+                took_ms.append((perf_counter() - due_s) * 1e3)
+
+        await asyncio.gather(*(read(number, reader) for number, reader in enumerate(readers)))
+        reached = len(took_ms) / (perf_counter() - began_s)
+        return [percentile(took_ms, 50), percentile(took_ms, 99), reached]
+
+    async def _meet(self, order: Meet) -> list[float]:
+        self._met += 1
+        calls = self._calls(order.address, "Barrier", order.channels)
+        barrier_id = f"meeting-{self._met}"
+        last_s = 0.0
+        released_s: list[float] = []
+
+        def request(number: int, *, wait: bool = True) -> bytes:
+            return pb.BarrierRequest(
+                barrier_id=barrier_id,
+                expected_participants=order.workers,
+                job_id=order.job,
+                worker_id=_name(number),
+                wait=wait,
+            ).SerializeToString()
+
+        async def enter(number: int) -> None:
+            reply = await calls[number % len(calls)](request(number))
+            released_s.append(perf_counter())
+            if not pb.BarrierResponse.FromString(reply).released:
+                raise RuntimeError(f"worker {number} was not released")
+
+        waiting = [asyncio.create_task(enter(number)) for number in range(order.workers - 1)]
+        while True:
+            await asyncio.sleep(POLL_S)
+            found = pb.BarrierResponse.FromString(await calls[0](request(0, wait=False)))
+            if found.arrived == order.workers - 1:
+                break
+        last_s = perf_counter()
+        await asyncio.gather(enter(order.workers - 1), *waiting)
+        took_ms = [(at_s - last_s) * 1e3 for at_s in released_s]
+        return [percentile(took_ms, 50), percentile(took_ms, 99), max(took_ms)]
+
+
+class Reader:
+    """A worker that holds one shard at a time and acks it when it asks for the next."""
+
+    def __init__(self, job: str, number: int, call: Call) -> None:
+        self._job = job
+        self._number = number
+        self._call = call
+        self._lease_id = 0
+
+    async def next(self) -> None:
+        request = _next_shard(self._job, self._number, self._lease_id)
+        reply = pb.ShardAssignment.FromString(await self._call(request.SerializeToString()))
+        if not reply.lease_id:
+            raise RuntimeError("there was no shard")
+        self._lease_id = reply.lease_id
+
+
+def _name(number: int) -> str:
+    return f"worker-{number:05}"
+
+
+def _worker(job: str, number: int) -> pb.WorkerInfo:
+    name = _name(number)
+    return pb.WorkerInfo(
+        worker_id=name, job_id=job, incarnation=f"{name}-1", ip="10.0.0.1", port=29500, gpu_count=8, hostname="host"
+    )
+
+
+def _beat(job: str, number: int) -> pb.HeartbeatRequest:
+    name = _name(number)
+    gpu = pb.GpuMetrics(
+        index=0,
+        name="NVIDIA H100 80GB HBM3",
+        utilization_percent=98.5,
+        memory_used_bytes=70 << 30,
+        memory_total_bytes=80 << 30,
+        temperature_celsius=64.0,
+        power_watts=650.0,
+    )
+    usage = pb.ResourceUsage(
+        cpu_percent=412.5,
+        memory_used_bytes=48 << 30,
+        disk_read_bytes=1 << 40,
+        disk_write_bytes=1 << 38,
+        network_rx_bytes=1 << 41,
+        network_tx_bytes=1 << 41,
+        gpu_metrics=[gpu],
+    )
+    return pb.HeartbeatRequest(
+        worker_id=name,
+        status=pb.WORKER_STATUS_TRAINING,
+        resources=usage,
+        job_id=job,
+        incarnation=f"{name}-1",
+        generation=1,
+        step=123_456,
+        step_time_ms=412.5,
+        explicit_acks=True,
+    )
+
+
+def _batch(job: str, first: int, size: int) -> pb.HeartbeatBatchRequest:
+    return pb.HeartbeatBatchRequest(heartbeats=[_beat(job, number) for number in range(first, first + size)])
+
+
+def _next_shard(job: str, number: int, lease_id: int) -> pb.ShardRequest:
+    name = _name(number)
+    return pb.ShardRequest(
+        dataset_id=DATASET,
+        job_id=job,
+        worker_id=name,
+        incarnation=f"{name}-1",
+        acks=[pb.ShardAck(lease_id=lease_id)] if lease_id else (),
+        explicit_acks=True,
+        held_leases=(),
+    )
+
+
+async def main() -> None:
+    load = Load()
+    loop = asyncio.get_running_loop()
+    decode = msgspec.json.Decoder(Order).decode
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        order = decode(line)
+        gc.collect()
+        gc.disable()
+        values = await load.carry_out(order)
+        gc.enable()
+        print(msgspec.json.encode(Figures(values)).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

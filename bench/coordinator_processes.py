@@ -1,0 +1,129 @@
+"""The processes of `bench coordinator`: our server as the command line starts it, the bare one, and the clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import msgspec
+import psutil  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2
+
+from bench.coordinator_orders import Figures, Order
+from strata.coord.rpc.server import SERVICE
+from strata.testing.ports import port_of, reserve_port
+
+STRATA: Final = str(Path(sys.executable).with_name("strata"))
+START_S: Final = 20.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """A server under test."""
+
+    address: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        times = psutil.Process(self.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def rss_bytes(self) -> int:
+        return int(psutil.Process(self.pid).memory_info().rss)
+
+
+class Clients:
+    """The load process: one order at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def carry_out(self, order: Order) -> list[float]:
+        sent, answers = self._process.stdin, self._process.stdout
+        assert sent is not None
+        assert answers is not None
+        sent.write(msgspec.json.encode(order) + b"\n")
+        await sent.drain()
+        line = await answers.readline()
+        if not line:
+            raise RuntimeError("the load process died; see above")
+        return msgspec.json.decode(line, type=Figures).values
+
+
+@asynccontextmanager
+async def clients() -> AsyncIterator[Clients]:
+    async with _process(sys.executable, "-m", "bench.coordinator_load") as process:
+        yield Clients(process)
+
+
+@asynccontextmanager
+async def ours(database: str) -> AsyncIterator[Process]:
+    """The coordinator in its production form. Nobody is lost in it for being silent while another case runs."""
+    settings = {"STRATA_COORDINATOR_JOB_HEARTBEAT_INTERVAL_S": "600", "STRATA_COORDINATOR_LOG_LEVEL": "error"}
+    async with _listening((STRATA, "coordinator", "--database", database, "--listen"), settings) as server:
+        yield server
+
+
+@asynccontextmanager
+async def bare() -> AsyncIterator[Process]:
+    async with _listening((sys.executable, "-m", "bench.coordinator_bare"), {}) as server:
+        yield server
+
+
+@asynccontextmanager
+async def both(database: str) -> AsyncIterator[tuple[Process, Process]]:
+    async with AsyncExitStack() as opened:
+        yield await opened.enter_async_context(ours(database)), await opened.enter_async_context(bare())
+
+
+@asynccontextmanager
+async def _listening(command: tuple[str, ...], settings: dict[str, str]) -> AsyncIterator[Process]:
+    """A server whose last argument is where it listens, once it serves."""
+    with reserve_port() as guard:
+        address = f"127.0.0.1:{port_of(guard)}"
+        async with _process(*command, address, settings=settings) as process:
+            await _serving(address, process)
+            yield Process(address, process.pid)
+
+
+async def _serving(address: str, process: asyncio.subprocess.Process) -> None:
+    """Ours says that it serves once it leads; the bare one knows no health and is there when it answers at all."""
+    async with asyncio.timeout(START_S), grpc.aio.insecure_channel(address) as channel:
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        asked = health_pb2.HealthCheckRequest(service=SERVICE).SerializeToString()
+        while process.returncode is None:
+            try:
+                status = health_pb2.HealthCheckResponse.FromString(await check(asked, wait_for_ready=True)).status
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return
+            else:
+                if status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            await asyncio.sleep(0.02)
+    raise RuntimeError("a server of the bench ended before it served")
+
+
+@asynccontextmanager
+async def _process(*command: str, settings: dict[str, str] | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env={"PATH": os.defpath, **(settings or {})},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        # The coordinator says where it listens, which nobody asked for here.
+        stderr=asyncio.subprocess.DEVNULL if command[0] == STRATA else None,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

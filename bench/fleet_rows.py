@@ -1,0 +1,206 @@
+"""Pending jobs by the million, made by the databases themselves, and the bare claims the stores are held against."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any, Final, Self
+
+import psycopg
+
+from strata.database import events
+from strata.database.migrations import SqliteComponents, upgrade_postgres
+from strata.database.postgres import Connections
+from strata.database.sqlite import SqliteThread
+from strata.fleet import postgres_tables, sqlite_tables
+from strata.fleet.core.capability import Capability
+from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.ports import HostRow, Store
+from strata.fleet.postgres import PostgresStore
+from strata.fleet.rows import encode
+from strata.fleet.sqlite import SqliteStore
+
+HOSTS: Final = 64
+FILL_S: Final = 3600.0
+_COLUMNS: Final = (
+    "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
+    " orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint"
+)
+_POSTGRES_JOBS: Final = f"""
+INSERT INTO job ({_COLUMNS})
+SELECT 'job1_' || lpad(to_hex(n), 64, '0'),
+  convert_to('{{"model":"m' || (n %% %(classes)s) || '","seed":' || n || '}}', 'UTF8'), (n %% %(classes)s) + 1,
+  'pending', 0, 0, 0, 0, '', '', '', true, false, 0, 'm' || (n %% %(classes)s), '', n %% 3, 'default', 0, 0, 0, ''
+FROM generate_series(1, %(jobs)s) AS n
+"""
+_SQLITE_JOBS: Final = f"""
+WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < :jobs)
+INSERT INTO job ({_COLUMNS})
+SELECT printf('job1_%064x', n), CAST('{{"model":"m' || (n % :classes) || '","seed":' || n || '}}' AS BLOB),
+  (n % :classes) + 1, 'pending', 0, 0.0, 0.0, 0.0, '', '', '', 1, 0, 0, 'm' || (n % :classes), '', n % 3, 'default',
+  0, 0, 0, '' FROM numbers
+"""
+_READY: Final = "INSERT INTO ready SELECT seq, class_id, priority, 0 FROM job"
+
+
+def _classes(count: int) -> list[tuple[str, bytes]]:
+    made = [RequirementClass(f"m{number}", "default") for number in range(count)]
+    return [(each.key, encode(each)) for each in made]
+
+
+async def _hosts(store: Store) -> None:
+    for number in range(HOSTS):
+        capability = Capability(hostname=f"h{number}")
+        row = HostRow(id=f"host_{number}", name=f"h{number}", capability=capability, registered_at_s=0.0)
+        await store.register_host(row, "bench")
+
+
+async def sqlite_store(path: Path, jobs: int, classes: int) -> SqliteStore:
+    thread = await SqliteThread.open(path, SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT]))
+    store = SqliteStore(thread)
+
+    def fill(db: sqlite3.Connection) -> None:
+        db.executemany("INSERT INTO req_class (key, spec) VALUES (?, ?)", _classes(classes))
+        db.execute(_SQLITE_JOBS, {"jobs": jobs, "classes": classes})
+        db.execute(_READY)
+
+    await thread.write(fill)
+    await _hosts(store)
+    return store
+
+
+async def postgres_store(url: str, jobs: int, classes: int) -> PostgresStore:
+    connections = Connections(url, 8, FILL_S, what="bench")
+    async with connections.use() as connection:
+        await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
+    async with connections.transaction() as connection:
+        for row in _classes(classes):
+            await connection.execute("INSERT INTO req_class (key, spec) VALUES (%s, %s)", row)
+        await connection.execute(_POSTGRES_JOBS, {"jobs": jobs, "classes": classes})
+        await connection.execute(_READY)
+    async with connections.use() as connection:
+        await connection.execute("VACUUM ANALYZE")
+    store = PostgresStore(connections)
+    await _hosts(store)
+    return store
+
+
+class BareSqlite:
+    """The statements of a claim, one after the other in one transaction, with nothing around them.
+
+    On a file of its own with the same rows and the same durability, and in the caller's thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
+        for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL", "fullfsync = ON"):
+            self._db.execute(f"PRAGMA {setting}")
+        self._number = 0
+
+    @classmethod
+    async def open(cls, path: Path, jobs: int) -> Self:
+        await (await sqlite_store(path, jobs, 1)).close()
+        return cls(path)
+
+    def claim(self, count: int = 1) -> None:
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        select = "SELECT seq FROM ready WHERE class_id = 1 ORDER BY priority DESC, seq LIMIT ?"
+        for (seq,) in db.execute(select, (count,)).fetchall():
+            self._number += 1
+            db.execute("DELETE FROM ready WHERE seq = ?", (seq,))
+            job_id, epoch, _ = db.execute(
+                "UPDATE job SET status = 'claimed', epoch = epoch + 1, host_id = 'host_0' WHERE seq = ?"
+                " RETURNING id, epoch, spec",
+                (seq,),
+            ).fetchone()
+            db.execute("INSERT INTO lease VALUES (?, 'host_0', ?, 45.0, 0)", (job_id, epoch))
+            db.execute(
+                "INSERT INTO attempt VALUES (?, ?, 'host_0', ?, 1.0, NULL, NULL, '', '', '', '', '', x'7b7d')",
+                (job_id, epoch, f"c{self._number}"),
+            )
+            db.execute(
+                "INSERT INTO event (at, actor, kind, subject, body) VALUES (1.0, 'host:host_0', 'job.claimed', ?, ?)",
+                (job_id, b'{"epoch":1}'),
+            )
+        db.execute("COMMIT")
+
+    def renew(self, jobs: list[str]) -> None:
+        self._number += 1
+        self._db.execute("BEGIN IMMEDIATE")
+        update = "UPDATE lease SET expires_at = ? WHERE job_id = ? AND epoch = 1 AND host_id = 'host_0'"
+        self._db.executemany(update, [(float(self._number), job_id) for job_id in jobs])
+        self._db.execute("COMMIT")
+
+    def leased(self, count: int) -> list[str]:
+        rows = self._db.execute("SELECT job_id FROM lease LIMIT ?", (count,)).fetchall()
+        return [job_id for (job_id,) in rows]
+
+    def close(self) -> None:
+        self._db.close()
+
+
+_BARE_CLAIM: Final = """
+WITH chosen AS (
+  SELECT seq FROM ready WHERE class_id = $1 ORDER BY priority DESC, seq LIMIT {count} FOR UPDATE SKIP LOCKED
+), gone AS (DELETE FROM ready USING chosen WHERE ready.seq = chosen.seq RETURNING ready.seq)
+INSERT INTO lease SELECT 'job1_' || lpad(to_hex(seq), 64, '0'), $2, 1, 45.0, false FROM gone RETURNING job_id
+"""
+_BARE_WRITES: Final = """
+WITH chosen AS (
+  SELECT seq FROM ready WHERE class_id = $1 ORDER BY priority DESC, seq LIMIT {count} FOR UPDATE SKIP LOCKED
+), gone AS (
+  DELETE FROM ready USING chosen WHERE ready.seq = chosen.seq
+), moved AS (
+  UPDATE job SET status = 'claimed', epoch = epoch + 1, host_id = $2 FROM chosen WHERE job.seq = chosen.seq
+  RETURNING id, epoch, spec
+), leased AS (
+  INSERT INTO lease SELECT id, $2, epoch, 45.0, false FROM moved
+), tried AS (
+  INSERT INTO attempt SELECT id, epoch, $2, $3, 1.0, NULL, NULL, '', '', '', '', '', '{{}}' FROM moved
+), told AS (
+  INSERT INTO event (at, actor, kind, subject, body) SELECT 1.0, $2, 'job.claimed', id, '{{}}' FROM moved
+)
+SELECT id, epoch, spec FROM moved
+"""
+
+
+class BarePostgres:
+    """Prepared statements on open connections to a database of its own with the same rows.
+
+    `claim` is the smallest thing that could be called a claim: a row leaves one table and another joins a second.
+    `claim_with_records` also does what makes it one: the job's status, the attempt and the event.
+    """
+
+    def __init__(self, connections: list[psycopg.AsyncConnection[Any]]) -> None:
+        self._cursors = [psycopg.AsyncRawCursor(connection) for connection in connections]
+        self._connections = connections
+        self._number = 0
+
+    @classmethod
+    async def open(cls, url: str, jobs: int, clients: int) -> Self:
+        await (await postgres_store(url, jobs, 1)).close()
+        opened = [await psycopg.AsyncConnection.connect(url, autocommit=True) for _ in range(clients)]
+        for connection in opened:
+            await connection.execute("SET synchronous_commit = on")
+        return cls(opened)
+
+    async def claim(self, client: int, count: int = 1) -> None:
+        values = (1, f"host_{client}")
+        await self._cursors[client].execute(_BARE_CLAIM.format(count=count), values, prepare=True, binary=True)
+        await self._cursors[client].fetchall()
+
+    async def claim_with_records(self, client: int, count: int = 1) -> None:
+        self._number += 1
+        values = (1, f"host_{client}", f"c{self._number}")
+        await self._cursors[client].execute(_BARE_WRITES.format(count=count), values, prepare=True, binary=True)
+        await self._cursors[client].fetchall()
+
+    async def renew(self, jobs: list[str]) -> None:
+        self._number += 1
+        update = "UPDATE lease SET expires_at = $1 WHERE job_id = ANY($2::text[]) AND host_id = 'host_0'"
+        await self._cursors[0].execute(update, (float(self._number), jobs), prepare=True, binary=True)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(connection.close() for connection in self._connections))

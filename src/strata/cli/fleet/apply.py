@@ -1,0 +1,137 @@
+"""`strata apply` and `strata reload`: a manifest becomes jobs, after one look at what that changes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from strata.cli.fleet.asking import asking, count, hub_option, short, show_one, size_of
+from strata.cli.fleet.wait import wait_for
+from strata.cli.output import Format, complain, output_option, printable, write
+
+if TYPE_CHECKING:
+    from strata.cli.fleet.source import Prepared
+    from strata.fleet import wire
+    from strata.fleet.client import HubClient
+
+MOST_SHOWN: Final = 10
+"""Of the changes that somebody is asked about."""
+
+
+@click.command()
+@click.argument("manifest", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--dry-run", is_flag=True, help="Show the plan and change nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask before jobs that are there are changed.")
+@click.option("--wait", "waits", is_flag=True, help="Stay until every job of the manifest has ended; see strata wait.")
+@click.option("--describe/--no-describe", default=True, help="Run each trainer with --describe for its parameters.")
+@hub_option
+@output_option
+def apply(  # noqa: PLR0913 (the options of the command)
+    *,
+    manifest: Path,
+    dry_run: bool,
+    yes: bool,
+    waits: bool,
+    describe: bool,
+    context: str | None,
+    output: Format,
+) -> None:
+    """Queue the jobs of MANIFEST, and change those that differ.
+
+    Nothing is taken away: jobs that are no longer in it stay until you cancel them. A trainer's folder that is relative
+    to MANIFEST is sent along, without what .strataignore or .gitignore names, caches, virtual environments and .env.
+    Each trainer there is run with --describe, so that a misspelt parameter is found now.
+    """
+    from strata.cli.fleet.source import prepare_manifest
+
+    prepared = prepare_manifest(manifest, lambda line: complain(f"strata: {line}"), describe=describe)
+    with asking(context, timeout_s=120.0) as client:
+        plan = _send(client, prepared, dry_run=True)
+        if not dry_run:
+            if _asks(plan) and not yes and sys.stdin.isatty() and sys.stderr.isatty():
+                _show_changes(plan)
+                click.confirm(f"{plan.summary}\nApply?", default=True, abort=True, err=True)
+            _upload(client, prepared)
+            plan = _send(client, prepared, dry_run=False)
+        _show(plan, prepared, output, applied=not dry_run)
+        if waits and not dry_run:
+            ended = wait_for(client, prepared.job_ids)
+            click.get_current_context().exit(ended)
+
+
+@click.command()
+@hub_option
+@output_option
+def reload(context: str | None, output: Format) -> None:
+    """Apply the manifest that the hub was configured with, as it is now."""
+    with asking(context, timeout_s=120.0) as client:
+        from strata.fleet import wire
+
+        plan = client.call("POST", "/v1/manifest/reload", wire.ManifestReply)
+    _show(plan, None, output, applied=True)
+
+
+def _send(client: HubClient, prepared: Prepared, *, dry_run: bool) -> wire.ManifestReply:
+    from strata.fleet import wire
+
+    body = wire.ManifestRequest(
+        text=prepared.text,
+        source=prepared.source[-1024:],
+        schemas=prepared.schemas,
+        digests=prepared.digests,
+        dry_run=dry_run,
+    )
+    return client.call("POST", "/v1/manifest", wire.ManifestReply, body=body)
+
+
+def _upload(client: HubClient, prepared: Prepared) -> None:
+    """The sources that no trainer at the hub has yet."""
+    from strata.fleet import wire
+
+    trainers = client.call("GET", "/v1/trainers", wire.TrainersReply).trainers
+    there = {trainer.spec.bundle for trainer in trainers.values()}
+    for name, bundle in prepared.bundles.items():
+        if bundle.sha256 not in there:
+            client.send("PUT", f"/v1/source/{bundle.sha256}", bundle.content, wire.CommitReply)
+            there.add(bundle.sha256)
+            what = f"{count(bundle.files, 'file')}, {size_of(len(bundle.content))}"
+            complain(f"strata: sent the source of trainer {name} ({what})")
+
+
+def _asks(plan: wire.ManifestReply) -> bool:
+    """New jobs do no harm; whoever changes what is there is asked."""
+    return bool(plan.changed or plan.orphaned or plan.released_hosts)
+
+
+def _show_changes(plan: wire.ManifestReply) -> None:
+    for change in plan.changed[:MOST_SHOWN]:
+        later = ", from the next attempt on" if change.deferred else ""
+        complain(f"  ~ {short(change.id)}  {change.label}: {', '.join(change.kinds)}{later}")
+    if len(plan.changed) > MOST_SHOWN:
+        complain(f"  ~ and {len(plan.changed) - MOST_SHOWN} more; all of them with --dry-run")
+    for job_id in plan.orphaned[:MOST_SHOWN]:
+        complain(f"  \N{MINUS SIGN} {short(job_id)}: no longer in the manifest, kept")
+    if len(plan.orphaned) > MOST_SHOWN:
+        complain(f"  \N{MINUS SIGN} and {len(plan.orphaned) - MOST_SHOWN} more")
+    for host in plan.released_hosts:
+        complain(f"  ~ host {host}: no longer in the manifest, may take everything")
+
+
+def _show(plan: wire.ManifestReply, prepared: Prepared | None, output: Format, *, applied: bool) -> None:
+    import msgspec
+
+    if output in (Format.JSON, Format.JSONL):
+        more: dict[str, Any] = {} if prepared is None else {"jobs": prepared.job_ids}
+        show_one(msgspec.to_builtins(plan) | more, output)
+        return
+    write(plan.summary)
+    if output is Format.WIDE or not applied:
+        for job in plan.new:
+            write(f"  + {short(job.id)}  {printable(job.label)}")
+        for change in plan.changed:
+            write(f"  ~ {short(change.id)}  {printable(change.label)}: {', '.join(change.kinds)}")
+    if not applied:
+        complain("strata: a dry run, nothing is changed")

@@ -1,0 +1,150 @@
+"""`strata artifacts`: what jobs made, and how to get it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.fleet.asking import asking, count, hub_option, job_named, short, show_rows, size_of, span
+from strata.cli.output import Column, Format, complain, output_option, write
+
+if TYPE_CHECKING:
+    from strata.fleet import wire
+    from strata.fleet.client import HubClient
+
+_LIST: Final = (
+    Column("id"),
+    Column("kind"),
+    Column("job", cut=26),
+    Column("size", number=True),
+    Column("age", number=True),
+    Column("metrics", cut=30),
+    Column("job_id", wide=True),
+    Column("attempt", wide=True, number=True),
+    Column("path", wide=True),
+)
+
+
+@click.group()
+def artifacts() -> None:
+    """List what jobs made, and fetch it."""
+
+
+@artifacts.command("list")
+@click.argument("job", required=False)
+@click.option("--model", default="", metavar="NAME", help="Only those of this model.")
+@click.option("--kind", type=click.Choice(["result", "checkpoint", "source", "all"]), default="result")
+@click.option("--best", "metric", default="", metavar="METRIC", help="In the order of this metric, highest first.")
+@click.option("--lowest", is_flag=True, help="With --best: lowest first.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True)
+@hub_option
+@output_option
+def list_artifacts(  # noqa: PLR0913 (the options of the command)
+    *,
+    job: str | None,
+    model: str,
+    kind: str,
+    metric: str,
+    lowest: bool,
+    limit: int,
+    context: str | None,
+    output: Format,
+) -> None:
+    """List the artifacts, newest first, or only those of JOB."""
+    with asking(context) as client:
+        from strata.fleet import wire
+        from strata.fleet.artifacts.manifest import Kind
+
+        job_id = job_named(client, job).job.id if job else ""
+        now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
+        query = wire.ArtifactsQuery(
+            model=model,
+            kind=None if kind == "all" else Kind(kind),
+            job_id=job_id,
+            metric=metric,
+            lowest=lowest,
+            limit=limit,
+        )
+        found = client.call("GET", "/v1/artifacts", wire.MadeReply, query=query)
+    show_rows(output, _LIST, ((artifact_row(each), _shown(each, now_s)) for each in found.artifacts))
+    if found.next is not None:
+        complain(f"strata: the first {limit}; there may be more, see --limit")
+
+
+def artifact_row(made: wire.Made) -> dict[str, Any]:
+    """An artifact as programs read it."""
+    lineage = made.lineage
+    return {
+        "id": made.artifact_id,
+        "kind": lineage.kind,
+        "model": lineage.model or None,
+        "mode": lineage.mode or None,
+        "job_id": lineage.job_id or None,
+        "attempt": lineage.epoch or None,
+        "host_id": lineage.host_id or None,
+        "size": made.size,
+        "metrics": dict(lineage.metrics),
+        "code": lineage.code or None,
+        "parents": list(lineage.parents),
+        "pinned": made.pinned or None,
+        "committed_at_s": made.committed_at_s,
+    }
+
+
+def _shown(made: wire.Made, now_s: float) -> dict[str, Any]:
+    lineage = made.lineage
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(lineage.metrics.items()))
+    name = f"{lineage.model}_{lineage.mode}" if lineage.mode else lineage.model
+    digest = made.artifact_id.partition("_")[2]
+    return {
+        "id": short(made.artifact_id),
+        "job": f"{lineage.model}-{lineage.mode}" if lineage.model else None,
+        "size": size_of(made.size),
+        "age": span(now_s - made.committed_at_s),
+        "metrics": metrics or None,
+        "path": f"{name}/{digest}/bundle.tar.zst" if lineage.model else None,
+    }
+
+
+@artifacts.command()
+@click.argument("artifact")
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@hub_option
+def get(artifact: str, folder: Path | None, context: str | None) -> None:
+    """Fetch ARTIFACT into FOLDER, which must not exist yet; every byte is verified.
+
+    ARTIFACT is an id, the beginning of one, or a completed job. FOLDER is called after the artifact unless you name it.
+    """
+    with asking(context, timeout_s=120.0) as client:
+        from strata.fleet.agent.calls import Calls
+        from strata.fleet.artifacts.files import materialise
+
+        found = _artifact(client, artifact)
+        target = folder or Path(short(found.id))
+        if target.exists():
+            raise StrataError(Code.CONFLICT, f"{target} exists", hint="name another folder")
+        calls = Calls(client)
+        materialise(found.manifest, lambda digest, _: calls.chunk(digest, found.urls.get(digest, "")), target)
+    complain(f"strata: {count(len(found.manifest.files), 'file')}, {size_of(found.size)}, in")
+    write(str(target))
+
+
+def _artifact(client: HubClient, text: str) -> wire.ArtifactReply:
+    import re
+
+    from strata.fleet.agent.calls import Calls
+
+    calls = Calls(client)
+    if re.fullmatch(r"[0-9a-z_]{1,80}", text):
+        try:
+            return calls.artifact(text)
+        except StrataError as error:
+            if error.code is not Code.NOT_FOUND:
+                raise
+    job = job_named(client, text).job
+    if not job.artifact:
+        raise StrataError(Code.NOT_FOUND, f"{job.spec.label} is {job.status} and has no artifact")
+    return calls.artifact(job.artifact)

@@ -1,0 +1,149 @@
+"""What the commands of a fleet share: the connection, names of jobs and hosts, short words for long figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.output import Column, Format, Rows, printable
+
+if TYPE_CHECKING:
+    from strata.fleet import wire
+    from strata.fleet.client import HubClient
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+SHORT: Final = 10
+"""Digits of an id that a table shows: enough for a prefix to be the only one."""
+_LABEL_PAGES: Final = 20
+_RAISED: Final = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)(?::|$)")
+_ID: Final = re.compile(r"[0-9a-z_]{1,80}")
+
+
+def hub_option(function: _Function) -> _Function:
+    """`--context`, passed to the command as `context`."""
+    return click.option("--context", metavar="NAME", help="The hub to ask; the one chosen last unless set.")(function)
+
+
+@contextmanager
+def asking(context: str | None = None, *, timeout_s: float = 30.0) -> Iterator[HubClient]:
+    from strata.sdk.fleet import client_settings, connect
+
+    try:
+        with connect(client_settings(context=context), timeout_s=timeout_s) as client:
+            yield client
+    except StrataError as error:
+        if error.code is Code.UNAUTHENTICATED and not error.hint:
+            raise StrataError(error.code, error.message, hint="strata login URL", **error.detail) from error
+        raise
+
+
+def show_rows(
+    output: Format, columns: Sequence[Column], rows: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]
+) -> None:
+    """Each row as it is for programs, and what of it people see in another way."""
+    people = output in (Format.TABLE, Format.WIDE)
+    with Rows(output, columns) as printed:
+        for plain, shown in rows:
+            printed.add({**plain, **shown} if people else plain)
+
+
+def show_one(value: Mapping[str, Any], output: Format) -> None:
+    import json
+
+    from strata.cli.output import write
+
+    write(json.dumps(value, indent=2 if output is Format.JSON else None))
+
+
+def job_named(client: HubClient, text: str) -> wire.JobReply:
+    """By id, by the beginning of one, or by the label of one job."""
+    from strata.fleet import wire
+
+    if _ID.fullmatch(text):
+        try:
+            return client.call("GET", f"/v1/job/{text}", wire.JobReply)
+        except StrataError as error:
+            if error.code is not Code.NOT_FOUND:
+                raise
+    found = [job for job in all_jobs(client, pages=_LABEL_PAGES) if job.spec.label == text]
+    if not found:
+        raise StrataError(Code.NOT_FOUND, f"there is no job {text[:100]!r}", hint="strata list")
+    if len(found) > 1:
+        ids = ", ".join(short(job.id) for job in found[:5])
+        raise StrataError(Code.INVALID, f"{len(found)} jobs are called {text!r}", hint=f"say which: {ids}")
+    return client.call("GET", f"/v1/job/{found[0].id}", wire.JobReply)
+
+
+def all_jobs(client: HubClient, query: wire.JobsQuery | None = None, *, pages: int | None = None) -> Iterator[wire.Job]:
+    import msgspec
+
+    from strata.fleet import wire
+
+    query = msgspec.structs.replace(query or wire.JobsQuery(), limit=wire.MAX_PAGE)
+    while pages is None or pages > 0:
+        reply = client.call("GET", "/v1/jobs", wire.JobsReply, query=query)
+        yield from reply.jobs
+        if not reply.next:
+            return
+        query = msgspec.structs.replace(query, after=reply.next)
+        pages = None if pages is None else pages - 1
+
+
+def all_hosts(client: HubClient) -> tuple[wire.Host, ...]:
+    from strata.fleet import wire
+
+    return client.call("GET", "/v1/workers", wire.HostsReply).hosts
+
+
+def host_path(text: str) -> str:
+    from urllib.parse import quote
+
+    return f"/v1/host/{quote(text, safe='')}"
+
+
+def short(content_id: str) -> str:
+    """Of `job1_3f2a…`, what is enough to find it again."""
+    return content_id.partition("_")[2][:SHORT] or content_id[:SHORT]
+
+
+def span(seconds: float) -> str:
+    """45s, 12m, 3h, 5d."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)}{unit}"
+    return f"{max(0, int(seconds))}s"
+
+
+def size_of(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def error_line(text: str) -> str:
+    """Of a traceback the line with the exception, which may have more lines below it; else the last line."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    raised = [line for line in lines if _RAISED.match(line)]
+    return (raised or [line.strip() for line in lines] or [""])[-1]
+
+
+def wrapped(text: str, indent: str, hanging: str) -> str:
+    """For reading, not for copying: lines no wider than the terminal."""
+    import shutil
+    import textwrap
+
+    width = max(40, shutil.get_terminal_size().columns)
+    return textwrap.fill(
+        printable(text), width, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False
+    )
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,131 @@
+"""A folder as one file that is the same wherever and whenever it is made: sorted, without times, owners or caches.
+
+Plain tar, not compressed: what a compressor writes depends on its version, and the digest is the name of the source.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import io
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from strata.base.errors import Code, StrataError
+
+MAX_BYTES: Final = 48 << 20
+"""A source is code. A host fetches it whole, in one reply."""
+IGNORE_FILES: Final = (".strataignore", ".gitignore")
+_ALWAYS: Final = (
+    ".git", ".hg", ".svn", "__pycache__", "*.pyc", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache",
+    ".ruff_cache", ".ipynb_checkpoints", ".DS_Store", ".env",
+)  # fmt: skip
+"""`.env` is where people keep credentials; a trainer gets those from a file on its host."""
+_OURS: Final = ("pyvenv.cfg", "operator.token", "contexts.json", "identity/hub.json")
+"""A folder with one of these is a virtual environment, or the data of a hub, an agent or this command."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    content: bytes
+    files: int
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """The simple part of what .gitignore can say: names, globs and paths; `!` and `**` are not understood."""
+
+    patterns: tuple[str, ...]
+
+    def covers(self, path: str, *, folder: bool) -> bool:
+        name = path.rpartition("/")[2]
+        if folder and name.endswith(".egg-info"):
+            return True
+        return any(self._matches(pattern, path, name, folder=folder) for pattern in self.patterns)
+
+    @staticmethod
+    def _matches(pattern: str, path: str, name: str, *, folder: bool) -> bool:
+        if pattern.endswith("/"):
+            if not folder:
+                return False
+            pattern = pattern.rstrip("/")
+        if "/" in pattern:
+            return fnmatch.fnmatchcase(path, pattern.lstrip("/"))
+        return fnmatch.fnmatchcase(name, pattern)
+
+
+def read_ignored(folder: Path) -> tuple[Ignored, list[str]]:
+    """What to leave out, and the lines that are not understood. `.strataignore` stands in for `.gitignore`."""
+    for name in IGNORE_FILES:
+        try:
+            lines = (folder / name).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            continue
+        wanted = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        unclear = [line for line in wanted if line.startswith("!") or "**" in line]
+        return Ignored((*_ALWAYS, *(line for line in wanted if line not in unclear))), [
+            f"{name}: {line}" for line in unclear
+        ]
+    return Ignored(_ALWAYS), []
+
+
+def make_bundle(folder: Path) -> Bundle:
+    ignored, _ = read_ignored(folder)
+    paths = sorted(_walk(folder, "", ignored))
+    if not paths:
+        raise StrataError(Code.INVALID, f"{folder} has no file to run")
+    sizes = {path: (folder / path).lstat().st_size for path in paths}
+    if sum(sizes.values()) > MAX_BYTES:
+        largest = max(sizes, key=sizes.__getitem__)
+        raise StrataError(
+            Code.INVALID,
+            f"the source in {folder} has {sum(sizes.values()) >> 20} MiB, at most {MAX_BYTES >> 20} are sent along",
+            hint=f"name what is not code in .strataignore; the largest is {largest}",
+        )
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for path in paths:
+            _add(tar, folder, path)
+    return Bundle(made.getvalue(), len(paths))
+
+
+def _walk(folder: Path, prefix: str, ignored: Ignored) -> Iterator[str]:
+    with os.scandir(folder / prefix) as entries:
+        for entry in entries:
+            path = f"{prefix}{entry.name}"
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if ignored.covers(path, folder=is_folder):
+                continue
+            if is_folder:
+                if not any((folder / path / mark).exists() for mark in _OURS):
+                    yield from _walk(folder, f"{path}/", ignored)
+            elif entry.is_symlink():
+                # A link that leaves the folder means nothing on another machine.
+                if (folder / path).resolve().is_relative_to(folder.resolve()):
+                    yield path
+            elif entry.is_file(follow_symlinks=False):
+                yield path
+
+
+def _add(tar: tarfile.TarFile, folder: Path, path: str) -> None:
+    file = folder / path
+    member = tarfile.TarInfo(path)
+    if file.is_symlink():
+        target = str(file.readlink())
+        if Path(target).is_absolute():
+            target = os.path.relpath(file.resolve(), file.parent.resolve())
+        member.type, member.linkname, member.mode = tarfile.SYMTYPE, target, 0o777
+        tar.addfile(member)
+        return
+    content = file.read_bytes()
+    member.size = len(content)
+    member.mode = 0o755 if file.stat().st_mode & 0o100 else 0o644
+    tar.addfile(member, io.BytesIO(content))

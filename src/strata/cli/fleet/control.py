@@ -1,0 +1,87 @@
+"""`strata cancel`, `requeue`, `drain`, `pause`, `resume`: what an operator changes by hand."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+from strata.cli.fleet.asking import all_hosts, asking, host_path, hub_option, job_named, short, show_rows
+from strata.cli.fleet.jobs import host_row, job_row
+from strata.cli.output import Column, Format, output_option
+
+_CHANGED: Final = (Column("id"), Column("job", cut=40), Column("status"))
+_HOST: Final = (Column("host"), Column("state"), Column("reason"))
+
+
+@click.command()
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
+@click.option("--reason", default="", metavar="TEXT", help="For whoever looks at it later.")
+@hub_option
+@output_option
+def cancel(jobs: tuple[str, ...], reason: str, context: str | None, output: Format) -> None:
+    """End each JOB. A host that runs one is told with its next heartbeat."""
+    _each_job(jobs, "cancel", context, output, reason=reason)
+
+
+@click.command()
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
+@hub_option
+@output_option
+def requeue(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
+    """Let each ended JOB run again, with all its attempts before it."""
+    _each_job(jobs, "requeue", context, output)
+
+
+def _each_job(
+    jobs: tuple[str, ...], verb: str, context: str | None, output: Format, *, reason: str | None = None
+) -> None:
+    with asking(context) as client:
+        from strata.fleet import wire
+
+        names = {each.id: each.name for each in all_hosts(client)}
+        # All names are looked up before anything is changed: a misspelt one changes nothing.
+        found = [job_named(client, text).job for text in jobs]
+        body = None if reason is None else wire.CancelRequest(reason=reason)
+        changed = [client.call("POST", f"/v1/job/{job.id}/{verb}", wire.Job, body=body) for job in found]
+    show_rows(output, _CHANGED, ((job_row(job, names), {"id": short(job.id)}) for job in changed))
+
+
+@click.command()
+@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
+@click.option("--reason", default="", metavar="TEXT", help="For whoever looks at it later.")
+@hub_option
+@output_option
+def drain(hosts: tuple[str, ...], reason: str, context: str | None, output: Format) -> None:
+    """Let each HOST finish what it has, and give it nothing more."""
+    _each_host(hosts, "drain", reason, context, output)
+
+
+@click.command()
+@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
+@click.option("--reason", default="", metavar="TEXT", help="For whoever looks at it later.")
+@hub_option
+@output_option
+def pause(hosts: tuple[str, ...], reason: str, context: str | None, output: Format) -> None:
+    """Give each HOST no more jobs until it is resumed."""
+    _each_host(hosts, "pause", reason, context, output)
+
+
+@click.command()
+@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
+@hub_option
+@output_option
+def resume(hosts: tuple[str, ...], context: str | None, output: Format) -> None:
+    """Let each HOST work again, also out of quarantine."""
+    _each_host(hosts, "resume", "", context, output)
+
+
+def _each_host(hosts: tuple[str, ...], verb: str, reason: str, context: str | None, output: Format) -> None:
+    with asking(context) as client:
+        from strata.fleet import wire
+
+        found = [client.call("GET", host_path(text), wire.Host) for text in hosts]
+        body = wire.HostStateRequest(reason=reason)
+        changed = [client.call("POST", f"{host_path(host.id)}/{verb}", wire.Host, body=body) for host in found]
+    rows = ({name: value for name, value in host_row(host, 0).items() if name != "jobs"} for host in changed)
+    show_rows(output, _HOST, ((row, {}) for row in rows))

@@ -1,0 +1,192 @@
+"""`strata invite`, `join`, `leave`: how a machine becomes a host of a fleet, and how it stops being one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.fleet.asking import asking, hub_option, show_one, span
+from strata.cli.output import Format, complain, output_option, write
+
+if TYPE_CHECKING:
+    from strata.fleet.agent.settings import AgentSettings
+    from strata.fleet.wire import CertificateReply
+    from strata.identity.tokens import JoinToken
+
+JOINING: Final = "joining"
+"""Key and request of a join that is not finished: with the same key, the same token gets the same host."""
+_state: Final = click.option("--state", metavar="FOLDER", help="Of the agent; ~/.local/state/strata/agent unless set.")
+
+
+@click.command()
+@click.option("--pool", default="", metavar="NAME", help="The pool the host will be in.")
+@click.option("--label", "labels", multiple=True, metavar="LABEL", help="A label it will have; may be repeated.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True, max=43_200), default=30.0, show_default=True)
+@hub_option
+@output_option
+def invite(pool: str, labels: tuple[str, ...], minutes: float, context: str | None, output: Format) -> None:
+    """Make a join token for one host, and print what to run there."""
+    from strata.sdk.fleet import client_settings, current_context
+
+    with asking(context) as client:
+        from strata.fleet import wire
+
+        body = wire.InviteRequest(pool=pool, labels=labels, valid_s=minutes * 60)
+        made = client.call("POST", "/v1/invites", wire.InviteReply, body=body)
+        url = current_context(client_settings(context=context)).url
+    if output in (Format.JSON, Format.JSONL):
+        value = {"url": url, "token": made.token, "id": made.id, "expires_in_s": made.expires_in_s}
+        show_one(value, output)
+        return
+    if url.startswith("http:"):
+        complain("strata: this hub is on loopback without TLS: other machines cannot reach it", hint="strata hub --tls")
+    complain(f"strata: good for one host and {span(made.expires_in_s)}; on that host run")
+    write(f"strata join {url} {made.token}")
+
+
+@click.command()
+@click.argument("url")
+@click.argument("token", required=False)
+@click.option("--name", metavar="NAME", help="Of this machine in the fleet; its host name unless set.")
+@_state
+@click.option("--service", is_flag=True, help="Start the agent now and with the machine (systemd, as this user).")
+def join(*, url: str, token: str | None, name: str | None, state: str | None, service: bool) -> None:
+    """Make this machine a host of the hub at URL.
+
+    TOKEN is what 'strata invite' printed; without it you are asked, or stdin is read. It carries the pin of the hub's
+    authority, which is compared before the token is sent; it is good once. The key of this host is made here and stays
+    here. Joining the same hub again does nothing.
+    """
+    from strata.cli.extras import require
+
+    require("cryptography", extra="hub")
+    from strata.fleet.agent.identity import membership
+
+    settings = _settings(state)
+    url = url.rstrip("/")
+    try:
+        member = membership(settings.state_folder)
+    except StrataError as error:
+        if error.code is not Code.PRECONDITION:
+            raise
+        reply = _enrol(settings, url, _token(token), name)
+        complain(f"strata: this machine is the host {reply.name} of {url}")
+    else:
+        if member.url != url:
+            raise StrataError(Code.CONFLICT, f"this machine is a host of {member.url}", hint="strata leave, then join")
+        complain(f"strata: this machine is the host {member.name} of {url} already")
+    if service:
+        from strata.cli.fleet.service import install
+
+        complain(f"strata: the agent runs as {install(settings.state_folder)}")
+    else:
+        complain("strata: start its agent with 'strata agent', or join with --service")
+
+
+def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None) -> CertificateReply:
+    import shutil
+    import tempfile
+
+    from strata.base.clock import SystemClock
+    from strata.fleet import wire
+    from strata.fleet.agent.disk import private_folder, write_whole
+    from strata.fleet.agent.identity import save_certified
+    from strata.fleet.agent.probe import hostname
+    from strata.fleet.client import HubClient, TlsFiles
+    from strata.identity.request import new_request
+    from strata.sdk.fleet import check_pin, fetch_authority
+
+    if not url.startswith("https:"):
+        raise StrataError(Code.INVALID, "a host joins over https", hint="beside a hub on loopback, strata up does it")
+    pem = fetch_authority(url)
+    check_pin(pem, token.ca_sha256, url)
+    folder = private_folder(private_folder(settings.state_folder) / JOINING)
+    if not (folder / "host.csr").exists():
+        key, request = new_request()
+        write_whole(folder / "host.key", key)
+        write_whole(folder / "host.csr", request)
+    body = wire.JoinRequest(
+        invite_id=token.id,
+        secret=token.secret.reveal(),
+        name=name or hostname(),
+        request_pem=(folder / "host.csr").read_text(),
+    )
+    with tempfile.TemporaryDirectory() as beside:
+        ca = Path(beside) / "ca.pem"
+        ca.write_bytes(pem)
+        with HubClient(url, tls=TlsFiles(ca=ca)) as client:
+            reply = client.call("POST", "/v1/join", wire.CertificateReply, body=body)
+    save_certified(
+        settings.state_folder,
+        url,
+        reply,
+        key_pem=(folder / "host.key").read_bytes(),
+        request_pem=(folder / "host.csr").read_bytes(),
+        now_s=SystemClock().wall_s(),
+    )
+    shutil.rmtree(folder)
+    return reply
+
+
+@click.command()
+@_state
+@click.option("--force", is_flag=True, help="Also if the hub cannot be told.")
+def leave(*, state: str | None, force: bool) -> None:
+    """Undo 'strata join' on this machine.
+
+    Its service, its credentials and its place in the fleet go. Where nothing is left to undo, nothing is done.
+    """
+    import shutil
+
+    from strata.cli.fleet.service import remove
+    from strata.fleet.agent.identity import FOLDER, connect, membership
+    from strata.fleet.agent.lock import is_locked
+
+    folder = _settings(state).state_folder
+    if remove():
+        complain("strata: the service of the agent is removed")
+    try:
+        member = membership(folder)
+    except StrataError as error:
+        if error.code is not Code.PRECONDITION:
+            raise
+        shutil.rmtree(folder / JOINING, ignore_errors=True)
+        complain("strata: this machine is the host of no hub")
+        return
+    if is_locked(folder / "lock"):
+        raise StrataError(Code.CONFLICT, f"an agent works in {folder}", hint="stop it first")
+    try:
+        with connect(folder) as client:
+            client.call("POST", "/v1/host/leave", type(None))
+    except StrataError as error:
+        # Who is refused has been revoked already, perhaps by a leave whose reply was lost.
+        if error.code not in (Code.UNAUTHENTICATED, Code.FORBIDDEN) and not force:
+            hint = "--force forgets the hub all the same; its operator then revokes this host"
+            raise StrataError(error.code, error.message, hint=hint) from error
+    for name in (FOLDER, JOINING):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    complain(f"strata: {member.name} has left {member.url}")
+
+
+def _token(given: str | None) -> JoinToken:
+    from strata.cli.extras import require
+
+    require("cryptography", extra="hub")
+    from strata.identity.tokens import read_join_token
+
+    if given is None:
+        given = (
+            click.prompt("Join token", hide_input=True, err=True) if sys.stdin.isatty() else sys.stdin.readline(4096)
+        )
+    return read_join_token(given)
+
+
+def _settings(state: str | None) -> AgentSettings:
+    from strata.base.settings import load
+    from strata.fleet.agent.settings import SECTION, AgentSettings
+
+    return load(AgentSettings, section=SECTION, file=None, flags={"state": state})

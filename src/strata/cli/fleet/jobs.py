@@ -1,0 +1,345 @@
+"""`strata status`, `list`, `show`, `why`: what there is to do, who does it, and what went wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from strata.cli.exits import Exit
+from strata.cli.fleet.asking import (
+    all_hosts,
+    all_jobs,
+    asking,
+    count,
+    error_line,
+    hub_option,
+    job_named,
+    short,
+    show_one,
+    show_rows,
+    size_of,
+    span,
+    wrapped,
+)
+from strata.cli.output import Column, Format, complain, output_option, printable, write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from strata.fleet import wire
+    from strata.fleet.client import HubClient
+    from strata.fleet.core.why import Why
+
+STATUSES: Final = ("pending", "claimed", "running", "completed", "failed", "cancelled")
+FAILURES: Final = 10
+"""Of failed jobs, so many are shown by `status`, the latest first."""
+_LIST: Final = (
+    Column("id"),
+    Column("job", cut=28),
+    Column("status"),
+    Column("attempt", number=True),
+    Column("host", cut=16),
+    Column("age", number=True),
+    Column("priority", wide=True, number=True),
+    Column("model", wide=True),
+    Column("mode", wide=True),
+    Column("sweep", wide=True),
+    Column("reason", wide=True),
+)
+_FAILED: Final = (Column("id"), Column("failed", cut=18), Column("attempt", number=True), Column("error", cut=38))
+
+
+@click.command()
+@hub_option
+@output_option
+def status(context: str | None, output: Format) -> None:
+    """Show how many jobs and hosts there are, and what failed."""
+    with asking(context) as client:
+        from strata.fleet import wire
+
+        counts = client.call("GET", "/v1/status", wire.StatusReply)
+        hosts = all_hosts(client)
+        failed = _failures(client) if counts.by_status.get("failed") else []
+    by_status = {name: counts.by_status.get(name, 0) for name in STATUSES}
+    if output in (Format.JSON, Format.JSONL):
+        shown = [{"id": host.id, "name": host.name, "state": host.state, "presence": host.presence} for host in hosts]
+        value = {"jobs": by_status, "ready": counts.ready, "hosts": shown, "failed": failed, "version": counts.version}
+        show_one(value, output)
+        return
+    total = sum(by_status.values())
+    parts = [f"{number} {name}" for name, number in by_status.items() if number]
+    write(f"{count(total, 'job')}: {', '.join(parts)}" if parts else "no jobs yet: strata apply MANIFEST")
+    here = [host for host in hosts if host.state != "left"]
+    write(f"{count(len(here), 'host')}: {', '.join(map(_in_a_word, here))}" if here else "no hosts yet: strata invite")
+    if failed:
+        write("")
+        rows = [(row, {"id": short(row["id"]), "failed": row["job"]}) for row in failed]
+        show_rows(output, _FAILED, rows)
+        if by_status["failed"] > len(failed):
+            write(f"and {by_status['failed'] - len(failed)} more: strata list --status failed")
+    if by_status["pending"] and not by_status["running"] + by_status["claimed"]:
+        complain("strata: nothing runs at the moment; 'strata why JOB' explains what a pending job waits for")
+
+
+def _in_a_word(host: wire.Host) -> str:
+    state = host.presence if host.state == "active" else f"{host.presence}, {host.state}"
+    return f"{printable(host.name)} ({state})"
+
+
+def _failures(client: HubClient) -> list[dict[str, Any]]:
+    from strata.fleet import wire
+    from strata.fleet.core.job import Status
+
+    jobs = sorted(all_jobs(client, wire.JobsQuery(status=(Status.FAILED,)), pages=1), key=lambda job: -job.changed_at_s)
+    found = []
+    for job in jobs[:FAILURES]:
+        attempts = client.call("GET", f"/v1/job/{job.id}", wire.JobReply).attempts
+        error = error_line(attempts[-1].error) if attempts else ""
+        cause = attempts[-1].cause if attempts else None
+        found.append(
+            {
+                "id": job.id,
+                "job": job.spec.label,
+                "attempt": job.epoch,
+                "cause": cause,
+                "error": error or job.reason,
+                "reason": job.reason,
+            }
+        )
+    return found
+
+
+@click.command("list")
+@click.option("--status", "statuses", multiple=True, type=click.Choice(STATUSES), help="Only these; may be repeated.")
+@click.option("--model", default="", metavar="NAME", help="Only jobs of this model.")
+@click.option("--sweep", default="", metavar="NAME", help="Only jobs of this sweep.")
+@click.option("--host", default="", metavar="HOST", help="Only jobs this host has.")
+@hub_option
+@output_option
+def list_jobs(
+    statuses: tuple[str, ...], model: str, sweep: str, host: str, context: str | None, output: Format
+) -> None:
+    """List the jobs, all or some."""
+    with asking(context) as client:
+        from strata.fleet import wire
+        from strata.fleet.core.job import Status
+
+        names = {each.id: each.name for each in all_hosts(client)}
+        ids = {name: host_id for host_id, name in names.items()}
+        now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
+        query = wire.JobsQuery(status=tuple(map(Status, statuses)), model=model, sweep=sweep, host=ids.get(host, host))
+        jobs: Iterable[wire.Job] = all_jobs(client, query)
+        if output is not Format.JSONL:
+            order = {name: number for number, name in enumerate(STATUSES)}
+            jobs = sorted(jobs, key=lambda job: (order[job.status], -job.spec.priority, job.spec.label))
+        show_rows(output, _LIST, ((job_row(job, names), _job_shown(job, now_s)) for job in jobs))
+
+
+def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
+    """A job as programs read it."""
+    return {
+        "id": job.id,
+        "job": job.spec.label,
+        "status": job.status,
+        "attempt": job.epoch,
+        "host": hosts.get(job.host_id, job.host_id) or None,
+        "host_id": job.host_id or None,
+        "model": job.spec.model,
+        "mode": job.spec.mode,
+        "hyper": job.spec.hyper,
+        "seed": job.spec.seed,
+        "priority": job.spec.priority,
+        "sweep": job.spec.sweep or None,
+        "trainer": job.spec.trainer,
+        "reason": job.reason or None,
+        "artifact": job.artifact or None,
+        "orphaned": job.orphaned,
+        "created_at_s": job.created_at_s,
+        "changed_at_s": job.changed_at_s,
+    }
+
+
+def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
+    return {"id": short(job.id), "age": span(now_s - job.changed_at_s), "attempt": job.epoch or None}
+
+
+@click.command()
+@click.argument("job")
+@hub_option
+@output_option
+def show(job: str, context: str | None, output: Format) -> None:
+    """Show one JOB and its attempts. JOB is an id, the beginning of one, or a name that only one job has."""
+    with asking(context) as client:
+        from strata.fleet import wire
+
+        found = job_named(client, job)
+        names = {each.id: each.name for each in all_hosts(client)}
+        now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
+    row = job_row(found.job, names) | {"attempts": [_attempt_row(each, names) for each in found.attempts]}
+    if output in (Format.JSON, Format.JSONL):
+        show_one(row, output)
+        return
+    _show_job(found.job, now_s)
+    for attempt in found.attempts:
+        _show_attempt(attempt, names, now_s)
+
+
+def _show_job(job: wire.Job, now_s: float) -> None:
+    import json
+
+    spec = job.spec
+    lines = [
+        ("job", spec.label),
+        ("id", job.id),
+        ("status", f"{job.status} since {span(now_s - job.changed_at_s)}"),
+        ("why", job.reason),
+        ("model", f"{spec.model}, mode {spec.mode}, seed {spec.seed}"),
+        ("hyper", json.dumps(spec.hyper) if spec.hyper else ""),
+        ("trainer", spec.trainer),
+        ("sweep", spec.sweep),
+        ("priority", str(spec.priority) if spec.priority else ""),
+        ("after", ", ".join(map(short, spec.after))),
+        ("artifact", job.artifact),
+        ("kept", "it is in no manifest any more" if job.orphaned else ""),
+    ]
+    for name, value in lines:
+        if value:
+            write(f"{name:10}{printable(value)}")
+
+
+def _attempt_row(attempt: wire.Attempt, hosts: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "attempt": attempt.epoch,
+        "host": hosts.get(attempt.host_id, attempt.host_id),
+        "host_id": attempt.host_id,
+        "claimed_at_s": attempt.claimed_at_s,
+        "started_at_s": attempt.started_at_s,
+        "ended_at_s": attempt.ended_at_s,
+        "outcome": attempt.outcome or None,
+        "cause": attempt.cause,
+        "error": attempt.error or None,
+        "artifact": attempt.artifact or None,
+        "checkpoint": attempt.checkpoint or None,
+        "facts": attempt.facts,
+    }
+
+
+def _show_attempt(attempt: wire.Attempt, hosts: Mapping[str, str], now_s: float) -> None:
+    begun_s = attempt.started_at_s or attempt.claimed_at_s
+    outcome = attempt.outcome or "goes on"
+    cause = f" ({attempt.cause})" if attempt.cause else ""
+    took = span((attempt.ended_at_s or now_s) - begun_s)
+    write("")
+    host = printable(hosts.get(attempt.host_id, attempt.host_id))
+    write(f"attempt {attempt.epoch} on {host}: {outcome}{cause} after {took}")
+    for line in attempt.error.rstrip().splitlines():
+        write(f"  {printable(line)}")
+
+
+@click.command()
+@click.argument("job")
+@hub_option
+@output_option
+def why(job: str, context: str | None, output: Format) -> None:
+    """Explain why JOB is not running, and what would help.
+
+    Exits with 6 if no host will ever take it as things are.
+    """
+    with asking(context) as client:
+        import msgspec
+
+        from strata.fleet.core.why import Why
+
+        found = job_named(client, job).job
+        answer = client.call("GET", f"/v1/job/{found.id}/why", Why)
+    if output in (Format.JSON, Format.JSONL):
+        show_one(
+            {"id": found.id, "job": found.spec.label, "status": found.status} | msgspec.to_builtins(answer), output
+        )
+    else:
+        _show_why(found, answer)
+    if found.status == "pending" and not answer.schedulable:
+        click.get_current_context().exit(Exit.UNSCHEDULABLE)
+
+
+def _show_why(job: wire.Job, answer: Why) -> None:
+    write(f"{printable(job.spec.label)} is {job.status}: {printable(answer.headline)}")
+    if job.reason and job.status != "pending":
+        write(f"  {printable(job.reason)}")
+    for obstacle in answer.obstacles:
+        write(wrapped(f"{obstacle.what}: {obstacle.detail}", "  ", "    "))
+        if obstacle.fix:
+            write(wrapped(f"fix: {obstacle.fix}", "    ", "      "))
+    if answer.eligible_hosts:
+        write(wrapped(f"eligible: {', '.join(answer.eligible_hosts)}", "  ", "    "))
+    if len(answer.nearest_fix) > 1:
+        write(wrapped(f"all that {answer.nearest_host} lacks: {'; '.join(answer.nearest_fix)}", "  ", "    "))
+
+
+_HOSTS: Final = (
+    Column("host", cut=20),
+    Column("state"),
+    Column("seen", number=True),
+    Column("cores", number=True),
+    Column("ram", number=True),
+    Column("gpu", cut=22),
+    Column("jobs", number=True),
+    Column("torch", wide=True),
+    Column("cuda", wide=True),
+    Column("python", wide=True),
+    Column("agent", wide=True),
+    Column("pool", wide=True),
+    Column("reason", wide=True),
+    Column("id", wide=True),
+)
+
+
+@click.command()
+@hub_option
+@output_option
+def workers(context: str | None, output: Format) -> None:
+    """List the hosts that train, and what they are."""
+    with asking(context) as client:
+        from strata.fleet import wire
+        from strata.fleet.core.job import HELD
+
+        hosts = all_hosts(client)
+        held: dict[str, int] = {}
+        for job in all_jobs(client, wire.JobsQuery(status=tuple(HELD))):
+            held[job.host_id] = held.get(job.host_id, 0) + 1
+    show_rows(output, _HOSTS, ((host_row(host, held.get(host.id, 0)), _host_shown(host)) for host in hosts))
+
+
+def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
+    """A host as programs read it."""
+    has = host.capability
+    return {
+        "id": host.id,
+        "host": host.name,
+        "state": host.state,
+        "presence": host.presence,
+        "reason": host.state_reason or None,
+        "seen_ago_s": round(host.seen_ago_s, 1),
+        "jobs": jobs,
+        "cores": has.cores,
+        "ram_bytes": has.ram_bytes,
+        "gpus": [{"name": gpu.name, "vram_bytes": gpu.vram_bytes} for gpu in has.gpus],
+        "cuda": has.cuda or None,
+        "torch": has.torch or None,
+        "python": has.python or None,
+        "agent": host.agent_version or None,
+        "pool": host.pool or None,
+        "labels": has.labels,
+    }
+
+
+def _host_shown(host: wire.Host) -> dict[str, Any]:
+    gpus = host.capability.gpus
+    cards = f"{len(gpus)}x " if len(gpus) > 1 else ""
+    return {
+        "state": host.presence if host.state == "active" else host.state,
+        "seen": span(host.seen_ago_s),
+        "ram": size_of(host.capability.ram_bytes),
+        "gpu": f"{cards}{gpus[0].name}" if gpus else None,
+    }

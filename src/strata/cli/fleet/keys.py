@@ -1,0 +1,96 @@
+"""`strata keys`: API keys of people and programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.fleet.asking import asking, hub_option, show_one, show_rows
+from strata.cli.output import Column, Format, complain, output_option, write
+
+if TYPE_CHECKING:
+    from strata.fleet import wire
+
+_KEYS: Final = (Column("id"), Column("name", cut=30), Column("role"), Column("state"), Column("expires"))
+DAY_S: Final = 86_400.0
+
+
+@click.group()
+def keys() -> None:
+    """Make, list and end the API keys of people and programs.
+
+    A key has a role: viewer, researcher, operator or admin.
+    """
+
+
+@keys.command()
+@click.argument("name")
+@click.option("--role", type=click.Choice(["viewer", "researcher", "operator", "admin"]), required=True)
+@click.option("--days", type=click.FloatRange(min=0, min_open=True, max=3650), help="Good for so long; else for ever.")
+@hub_option
+@output_option
+def create(name: str, role: str, days: float | None, context: str | None, output: Format) -> None:
+    """Make a key called NAME and print it: its text is shown only now."""
+    with asking(context) as client:
+        import msgspec
+
+        from strata.fleet import wire
+
+        wanted = {"name": name, "role": role, "valid_s": None if days is None else days * DAY_S}
+        body = msgspec.convert(wanted, wire.KeyRequest)
+        made = client.call("POST", "/v1/keys", wire.KeyReply, body=body)
+    if output in (Format.JSON, Format.JSONL):
+        show_one(_row(made.key) | {"secret": made.secret}, output)
+        return
+    complain(f"strata: the key {made.key.id} for {name}, {role}; it is not shown again")
+    write(made.secret)
+
+
+@keys.command("list")
+@hub_option
+@output_option
+def list_keys(context: str | None, output: Format) -> None:
+    """List the keys; never their texts."""
+    with asking(context) as client:
+        from strata.fleet import wire
+
+        found = client.call("GET", "/v1/keys", wire.KeysReply).keys
+    show_rows(output, _KEYS, ((_row(key), _shown(key)) for key in found))
+
+
+@keys.command()
+@click.argument("key")
+@hub_option
+def revoke(key: str, context: str | None) -> None:
+    """End KEY, by its id or by the beginning of it. Whoever uses it is refused from now on."""
+    with asking(context) as client:
+        from strata.fleet import wire
+
+        found = [each for each in client.call("GET", "/v1/keys", wire.KeysReply).keys if each.id.startswith(key)]
+        exact = [each for each in found if each.id == key] or found
+        if len(exact) != 1:
+            code, word = (Code.INVALID, "several keys begin") if exact else (Code.NOT_FOUND, "no key begins")
+            raise StrataError(code, f"{word} with {key[:80]!r}", hint="strata keys list")
+        client.call("POST", f"/v1/key/{exact[0].id}/revoke", type(None))
+    complain(f"strata: the key {exact[0].id} ({exact[0].name}) is ended")
+
+
+def _row(key: wire.Key) -> dict[str, Any]:
+    return {
+        "id": key.id,
+        "name": key.name,
+        "role": key.role,
+        "made_at_s": key.made_at_s,
+        "expires_at_s": key.expires_at_s,
+        "revoked_at_s": key.revoked_at_s,
+    }
+
+
+def _shown(key: wire.Key) -> dict[str, Any]:
+    import datetime
+
+    until = key.expires_at_s
+    date = None if until is None else datetime.datetime.fromtimestamp(until, datetime.UTC).date().isoformat()
+    return {"state": "good" if key.revoked_at_s is None else "revoked", "expires": date}

@@ -1,0 +1,157 @@
+"""`strata logs`: what an attempt wrote, from the first byte to the last, also over restarts of the hub."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.exits import Exit
+from strata.cli.fleet.asking import asking, hub_option, job_named
+from strata.cli.output import complain
+
+if TYPE_CHECKING:
+    from strata.fleet.client import HubClient, Reply
+
+FOLLOW_S: Final = 20.0
+_ENDED: Final = ("completed", "failed", "cancelled")
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@click.command()
+@click.argument("job")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended, over attempts and restarts.")
+@click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="The last one unless set.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="LINES", help="Only the last lines of what is there.")
+@hub_option
+def logs(
+    *,
+    job: str,
+    follow: bool,
+    attempt: int | None,
+    tail: int | None,
+    context: str | None,
+) -> None:
+    """Print the log of JOB.
+
+    What a trainer writes to a terminal as colours stays; anything else that a terminal would obey is shown as text. A
+    file or a pipe gets the bytes as they are.
+    """
+    with asking(context) as client:
+        found = job_named(client, job).job
+        if not found.epoch and not follow:
+            raise StrataError(Code.NOT_FOUND, f"{found.spec.label} has not begun", hint=f"strata why {job}")
+        Follower(client, found.id, attempt or found.epoch).run(follow=follow, tail=tail, pinned=attempt is not None)
+
+
+class Follower:
+    """Where it is in the stream is its own knowledge, so a hub that comes back is asked for the rest."""
+
+    def __init__(self, client: HubClient, job_id: str, epoch: int) -> None:
+        self._client = client
+        self._job_id = job_id
+        self._epoch = epoch
+        self._offset = 0
+        self._away = False
+        self._out = Printer()
+
+    def run(self, *, follow: bool, tail: int | None = None, pinned: bool = False) -> None:
+        if tail is not None and self._epoch:
+            self._print_tail(tail)
+        while True:
+            try:
+                if self._epoch and not self._print_piece(FOLLOW_S if follow else 0.0, follow=follow):
+                    continue
+                if not follow or pinned or not self._next_attempt():
+                    break
+            except StrataError as error:
+                if not follow or error.code is not Code.UNAVAILABLE:
+                    raise
+                self._wait(error.message)
+        self._out.close()
+
+    def _print_piece(self, wait_s: float, *, follow: bool) -> bool:
+        """Whether nothing follows."""
+        reply = self._read(self._offset, wait_s)
+        if self._away:
+            complain("strata: the hub is back")
+            self._away = False
+        self._out.write(reply.content)
+        self._offset += len(reply.content)
+        if follow:
+            return reply.headers.get("x-strata-ended") == "true"
+        return not reply.content
+
+    def _read(self, offset: int, wait_s: float) -> Reply:
+        from strata.fleet import wire
+
+        query = wire.StreamQuery(epoch=self._epoch, offset=offset, wait_s=wait_s)
+        return self._client.fetch(f"/v1/job/{self._job_id}/log", query=query, timeout_s=wait_s + 15.0)
+
+    def _print_tail(self, lines: int) -> None:
+        kept = b""
+        while piece := self._read(self._offset, 0.0).content:
+            self._offset += len(piece)
+            kept = b"".join((kept + piece).splitlines(keepends=True)[-lines:]) if lines else b""
+        self._out.write(kept)
+
+    def _next_attempt(self) -> bool:
+        """Wait for the next attempt; False if the job has ended."""
+        from strata.fleet import wire
+
+        while True:
+            job = self._client.call("GET", f"/v1/job/{self._job_id}", wire.JobReply).job
+            if job.epoch > self._epoch:
+                if self._epoch:
+                    complain(f"strata: attempt {self._epoch} has ended, attempt {job.epoch} begins")
+                self._epoch, self._offset = job.epoch, 0
+                return True
+            if job.status in _ENDED:
+                return False
+            time.sleep(0.5)
+
+    def _wait(self, reason: str) -> None:
+        if not self._away:
+            complain(f"strata: {reason}; waiting for it")
+        self._away = True
+        time.sleep(1.0)
+
+
+class Printer:
+    def __init__(self) -> None:
+        self._raw = not sys.stdout.isatty()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def write(self, content: bytes) -> None:
+        try:
+            if self._raw:
+                sys.stdout.buffer.write(content)
+            else:
+                sys.stdout.write(harmless(self._decode(content)))
+            sys.stdout.flush()
+        except BrokenPipeError as error:
+            raise click.exceptions.Exit(Exit.BROKEN_PIPE) from error
+
+    def close(self) -> None:
+        if not self._raw:
+            sys.stdout.write(harmless(self._decode(b"", final=True)))
+            sys.stdout.flush()
+
+
+def harmless(text: str) -> str:
+    """Printable text, line ends, the return of a progress bar and colours; everything else is spelt out."""
+    made = []
+    at = 0
+    for colour in _COLOUR.finditer(text):
+        made += [_spelt(text[at : colour.start()]), colour[0]]
+        at = colour.end()
+    return "".join([*made, _spelt(text[at:])])
+
+
+def _spelt(text: str) -> str:
+    return "".join(char if char.isprintable() or char in "\n\t\r" else repr(char)[1:-1] for char in text)

@@ -1,0 +1,133 @@
+"""`strata metrics`: the figures of one job over time, or the last ones of many jobs side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.fleet.asking import all_jobs, asking, hub_option, job_named, short, show_rows
+from strata.cli.output import Column, Format, output_option
+
+if TYPE_CHECKING:
+    from strata.fleet import wire
+    from strata.fleet.client import HubClient
+
+MOST: int = 6
+"""Metrics that a table has room for."""
+
+
+@click.command()
+@click.argument("jobs", nargs=-1, metavar="[JOB]...")
+@click.option("--sweep", default="", metavar="NAME", help="All completed jobs of this sweep.")
+@click.option("--model", default="", metavar="NAME", help="All completed jobs of this model.")
+@click.option("--sort", default="", metavar="METRIC", help="Highest first.")
+@click.option("--lowest", is_flag=True, help="With --sort: lowest first.")
+@click.option("--over-time", is_flag=True, help="Every report of one JOB, not only the last of each.")
+@hub_option
+@output_option
+def metrics(  # noqa: PLR0913 (the options of the command)
+    *,
+    jobs: tuple[str, ...],
+    sweep: str,
+    model: str,
+    sort: str,
+    lowest: bool,
+    over_time: bool,
+    context: str | None,
+    output: Format,
+) -> None:
+    """Show the metrics of jobs, side by side or over time.
+
+    Without JOB, of all completed jobs. A table has room for six metrics, those with the most to compare first; -o wide
+    shows all.
+    """
+    if over_time and len(jobs) != 1:
+        raise click.UsageError("--over-time is about one JOB")
+    with asking(context) as client:
+        if over_time:
+            _over_time(client, job_named(client, jobs[0]).job, output)
+            return
+        rows = [_compared(client, job) for job in _chosen(client, jobs, sweep, model)]
+    if sort:
+        known = [row for row in rows if sort in row["metrics"]]
+        if not known and rows:
+            names = sorted({name for row in rows for name in row["metrics"]})
+            raise StrataError(Code.NOT_FOUND, f"no job has a metric {sort!r}", hint=f"there are: {', '.join(names)}")
+        rows = sorted(known, key=lambda row: row["metrics"][sort], reverse=not lowest)
+    _show(rows, sort, output)
+
+
+def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -> list[wire.Job]:
+    from strata.fleet import wire
+    from strata.fleet.core.job import Status
+
+    if texts:
+        return [job_named(client, text).job for text in texts]
+    return list(all_jobs(client, wire.JobsQuery(status=(Status.COMPLETED,), sweep=sweep, model=model)))
+
+
+def _compared(client: HubClient, job: wire.Job) -> dict[str, Any]:
+    last: dict[str, float] = {}
+    for report in _reports(client, job):
+        last |= {name: value for name, value in report["values"].items() if isinstance(value, float)}
+    return {
+        "id": job.id,
+        "job": job.spec.label,
+        "status": job.status,
+        "hyper": job.spec.hyper,
+        "seed": job.spec.seed,
+        "metrics": last,
+    }
+
+
+def _reports(client: HubClient, job: wire.Job) -> list[dict[str, Any]]:
+    """All metrics of the last attempt."""
+    from strata.fleet import wire
+    from strata.fleet.core.report import Metrics, parse_lines
+
+    if not job.epoch:
+        return []
+    content, offset = b"", 0
+    while True:
+        query = wire.StreamQuery(epoch=job.epoch, offset=offset)
+        piece = client.fetch(f"/v1/job/{job.id}/metrics", query=query).content
+        if not piece:
+            break
+        content += piece
+        offset += len(piece)
+    reports, _ = parse_lines(content.splitlines())
+    return [
+        {"step": each.step, "at_s": each.at_s, "values": dict(each.values)}
+        for each in reports
+        if isinstance(each, Metrics)
+    ]
+
+
+def _over_time(client: HubClient, job: wire.Job, output: Format) -> None:
+    rows = _reports(client, job)
+    names = list(dict.fromkeys(name for row in rows for name in row["values"]))
+    columns = [Column("step", number=True), *(Column(name, number=True) for name in names)]
+    show_rows(output, columns, ((row, _figures(row["values"])) for row in rows))
+
+
+def _show(rows: list[dict[str, Any]], sort: str, output: Format) -> None:
+    counts: dict[str, int] = {}
+    for row in rows:
+        for name in row["metrics"]:
+            counts[name] = counts.get(name, 0) + 1
+    names = sorted(counts, key=lambda name: (name != sort, -counts[name], name))
+    room = 80 - 12 - min(26, max((len(row["job"]) for row in rows), default=0))
+    shown: list[str] = []
+    for name in names:
+        room -= max(len(name), 6) + 2
+        if output is Format.WIDE or (room >= 0 and len(shown) < MOST):
+            shown.append(name)
+    columns = [Column("id"), Column("job", cut=26), *(Column(name, number=True) for name in shown)]
+    columns += [Column("hyper", wide=True), Column("status", wide=True)]
+    show_rows(output, columns, ((row, {"id": short(row["id"])} | _figures(row["metrics"])) for row in rows))
+
+
+def _figures(values: dict[str, Any]) -> dict[str, str]:
+    return {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in values.items()}

@@ -1,0 +1,93 @@
+"""`strata run`: one command, in a copy of the current folder, on whatever host may take it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from strata.cli.exits import Exit
+from strata.cli.fleet.asking import asking, count, hub_option, job_named, short, size_of
+from strata.cli.output import complain, write
+
+if TYPE_CHECKING:
+    from strata.cli.fleet.bundle import Bundle
+    from strata.fleet import wire
+    from strata.fleet.core.requirement import Needs
+
+_ENDS = {"completed": Exit.OK, "failed": Exit.FAILED, "cancelled": Exit.CANCELLED}
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+@click.option("--name", metavar="NAME", help="What to call it; the folder's name unless set.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Another seed is another run.")
+@click.option("--cuda", is_flag=True, help="Only on a host with CUDA.")
+@click.option("--vram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Of one GPU, at least.")
+@click.option("--ram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Of the host, at least.")
+@click.option("--host", "hosts", multiple=True, metavar="HOST", help="Only there; may be repeated.")
+@click.option("-d", "--detach", is_flag=True, help="Print the id and leave; else the log is followed to its end.")
+@hub_option
+def run(  # noqa: PLR0913 (the options of the command)
+    *,
+    command: tuple[str, ...],
+    name: str | None,
+    seed: int,
+    cuda: bool,
+    vram: float,
+    ram: float,
+    hosts: tuple[str, ...],
+    detach: bool,
+    context: str | None,
+) -> None:
+    """Run COMMAND in a copy of this folder, somewhere in the fleet.
+
+    The folder is sent as 'strata apply' sends one. The same command in the same folder is the same job and is not run
+    twice: 'strata requeue' does that. Exits with 0 if it completed, 100 if it failed, 103 if it was cancelled.
+    """
+    from strata.cli.fleet.bundle import make_bundle
+
+    bundle = make_bundle(Path.cwd())
+    label = _name(name or Path.cwd().name)
+    with asking(context, timeout_s=120.0) as client:
+        from strata.fleet import wire
+        from strata.fleet.core.requirement import Needs
+
+        needs = Needs(require_cuda=cuda, min_vram_gib=vram, min_ram_gib=ram, allowed_hosts=hosts)
+        client.send("PUT", f"/v1/source/{bundle.sha256}", bundle.content, wire.CommitReply)
+        reply = client.call("POST", "/v1/jobs", wire.SubmitReply, body=_request(command, label, seed, needs, bundle))
+        job = reply.job
+        sent = f"{count(bundle.files, 'file')}, {size_of(len(bundle.content))}"
+        if reply.new:
+            complain(f"strata: {label} is job {short(job.id)} ({sent} sent)")
+        else:
+            complain(f"strata: this is job {short(job.id)}, which is {job.status}", hint="strata requeue, or --seed N")
+        if detach:
+            write(job.id)
+            return
+        from strata.cli.fleet.logs import Follower
+
+        Follower(client, job.id, job.epoch).run(follow=True)
+        ended = job_named(client, job.id).job
+    if ended.status != "completed":
+        complain(f"strata: {label} is {ended.status}: {ended.reason}", hint=f"strata show {short(ended.id)}")
+    click.get_current_context().exit(_ENDS.get(ended.status, Exit.UNFINISHED))
+
+
+def _request(command: tuple[str, ...], label: str, seed: int, needs: Needs, bundle: Bundle) -> wire.SubmitRequest:
+    from strata.base.digest import canonical_json
+    from strata.fleet import wire
+    from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+
+    # The command is part of what the trainer is, so it names the trainer, and the trainer's name is the job's mode.
+    how = hashlib.sha256(canonical_json([list(command), bundle.sha256])).hexdigest()[:12]
+    trainer = TrainerSpec(name=f"run-{how}", command=command, bundle=bundle.sha256)
+    spec = JobSpec(model=label, mode=trainer.name, trainer=trainer.name, name=label, seed=seed, needs=needs)
+    return wire.SubmitRequest(spec=spec, trainer=trainer)
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:64] or "run"

@@ -1,0 +1,148 @@
+"""What of a manifest is on this machine: folders to send, and trainers to ask for their parameters."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from strata.base.errors import Code, StrataError
+from strata.cli.fleet.bundle import Bundle, make_bundle, read_ignored
+
+if TYPE_CHECKING:
+    from strata.fleet.core.jobspec import TrainerSpec
+    from strata.fleet.core.manifest import Digests
+
+DESCRIBE_S: Final = 60.0
+_DIRECTORY: Final = re.compile(r"""(?P<key>["']?\bdirectory\b["']?)\s*=\s*(?:"[^"]*"|'[^']*')""")
+
+
+@dataclass
+class Prepared:
+    """A manifest that does not depend on this machine any more."""
+
+    text: str
+    source: str
+    schemas: dict[str, Any] = field(default_factory=dict)
+    digests: dict[str, Digests] = field(default_factory=dict)
+    bundles: dict[str, Bundle] = field(default_factory=dict)
+    """By trainer: what has to be at the hub before it is applied."""
+    job_ids: list[str] = field(default_factory=list)
+
+
+def prepare_manifest(path: Path, warn: Callable[[str], None], *, describe: bool = True) -> Prepared:
+    """Reads it, describes its trainers, bundles their relative folders, and checks all of it as the hub will."""
+    from strata.fleet.core.hyper import Schema
+    from strata.fleet.core.manifest import peek_trainers, read_manifest
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise StrataError(Code.NOT_FOUND, f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StrataError(Code.INVALID, f"{path} cannot be read: {error}") from None
+    made = Prepared(text, str(path))
+    for name, trainer in peek_trainers(text, str(path)).items():
+        folder = (path.parent / trainer.directory).resolve() if trainer.directory else None
+        if folder is not None and not Path(trainer.directory).is_absolute() and not folder.is_dir():
+            raise StrataError(Code.INVALID, f"{path}: trainers.{name}.directory: there is no folder {folder}")
+        schema = _schema(path.parent, folder, trainer, warn, describe=describe)
+        if schema is not None:
+            made.schemas[name] = schema
+        if folder is not None and not Path(trainer.directory).is_absolute():
+            for line in read_ignored(folder)[1]:
+                warn(f"{line} is not understood and not left out")
+            made.bundles[name] = make_bundle(folder)
+            made.text = _with_bundle(made, name)
+    for name, trainer in peek_trainers(made.text, str(path)).items():
+        made.digests[name] = _digests(trainer)
+    schemas = {name: Schema(schema, source=f"schema of {name}") for name, schema in made.schemas.items()}
+    manifest = read_manifest(made.text, made.source, schemas=schemas, digests=made.digests)
+    made.job_ids = list(manifest.jobs)
+    return made
+
+
+def _with_bundle(made: Prepared, name: str) -> str:
+    """The text with `bundle` in the place of `directory`, on the same line, so that messages keep their numbers."""
+    from strata.base import toml
+    from strata.fleet.core.manifest import peek_trainers
+
+    document = toml.parse(made.text, made.source)
+    number = document.line(("trainers", name, "directory"))
+    lines = made.text.splitlines(keepends=True)
+    if number is not None:
+        bundle = f'bundle = "{made.bundles[name].sha256}"'
+        lines[number - 1] = _DIRECTORY.sub(bundle, lines[number - 1], count=1)
+    text = "".join(lines)
+    changed = peek_trainers(text, made.source).get(name)
+    if changed is None or changed.directory or not changed.bundle:
+        raise StrataError(
+            Code.INVALID, f"{document.where(('trainers', name, 'directory'))}: write directory on a line of its own"
+        )
+    return text
+
+
+def _digests(trainer: TrainerSpec) -> Digests:
+    from strata.base.digest import digest
+    from strata.fleet.core.manifest import Digests
+
+    data = {name: source.digest for name, source in trainer.data.items()}
+    known = data and all(data.values())
+    return Digests(code=trainer.commit or trainer.bundle, data=digest(data) if known else "")
+
+
+def _schema(
+    beside: Path, folder: Path | None, trainer: TrainerSpec, warn: Callable[[str], None], *, describe: bool
+) -> Any:
+    import json
+
+    if trainer.params:
+        try:
+            return json.loads((beside / trainer.params).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise StrataError(Code.INVALID, f"trainers.{trainer.name}.params: {trainer.params}: {error}") from None
+    if not describe or folder is None or not folder.is_dir():
+        return None
+    found, problem = _described(folder, trainer)
+    if problem:
+        warn(f"trainer {trainer.name}: its parameters are not checked now, only when it runs: {problem}")
+    return found
+
+
+def _described(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
+    """The JSON Schema that the trainer prints for `--describe`, or why there is none."""
+    import json
+
+    from strata.base.settings import own_environment
+    from strata.fleet.agent.environment import allowed, command
+    from strata.fleet.trainer.describe import FLAG
+
+    words = [*command(trainer, sys.executable), FLAG]
+    if trainer.venv and not trainer.interpreter and words[0].startswith("python"):
+        words[0] = str(Path(trainer.venv) / "bin" / words[0])
+    try:
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            env=allowed(own_environment()) | dict(trainer.env) | {"PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=DESCRIBE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"{FLAG} took more than {DESCRIBE_S:.0f} s"
+    except OSError as error:
+        return None, f"{words[0]}: {error.strerror}"
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        return None, f"{FLAG} failed: {said[-1] if said else f'status {done.returncode}'}"
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        found = None
+    return (found, "") if isinstance(found, dict) else (None, f"{FLAG} printed no JSON Schema")

@@ -1,0 +1,210 @@
+"""`strata up`: a hub and the agent of this machine in one process, for one person and one computer.
+
+Both are the ones that `strata hub` and `strata agent` run. One process, so that nothing is left over when it is killed:
+what jobs run goes on by itself, and the next `strata up` takes it up again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.output import complain
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from strata.fleet.agent.loop import Agent
+    from strata.fleet.agent.settings import AgentSettings
+    from strata.fleet.client import HubClient
+    from strata.fleet.core.capability import Capability
+    from strata.hub.compose import Hub
+    from strata.hub.settings import HubSettings
+
+CONTEXT: Final = "local"
+
+
+@click.command()
+@click.option("--data", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER", help="All that is kept.")
+@click.option("--listen", metavar="HOST:PORT", help="On loopback; 127.0.0.1:8443 unless set, port 0 is a free one.")
+@click.option("--slots", type=click.IntRange(1, 1024), default=1, show_default=True, help="Jobs that run at once.")
+@click.option("--name", metavar="NAME", help="Of this machine in the fleet; its host name unless set.")
+@click.option("--interpreter", metavar="PYTHON", help="Runs trainers that name none; this one unless set.")
+@click.option("-v", "--verbose", is_flag=True, help="Log what the hub and the agent do.")
+def up(
+    *,
+    data: Path | None,
+    listen: str | None,
+    slots: int,
+    name: str | None,
+    interpreter: str | None,
+    verbose: bool,
+) -> None:
+    """Run a hub and the agent of this machine, all in one.
+
+    Everything lies in FOLDER (~/.local/share/strata unless set): a SQLite database, logs, artifacts, credentials. The
+    other commands then speak to this hub. Ctrl-C gives running jobs back and stops both, a second one at once; the next
+    'strata up' goes on where this one was.
+    """
+    import asyncio
+
+    from strata.base import log
+    from strata.base.settings import load, no_color
+    from strata.cli.extras import require
+
+    require("uvicorn", extra="hub")
+    require("uvloop", extra="hub")
+    from strata.coord.settings import is_loopback
+    from strata.fleet.agent import settings as agent_settings
+    from strata.hub import settings as hub_settings
+    from strata.sdk.fleet import client_settings
+
+    folder = (data or client_settings().data).expanduser().absolute()
+    # What the person did not say comes from STRATA_HUB_… and STRATA_AGENT_…, as for the commands of those names.
+    hub = load(
+        hub_settings.HubSettings,
+        section=hub_settings.SECTION,
+        file=None,
+        flags={"data": str(folder / "hub"), "listen": listen},
+    )
+    agent = load(
+        agent_settings.AgentSettings,
+        section=agent_settings.SECTION,
+        file=None,
+        flags={
+            "state": str(folder / "agent"),
+            "work": str(folder / "work"),
+            "slots": str(slots),
+            "interpreter": interpreter,
+        },
+    )
+    if not is_loopback(hub.listen) or hub.tls.enabled:
+        raise StrataError(
+            Code.INVALID, "strata up is for one machine", hint="for others: strata hub --tls, and strata join on each"
+        )
+    style: log.Format = "console" if sys.stderr.isatty() else "json"
+    log.configure(style, "info" if verbose else "warning", colour=log.colour_wanted(sys.stderr, no_color=no_color()))
+    asyncio.run(_run(hub, agent, name))
+
+
+async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: str | None) -> None:
+    import asyncio
+
+    from strata.base.clock import SystemClock
+    from strata.fleet.agent.probe import hostname
+    from strata.hub.compose import open_hub
+    from strata.hub.server import listen, serve, url_of
+
+    clock = SystemClock()
+    stop = asyncio.Event()
+    async with open_hub(hub_settings, clock) as hub:
+        with listen(hub_settings.listen) as listener:
+            url = url_of(hub_settings, listener)
+            await _enrol(hub, agent_settings.state_folder, url, name or hostname())
+            _choose(hub_settings, url)
+            serving = asyncio.create_task(serve(hub, hub_settings, clock, listener, stop))
+            try:
+                complain(f"strata up: hub on {url}, all data in {hub_settings.data.parent}")
+                await _work(agent_settings, serving)
+            finally:
+                stop.set()
+                await serving
+    complain("strata up: stopped")
+
+
+async def _enrol(hub: Hub, state: Path, url: str, name: str) -> None:
+    """The host secret of this machine, made at the first start; the address may be another one each time."""
+    from strata.base.secret import Secret, read_secret
+    from strata.fleet.agent.identity import membership, save_local
+
+    try:
+        member = membership(state)
+    except StrataError as error:
+        if error.code is not Code.PRECONDITION:
+            raise
+        host, text = await hub.site.enrollment.add_local(name)
+        save_local(state, url, host_id=host.id, name=host.name, secret=Secret(text))
+        return
+    if member.url != url:
+        secret = read_secret(state / "identity" / "secret")
+        save_local(state, url, host_id=member.host_id, name=member.name, secret=secret)
+
+
+def _choose(settings: HubSettings, url: str) -> None:
+    from strata.hub.compose import TOKEN_FILE
+    from strata.sdk.fleet import Context, client_settings, read_contexts, save_context
+
+    client = client_settings()
+    token = "" if settings.operator_token else str(settings.data.expanduser() / TOKEN_FILE)
+    before = read_contexts(client).current
+    save_context(client, CONTEXT, Context(url=url, token_file=token))
+    if before not in ("", CONTEXT):
+        complain(f"strata up: the other commands speak to this hub now; back with: strata contexts {before}")
+
+
+async def _work(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
+    """The agent, until a signal stops it or the hub ends."""
+    import asyncio
+    import os
+
+    from strata.base.settings import own_environment
+    from strata.fleet.agent import environment, identity
+    from strata.fleet.agent.disk import private_folder
+    from strata.fleet.agent.lock import try_lock
+    from strata.fleet.agent.start import capability, check
+
+    folder = private_folder(settings.state_folder)
+    lock = try_lock(folder / "lock")
+    if lock is None:
+        raise StrataError(Code.CONFLICT, f"another agent works in {folder}")
+    try:
+        allowed = environment.allowed(own_environment(), settings.pass_env)
+        client = identity.connect(folder)
+        findings = await asyncio.to_thread(check, settings, client)
+        bad = [f"{finding.what}: {finding.reason}" for finding in findings if not finding.ok]
+        if bad:
+            raise StrataError(Code.PRECONDITION, f"this machine is not fit for jobs: {'; '.join(bad)}")
+        probed = await asyncio.to_thread(capability, settings, allowed)
+        agent = _agent(settings, client, allowed, probed.capability)
+        _tell(settings, identity.membership(folder).name, probed.capability)
+        await _until_stopped(agent, serving)
+    finally:
+        os.close(lock)
+
+
+def _agent(settings: AgentSettings, client: HubClient, allowed: dict[str, str], capability: Capability) -> Agent:
+    from strata.base.clock import SystemClock
+    from strata.fleet.agent.calls import Calls
+    from strata.fleet.agent.loop import Agent
+    from strata.fleet.agent.prepare import Site
+    from strata.fleet.agent.state import State
+    from strata.fleet.agent.workdir import owner_of
+
+    site = Site(settings, Calls(client), allowed, owner_of(settings.run_as))
+    return Agent(site, State(settings.state_folder), SystemClock(), capability)
+
+
+async def _until_stopped(agent: Agent, serving: asyncio.Task[None]) -> None:
+    import asyncio
+
+    from strata.fleet.agent.loop import handle_signals
+
+    handle_signals(agent)
+    working = asyncio.create_task(agent.run())
+    await asyncio.wait([working, serving], return_when=asyncio.FIRST_COMPLETED)
+    if not working.done():
+        agent.stop()
+    await working
+
+
+def _tell(settings: AgentSettings, name: str, capability: Capability) -> None:
+    from strata.cli.fleet.asking import count, size_of
+
+    graphics = f", {count(len(capability.gpus), 'GPU')}" if capability.gpus else ""
+    what = f"{count(capability.cores, 'core')}, {size_of(capability.ram_bytes)}{graphics}"
+    complain(f"strata up: this machine is the host {name} ({what}), {count(settings.slots, 'slot')}")
+    complain("strata up: ready. In another terminal: strata apply MANIFEST, strata status. Ctrl-C stops it.")

@@ -1,0 +1,173 @@
+"""`strata wait`: until jobs have ended, with a word about each; also behind `apply --wait`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.exits import Exit
+from strata.cli.fleet.asking import all_hosts, asking, error_line, hub_option, job_named
+from strata.cli.output import complain, printable
+
+if TYPE_CHECKING:
+    from strata.fleet import wire
+    from strata.fleet.client import HubClient
+
+PATIENCE_S: Final = 5.0
+"""Nothing happened for so long: look whether anything can."""
+LOOK_AGAIN_S: Final = 15.0
+_ENDED: Final = ("completed", "failed", "cancelled")
+
+
+@click.command()
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), metavar="SECONDS", help="101 if it is over.")
+@hub_option
+def wait(jobs: tuple[str, ...], timeout_s: float | None, context: str | None) -> None:
+    """Wait until every JOB has ended.
+
+    Exits with 0 if all are completed, 100 if one failed, 103 if one was cancelled, 101 when the time is over, and 6
+    when all that is left can run on no host.
+    """
+    with asking(context) as client:
+        ids = [job_named(client, text).job.id for text in jobs]
+        ended = wait_for(client, ids, timeout_s)
+    click.get_current_context().exit(ended)
+
+
+def wait_for(client: HubClient, ids: Iterable[str], timeout_s: float | None = None) -> Exit:
+    """The exit status that says how it went. A hub that is away for a while is waited for too."""
+    watch = _Watch(client, ids)
+    until_s = None if timeout_s is None else time.monotonic() + timeout_s
+    try:
+        while True:
+            try:
+                verdict = watch.run_once(until_s)
+            except StrataError as error:
+                if error.code is not Code.UNAVAILABLE:
+                    raise
+                watch.away(error.message)
+                time.sleep(1.0)
+                verdict = Exit.UNFINISHED if until_s is not None and time.monotonic() >= until_s else None
+            if verdict is not None:
+                return verdict
+    finally:
+        watch.clear()
+
+
+class _Watch:
+    """The jobs that are waited for, and what was said of them so far."""
+
+    def __init__(self, client: HubClient, ids: Iterable[str]) -> None:
+        self._client = client
+        self._states: dict[str, str] = dict.fromkeys(ids, "")
+        self._labels: dict[str, str] = {}
+        self._cursor = ""
+        self._looked_at_s = 0.0
+        self._changed_at_s = time.monotonic()
+        self._hosts: dict[str, str] = {}
+        self._away = False
+
+    def run_once(self, until_s: float | None) -> Exit | None:
+        from strata.fleet import wire
+
+        if not self._cursor:
+            newest = self._client.call("GET", "/v1/events", wire.EventsReply, query=wire.EventsQuery(after="newest"))
+            self._cursor = newest.cursor
+        if time.monotonic() - self._looked_at_s >= LOOK_AGAIN_S:
+            self._look(self._open)
+            self._looked_at_s = time.monotonic()
+        self._away = False
+        verdict = self._verdict()
+        if verdict is not None:
+            return verdict
+        left_s = PATIENCE_S if until_s is None else min(PATIENCE_S, until_s - time.monotonic())
+        if left_s <= 0:
+            self.clear()
+            complain(f"strata: the time is over; {self._counted()}")
+            return Exit.UNFINISHED
+        query = wire.EventsQuery(after=self._cursor, wait_s=left_s, limit=wire.MAX_PAGE)
+        reply = self._client.call("GET", "/v1/events", wire.EventsReply, query=query, timeout_s=left_s + 15.0)
+        self._cursor = reply.cursor
+        told = {event.subject for event in reply.events}
+        self._look([job_id for job_id in self._open if job_id in told])
+        return self._verdict()
+
+    def away(self, reason: str) -> None:
+        if not self._away:
+            self.clear()
+            complain(f"strata: {reason}; waiting for it")
+        self._away = True
+        self._looked_at_s = 0.0
+
+    @property
+    def _open(self) -> list[str]:
+        return [job_id for job_id, state in self._states.items() if state not in _ENDED]
+
+    def _look(self, ids: list[str]) -> None:
+        from strata.fleet import wire
+
+        for job_id in ids:
+            reply = self._client.call("GET", f"/v1/job/{job_id}", wire.JobReply)
+            before, self._states[job_id] = self._states[job_id], reply.job.status
+            self._labels[job_id] = reply.job.spec.label
+            if before != reply.job.status:
+                self._changed_at_s = time.monotonic()
+                if reply.job.status in _ENDED:
+                    self._tell(reply)
+        self._progress()
+
+    def _tell(self, reply: wire.JobReply) -> None:
+        last = reply.attempts[-1] if reply.attempts else None
+        if last is not None and last.host_id not in self._hosts:
+            self._hosts = {host.id: host.name for host in all_hosts(self._client)}
+        where = f" on {self._hosts.get(last.host_id, last.host_id)}" if last else ""
+        took = ""
+        if last and last.ended_at_s is not None:
+            took = f" in {last.ended_at_s - (last.started_at_s or last.claimed_at_s):.1f}s"
+        error = f": {error_line(last.error) or reply.job.reason}" if last and reply.job.status == "failed" else ""
+        self.clear()
+        complain(f"{reply.job.status:9}  {reply.job.spec.label}{where}{took}{error}")
+
+    def _counted(self) -> str:
+        counts = Counter(self._states.values())
+        order = (*_ENDED, "running", "claimed", "pending")
+        return ", ".join(f"{counts[name]} {name}" for name in order if counts[name])
+
+    def _progress(self) -> None:
+        if sys.stderr.isatty():
+            done = sum(state in _ENDED for state in self._states.values())
+            click.echo(f"\r\x1b[K{done}/{len(self._states)}  {self._counted()}", err=True, nl=False)
+
+    def clear(self) -> None:
+        if sys.stderr.isatty():
+            click.echo("\r\x1b[K", err=True, nl=False)
+
+    def _verdict(self) -> Exit | None:
+        rest = self._open
+        if rest:
+            if time.monotonic() - self._changed_at_s < PATIENCE_S or not self._hopeless(rest):
+                return None
+            self.clear()
+            label = printable(self._labels[rest[0]])
+            complain(f"strata: {self._counted()}; no host may take what is left", hint=f"strata why {label}")
+        states = set(self._states.values())
+        if "failed" in states:
+            return Exit.FAILED
+        if "cancelled" in states:
+            return Exit.CANCELLED
+        return Exit.UNSCHEDULABLE if rest else Exit.OK
+
+    def _hopeless(self, rest: list[str]) -> bool:
+        from strata.fleet.core.why import Why
+
+        if any(self._states[job_id] != "pending" for job_id in rest):
+            return False
+        self._changed_at_s = time.monotonic()
+        return not any(self._client.call("GET", f"/v1/job/{job_id}/why", Why).schedulable for job_id in rest)

@@ -1,0 +1,85 @@
+"""The command line as a person uses it, in this process, against a hub that is a real one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata.base.secret import Secret
+from strata.cli.main import run
+from strata.fleet import wire
+from strata.fleet.agent.calls import Calls
+from strata.fleet.agent.state import Claiming
+from strata.fleet.client import HubClient
+from strata.fleet.core.capability import Capability
+from strata.fleet.core.job import Cause
+from tests.shell.fleet_agent.running import HubProcess
+
+
+@dataclass(frozen=True)
+class Said:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def value(self) -> Any:
+        return json.loads(self.out)
+
+
+class Person:
+    """Whose home is a folder of the test."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.home = home
+        self._capsys = capsys
+        for name in ("STRATA_URL", "STRATA_OPERATOR_TOKEN", "STRATA_OPERATOR_TOKEN_FILE", "APPDATA", "LOCALAPPDATA"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HOME", str(home))
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+        monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
+        monkeypatch.setenv("COLUMNS", "80")
+
+    def says(self, *words: str) -> Said:
+        self._capsys.readouterr()
+        status = run(words)
+        out, err = self._capsys.readouterr()
+        return Said(int(status), out, err)
+
+    def logs_in(self, hub: HubProcess) -> None:
+        done = self.says("login", hub.url, "--token-file", str(hub.data / "operator.token"))
+        assert done.status == 0, done.err
+
+
+class HostByHand:
+    """A host of the fleet whose agent is the test: it speaks to the hub as an agent does."""
+
+    def __init__(self, hub: HubProcess, name: str) -> None:
+        body = wire.LocalHostRequest(name=name)
+        made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body)
+        self.name = name
+        self.calls = Calls(HubClient(hub.url, bearer=Secret(made.secret)))
+        self.calls.register(Capability(hostname=name, cores=4, ram_bytes=8 << 30))
+        self._claims = 0
+
+    def close(self) -> None:
+        self.calls.client.close()
+
+    def claim(self) -> wire.LeaseGiven:
+        self._claims += 1
+        (lease,) = self.calls.claim(Claiming(claim_id=f"{self.name}-{self._claims}", count=1, slots=1), 5.0)
+        return lease
+
+    def completes(self) -> wire.LeaseGiven:
+        lease = self.claim()
+        self.calls.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+        return lease
+
+    def fails(self, error: str) -> wire.LeaseGiven:
+        lease = self.claim()
+        self.calls.fail(lease, Cause.USER_ERROR, error, {})
+        return lease

@@ -1,0 +1,97 @@
+"""Which hub is asked, with whose token, and what is said when that does not work."""
+
+from __future__ import annotations
+
+import io
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from strata.cli.exits import Exit
+from strata.testing.ports import port_of, reserve_port
+from tests.shell.cli_fleet.driving import Person
+from tests.shell.fleet_agent.running import HubProcess
+
+
+def token(hub: HubProcess) -> str:
+    return (hub.data / "operator.token").read_text().strip()
+
+
+def test_a_login_keeps_the_token_in_a_file_for_its_owner_alone(person: Person, hub: HubProcess) -> None:
+    folder = person.home / "config" / "strata"
+    kept = folder / "tokens" / "127.0.0.1"
+    assert kept.read_text().strip() == token(hub)
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert token(hub) not in (folder / "contexts.json").read_text()
+    assert person.says("contexts", "-o", "json").value == [
+        {"name": "127.0.0.1", "url": hub.url, "current": True, "token_file": str(kept)}
+    ]
+
+
+def test_a_token_may_come_on_stdin_and_a_wrong_one_is_not_kept(
+    stranger: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("wrong\n"))
+    assert stranger.says("login", hub.url).status == Exit.AUTH
+    assert not (stranger.home / "config" / "strata" / "contexts.json").exists()
+    monkeypatch.setattr("sys.stdin", io.StringIO(token(hub) + "\n"))
+    assert stranger.says("login", hub.url, "--name", "mine").status == Exit.OK
+    assert stranger.says("status").out.startswith("no jobs yet")
+
+
+def test_the_environment_stands_above_every_context(
+    stranger: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STRATA_URL", hub.url)
+    assert stranger.says("status").status == Exit.AUTH
+    monkeypatch.setenv("STRATA_OPERATOR_TOKEN", token(hub))
+    assert stranger.says("status").status == Exit.OK
+    monkeypatch.delenv("STRATA_OPERATOR_TOKEN")
+    monkeypatch.setenv("STRATA_OPERATOR_TOKEN_FILE", str(hub.data / "operator.token"))
+    assert stranger.says("status").status == Exit.OK
+    readable = tmp_path / "readable"
+    readable.write_text(token(hub))
+    readable.chmod(0o644)
+    monkeypatch.setenv("STRATA_OPERATOR_TOKEN_FILE", str(readable))
+    done = stranger.says("status")
+    assert (done.status, "can be read by group or others" in done.err) == (Exit.USAGE, True)
+
+
+def test_the_token_of_a_context_goes_to_no_other_address(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def listen() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                heard.append(connection.recv(65_536))
+
+        listening = threading.Thread(target=listen)
+        listening.start()
+        monkeypatch.setenv("STRATA_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        assert person.says("status").status == Exit.UNREACHABLE
+        listening.join()
+    assert heard[0].startswith(b"GET /v1/status ")
+    assert b"authorization" not in heard[0].lower()
+
+
+def test_without_a_hub_it_says_how_to_get_one(stranger: Person) -> None:
+    done = stranger.says("status")
+    assert done.status == Exit.USAGE
+    assert done.err == "strata: no hub is chosen\nhint: strata up starts one here; strata login URL chooses another\n"
+
+
+def test_a_hub_that_is_not_there_is_unreachable(stranger: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reserve_port() as guard:
+        monkeypatch.setenv("STRATA_URL", f"http://127.0.0.1:{port_of(guard)}")
+        done = stranger.says("status")
+    assert done.status == Exit.UNREACHABLE
+    assert "cannot be reached" in done.err
+
+
+def test_an_unknown_context_is_named_with_those_there_are(person: Person) -> None:
+    done = person.says("status", "--context", "moon")
+    assert (done.status, done.err) == (Exit.USAGE, "strata: there is no context 'moon'\nhint: there are: 127.0.0.1\n")

@@ -1,0 +1,90 @@
+"""Looking at jobs and hosts, changing them, and the exit status that tells a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strata.cli.exits import Exit
+from tests.shell.cli_fleet.driving import HostByHand, Person
+from tests.shell.fleet_agent.running import HubProcess
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: it broke\nand this is why\n'
+
+
+@pytest.fixture
+def applied(person: Person, manifest: Path) -> Person:
+    assert person.says("apply", str(manifest)).status == 0
+    return person
+
+
+def test_the_status_shows_what_failed_with_its_error(applied: Person, host: HostByHand) -> None:
+    host.fails(TRACEBACK)
+    lines = applied.says("status").out.splitlines()
+    assert lines[0] == "2 jobs: 1 pending, 1 failed"
+    assert lines[1] == "1 host: here (online)"
+    assert lines[3].split() == ["ID", "FAILED", "ATTEMPT", "ERROR"]
+    assert lines[4].endswith("tree-small        1  ValueError: it broke")
+    assert max(map(len, lines)) <= 80
+
+
+def test_jobs_are_found_by_id_prefix_and_label(applied: Person) -> None:
+    rows = {row["job"]: row["id"] for row in applied.says("list", "-o", "json").value}
+    whole = rows["tree-small"]
+    for text in (whole, whole[:20], whole.removeprefix("job1_")[:10], "tree-small"):
+        assert applied.says("show", text, "-o", "json").value["id"] == whole
+    assert applied.says("show", "tree-medium").status == Exit.NOT_FOUND
+    assert applied.says("jobs", "--status", "completed", "-o", "json").value == []
+
+
+def test_why_names_the_constraint_and_the_fix_and_exits_with_unschedulable(applied: Person, host: HostByHand) -> None:
+    done = applied.says("why", "tree-large")
+    assert done.status == Exit.UNSCHEDULABLE
+    assert "none of 1 hosts is eligible" in done.out
+    assert "allowed_hosts:" in done.out
+    assert "fix: " in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert applied.says("why", "tree-small").status == Exit.OK
+
+
+def test_cancel_and_requeue_change_all_jobs_or_none(applied: Person) -> None:
+    assert applied.says("cancel", "tree-small", "tree-medium").status == Exit.NOT_FOUND
+    assert {row["status"] for row in applied.says("list", "-o", "json").value} == {"pending"}
+    done = applied.says("cancel", "tree-small", "tree-large", "--reason", "enough", "-o", "json")
+    assert [(row["status"], row["reason"]) for row in done.value] == [("cancelled", "enough")] * 2
+    assert applied.says("wait", "tree-small").status == Exit.CANCELLED
+    assert applied.says("requeue", "tree-small", "-o", "json").value[0]["status"] == "pending"
+
+
+def test_wait_says_how_it_ended(applied: Person, host: HostByHand) -> None:
+    assert applied.says("wait", "tree-small", "--timeout", "0.2").status == Exit.UNFINISHED
+    host.fails(TRACEBACK)
+    done = applied.says("wait", "tree-small")
+    assert (done.status, done.out) == (Exit.FAILED, "")
+    assert done.err.startswith("failed     tree-small on here in ")
+    assert done.err.endswith("ValueError: it broke\n")
+    applied.says("requeue", "tree-small")
+    host.completes()
+    assert applied.says("wait", "tree-small").status == Exit.OK
+
+
+def test_a_host_is_paused_drained_and_resumed_by_name(person: Person, host: HostByHand) -> None:
+    for verb, state in (("pause", "paused"), ("drain", "draining"), ("resume", "active")):
+        assert person.says(verb, host.name, "-o", "json").value[0]["state"] == state
+        assert person.says("hosts", "-o", "json").value[0]["state"] == state
+    assert person.says("drain", "there").status == Exit.NOT_FOUND
+
+
+def test_a_key_works_until_it_is_revoked(person: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = person.says("keys", "create", "bob", "--role", "viewer", "-o", "json").value
+    assert made["secret"] not in person.says("keys", "list").out
+    monkeypatch.setenv("STRATA_URL", hub.url)
+    monkeypatch.setenv("STRATA_OPERATOR_TOKEN", made["secret"])
+    assert person.says("status").status == Exit.OK
+    assert person.says("drain", "here").status in (Exit.AUTH, Exit.NOT_FOUND)
+    assert person.says("keys", "list").status == Exit.AUTH
+    monkeypatch.delenv("STRATA_OPERATOR_TOKEN")
+    assert person.says("keys", "revoke", made["id"]).status == Exit.OK
+    monkeypatch.setenv("STRATA_OPERATOR_TOKEN", made["secret"])
+    assert person.says("status").status == Exit.AUTH

@@ -1,0 +1,79 @@
+"""`strata apply`: the folder goes along, mistakes are found before anything is queued, the plan is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strata.cli.exits import Exit
+from strata.fleet import wire
+from tests.shell.cli_fleet.driving import Person
+from tests.shell.fleet_agent.running import HubProcess
+
+
+def test_a_relative_folder_is_sent_and_the_schema_with_it(person: Person, hub: HubProcess, manifest: Path) -> None:
+    done = person.says("apply", str(manifest))
+    assert (done.status, done.out) == (0, "+2 new  ~1 trainer\n")
+    assert "sent the source of trainer default (1 file, " in done.err
+    trainer = hub.operator.call("GET", "/v1/trainers", wire.TrainersReply).trainers["default"]
+    assert trainer.params["properties"].keys() == {"learning_rate", "depth"}
+    assert trainer.spec.directory == ""
+    assert hub.operator.fetch(f"/v1/source/{trainer.spec.bundle}").content
+
+
+def test_applying_again_changes_nothing_and_sends_nothing(person: Person, manifest: Path) -> None:
+    person.says("apply", str(manifest))
+    done = person.says("apply", str(manifest))
+    assert (done.status, done.out, done.err) == (0, "=2 unchanged\n", "")
+
+
+def test_a_dry_run_shows_the_jobs_and_queues_none(person: Person, manifest: Path) -> None:
+    done = person.says("apply", "--dry-run", str(manifest))
+    lines = done.out.splitlines()
+    assert lines[0] == "+2 new  ~1 trainer"
+    assert [line.split()[0::2] for line in lines[1:]] == [["+", "tree-small"], ["+", "tree-large"]]
+    assert person.says("list", "-o", "json").value == []
+
+
+def test_a_misspelt_parameter_is_found_at_its_line_before_anything_is_sent(person: Person, manifest: Path) -> None:
+    manifest.write_text(manifest.read_text().replace("{ depth = 3 }", "{ dept = 3 }"))
+    done = person.says("apply", str(manifest))
+    assert done.status == Exit.USAGE
+    assert f"{manifest}:9: jobs[0].hyper.dept" in done.err
+    assert 'did you mean "depth"?' in done.err
+    assert "sent" not in done.err
+
+
+def test_a_trainer_that_cannot_describe_itself_is_applied_with_a_word_about_it(person: Person, manifest: Path) -> None:
+    (manifest.parent / "code" / "train.py").write_text("import nothing_of_this_name\n")
+    done = person.says("apply", str(manifest))
+    assert done.status == Exit.OK
+    assert "trainer default: its parameters are not checked now" in done.err
+    assert "No module named 'nothing_of_this_name'" in done.err
+
+
+def test_a_folder_that_is_not_there_is_a_mistake_of_the_manifest(person: Person, manifest: Path) -> None:
+    manifest.write_text(manifest.read_text().replace('"code"', '"elsewhere"'))
+    done = person.says("apply", str(manifest))
+    assert done.status == Exit.USAGE
+    assert "trainers.default.directory: there is no folder" in done.err
+
+
+def test_an_inline_table_keeps_its_line_too(person: Person, manifest: Path) -> None:
+    text = manifest.read_text().replace(
+        '[trainers.default]\ncommand = ["python", "train.py"]\ndirectory = "code"\n',
+        'trainers.default = { command = ["python", "train.py"], directory = "code" }\n\n\n',
+    )
+    manifest.write_text(text)
+    assert person.says("apply", str(manifest)).out == "+2 new  ~1 trainer\n"
+
+
+def test_a_hub_without_a_manifest_of_its_own_says_so_at_reload(person: Person) -> None:
+    done = person.says("reload")
+    assert done.status == Exit.FAILED
+    assert "this hub has no manifest of its own" in done.err
+
+
+def test_waiting_for_a_manifest_ends_when_no_host_may_take_what_is_left(person: Person, manifest: Path) -> None:
+    done = person.says("apply", "--wait", str(manifest))
+    assert done.status == Exit.UNSCHEDULABLE
+    assert "2 pending; no host may take what is left" in done.err

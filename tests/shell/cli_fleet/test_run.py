@@ -1,0 +1,45 @@
+"""`strata run`: the current folder and a command become a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strata.cli.exits import Exit
+from tests.shell.cli_fleet.driving import HostByHand, Person
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "my project"
+    folder.mkdir()
+    (folder / "train.py").write_text("print('hello')\n")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_the_same_command_in_the_same_folder_is_the_same_job(person: Person, here: Path) -> None:
+    first = person.says("run", "-d", "--", "python", "train.py", "--fast")
+    assert first.status == Exit.OK
+    assert "my-project is job" in first.err
+    assert person.says("run", "-d", "--", "python", "train.py", "--fast").out == first.out
+    assert person.says("run", "-d", "--", "python", "train.py").out != first.out
+    assert person.says("run", "-d", "--seed", "1", "--", "python", "train.py", "--fast").out != first.out
+    (here / "train.py").write_text("print('goodbye')\n")
+    assert person.says("run", "-d", "--", "python", "train.py", "--fast").out != first.out
+
+
+def test_the_host_gets_the_command_and_the_folder_and_the_person_the_outcome(
+    person: Person, host: HostByHand, here: Path
+) -> None:
+    del here
+    person.says("run", "-d", "--", "python", "train.py")
+    lease = host.completes()
+    assert lease.trainer is not None
+    assert lease.trainer.command == ("python", "train.py")
+    assert b"print('hello')" in host.calls.source(lease.trainer.bundle)
+    assert person.says("run", "--", "python", "train.py").status == Exit.OK
+    person.says("cancel", person.says("run", "-d", "--seed", "2", "--", "python", "train.py").out.strip())
+    done = person.says("run", "--seed", "2", "--", "python", "train.py")
+    assert (done.status, "my-project is cancelled" in done.err) == (Exit.CANCELLED, True)
