@@ -68,18 +68,24 @@ def _choose(db: sqlite3.Connection, wanted: Claim) -> list[int]:
 
 def _take(db: sqlite3.Connection, seq: int, wanted: Claim, lease_s: float, now_s: float) -> Lease:
     db.execute("DELETE FROM ready WHERE seq = ?", (seq,))
-    job_id, epoch, spec, checkpoint, trainer, replaces = db.execute(
+    # Nothing is looked up inside RETURNING: SQLite reads whole tables there.
+    job_id, epoch, spec, checkpoint, trainer_name = db.execute(
         "UPDATE job SET status = ?, epoch = epoch + 1, changed_at = ?, host_id = ?, reason = '' WHERE seq = ?"
-        " RETURNING id, epoch, spec, checkpoint, (SELECT spec FROM trainer WHERE name = job.trainer),"
-        " EXISTS (SELECT 1 FROM lease WHERE job_id = job.id)",
+        " RETURNING id, epoch, spec, checkpoint, trainer",
         (_CLAIMED, now_s, wanted.host_id, seq),
     ).fetchone()
-    if replaces:
+    (trainer,) = db.execute("SELECT spec FROM trainer WHERE name = ?", (trainer_name,)).fetchone() or (None,)
+    expires_at_s = now_s + lease_s
+    replaced = db.execute(
+        "UPDATE lease SET host_id = ?, epoch = ?, expires_at = ?, expired = 0 WHERE job_id = ?",
+        (wanted.host_id, epoch, expires_at_s, job_id),
+    )
+    if replaced.rowcount:
         # The host that let its lease run out is replaced from here on: this is the moment its attempt is over.
         _end_attempt(db, job_id, epoch - 1, now_s, "lost", Cause.HOST_LOST)
         _count(db, job_id, Cause.HOST_LOST)
-    expires_at_s = now_s + lease_s
-    db.execute("INSERT OR REPLACE INTO lease VALUES (?, ?, ?, ?, 0)", (job_id, wanted.host_id, epoch, expires_at_s))
+    else:
+        db.execute("INSERT INTO lease VALUES (?, ?, ?, ?, 0)", (job_id, wanted.host_id, epoch, expires_at_s))
     db.execute(
         "INSERT INTO attempt VALUES (?, ?, ?, ?, ?, NULL, NULL, '', '', '', '', '', x'7b7d')",
         (job_id, epoch, wanted.host_id, wanted.claim_id, now_s),
