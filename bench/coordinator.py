@@ -7,6 +7,7 @@ temporary directory; point TMPDIR at the disk that is to be measured.
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -16,8 +17,8 @@ from bench.report import Report
 from strata.testing.postgres import PostgresServer
 
 QUICK: Final = (
-    coordinator_calls.Turns(rounds=6, seconds=0.8, offered_s=1.5),
-    coordinator_barriers.Turns(rounds={100: 20, 1_000: 10, 10_000: 2}, joins=1),
+    coordinator_calls.Turns(rounds=6, seconds=0.6, offered_s=1.2),
+    coordinator_barriers.Turns(rounds={100: 12, 1_000: 8, 10_000: 2}, joins=1),
 )
 LONG: Final = (
     coordinator_calls.Turns(rounds=20, seconds=2.0, offered_s=5.0),
@@ -35,6 +36,7 @@ async def run(report: Report, *, quick: bool) -> None:
             await bench.shards("shards.ack")
         with PostgresServer() as server:
             async with clients() as load, both(server.create_database()) as (ours, bare):
-                bench = coordinator_calls.Calls(report, load, ours, bare, calls)
+                fewer = replace(calls, rounds=max(3, calls.rounds // 2))
+                bench = coordinator_calls.Calls(report, load, ours, bare, fewer)
                 await bench.shards("shards.ack.postgres")
         await coordinator_barriers.run(report, Path(folder), barriers)

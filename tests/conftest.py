@@ -7,6 +7,7 @@ owns it, since a worker may finish before the others do, and the workers ask the
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -63,6 +64,12 @@ class PostgresOffer:
 
 
 _offer_key: Final = pytest.StashKey[PostgresOffer]()
+
+
+def pytest_configure() -> None:
+    # A run that a shell put into the background ignores SIGINT, and so would every process that a test interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -44,7 +44,7 @@ from strata.journal.writer import WriterLimits
 
 TICK_S: Final = 0.1
 GATHER_S: Final = 0.002
-"""What an ack may wait, while there are many, to share its commit with others: every commit costs as much as a call."""
+"""What an ack may wait, while there are many, to share its commit with others: a commit is not cheap."""
 DRAIN_S: Final = 5.0
 """How long the end of this process waits for a database that does not answer."""
 RETRY_S: Final = 0.25

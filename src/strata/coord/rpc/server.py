@@ -58,7 +58,7 @@ def run(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
     import uvloop
 
     check_exposure(settings)
-    # Calls make many objects and few cycles: the usual thresholds look through the whole state of all jobs for nothing.
+    # Calls make many objects and few cycles: at the usual thresholds the state of all jobs is looked through too often.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

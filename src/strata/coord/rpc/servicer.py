@@ -136,7 +136,7 @@ class Servicer:
 
     async def _barrier(self, request: pb.BarrierRequest, who: Identity, context: Context) -> bytes:
         wait = request.wait if request.HasField("wait") else True
-        # The headers of the answer go out while the worker waits: a third of what a release would cost otherwise.
+        # The headers of the answer go out while the worker waits, so that a release has less to send.
         found = await calls.arrive(
             self._service, wire.arrive(request, who), wait=wait, on_wait=lambda: context.send_initial_metadata(())
         )
