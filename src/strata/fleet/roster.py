@@ -13,7 +13,7 @@ from typing import Final
 from strata.fleet.core.capability import Profile, in_quiet_hours, profile
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.core.lease import SUSPECT_S
-from strata.fleet.core.match import eligible_classes, score
+from strata.fleet.core.match import eligible_classes, holds_back, score
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.why import HostState
 from strata.fleet.ports import HostRow, Store
@@ -86,7 +86,9 @@ class Roster:
         held_back = {
             id_: now_s - requirement.needs.prefer_wait_s
             for id_, requirement in self._picky.items()
-            if id_ in classes and score(requirement, own) < self._best_online(id_, requirement, now_s)
+            if id_ in classes
+            # As for a job that was queued just now; the time beside it lets through those that have waited.
+            and holds_back(requirement, own, waited_s=0.0, best_online=self._best_online(id_, requirement, now_s))
         }
         return Menu(classes, held_back)
 
