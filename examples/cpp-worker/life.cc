@@ -182,9 +182,10 @@ void Life::set_failure(const Error& error) {
 }
 
 void Life::evicted(const Error& error) {
-  leases.clear();
+  // The failure first: whoever finds no lease left must also find why.
   set_failure(Error(grpc::StatusCode::FAILED_PRECONDITION, std::string("this worker was taken for dead: ") + error.what(),
                     Reason::kEvicted));
+  leases.clear();
 }
 
 Identity Life::identity() const {

@@ -35,6 +35,7 @@ class Life {
 
   // A safe point: throws what the loop that trains has to know.
   void check();
+  void throw_failure() const;
   void check_leases();
   // The same, and in an elastic job goes on to the current generation.
   void settle();
@@ -76,7 +77,6 @@ class Life {
   std::mutex asking;
 
  private:
-  void throw_failure() const;
   void overcome(const Error& error, bool settled);
   bool is_member();
   void set_failure(const Error& error);

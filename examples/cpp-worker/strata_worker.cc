@@ -174,6 +174,8 @@ void Worker::fail(const Shard& shard, const std::string& reason) { life_->leases
 
 void Worker::flush() {
   for (const auto& [dataset_id, epoch] : life_->leases.unacked()) ask(dataset_id, epoch, kAcksOnly, Milliseconds(0));
+  // A heartbeat may have learned of the eviction before us; then nothing is left to ack, and nothing counts.
+  life_->throw_failure();
   life_->check_leases();
 }
 

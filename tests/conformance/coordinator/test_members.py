@@ -74,6 +74,8 @@ async def test_a_worker_taken_for_dead_changes_nothing_when_it_wakes_up(fleet: F
     frozen.signal(signal.SIGCONT)
     error = await frozen.refused("flush")
     assert (error.code, error.reason) == ("FAILED_PRECONDITION", "evicted")
+    # Nothing is left to ack by now, and that is no success.
+    assert (await frozen.refused("flush")).reason == "evicted"
     assert (await frozen.refused("next_shard", dataset_id="corpus", epoch=1)).reason == "evicted"
 
 

@@ -284,6 +284,8 @@ class AsyncWorker:
         """Ack what is consumed, now; raises LEASE_LOST if some of it does not count."""
         for dataset_id, epoch in self._life.ledger.unacked():
             await self._ask(dataset_id, epoch, 1, wait_s=0.0, grant=False)
+        # A heartbeat may have learned of an eviction before us; then nothing is left to ack, and nothing counts.
+        self._life.check_failure()
         self._life.check_leases()
 
     # Together

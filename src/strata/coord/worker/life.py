@@ -147,11 +147,14 @@ class Life:
 
     def check(self) -> None:
         """A safe point: raise what the loop that trains has to know."""
-        if self._failure is not None:
-            raise self._failure
+        self.check_failure()
         self.check_leases()
         if not self.settings.elastic and self._current > self.generation:
             raise membership_changed(self.generation, self._current)
+
+    def check_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def check_leases(self) -> None:
         if lost := self.ledger.take_lost():
@@ -253,8 +256,7 @@ class Life:
 
     async def follow(self) -> None:
         """Take the current generation without going back."""
-        if self._failure is not None:
-            raise self._failure
+        self.check_failure()
         await self._catch_up()
         self.check()
 
