@@ -40,18 +40,22 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What all have in common."""
 
 
-class Problem(Message, frozen=True, kw_only=True):
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What the hub says. A newer hub may say more: hosts are not all updated in one moment."""
+
+
+class Problem(Reply, frozen=True, kw_only=True):
     code: str
     message: str
     hint: str | None = None
     detail: dict[str, Any] = {}
 
 
-class ErrorReply(Message, frozen=True, kw_only=True):
+class ErrorReply(Reply, frozen=True, kw_only=True):
     error: Problem
 
 
-class Health(Message, frozen=True, kw_only=True):
+class Health(Reply, frozen=True, kw_only=True):
     status: Literal["ok", "stopping"]
     version: str
 
@@ -64,7 +68,7 @@ class RegisterRequest(Message, frozen=True, kw_only=True):
     agent_version: Word = ""
 
 
-class RegisterReply(Message, frozen=True, kw_only=True):
+class RegisterReply(Reply, frozen=True, kw_only=True):
     host_id: str
     name: str
     state: HostState
@@ -83,7 +87,7 @@ class ClaimRequest(Message, frozen=True, kw_only=True):
     wait_s: WaitS = 0.0
 
 
-class LeaseGiven(Message, frozen=True, kw_only=True):
+class LeaseGiven(Reply, frozen=True, kw_only=True):
     job_id: str
     epoch: int
     """Goes with everything the host says about this attempt."""
@@ -95,7 +99,7 @@ class LeaseGiven(Message, frozen=True, kw_only=True):
     """The artifact to resume from, if there is one."""
 
 
-class ClaimReply(Message, frozen=True, kw_only=True):
+class ClaimReply(Reply, frozen=True, kw_only=True):
     leases: tuple[LeaseGiven, ...]
 
 
@@ -115,7 +119,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True):
     running: bool = False
 
 
-class Verdict(Message, frozen=True, kw_only=True):
+class Verdict(Reply, frozen=True, kw_only=True):
     job_id: str
     epoch: int
     verdict: Literal["continue", "stop"]
@@ -126,7 +130,7 @@ class Verdict(Message, frozen=True, kw_only=True):
     expires_in_s: float = 0.0
 
 
-class HeartbeatsReply(Message, frozen=True, kw_only=True):
+class HeartbeatsReply(Reply, frozen=True, kw_only=True):
     verdicts: tuple[Verdict, ...]
 
 
@@ -148,7 +152,7 @@ class FailRequest(Message, frozen=True, kw_only=True):
 # Jobs
 
 
-class Job(Message, frozen=True, kw_only=True):
+class Job(Reply, frozen=True, kw_only=True):
     id: str
     status: Status
     spec: JobSpec
@@ -164,7 +168,7 @@ class Job(Message, frozen=True, kw_only=True):
     waits_for: int = 0
 
 
-class Attempt(Message, frozen=True, kw_only=True):
+class Attempt(Reply, frozen=True, kw_only=True):
     epoch: int
     host_id: str
     claimed_at_s: float
@@ -178,7 +182,7 @@ class Attempt(Message, frozen=True, kw_only=True):
     facts: dict[str, Any] = {}
 
 
-class JobReply(Message, frozen=True, kw_only=True):
+class JobReply(Reply, frozen=True, kw_only=True):
     job: Job
     attempts: tuple[Attempt, ...]
 
@@ -192,7 +196,7 @@ class JobsQuery(Message, frozen=True, kw_only=True):
     limit: Page = 100
 
 
-class JobsReply(Message, frozen=True, kw_only=True):
+class JobsReply(Reply, frozen=True, kw_only=True):
     jobs: tuple[Job, ...]
     next: str = ""
     """Give it as `after` for the next page; empty at the end."""
@@ -204,7 +208,7 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     """If no manifest has declared it. A trainer that is there under this name has to be the same."""
 
 
-class SubmitReply(Message, frozen=True, kw_only=True):
+class SubmitReply(Reply, frozen=True, kw_only=True):
     job: Job
     new: bool
 
@@ -213,7 +217,7 @@ class CancelRequest(Message, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
-class StatusReply(Message, frozen=True, kw_only=True):
+class StatusReply(Reply, frozen=True, kw_only=True):
     by_status: dict[str, int]
     ready: int
     hosts: int
@@ -234,12 +238,12 @@ class ManifestRequest(Message, frozen=True, kw_only=True):
     dry_run: bool = False
 
 
-class PlannedJob(Message, frozen=True, kw_only=True):
+class PlannedJob(Reply, frozen=True, kw_only=True):
     id: str
     label: str
 
 
-class PlannedChange(Message, frozen=True, kw_only=True):
+class PlannedChange(Reply, frozen=True, kw_only=True):
     id: str
     label: str
     kinds: tuple[str, ...]
@@ -247,7 +251,7 @@ class PlannedChange(Message, frozen=True, kw_only=True):
     """A host holds it: the change counts from the next attempt on."""
 
 
-class ManifestReply(Message, frozen=True, kw_only=True):
+class ManifestReply(Reply, frozen=True, kw_only=True):
     applied: bool
     summary: str
     new: tuple[PlannedJob, ...] = ()
@@ -259,20 +263,20 @@ class ManifestReply(Message, frozen=True, kw_only=True):
     released_hosts: tuple[str, ...] = ()
 
 
-class Trainer(Message, frozen=True, kw_only=True):
+class Trainer(Reply, frozen=True, kw_only=True):
     spec: TrainerSpec
     params: Any = None
     """The JSON Schema of `hyper`; null where nobody gave one."""
 
 
-class TrainersReply(Message, frozen=True, kw_only=True):
+class TrainersReply(Reply, frozen=True, kw_only=True):
     trainers: dict[str, Trainer]
 
 
 # Hosts, for people
 
 
-class Host(Message, frozen=True, kw_only=True):
+class Host(Reply, frozen=True, kw_only=True):
     id: str
     name: str
     state: HostState
@@ -287,7 +291,7 @@ class Host(Message, frozen=True, kw_only=True):
     presence: Literal["online", "suspect", "offline"]
 
 
-class HostsReply(Message, frozen=True, kw_only=True):
+class HostsReply(Reply, frozen=True, kw_only=True):
     hosts: tuple[Host, ...]
 
 
@@ -305,7 +309,7 @@ class PieceQuery(Message, frozen=True, kw_only=True):
     """Nothing follows: the reply says that all of it is on the disk."""
 
 
-class PieceReply(Message, frozen=True, kw_only=True):
+class PieceReply(Reply, frozen=True, kw_only=True):
     size: int
     """How many bytes of the stream are stored: go on from there."""
 
@@ -327,7 +331,7 @@ class EventsQuery(Message, frozen=True, kw_only=True):
     wait_s: WaitS = 0.0
 
 
-class Event(Message, frozen=True, kw_only=True):
+class Event(Reply, frozen=True, kw_only=True):
     cursor: str
     at_s: float
     actor: str
@@ -336,7 +340,7 @@ class Event(Message, frozen=True, kw_only=True):
     body: dict[str, Any]
 
 
-class EventsReply(Message, frozen=True, kw_only=True):
+class EventsReply(Reply, frozen=True, kw_only=True):
     events: tuple[Event, ...]
     cursor: str
     """Where to go on, also when there was nothing."""
@@ -350,7 +354,7 @@ class MissingRequest(Message, frozen=True, kw_only=True):
     """Digest to size."""
 
 
-class MissingChunk(Message, frozen=True, kw_only=True):
+class MissingChunk(Reply, frozen=True, kw_only=True):
     digest: str
     size: int
     received: int = 0
@@ -358,7 +362,7 @@ class MissingChunk(Message, frozen=True, kw_only=True):
     """Where to PUT it; empty: to the hub."""
 
 
-class MissingReply(Message, frozen=True, kw_only=True):
+class MissingReply(Reply, frozen=True, kw_only=True):
     missing: tuple[MissingChunk, ...]
     stored: int
 
@@ -377,21 +381,20 @@ class CommitRequest(Message, frozen=True, kw_only=True):
     epoch: Epoch | None = None
 
 
-class CommitReply(Message, frozen=True, kw_only=True):
+class CommitReply(Reply, frozen=True, kw_only=True):
     artifact_id: str
     lineage_id: str
     new: bool
 
 
 class BlobQuery(Message, frozen=True, kw_only=True):
-    job_id: JobId | None = None
-    epoch: Epoch | None = None
-    model: Word = ""
-    """Of a person's upload; an attempt's is known."""
-    mode: Word = ""
+    """For which attempt: the model and the mode are those of its job."""
+
+    job_id: JobId
+    epoch: Epoch
 
 
-class Made(Message, frozen=True, kw_only=True):
+class Made(Reply, frozen=True, kw_only=True):
     """An artifact and where it came from."""
 
     artifact_id: str
@@ -404,7 +407,7 @@ class Made(Message, frozen=True, kw_only=True):
     removed_at_s: float | None = None
 
 
-class MadeReply(Message, frozen=True, kw_only=True):
+class MadeReply(Reply, frozen=True, kw_only=True):
     artifacts: tuple[Made, ...]
     next: int | None = None
     """Give it as `before` for the next page; null at the end."""
@@ -437,7 +440,7 @@ class BestQuery(Message, frozen=True, kw_only=True):
     lowest: bool = False
 
 
-class ArtifactReply(Message, frozen=True, kw_only=True):
+class ArtifactReply(Reply, frozen=True, kw_only=True):
     id: str
     size: int
     committed_at_s: float
@@ -465,14 +468,14 @@ class InviteRequest(Message, frozen=True, kw_only=True):
     valid_s: Annotated[float, msgspec.Meta(gt=0, le=30 * 86_400)] = 1800.0
 
 
-class InviteReply(Message, frozen=True, kw_only=True):
+class InviteReply(Reply, frozen=True, kw_only=True):
     token: str
     """Told only here."""
     id: str
     expires_in_s: float
 
 
-class Invited(Message, frozen=True, kw_only=True):
+class Invited(Reply, frozen=True, kw_only=True):
     id: str
     made_at_s: float
     expires_at_s: float
@@ -482,7 +485,7 @@ class Invited(Message, frozen=True, kw_only=True):
     revoked_at_s: float | None = None
 
 
-class InvitesReply(Message, frozen=True, kw_only=True):
+class InvitesReply(Reply, frozen=True, kw_only=True):
     invites: tuple[Invited, ...]
 
 
@@ -494,7 +497,7 @@ class JoinRequest(Message, frozen=True, kw_only=True):
     """A signing request for the key that was made on the host."""
 
 
-class CertificateReply(Message, frozen=True, kw_only=True):
+class CertificateReply(Reply, frozen=True, kw_only=True):
     host_id: str
     name: str
     certificate_pem: str
@@ -510,7 +513,7 @@ class LocalHostRequest(Message, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
-class LocalHostReply(Message, frozen=True, kw_only=True):
+class LocalHostReply(Reply, frozen=True, kw_only=True):
     host_id: str
     secret: str
     """Told only here; good on a hub that listens on loopback without TLS."""
@@ -522,7 +525,7 @@ class KeyRequest(Message, frozen=True, kw_only=True):
     valid_s: Annotated[float, msgspec.Meta(gt=0, le=3650 * 86_400)] | None = None
 
 
-class Key(Message, frozen=True, kw_only=True):
+class Key(Reply, frozen=True, kw_only=True):
     id: str
     name: str
     role: RoleName
@@ -531,11 +534,11 @@ class Key(Message, frozen=True, kw_only=True):
     revoked_at_s: float | None = None
 
 
-class KeyReply(Message, frozen=True, kw_only=True):
+class KeyReply(Reply, frozen=True, kw_only=True):
     key: Key
     secret: str
     """The text of the key; told only here."""
 
 
-class KeysReply(Message, frozen=True, kw_only=True):
+class KeysReply(Reply, frozen=True, kw_only=True):
     keys: tuple[Key, ...]

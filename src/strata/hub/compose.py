@@ -15,7 +15,7 @@ from strata.base.secret import Secret, read_secret
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
-from strata.fleet.artifacts.upkeep import collect, scrub
+from strata.fleet.artifacts.upkeep import collect, retain, scrub
 from strata.fleet.http.body import Pace
 from strata.fleet.http.feed import GAP_S, Feed
 from strata.fleet.http.root import Root
@@ -24,6 +24,7 @@ from strata.fleet.http.table import TABLE
 from strata.fleet.service import TICK_S, Fleet, FleetSettings
 from strata.fleet.streams import Streams
 from strata.hub.certificates import ServerTls, write_private
+from strata.hub.copies import LOOK_S, Copier
 from strata.hub.outbound import Target
 from strata.hub.settings import Bucket, HubSettings
 from strata.hub.tables import Tables, open_tables
@@ -97,6 +98,8 @@ def operator_token(data: Path) -> Secret:
 
 def _loops(settings: HubSettings, site: Site, tables: Tables, tls: ServerTls | None) -> Sequence[Loop]:
     async def collect_garbage() -> None:
+        if settings.retention is not None:
+            await retain(site.artifacts, settings.retention, "hub", dry_run=False)
         await collect(site.artifacts, dry_run=False)
 
     async def scrub_some() -> None:
@@ -113,6 +116,9 @@ def _loops(settings: HubSettings, site: Site, tables: Tables, tls: ServerTls | N
         Loop(interval_s=HOUR_S, run_once=scrub_some),
         Loop(interval_s=HOUR_S, run_once=renew_certificate),
     ]
+    if tables.copy is not None:
+        copier = Copier(settings.data.expanduser(), tables.copy, site.clock)
+        loops.append(Loop(interval_s=LOOK_S, run_once=copier.run_once))
     for hook in settings.webhooks:
         courier = Courier(
             Target(hook.url, hook.allow),

@@ -10,6 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.settings import Secret
 from strata.coord.settings import is_loopback
+from strata.fleet.artifacts.retention import Policy
 from strata.fleet.core.lease import LEASE_S
 
 SECTION: Final = "hub"
@@ -74,6 +75,8 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long the body of a request may take, if it is small; a large one has to keep up a modest pace."""
     keep_free_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
     """Artifacts leave so much of the disk alone."""
+    retention: Policy | None = None
+    """What to keep of the artifacts, once an hour; None keeps them all."""
     bucket: Bucket | None = None
     webhooks: tuple[Webhook, ...] = ()
     log_format: Literal["json", "console"] | None = None
