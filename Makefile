@@ -28,7 +28,7 @@ ACCELERATE := 1.15.0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test e2e bench soak docs services constraints proto contract diagrams format clean installed
+.PHONY: help setup check lint rules test e2e arm64 bench soak docs services constraints proto contract diagrams format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ test: installed ## the tests; SUITE=tests/core for one suite, ARGS= for pytest
 e2e: installed ## the end-to-end tests: real processes, real servers
 	$(PYTEST) --durations=10 tests/e2e $(ARGS)
 
+arm64: installed ## an agent on arm64 under qemu against a hub of this machine; as root, minutes
+	scripts/e2e-arm64.sh $(ARGS)
+
 bench: installed ## a benchmark; BENCH=journal ARGS=--quick
 	$(BIN)/python -m bench $(BENCH) $(ARGS)
 
@@ -77,17 +80,19 @@ services: installed ## run the servers the tests need, in the foreground, and pr
 
 constraints: installed ## pin all packages of pyproject.toml again, with hashes
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --python-version 3.11 \
-		--extra sdk --extra worker --extra worker-data --extra hub --extra postgres --extra dev \
+		--extra sdk --extra agent --extra worker --extra worker-data --extra hub --extra postgres --extra dev \
 		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints.txt
 
-# The files are compiled as strata/coord/pb/*.proto, so that the generated imports are right as they are. A compatible contract
+# The files are compiled as strata/…/pb/*.proto, so that the generated imports are right as they are. A compatible contract
 # becomes the accepted one. To break it on purpose, delete $(ACCEPTED) first: that shows in the commit.
-proto: installed ## write src/strata/coord/pb and the accepted contract from the .proto
+proto: installed ## write the pb folders and the accepted contract from the .proto files
 	@test ! -e $(ACCEPTED) || $(MAKE) --no-print-directory contract
 	$(BIN)/python -m grpc_tools.protoc -Istrata/coord/pb=proto/strata/v1 \
 		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 		--python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) \
 		strata/coord/pb/coordinator.proto
+	$(BIN)/python -m grpc_tools.protoc -Istrata/train/wire/pb=proto/strata/train/v1 \
+		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --python_out=$(OUT) --mypy_out=quiet:$(OUT) strata/train/wire/pb/tinker.proto
 	$(BIN)/buf build proto --as-file-descriptor-set --exclude-source-info -o $(ACCEPTED)
 
 diagrams: installed ## write the state tables of docs/coordinator.md from the core

@@ -16,10 +16,12 @@ from bench.report import Report
 BENCHES: Final = {
     "artifacts": "uploads of artifacts to the hub's disk beside bare hashing and writing",
     "coordinator": "heartbeats, shards, barriers and placement beside a bare gRPC server and other hashes",
-    "fleet": "claims and renewals at the store port beside the bare databases",
+    "fleet": "claims and heartbeats at the store port and over HTTP beside the bare databases and an empty route",
     "journal": "appends, replay and restore beside the bare PostgreSQL and SQLite drivers",
+    "train": "operations and fine-tuning through the training server beside a plain torchrun loop",
 }
-"""Each is a module `bench.NAME` with `async def run(report: Report, *, quick: bool) -> None`."""
+"""Each is a module `bench.NAME` with `async def run(report: Report, *, quick: bool) -> None`, and perhaps with the
+`loop_factory` of what it measures."""
 
 Run = Callable[..., Coroutine[Any, Any, None]]
 
@@ -36,8 +38,10 @@ def main() -> None:
     parser.add_argument("--json-only", action="store_true", help="no table and no progress on stderr")
     given = parser.parse_args()
     report = Report(given.name, quiet=given.json_only)
-    run: Run = importlib.import_module(f"bench.{given.name}").run
-    asyncio.run(run(report, quick=given.quick))
+    bench = importlib.import_module(f"bench.{given.name}")
+    run: Run = bench.run
+    with asyncio.Runner(loop_factory=getattr(bench, "loop_factory", None)) as runner:
+        runner.run(run(report, quick=given.quick))
     report.table()
 
 

@@ -1,8 +1,24 @@
-"""Claims and renewals at the store port beside the bare databases: `python -m bench fleet`.
+"""Claims and renewals at the store port and over HTTP beside the bare databases: `python -m bench fleet`.
 
-Each side has a database of its own with the same pending jobs. What a claim costs must not depend on how many wait, nor
-on how many classes there are. The databases lie under the system's temporary directory; point TMPDIR at the disk that
-is to be measured.
+A claim is the end of a place in the queue, the move of the job, a lease, an attempt and an event, committed together
+and flushed to disk before anybody hears of it. What it is held against, always in turns with ours, in one run, on a
+database of its own with the same pending jobs and the same durability:
+
+- PostgreSQL, `.claim` and `.claim.one`: the bare SKIP LOCKED statement, which takes a row out of the queue and puts one
+  into the table of leases. It is prepared, commits by itself, and does less than a claim has to.
+- PostgreSQL, the cases that end in `.records`: one such statement that also writes all of a claim's rows, for as many
+  hosts under as many names.
+- SQLite: the statements of a claim with all its rows, in the caller's thread, one commit for each claim; `.batch` has
+  one commit for as many claims as ours.
+
+In `.claim` so many hosts ask at once as a fleet has; ours go through the queue in which the hub coalesces them, theirs
+each make a statement of their own, on as many connections as ours may use. In `.one` a single host asks again and
+again, so it is a matter of latency. Neither looks at what ours must: whether the host may take anything, and whether
+this claim was answered before.
+
+What a claim costs must not depend on how many jobs wait, nor on how many classes there are, nor on how rare those are
+that a host may take. The databases lie under the system's temporary directory; point TMPDIR at the disk that is to be
+measured.
 """
 
 from __future__ import annotations
@@ -16,10 +32,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final
 
-from bench.fleet_rows import HOSTS, BarePostgres, BareSqlite, postgres_store, sqlite_store
+import uvloop
+
+from bench import fleet_http
+from bench.fleet_rows import HOSTS, RARE, BarePostgres, BareSqlite, postgres_store, sqlite_store
 from bench.interleave import Comparison, Measure, interleave
 from bench.percentiles import percentile
 from bench.report import Report
+from strata.fleet.claims import ClaimQueue
 from strata.fleet.ports import Claim, Lease, Renewal, Store
 from strata.testing.postgres import PostgresServer
 
@@ -28,9 +48,12 @@ FLAT: Final = 0.5
 """The slowest in a hundred claims may take twice as long among many jobs as among few."""
 FEW: Final = 10_000
 BATCH: Final = 64
-CLIENTS: Final = 8
+CONNECTIONS: Final = 8
 CLASSES: Final = 300
+LEASE_S: Final = 45.0
 Call = Callable[[], Awaitable[object]]
+loop_factory: Final = uvloop.new_event_loop
+"""The hub's."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +63,15 @@ class Turns:
     rounds: int
     claims: int
     """Of one client in one turn."""
+    http: fleet_http.Turns
 
 
-QUICK: Final = Turns({"sqlite": 100_000, "postgres": 100_000}, rounds=8, claims=60)
-LONG: Final = Turns({"sqlite": 1_000_000, "postgres": 10_000_000}, rounds=20, claims=100)
+QUICK: Final = Turns(
+    {"sqlite": 100_000, "postgres": 100_000}, rounds=8, claims=60, http=fleet_http.Turns(4, 0.7, jobs=100_000)
+)
+LONG: Final = Turns(
+    {"sqlite": 1_000_000, "postgres": 10_000_000}, rounds=20, claims=100, http=fleet_http.Turns(10, 2.0, jobs=400_000)
+)
 
 
 class Claimer:
@@ -59,18 +87,22 @@ class Claimer:
         self._prefix = prefix
         self._names: Iterator[int] = itertools.count(1)
         self._given: set[str] = set()
+        self._queue = ClaimQueue(store, LEASE_S, lambda: 1.0)
 
     def _claim(self, client: int) -> Claim:
         name = f"{self._prefix}{next(self._names)}"
         return Claim(host_id=f"host_{client % HOSTS}", claim_id=name, classes=self._classes, slots=1)
 
-    async def one(self, client: int = 0) -> list[Lease]:
-        (leases,) = await self._store.claim([self._claim(client)], 45.0, 1.0)
+    async def one(self) -> list[Lease]:
+        (leases,) = await self._store.claim([self._claim(0)], LEASE_S, 1.0)
         self._check([leases])
         return list(leases)
 
+    async def queued(self, client: int) -> None:
+        self._check([await self._queue.ask(self._claim(client))])
+
     async def batch(self) -> None:
-        given = await self._store.claim([self._claim(number) for number in range(BATCH)], 45.0, 1.0)
+        given = await self._store.claim([self._claim(number) for number in range(BATCH)], LEASE_S, 1.0)
         self._check(given)
 
     def _check(self, given: Sequence[Sequence[Lease]]) -> None:
@@ -83,36 +115,48 @@ class Claimer:
 
 
 async def run(report: Report, *, quick: bool) -> None:
-    turns = QUICK if quick else LONG
-    with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder:
+    await measure(report, QUICK if quick else LONG)
+
+
+async def measure(report: Report, turns: Turns) -> None:
+    with tempfile.TemporaryDirectory(prefix="strata-bench-") as name:
+        folder = Path(name)
         report.progress("claims from SQLite")
-        await _sqlite(report, Path(folder), turns)
-    with PostgresServer() as server:
-        report.progress("claims from PostgreSQL")
-        await _postgres(report, server, turns)
+        await _sqlite(report, folder, turns)
+        report.progress("a hub on SQLite")
+        await fleet_http.run(report, "sqlite", folder, f"sqlite:{folder / 'hub.db'}", turns.http)
+        with PostgresServer() as server:
+            report.progress("a hub on PostgreSQL")
+            await fleet_http.run(report, "postgres", folder, server.create_database(), turns.http)
+            report.progress("claims from PostgreSQL")
+            await _postgres(report, server, turns)
 
 
 async def _sqlite(report: Report, folder: Path, turns: Turns) -> None:
-    many = turns.many["sqlite"]
-    few, lots = await sqlite_store(folder / "few.db", FEW, 1), await sqlite_store(folder / "many.db", many, 1)
+    many, each = turns.many["sqlite"], turns.claims
+    few, lots = await sqlite_store(folder / "few.db", FEW), await sqlite_store(folder / "many.db", many)
     bare = await BareSqlite.open(folder / "bare.db", many)
 
-    async def bare_claim() -> None:
+    async def bare_claim(client: int = 0) -> None:
+        del client
         bare.claim()
 
     async def bare_batch() -> None:
         bare.claim(BATCH)
 
     claims, of_few = Claimer(lots, {1: 1}), Claimer(few, {1: 1})
-    found = await interleave(_rate(claims.one, turns.claims), _rate(bare_claim, turns.claims), turns.rounds)
-    note = f"{many:,} pending, one client; bare: the same writes, no thread"
+    few_each = max(2, each // 10)
+    found = await interleave(_at_once(claims.queued, few_each), _at_once(bare_claim, few_each), turns.rounds)
+    note = f"{many:,} pending, {HOSTS} hosts at once; bare: the same writes, a commit each"
     report.add("sqlite.claim", "claims/s", found, goal=GOAL, note=note)
-    await _flat(report, "sqlite", (claims.one, of_few.one), many, turns)
-    batches = max(2, turns.claims // 10)
+    found = await interleave(_rate(claims.one, each), _rate(bare_claim, each), turns.rounds)
+    report.add("sqlite.claim.one", "claims/s", found, goal=GOAL, note="one host; bare: the same writes, no thread")
     found = await interleave(
-        _rate(claims.batch, batches, BATCH), _rate(bare_batch, batches, BATCH), turns.rounds, better="higher"
+        _rate(claims.batch, few_each, BATCH), _rate(bare_batch, few_each, BATCH), turns.rounds, better="higher"
     )
-    report.add("sqlite.claim.batch", "claims/s", found, goal=GOAL, note=f"{BATCH} hosts in one transaction")
+    note = f"{BATCH} hosts in one transaction; bare: the same writes, no thread"
+    report.add("sqlite.claim.batch", "claims/s", found, goal=GOAL, note=note)
+    await _flat(report, "sqlite", (claims.one, of_few.one), many, turns)
     jobs = [(await claims.one())[0].job_id for _ in range(BATCH)]
     bare_jobs = bare.leased(BATCH)
 
@@ -121,45 +165,48 @@ async def _sqlite(report: Report, folder: Path, turns: Turns) -> None:
 
     await _renewals(report, "sqlite", lots, jobs, bare_renew, turns)
     await _classes(report, "sqlite", await sqlite_store(folder / "classes.db", FEW, CLASSES), of_few.one, turns)
+    await _rare(report, "sqlite", await sqlite_store(folder / "rare.db", many, RARE), of_few.one, turns)
     bare.close()
     await few.close()
     await lots.close()
 
 
 async def _postgres(report: Report, server: PostgresServer, turns: Turns) -> None:
-    many = turns.many["postgres"]
-    lots = await postgres_store(server.create_database(), many, 1)
-    bare = await BarePostgres.open(server.create_database(), many, CLIENTS)
-    records = await BarePostgres.open(server.create_database(), FEW * 3, CLIENTS)
-    few = await postgres_store(server.create_database(), FEW, 1)
+    many, each = turns.many["postgres"], turns.claims
+    lots = await postgres_store(server.create_database(), many)
+    bare = await BarePostgres.open(server.create_database(), many, CONNECTIONS, queue_only=True)
+    records = await BarePostgres.open(server.create_database(), min(many, 20 * FEW), CONNECTIONS)
+    few = await postgres_store(server.create_database(), FEW)
     claims, of_few = Claimer(lots, {1: 1}), Claimer(few, {1: 1})
-    each = turns.claims
 
-    found = await interleave(_rate(claims.one, each), _rate(lambda: bare.claim(0), each), turns.rounds)
-    note = f"{many:,} pending, one client; bare: SKIP LOCKED, delete, insert a lease"
-    report.add("postgres.claim", "claims/s", found, goal=GOAL, note=note)
-    found = await interleave(_rate(claims.one, each), _rate(lambda: records.claim_with_records(0), each), turns.rounds)
-    report.add("postgres.claim.records", "claims/s", found, goal=GOAL, note="bare: also job, attempt and event")
-    found = await interleave(
-        _at_once(claims.one, each // 2), _at_once(records.claim_with_records, each // 2), turns.rounds
+    async def compare(case: str, ours: Measure, theirs: Measure, note: str, *, goal: float | None = GOAL) -> None:
+        report.add(case, "claims/s", await interleave(ours, theirs, turns.rounds), goal=goal, note=note)
+
+    few_each = max(2, each // 10)
+    queued, one = _at_once(claims.queued, few_each), _rate(claims.one, each)
+    note = (
+        f"{many:,} pending, {HOSTS} hosts at once; bare: {CONNECTIONS} connections, SKIP LOCKED, delete, insert a lease"
     )
-    report.add("postgres.claim.clients", "claims/s", found, note=f"{CLIENTS} clients at once; bare: with records")
+    await compare("postgres.claim", queued, _at_once(lambda _: bare.claim(), few_each), note)
+    theirs = _at_once(lambda _: records.claim_with_records(), few_each)
+    await compare("postgres.claim.records", queued, theirs, "bare: also job, attempt and event")
+    await compare(
+        "postgres.claim.one", one, _rate(bare.claim, each), "one host; bare: SKIP LOCKED, delete, insert a lease"
+    )
+    theirs = _rate(records.claim_with_records, each)
+    await compare("postgres.claim.one.records", one, theirs, "bare: also job, attempt and event")
     await _flat(report, "postgres", (claims.one, of_few.one), many, turns)
-    batches = max(2, turns.claims // 10)
-    found = await interleave(
-        _rate(claims.batch, batches, BATCH), _rate(lambda: bare.claim(0, BATCH), batches, BATCH), turns.rounds
-    )
+    batch = _rate(claims.batch, few_each, BATCH)
+    theirs = _rate(lambda: bare.claim(BATCH), few_each, BATCH)
     note = f"{BATCH} hosts in one transaction; bare: delete, insert leases"
-    report.add("postgres.claim.batch", "claims/s", found, note=note)
-    found = await interleave(
-        _rate(claims.batch, batches, BATCH),
-        _rate(lambda: records.claim_with_records(0, BATCH), batches, BATCH),
-        turns.rounds,
-    )
-    report.add("postgres.claim.batch.records", "claims/s", found, goal=GOAL, note="bare: also job, attempt and event")
+    await compare("postgres.claim.batch", batch, theirs, note, goal=None)
+    theirs = _rate(lambda: records.claim_with_records(BATCH), few_each, BATCH)
+    await compare("postgres.claim.batch.records", batch, theirs, "bare: also job, attempt and event")
     jobs = [(await claims.one())[0].job_id for _ in range(BATCH)]
     await _renewals(report, "postgres", lots, jobs, lambda: bare.renew(jobs), turns)
     await _classes(report, "postgres", await postgres_store(server.create_database(), FEW, CLASSES), of_few.one, turns)
+    rare = await postgres_store(server.create_database(), min(many, 10**6), RARE)
+    await _rare(report, "postgres", rare, of_few.one, turns)
     await bare.close()
     await records.close()
     await few.close()
@@ -183,8 +230,8 @@ def _at_once(call: Callable[[int], Awaitable[object]], times: int) -> Measure:
 
     async def turn() -> float:
         started_s = perf_counter()
-        await asyncio.gather(*(client(number) for number in range(CLIENTS)))
-        return times * CLIENTS / (perf_counter() - started_s)
+        await asyncio.gather(*(client(number) for number in range(HOSTS)))
+        return times * HOSTS / (perf_counter() - started_s)
 
     return turn
 
@@ -214,7 +261,7 @@ async def _renewals(report: Report, name: str, store: Store, jobs: list[str], ba
     renewals = [Renewal(job_id=job_id, epoch=1) for job_id in jobs]
 
     async def renew() -> None:
-        renewed = await store.renew("host_0", renewals, 45.0, 2.0)
+        renewed = await store.renew("host_0", renewals, LEASE_S, 2.0)
         assert {each.verdict for each in renewed} == {"held"}
 
     found = await interleave(
@@ -224,15 +271,28 @@ async def _renewals(report: Report, name: str, store: Store, jobs: list[str], ba
 
 
 async def _classes(report: Report, name: str, store: Store, plain: Call, turns: Turns) -> None:
-    """A host that may take one class of many, and one that may take all; beside a store with one class."""
+    """A host that may take one class of many, and one that may take all."""
     for case, classes in (("alone", {CLASSES: 1}), ("many", dict.fromkeys(range(1, CLASSES + 1), 1))):
-        taken: tuple[list[float], list[float]] = ([], [])
-        claimer = Claimer(store, classes, f"{case}.")
-        for _ in range(turns.rounds):
-            # The one class has few jobs of the whole.
-            taken[0].extend(await _times_ms(claimer.one, 3))
-            taken[1].extend(await _times_ms(plain, 3))
-        found = Comparison([percentile(taken[0], 50)], [percentile(taken[1], 50)], "lower")
         what = "one class" if case == "alone" else "all classes"
-        report.add(f"{name}.claim.{case}", "ms", found, note=f"median; {what} of {CLASSES}; bare: ours with 1 class")
+        # The one class has few jobs of the whole.
+        found = await _medians(Claimer(store, classes, f"{case}.").one, plain, turns, 3)
+        note = f"median; {what} of {CLASSES}; bare: ours with 1 class"
+        report.add(f"{name}.claim.{case}", "ms", found, note=note)
     await store.close()
+
+
+async def _rare(report: Report, name: str, store: Store, plain: Call, turns: Turns) -> None:
+    """The worst host: without a GPU, while nearly all jobs need one and are ahead of the few it may take."""
+    found = await _medians(Claimer(store, {RARE: 1}).one, plain, turns, 10)
+    note = "median; a host without GPU, 99 of 100 jobs need one; bare: ours with 1 class"
+    report.add(f"{name}.claim.cpu_only", "ms", found, goal=FLAT, note=note)
+    await store.close()
+
+
+async def _medians(ours: Call, plain: Call, turns: Turns, times: int) -> Comparison:
+    """Beside a store with one class and few jobs, call by call: a disk that is busy for a moment is so for both."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(turns.rounds * times):
+        taken[0].extend(await _times_ms(ours, 1))
+        taken[1].extend(await _times_ms(plain, 1))
+    return Comparison([percentile(taken[0], 50)], [percentile(taken[1], 50)], "lower")

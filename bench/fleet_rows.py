@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -20,6 +21,7 @@ from strata.fleet.ports import HostRow, Store
 from strata.fleet.postgres import PostgresStore
 from strata.fleet.rows import encode
 from strata.fleet.sqlite import SqliteStore
+from strata.hub.tables import open_tables
 
 HOSTS: Final = 64
 FILL_S: Final = 3600.0
@@ -27,19 +29,23 @@ _COLUMNS: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
     " orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint"
 )
+RARE: Final = 2
+"""Where there are two classes, every hundredth job is of the second, and of the least priority."""
 _POSTGRES_JOBS: Final = f"""
 INSERT INTO job ({_COLUMNS})
 SELECT 'job1_' || lpad(to_hex(n), 64, '0'),
-  convert_to('{{"model":"m' || (n %% %(classes)s) || '","seed":' || n || '}}', 'UTF8'), (n %% %(classes)s) + 1,
-  'pending', 0, 0, 0, 0, '', '', '', true, false, 0, 'm' || (n %% %(classes)s), '', n %% 3, 'default', 0, 0, 0, ''
-FROM generate_series(1, %(jobs)s) AS n
+  convert_to('{{"model":"m' || c || '","seed":' || n || '}}', 'UTF8'), c + 1, 'pending', 0, 0, 0, 0, '', '', '', true,
+  false, 0, 'm' || c, '', CASE WHEN c = 1 AND %(classes)s = {RARE} THEN -1 ELSE n %% 3 END, 'default', 0, 0, 0, ''
+FROM generate_series(1, %(jobs)s) AS n,
+  LATERAL (SELECT CASE WHEN %(classes)s = {RARE} THEN (n %% 100 = 0)::int ELSE n %% %(classes)s END AS c) AS which
 """
 _SQLITE_JOBS: Final = f"""
-WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < :jobs)
+WITH RECURSIVE numbers (n) AS (SELECT 1 WHERE :jobs UNION ALL SELECT n + 1 FROM numbers WHERE n < :jobs)
 INSERT INTO job ({_COLUMNS})
-SELECT printf('job1_%064x', n), CAST('{{"model":"m' || (n % :classes) || '","seed":' || n || '}}' AS BLOB),
-  (n % :classes) + 1, 'pending', 0, 0.0, 0.0, 0.0, '', '', '', 1, 0, 0, 'm' || (n % :classes), '', n % 3, 'default',
-  0, 0, 0, '' FROM numbers
+SELECT printf('job1_%064x', n), CAST('{{"model":"m' || c || '","seed":' || n || '}}' AS BLOB), c + 1, 'pending', 0, 0.0,
+  0.0, 0.0, '', '', '', 1, 0, 0, 'm' || c, '', CASE WHEN c = 1 AND :classes = {RARE} THEN -1 ELSE n % 3 END, 'default',
+  0, 0, 0, ''
+FROM (SELECT n, CASE WHEN :classes = {RARE} THEN n % 100 = 0 ELSE n % :classes END AS c FROM numbers)
 """
 _READY: Final = "INSERT INTO ready SELECT seq, class_id, priority, 0 FROM job"
 
@@ -56,29 +62,48 @@ async def _hosts(store: Store) -> None:
         await store.register_host(row, "bench")
 
 
-async def sqlite_store(path: Path, jobs: int, classes: int) -> SqliteStore:
+async def fill(database: str, jobs: int) -> None:
+    """The database of a hub, with so many pending jobs of one class."""
+    async with open_tables(database):
+        pass
+    kind, _, path = database.partition(":")
+    if kind == "sqlite":
+        with closing(sqlite3.connect(path)) as db, db:
+            _fill_sqlite(db, jobs, 1)
+        return
+    async with await psycopg.AsyncConnection.connect(database) as connection:
+        await _fill_postgres(connection, jobs, 1)
+    async with await psycopg.AsyncConnection.connect(database, autocommit=True) as connection:
+        await connection.execute("VACUUM ANALYZE")
+
+
+def _fill_sqlite(db: sqlite3.Connection, jobs: int, classes: int) -> None:
+    db.executemany("INSERT OR IGNORE INTO req_class (key, spec) VALUES (?, ?)", _classes(classes))
+    db.execute(_SQLITE_JOBS, {"jobs": jobs, "classes": classes})
+    db.execute(_READY)
+
+
+async def _fill_postgres(connection: Any, jobs: int, classes: int) -> None:
+    for row in _classes(classes):
+        await connection.execute("INSERT INTO req_class (key, spec) VALUES (%s, %s)", row)
+    await connection.execute(_POSTGRES_JOBS, {"jobs": jobs, "classes": classes})
+    await connection.execute(_READY)
+
+
+async def sqlite_store(path: Path, jobs: int, classes: int = 1) -> SqliteStore:
     thread = await SqliteThread.open(path, SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT]))
     store = SqliteStore(thread)
-
-    def fill(db: sqlite3.Connection) -> None:
-        db.executemany("INSERT INTO req_class (key, spec) VALUES (?, ?)", _classes(classes))
-        db.execute(_SQLITE_JOBS, {"jobs": jobs, "classes": classes})
-        db.execute(_READY)
-
-    await thread.write(fill)
+    await thread.write(lambda db: _fill_sqlite(db, jobs, classes))
     await _hosts(store)
     return store
 
 
-async def postgres_store(url: str, jobs: int, classes: int) -> PostgresStore:
-    connections = Connections(url, 8, FILL_S, what="bench")
+async def postgres_store(url: str, jobs: int, classes: int = 1) -> PostgresStore:
+    connections = Connections(url, 8, FILL_S, what="bench", by_index=True)
     async with connections.use() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     async with connections.transaction() as connection:
-        for row in _classes(classes):
-            await connection.execute("INSERT INTO req_class (key, spec) VALUES (%s, %s)", row)
-        await connection.execute(_POSTGRES_JOBS, {"jobs": jobs, "classes": classes})
-        await connection.execute(_READY)
+        await _fill_postgres(connection, jobs, classes)
     async with connections.use() as connection:
         await connection.execute("VACUUM ANALYZE")
     store = PostgresStore(connections)
@@ -100,8 +125,13 @@ class BareSqlite:
 
     @classmethod
     async def open(cls, path: Path, jobs: int) -> Self:
-        await (await sqlite_store(path, jobs, 1)).close()
-        return cls(path)
+        await (await sqlite_store(path, 0)).close()
+        bare = cls(path)
+        # Filled by this very connection, as the stores are: a log that has grown before is cheaper to flush.
+        bare._db.execute("BEGIN")
+        _fill_sqlite(bare._db, jobs, 1)
+        bare._db.execute("COMMIT")
+        return bare
 
     def claim(self, count: int = 1) -> None:
         db = self._db
@@ -109,20 +139,21 @@ class BareSqlite:
         select = "SELECT seq FROM ready WHERE class_id = 1 ORDER BY priority DESC, seq LIMIT ?"
         for (seq,) in db.execute(select, (count,)).fetchall():
             self._number += 1
+            host = f"host_{self._number % HOSTS}"
             db.execute("DELETE FROM ready WHERE seq = ?", (seq,))
             job_id, epoch, _ = db.execute(
-                "UPDATE job SET status = 'claimed', epoch = epoch + 1, host_id = 'host_0' WHERE seq = ?"
+                "UPDATE job SET status = 'claimed', epoch = epoch + 1, host_id = ? WHERE seq = ?"
                 " RETURNING id, epoch, spec",
-                (seq,),
+                (host, seq),
             ).fetchone()
-            db.execute("INSERT INTO lease VALUES (?, 'host_0', ?, 45.0, 0)", (job_id, epoch))
+            db.execute("INSERT INTO lease VALUES (?, ?, ?, 45.0, 0)", (job_id, host, epoch))
             db.execute(
-                "INSERT INTO attempt VALUES (?, ?, 'host_0', ?, 1.0, NULL, NULL, '', '', '', '', '', x'7b7d')",
-                (job_id, epoch, f"c{self._number}"),
+                "INSERT INTO attempt VALUES (?, ?, ?, ?, 1.0, NULL, NULL, '', '', '', '', '', x'7b7d')",
+                (job_id, epoch, host, f"c{self._number}"),
             )
             db.execute(
-                "INSERT INTO event (at, actor, kind, subject, body) VALUES (1.0, 'host:host_0', 'job.claimed', ?, ?)",
-                (job_id, b'{"epoch":1}'),
+                "INSERT INTO event (at, actor, kind, subject, body) VALUES (1.0, ?, 'job.claimed', ?, ?)",
+                (f"host:{host}", job_id, b'{"epoch":1}'),
             )
         db.execute("COMMIT")
 
@@ -145,7 +176,7 @@ _BARE_CLAIM: Final = """
 WITH chosen AS (
   SELECT seq FROM ready WHERE class_id = $1 ORDER BY priority DESC, seq LIMIT {count} FOR UPDATE SKIP LOCKED
 ), gone AS (DELETE FROM ready USING chosen WHERE ready.seq = chosen.seq RETURNING ready.seq)
-INSERT INTO lease SELECT 'job1_' || lpad(to_hex(seq), 64, '0'), $2, 1, 45.0, false FROM gone RETURNING job_id
+INSERT INTO lease SELECT 'job1_' || lpad(to_hex(seq), 64, '0'), 'host_0', 1, 45.0, false FROM gone RETURNING job_id
 """
 _BARE_WRITES: Final = """
 WITH chosen AS (
@@ -153,14 +184,15 @@ WITH chosen AS (
 ), gone AS (
   DELETE FROM ready USING chosen WHERE ready.seq = chosen.seq
 ), moved AS (
-  UPDATE job SET status = 'claimed', epoch = epoch + 1, host_id = $2 FROM chosen WHERE job.seq = chosen.seq
-  RETURNING id, epoch, spec
+  UPDATE job SET status = 'claimed', epoch = epoch + 1, host_id = 'host_' || chosen.seq % {hosts}
+  FROM chosen WHERE job.seq = chosen.seq RETURNING id, epoch, spec, host_id AS host, $2 || chosen.seq AS claim
 ), leased AS (
-  INSERT INTO lease SELECT id, $2, epoch, 45.0, false FROM moved
+  INSERT INTO lease SELECT id, host, epoch, 45.0, false FROM moved
 ), tried AS (
-  INSERT INTO attempt SELECT id, epoch, $2, $3, 1.0, NULL, NULL, '', '', '', '', '', '{{}}' FROM moved
+  INSERT INTO attempt SELECT id, epoch, host, claim, 1.0, NULL, NULL, '', '', '', '', '', '{{}}' FROM moved
 ), told AS (
-  INSERT INTO event (at, actor, kind, subject, body) SELECT 1.0, $2, 'job.claimed', id, '{{}}' FROM moved
+  INSERT INTO event (at, actor, kind, subject, body)
+  SELECT 1.0, 'host:' || host, 'job.claimed', id, '{{"epoch":1}}' FROM moved
 )
 SELECT id, epoch, spec FROM moved
 """
@@ -174,33 +206,41 @@ class BarePostgres:
     """
 
     def __init__(self, connections: list[psycopg.AsyncConnection[Any]]) -> None:
-        self._cursors = [psycopg.AsyncRawCursor(connection) for connection in connections]
         self._connections = connections
+        self._free: asyncio.Queue[Any] = asyncio.Queue()
+        for connection in connections:
+            self._free.put_nowait(psycopg.AsyncRawCursor(connection))
         self._number = 0
 
     @classmethod
-    async def open(cls, url: str, jobs: int, clients: int) -> Self:
-        await (await postgres_store(url, jobs, 1)).close()
-        opened = [await psycopg.AsyncConnection.connect(url, autocommit=True) for _ in range(clients)]
+    async def open(cls, url: str, jobs: int, connections: int, *, queue_only: bool = False) -> Self:
+        """`queue_only` has places in the queue without the jobs they are of, which `claim` does not look at."""
+        await (await postgres_store(url, 0 if queue_only else jobs)).close()
+        opened = [await psycopg.AsyncConnection.connect(url, autocommit=True) for _ in range(connections)]
         for connection in opened:
             await connection.execute("SET synchronous_commit = on")
+        if queue_only:
+            fill = "INSERT INTO ready SELECT n, 1, n % 3, 0 FROM generate_series(1, $1::bigint) AS n"
+            await psycopg.AsyncRawCursor(opened[0]).execute(fill, (jobs,))
+            await opened[0].execute("VACUUM ANALYZE")
         return cls(opened)
 
-    async def claim(self, client: int, count: int = 1) -> None:
-        values = (1, f"host_{client}")
-        await self._cursors[client].execute(_BARE_CLAIM.format(count=count), values, prepare=True, binary=True)
-        await self._cursors[client].fetchall()
+    async def claim(self, count: int = 1) -> None:
+        await self._run(_BARE_CLAIM.format(count=count), (1,))
 
-    async def claim_with_records(self, client: int, count: int = 1) -> None:
-        self._number += 1
-        values = (1, f"host_{client}", f"c{self._number}")
-        await self._cursors[client].execute(_BARE_WRITES.format(count=count), values, prepare=True, binary=True)
-        await self._cursors[client].fetchall()
+    async def claim_with_records(self, count: int = 1) -> None:
+        await self._run(_BARE_WRITES.format(count=count, hosts=HOSTS), (1, "c"))
 
     async def renew(self, jobs: list[str]) -> None:
         self._number += 1
-        update = "UPDATE lease SET expires_at = $1 WHERE job_id = ANY($2::text[]) AND host_id = 'host_0'"
-        await self._cursors[0].execute(update, (float(self._number), jobs), prepare=True, binary=True)
+        update = "UPDATE lease SET expires_at = $1 WHERE job_id = ANY($2::text[]) AND host_id = 'host_0' RETURNING 1"
+        await self._run(update, (float(self._number), jobs))
+
+    async def _run(self, statement: str, values: tuple[Any, ...]) -> None:
+        cursor = await self._free.get()
+        await cursor.execute(statement, values, prepare=True, binary=True)
+        await cursor.fetchall()
+        self._free.put_nowait(cursor)
 
     async def close(self) -> None:
         await asyncio.gather(*(connection.close() for connection in self._connections))

@@ -12,6 +12,11 @@ import msgspec
 from soak import fleet
 from soak.coord import herd, kill, zombie
 from soak.coord.result import Ask, Result, Tell
+from soak.fleet_agent import kill as agent_kill
+from soak.fleet_agent import zombie as agent_zombie
+from soak.fleet_hub import kill as hub_kill
+from soak.fleet_hub import postgres as hub_postgres
+from soak.train import kill as train_kill
 from tests.sim.coord import epochs, lineage
 from tests.sim.register import scenario as register
 
@@ -61,6 +66,8 @@ class Real:
     times: int
     """How many trials, unless told."""
     workers: int
+    own_server: bool = False
+    """Runs on a PostgreSQL that it starts and kills itself."""
 
 
 SIMULATED: Final = {
@@ -75,6 +82,11 @@ REAL: Final = {
     "coordinator-zombie": Real(zombie.run, times=20, workers=50),
     "coordinator-herd": Real(herd.run, times=1, workers=10_000),
     "coordinator-load": Real(herd.run_loaded, times=1, workers=1_000),
+    "fleet-hub-kill": Real(hub_kill.run, times=300, workers=12),
+    "fleet-hub-postgres": Real(hub_postgres.run, times=20, workers=12, own_server=True),
+    "fleet-agent-kill": Real(agent_kill.run, times=300, workers=3),
+    "fleet-agent-zombie": Real(agent_zombie.run, times=100, workers=2),
+    "train-kill": Real(train_kill.run, times=100, workers=3),
 }
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,9 +25,11 @@ def run(campaign: str, times: int | None, workers: int | None, database: Databas
     chosen = REAL[campaign]
     times, workers = times or chosen.times, workers or chosen.workers
     rows = TRIALS.read(record) if record else []
+    more = f' ARGS="--on {database}"' if database != "sqlite" else ""
+    if chosen.own_server:
+        database, more = "postgres", ""
     name = f"{campaign} ({database})"
     first = next_number(rows, name)
-    more = f' ARGS="--on {database}"' if database != "sqlite" else ""
     command = f"make soak CAMPAIGN={campaign} KILLS={times}{more}"
 
     def tell(result: Result) -> None:
@@ -36,11 +38,12 @@ def run(campaign: str, times: int | None, workers: int | None, database: Databas
             today = datetime.now(UTC).date().isoformat()
             figures = f"{result.figures}; {_load()}"
             row = Trials(name, today, command, first, result.times, len(result.problems), figures)
-            TRIALS.write(record, [*rows, row])
+            TRIALS.put(record, row)
 
     folder = Path(tempfile.mkdtemp(prefix="strata-soak-"))
     # Not uvloop: it starts processes by fork, and gRPC in such a child crashed before the child became a coordinator.
-    with _database(database, folder) as url, asyncio.Runner() as runner:
+    needed = nullcontext("") if chosen.own_server else _database(database, folder)
+    with needed as url, asyncio.Runner() as runner:
         ask = Ask(first=first, times=times, workers=workers, database=database, url=url, folder=folder)
         result = runner.run(_run(campaign, ask, tell))
     tell(result)

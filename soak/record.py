@@ -6,6 +6,10 @@ machine that has the committed file.
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
@@ -83,6 +87,15 @@ class Table(Generic[Row]):
         beside.write_text(after, encoding="utf-8")
         beside.replace(path)
 
+    def put(self, path: Path, row: Row) -> None:
+        """Add a row, or replace the one of the same run. Other campaigns may be writing theirs at the same time."""
+        with _only_writer(path):
+            rows = self.read(path)
+            places = [at for at, each in enumerate(rows) if (each.campaign, each.first) == (row.campaign, row.first)]
+            for at in places or [len(rows)]:
+                rows[at : at + 1] = [row]
+            self.write(path, rows)
+
     def _body(self, text: str) -> str:
         _, begun, rest = text.partition(f"{self.begin}\n\n")
         body, ended, _ = rest.partition(f"\n{self.end}")
@@ -93,6 +106,17 @@ class Table(Generic[Row]):
     def _row(self, line: str) -> Row:
         cells = [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
         return msgspec.convert(dict(zip(self._kind.__struct_fields__, cells, strict=True)), self._kind, strict=False)
+
+
+@contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """The folder is locked and not the file, which is replaced."""
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 _NUMBERS: Final = {"first seed", "seeds", "violations", "seeds/s", "first", "times"}

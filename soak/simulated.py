@@ -43,12 +43,12 @@ def run(campaign: str, seeds: int, processes: int, record: Path | None) -> int:
                 click.echo(f"seed {finding.seed}: {finding.problem}\n")
             if record and time.monotonic() - saved_s > SAVE_EVERY_S:
                 saved_s = time.monotonic()
-                RUNS.write(record, [*rows, row()])
+                RUNS.put(record, row())
                 click.echo(
                     f"{done}/{seeds} seeds, {violations} violations, {rate(row().seeds_per_s)} seeds/s", err=True
                 )
     if record:
-        RUNS.write(record, [*rows, row()])
+        RUNS.put(record, row())
     pace = rate(row().seeds_per_s)
     click.echo(f"{campaign}: seeds {first} to {first + seeds - 1}: {violations} violations, {pace} seeds/s")
     return violations

@@ -38,9 +38,11 @@ MAY_CATCH_ALL: Final = {
     "src/strata/base/loop.py",
     "src/strata/cli/main.py",
     "src/strata/database/sqlite.py",
+    "src/strata/fleet/agent/attempt.py",
     "src/strata/fleet/http/root.py",
+    "src/strata/train/api/root.py",
 }
-"""The periodic loop and the outermost handler of each process or thread."""
+"""The periodic loop and the outermost handler of each process, thread or attempt."""
 
 
 @dataclass(frozen=True)

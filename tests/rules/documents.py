@@ -18,15 +18,17 @@ class Line(NamedTuple):
 
 
 def code_lines(file: str, text: str) -> Iterator[Line]:
-    """The lines inside fenced code blocks, a prompt removed and continuation lines joined."""
+    """The lines inside fenced code blocks, a prompt removed, continuation lines joined; of a session, what is typed."""
     fence = None
+    session = False
     pending = ""
     for number, line in enumerate(text.splitlines(), start=1):
         mark = re.match(r"\s*(```+|~~~+)", line)
         if mark and (fence is None or mark[1].startswith(fence)):
             fence = mark[1] if fence is None else None
+            session = fence is not None and line.strip().removeprefix(mark[1]).split()[:1] == ["console"]
             pending = ""
-        elif fence is not None:
+        elif fence is not None and not (session and not pending and not line.startswith("$ ")):
             joined = pending + line.strip().removeprefix("$ ")
             if joined.endswith("\\"):
                 pending = joined[:-1].rstrip() + " "

@@ -1,4 +1,4 @@
-"""What is generated from the coordinator's contract is fresh and runs with every version that we allow."""
+"""What is generated from the contracts of coordinator and training server is fresh and runs with every version that we allow."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from packaging.version import Version
 
 ROOT: Final = Path(__file__).parents[2]
 GENERATED: Final = ROOT / "src" / "strata" / "coord" / "pb"
+TINKER: Final = ROOT / "src" / "strata" / "train" / "wire" / "pb"
 ACCEPTED: Final = ROOT / "proto" / "strata" / "v1" / "coordinator.binpb"
 
 
@@ -51,8 +52,9 @@ def found(pattern: str, file: str) -> str:
 def test_the_generated_files_and_the_accepted_contract_are_fresh(tmp_path: Path) -> None:
     generate(tmp_path / "out", tmp_path / "accepted.binpb")
     fresh = contents(tmp_path / "out" / "strata" / "coord" / "pb")
-    committed = contents(GENERATED)
-    assert len(fresh) == 4
+    fresh |= contents(tmp_path / "out" / "strata" / "train" / "wire" / "pb")
+    committed = contents(GENERATED) | contents(TINKER)
+    assert len(fresh) == 6
     assert [name for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name)] == [], (
         "make proto"
     )
@@ -62,6 +64,6 @@ def test_the_generated_files_and_the_accepted_contract_are_fresh(tmp_path: Path)
 def test_the_lowest_allowed_runtime_runs_the_generated_code() -> None:
     protobuf = Version(found(r"Protobuf Python Version: (\d+)\.(\d+)\.(\d+)", "coordinator_pb2.py"))
     grpc = Version(found(r"GRPC_GENERATED_VERSION = '([\d.]+)'", "coordinator_pb2_grpc.py"))
-    assert {extra: bounds(extra)["protobuf"] for extra in ("worker", "hub")} == {"worker": protobuf, "hub": protobuf}
+    assert {bounds(extra)["protobuf"] for extra in ("worker", "hub", "train")} == {protobuf}
     assert {extra: bounds(extra)["grpcio"] for extra in ("worker", "hub")} == {"worker": grpc, "hub": grpc}
     assert bounds("dev")["grpcio-tools"] == grpc

@@ -98,6 +98,11 @@ def test_only_code_blocks_are_read_and_long_lines_are_joined() -> None:
     assert [line.text for line in code_lines("a.md", text)] == ["strata host drain A", "make check", "strata x"]
 
 
+def test_of_a_session_only_what_is_typed_is_read() -> None:
+    text = "```console\n$ strata up \\\n    --name x\nstrata up: ready\n$ make check\nmake: done\n```\n"
+    assert [line.text for line in code_lines("a.md", text)] == ["strata up --name x", "make check"]
+
+
 def test_a_target_that_the_makefile_lacks_is_found() -> None:
     targets = make_targets(".PHONY: check\nX := 1\ncheck lint: deps\n\truff\nsoak:\n\tpytest\n")
     assert targets == {"check", "lint", "soak"}

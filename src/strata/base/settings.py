@@ -23,7 +23,17 @@ from strata.base.schema import Group, Leaf, Variable, default_of, describe, vari
 from strata.base.secret import Secret, mask_hook
 from strata.base.suggest import suggestion
 
-__all__ = ["Explained", "Origin", "Secret", "Setting", "load", "load_explained", "no_color", "own_environment"]
+__all__ = [
+    "Explained",
+    "Origin",
+    "Secret",
+    "Setting",
+    "load",
+    "load_explained",
+    "no_color",
+    "own_environment",
+    "take_secret",
+]
 
 T = TypeVar("T", bound=msgspec.Struct)
 _Path = tuple[str, ...]
@@ -125,6 +135,12 @@ def no_color(environ: Mapping[str, str] | None = None) -> bool:
 def own_environment() -> Mapping[str, str]:
     """All variables of this process, for one that starts others and decides what those get. Not for settings."""
     return dict(os.environ)  # noqa: TID251 - this is the one place
+
+
+def take_secret(name: str) -> Secret | None:
+    """The secret in this variable, which is gone afterwards: no process that is started from here on inherits it."""
+    text = os.environ.pop(name, "").strip()  # noqa: TID251 - this is the one place
+    return Secret(text) if text else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def agent(ctx: click.Context, /, config: Path | None, **flags: str | None) -> No
     """Run the agent of this host: claim jobs, run them, report.
 
     Every option can stand in FILE or in the environment too (STRATA_AGENT_SLOTS, …). The host has to have joined a hub.
-    SIGTERM stops it in good order, a second one at once.
+    SIGTERM stops it in good order, a second one at once; SIGUSR1 leaves the jobs to the next agent.
     """
     if ctx.invoked_subcommand is not None:
         return

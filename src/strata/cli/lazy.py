@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 class Entry(NamedTuple):
@@ -37,6 +40,14 @@ class LazyGroup(click.Group):
         if not name.startswith("-") and name not in self.table and name not in self.aliases:
             raise click.UsageError(f"there is no command '{name}'{self._nearest(name)}", ctx)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """From the table: completing a name imports no command."""
+        from click.shell_completion import CompletionItem
+
+        names = {**{name: entry.help for name, entry in self.table.items()}, **dict.fromkeys(self.aliases, "")}
+        found = [CompletionItem(name, help=text or None) for name, text in names.items() if name.startswith(incomplete)]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx

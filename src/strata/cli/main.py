@@ -19,10 +19,15 @@ COMMANDS: Final[Mapping[str, Entry]] = {
     "agent": Entry("strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report."),
     "apply": Entry("strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and change those that differ."),
     "artifacts": Entry("strata.cli.fleet.artifacts:artifacts", "List what jobs made, and fetch it."),
+    "backup": Entry("strata.cli.backup:backup", "Copy what a hub cannot do without to the folder TARGET."),
     "cancel": Entry("strata.cli.fleet.control:cancel", "End each JOB."),
+    "completion": Entry("strata.cli.completion:completion", "Print what makes SHELL complete the words of 'strata'."),
     "contexts": Entry("strata.cli.contexts:contexts", "List the hubs you logged in to, or choose the one called NAME."),
     "coordinator": Entry(
         "strata.cli.coordinator:coordinator", "Run the coordinator that keeps the workers of a job together."
+    ),
+    "doctor": Entry(
+        "strata.cli.doctor.command:doctor", "Look for what you would stumble over: here, at the hub, in the agent."
     ),
     "drain": Entry("strata.cli.fleet.control:drain", "Let each HOST finish what it has, and give it nothing more."),
     "gang": Entry("strata.cli.gang:gang", "Show the workers of a job, live if you like, and give them commands."),
@@ -36,6 +41,8 @@ COMMANDS: Final[Mapping[str, Entry]] = {
     "login": Entry("strata.cli.contexts:login", "Choose the hub at URL for all other commands."),
     "logs": Entry("strata.cli.fleet.logs:logs", "Print the log of JOB."),
     "metrics": Entry("strata.cli.fleet.metrics:metrics", "Show the metrics of jobs, side by side or over time."),
+    "move": Entry("strata.cli.backup:move", "Move the database of a hub to TARGET."),
+    "models": Entry("strata.cli.models:models", "Make models that the training server can load."),
     "pause": Entry("strata.cli.fleet.control:pause", "Give each HOST no more jobs until it is resumed."),
     "reload": Entry(
         "strata.cli.fleet.apply:reload", "Apply the manifest that the hub was configured with, as it is now."
@@ -43,13 +50,18 @@ COMMANDS: Final[Mapping[str, Entry]] = {
     "requeue": Entry(
         "strata.cli.fleet.control:requeue", "Let each ended JOB run again, with all its attempts before it."
     ),
+    "restore": Entry("strata.cli.backup:restore", "Make a hub's data out of BACKUP."),
     "resume": Entry("strata.cli.fleet.control:resume", "Let each HOST work again, also out of quarantine."),
+    "revoke": Entry(
+        "strata.cli.fleet.control:revoke", "End the credentials of HOST, which is lost or not trusted any more."
+    ),
     "run": Entry("strata.cli.fleet.run:run", "Run COMMAND in a copy of this folder, somewhere in the fleet."),
+    "serve": Entry("strata.cli.serve:serve", "Run a server that trains a model by API."),
     "show": Entry("strata.cli.fleet.jobs:show", "Show one JOB and its attempts."),
     "status": Entry("strata.cli.fleet.jobs:status", "Show how many jobs and hosts there are, and what failed."),
     "up": Entry("strata.cli.fleet.up:up", "Run a hub and the agent of this machine, all in one."),
     "wait": Entry("strata.cli.fleet.wait:wait", "Wait until every JOB has ended."),
-    "why": Entry("strata.cli.fleet.jobs:why", "Explain why JOB is not running, and what would help."),
+    "why": Entry("strata.cli.fleet.why:why", "Explain why JOB is not running, and what would help."),
     "workers": Entry("strata.cli.fleet.jobs:workers", "List the hosts that train, and what they are."),
 }
 ALIASES: Final[Mapping[str, str]] = {"hosts": "workers", "jobs": "list"}

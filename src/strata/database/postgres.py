@@ -20,14 +20,30 @@ from psycopg.waiting import wait_async
 from strata.base.errors import Code, StrataError
 
 _CONNECT_S: Final = 5
+_LOOK_S: Final = 1.0
+"""How often one who waits for an answer looks up although none came. The driver's own default is to spin."""
+_FEW: Final = 1000
 
 
 class _Connection(psycopg.AsyncConnection[Any]):
     """Does not wait for a server's goodbye: a cancelled call ends now, and its connection with it."""
 
-    async def wait(self, gen: Any, *timing: Any, **named_timing: Any) -> Any:
+    _kept: psycopg.AsyncCursor[Any] | None = None
+
+    async def rows(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """By a cursor that is kept: a new one looks up anew how every type is written and read."""
+        if self._kept is None:
+            self._kept = self.cursor(binary=True)
+        await self._kept.execute(statement, values, prepare=True)
+        rows = await self._kept.fetchall()
+        if len(rows) > _FEW:
+            # It holds on to the last answer.
+            self._kept = None
+        return rows
+
+    async def wait(self, gen: Any, interval: float = _LOOK_S, *limit: Any, **named_limit: Any) -> Any:
         try:
-            return await wait_async(gen, self.pgconn.socket, *timing, **named_timing)
+            return await wait_async(gen, self.pgconn.socket, interval, *limit, **named_limit)
         except asyncio.CancelledError:
             self.pgconn.finish()
             # Left to the garbage collector, what was cut off in its middle would fail where nobody can hear it.
@@ -37,12 +53,17 @@ class _Connection(psycopg.AsyncConnection[Any]):
 
 
 class Connections:
-    """Up to `limit` connections that wait at most `call_s` for an answer; `what` is who asks, for messages."""
+    """Up to `limit` connections that wait at most `call_s` for an answer; `what` is who asks, for messages.
 
-    def __init__(self, url: str, limit: int, call_s: float, *, what: str) -> None:
+    `by_index` is for who asks for single rows of tables that grow: a plan that was made while a table was small, and is
+    kept, would read all of it once it is large.
+    """
+
+    def __init__(self, url: str, limit: int, call_s: float, *, what: str, by_index: bool = False) -> None:
         self._url = url
         self._what = what
         self._call_s = call_s
+        self._by_index = by_index
         self._slots = asyncio.Semaphore(limit)
         self._idle: list[_Connection] = []
         self._closed = False
@@ -51,9 +72,7 @@ class Connections:
         """The rows of one statement, which commits by itself."""
         with self._translated():
             async with self.use() as connection:
-                cursor = connection.cursor(binary=True)
-                await cursor.execute(statement, values, prepare=True)
-                return await cursor.fetchall()
+                return await connection.rows(statement, values)
 
     async def write(self, statement: str, values: Mapping[str, Any]) -> int:
         """How many rows one statement changed; it commits by itself."""
@@ -135,6 +154,9 @@ class Connections:
             # A role or database may have this off by default; a reply before the flush would break the first promise.
             await connection.execute("SET synchronous_commit = on")
             await connection.execute("SET idle_in_transaction_session_timeout = '10s'")
+            if self._by_index:
+                # What has no index is read whole all the same; at that made-up price it would also be compiled first.
+                await connection.execute("SET enable_seqscan = off; SET jit = off")
         except BaseException:
             await connection.close()
             raise

@@ -9,9 +9,8 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
@@ -38,16 +37,14 @@ class Schema(Protocol):
 Run = Callable[[sqlite3.Connection], Any]
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     run: Run
     writes: bool
     alone: bool
     reply: asyncio.Future[Any]
 
 
-@dataclass(frozen=True)
-class _Done:
+class _Done(NamedTuple):
     job: _Job
     result: Any
     error: Exception | None

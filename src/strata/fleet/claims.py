@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.fleet.ports import Claim, Lease, Store
 
 BATCH: Final = 64
@@ -45,6 +46,8 @@ class ClaimQueue:
 
     async def _serve(self) -> None:
         while self._waiting:
+            # A turn of the loop: requests that have arrived together are answered together.
+            await asyncio.sleep(0)
             batch = [(claim, reply) for claim, reply in self._waiting[:BATCH] if not reply.done()]
             del self._waiting[:BATCH]
             if batch:
@@ -54,6 +57,8 @@ class ClaimQueue:
         failure = StrataError(Code.INTERNAL, "the claim was not answered")
         try:
             given = await self._store.claim([claim for claim, _ in batch], self._lease_s, self._now_s())
+            if any(given):
+                failpoint("fleet.claim.committed")
             # Who has gone meanwhile asks again under the same claim_id, and gets the same.
             for (_, reply), leases in zip(batch, given, strict=True):
                 if not reply.done():

@@ -1,7 +1,11 @@
 """Claims in PostgreSQL: a batch of them is one round trip, and hosts that may take the same share one statement.
 
-The lock of a claim's name comes first and in a statement of its own: a retry that overtakes its first try waits for it,
-and the statement after the lock sees what the first try was given.
+A claim is new or was answered before, and `new_claims` says which: under a lock of the claim's name, so that a retry
+that overtakes its first try waits for it, and by a look of its own after the lock, since the statement around it still
+sees the tables as they were when it began. It leaves out hosts that are not active.
+
+What may look up the wrong way is written so that it cannot: a plan made while a table is empty is kept, and would read
+the whole table once it is full.
 """
 
 from __future__ import annotations
@@ -9,8 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from strata.base.failpoint import failpoint
 from strata.database.postgres import Connections
 from strata.fleet.core.fit import fitting
 from strata.fleet.core.job import Event, target
@@ -19,6 +24,8 @@ from strata.fleet.rows import lease_of
 
 _Name = tuple[str, str]
 """Of a claim: its host, and what the host calls it."""
+_Menu = tuple[tuple[int, ...], tuple[float, ...]]
+"""Classes, and since when at the latest a job of each has to wait."""
 
 LOCK: Final = """
 SELECT pg_advisory_xact_lock(key) FROM (
@@ -26,29 +33,44 @@ SELECT pg_advisory_xact_lock(key) FROM (
   FROM unnest(%(hosts)s::text[], %(claims)s::text[]) AS w (host, claim) ORDER BY key
 ) AS ordered
 """
+"""Before several statements of one transaction: whoever asks for the same names takes them in the same order."""
 
-ASKING: Final = """
-  SELECT row_number() OVER (ORDER BY w.n) AS place, w.host, w.claim
-  FROM unnest(%(hosts)s::text[], %(claims)s::text[]) WITH ORDINALITY AS w (host, claim, n)
-  JOIN host ON host.id = w.host AND host.state = 'active'
-  WHERE NOT EXISTS (SELECT FROM attempt WHERE claim_id = w.claim AND host_id = w.host)
+IS_NEW: Final = "SELECT is_new_claim(%(host)s, %(claim)s)"
+NEW: Final = "SELECT place, host, claim FROM new_claims(%(hosts)s::text[], %(claims)s::text[])"
+
+ONE: Final = """
+  SELECT r.seq, 1 AS place, %(host)s::text AS host, %(claim)s::text AS claim FROM ready r JOIN job j USING (seq)
+  WHERE r.class_id = %(class)s AND r.since <= %(latest)s AND ({new})
+  ORDER BY r.priority DESC, r.seq LIMIT 1 FOR UPDATE OF r, j SKIP LOCKED
 """
-"""A host that is not active, or a claim that was answered before, takes nothing."""
+"""A host that takes one job of one class, which is what most of them ask for: without arrays and without sorting."""
+
+SEVERAL: Final = """
+  WITH asking AS MATERIALIZED ({new}), chosen AS MATERIALIZED ({chosen})
+  SELECT chosen.seq, asking.place, asking.host, asking.claim FROM chosen JOIN asking USING (place)
+"""
 
 FIRST: Final = """
     SELECT r.seq, r.priority FROM ready r JOIN job j USING (seq)
     WHERE r.class_id = (%(classes)s::bigint[])[1] AND r.since <= (%(latest)s::float8[])[1]
-    ORDER BY r.priority DESC, r.seq LIMIT {count} FOR UPDATE SKIP LOCKED
+    ORDER BY r.priority DESC, r.seq LIMIT {count} FOR UPDATE OF r, j SKIP LOCKED
 """
 """Of one class: the index is walked until enough are found that nobody else is at."""
 
 BEST: Final = """
     SELECT b.seq, b.priority FROM (
-      SELECT o.seq, o.priority, o.class_id
-      FROM unnest(%(classes)s::bigint[], %(latest)s::float8[]) AS wanted (class_id, latest)
-      CROSS JOIN LATERAL (
+      SELECT o.seq, o.priority, o.class_id FROM (
+        SELECT wanted.class_id, wanted.latest
+        FROM unnest(%(classes)s::bigint[], %(latest)s::float8[]) AS wanted (class_id, latest)
+        CROSS JOIN LATERAL (
+          SELECT r.seq, r.priority FROM ready r
+          WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest
+          ORDER BY r.priority DESC, r.seq LIMIT 1
+        ) AS head
+        ORDER BY head.priority DESC, head.seq LIMIT {spare}
+      ) AS ahead CROSS JOIN LATERAL (
         SELECT r.seq, r.priority, r.class_id FROM ready r
-        WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest
+        WHERE r.class_id = ahead.class_id AND r.since <= ahead.latest
         ORDER BY r.priority DESC, r.seq LIMIT {spare}
       ) AS o
       ORDER BY o.priority DESC, o.seq LIMIT {spare}
@@ -56,7 +78,8 @@ BEST: Final = """
     ORDER BY b.priority DESC, b.seq LIMIT {count} FOR UPDATE OF r, j SKIP LOCKED
 """
 """Of many classes: their heads are compared unlocked, since a claim that locked one job of each class would hide all of
-them from everybody else. The spare ones make up for those that others have locked meanwhile."""
+them from everybody else. The best n jobs are in the n classes with the best heads, so only those are looked into. The
+spare ones make up for those that others have locked meanwhile."""
 
 OFFERED: Final = """
 SELECT r.seq, wanted.slots
@@ -70,19 +93,22 @@ ORDER BY r.priority DESC, r.seq
 """
 """For one claim of several jobs that take different numbers of slots: which of them fit is reckoned by the caller."""
 
+THESE: Final = "SELECT seq, place FROM unnest(%(seqs)s::bigint[]) WITH ORDINALITY AS s (seq, place)"
+
 TAKE: Final = f"""
-WITH asking AS MATERIALIZED ({ASKING}), chosen AS MATERIALIZED ({{chosen}}), given AS MATERIALIZED (
-  SELECT chosen.seq, asking.place, asking.host, asking.claim FROM chosen JOIN asking USING (place)
-), gone AS (
+WITH given AS MATERIALIZED ({{given}}), gone AS (
   DELETE FROM ready USING given WHERE ready.seq = given.seq
 ), moved AS (
   UPDATE job SET status = '{target(Event.CLAIM)}', epoch = epoch + 1, changed_at = %(now)s, host_id = given.host,
-    reason = '', lost = lost + (SELECT count(*) FROM lease WHERE job_id = job.id)
+    reason = '',
+    lost = lost + CASE epoch WHEN 0 THEN 0 ELSE (SELECT count(*) FROM lease WHERE job_id = job.id) END
   FROM given WHERE job.seq = given.seq
   RETURNING id, epoch, spec, checkpoint, trainer, given.place, given.host, given.claim
 ), replaced AS (
   UPDATE attempt SET ended_at = %(now)s, outcome = 'lost', cause = 'host_lost'
-  FROM moved JOIN lease ON lease.job_id = moved.id WHERE attempt.job_id = moved.id AND attempt.epoch = moved.epoch - 1
+  WHERE job_id = ANY (ARRAY(SELECT id FROM moved WHERE moved.epoch > 1))
+    AND epoch = (SELECT moved.epoch - 1 FROM moved WHERE moved.id = attempt.job_id)
+    AND (SELECT count(*) FROM lease WHERE lease.job_id = attempt.job_id) > 0
 ), leased AS (
   INSERT INTO lease SELECT id, host, epoch, %(until)s, false FROM moved
   ON CONFLICT (job_id) DO UPDATE SET host_id = excluded.host_id, epoch = excluded.epoch,
@@ -114,82 +140,106 @@ async def claim(
 ) -> Sequence[Sequence[Lease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     times = {"now": now_s, "until": now_s + lease_s}
-    alike: dict[Any, list[Claim]] = {}
+    alike: dict[_Menu, list[_Name]] = {}
     found: list[tuple[Any, ...]] = []
-    for each in named.values():
-        slots = _slots(each)
-        if len(set(slots.values())) > 1 and each.count > 1:
+    for name, each in named.items():
+        slots = {class_id: takes for class_id, takes in each.classes.items() if takes <= each.slots}
+        if each.count > 1 and len(set(slots.values())) > 1:
             found += await _fit(connections, each, slots, times)
         elif slots:
-            menu = (tuple(slots), tuple(each.held_back.get(class_id, math.inf) for class_id in slots))
-            alike.setdefault(menu, []).append(each)
+            latest = each.held_back.get
+            menu = (tuple(slots), tuple([latest(class_id, math.inf) for class_id in slots]))
+            alike.setdefault(menu, []).extend([name] * _count(each, slots))
     found += await _take(connections, alike, times)
-    answered = {(row[0], row[1]) for row in found}
-    unanswered = [name for name in named if name not in answered]
-    if unanswered:
-        found += await connections.run(GIVEN, _names(unanswered))
     given: dict[_Name, list[Lease]] = {name: [] for name in named}
     for host_id, claim_id, job_id, epoch, *rest in found:
         given[host_id, claim_id].append(lease_of(job_id, epoch, (host_id, *rest)))
+    unanswered = [name for name, leases in given.items() if not leases]
+    if unanswered:
+        for host_id, claim_id, job_id, epoch, *rest in await connections.run(GIVEN, _names(unanswered)):
+            given[host_id, claim_id].append(lease_of(job_id, epoch, (host_id, *rest)))
     return [given[each.host_id, each.claim_id] for each in claims]
 
 
-def _slots(wanted: Claim) -> dict[int, int]:
-    """The classes a job of which fits, and what it takes."""
-    return {class_id: slots for class_id, slots in wanted.classes.items() if slots <= wanted.slots}
-
-
-async def _take(connections: Connections, alike: dict[Any, list[Claim]], times: dict[str, float]) -> list[Any]:
-    if not alike:
-        return []
-    cursors = []
-    everybody = [(each.host_id, each.claim_id) for asking in alike.values() for each in asking]
-    async with connections.pipeline() as connection:
-        await connection.execute(LOCK, _names(everybody), prepare=True)
-        for (classes, latest), asking in alike.items():
-            places = [(each.host_id, each.claim_id) for each in asking for _ in range(_count(each))]
-            values = {"classes": list(classes), "latest": list(latest), **_names(places), **times}
-            take = _statement(len(places), many=len(classes) > 1)
-            cursors.append(await connection.execute(take, values, prepare=True, binary=True))
-    return [row for cursor in cursors for row in await cursor.fetchall()]
-
-
-def _count(wanted: Claim) -> int:
+def _count(wanted: Claim, slots: dict[int, int]) -> int:
     """How many jobs it can take, all of which take the same slots if it asks for more than one."""
-    each = max(1, next(iter(_slots(wanted).values())))
+    if wanted.count == 1:
+        return 1
+    each = max(1, next(iter(slots.values())))
     return max(1, min(wanted.count, wanted.slots // each))
 
 
+async def _take(connections: Connections, alike: dict[_Menu, list[_Name]], times: dict[str, float]) -> list[Any]:
+    asked = [_asked(menu, places, times) for menu, places in alike.items()]
+    if len(asked) == 1:
+        # One statement is written and committed at once: whoever dies in between dies before it.
+        failpoint("fleet.claim.written")
+        return await connections.run(*asked[0])
+    if not asked:
+        return []
+    cursors = []
+    everybody = [name for places in alike.values() for name in places]
+    async with connections.pipeline() as connection:
+        await connection.execute(LOCK, _names(everybody), prepare=True)
+        for statement, values in asked:
+            cursors.append(await connection.execute(statement, values, prepare=True, binary=True))
+        failpoint("fleet.claim.written")
+    return [row for cursor in cursors for row in await cursor.fetchall()]
+
+
+def _asked(menu: _Menu, places: Sequence[_Name], times: dict[str, float]) -> tuple[str, dict[str, Any]]:
+    """The statement for claims that may take the same, each named as often as it may take a job, and its values."""
+    classes, latest = menu
+    if len(places) == len(classes) == 1:
+        ((host, claim),) = places
+        return _statement(1, "one"), {"class": classes[0], "latest": latest[0], "host": host, "claim": claim, **times}
+    values = {"classes": _numbers(classes), "latest": _numbers(latest), **_names(places), **times}
+    return _statement(len(places), "best" if len(classes) > 1 else "first"), values
+
+
 @lru_cache(256)
-def _statement(count: int, *, many: bool) -> str:
+def _statement(count: int, how: Literal["one", "first", "best", "these"]) -> str:
+    if how == "one":
+        return TAKE.format(given=ONE.format(new=IS_NEW))
+    if how == "these":
+        return TAKE.format(given=SEVERAL.format(new=NEW, chosen=THESE))
     # A limit that is a parameter is planned as a tenth of the table: a sort of millions.
-    chosen = (BEST if many else FIRST).format(count=count, spare=2 * count + 16)
-    return TAKE.format(chosen=_placed(chosen))
-
-
-def _placed(chosen: str) -> str:
-    return f"SELECT seq, row_number() OVER (ORDER BY priority DESC, seq) AS place FROM ({chosen}) AS best"
-
-
-THESE: Final = TAKE.format(chosen="SELECT seq, place FROM unnest(%(seqs)s::bigint[]) WITH ORDINALITY AS s (seq, place)")
+    best = (BEST if how == "best" else FIRST).format(count=count, spare=2 * count + 16)
+    placed = f"SELECT seq, row_number() OVER (ORDER BY priority DESC, seq) AS place FROM ({best}) AS best"
+    return TAKE.format(given=SEVERAL.format(new=NEW, chosen=placed))
 
 
 async def _fit(connections: Connections, wanted: Claim, slots: dict[int, int], times: dict[str, float]) -> list[Any]:
     name = [(wanted.host_id, wanted.claim_id)]
     offer = {
-        "classes": list(slots),
-        "slots": list(slots.values()),
-        "latest": [wanted.held_back.get(class_id, math.inf) for class_id in slots],
+        "classes": _numbers(list(slots)),
+        "slots": _numbers(list(slots.values())),
+        "latest": _numbers([wanted.held_back.get(class_id, math.inf) for class_id in slots]),
         "count": wanted.count,
     }
     async with connections.transaction() as connection:
         await connection.execute(LOCK, _names(name))
         offered = await (await connection.execute(OFFERED, offer)).fetchall()
         seqs = fitting(offered, slots=wanted.slots, count=wanted.count)
-        cursor = await connection.execute(THESE, {"seqs": seqs, **_names(name * len(seqs)), **times}, binary=True)
+        values = {"seqs": seqs, **_names(name * len(seqs)), **times}
+        cursor = await connection.execute(_statement(len(seqs), "these"), values, binary=True)
         rows: list[Any] = await cursor.fetchall()
         return rows
 
 
-def _names(names: Sequence[_Name]) -> dict[str, list[str]]:
-    return {"hosts": [host for host, _ in names], "claims": [claim for _, claim in names]}
+def _names(names: Sequence[_Name]) -> dict[str, str]:
+    return {"hosts": _texts([host for host, _ in names]), "claims": _texts([claim for _, claim in names])}
+
+
+# Arrays in the words of PostgreSQL, since the driver takes longer to write them than the database to read them.
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return f"{{{','.join(map(repr, values))}}}"
+
+
+def _texts(values: Sequence[str]) -> str:
+    whole = "\0".join(values)
+    if '"' in whole or "\\" in whole:
+        values = [value.replace("\\", "\\\\").replace('"', '\\"') for value in values]
+    return '{"' + '","'.join(values) + '"}' if values else "{}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from strata.base.errors import StrataError
+from strata.base.failpoint import failpoint
 from strata.database.events import Event as Record
 from strata.database.events import record_postgres
 from strata.fleet import postgres_tables as sql
@@ -65,6 +66,7 @@ async def renew(connection: Connection, host_id: str, renewal: Renewal, lease_s:
             (now_s, job_id, epoch),
         )
         await record(connection, now_s, f"host:{host_id}", "job.started", job_id, epoch=epoch)
+    failpoint("fleet.renew.written")
     return Renewed(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=expires_at_s)
 
 
@@ -101,6 +103,7 @@ async def complete(connection: Connection, hold: Hold, completion: Completion, n
             artifact=completion.artifact,
         )
     await release_dependents(connection, hold.job_id, now_s)
+    failpoint("fleet.complete.written")
     return await read_job(connection, hold.job_id)
 
 
@@ -129,6 +132,7 @@ async def fail(connection: Connection, hold: Hold, failure: Failure, now_s: floa
     ruling = after_failure(failure.cause, job.tally, job.spec.budget, now_s=now_s, chance=chance)
     await _note(connection, hold, error=failure.error, facts=encode(dict(failure.facts)))
     await _rule(connection, hold.job_id, job, ruling, now_s, f"host:{hold.host_id}")
+    failpoint("fleet.fail.written")
     return await read_job(connection, hold.job_id)
 
 
@@ -140,6 +144,7 @@ async def checkpointed(connection: Connection, hold: Hold, artifact: str, now_s:
     await _note(connection, hold, checkpoint=artifact)
     actor = f"host:{hold.host_id}"
     await record(connection, now_s, actor, "job.checkpointed", hold.job_id, epoch=hold.epoch, artifact=artifact)
+    failpoint("fleet.checkpoint.written")
 
 
 async def expire(connection: Connection, job_id: str, now_s: float) -> JobRow | None:
@@ -154,6 +159,7 @@ async def expire(connection: Connection, job_id: str, now_s: float) -> JobRow | 
         return None
     job = held_of(row, leased=True)
     await _rule(connection, job_id, job, after_expiry(job.tally, job.spec.budget, now_s=now_s), now_s, "hub")
+    failpoint("fleet.expire.written")
     return await read_job(connection, job_id)
 
 
@@ -162,6 +168,7 @@ async def cancel(connection: Connection, job_id: str, reason: str, actor: str, n
     if job.status is not Status.CANCELLED:
         ruling = Ruling(event=Event.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
         await _rule(connection, job_id, job, ruling, now_s, actor)
+    failpoint("fleet.cancel.written")
     return await read_job(connection, job_id)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from strata.base.failpoint import failpoint
 from strata.database.events import Event as Record
 from strata.database.events import record_postgres
 from strata.fleet import postgres_tables as sql
@@ -42,6 +43,7 @@ async def apply(connection: Connection, plan: Plan, actor: str, now_s: float, *,
     await record_postgres(connection, told)
     if not plan.empty:
         await record(connection, now_s, actor, "manifest.applied", source, summary=plan.summary())
+    failpoint("fleet.apply.written")
 
 
 async def _await_ends(connection: Connection, needed: set[str]) -> None:

@@ -59,6 +59,26 @@ COMPONENT: Final = Component(
         CREATE TABLE host_beat (host_id text PRIMARY KEY, seen double precision NOT NULL)
           WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05);
         """,
+        """
+        CREATE FUNCTION new_claims(hosts text[], claims text[])
+        RETURNS TABLE (place bigint, host text, claim text) LANGUAGE plpgsql VOLATILE ROWS 64 AS $$
+        BEGIN
+          PERFORM pg_advisory_xact_lock(key) FROM (
+            SELECT DISTINCT hashtextextended(w.h || ' ' || w.c, 7) AS key FROM unnest(hosts, claims) AS w (h, c)
+            ORDER BY key
+          ) AS ordered;
+          RETURN QUERY SELECT row_number() OVER (ORDER BY w.n), w.h, w.c
+            FROM unnest(hosts, claims) WITH ORDINALITY AS w (h, c, n)
+            WHERE (SELECT state FROM host WHERE id = w.h) = 'active'
+              AND (SELECT count(*) FROM attempt WHERE claim_id = w.c AND host_id = w.h) = 0;
+        END $$;
+        CREATE FUNCTION is_new_claim(its_host text, its_claim text) RETURNS boolean LANGUAGE plpgsql VOLATILE AS $$
+        BEGIN
+          PERFORM pg_advisory_xact_lock(hashtextextended(its_host || ' ' || its_claim, 7));
+          RETURN EXISTS (SELECT FROM host WHERE id = its_host AND state = 'active')
+            AND NOT EXISTS (SELECT FROM attempt WHERE claim_id = its_claim AND host_id = its_host);
+        END $$;
+        """,
     ),
 )
 

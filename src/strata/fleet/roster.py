@@ -6,6 +6,7 @@ changed them and every few seconds besides: another hub on the same database may
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -39,30 +40,47 @@ class Roster:
         self._hosts: dict[str, HostRow] = {}
         self._policies: Mapping[str, HostSpec] = {}
         self._served: dict[str, tuple[Profile, int, Mapping[int, int]]] = {}
+        self._profiles: dict[str, tuple[HostRow, Profile]] = {}
         self._read_at_s = float("-inf")
+        self._forgotten = 0
+        self._reading = asyncio.Lock()
 
     def forget(self) -> None:
-        """Read hosts, policies and classes again at the next question."""
+        """Read hosts, policies and classes again at the next question; what is being read now does not count."""
+        self._forgotten += 1
         self._read_at_s = float("-inf")
 
     async def refresh(self, now_s: float) -> None:
         if 0 <= now_s - self._read_at_s < FRESH_S:
             return
+        # Whoever comes meanwhile waits for this one: all hosts of a fleet notice at once that the time is over.
+        async with self._reading:
+            if not 0 <= now_s - self._read_at_s < FRESH_S:
+                await self._read(now_s)
+
+    async def _read(self, now_s: float) -> None:
+        forgotten = self._forgotten
         for row in await self._store.classes(max(self._classes, default=0)):
             self._classes[row.id] = row.requirement
             if row.requirement.needs.prefer_wait_s:
                 self._picky[row.id] = row.requirement
         self._policies = await self._store.policies()
         self._hosts = {host.id: host for host in await self._store.hosts()}
+        self._profiles = {}
         self._served = {host_id: served for host_id, served in self._served.items() if host_id in self._hosts}
-        self._read_at_s = now_s
+        if forgotten == self._forgotten:
+            self._read_at_s = now_s
 
     def hosts(self) -> Sequence[HostRow]:
         return list(self._hosts.values())
 
     def profile(self, host: HostRow) -> Profile:
-        policy = self._policies.get(host.name)
-        return profile(host.capability, policy or HostSpec(name=host.name))
+        known = self._profiles.get(host.id)
+        if known is None or known[0] is not host:
+            policy = self._policies.get(host.name)
+            known = (host, profile(host.capability, policy or HostSpec(name=host.name)))
+            self._profiles[host.id] = known
+        return known[1]
 
     def requirement(self, class_id: int) -> RequirementClass:
         return self._classes[class_id]

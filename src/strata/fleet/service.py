@@ -18,6 +18,7 @@ import msgspec
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import StrataError
+from strata.base.failpoint import failpoint
 from strata.fleet.claims import Changes, ClaimQueue
 from strata.fleet.core.hyper import Schema
 from strata.fleet.core.job import HELD, Cause, Status
@@ -80,6 +81,7 @@ class Fleet:
 
     async def register(self, host: HostRow, actor: str) -> HostRow:
         registered = await self.store.register_host(host, actor)
+        failpoint("fleet.register.committed")
         self._roster.forget()
         self._changes.tell()
         return registered
@@ -116,11 +118,14 @@ class Fleet:
         self.heard(host_id)
         if not renewals:
             return []
-        return await self.store.renew(host_id, renewals, self.settings.stale_after_s, self.now_s())
+        renewed = await self.store.renew(host_id, renewals, self.settings.stale_after_s, self.now_s())
+        failpoint("fleet.renew.committed")
+        return renewed
 
     async def complete(self, hold: Hold, completion: Completion) -> JobRow:
         self.heard(hold.host_id)
         row = await self.store.complete(hold, completion, self.now_s())
+        failpoint("fleet.complete.committed")
         # What came after it may be ready now.
         self._changes.tell()
         return row
@@ -128,6 +133,7 @@ class Fleet:
     async def fail(self, hold: Hold, failure: Failure) -> JobRow:
         self.heard(hold.host_id)
         row = await self.store.fail(hold, failure, self.now_s(), chance=self._chance())
+        failpoint("fleet.fail.committed")
         if failure.cause is Cause.INFRA:
             await self._judge_host(hold.host_id)
         self._changes.tell()
@@ -136,6 +142,7 @@ class Fleet:
     async def checkpointed(self, hold: Hold, artifact: str) -> None:
         self.heard(hold.host_id)
         await self.store.checkpointed(hold, artifact, self.now_s())
+        failpoint("fleet.checkpoint.committed")
 
     def heard(self, host_id: str) -> None:
         """A sign of life: kept in memory and written with all others once a second."""
@@ -162,11 +169,14 @@ class Fleet:
 
     async def apply(self, wanted: Plan, actor: str, *, source: str, declared: bool = True) -> None:
         await self.store.apply(wanted, actor, self.now_s(), source=source, declared=declared)
+        failpoint("fleet.apply.committed")
         self._roster.forget()
         self._changes.tell()
 
     async def cancel(self, job_id: str, reason: str, actor: str) -> JobRow:
-        return await self.store.cancel(job_id, reason, actor, self.now_s())
+        row = await self.store.cancel(job_id, reason, actor, self.now_s())
+        failpoint("fleet.cancel.committed")
+        return row
 
     async def requeue(self, job_id: str, actor: str) -> JobRow:
         row = await self.store.requeue(job_id, actor, self.now_s())
@@ -218,7 +228,8 @@ class Fleet:
     async def tick(self) -> None:
         """Once a second: write who was heard of, end back-offs, and expire leases if the hub has seen enough."""
         now_s = self.now_s()
-        if now_s - self._ticked_at_s > self.settings.stale_after_s / 3:
+        # Late by that much: an interval is no blindness, also where a lease is not much longer than one.
+        if now_s - self._ticked_at_s - TICK_S > self.settings.stale_after_s / 3:
             # Frozen, or without a database: whoever could not renew meanwhile is not to blame.
             _log.warning(
                 "this hub was blind, leases are given a full term", blind_s=round(now_s - self._ticked_at_s, 1)
@@ -226,10 +237,15 @@ class Fleet:
             self._seeing_since_s = now_s
         await self.flush_beats()
         ripened = await self.store.ripen(now_s)
+        if ripened:
+            failpoint("fleet.ripen.committed")
         expired: Sequence[JobRow] = ()
         if may_sweep(now_s=now_s, seeing_since_s=self._seeing_since_s, lease_s=self.settings.stale_after_s):
             expired = await self.store.sweep(now_s)
-        self._ticked_at_s = self.now_s()
+            if expired:
+                failpoint("fleet.sweep.committed")
+        # The beginning: while this tick waited for the database, so did everybody who wanted to renew.
+        self._ticked_at_s = now_s
         if ripened or expired:
             self._changes.tell()
 

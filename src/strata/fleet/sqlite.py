@@ -11,8 +11,8 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.sqlite import SqliteThread
+from strata.fleet import sqlite_claims, sqlite_plan
 from strata.fleet import sqlite_leases as leases
-from strata.fleet import sqlite_plan
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.plan import Plan, Present
@@ -101,12 +101,10 @@ class SqliteStore:
         await self._thread.write(lambda db: _beat(db, seen))
 
     async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[Lease]]:
-        return await self._thread.write(lambda db: [leases.claim(db, each, lease_s, now_s) for each in claims])
+        return await self._thread.write(lambda db: sqlite_claims.claim(db, claims, lease_s, now_s))
 
     async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
-        return await self._thread.write(
-            lambda db: [leases.renew(db, host_id, each, lease_s, now_s) for each in renewals]
-        )
+        return await self._thread.write(lambda db: leases.renew(db, host_id, renewals, lease_s, now_s))
 
     async def complete(self, hold: Hold, completion: Completion, now_s: float) -> JobRow:
         done = await self._thread.write(lambda db: leases.complete(db, hold, completion, now_s))

@@ -6,26 +6,28 @@ transaction with others.
 
 from __future__ import annotations
 
-import math
 import sqlite3
+from collections.abc import Sequence
 from typing import Any, Final
 
 from strata.base.errors import StrataError
+from strata.base.failpoint import failpoint
 from strata.database.events import Event as Record
 from strata.database.events import record_sqlite
-from strata.fleet.core.fit import fitting
 from strata.fleet.core.hold import ALIVE, Standing, already_ended, stale, unknown_job
-from strata.fleet.core.job import Cause, Event, Status, advance, target
+from strata.fleet.core.job import Cause, Event, Status, advance
 from strata.fleet.core.lease import Ruling, after_expiry, after_failure
-from strata.fleet.ports import Claim, Completion, Failure, Hold, JobRow, Lease, Renewal, Renewed
-from strata.fleet.rows import HELD, Held, counted, encode, held_of, lease_of
+from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
+from strata.fleet.rows import HELD, Held, counted, encode, held_of
 from strata.fleet.sqlite_tables import read_job
 
-_CLAIMED: Final = target(Event.CLAIM)
-GIVEN: Final = """
-SELECT a.job_id, a.epoch FROM attempt a JOIN job j ON j.id = a.job_id WHERE a.host_id = ? AND a.claim_id = ?
-ORDER BY j.priority DESC, j.seq
+EXTENDED: Final = """
+SELECT l.job_id, l.epoch, j.status
+FROM (SELECT json_extract(value, '$[0]') AS job_id, json_extract(value, '$[1]') AS epoch FROM json_each(?)) AS w
+CROSS JOIN lease AS l ON l.job_id = w.job_id AND l.epoch = w.epoch JOIN job AS j ON j.id = l.job_id
+WHERE l.host_id = ? AND NOT l.expired
 """
+"""What is held and not expired."""
 
 
 def _load(db: sqlite3.Connection, job_id: str) -> Held | None:
@@ -42,68 +44,30 @@ def _need(db: sqlite3.Connection, job_id: str) -> Held:
     return job
 
 
-def claim(db: sqlite3.Connection, wanted: Claim, lease_s: float, now_s: float) -> list[Lease]:
-    given = db.execute(GIVEN, (wanted.host_id, wanted.claim_id)).fetchall()
-    if given:
-        return [lease for job_id, epoch in given if (lease := _lease(db, job_id, epoch)) is not None]
-    state = db.execute("SELECT state FROM host WHERE id = ?", (wanted.host_id,)).fetchone()
-    if state != ("active",):
-        return []
-    return [_take(db, seq, wanted, lease_s, now_s) for seq in _choose(db, wanted)]
+def renew(
+    db: sqlite3.Connection, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float
+) -> list[Renewed]:
+    """Most renewals only put off the end of what is held: those are found and extended all at once."""
+    asked = encode([(each.job_id, each.epoch) for each in renewals])
+    statuses = {(job_id, epoch): Status(status) for job_id, epoch, status in db.execute(EXTENDED, (asked, host_id))}
+    until_s = now_s + lease_s
+    results: list[Renewed] = []
+    extended: list[tuple[float, str, int, str]] = []
+    for each in renewals:
+        job_id, epoch = each.job_id, each.epoch
+        status = statuses.get((job_id, epoch))
+        if status is None or (each.running and status is Status.CLAIMED):
+            results.append(_renew_one(db, host_id, each, lease_s, now_s))
+        else:
+            extended.append((until_s, job_id, epoch, host_id))
+            results.append(Renewed(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=until_s))
+    update = "UPDATE lease SET expires_at = ? WHERE job_id = ? AND epoch = ? AND host_id = ? AND NOT expired"
+    db.executemany(update, extended)
+    failpoint("fleet.renew.written")
+    return results
 
 
-def _choose(db: sqlite3.Connection, wanted: Claim) -> list[int]:
-    """The best waiting jobs of these classes that fit: each class offers its first few, the best of all are taken."""
-    offers: list[tuple[int, int, int]] = []
-    for class_id, slots in wanted.classes.items():
-        if slots <= wanted.slots:
-            rows = db.execute(
-                "SELECT -priority, seq FROM ready WHERE class_id = ? AND since <= ?"
-                " ORDER BY priority DESC, seq LIMIT ?",
-                (class_id, wanted.held_back.get(class_id, math.inf), wanted.count),
-            )
-            offers += [(order, seq, slots) for order, seq in rows]
-    return fitting(((seq, slots) for _, seq, slots in sorted(offers)), slots=wanted.slots, count=wanted.count)
-
-
-def _take(db: sqlite3.Connection, seq: int, wanted: Claim, lease_s: float, now_s: float) -> Lease:
-    db.execute("DELETE FROM ready WHERE seq = ?", (seq,))
-    # Nothing is looked up inside RETURNING: SQLite reads whole tables there.
-    job_id, epoch, spec, checkpoint, trainer_name = db.execute(
-        "UPDATE job SET status = ?, epoch = epoch + 1, changed_at = ?, host_id = ?, reason = '' WHERE seq = ?"
-        " RETURNING id, epoch, spec, checkpoint, trainer",
-        (_CLAIMED, now_s, wanted.host_id, seq),
-    ).fetchone()
-    (trainer,) = db.execute("SELECT spec FROM trainer WHERE name = ?", (trainer_name,)).fetchone() or (None,)
-    expires_at_s = now_s + lease_s
-    replaced = db.execute(
-        "UPDATE lease SET host_id = ?, epoch = ?, expires_at = ?, expired = 0 WHERE job_id = ?",
-        (wanted.host_id, epoch, expires_at_s, job_id),
-    )
-    if replaced.rowcount:
-        # The host that let its lease run out is replaced from here on: this is the moment its attempt is over.
-        _end_attempt(db, job_id, epoch - 1, now_s, "lost", Cause.HOST_LOST)
-        _count(db, job_id, Cause.HOST_LOST)
-    else:
-        db.execute("INSERT INTO lease VALUES (?, ?, ?, ?, 0)", (job_id, wanted.host_id, epoch, expires_at_s))
-    db.execute(
-        "INSERT INTO attempt VALUES (?, ?, ?, ?, ?, NULL, NULL, '', '', '', '', '', x'7b7d')",
-        (job_id, epoch, wanted.host_id, wanted.claim_id, now_s),
-    )
-    record(db, now_s, f"host:{wanted.host_id}", "job.claimed", job_id, epoch=epoch)
-    return lease_of(job_id, epoch, (wanted.host_id, expires_at_s, spec, checkpoint, trainer))
-
-
-def _lease(db: sqlite3.Connection, job_id: str, epoch: int) -> Lease | None:
-    row = db.execute(
-        "SELECT l.host_id, l.expires_at, j.spec, j.checkpoint, t.spec FROM lease l JOIN job j ON j.id = l.job_id"
-        " LEFT JOIN trainer t ON t.name = j.trainer WHERE l.job_id = ? AND l.epoch = ?",
-        (job_id, epoch),
-    ).fetchone()
-    return None if row is None else lease_of(job_id, epoch, row)
-
-
-def renew(db: sqlite3.Connection, host_id: str, renewal: Renewal, lease_s: float, now_s: float) -> Renewed:
+def _renew_one(db: sqlite3.Connection, host_id: str, renewal: Renewal, lease_s: float, now_s: float) -> Renewed:
     job_id, epoch = renewal.job_id, renewal.epoch
     job = _load(db, job_id)
     if job is None:
@@ -149,6 +113,7 @@ def complete(db: sqlite3.Connection, hold: Hold, completion: Completion, now_s: 
     record(
         db, now_s, f"host:{hold.host_id}", "job.completed", hold.job_id, epoch=hold.epoch, artifact=completion.artifact
     )
+    failpoint("fleet.complete.written")
     return read_job(db, hold.job_id)
 
 
@@ -177,6 +142,7 @@ def fail(db: sqlite3.Connection, hold: Hold, failure: Failure, now_s: float, cha
     ruling = after_failure(failure.cause, job.tally, job.spec.budget, now_s=now_s, chance=chance)
     _note(db, hold, error=failure.error, facts=encode(dict(failure.facts)))
     _rule(db, hold.job_id, job, ruling, now_s, f"host:{hold.host_id}")
+    failpoint("fleet.fail.written")
     return read_job(db, hold.job_id)
 
 
@@ -187,11 +153,13 @@ def checkpointed(db: sqlite3.Connection, hold: Hold, artifact: str, now_s: float
     db.execute("UPDATE job SET checkpoint = ? WHERE seq = ?", (artifact, job.seq))
     _note(db, hold, checkpoint=artifact)
     record(db, now_s, f"host:{hold.host_id}", "job.checkpointed", hold.job_id, epoch=hold.epoch, artifact=artifact)
+    failpoint("fleet.checkpoint.written")
 
 
 def expire(db: sqlite3.Connection, job_id: str, now_s: float) -> JobRow:
     job = _need(db, job_id)
     _rule(db, job_id, job, after_expiry(job.tally, job.spec.budget, now_s=now_s), now_s, "hub")
+    failpoint("fleet.expire.written")
     return read_job(db, job_id)
 
 
@@ -201,6 +169,7 @@ def cancel(db: sqlite3.Connection, job_id: str, reason: str, actor: str, now_s: 
         return read_job(db, job_id)
     ruling = Ruling(event=Event.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
     _rule(db, job_id, job, ruling, now_s, actor)
+    failpoint("fleet.cancel.written")
     return read_job(db, job_id)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Mapping
 
+from strata.base.failpoint import failpoint
 from strata.fleet.core.hold import outdated_plan
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import JobSpec
@@ -33,6 +34,7 @@ def apply(db: sqlite3.Connection, plan: Plan, actor: str, now_s: float, *, sourc
     db.executemany("DELETE FROM policy WHERE host = ?", ((name,) for name in plan.released_hosts))
     if not plan.empty:
         record(db, now_s, actor, "manifest.applied", source, summary=plan.summary())
+    failpoint("fleet.apply.written")
 
 
 def _classes(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:

@@ -57,6 +57,10 @@ COMPONENT: Final = Component(
         ) WITHOUT ROWID, STRICT;
         CREATE TABLE host_beat (host_id TEXT PRIMARY KEY, seen REAL NOT NULL) WITHOUT ROWID, STRICT;
         """,
+        """
+        DROP INDEX attempt_host;
+        CREATE INDEX attempt_host ON attempt (host_id, ended_at) WHERE ended_at IS NOT NULL;
+        """,
     ),
 )
 

@@ -534,6 +534,18 @@ class Key(Reply, frozen=True, kw_only=True):
     revoked_at_s: float | None = None
 
 
+class Caller(Reply, frozen=True, kw_only=True):
+    """Who the hub takes the caller for."""
+
+    kind: Literal["key", "host", "operator"]
+    id: str = ""
+    name: str = ""
+    role: RoleName | None = None
+    """None: a host."""
+    expires_at_s: float | None = None
+    """Of the key, or of the host's certificate; None: it does not."""
+
+
 class KeyReply(Reply, frozen=True, kw_only=True):
     key: Key
     secret: str

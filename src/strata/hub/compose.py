@@ -44,6 +44,8 @@ TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
 class Loop:
     interval_s: float
     run_once: RunOnce
+    max_backoff_s: float = 60.0
+    """The longest pause after failures: short for what everybody waits for once the database is back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +112,8 @@ def _loops(settings: HubSettings, site: Site, tables: Tables, tls: ServerTls | N
             tls.renew(site.clock.wall_s())
 
     loops = [
-        Loop(interval_s=TICK_S, run_once=site.fleet.tick),
-        Loop(interval_s=GAP_S, run_once=site.feed.run_once),
+        Loop(interval_s=TICK_S, run_once=site.fleet.tick, max_backoff_s=TICK_S),
+        Loop(interval_s=GAP_S, run_once=site.feed.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=HOUR_S, run_once=collect_garbage),
         Loop(interval_s=HOUR_S, run_once=scrub_some),
         Loop(interval_s=HOUR_S, run_once=renew_certificate),

@@ -51,7 +51,10 @@ async def _serve(settings: HubSettings, clock: Clock, announce: Callable[[str], 
 async def serve(hub: Hub, settings: HubSettings, clock: Clock, listener: socket.socket, stop: asyncio.Event) -> None:
     """Answer on this socket until `stop`, then let the requests finish that are under way."""
     server = HttpServer(_config(hub, settings))
-    looping = [asyncio.create_task(every(each.interval_s, each.run_once, clock=clock)) for each in hub.loops]
+    looping = [
+        asyncio.create_task(every(each.interval_s, each.run_once, clock=clock, max_backoff_s=each.max_backoff_s))
+        for each in hub.loops
+    ]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from strata.base.errors import Code, StrataError
 from strata.database import events
-from strata.database.migrations import SqliteComponents, upgrade_postgres
+from strata.database.migrations import Component, SqliteComponents, seal_of, upgrade_postgres
 from strata.database.sqlite import SqliteThread
 from strata.fleet import sqlite_tables
 from strata.fleet.artifacts import tables as artifact_tables
 from strata.fleet.artifacts.ports import Index
 from strata.fleet.artifacts.sqlite import SqliteIndex
+from strata.fleet.backup import backup_sqlite
 from strata.fleet.ports import Store
 from strata.fleet.sqlite import SqliteStore
 from strata.hub import records
 from strata.identity import sqlite as identity_sqlite
 from strata.identity.ports import IdentityStore
 
+if TYPE_CHECKING:
+    from strata.database.postgres import Connections
+
 CONNECTIONS: Final = 16
 CALL_S: Final = 5.0
+UPKEEP_S: Final = 3600.0
+"""How long one statement of an upkeep may take: moving and fencing touch every row."""
+SQLITE: Final = (
+    events.SQLITE,
+    identity_sqlite.COMPONENT,
+    sqlite_tables.COMPONENT,
+    artifact_tables.SQLITE,
+    records.SQLITE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +48,14 @@ class Tables:
     index: Index
     records: records.Records
     newest_event: Callable[[], Awaitable[str]]
+    copy: Callable[[Path, float], Awaitable[int]] | None = None
+    """Copies the database into a new file; PostgreSQL has tools of its own."""
 
 
 @asynccontextmanager
 async def open_tables(database: str) -> AsyncIterator[Tables]:
     scheme, separator, rest = database.partition(":")
-    if scheme in ("postgresql", "postgres") and separator:
+    if is_postgres(database):
         async with _open_postgres(database) as tables:
             yield tables
     elif "://" in database or not database:
@@ -55,10 +71,7 @@ async def open_tables(database: str) -> AsyncIterator[Tables]:
 
 @asynccontextmanager
 async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
-    components = SqliteComponents(
-        [events.SQLITE, identity_sqlite.COMPONENT, sqlite_tables.COMPONENT, artifact_tables.SQLITE, records.SQLITE]
-    )
-    thread = await SqliteThread.open(path, components)
+    thread = await SqliteThread.open(path, SqliteComponents(SQLITE))
     try:
         yield Tables(
             fleet=SqliteStore(thread),
@@ -66,6 +79,7 @@ async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
             index=SqliteIndex(thread),
             records=records.SqliteRecords(thread),
             newest_event=partial(events.newest_sqlite, thread),
+            copy=partial(backup_sqlite, thread),
         )
     finally:
         await thread.close()
@@ -75,23 +89,15 @@ async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
 async def _open_postgres(url: str) -> AsyncIterator[Tables]:
     # The driver is an extra of its own: a hub on SQLite does without.
     from strata.database.postgres import Connections, check_durable
-    from strata.fleet import postgres_tables
     from strata.fleet.artifacts.postgres import PostgresIndex
     from strata.fleet.postgres import PostgresStore
     from strata.identity import postgres as identity_postgres
 
-    connections = Connections(url, CONNECTIONS, CALL_S, what="hub")
-    components = [
-        events.POSTGRES,
-        identity_postgres.COMPONENT,
-        postgres_tables.COMPONENT,
-        artifact_tables.POSTGRES,
-        records.POSTGRES,
-    ]
+    connections = Connections(url, CONNECTIONS, CALL_S, what="hub", by_index=True)
     try:
         async with connections.transaction() as connection:
             await check_durable(connection)
-            await upgrade_postgres(connection, components)
+            await upgrade_postgres(connection, postgres_components())
         yield Tables(
             fleet=PostgresStore(connections),
             identity=identity_postgres.PostgresIdentity(connections),
@@ -101,3 +107,81 @@ async def _open_postgres(url: str) -> AsyncIterator[Tables]:
         )
     finally:
         await connections.close()
+
+
+def is_postgres(database: str) -> bool:
+    scheme, separator, _ = database.partition(":")
+    return scheme in ("postgresql", "postgres") and bool(separator)
+
+
+def postgres_components() -> Sequence[Component]:
+    from strata.fleet import postgres_tables
+    from strata.identity import postgres as identity_postgres
+
+    return (
+        events.POSTGRES,
+        identity_postgres.COMPONENT,
+        postgres_tables.COMPONENT,
+        artifact_tables.POSTGRES,
+        records.POSTGRES,
+    )
+
+
+@asynccontextmanager
+async def postgres_connections(url: str, *, call_s: float = UPKEEP_S) -> AsyncIterator[Connections]:
+    """For whoever is no hub: to look, to fence, to move."""
+    from strata.database.postgres import Connections
+
+    connections = Connections(url, 2, call_s, what="upkeep")
+    try:
+        yield connections
+    finally:
+        await connections.close()
+
+
+async def upgrade_existing(connections: Connections) -> None:
+    """Bring the tables up to date; NOT_FOUND if there are none."""
+    async with connections.transaction() as connection:
+        await upgrade_postgres(connection, postgres_components(), create=False)
+
+
+class Untouched:
+    """A SQLite file that is read as it is: of whatever version, and it stays that."""
+
+    what = "database"
+
+    def recognise(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
+        del create
+        if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'strata_schema'").fetchone():
+            raise StrataError(Code.CONFLICT, f"{path} is not a database of Strata")
+        sealed = seal_of(db)
+        if sealed is not None:
+            raise StrataError(Code.CONFLICT, f"{path} is not to be served from: {sealed}")
+
+    def upgrade(self, db: sqlite3.Connection) -> None:
+        """Nothing."""
+
+
+_VERSIONS: Final = "SELECT component, version FROM strata_schema"
+
+
+async def sqlite_versions(path: Path) -> Mapping[str, int]:
+    """Of each component, as it is; CONFLICT while a hub uses the file.
+
+    Opened as a hub opens it: a reader of another kind would leave files of its own beside it.
+    """
+    thread = await SqliteThread.open(path, Untouched(), create=False)
+    try:
+        return dict(await thread.read(lambda db: db.execute(_VERSIONS).fetchall()))
+    finally:
+        await thread.close()
+
+
+async def postgres_versions(url: str) -> Mapping[str, int]:
+    async with postgres_connections(url, call_s=CALL_S) as connections:
+        return dict(await connections.run(_VERSIONS, {}))
+
+
+def due(versions: Mapping[str, int], components: Sequence[Component]) -> list[str]:
+    """What the next start of a hub would upgrade; UNSUPPORTED if the tables are newer than this version."""
+    return [each.name for each in components if each.due(versions.get(each.name, 0))]

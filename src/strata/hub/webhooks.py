@@ -21,6 +21,7 @@ import msgspec
 from strata import __version__
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.base.secret import Secret
 from strata.database.events import Recorded
 from strata.fleet import wire
@@ -61,6 +62,7 @@ class Courier:
             for recorded in page:
                 if self._wanted(recorded.event.kind):
                     await self._deliver(recorded)
+                    failpoint("hub.webhook.delivered")
                     await self._records.put_cursor(self._name, recorded.cursor)
             cursor = page[-1].cursor
             await self._records.put_cursor(self._name, cursor)

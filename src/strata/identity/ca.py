@@ -69,13 +69,14 @@ class Authority:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             # One file first and alone decides who made the authority; the certificate is derived from what it holds.
             _write_once(key, made.key_pem() + made.certificate_pem, mode=0o600)
-        found = cls._read(key)
+        found = cls.read(key)
         if not certificate.exists():
             _write_once(certificate, found.certificate_pem, mode=0o644)
         return found
 
     @classmethod
-    def _read(cls, path: Path) -> Authority:
+    def read(cls, path: Path) -> Authority:
+        """From its key file, which nobody else may be able to read."""
         if os.name == "posix" and path.stat().st_mode & 0o077:
             raise StrataError(
                 Code.INVALID, f"the authority's key {path} can be read by others", hint=f"chmod 600 {path}"
@@ -98,6 +99,11 @@ class Authority:
     def pin(self) -> str:
         """SHA-256 of the certificate: what a join token carries."""
         return pin_of(self.certificate_pem)
+
+    @property
+    def until_s(self) -> float:
+        """When the certificate runs out, and all that it signed with it."""
+        return self._certificate.not_valid_after_utc.timestamp()
 
     def key_pem(self) -> bytes:
         return private_pem(self._key)

@@ -14,9 +14,9 @@ class Role(IntEnum):
     VIEWER = 1
     """Reads jobs, hosts, logs and artifacts."""
     RESEARCHER = 2
-    """Submits and cancels jobs, trains models through a training server."""
+    """Submits jobs and sources, trains models through a training server."""
     OPERATOR = 3
-    """Applies manifests, invites, drains and revokes hosts."""
+    """Applies manifests, cancels and requeues jobs, invites, drains and revokes hosts."""
     ADMIN = 4
     """Makes and revokes keys."""
 

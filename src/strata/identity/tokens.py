@@ -76,7 +76,5 @@ def read_join_token(text: str) -> JoinToken:
     found = _JOIN.fullmatch(text.strip())
     if found is None:
         # The text itself stays out of the message: it may be a real token with one character missing.
-        raise StrataError(
-            Code.INVALID, "this is not a join token", hint="copy the whole line that `strata invite` printed"
-        )
+        raise StrataError(Code.INVALID, "this is not a join token", hint="copy all that `strata invite` printed")
     return JoinToken(found[1], found[2], Secret(found[3]))

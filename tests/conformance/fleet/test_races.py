@@ -36,6 +36,39 @@ async def test_claims_of_one_batch_are_answered_in_their_order(store: Store) -> 
     assert (first.spec.model, second.spec.model) == ("high", "low")
 
 
+async def test_a_claim_may_be_called_anything(store: Store) -> None:
+    names = ['a"b', "c\\d", "{e,f}", "g'h", "ü \u2028", "", "NULL"]
+    await add_host(store)
+    await add(store, *(job("m", seed=n) for n in range(len(names))))
+    classes = await all_classes(store)
+    claims = [Claim(host_id="host_a", claim_id=name, classes=classes, slots=1) for name in names]
+    first = await store.claim(claims, LEASE_S, 0.0)
+    assert len({lease.job_id for (lease,) in first}) == len(names)
+    assert [list(each) for each in await store.claim(claims, LEASE_S, 1.0)] == [list(each) for each in first]
+
+
+async def test_a_batch_of_hosts_with_different_menus_gives_each_the_best_it_may_take(store: Store) -> None:
+    for host in ("host_a", "host_b", "host_c"):
+        await add_host(store, host)
+    await add(store, *(job(model, seed=n, priority=n) for model in ("x", "y", "z") for n in range(3)))
+    classes = sorted(await all_classes(store))
+    menus = {"host_a": classes, "host_b": classes[:1], "host_c": classes[:2]}
+    claims = [
+        Claim(host_id=host, claim_id=f"c{n}", classes=dict.fromkeys(menu, 1), slots=1)
+        for n in range(3)
+        for host, menu in menus.items()
+    ]
+    given = await store.claim(claims, LEASE_S, 0.0)
+    assert len({lease.job_id for leases in given for lease in leases}) == sum(len(leases) for leases in given)
+    assert (await store.counts()).ready == 9 - sum(len(leases) for leases in given)
+    firsts = [leases[0].spec.priority for leases in given[:3] if leases]
+    assert max(firsts) == 2
+    for wanted, leases in zip(claims, given, strict=True):
+        for lease in leases:
+            assert lease.host_id == wanted.host_id
+            assert (await store.job(lease.job_id)).class_id in wanted.classes
+
+
 async def test_a_job_that_does_not_fit_lets_a_smaller_one_pass(store: Store) -> None:
     await add_host(store)
     big = [job("big", needs=needs(slots=3), priority=1, seed=n) for n in range(2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from soak.__main__ import RECORD
@@ -42,6 +43,14 @@ def run(first: int, seeds: int, campaign: str = "register") -> Run:
 
 def trials(first: int, times: int, figures: str = "first answer 0.5 / 0.9 / 1.1 s") -> Trials:
     return Trials("coordinator-kill (sqlite)", "2026-01-02", "make soak KILLS=5", first, times, 1, figures)
+
+
+def test_a_campaign_that_goes_on_keeps_what_another_one_has_written_meanwhile(path: Path) -> None:
+    TRIALS.put(path, trials(0, 3))
+    other = msgspec.structs.replace(trials(0, 1), campaign="another")
+    TRIALS.put(path, other)
+    TRIALS.put(path, trials(0, 5))
+    assert TRIALS.read(path) == [trials(0, 5), other]
 
 
 def test_what_is_written_is_read_again_and_the_prose_stays(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,10 +42,18 @@ def test_a_pin_that_nobody_compared_or_that_differs_is_refused(
     assert "another pin" in done.err
 
 
+def a_token(operator: Person, name: str = "token") -> Path:
+    """A join token in a file that only its owner can read."""
+    path = operator.home / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(operator.says("invite").out)
+    return path
+
+
 def test_a_machine_joins_once_and_leaves_once_however_often_it_is_told(operator: Person, secure: Process) -> None:
     state = operator.home / "agent"
-    made = operator.says("invite", "-o", "json").value
-    join = ("join", secure.url, made["token"], "--name", "bench", "--state", str(state))
+    join = ("join", secure.url, "--token-file", str(a_token(operator)), "--name", "bench", "--state", str(state))
     first = operator.says(*join)
     assert first.status == Exit.OK, first.err
     assert "this machine is the host bench of" in first.err
@@ -62,13 +71,46 @@ def test_a_machine_joins_once_and_leaves_once_however_often_it_is_told(operator:
 
 
 def test_a_token_for_another_hub_is_not_sent(operator: Person, secure: Process) -> None:
-    token = str(operator.says("invite", "-o", "json").value["token"])
+    file = a_token(operator)
+    token = file.read_text()
     version, pin, *rest = token.split(".")
-    other = ".".join([version, "f" * len(pin), *rest])
-    done = operator.says("join", secure.url, other, "--state", str(operator.home / "agent"))
-    assert done.status == Exit.AUTH
+    file.write_text(".".join([version, "f" * len(pin), *rest]))
+    join = ("join", secure.url, "--token-file", str(file), "--state", str(operator.home / "agent"))
+    assert operator.says(*join).status == Exit.AUTH
     assert not (operator.home / "agent" / "identity").exists()
-    assert operator.says("join", secure.url, token, "--state", str(operator.home / "agent")).status == Exit.OK
+    file.write_text(token)
+    assert operator.says(*join).status == Exit.OK
+
+
+def test_a_token_on_the_command_line_is_refused_unread_and_unrepeated(operator: Person, secure: Process) -> None:
+    token = operator.says("invite").out.strip()
+    state = ("--state", str(operator.home / "agent"))
+    done = operator.says("join", secure.url, token, *state)
+    assert done.status == Exit.USAGE
+    assert "--token-file FILE" in done.err
+    assert token not in done.err + done.out
+    assert not (operator.home / "agent").exists()
+
+
+def test_a_token_comes_from_stdin_or_from_a_variable_that_is_gone_afterwards(
+    operator: Person, secure: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(operator.says("invite").out))
+    one = operator.says("join", secure.url, "--name", "one", "--state", str(operator.home / "one"))
+    assert one.status == Exit.OK, one.err
+    monkeypatch.setenv("STRATA_JOIN_TOKEN", operator.says("invite").out.strip())
+    two = operator.says("join", secure.url, "--name", "two", "--state", str(operator.home / "two"))
+    assert two.status == Exit.OK, two.err
+    assert "STRATA_JOIN_TOKEN" not in os.environ  # noqa: TID251 - what children would inherit
+    nothing = operator.says("join", secure.url, "--name", "three", "--state", str(operator.home / "three"))
+    assert (nothing.status, "no join token was given" in nothing.err) == (Exit.USAGE, True)
+
+
+def test_a_token_file_that_others_can_read_is_refused(operator: Person, secure: Process) -> None:
+    file = a_token(operator)
+    file.chmod(0o644)
+    done = operator.says("join", secure.url, "--token-file", str(file), "--state", str(operator.home / "agent"))
+    assert (done.status, "can be read by group or others" in done.err) == (Exit.USAGE, True)
 
 
 def test_the_unit_of_the_agent_quotes_what_systemd_would_read(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from strata.cli.exits import Exit
+from strata.fleet import wire
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess
 
@@ -41,11 +42,29 @@ def test_jobs_are_found_by_id_prefix_and_label(applied: Person) -> None:
 def test_why_names_the_constraint_and_the_fix_and_exits_with_unschedulable(applied: Person, host: HostByHand) -> None:
     done = applied.says("why", "tree-large")
     assert done.status == Exit.UNSCHEDULABLE
-    assert "none of 1 hosts is eligible" in done.out
+    assert "the only host is not eligible" in done.out
     assert "allowed_hosts:" in done.out
     assert "fix: " in done.out
     assert max(map(len, done.out.splitlines())) <= 80
     assert applied.says("why", "tree-small").status == Exit.OK
+
+
+def test_why_of_a_job_that_ended_says_how(applied: Person, host: HostByHand) -> None:
+    host.fails(TRACEBACK)
+    done = applied.says("why", "tree-small")
+    assert (done.status, done.out.splitlines()) == (
+        Exit.OK,
+        [
+            "tree-small has failed: user_error: attempt 1 of 1 failed",
+            "  ValueError: it broke",
+            "  all of it: strata logs tree-small",
+        ],
+    )
+    applied.says("requeue", "tree-small")
+    lease = host.claim()
+    assert applied.says("why", "tree-small").out == "tree-small is claimed: a host has it\n"
+    host.calls.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+    assert applied.says("why", "tree-small").out == "tree-small is completed\n"
 
 
 def test_cancel_and_requeue_change_all_jobs_or_none(applied: Person) -> None:

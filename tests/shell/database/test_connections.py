@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -49,6 +50,25 @@ async def test_a_caller_that_leaves_costs_its_own_connection_and_no_other(connec
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert len(await backends(connections) & before) == 1
+
+
+async def test_whoever_waits_for_an_answer_leaves_the_processor_alone(connections: Connections) -> None:
+    await connections.run("SELECT 1", {})
+    before_s = time.thread_time()
+    await connections.run("SELECT pg_sleep(0.5)", {})
+    assert time.thread_time() - before_s < 0.1
+
+
+async def test_a_table_that_was_empty_when_its_plan_was_made_is_looked_up_by_its_index(postgres_url: str) -> None:
+    connections = Connections(postgres_url, 1, 5.0, what="test", by_index=True)
+    await connections.write("CREATE TABLE t (n int PRIMARY KEY)", {})
+    await connections.write("VACUUM ANALYZE t", {})
+    for number in range(8):
+        await connections.run("SELECT 1 FROM t WHERE n = %(n)s", {"n": number})
+    ((plan,), *_) = await connections.run("EXPLAIN SELECT 1 FROM t WHERE n = 7", {})
+    assert "Index" in plan
+    assert await connections.run("SHOW jit", {}) == [("off",)]
+    await connections.close()
 
 
 async def test_statements_of_a_pipeline_commit_together_or_not_at_all(connections: Connections) -> None:

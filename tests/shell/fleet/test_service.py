@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +22,25 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import Claim, Completion, Failure, Hold, HostRow, Lease, Renewal
-from strata.fleet.service import Fleet
+from strata.fleet.service import Fleet, FleetSettings
 from strata.fleet.sqlite import SqliteStore
 
 GIB = 1024**3
 LEASE_S = 45.0
+
+
+class CountedStore(SqliteStore):
+    """Counts how often the hosts are read, and can be held up while it reads them."""
+
+    reads = 0
+    gate: asyncio.Event | None = None
+
+    async def hosts(self) -> Sequence[HostRow]:
+        self.reads += 1
+        found = await super().hosts()
+        if self.gate is not None:
+            await self.gate.wait()
+        return found
 
 
 class SteppingClock(ManualClock):
@@ -59,12 +73,17 @@ class Site:
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
+async def store(tmp_path: Path) -> AsyncIterator[CountedStore]:
     components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT])
-    store = SqliteStore(await SqliteThread.open(tmp_path / "hub.db", components))
-    clock = SteppingClock(wall_s=1_800_000_000.0)
-    yield Site(Fleet(store, clock, chance=lambda: 0.0), clock)
+    store = CountedStore(await SqliteThread.open(tmp_path / "hub.db", components))
+    yield store
     await store.close()
+
+
+@pytest.fixture
+async def site(store: CountedStore) -> Site:
+    clock = SteppingClock(wall_s=1_800_000_000.0)
+    return Site(Fleet(store, clock, chance=lambda: 0.0), clock)
 
 
 def hold(lease: Lease) -> Hold:
@@ -79,6 +98,27 @@ async def test_a_claim_that_waits_is_answered_when_a_job_comes(site: Site) -> No
     await site.add(JobSpec(model="a"))
     (lease,) = await asyncio.wait_for(waiting, 5)
     assert lease.spec.model == "a"
+
+
+async def test_hosts_that_ask_at_once_share_one_look_at_who_is_there(site: Site, store: CountedStore) -> None:
+    hosts = [await site.host(f"h{n}") for n in range(8)]
+    before = store.reads
+    await asyncio.gather(*(site.fleet.claim(host, "c1") for host in hosts))
+    assert store.reads == before + 1
+
+
+async def test_a_host_that_registers_while_others_are_looked_up_is_not_overlooked(
+    site: Site, store: CountedStore
+) -> None:
+    await site.add(JobSpec(model="a"), JobSpec(model="b"))
+    anna = await site.host("anna")
+    store.gate = asyncio.Event()
+    early = asyncio.create_task(site.fleet.claim(anna, "c1"))
+    await asyncio.wait([early], timeout=0.05)
+    bert = await site.host("bert")
+    store.gate.set()
+    assert len(await early) == 1
+    assert len(await site.fleet.claim(bert, "c1")) == 1
 
 
 async def test_a_claim_that_does_not_wait_is_answered_with_nothing(site: Site) -> None:
@@ -143,6 +183,46 @@ async def test_a_hub_that_was_blind_takes_nothing_away(site: Site) -> None:
     await site.fleet.renew(anna, [Renewal(job_id=lease.job_id, epoch=1)])
     await site.pass_time(40)
     assert (await site.fleet.store.job(lease.job_id)).status is Status.CLAIMED
+
+
+class Dragging(SqliteStore):
+    """A database that answers late, and everybody waits for it: the hub in its tick, hosts with their renewals."""
+
+    clock: SteppingClock
+    late_s = 0.0
+
+    async def beat(self, seen: Mapping[str, float]) -> None:
+        await self.clock.advance(self.late_s)
+        await super().beat(seen)
+
+
+async def test_a_hub_that_waited_for_its_database_within_a_tick_was_blind_as_well(tmp_path: Path) -> None:
+    components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT])
+    store = Dragging(await SqliteThread.open(tmp_path / "hub.db", components))
+    store.clock = SteppingClock(wall_s=1_800_000_000.0)
+    site = Site(Fleet(store, store.clock), store.clock)
+    anna = await site.host("anna")
+    await site.add(JobSpec(model="a"))
+    await site.pass_time(LEASE_S + 1)
+    (lease,) = await site.fleet.claim(anna, "c1")
+    store.late_s = LEASE_S - 1
+    await site.fleet.tick()
+    store.late_s = 0.0
+    await site.pass_time(2)
+    assert (await store.job(lease.job_id)).status is Status.CLAIMED
+    await store.close()
+
+
+async def test_a_hub_whose_ticks_are_a_little_late_is_not_blind_even_with_a_short_lease(site: Site) -> None:
+    site.fleet = Fleet(site.fleet.store, site.clock, FleetSettings(stale_after_s=3.0))
+    anna, bob = await site.host("anna"), await site.host("bob")
+    await site.add(JobSpec(model="a"))
+    (lease,) = await site.fleet.claim(anna, "c1")
+    for _ in range(4):
+        await site.clock.advance(1.2)
+        await site.fleet.tick()
+    (taken,) = await site.fleet.claim(bob, "c2")
+    assert (taken.job_id, taken.epoch) == (lease.job_id, 2)
 
 
 async def test_a_restarted_hub_gives_every_lease_a_full_term(site: Site) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from strata.fleet.agent import child
+from strata.fleet.agent import child, waiter
 from strata.fleet.agent.child import Exit, Lost, Run
 from strata.fleet.agent.disk import private_folder, write_json
+from strata.fleet.agent.lock import try_lock
 from strata.fleet.agent.workdir import Owner, give, owner_of
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 
@@ -56,6 +57,11 @@ class Trial:
 
     def look(self) -> child.Seen:
         return child.look(self.folder, self._waiter)
+
+    def gone(self, within_s: float) -> int:
+        """The status of the waiter, when it has ended."""
+        status: int = self._waiter.wait(within_s)
+        return status
 
     def log(self) -> str:
         path = self.folder / child.LOG
@@ -181,6 +187,17 @@ def test_an_attempt_runs_once_however_many_waiters_are_started(trial: Trial) -> 
     trial.exit()
     assert child.start(trial.folder).wait(20) == 3
     assert trial.log().split() == ["ran"]
+
+
+def test_a_waiter_that_is_slow_is_not_lost_because_a_second_one_went_away(trial: Trial) -> None:
+    """An agent that was killed just after it had started a waiter is followed by one that starts another."""
+    slow = try_lock(trial.folder / "waiter.lock")
+    assert slow is not None
+    trial.start(SLEEP)
+    assert trial.gone(20) == waiter.ALREADY
+    assert isinstance(trial.look(), child.NotStarted)
+    os.close(slow)
+    assert isinstance(trial.look(), Lost)
 
 
 def test_a_log_is_bounded_and_keeps_its_beginning_and_its_end(trial: Trial) -> None:

@@ -10,8 +10,9 @@ from typing import Final
 import pytest
 
 import strata.fleet.agent
+from strata.fleet.core.job import Cause
 from tests.shell.fleet_agent.running import HubProcess, agent
-from tests.shell.fleet_agent.waiting import eventually
+from tests.shell.fleet_agent.waiting import eventually, is_alive
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -19,6 +20,12 @@ SOURCES: Final = Path(strata.fleet.agent.__file__).parent
 FAILPOINTS: Final = sorted(
     {name for file in SOURCES.glob("*.py") for name in re.findall(r'failpoint\("([^"]+)"\)', file.read_text())}
 )
+AT_THE_END: Final = (
+    *("agent.attempt.ended", "agent.attempt.logged", "agent.attempt.uploaded", "agent.attempt.completed"),
+    "agent.state.removed",
+)
+NOT_ON_THE_WAY: Final = ("agent.fail.", "agent.stop.")
+"""Where an attempt comes by only if it does not end well."""
 ARMED: Final = """
 import sys
 from strata.base.failpoint import arm, kill
@@ -26,19 +33,28 @@ from strata.cli.main import main
 arm(sys.argv.pop(1), kill)
 main()
 """
+DEFECTIVE: Final = """
+import sys
+from strata.base.failpoint import arm
+from strata.cli.main import main
+def defect(name):
+    raise ZeroDivisionError(name)
+arm(sys.argv.pop(1), defect)
+main()
+"""
 
 
 def test_the_failpoints_were_found() -> None:
-    assert len(FAILPOINTS) >= 9
+    assert len(FAILPOINTS) >= 20
 
 
-@pytest.mark.parametrize("name", FAILPOINTS)
+@pytest.mark.parametrize("name", [name for name in FAILPOINTS if not name.startswith(NOT_ON_THE_WAY)])
 def test_an_agent_that_dies_there_is_continued_by_the_next_one(hub: HubProcess, tmp_path: Path, name: str) -> None:
     host = name.replace(".", "-")
     release, ran = tmp_path / "release", tmp_path / "ran"
     with agent(hub, tmp_path, host, (sys.executable, "-c", ARMED, name)) as first:
         job = hub.submit(host, "once", release=str(release), ran=str(ran))
-        if name in ("agent.attempt.ended", "agent.attempt.logged", "agent.attempt.uploaded", "agent.attempt.completed"):
+        if name in AT_THE_END:
             eventually(ran.exists)
             release.touch()
         assert first.end(0) == -9
@@ -51,3 +67,47 @@ def test_an_agent_that_dies_there_is_continued_by_the_next_one(hub: HubProcess, 
         assert hub.log(job).splitlines() == [f"line {line}" for line in range(100)]
         assert hub.file(seen.job.artifact, "model.txt") == "once"
         eventually(lambda: not list((first.state / "attempts").iterdir()))
+
+
+@pytest.mark.parametrize("name", [name for name in FAILPOINTS if name.startswith("agent.fail.")])
+def test_a_failure_is_told_once_although_the_agent_dies_while_it_tells_it(
+    hub: HubProcess, tmp_path: Path, name: str
+) -> None:
+    host = name.replace(".", "-")
+    with agent(hub, tmp_path, host, (sys.executable, "-c", ARMED, name)) as first:
+        job = hub.submit(host, "crash")
+        assert first.end(0) == -9
+        first.start()
+        attempt = hub.until_tried(job)
+        assert attempt.cause is Cause.USER_ERROR
+        assert "the learning rate is a fish" in attempt.error
+        eventually(lambda: not [each for each in first.children() if each.endswith("-1")])
+        assert hub.job(job).job.status in ("pending", "claimed", "running")
+
+
+@pytest.mark.parametrize("name", [name for name in FAILPOINTS if name.startswith("agent.stop.")])
+def test_a_child_that_nobody_wants_ends_although_the_agent_died_before_it_ended_it(
+    hub: HubProcess, tmp_path: Path, name: str
+) -> None:
+    host = name.replace(".", "-")
+    with agent(hub, tmp_path, host, (sys.executable, "-c", ARMED, name)) as first:
+        job = hub.submit(host, "stepwise")
+        hub.says(job, "counting")
+        pid = first.child()
+        hub.cancel(job)
+        assert first.end(0) == -9
+        assert is_alive(pid)
+        first.start()
+        eventually(lambda: not is_alive(pid), 30.0)
+        eventually(lambda: not list((first.state / "attempts").iterdir()))
+        assert hub.job(job).job.status == "cancelled"
+
+
+@pytest.mark.parametrize("name", ["agent.attempt.started", "agent.attempt.seen"])
+def test_a_defect_in_an_attempt_is_told_at_once_as_the_hosts(hub: HubProcess, tmp_path: Path, name: str) -> None:
+    host = "defect-" + name.replace(".", "-")
+    with agent(hub, tmp_path, host, (sys.executable, "-c", DEFECTIVE, name)):
+        job = hub.submit(host, "once", release=str(tmp_path))
+        tried = hub.until_tried(job, within_s=20)
+        assert (tried.cause, name in tried.error) == (Cause.INFRA, True), tried
+        assert hub.job(job).job.status == "pending"

@@ -40,6 +40,8 @@ def once(told: dict[str, Any]) -> None:
         say("line", line)
     with new_checkpoint("step-1") as folder:
         (folder / "step").write_text("1")
+        # Content that is nowhere yet, or there would be nothing to upload.
+        (folder / "whose").write_text(told["ran"])
     until(told["release"])
     (output_folder() / "model.txt").write_text("once")
 

@@ -126,7 +126,7 @@ async def test_bytes_that_are_not_what_they_are_called_are_not_kept(site: Runnin
     assert refused(elsewhere) == (409, "conflict")
     assert refused(await researcher.get(f"/v1/chunk/{digest}")) == (404, "not_found")
     assert refused(await researcher.put("/v1/chunk/..", params={"size": 1}, content=b"x"))[0] in (400, 404)
-    blob = await researcher.put(f"/v1/model/{hashlib.sha256(b'a').hexdigest()}", content=b"b")
+    blob = await researcher.put(f"/v1/source/{hashlib.sha256(b'a').hexdigest()}", content=b"b")
     assert refused(blob) == (400, "invalid")
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http.declare import Endpoint
 from strata.fleet.http.table import TABLE
 from strata.identity.roles import Role
-from tests.shell.fleet_http.running import HostClient, Running, refused, running
+from tests.shell.fleet_http.running import HostClient, Running, ok, refused, running
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 CLOSED = [endpoint for endpoint in TABLE if not endpoint.need.public]
@@ -73,6 +74,28 @@ async def test_every_route_refuses_a_role_below_the_declared_one(site: Running) 
                 assert refused(reply) == (403, "forbidden"), (named(endpoint), role)
 
 
+REQUIRED = {
+    ("POST", "/v1/job/claim"): "host",
+    ("POST", "/v1/job/{id}/heartbeat"): "host",
+    ("POST", "/v1/job/{id}/complete"): "host",
+    ("POST", "/v1/job/{id}/fail"): "host",
+    ("PUT", "/v1/model/{id}"): "host",
+    ("GET", "/v1/jobs"): "viewer or host",
+    ("GET", "/v1/workers"): "viewer or host",
+    ("POST", "/v1/job/{id}/cancel"): "operator",
+    ("POST", "/v1/job/{id}/requeue"): "operator",
+    ("POST", "/v1/manifest/reload"): "operator",
+    ("GET", "/v1/health"): "anybody",
+}
+"""The interface that was asked for, and who may call it; the lists are for anybody who is known."""
+
+
+def test_the_routes_that_were_asked_for_are_open_to_whom_they_were_meant_for() -> None:
+    assert {(each.method, each.path): str(each.need) for each in TABLE if (each.method, each.path) in REQUIRED} == (
+        REQUIRED
+    )
+
+
 async def test_every_route_for_people_refuses_a_host(site: Running) -> None:
     host = await site.host("anna")
     for endpoint in CLOSED:
@@ -103,6 +126,19 @@ async def test_a_hub_shows_its_lists_to_everybody_only_if_told_to(tmp_path: Path
         for path in ("/v1/status", "/v1/events", f"/v1/job/job1_{SHA}"):
             assert (await anybody.get(path)).status_code == 401
         assert (await anybody.post("/v1/jobs", json={})).status_code == 401
+
+
+async def test_everybody_who_is_known_is_told_who_he_is_and_until_when(site: Running) -> None:
+    anna = await site.host("anna")
+    told = ok(await anna.http.get("/v1/caller"), wire.Caller)
+    assert (told.kind, told.id, told.name, told.role, told.expires_at_s) == ("host", anna.id, "anna", None, None)
+    operator = await site.operator()
+    assert ok(await operator.get("/v1/caller"), wire.Caller).role == "admin"
+    body = {"name": "laptop", "role": "viewer", "valid_s": 3600}
+    made = ok(await operator.post("/v1/keys", json=body), wire.KeyReply)
+    viewer = await site.client(Authorization=f"Bearer {made.secret}")
+    told = ok(await viewer.get("/v1/caller"), wire.Caller)
+    assert (told.kind, told.name, told.role, told.expires_at_s) == ("key", "laptop", "viewer", made.key.expires_at_s)
 
 
 async def test_a_revoked_key_is_refused_at_once(site: Running) -> None:

@@ -74,10 +74,10 @@ async def test_a_client_that_left_is_given_no_job(site: Running) -> None:
 
 
 async def test_a_cancelled_job_stops_its_host_at_the_next_heartbeat(site: Running) -> None:
-    host, researcher = await site.host("anna"), await site.with_role("researcher")
+    host, operator = await site.host("anna"), await site.with_role("operator")
     (job_id,) = await site.add(JobSpec(model="m"))
     await host.claim()
-    cancelled = await researcher.post(f"/v1/job/{job_id}/cancel", json={"reason": "typo"})
+    cancelled = await operator.post(f"/v1/job/{job_id}/cancel", json={"reason": "typo"})
     assert ok(cancelled, wire.Job).status == "cancelled"
     verdict = ok(await host.http.post(f"/v1/job/{job_id}/heartbeat", json={"epoch": 1}), wire.Verdict)
     assert (verdict.verdict, verdict.cause, verdict.reason) == ("stop", "ended", "the job is cancelled")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from strata.fleet import postgres_claims, postgres_leases, postgres_tables, rows, sqlite_leases
+from strata.fleet import postgres_claims, postgres_leases, postgres_tables, rows, sqlite_claims, sqlite_leases
 from strata.fleet.core import hold, lease
 from strata.fleet.core.hold import Standing
 from strata.fleet.core.job import HELD as HELD_STATUSES
@@ -72,17 +72,23 @@ def _not_told(db: sqlite3.Connection, held: Any, columns: str) -> None:
     return None
 
 
+def _with(text: str, part: str, instead: str) -> str:
+    assert part in text
+    return text.replace(part, instead)
+
+
 def _without(text: str, *parts: str) -> str:
     for part in parts:
-        assert part in text
-        text = text.replace(part, "")
+        text = _with(text, part, "")
     return text
 
 
-_ASKED_BEFORE: Final = "WHERE NOT EXISTS (SELECT FROM attempt WHERE claim_id = w.claim AND host_id = w.host)"
-_UNLOCKED: Final = (
-    (postgres_claims, "FIRST", _without(postgres_claims.FIRST, "FOR UPDATE SKIP LOCKED")),
-    (postgres_claims, "BEST", _without(postgres_claims.BEST, "FOR UPDATE OF r, j SKIP LOCKED")),
+_ASKED_BEFORE: Final = "EXISTS (SELECT 1 FROM attempt WHERE host_id = h.id AND claim_id = w.claim)"
+_NAMES: Final = "SELECT n AS place, host, claim FROM unnest(%(hosts)s::text[], %(claims)s::text[]) WITH ORDINALITY AS w"
+_NEVER_GIVEN: Final = "NOT EXISTS (SELECT FROM attempt a WHERE a.claim_id = w.claim AND a.host_id = w.host)"
+_UNLOCKED: Final = tuple(
+    (postgres_claims, name, _without(getattr(postgres_claims, name), "FOR UPDATE OF r, j SKIP LOCKED"))
+    for name in ("ONE", "FIRST", "BEST")
 )
 
 BOTH: Final[dict[str, list[Ablation]]] = {
@@ -99,8 +105,9 @@ BOTH: Final[dict[str, list[Ablation]]] = {
         (postgres_leases, "enqueue", _at_once_postgres),
     ],
     "a claim that is repeated takes more": [
-        (sqlite_leases, "GIVEN", sqlite_leases.GIVEN.replace("WHERE", "WHERE 0 AND")),
-        (postgres_claims, "TAKE", _without(postgres_claims.TAKE, _ASKED_BEFORE)),
+        (sqlite_claims, "ASKING", _with(sqlite_claims.ASKING, _ASKED_BEFORE, "0")),
+        (postgres_claims, "IS_NEW", "SELECT true"),
+        (postgres_claims, "NEW", f"{_NAMES} (host, claim, n)"),
     ],
 }
 SQLITE: Final[dict[str, list[Ablation]]] = {
@@ -111,7 +118,9 @@ SQLITE: Final[dict[str, list[Ablation]]] = {
 POSTGRES: Final[dict[str, list[Ablation]]] = {
     **BOTH,
     "claims of one name do not wait for each other": [
-        (postgres_claims, "LOCK", "SELECT %(hosts)s::text[], %(claims)s::text[]")
+        (postgres_claims, "LOCK", "SELECT %(hosts)s::text[], %(claims)s::text[]"),
+        (postgres_claims, "IS_NEW", f"SELECT {_NEVER_GIVEN} FROM (SELECT %(host)s, %(claim)s) AS w (host, claim)"),
+        (postgres_claims, "NEW", f"{_NAMES} (host, claim, n) WHERE {_NEVER_GIVEN}"),
     ],
     "claims do not lock what they choose": list(_UNLOCKED),
     "jobs are judged without a lock": [(postgres_leases, "_load", _load_unlocked)],

@@ -58,7 +58,7 @@ def apply(  # noqa: PLR0913 (the options of the command)
             plan = _send(client, prepared, dry_run=False)
         _show(plan, prepared, output, applied=not dry_run)
         if waits and not dry_run:
-            ended = wait_for(client, prepared.job_ids)
+            ended = wait_for(client, prepared.job_ids, only_news=True)
             click.get_current_context().exit(ended)
 
 

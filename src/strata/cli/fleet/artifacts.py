@@ -21,7 +21,7 @@ _LIST: Final = (
     Column("job", cut=26),
     Column("size", number=True),
     Column("age", number=True),
-    Column("metrics", cut=30),
+    Column("metrics", cut=38),
     Column("job_id", wide=True),
     Column("attempt", wide=True, number=True),
     Column("path", wide=True),
@@ -69,7 +69,9 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
             limit=limit,
         )
         found = client.call("GET", "/v1/artifacts", wire.MadeReply, query=query)
-    show_rows(output, _LIST, ((artifact_row(each), _shown(each, now_s)) for each in found.artifacts))
+    # Of one kind are all rows unless somebody asked for others; the metrics need the room more.
+    columns = [column for column in _LIST if column.key != "kind" or kind != "result" or output is Format.WIDE]
+    show_rows(output, columns, ((artifact_row(each), _shown(each, metric, now_s)) for each in found.artifacts))
     if found.next is not None:
         complain(f"strata: the first {limit}; there may be more, see --limit")
 
@@ -94,9 +96,10 @@ def artifact_row(made: wire.Made) -> dict[str, Any]:
     }
 
 
-def _shown(made: wire.Made, now_s: float) -> dict[str, Any]:
+def _shown(made: wire.Made, metric: str, now_s: float) -> dict[str, Any]:
     lineage = made.lineage
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(lineage.metrics.items()))
+    ordered = sorted(lineage.metrics.items(), key=lambda each: (each[0] != metric, each[0]))
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in ordered)
     name = f"{lineage.model}_{lineage.mode}" if lineage.mode else lineage.model
     digest = made.artifact_id.partition("_")[2]
     return {

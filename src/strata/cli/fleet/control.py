@@ -1,4 +1,4 @@
-"""`strata cancel`, `requeue`, `drain`, `pause`, `resume`: what an operator changes by hand."""
+"""`strata cancel`, `requeue`, `drain`, `pause`, `resume`, `revoke`: what an operator changes by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 from strata.cli.fleet.asking import all_hosts, asking, host_path, hub_option, job_named, short, show_rows
 from strata.cli.fleet.jobs import host_row, job_row
-from strata.cli.output import Column, Format, output_option
+from strata.cli.output import Column, Format, complain, output_option
 
 _CHANGED: Final = (Column("id"), Column("job", cut=40), Column("status"))
 _HOST: Final = (Column("host"), Column("state"), Column("reason"))
@@ -74,6 +74,22 @@ def pause(hosts: tuple[str, ...], reason: str, context: str | None, output: Form
 def resume(hosts: tuple[str, ...], context: str | None, output: Format) -> None:
     """Let each HOST work again, also out of quarantine."""
     _each_host(hosts, "resume", "", context, output)
+
+
+@click.command()
+@click.argument("host")
+@click.option("--reason", default="", metavar="TEXT", help="The host is told, and whoever looks at it later.")
+@hub_option
+def revoke(host: str, reason: str, context: str | None) -> None:
+    """End the credentials of HOST, which is lost or not trusted any more.
+
+    It is refused from now on, and its jobs go to others when their leases run out. It comes back with a new invite.
+    """
+    with asking(context) as client:
+        from strata.fleet import wire
+
+        client.call("POST", f"{host_path(host)}/revoke", type(None), body=wire.HostStateRequest(reason=reason))
+    complain(f"strata: {host} is revoked")
 
 
 def _each_host(hosts: tuple[str, ...], verb: str, reason: str, context: str | None, output: Format) -> None:

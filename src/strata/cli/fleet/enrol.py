@@ -13,10 +13,12 @@ from strata.cli.fleet.asking import asking, hub_option, show_one, span
 from strata.cli.output import Format, complain, output_option, write
 
 if TYPE_CHECKING:
+    from strata.base.secret import Secret
     from strata.fleet.agent.settings import AgentSettings
     from strata.fleet.wire import CertificateReply
     from strata.identity.tokens import JoinToken
 
+TOKEN_VARIABLE: Final = "STRATA_JOIN_TOKEN"  # noqa: S105 - the name of a variable
 JOINING: Final = "joining"
 """Key and request of a join that is not finished: with the same key, the same token gets the same host."""
 _state: Final = click.option("--state", metavar="FOLDER", help="Of the agent; ~/.local/state/strata/agent unless set.")
@@ -44,26 +46,52 @@ def invite(pool: str, labels: tuple[str, ...], minutes: float, context: str | No
         return
     if url.startswith("http:"):
         complain("strata: this hub is on loopback without TLS: other machines cannot reach it", hint="strata hub --tls")
-    complain(f"strata: good for one host and {span(made.expires_in_s)}; on that host run")
-    write(f"strata join {url} {made.token}")
+    complain(
+        f"strata: good for one host and {span(made.expires_in_s)}; run 'strata join {url}' there and give it this:"
+    )
+    write(made.token)
 
 
 @click.command()
 @click.argument("url")
-@click.argument("token", required=False)
+@click.argument("refused", nargs=-1, metavar="")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Where the join token lies; without it you are asked, or stdin is read.",
+)
 @click.option("--name", metavar="NAME", help="Of this machine in the fleet; its host name unless set.")
 @_state
 @click.option("--service", is_flag=True, help="Start the agent now and with the machine (systemd, as this user).")
-def join(*, url: str, token: str | None, name: str | None, state: str | None, service: bool) -> None:
+def join(
+    *,
+    url: str,
+    refused: tuple[str, ...],
+    token_file: Path | None,
+    name: str | None,
+    state: str | None,
+    service: bool,
+) -> None:
     """Make this machine a host of the hub at URL.
 
-    TOKEN is what 'strata invite' printed; without it you are asked, or stdin is read. It carries the pin of the hub's
+    It needs the token that 'strata invite' printed: from a file, from the variable STRATA_JOIN_TOKEN, from stdin, or
+    from a prompt; never as an argument, which every user of this machine could read. It carries the pin of the hub's
     authority, which is compared before the token is sent; it is good once. The key of this host is made here and stays
     here. Joining the same hub again does nothing.
     """
+    from strata.base.settings import take_secret
     from strata.cli.extras import require
 
-    require("cryptography", extra="hub")
+    # Before anything else is started: nobody but this process is to have it.
+    carried = take_secret(TOKEN_VARIABLE)
+    if refused:
+        raise StrataError(
+            Code.INVALID,
+            "a token on the command line can be read by every user of this machine and stays in the shell's history",
+            hint="let 'strata invite' make another one, and paste it when 'strata join URL' asks; or --token-file FILE",
+        )
+    require("cryptography", extra="agent")
     from strata.fleet.agent.identity import membership
 
     settings = _settings(state)
@@ -73,7 +101,7 @@ def join(*, url: str, token: str | None, name: str | None, state: str | None, se
     except StrataError as error:
         if error.code is not Code.PRECONDITION:
             raise
-        reply = _enrol(settings, url, _token(token), name)
+        reply = _enrol(settings, url, _token(token_file, carried), name)
         complain(f"strata: this machine is the host {reply.name} of {url}")
     else:
         if member.url != url:
@@ -172,17 +200,24 @@ def leave(*, state: str | None, force: bool) -> None:
     complain(f"strata: {member.name} has left {member.url}")
 
 
-def _token(given: str | None) -> JoinToken:
-    from strata.cli.extras import require
-
-    require("cryptography", extra="hub")
+def _token(file: Path | None, carried: Secret | None) -> JoinToken:
+    from strata.base.secret import Secret, read_secret
     from strata.identity.tokens import read_join_token
 
-    if given is None:
-        given = (
-            click.prompt("Join token", hide_input=True, err=True) if sys.stdin.isatty() else sys.stdin.readline(4096)
-        )
-    return read_join_token(given)
+    if file is not None:
+        given = read_secret(file)
+    elif carried is not None:
+        given = carried
+    elif sys.stdin.isatty():
+        given = Secret(click.prompt("Join token", hide_input=True, err=True))
+    else:
+        text = sys.stdin.readline(4096).strip()
+        if not text:
+            raise StrataError(
+                Code.INVALID, "no join token was given", hint=f"on stdin, as --token-file FILE, or in {TOKEN_VARIABLE}"
+            )
+        given = Secret(text)
+    return read_join_token(given.reveal())
 
 
 def _settings(state: str | None) -> AgentSettings:

@@ -1,4 +1,4 @@
-"""`strata status`, `list`, `show`, `why`: what there is to do, who does it, and what went wrong."""
+"""`strata status`, `list`, `show`, `workers`: what there is to do, who does it, and what went wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from strata.cli.exits import Exit
 from strata.cli.fleet.asking import (
     all_hosts,
     all_jobs,
@@ -20,7 +19,6 @@ from strata.cli.fleet.asking import (
     show_rows,
     size_of,
     span,
-    wrapped,
 )
 from strata.cli.output import Column, Format, complain, output_option, printable, write
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
     from strata.fleet import wire
     from strata.fleet.client import HubClient
-    from strata.fleet.core.why import Why
 
 STATUSES: Final = ("pending", "claimed", "running", "completed", "failed", "cancelled")
 FAILURES: Final = 10
@@ -192,7 +189,7 @@ def _show_job(job: wire.Job, now_s: float) -> None:
     lines = [
         ("job", spec.label),
         ("id", job.id),
-        ("status", f"{job.status} since {span(now_s - job.changed_at_s)}"),
+        ("status", _since(job, now_s)),
         ("why", job.reason),
         ("model", f"{spec.model}, mode {spec.mode}, seed {spec.seed}"),
         ("hyper", json.dumps(spec.hyper) if spec.hyper else ""),
@@ -206,6 +203,13 @@ def _show_job(job: wire.Job, now_s: float) -> None:
     for name, value in lines:
         if value:
             write(f"{name:10}{printable(value)}")
+
+
+def _since(job: wire.Job, now_s: float) -> str:
+    from strata.fleet.core.job import TERMINAL
+
+    passed = span(now_s - job.changed_at_s)
+    return f"{job.status} {passed} ago" if job.status in TERMINAL else f"{job.status} for {passed}"
 
 
 def _attempt_row(attempt: wire.Attempt, hosts: Mapping[str, str]) -> dict[str, Any]:
@@ -235,46 +239,6 @@ def _show_attempt(attempt: wire.Attempt, hosts: Mapping[str, str], now_s: float)
     write(f"attempt {attempt.epoch} on {host}: {outcome}{cause} after {took}")
     for line in attempt.error.rstrip().splitlines():
         write(f"  {printable(line)}")
-
-
-@click.command()
-@click.argument("job")
-@hub_option
-@output_option
-def why(job: str, context: str | None, output: Format) -> None:
-    """Explain why JOB is not running, and what would help.
-
-    Exits with 6 if no host will ever take it as things are.
-    """
-    with asking(context) as client:
-        import msgspec
-
-        from strata.fleet.core.why import Why
-
-        found = job_named(client, job).job
-        answer = client.call("GET", f"/v1/job/{found.id}/why", Why)
-    if output in (Format.JSON, Format.JSONL):
-        show_one(
-            {"id": found.id, "job": found.spec.label, "status": found.status} | msgspec.to_builtins(answer), output
-        )
-    else:
-        _show_why(found, answer)
-    if found.status == "pending" and not answer.schedulable:
-        click.get_current_context().exit(Exit.UNSCHEDULABLE)
-
-
-def _show_why(job: wire.Job, answer: Why) -> None:
-    write(f"{printable(job.spec.label)} is {job.status}: {printable(answer.headline)}")
-    if job.reason and job.status != "pending":
-        write(f"  {printable(job.reason)}")
-    for obstacle in answer.obstacles:
-        write(wrapped(f"{obstacle.what}: {obstacle.detail}", "  ", "    "))
-        if obstacle.fix:
-            write(wrapped(f"fix: {obstacle.fix}", "    ", "      "))
-    if answer.eligible_hosts:
-        write(wrapped(f"eligible: {', '.join(answer.eligible_hosts)}", "  ", "    "))
-    if len(answer.nearest_fix) > 1:
-        write(wrapped(f"all that {answer.nearest_host} lacks: {'; '.join(answer.nearest_fix)}", "  ", "    "))
 
 
 _HOSTS: Final = (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -14,8 +17,11 @@ if TYPE_CHECKING:
     from strata.fleet import wire
     from strata.fleet.client import HubClient
 
-MOST: int = 6
+MOST: Final = 6
 """Metrics that a table has room for."""
+WIDTH: Final = 80
+_LONGEST: Final = 16
+"""Characters of a parameter that is shown as a column."""
 
 
 @click.command()
@@ -40,8 +46,8 @@ def metrics(  # noqa: PLR0913 (the options of the command)
 ) -> None:
     """Show the metrics of jobs, side by side or over time.
 
-    Without JOB, of all completed jobs. A table has room for six metrics, those with the most to compare first; -o wide
-    shows all.
+    Without JOB, of all completed jobs. Parameters in which the jobs of a sweep differ are columns too. A table has room
+    for six metrics, those with the most to compare first; -o wide shows all.
     """
     if over_time and len(jobs) != 1:
         raise click.UsageError("--over-time is about one JOB")
@@ -49,14 +55,16 @@ def metrics(  # noqa: PLR0913 (the options of the command)
         if over_time:
             _over_time(client, job_named(client, jobs[0]).job, output)
             return
-        rows = [_compared(client, job) for job in _chosen(client, jobs, sweep, model)]
+        chosen = _chosen(client, jobs, sweep, model)
+        rows = [_compared(client, job) for job in chosen]
+        swept = len({job.spec.sweep for job in chosen}) == 1 and bool(chosen[0].spec.sweep)
     if sort:
         known = [row for row in rows if sort in row["metrics"]]
         if not known and rows:
             names = sorted({name for row in rows for name in row["metrics"]})
             raise StrataError(Code.NOT_FOUND, f"no job has a metric {sort!r}", hint=f"there are: {', '.join(names)}")
         rows = sorted(known, key=lambda row: row["metrics"][sort], reverse=not lowest)
-    _show(rows, sort, output)
+    _show(rows, sort, _varied(rows) if swept else {}, output)
 
 
 def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -> list[wire.Job]:
@@ -65,7 +73,30 @@ def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -
 
     if texts:
         return [job_named(client, text).job for text in texts]
-    return list(all_jobs(client, wire.JobsQuery(status=(Status.COMPLETED,), sweep=sweep, model=model)))
+    found = all_jobs(client, wire.JobsQuery(status=(Status.COMPLETED,), sweep=sweep, model=model))
+    return sorted(found, key=lambda job: _natural(job.spec.label))
+
+
+def _natural(label: str) -> list[tuple[int, str]]:
+    """So that search/9 comes before search/10."""
+    return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", label)]
+
+
+def _varied(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """The parameters in which the rows differ, with their widths, if they are short enough to be columns."""
+    metrics = {name for row in rows for name in row["metrics"]}
+    names = dict.fromkeys(name for row in rows for name in row["hyper"] if name not in metrics)
+    cells = {name: {_parameter(row["hyper"].get(name)) for row in rows} for name in names}
+    widths = {name: max(len(name), *map(len, found)) for name, found in cells.items() if len(found) > 1}
+    return {name: width for name, width in widths.items() if width <= _LONGEST}
+
+
+def _parameter(value: Any) -> str:
+    import json
+
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _compared(client: HubClient, job: wire.Job) -> dict[str, Any]:
@@ -112,21 +143,24 @@ def _over_time(client: HubClient, job: wire.Job, output: Format) -> None:
     show_rows(output, columns, ((row, _figures(row["values"])) for row in rows))
 
 
-def _show(rows: list[dict[str, Any]], sort: str, output: Format) -> None:
-    counts: dict[str, int] = {}
-    for row in rows:
-        for name in row["metrics"]:
-            counts[name] = counts.get(name, 0) + 1
+def _show(rows: list[dict[str, Any]], sort: str, varied: dict[str, int], output: Format) -> None:
+    counts = Counter(name for row in rows for name in row["metrics"])
     names = sorted(counts, key=lambda name: (name != sort, -counts[name], name))
-    room = 80 - 12 - min(26, max((len(row["job"]) for row in rows), default=0))
+    room = WIDTH - 12 - min(26, max((len(row["job"]) for row in rows), default=0))
+    room -= sum(width + 2 for width in varied.values())
     shown: list[str] = []
     for name in names:
         room -= max(len(name), 6) + 2
-        if output is Format.WIDE or (room >= 0 and len(shown) < MOST):
+        if output is Format.WIDE or (room >= 0 and len(shown) < MOST) or not shown:
             shown.append(name)
-    columns = [Column("id"), Column("job", cut=26), *(Column(name, number=True) for name in shown)]
+    columns = [Column("id"), Column("job", cut=26), *(Column(name, number=True) for name in (*varied, *shown))]
     columns += [Column("hyper", wide=True), Column("status", wide=True)]
-    show_rows(output, columns, ((row, {"id": short(row["id"])} | _figures(row["metrics"])) for row in rows))
+    show_rows(output, columns, ((row, _cells(row, varied)) for row in rows))
+
+
+def _cells(row: dict[str, Any], varied: Iterable[str]) -> dict[str, str]:
+    parameters = {name: _parameter(row["hyper"].get(name)) for name in varied}
+    return {"id": short(row["id"])} | parameters | _figures(row["metrics"])
 
 
 def _figures(values: dict[str, Any]) -> dict[str, str]:

@@ -18,9 +18,12 @@ After=network-online.target
 
 [Service]
 ExecStart={program} agent --state {state} --log-format json
+ExecReload=/bin/kill -USR1 $MAINPID
 Restart=always
-RestartSec=5
-KillMode=mixed
+RestartSec=2
+# The agent ends its jobs itself when it is stopped; when it crashes or is reloaded they run on, for the next agent.
+KillMode=process
+OOMPolicy=continue
 TimeoutStopSec=90
 NoNewPrivileges=yes
 

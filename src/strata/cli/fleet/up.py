@@ -108,7 +108,7 @@ async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: s
             _choose(hub_settings, url)
             serving = asyncio.create_task(serve(hub, hub_settings, clock, listener, stop))
             try:
-                complain(f"strata up: hub on {url}, all data in {hub_settings.data.parent}")
+                complain(f"strata up: hub on {url}, all data in {_shown(hub_settings.data.parent)}")
                 await _work(agent_settings, serving)
             finally:
                 stop.set()
@@ -199,6 +199,11 @@ async def _until_stopped(agent: Agent, serving: asyncio.Task[None]) -> None:
     if not working.done():
         agent.stop()
     await working
+
+
+def _shown(folder: Path) -> str:
+    home = Path.home()
+    return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
 
 
 def _tell(settings: AgentSettings, name: str, capability: Capability) -> None:

@@ -41,9 +41,12 @@ def wait(jobs: tuple[str, ...], timeout_s: float | None, context: str | None) ->
     click.get_current_context().exit(ended)
 
 
-def wait_for(client: HubClient, ids: Iterable[str], timeout_s: float | None = None) -> Exit:
-    """The exit status that says how it went. A hub that is away for a while is waited for too."""
-    watch = _Watch(client, ids)
+def wait_for(client: HubClient, ids: Iterable[str], timeout_s: float | None = None, *, only_news: bool = False) -> Exit:
+    """The exit status that says how it went. A hub that is away for a while is waited for too.
+
+    With `only_news`, nothing is said of jobs that were completed before.
+    """
+    watch = _Watch(client, ids, only_news=only_news)
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         while True:
@@ -64,8 +67,9 @@ def wait_for(client: HubClient, ids: Iterable[str], timeout_s: float | None = No
 class _Watch:
     """The jobs that are waited for, and what was said of them so far."""
 
-    def __init__(self, client: HubClient, ids: Iterable[str]) -> None:
+    def __init__(self, client: HubClient, ids: Iterable[str], *, only_news: bool) -> None:
         self._client = client
+        self._only_news = only_news
         self._states: dict[str, str] = dict.fromkeys(ids, "")
         self._labels: dict[str, str] = {}
         self._cursor = ""
@@ -119,7 +123,8 @@ class _Watch:
             self._labels[job_id] = reply.job.spec.label
             if before != reply.job.status:
                 self._changed_at_s = time.monotonic()
-                if reply.job.status in _ENDED:
+                known = self._only_news and not before and reply.job.status == "completed"
+                if reply.job.status in _ENDED and not known:
                     self._tell(reply)
         self._progress()
 

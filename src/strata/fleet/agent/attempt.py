@@ -76,7 +76,8 @@ class Attempt:
 
     @property
     def told_to_drop(self) -> bool:
-        return self.record.stop is not None and self.record.stop.drop
+        """In this life: an agent that died after it had written it down may not have ended the child."""
+        return self._unwanted.is_set()
 
     @property
     def waiter_pid(self) -> int:
@@ -92,11 +93,11 @@ class Attempt:
                 await self._watch()
             outcome = self.record.outcome
             assert outcome is not None, "an attempt that is over has an outcome"
-        except OSError as error:
-            # A disk that is full or gone: the host's fault, and better said than kept.
+        except Exception as error:  # noqa: BLE001 - the outermost handler of an attempt: said now, another host takes it
+            # A disk that is full or gone, or a defect of ours: in either case nothing the job has done.
             _log.exception("an attempt met a broken host", job=self.record.lease.job_id)
             self._end_child(0.0)
-            outcome = Outcome(cause=Cause.INFRA, error=f"the host failed: {error}")
+            outcome = Outcome(cause=Cause.INFRA, error=f"the host failed: {error or repr(error)}")
         await self._report(outcome)
         self._clean()
 
@@ -105,6 +106,7 @@ class Attempt:
         known = self.record.stop
         if known is None or (stop.drop and not known.drop):
             self._save(stop=stop)
+            failpoint("agent.stop.written")
         if self.record.phase is Phase.ENDED and not stop.drop:
             return
         if stop.drop:
@@ -160,6 +162,7 @@ class Attempt:
                     # An earlier agent died before, or just after, it started the waiter.
                     self._process = child.start(self._folder)
                 case child.Running() if self.record.phase is not Phase.RUNNING:
+                    failpoint("agent.attempt.seen")
                     self._save(phase=Phase.RUNNING)
                     self._told()
                 case _:
@@ -263,7 +266,9 @@ class Attempt:
             _log.warning("the last checkpoint stays here", job=lease.job_id, reason=error.message)
         error_text = outcome.error[:_MAX_ERROR]
         facts = self._facts(outcome)
+        failpoint("agent.fail.before")
         await self._patiently("fail", lambda: self._site.calls.fail(lease, cause, error_text, facts))
+        failpoint("agent.fail.told")
         _log.info("an attempt failed", job=lease.job_id, epoch=lease.epoch, cause=cause.value)
 
     def _facts(self, outcome: Outcome) -> dict[str, Any]:

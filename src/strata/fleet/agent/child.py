@@ -108,7 +108,8 @@ def look(folder: Path, process: subprocess.Popen[bytes] | None = None) -> Seen:
     if ended is not None:
         return ended
     if known is None:
-        return Lost() if gone else NotStarted()
+        # The one that went away may have made room for one that an earlier agent started, and that is not far yet.
+        return Lost() if gone and not alive else NotStarted()
     return Running(known.child) if alive else Lost()
 
 

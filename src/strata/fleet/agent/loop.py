@@ -47,6 +47,7 @@ class Agent:
         self._stopping = asyncio.Event()
         self._now = asyncio.Event()
         """Told to stop a second time."""
+        self._on_stop = site.settings.on_stop
         self._changed = asyncio.Event()
         """Free slots, perhaps: an attempt is over, or the machine is nobody's again."""
         self._beat_now = asyncio.Event()
@@ -89,6 +90,11 @@ class Agent:
         self._stopping.set()
         self._changed.set()
 
+    def hand_over(self) -> None:
+        """Go now, and leave the jobs to the agent that comes next."""
+        self._on_stop = "leave"
+        self.stop()
+
     # Registering
 
     async def _register(self) -> None:
@@ -101,10 +107,12 @@ class Agent:
     async def _adopt(self) -> None:
         """Go on with what an earlier agent left. Whether it is still wanted, the first renewal will say."""
         records = await within(self._threads.work, lambda: list(self._state.records()))
+        failpoint("agent.adopt.read")
         await within(self._threads.work, prune, self._site, {each.key for each in records}, self._clock.wall_s())
         for record in records:
             _log.info("goes on with an attempt", job=record.lease.job_id, epoch=record.lease.epoch, phase=record.phase)
             self._begin(record)
+        failpoint("agent.adopt.begun")
         self._beat_now.set()
 
     # Claiming
@@ -127,6 +135,7 @@ class Agent:
         failpoint("agent.claim.replied")
         for lease in leases:
             self._take(lease)
+        failpoint("agent.claim.taken")
         # Only now: a crash before this claims the same again, and what is known already is not begun twice.
         self._state.claimed()
 
@@ -234,7 +243,7 @@ class Agent:
     # Going
 
     async def _drain(self) -> None:
-        how = self._settings.on_stop
+        how = self._on_stop
         _log.info("stopping", how=how, attempts=len(self._attempts))
         if how == "leave":
             return
@@ -282,3 +291,5 @@ def handle_signals(agent: Agent) -> None:
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(agent.stop))
         else:
             loop.add_signal_handler(number, agent.stop)
+    if sys.platform != "win32":
+        loop.add_signal_handler(signal.SIGUSR1, agent.hand_over)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.fleet.agent.calls import PIECE, Calls, Stream
 from strata.fleet.core.report import MAX_LINE_BYTES, Metrics, parse_lines
 from strata.fleet.wire import LeaseGiven
@@ -36,6 +37,7 @@ class Shipper:
         moved = bool(piece)
         while piece or last:
             self.sent = self._send(self.sent, piece, last=last and len(piece) < PIECE)
+            failpoint("agent.ship.sent")
             if not last or len(piece) < PIECE or self.full:
                 break
             piece = self._read(self.sent)

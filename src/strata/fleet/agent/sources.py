@@ -11,17 +11,16 @@ import os
 import re
 import shutil
 import subprocess
-import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
+from strata.fleet.agent.unpack import unpack
 from strata.fleet.core.jobspec import TrainerSpec
 
 GIT_S: Final = 600.0
-MAX_UNPACKED: Final = 8 << 30
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _BLOB: Final = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 
@@ -153,22 +152,3 @@ def _bundle(bundle: str, cache: Path, fetch_artifact: FetchArtifact, fetch_blob:
     finally:
         archive.unlink()
     return kept
-
-
-def unpack(archive: Path, target: Path) -> None:
-    """A tar file, plain or compressed as Python can read it, without anything that leaves the folder."""
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    unpacked = 0
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                unpacked += member.size
-                if unpacked > MAX_UNPACKED:
-                    raise StrataError(Code.EXHAUSTED, f"the source has more than {MAX_UNPACKED} bytes")
-                tar.extract(member, partial, filter="data")
-    except (tarfile.TarError, EOFError, OSError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise StrataError(Code.PRECONDITION, f"the source bundle cannot be unpacked: {error}") from error
-    partial.rename(target)

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.fleet.agent.disk import private_folder, read_json, write_json
 from strata.fleet.core.job import Cause
 from strata.fleet.wire import LeaseGiven
@@ -116,6 +117,7 @@ class State:
     def remove(self, record: Record) -> None:
         # The record goes first: without it the rest is rubbish, with it the rest is needed.
         (self.folder_of(record) / "record.json").unlink(missing_ok=True)
+        failpoint("agent.state.removed")
         shutil.rmtree(self.folder_of(record), ignore_errors=True)
 
     def claiming(self) -> Claiming | None:

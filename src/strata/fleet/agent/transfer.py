@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.fleet.agent.calls import Calls
 from strata.fleet.artifacts.files import materialise, pieces, read_piece, scan
 from strata.fleet.artifacts.manifest import Lineage, Manifest
@@ -23,6 +24,7 @@ def upload(
     # A link in an output folder is a shortcut of the trainer's, to a checkpoint of its own perhaps; files are results.
     manifest = scan(folder, links="skip")
     send(calls, folder, manifest, wanted)
+    failpoint("agent.upload.sent")
     for _ in range(_ROUNDS):
         try:
             return calls.commit(lease, manifest, lineage)
@@ -40,6 +42,7 @@ def send(calls: Calls, folder: Path, manifest: Manifest, wanted: Callable[[], bo
         if not wanted():
             raise StrataError(Code.STALE, "nobody wants this upload any more")
         calls.put_chunk(missing[piece.digest], read_piece(folder, piece))
+        failpoint("agent.upload.chunk")
 
 
 def download(calls: Calls, artifact_id: str, target: Path) -> None:

@@ -136,3 +136,9 @@ def task_xml(*, command: str, arguments: str, user: str, folder: str) -> str:
   </Actions>
 </Task>
 """
+
+
+def agent_task(program: str, state: str, work: str, user: str, folder: str) -> str:
+    """The task that runs the agent, with its two folders."""
+    arguments = f'agent --state "{state}" --work "{work}" --log-format json'
+    return task_xml(command=program, arguments=arguments, user=user, folder=folder)

@@ -96,7 +96,8 @@ def _names(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
     allowed = requirement.needs.allowed_hosts
     if allowed and not _matches(allowed, host.host):
         fix = f'add "{host.host}" to allowed_hosts'
-        yield Reason(constraint="allowed_hosts", needed=" or ".join(allowed), has=host.host, fix=fix)
+        needed, has = f"the name {' or '.join(allowed)}", f"the name {host.host}"
+        yield Reason(constraint="allowed_hosts", needed=needed, has=has, fix=fix)
 
 
 def _system(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:

@@ -75,7 +75,7 @@ def why(job: Question, hosts: Sequence[HostState], *, now_s: float) -> Why:
     if job.status in TERMINAL:
         return Why(headline=f"it is {job.status}", schedulable=False)
     if job.status in HELD:
-        return Why(headline=f"it is {job.status}: a host has it")
+        return Why(headline="a host has it")
     verdicts = [eligible(job.requirement, host.profile) for host in hosts]
     fitting = [host for host, verdict in zip(hosts, verdicts, strict=True) if verdict.eligible]
     own = list(_own_reasons(job, now_s))
@@ -140,7 +140,7 @@ def _unschedulable(verdicts: Sequence[Verdict], own: list[Obstacle]) -> Why:
         return Why(headline="no host has joined the fleet", obstacles=(nobody, *own), schedulable=False)
     nearest = min(verdicts, key=lambda each: (len(each.reasons), sum(r.distance for r in each.reasons), each.host))
     return Why(
-        headline=f"none of {len(verdicts)} hosts is eligible",
+        headline=f"none of {len(verdicts)} hosts is eligible" if len(verdicts) > 1 else "the only host is not eligible",
         obstacles=(*_by_constraint(verdicts), *own),
         nearest_host=nearest.host,
         nearest_fix=tuple(reason.fix for reason in nearest.reasons),
@@ -157,9 +157,11 @@ def _by_constraint(verdicts: Sequence[Verdict]) -> list[Obstacle]:
     obstacles = []
     for constraint, found in sorted(failing.items(), key=lambda each: (-len(each[1]), each[0])):
         host, best = min(found, key=lambda each: (each[1].distance, each[0]))
-        detail = (
-            f"{len(found)} of {len(verdicts)} hosts fail it; {host} comes nearest: needs {best.needed}, has {best.has}"
-        )
+        if len(verdicts) == 1:
+            detail = f"needs {best.needed}, {host} has {best.has}"
+        else:
+            lacks = f"needs {best.needed}, has {best.has}"
+            detail = f"{len(found)} of {len(verdicts)} hosts fail it; {host} comes nearest: {lacks}"
         obstacles.append(
             Obstacle(what=constraint, detail=detail, hosts=len(found), of=len(verdicts), fix=best.fix),
         )

@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.fleet import wire
 from strata.fleet.artifacts import export, lookup
 from strata.fleet.artifacts.manifest import Chunk, Kind, Lineage
@@ -50,18 +51,16 @@ async def commit(site: Site, call: Call, body: wire.CommitRequest) -> wire.Commi
     lineage = _lineage(body.lineage, held)
     done = await site.artifacts.commit(body.manifest, lineage, call.actor, hold=held, owner=call.actor)
     if held is not None and lineage.kind is Kind.CHECKPOINT:
+        failpoint("fleet.checkpoint.before")
         await site.fleet.checkpointed(held, done.artifact_id)
     return _committed(done)
 
 
 async def put_model(site: Site, call: Call, body: Upload, query: wire.BlobQuery) -> wire.CommitReply:
     """A result as one opaque file; its id is the SHA-256 of its bytes."""
-    held = _hold(call, query.job_id, query.epoch)
-    model, mode = query.model, query.mode
-    if held is not None:
-        spec = (await site.fleet.store.job(held.job_id)).spec
-        model, mode = spec.model, spec.mode
-    lineage = Lineage(kind=Kind.RESULT, model=model, mode=mode)
+    held = hold(call, query.job_id, query.epoch)
+    spec = (await site.fleet.store.job(held.job_id)).spec
+    lineage = Lineage(kind=Kind.RESULT, model=spec.model, mode=spec.mode)
     return _committed(await site.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
 
 

@@ -10,7 +10,7 @@ from strata.fleet.http.site import Site
 from strata.identity.ca import Issued
 from strata.identity.enroll import make_key
 from strata.identity.ports import Key
-from strata.identity.roles import Role
+from strata.identity.roles import Kind, Role
 
 
 async def authority(site: Site, call: Call) -> Download:
@@ -72,6 +72,22 @@ async def invites(site: Site, call: Call) -> wire.InvitesReply:
 async def revoke_invite(site: Site, call: Call) -> None:
     """Take an invitation back."""
     await site.identity.revoke_invite(call.path["id"], call.actor, site.clock.wall_s())
+
+
+async def caller(site: Site, call: Call) -> wire.Caller:
+    """Who the caller is, and until when."""
+    who = call.caller
+    role = None if who.role is None else _NAMES[who.role]
+    key = await site.identity.key(who.id) if who.kind is Kind.KEY else None
+    host = await site.identity.host(who.id) if who.kind is Kind.HOST else None
+    known = key or host
+    return wire.Caller(
+        kind=who.kind.value,
+        id=who.id,
+        name="" if known is None else known.name,
+        role=role,
+        expires_at_s=key.expires_at_s if key else (host.certificate_until_s or None) if host else None,
+    )
 
 
 async def add_key(site: Site, call: Call, body: wire.KeyRequest) -> wire.KeyReply:

@@ -102,12 +102,14 @@ async def leave(site: Site, call: Call) -> None:
 
 
 async def _renew(site: Site, call: Call, renewals: Sequence[Renewal]) -> Sequence[wire.Verdict]:
-    return [_verdict(site, each) for each in await site.fleet.renew(call.caller.need_host(), renewals)]
+    renewed = await site.fleet.renew(call.caller.need_host(), renewals)
+    now_s = site.fleet.now_s()
+    return [_verdict(each, now_s) for each in renewed]
 
 
-def _verdict(site: Site, renewed: Renewed) -> wire.Verdict:
+def _verdict(renewed: Renewed, now_s: float) -> wire.Verdict:
     if renewed.verdict == "held":
-        left_s = renewed.expires_at_s - site.fleet.now_s()
+        left_s = renewed.expires_at_s - now_s
         return wire.Verdict(job_id=renewed.job_id, epoch=renewed.epoch, verdict="continue", expires_in_s=left_s)
     reason = f"the job is {renewed.status}" if renewed.verdict == "ended" else _STOP[renewed.verdict]
     return wire.Verdict(

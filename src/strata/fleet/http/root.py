@@ -6,6 +6,7 @@ A path that does not exist is told only to those who may look: to everybody else
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import secrets
 import time
@@ -40,6 +41,8 @@ class Root:
     def __init__(self, site: Site, table: Sequence[Endpoint]) -> None:
         self._site = site
         self._router = router(site, table)
+        self._prefix = secrets.token_hex(4)
+        self._requests = itertools.count(1)
         self._public = _exact(endpoint for endpoint in table if endpoint.need.public)
         self._shown = _exact(endpoint for endpoint in table if endpoint.public_read) if site.public_read else ()
 
@@ -48,7 +51,7 @@ class Root:
             raise StrataError(Code.UNSUPPORTED, f"{scope['type']} is not served here")
         headers = _first(scope["headers"])
         given = headers.get(b"x-request-id", b"")
-        request_id = given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+        request_id = given.decode() if _REQUEST_ID.fullmatch(given) else f"{self._prefix}{next(self._requests):08x}"
         answer = _Answer(send, request_id)
         with log.correlation(request_id):
             started_s = time.monotonic()

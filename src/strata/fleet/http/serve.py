@@ -12,6 +12,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.fleet.http.body import Incoming, QueryReader, decode
 from strata.fleet.http.declare import Call, Download, Endpoint, Upload
 from strata.fleet.http.errors import HttpRefusal
@@ -53,6 +54,7 @@ class Served:
         reply = await self._endpoint.handler(self._site, call, **given)
         if self._endpoint.method != "GET":
             self._site.feed.poke()
+            failpoint("fleet.http.before_reply")
         await _response(reply)(scope, receive, send)
 
 

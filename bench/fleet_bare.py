@@ -1,0 +1,48 @@
+"""The bare side of `bench fleet` over HTTP: an empty Starlette route under the hub's own uvicorn settings.
+
+It reads the body and answers with as many bytes as the hub would: `python -m bench.fleet_bare HOST:PORT PATH=BYTES …`.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any, NamedTuple
+
+import uvloop
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from strata.hub.server import HttpServer, _config, listen
+from strata.hub.settings import HubSettings
+
+
+class Served(NamedTuple):
+    """What the settings of the server are made from."""
+
+    app: Router
+    tls: None = None
+
+
+def _route(path: str, size: int) -> Route:
+    reply = b'"' + b"x" * (size - 2) + b'"'
+
+    async def answer(request: Request) -> Response:
+        await request.body()
+        return Response(reply, media_type="application/json")
+
+    return Route(path, answer, methods=["POST"])
+
+
+async def main(address: str, *sizes: str) -> None:
+    routes = [_route(path, int(size)) for path, _, size in (each.partition("=") for each in sizes)]
+    hub: Any = Served(Router(routes))
+    with listen(address) as listener:
+        await HttpServer(_config(hub, HubSettings())).serve(sockets=[listener])
+
+
+if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()
+    uvloop.run(main(*sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""Claims and heartbeats over HTTP beside an empty route: the hub as its command line starts it, the hosts elsewhere.
+
+Three processes: the hub with all it does beside (ticks, its feed of events), an empty route under the same uvicorn
+settings that takes and gives as many bytes, and the hosts. The two servers are asked in turns by the same hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import httpx
+import msgspec
+import psutil  # type: ignore[import-untyped]
+
+from bench.fleet_load import Beats, Claims, Figures, Hold, Host, Order
+from bench.fleet_rows import fill
+from bench.interleave import Comparison, Measure, interleave
+from bench.report import Report
+from strata.fleet import wire
+from strata.hub.compose import TOKEN_FILE
+from strata.testing.ports import port_of, reserve_port
+
+GOAL: Final = 0.7
+HOSTS: Final = 64
+LEASES: Final = 64
+START_S: Final = 30.0
+STRATA: Final = str(Path(sys.executable).with_name("strata"))
+
+
+@dataclass(frozen=True)
+class Turns:
+    rounds: int
+    seconds: float
+    jobs: int
+
+
+class Clients:
+    """The load process: one order at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def carry_out(self, order: Order) -> list[float]:
+        sent, answers = self._process.stdin, self._process.stdout
+        assert sent is not None
+        assert answers is not None
+        sent.write(msgspec.json.encode(order) + b"\n")
+        await sent.drain()
+        line = await answers.readline()
+        if not line:
+            raise RuntimeError("the load process died; see above")
+        return msgspec.json.decode(line, type=Figures).values
+
+
+async def run(report: Report, name: str, folder: Path, database: str, turns: Turns) -> None:
+    """`name` is that of the database, which is filled here and then served by a hub."""
+    await fill(database, turns.jobs)
+    data = folder / f"hub-{name}"
+    async with _server(STRATA, "hub", "--data", str(data), "--database", database, "--listen") as (address, pid):
+        hosts = await _enrol(address, data)
+        async with _process(sys.executable, "-m", "bench.fleet_load") as process:
+            load = Clients(process)
+            await load.carry_out(Hold(address, hosts, LEASES))
+            claim_size = (await load.carry_out(Claims(address, hosts, 0.2)))[1]
+            beat_size = (await load.carry_out(Beats(address, hosts[:1], 0.2)))[1]
+            sizes = (f"/v1/job/claim={claim_size:.0f}", f"/v1/heartbeats={beat_size:.0f}")
+            async with _server(sys.executable, "-m", "bench.fleet_bare", last=sizes) as (bare, bare_pid):
+                await _compare(report, name, load, (address, bare), hosts, turns)
+                found = Comparison([_rss_mib(pid)], [_rss_mib(bare_pid)], "lower")
+                note = f"after all this; {HOSTS} hosts; bare: the process of the empty route"
+                report.add(f"http.{name}.rss", "MiB", found, note=note)
+
+
+def _rss_mib(pid: int) -> float:
+    return float(psutil.Process(pid).memory_info().rss) / 2**20
+
+
+async def _compare(
+    report: Report, name: str, load: Clients, sides: tuple[str, str], hosts: list[Host], turns: Turns
+) -> None:
+    def claims(address: str, *, checked: bool) -> Measure:
+        async def turn() -> float:
+            rate, _, wrong = await load.carry_out(Claims(address, hosts, turns.seconds))
+            assert not (checked and wrong), "a claim was answered with nothing, or with the job of another"
+            return rate
+
+        return turn
+
+    def beats(address: str, *, checked: bool) -> Measure:
+        async def turn() -> float:
+            calls, _, held = await load.carry_out(Beats(address, hosts, turns.seconds))
+            assert not checked or held == calls * LEASES, "a lease was lost"
+            return calls * LEASES
+
+        return turn
+
+    ours, bare = sides
+    same = "bare: an empty route, same bytes"
+    found = await interleave(claims(ours, checked=True), claims(bare, checked=False), turns.rounds)
+    report.add(f"http.{name}.claim", "claims/s", found, goal=GOAL, note=f"{HOSTS} hosts, a connection each; {same}")
+    found = await interleave(beats(ours, checked=True), beats(bare, checked=False), turns.rounds)
+    report.add(f"http.{name}.heartbeats", "beats/s", found, note=f"{LEASES} in a call; {same}")
+
+
+async def _enrol(address: str, data: Path) -> list[Host]:
+    token = (data / TOKEN_FILE).read_text().strip()
+    hosts = []
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=START_S) as client:
+        for number in range(HOSTS):
+            made = await client.post(
+                "/v1/hosts/local", json={"name": f"host-{number}"}, headers={"X-Operator-Token": token}
+            )
+            reply = msgspec.json.decode(made.raise_for_status().content, type=wire.LocalHostReply)
+            known = {"Authorization": f"Bearer {reply.secret}"}
+            body = {"capability": {"hostname": f"host-{number}"}}
+            (await client.post("/v1/host/register", json=body, headers=known)).raise_for_status()
+            hosts.append(Host(reply.host_id, reply.secret))
+    return hosts
+
+
+@asynccontextmanager
+async def _server(*command: str, last: tuple[str, ...] = ()) -> AsyncIterator[tuple[str, int]]:
+    """A server that is told where to listen, once it answers anything at all."""
+    with reserve_port() as guard:
+        address = f"127.0.0.1:{port_of(guard)}"
+        async with _process(*command, address, *last) as process:
+            async with asyncio.timeout(START_S), httpx.AsyncClient() as client:
+                while not await _answers(client, address):
+                    if process.returncode is not None:
+                        raise RuntimeError(f"{command[0]} ended before it served")
+                    await asyncio.sleep(0.02)
+            yield address, process.pid
+
+
+async def _answers(client: httpx.AsyncClient, address: str) -> bool:
+    try:
+        await client.get(f"http://{address}/v1/health")
+    except httpx.TransportError:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def _process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env={"PATH": os.defpath, "STRATA_HUB_LOG_LEVEL": "error"},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        # The hub says where it listens, which nobody asked for here.
+        stderr=asyncio.subprocess.DEVNULL if command[0] == STRATA else None,
+        limit=1 << 24,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

@@ -1,0 +1,193 @@
+"""The hosts of `bench fleet` over HTTP, in a process of their own: sockets on uvloop, the same code for both sides.
+
+Each host has a connection of its own that stays open, and one request under way at a time. Requests are bytes and
+replies are only measured and counted: what the clients cost is nobody's figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Final, assert_never
+
+import msgspec
+import uvloop
+
+from strata.fleet import wire
+
+LENGTH: Final = b"content-length: "
+WAIT_S: Final = 60.0
+
+
+class Host(msgspec.Struct, frozen=True):
+    """Who asks, and by what secret it is known."""
+
+    id: str
+    secret: str
+
+
+class Claims(msgspec.Struct, frozen=True, tag=True):
+    """Every host claims one job after the other. Figures: claims a second, bytes of a reply, jobs that came twice."""
+
+    address: str
+    hosts: list[Host]
+    seconds: float
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Every host claims so many jobs and says that they run; what it holds is renewed from now on. No figures."""
+
+    address: str
+    hosts: list[Host]
+    leases: int
+
+
+class Beats(msgspec.Struct, frozen=True, tag=True):
+    """Every host renews all it holds, again and again. Figures: calls a second, bytes of a reply, leases held on."""
+
+    address: str
+    hosts: list[Host]
+    seconds: float
+
+
+Order = Claims | Hold | Beats
+
+
+class Figures(msgspec.Struct, frozen=True):
+    values: list[float]
+
+
+class Connection(asyncio.Protocol):
+    """Requests one after the other; a reply is its status and its body."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.WriteTransport | None = None
+        self._received = b""
+        self._reply: asyncio.Future[bytes] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(ConnectionError(f"the server hung up: {exc}"))
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, found, body = self._received.partition(b"\r\n\r\n")
+        if not found or self._reply is None:
+            return
+        at = head.lower().index(LENGTH) + len(LENGTH)
+        if len(body) < int(head[at:].partition(b"\r\n")[0]):
+            return
+        self._received = b""
+        if not head.startswith(b"HTTP/1.1 200"):
+            self._reply.set_exception(RuntimeError(f"{head.decode()} {body.decode()}"))
+        else:
+            self._reply.set_result(body)
+
+    def send(self, head: bytes, body: bytes) -> asyncio.Future[bytes]:
+        assert self._transport is not None
+        self._reply = asyncio.get_running_loop().create_future()
+        self._transport.write(head + b"%d\r\n\r\n" % len(body) + body)
+        return self._reply
+
+
+class Load:
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], Connection] = {}
+        self._held: dict[str, bytes] = {}
+        self._names = itertools.count(1)
+        self._given: set[bytes] = set()
+
+    async def carry_out(self, order: Order) -> list[float]:
+        match order:
+            case Claims(address, hosts, seconds):
+                replies = await self._repeat(address, "/v1/job/claim", hosts, seconds, self._new_claim)
+                twice = self._count_twice(replies)
+                return [len(replies) / seconds, len(replies[0]), twice]
+            case Hold(address, hosts, leases):
+                for host in hosts:
+                    await self._hold(address, host, leases)
+                return []
+            case Beats(address, hosts, seconds):
+                replies = await self._repeat(address, "/v1/heartbeats", hosts, seconds, self._renewals)
+                return [len(replies) / seconds, len(replies[0]), sum(r.count(b'"continue"') for r in replies) / seconds]
+            case _:
+                assert_never(order)
+
+    def _new_claim(self, _: Host) -> bytes:
+        return b'{"claim_id":"load-%d"}' % next(self._names)
+
+    def _renewals(self, host: Host) -> bytes:
+        return self._held[host.id]
+
+    def _count_twice(self, replies: list[bytes]) -> int:
+        """Claims that were answered with nothing, or with what another was given: neither is a claim."""
+        fresh = {job for reply in replies if (job := reply.partition(b'"job_id":"')[2][:69])} - self._given
+        self._given |= fresh
+        return len(replies) - len(fresh)
+
+    async def _hold(self, address: str, host: Host, leases: int) -> None:
+        connection = await self._connect(address, host)
+        claim = msgspec.json.encode({"claim_id": f"hold-{next(self._names)}", "count": leases})
+        reply = await connection.send(_head(address, "/v1/job/claim", host), claim)
+        given = msgspec.json.decode(reply, type=wire.ClaimReply).leases
+        assert len(given) == leases, "the bench ran out of jobs"
+        held = tuple(wire.LeaseHeld(job_id=lease.job_id, epoch=lease.epoch, running=True) for lease in given)
+        self._held[host.id] = msgspec.json.encode(wire.HeartbeatsRequest(leases=held))
+        await connection.send(_head(address, "/v1/heartbeats", host), self._held[host.id])
+
+    async def _repeat(
+        self, address: str, path: str, hosts: list[Host], seconds: float, body: Callable[[Host], bytes]
+    ) -> list[bytes]:
+        connections = [await self._connect(address, host) for host in hosts]
+        replies: list[bytes] = []
+        until_s = perf_counter() + seconds
+
+        async def ask(host: Host, connection: Connection) -> None:
+            head = _head(address, path, host)
+            while perf_counter() < until_s:
+                replies.append(await connection.send(head, body(host)))
+
+        async with asyncio.timeout(seconds + WAIT_S):
+            await asyncio.gather(*map(ask, hosts, connections))
+        return replies
+
+    async def _connect(self, address: str, host: Host) -> Connection:
+        key = (address, host.id)
+        if key not in self._open:
+            name, _, port = address.rpartition(":")
+            _, self._open[key] = await asyncio.get_running_loop().create_connection(Connection, name, int(port))
+        return self._open[key]
+
+
+def _head(address: str, path: str, host: Host) -> bytes:
+    lines = (
+        f"POST {path} HTTP/1.1",
+        f"Host: {address}",
+        f"Authorization: Bearer {host.secret}",
+        "Content-Type: application/json",
+        "Content-Length: ",
+    )
+    return "\r\n".join(lines).encode()
+
+
+async def main() -> None:
+    load = Load()
+    decode = msgspec.json.Decoder(Order).decode
+    for line in iter(sys.stdin.readline, ""):
+        order = decode(line)
+        gc.collect()
+        gc.disable()
+        values = await load.carry_out(order)
+        gc.enable()
+        print(msgspec.json.encode(Figures(values)).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

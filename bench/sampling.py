@@ -1,0 +1,177 @@
+"""The built-in sampler beside Hugging Face's `generate`, on a small random model and one rank: `python -m bench sampling`.
+
+- `sample.tokens`: eight requests at once, drawn at temperature 1, by quanta as an orchestrator sends them. Bare is
+  `generate` of the same requests one by one, and also draws.
+- `sample.tokens.many`: 32 requests of mixed lengths where 16 run at once, the others waiting for a place.
+- `sample.tokens.adapters`: eight requests, each with an adapter of its own; bare has no adapter at all.
+- `sample.tokens.padded`: the eight requests beside one `generate` of all of them as one batch, which they fill evenly:
+  the best case of that side, for which nobody asked for a goal.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from bench.interleave import interleave
+from bench.report import Report
+from strata.train.core.ops import LoraConfig
+from strata.train.core.sampling import Added, Quantum, Sample, SampleParams, SampleResult
+from strata.train.runner.lora import Adapter, targets_of
+from strata.train.runner.model import Base
+from strata.train.runner.ranks import Ranks
+from strata.train.runner.sampling.sampler import Sampler
+from strata.train.runner.sampling.terms import SamplerLimits
+from strata.train.runner.settings import RunnerSettings
+from strata.train.runner.tiny import TinyModel, make
+
+GOAL: Final = 1.5
+STEPS: Final = 16
+"""Of a quantum."""
+PROMPT: Final = 32
+LORA: Final = LoraConfig(rank=8, alpha=16.0)
+MODEL: Final = TinyModel(family="llama", layers=4, hidden=256, vocabulary=4096, context=1024)
+
+
+@dataclass(frozen=True)
+class Turns:
+    rounds: int
+    tokens: int
+    """That each sequence gets."""
+
+
+QUICK: Final = Turns(rounds=6, tokens=48)
+LONG: Final = Turns(rounds=16, tokens=128)
+
+
+async def run(report: Report, *, quick: bool) -> None:
+    turns = QUICK if quick else LONG
+    with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder, one_rank() as ranks:
+        path = Path(folder) / "model"
+        parameters = make(path, MODEL)
+        base = Base(RunnerSettings(model=str(path), sleep_folder=Path(folder)), ranks)
+        bare = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval()
+        size = f"{parameters / 1e6:.1f} M parameters"
+        report.progress(f"sampling, {size}")
+        await cases(report, base, ranks, bare, turns, size)
+
+
+@contextmanager
+def one_rank() -> Iterator[Ranks]:
+    threads = torch.get_num_threads()
+    # As a rank has it.
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Ranks(torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+async def cases(report: Report, base: Base, ranks: Ranks, bare: Any, turns: Turns, size: str) -> None:
+    sampler = Sampler(base, ranks, SamplerLimits(sequences=16))
+    sampler.open_base("base")
+    for number in range(8):
+        sampler.open_adapter(f"adapter {number}", _adapter(base, number))
+    even = [_sample("base", number, PROMPT, turns.tokens) for number in range(8)]
+    mixed = [_sample("base", number, 8 + 5 * number, turns.tokens // 2 + 2 * number) for number in range(32)]
+    own = [_sample(f"adapter {number}", number, PROMPT, turns.tokens) for number in range(8)]
+    for case, samples, note in (
+        ("sample.tokens", even, "8 requests"),
+        ("sample.tokens.many", mixed, "32 requests, 16 at once"),
+        ("sample.tokens.adapters", own, "8 requests with 8 adapters beside none"),
+    ):
+
+        async def ours(samples: Sequence[Sample] = samples) -> float:
+            return sampled(sampler, samples)
+
+        async def one_by_one(samples: Sequence[Sample] = samples) -> float:
+            return generated(bare, samples)
+
+        found = await interleave(ours, one_by_one, turns.rounds)
+        report.add(case, "tokens/s", found, goal=GOAL, note=f"{size}, {note}")
+
+    async def together() -> float:
+        return generated_together(bare, even)
+
+    async def ours_even() -> float:
+        return sampled(sampler, even)
+
+    found = await interleave(ours_even, together, turns.rounds)
+    report.add("sample.tokens.padded", "tokens/s", found, note=f"{size}, 8 requests beside one batch of them")
+
+
+def _adapter(base: Base, number: int) -> Adapter:
+    adapter = Adapter(LORA, targets_of(base.lm, LORA), torch.device("cpu"))
+    adapter.initialise(f"bench {number}")
+    return adapter
+
+
+def _sample(sampler_id: str, number: int, length: int, tokens: int) -> Sample:
+    prompt = np.random.default_rng(number).integers(4, 256, length).astype("<i4").tobytes()
+    return Sample(sampler_id, number, prompt, SampleParams(max_tokens=tokens, seed=number, end_tokens=False))
+
+
+def sampled(sampler: Sampler, samples: Sequence[Sample]) -> float:
+    started = time.perf_counter()
+    spread = sampler.spread()
+    add = [Added(str(number), sample) for number, sample in enumerate(samples)]
+    tokens = 0
+    while True:
+        done = spread.put_together([sampler.run(spread.cut(Quantum(STEPS, add))[0])])
+        add = []
+        for one in done.ended:
+            assert isinstance(one.outcome, SampleResult), one.outcome
+            tokens += len(one.outcome.sequences[0].tokens) // 4
+        if not done.requests:
+            break
+    assert tokens == _wanted(samples)
+    return tokens / (time.perf_counter() - started)
+
+
+def generated(model: Any, samples: Sequence[Sample]) -> float:
+    started = time.perf_counter()
+    tokens = 0
+    for sample in samples:
+        tokens += _generate(model, torch.tensor([_tokens(sample)]), sample)
+    assert tokens == _wanted(samples)
+    return tokens / (time.perf_counter() - started)
+
+
+def generated_together(model: Any, samples: Sequence[Sample]) -> float:
+    started = time.perf_counter()
+    tokens = _generate(model, torch.tensor([_tokens(sample) for sample in samples]), samples[0])
+    assert tokens == _wanted(samples)
+    return tokens / (time.perf_counter() - started)
+
+
+@torch.inference_mode()
+def _generate(model: Any, ids: torch.Tensor, sample: Sample) -> int:
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=sample.params.max_tokens,
+        do_sample=True,
+        top_k=0,
+        eos_token_id=None,
+    )
+    return int(found.shape[0] * (found.shape[1] - ids.shape[1]))
+
+
+def _tokens(sample: Sample) -> list[int]:
+    return [int(token) for token in np.frombuffer(sample.prompt, "<i4")]
+
+
+def _wanted(samples: Sequence[Sample]) -> int:
+    return sum(sample.params.max_tokens or 0 for sample in samples)

@@ -1,0 +1,279 @@
+#!/bin/sh
+# Makes this machine a host of a Strata fleet, or undoes it. Running it again is harmless: it upgrades.
+set -eu
+umask 022
+
+usage() {
+    cat <<'END'
+Usage: install-training-worker.sh --hub URL [options]
+       install-training-worker.sh --uninstall [--force] [options]
+
+Installs the agent, joins the fleet of the hub at URL, and starts the agent with the machine where systemd does that.
+The join token, which 'strata invite' prints, comes from stdin, from a file or from the variable STRATA_JOIN_TOKEN, never
+from the command line.
+
+  --hub URL          of the hub, https://…
+  --token-file FILE  where the join token lies; without it you are asked, or stdin is read
+  --from WHAT        wheel, folder or name of the package; the clone this script is in unless set
+  --name NAME        of this machine in the fleet; its host name unless set
+  --python PYTHON    3.11 or newer, that every user can execute; python3 unless set
+  --run-as USER      run jobs as USER, who cannot read the agent's credentials; the agent is root then
+  --prefix FOLDER    install into FOLDER, as you are: no users, no service
+  --dry-run          print what would be done
+  --uninstall        leave the fleet and remove all of it, also what jobs left; not the user of --run-as
+  --force            also if the hub cannot be told
+END
+}
+
+say() {
+    printf 'install-training-worker: %s\n' "$*" >&2
+}
+
+die() {
+    say "$*"
+    exit 1
+}
+
+absolute() { # PATH
+    case $1 in
+    /*) printf '%s\n' "$1" ;;
+    *) printf '%s/%s\n' "$PWD" "$1" ;;
+    esac
+}
+
+# Out of the environment at once: no program that is started here is to inherit it.
+token=${STRATA_JOIN_TOKEN:-}
+unset STRATA_JOIN_TOKEN
+
+hub='' token_file='' from='' name='' python=python3 run_as='' prefix='' dry='' uninstall='' force=''
+while [ $# -gt 0 ]; do
+    case $1 in
+    --hub | --token-file | --from | --name | --python | --run-as | --prefix)
+        [ $# -ge 2 ] || die "$1 needs a value"
+        case $1 in
+        --hub) hub=$2 ;;
+        --token-file) token_file=$(absolute "$2") ;;
+        --from) from=$2 ;;
+        --name) name=$2 ;;
+        --python) python=$2 ;;
+        --run-as) run_as=$2 ;;
+        --prefix) prefix=$(absolute "$2") ;;
+        esac
+        shift 2
+        ;;
+    --dry-run) dry=yes && shift ;;
+    --uninstall) uninstall=yes && shift ;;
+    --force) force=--force && shift ;;
+    -h | --help)
+        usage
+        exit 0
+        ;;
+    *)
+        # Not repeated: it may be the token.
+        usage >&2
+        die "there is an argument that is none of these; a token comes from stdin or from a file, never from here"
+        ;;
+    esac
+done
+
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
+if [ -n "$from" ] && [ -e "$from" ]; then
+    from=$(absolute "$from")
+fi
+from=${from:-$root}
+units=$root/deploy/systemd
+cd /
+
+venv=$prefix/opt/strata
+home=$prefix/var/lib/strata-agent
+state=$home/state
+work=$home/work
+settings=$prefix/etc/strata/agent.env
+unit=$prefix/etc/systemd/system/strata-agent.service
+drop_in=$unit.d/run-as.conf
+strata=$venv/bin/strata
+
+# Who the agent is.
+user='strata-agent'
+[ -z "$run_as" ] || user=root
+[ -z "$prefix" ] || user=$(id -un)
+
+run() {
+    if [ -n "$dry" ]; then
+        printf '+ %s\n' "$*"
+    else
+        "$@"
+    fi
+}
+
+# Nothing but the join reads stdin: the token may be there.
+quietly() {
+    run "$@" </dev/null
+}
+
+# With a home of its own, and not with the folders of whoever installs.
+as_agent() {
+    set -- env -u XDG_CONFIG_HOME -u XDG_DATA_HOME "HOME=$home" "$@"
+    [ "$user" = "$(id -un)" ] || set -- setpriv "--reuid=$user" "--regid=$user" --init-groups "$@"
+    run "$@"
+}
+
+has_systemd() {
+    [ -z "$prefix" ] && [ -d /run/systemd/system ]
+}
+
+check() {
+    if [ -z "$prefix" ] && [ "$(id -u)" -ne 0 ] && [ -z "$dry" ]; then
+        die "run this as root, or give --prefix FOLDER to install for yourself"
+    fi
+    [ -z "$prefix" ] || [ -z "$run_as" ] || die "--run-as is for the installation as root, without --prefix"
+}
+
+check_python() {
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' </dev/null ||
+        die "$python is not Python 3.11 or newer; name another one with --python"
+    "$python" -c 'import ensurepip, venv' </dev/null 2>/dev/null ||
+        die "$python cannot make environments; on Debian: apt-get install python3-venv"
+}
+
+check_token() {
+    [ -z "$token_file" ] || [ -r "$token_file" ] || die "$token_file cannot be read"
+    if [ -n "$token_file" ] && [ -n "$(find "$token_file" -perm /077)" ]; then
+        die "$token_file can be read by others; chmod 600 $token_file"
+    fi
+}
+
+make_user() { # NAME HOME
+    if ! id "$1" >/dev/null 2>&1; then
+        quietly useradd --system --user-group --home-dir "$2" --no-create-home --shell /usr/sbin/nologin "$1"
+    fi
+    # Where cards belong to a group.
+    for group in video render; do
+        if getent group "$group" >/dev/null; then
+            quietly usermod --append --groups "$group" "$1"
+        fi
+    done
+}
+
+make_users() {
+    [ -z "$prefix" ] || return 0
+    if [ -n "$run_as" ]; then
+        make_user "$run_as" "/var/lib/$run_as"
+        quietly mkdir -p "/var/lib/$run_as"
+        quietly chown "$run_as:" "/var/lib/$run_as"
+        quietly chmod 0700 "/var/lib/$run_as"
+    else
+        make_user "$user" "$home"
+    fi
+}
+
+make_folders() {
+    quietly mkdir -p "$home" "$state" "$(dirname "$settings")"
+    if [ -z "$prefix" ]; then
+        quietly chown "$user:" "$home"
+        quietly chown -R "$user:" "$state"
+    fi
+    quietly chmod 0711 "$home"
+    quietly chmod 0700 "$state"
+    if [ ! -e "$settings" ]; then
+        quietly touch "$settings"
+        quietly chmod 0600 "$settings"
+    fi
+}
+
+install_package() {
+    # Not `--upgrade` of an environment whose Python is gone: that one is made anew.
+    if ! "$venv/bin/python" -c '' </dev/null 2>/dev/null; then
+        quietly "$python" -m venv --clear "$venv"
+    fi
+    quietly "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade "${from}[agent]"
+    [ -z "$dry" ] || return 0
+    as_agent "$strata" --version </dev/null >/dev/null ||
+        die "$user cannot execute $strata: is $python in a home? Name one with --python that everybody can execute"
+}
+
+join() {
+    as_agent "$strata" agent check --state "$state" --work "$work" </dev/null >&2 ||
+        die "this machine is not fit for jobs; nothing was sent to the hub"
+    set -- "$strata" join "$hub" --state "$state"
+    [ -z "$name" ] || set -- "$@" --name "$name"
+    if [ -e "$state/identity/hub.json" ]; then
+        as_agent "$@" </dev/null
+    elif [ -n "$token_file" ]; then
+        as_agent "$@" <"$token_file"
+    elif [ -n "$token" ]; then
+        # A builtin of the shell: no process has the token among its arguments.
+        printf '%s\n' "$token" | as_agent "$@"
+    else
+        as_agent "$@"
+    fi
+}
+
+write_unit() {
+    [ -z "$prefix" ] || return 0
+    quietly install -D -m 0644 "$units/strata-agent.service" "$unit"
+    if [ -n "$run_as" ]; then
+        quietly install -D -m 0644 "$units/strata-agent.service.d/run-as.conf" "$drop_in"
+        quietly sed -i "s/strata-job/$run_as/g" "$drop_in"
+    else
+        quietly rm -f "$drop_in"
+    fi
+}
+
+start() {
+    if has_systemd; then
+        quietly systemctl daemon-reload
+        quietly systemctl enable strata-agent.service
+        # A running agent hands its jobs over to the new one.
+        quietly systemctl reload-or-restart strata-agent.service
+        say "the agent runs: systemctl status strata-agent, journalctl -u strata-agent"
+        return
+    fi
+    say "nothing here starts the agent with the machine; start it with"
+    set -- "$strata" agent --state "$state" --work "$work"
+    [ -z "$run_as" ] || set -- env "STRATA_AGENT_RUN_AS=$run_as" "$@"
+    shown=$(dry=yes && as_agent "$@")
+    printf '%s\n' "${shown#+ }"
+}
+
+remove() {
+    if has_systemd && [ -e "$unit" ]; then
+        quietly systemctl disable --now strata-agent.service
+    fi
+    if [ -d "$state" ]; then
+        [ -x "$strata" ] || [ -n "$force" ] || die "$strata is gone, so the hub cannot be told; --force removes the rest"
+    fi
+    if [ -x "$strata" ] && [ -d "$state" ]; then
+        # Whoever owns the credentials is the agent.
+        [ -n "$prefix" ] || user=$(stat -c %U "$state")
+        # shellcheck disable=SC2086 # empty or one word
+        as_agent "$strata" leave --state "$state" $force </dev/null ||
+            die "this machine is still a host of its hub, and nothing was removed; --force removes it all the same"
+    fi
+    quietly rm -f "$unit" "$drop_in" "$settings"
+    [ ! -d "$unit.d" ] || quietly rmdir --ignore-fail-on-non-empty "$unit.d"
+    quietly rm -rf "$venv" "$home"
+    has_systemd && quietly systemctl daemon-reload
+    if [ -z "$prefix" ] && id strata-agent >/dev/null 2>&1; then
+        quietly userdel strata-agent
+    fi
+    say "the agent is removed"
+}
+
+check
+if [ -n "$uninstall" ]; then
+    remove
+    exit 0
+fi
+[ -n "$hub" ] || {
+    usage >&2
+    die "--hub is missing"
+}
+check_python
+check_token
+make_users
+make_folders
+install_package
+join
+write_unit
+start

@@ -1,0 +1,43 @@
+"""What a replaced host may still send, sent with its own credentials, and the documented answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.agent.calls import Calls
+from strata.fleet.artifacts.manifest import EMPTY_SHA256, File, Kind, Lineage, Manifest
+from strata.fleet.client import HubClient
+from strata.fleet.core.job import Cause
+from strata.fleet.core.jobspec import JobSpec
+
+EXPECTED: Final = {
+    **dict.fromkeys(("complete", "fail", "checkpoint", "result"), Code.STALE.value),
+    "renewal": "stop stale",
+}
+
+
+def send_all(client: HubClient, job_id: str, epoch: int) -> dict[str, str]:
+    """By message, the code of the refusal, or `accepted`."""
+    calls = Calls(client)
+    lease = wire.LeaseGiven(job_id=job_id, epoch=epoch, expires_in_s=0.0, spec=JobSpec(model="counting"))
+    manifest = Manifest(files=(File(path="late", size=0, sha256=EMPTY_SHA256),))
+    writes: dict[str, Callable[[], object]] = {
+        "complete": lambda: calls.complete(lease, wire.CompleteRequest(epoch=epoch)),
+        "fail": lambda: calls.fail(lease, Cause.USER_ERROR, "late", {}),
+        "checkpoint": lambda: calls.commit(lease, manifest, Lineage(kind=Kind.CHECKPOINT, model="counting")),
+        "result": lambda: calls.commit(lease, manifest, Lineage(kind=Kind.RESULT, model="counting")),
+    }
+    answers = {name: _answer(write) for name, write in writes.items()}
+    (verdict,) = calls.renew((wire.LeaseHeld(job_id=job_id, epoch=epoch, running=True),))
+    return answers | {"renewal": f"{verdict.verdict} {verdict.cause}"}
+
+
+def _answer(write: Callable[[], object]) -> str:
+    try:
+        write()
+    except StrataError as error:
+        return error.code.value
+    return "accepted"

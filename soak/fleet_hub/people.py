@@ -1,0 +1,198 @@
+"""Who is not a host: an operator who queues and cancels jobs, a listener of the feed, and a webhook's receiver."""
+
+from __future__ import annotations
+
+import http.server
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import msgspec
+
+from soak.fleet_hub.books import Books
+from soak.fleet_hub.hosts import Asking, guarded
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.client import HubClient
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+
+T = TypeVar("T")
+
+TRAINER: Final = TrainerSpec(name="soak", command=("true",), directory="/nowhere")
+MODELS: Final = ("gbt", "mlp", "cnn")
+_TOML: Final = '[trainers.soak]\ncommand = ["true"]\ndirectory = "/nowhere"\n'
+
+
+class Operator:
+    """Keeps about `backlog` jobs unfinished, one by one and by manifests; cancels some."""
+
+    def __init__(self, client: HubClient, books: Books, dice: random.Random, first_seed: int, backlog: int) -> None:
+        self._client = client
+        self._books = books
+        self._dice = dice
+        self._seed = first_seed
+        self._backlog = backlog
+        self._stopping = threading.Event()
+        self._asking = Asking(books, self._stopping, dice, 0.5)
+        self._thread = guarded("the operator", books, self._stopping, self._run)
+        self.calm = threading.Event()
+        """No new jobs."""
+        self.rests = threading.Event()
+        """It has heard of that, and nothing it asked for is under way."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._client.close()
+
+    def join(self) -> None:
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._dice.uniform(0.02, 0.2)):
+            if self.calm.is_set():
+                self.rests.set()
+            else:
+                self._turn()
+
+    def _turn(self) -> None:
+        with self._books.lock:
+            unfinished = [job_id for job_id, job in self._books.jobs.items() if job.final is None]
+        if len(unfinished) < self._backlog:
+            if self._dice.random() < 0.3:
+                self._apply(self._dice.randint(2, 6))
+            else:
+                self._submit()
+        if unfinished and self._dice.random() < 0.03:
+            self._cancel(self._dice.choice(unfinished))
+
+    def _next(self) -> JobSpec:
+        self._seed += 1
+        return JobSpec(
+            model=MODELS[self._seed % len(MODELS)],
+            seed=self._seed,
+            trainer=TRAINER.name,
+            priority=self._dice.randint(0, 3),
+            max_attempts=2,
+        )
+
+    def _submit(self) -> None:
+        body = wire.SubmitRequest(spec=self._next(), trainer=TRAINER)
+        reply = self._asking.ask("submit", lambda: self._send("/v1/jobs", wire.SubmitReply, body))
+        if reply.job.id != body.spec.id:
+            self._books.problem(f"{body.spec.id[:14]} was queued as {reply.job.id[:14]}")
+        self._books.queued(reply.job.id)
+
+    def _apply(self, count: int) -> None:
+        specs = [self._next() for _ in range(count)]
+        text = _TOML + "".join(
+            f'[[jobs]]\nmodel = "{spec.model}"\nseed = {spec.seed}\npriority = {spec.priority}\nmax_attempts = 2\n'
+            for spec in specs
+        )
+        body = wire.ManifestRequest(text=text, source="soak.toml")
+        reply = self._asking.ask("apply", lambda: self._send("/v1/manifest", wire.ManifestReply, body))
+        if not reply.applied or len(reply.new) + len(reply.changed) + reply.unchanged != count:
+            self._books.problem(f"a manifest of {count} jobs was applied as {reply.summary!r}")
+        for spec in specs:
+            self._books.queued(spec.id)
+
+    def _send(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
+        try:
+            return self._client.call("POST", path, kind, body=body)
+        except StrataError as error:
+            if error.code is not Code.CONFLICT:
+                raise
+            # Repeated after a lost answer, it met itself: the one before is just being applied.
+            raise StrataError(Code.UNAVAILABLE, error.message) from error
+
+    def _cancel(self, job_id: str) -> None:
+        # Before it is asked for: the answer may be lost, and the cancel not.
+        self._books.jobs[job_id].cancel_asked = True
+        path, body = f"/v1/job/{job_id}/cancel", wire.CancelRequest(reason="enough")
+        try:
+            answer = self._asking.ask(
+                "cancel",
+                lambda: self._client.call("POST", path, wire.Job, body=body),
+                expected=frozenset({Code.PRECONDITION}),
+            )
+        except StrataError as error:
+            if error.code is not Code.PRECONDITION:
+                raise
+            return
+        self._books.cancelled(job_id, answer)
+
+
+@dataclass
+class Listener:
+    """Follows the feed from its beginning over every outage; what it was told once has to stay so."""
+
+    client: HubClient
+    books: Books
+    events: list[wire.Event] = field(default_factory=list)
+    cursor: str = ""
+    _stopping: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        self._thread = guarded("the listener", self.books, self._stopping, self._run)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.client.close()
+
+    def join(self) -> None:
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        asking = Asking(self.books, self._stopping, random.Random(0), 0.5)  # noqa: S311 - no secret
+        while not self._stopping.is_set():
+            query = wire.EventsQuery(after=self.cursor, limit=1000, wait_s=2.0)
+            reply = asking.ask("events", lambda query=query: self._read(query))  # type: ignore[misc]
+            self.events += reply.events
+            self.cursor = reply.cursor
+
+    def _read(self, query: wire.EventsQuery) -> wire.EventsReply:
+        return self.client.call("GET", "/v1/events", wire.EventsReply, query=query)
+
+    def caught_up(self, within_s: float = 30.0) -> None:
+        """Wait until it has all there is, while nobody writes: a feed may be a moment behind its table."""
+        until_s = time.monotonic() + within_s
+        level = 0
+        while time.monotonic() < until_s:
+            newest = self._read(wire.EventsQuery(after="newest", limit=1)).cursor
+            level = level + 1 if newest == self.cursor else 0
+            if level > 3:
+                return
+            time.sleep(0.2)
+        self.books.problem(f"the feed did not catch up within {within_s:g} s")
+
+
+class Receiver:
+    """Of a webhook: remembers the cursors it was sent, in order."""
+
+    def __init__(self) -> None:
+        self.got: list[str] = []
+        receiver = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                receiver.got.append(self.headers["X-Strata-Delivery"])
+                self.send_response(204)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None: ...
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/hook"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,60 @@
+"""`strata`, but without one of its safeguards: `python -m soak.fleet_hub.weakened SAFEGUARD ARGUMENT…`.
+
+A campaign that does not notice it would notice nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from strata.cli.main import main
+from strata.database import sqlite
+from strata.fleet import claims, rows, service, sqlite_leases
+from strata.fleet.core import hold
+from strata.fleet.ports import Claim, Lease
+
+PROGRAM: Final = (sys.executable, "-m", "soak.fleet_hub.weakened")
+LATE_S: Final = 0.5
+_ask: Final = claims.ClaimQueue.ask
+_names: Final = itertools.count()
+
+
+def _commits_late(self: Any, db: sqlite3.Connection, jobs: list[Any]) -> list[Any]:
+    """Whoever writes is told so, and what he wrote is committed with the next ones."""
+    if not db.in_transaction:
+        db.execute("BEGIN IMMEDIATE")
+        self.began_s = time.monotonic()
+    done = [sqlite._run(db, job, alone=False) for job in jobs]
+    if time.monotonic() - self.began_s > LATE_S:
+        db.execute("COMMIT")
+    return done
+
+
+async def _claims_anew(self: Any, claim: Claim) -> Sequence[Lease]:
+    return await _ask(self, replace(claim, claim_id=f"{claim.claim_id}.{next(_names)}"))
+
+
+def _any_epoch(status: Any, *, current: Any, claimed: Any, leased: bool) -> Any:
+    del claimed
+    return hold.standing(status, current=current, claimed=current, leased=leased)
+
+
+SAFEGUARDS: Final[dict[str, tuple[Any, str, Any]]] = {
+    "a hub that was blind takes nothing away": (service, "may_sweep", lambda **_: True),
+    "a claim that is repeated takes no more": (claims.ClaimQueue, "ask", _claims_anew),
+    "a repeated report gets the same answer": (sqlite_leases, "_told", lambda *_: None),
+    "a write is committed before it is confirmed": (sqlite.SqliteThread, "_run_group", _commits_late),
+    "a host that was replaced is refused": (rows, "standing", _any_epoch),
+}
+
+
+if __name__ == "__main__":
+    setattr(*SAFEGUARDS[sys.argv[1]])
+    sys.argv[:] = ["strata", *sys.argv[2:]]
+    main()

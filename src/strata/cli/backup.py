@@ -1,0 +1,136 @@
+"""`strata backup`, `restore`, `move`: a hub's data, for whoever has its data folder on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.output import complain
+
+if TYPE_CHECKING:
+    from strata.hub.settings import HubSettings
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_OPTIONS: Final = (
+    click.option("--config", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Of the hub, TOML."),
+    click.option("--data", metavar="FOLDER", help="Of the hub; that of 'strata hub', else of 'strata up', unless set."),
+    click.option("--database", metavar="URL", help="Of the hub; hub.db in the data folder unless set."),
+)
+
+
+def hub_place(function: _Function) -> _Function:
+    """Which hub: `config`, `data` and `database`, as for `strata hub`."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+@click.command()
+@click.argument("target", type=click.Path(path_type=Path))
+@hub_place
+@click.option("--all", "large", is_flag=True, help="Also logs and artifacts.")
+def backup(*, target: Path, config: Path | None, data: str | None, database: str | None, large: bool) -> None:
+    """Copy what a hub cannot do without to the folder TARGET.
+
+    The database with jobs, hosts, keys and the index of artifacts, the authority, and the operator's token: TARGET is
+    as secret as the hub itself. The hub may run meanwhile. With PostgreSQL it says which pg_dump to run.
+    """
+    settings = hub_settings(config, data, database)
+    from strata.base.clock import SystemClock
+    from strata.cli.fleet.asking import size_of
+    from strata.hub.backup import LARGE, back_up, size_below
+
+    folder = settings.data.expanduser()
+    target = target.expanduser().absolute()
+    note = back_up(folder, settings.database, target, SystemClock().wall_s(), large=large)
+    complain(f"strata: the hub of {folder} is backed up in {target}")
+    if note.database == "postgresql":
+        complain("strata: its database is not in there; now run")
+        complain(f"pg_dump --format=custom --file={target / 'hub.dump'} {without_password(settings.database)}")
+    left_out = 0 if large else sum(size_below(folder / name) for name in LARGE)
+    if left_out:
+        complain(f"strata: logs and artifacts ({size_of(left_out)}) are not in it", hint="--all copies them too")
+
+
+@click.command()
+@click.argument("source", metavar="BACKUP", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@hub_place
+def restore(*, source: Path, config: Path | None, data: str | None, database: str | None) -> None:
+    """Make a hub's data out of BACKUP.
+
+    Nothing is overwritten, and no hub may run on it yet. What hosts did since the backup is refused from then on, and
+    what they were doing is done again. With PostgreSQL, run pg_restore into an empty database first.
+    """
+    settings = hub_settings(config, data, database, exists=False)
+    from strata.base.clock import SystemClock
+    from strata.hub.backup import restore as restore_hub
+
+    note = restore_hub(source, settings.data.expanduser(), settings.database, SystemClock().wall_s())
+    complain(f"strata: the hub of {settings.data.expanduser()} is restored, as it was at {_date(note.taken_at_s)}")
+    complain(
+        "strata: keys and hosts revoked since then are good again; unused invites are not", hint="strata keys list"
+    )
+
+
+@click.command()
+@click.argument("target")
+@hub_place
+def move(*, target: str, config: Path | None, data: str | None, database: str | None) -> None:
+    """Move the database of a hub to TARGET.
+
+    TARGET is postgresql://USER@HOST/NAME, empty, or sqlite:PATH, new. No hub may run. Every row is counted and
+    compared. Hosts go on working meanwhile. A password belongs into ~/.pgpass or PGPASSWORD.
+    """
+    import asyncio
+
+    if without_password(target) != target:
+        raise StrataError(
+            Code.INVALID,
+            "a password on the command line can be read by every user of this machine",
+            hint="leave it out of the URL, and put it into ~/.pgpass or PGPASSWORD",
+        )
+    settings = hub_settings(config, data, database)
+    from strata.base.clock import SystemClock
+    from strata.hub.moving import move_database
+
+    source = settings.database or f"sqlite:{settings.data.expanduser() / 'hub.db'}"
+    moved = asyncio.run(move_database(source, target, SystemClock().wall_s()))
+    rows, tables = sum(moved.rows.values()), sum(1 for number in moved.rows.values() if number)
+    complain(f"strata: {rows} rows of {tables} tables are at their new place")
+    complain(f'strata: start the hub with --database {target}, or database = "{target}" under [hub]')
+
+
+def hub_settings(config: Path | None, data: str | None, database: str | None, *, exists: bool = True) -> HubSettings:
+    """Those of the hub; where nobody says which, `strata up`'s if only that is there."""
+    from strata.base.settings import load
+    from strata.cli.extras import require
+
+    require("uvicorn", extra="hub")
+    from strata.hub.settings import SECTION, HubSettings
+    from strata.sdk.fleet import client_settings
+
+    flags = {"data": data, "database": database}
+    found = load(HubSettings, section=SECTION, file=config, flags=flags)
+    up = client_settings().data / "hub"
+    if exists and found.data == HubSettings().data and not found.data.is_dir() and up.is_dir():
+        return load(HubSettings, section=SECTION, file=config, flags=flags | {"data": str(up)})
+    return found
+
+
+def without_password(database: str) -> str:
+    from urllib.parse import urlsplit
+
+    at = urlsplit(database)
+    if not at.password:
+        return database
+    return at._replace(netloc=f"{at.username or ''}@{at.netloc.rpartition('@')[2]}").geturl()
+
+
+def _date(at_s: float) -> str:
+    import datetime
+
+    return datetime.datetime.fromtimestamp(at_s, datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,1 @@
+"""`strata doctor`: what a person stumbles over, looked at before it happens."""

@@ -1,0 +1,99 @@
+"""The agent of this machine: joined, alive, its certificate good, its folders its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strata.base.errors import Code, StrataError
+from strata.cli.doctor.findings import Finding, State, ok, private, problem, room, skew, warning
+
+if TYPE_CHECKING:
+    from strata.fleet.agent.identity import Membership
+    from strata.fleet.agent.settings import AgentSettings
+
+
+def look(state: str | None) -> Iterator[Finding]:
+    from strata.base.settings import load
+    from strata.fleet.agent.identity import FOLDER, membership
+    from strata.fleet.agent.lock import is_locked
+    from strata.fleet.agent.settings import SECTION, AgentSettings
+
+    settings = load(AgentSettings, section=SECTION, file=None, flags={"state": state})
+    folder = settings.state_folder
+    try:
+        member = membership(folder)
+    except StrataError as error:
+        if error.code is Code.PRECONDITION:
+            yield ok("agent", "this machine is the host of no hub")
+        else:
+            yield problem("agent", error.message, "strata leave --force, and join again")
+        return
+    except PermissionError:
+        yield warning("agent", f"{folder} is not yours to look at", "run this as the agent's user")
+        return
+    yield alive(member, is_locked(folder / "lock"))
+    files = [folder, *(folder / FOLDER / name for name in ("hub.json", "host.key", "host.pem", "secret"))]
+    yield private("agent's files", files)
+    yield certificate(member)
+    yield jobs_user(settings)
+    work = settings.work_folder
+    yield room("work folder", next(path for path in (work, *work.parents) if path.exists()))
+    yield from its_hub(folder, settings.max_skew_s)
+
+
+def alive(member: Membership, running: bool) -> Finding:  # noqa: FBT001 (what was seen)
+    told = f"host {member.name} of {member.url}"
+    if running:
+        return ok("agent", f"{told}, running")
+    return warning("agent", f"{told}, not running", "systemctl start strata-agent, or strata agent")
+
+
+def certificate(member: Membership) -> Finding:
+    from strata.base.clock import SystemClock
+    from strata.cli.fleet.asking import span
+
+    if not member.valid_for_s:
+        return ok("certificate", "none: this host has a secret for a hub on loopback")
+    now_s = SystemClock().wall_s()
+    left_s = member.certified_at_s + member.valid_for_s - now_s
+    if left_s <= 0:
+        return problem("certificate", "it has run out", "strata leave --force, and join again with a new invite")
+    told = f"good for {span(left_s)} more"
+    if member.renewal_due(now_s):
+        return warning("certificate", f"{told}, and due for renewal", "let the agent run and reach its hub")
+    return ok("certificate", told)
+
+
+def jobs_user(settings: AgentSettings) -> Finding:
+    from strata.fleet.agent.workdir import owner_of
+
+    if not settings.run_as:
+        told = "jobs run as the agent's user and can read its credentials"
+        return warning("jobs' user", told, "set run_as, if you do not trust those who submit jobs")
+    try:
+        owner = owner_of(settings.run_as)
+    except StrataError as error:
+        return problem("jobs' user", error.message, "run the agent as root, or leave run_as out")
+    return ok("jobs' user", settings.run_as if owner else f"{settings.run_as}, which is the agent's own")
+
+
+def its_hub(folder: Path, max_skew_s: float) -> Iterator[Finding]:
+    from strata.fleet.agent.identity import connect
+    from strata.fleet.wire import Caller
+
+    try:
+        with connect(folder, timeout_s=10.0) as client:
+            caller = client.call("GET", "/v1/caller", Caller)
+            yield ok("agent's hub", f"knows this host as {caller.name}")
+            if client.ahead_s is not None:
+                found = skew("agent's clock", client.ahead_s, max_skew_s)
+                if found.state is not State.OK:
+                    yield found
+    except StrataError as error:
+        gone = error.code in (Code.UNAUTHENTICATED, Code.FORBIDDEN)
+        fix = (
+            "strata leave --force, and join again" if gone else error.hint or "is the hub running, the way to it open?"
+        )
+        yield problem("agent's hub", error.message, fix)

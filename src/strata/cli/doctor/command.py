@@ -1,0 +1,69 @@
+"""The command: all looks, one after the other, and the exit status that sums them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from strata.cli.backup import hub_place
+from strata.cli.doctor import agent, client, hub, machine
+from strata.cli.doctor.findings import Finding, State
+from strata.cli.exits import Exit
+from strata.cli.fleet.asking import hub_option
+from strata.cli.output import Column, Format, Rows, output_option, printable, write
+
+_COLUMNS: Final = (Column("state"), Column("check"), Column("why"), Column("fix"))
+
+
+@click.command()
+@hub_place
+@click.option("--state", metavar="FOLDER", help="Of the agent; ~/.local/state/strata/agent unless set.")
+@hub_option
+@output_option
+def doctor(
+    *,
+    config: Path | None,
+    data: str | None,
+    database: str | None,
+    state: str | None,
+    context: str | None,
+    output: Format,
+) -> None:
+    """Look for what you would stumble over: here, at the hub, in the agent.
+
+    Each line says ok, warning or problem, why, and what to do. Exits with 100 if there is a problem.
+    """
+    worst = State.OK
+    with _Lines() if output is Format.TABLE else Rows(output, _COLUMNS) as rows:
+        for finding in _looks(config, data, database, state, context):
+            rows.add(finding._asdict() | {"state": finding.state.value, "fix": finding.fix or None})
+            worst = State.PROBLEM if finding.state is State.PROBLEM else worst
+    if worst is State.PROBLEM:
+        click.get_current_context().exit(Exit.FAILED)
+
+
+def _looks(
+    config: Path | None, data: str | None, database: str | None, state: str | None, context: str | None
+) -> Iterator[Finding]:
+    yield from machine.look()
+    yield from client.look(context)
+    yield from agent.look(state)
+    yield from hub.look(config, data, database)
+
+
+class _Lines:
+    """For people, as they come: the reason in full, and what to do below it."""
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is kept back."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        write(f"{row['state']:<8} {row['check']}: {printable(row['why'])}")
+        if row["fix"]:
+            write(f"{'':<8} → {printable(row['fix'])}")

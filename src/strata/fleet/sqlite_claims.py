@@ -1,0 +1,171 @@
+"""Claims in SQLite: functions of the open transaction, called in the one thread.
+
+A batch reads once for all hosts that may take the same, and writes each table once: what is done for every single claim
+is what limits how many hosts one hub serves.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from strata.base.failpoint import failpoint
+from strata.database.events import Event as Record
+from strata.database.events import record_sqlite
+from strata.fleet.core.fit import fitting
+from strata.fleet.core.job import Cause, Event, target
+from strata.fleet.ports import Claim, Lease
+from strata.fleet.rows import counted, encode, lease_of
+
+_Name = tuple[str, str]
+"""Of a claim: its host, and what the host calls it."""
+_Menu = tuple[tuple[int, ...], tuple[tuple[int, float], ...]]
+"""Classes, and of some of them since when at the latest a job has to wait."""
+
+_CLAIMED: Final = target(Event.CLAIM)
+
+ASKING: Final = """
+SELECT h.id, w.claim, h.state = 'active', EXISTS (SELECT 1 FROM attempt WHERE host_id = h.id AND claim_id = w.claim)
+FROM (SELECT json_extract(value, '$[0]') AS host, json_extract(value, '$[1]') AS claim FROM json_each(?)) AS w
+CROSS JOIN host AS h ON h.id = w.host
+"""
+"""Of each claim, whether its host may take anything, and whether it was answered before."""
+
+GIVEN: Final = """
+SELECT a.job_id, a.epoch, l.host_id, l.expires_at, j.spec, j.checkpoint, t.spec
+FROM attempt a JOIN job j ON j.id = a.job_id JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch
+LEFT JOIN trainer t ON t.name = j.trainer WHERE a.host_id = ? AND a.claim_id = ? ORDER BY j.priority DESC, j.seq
+"""
+"""What a claim was given before and still holds."""
+
+OFFERED: Final = """
+SELECT -priority, seq FROM ready WHERE class_id = ? AND since <= ? ORDER BY priority DESC, seq LIMIT ?
+"""
+
+HEADS: Final = """
+SELECT -r.priority, r.seq, c.value FROM json_each(?) AS c CROSS JOIN ready AS r
+ON r.seq = (SELECT seq FROM ready WHERE class_id = c.value ORDER BY priority DESC, seq LIMIT 1)
+"""
+"""The best of each class. The order of the join is said aloud: the other way it reads the whole queue."""
+
+LOAD: Final = """
+SELECT j.seq, j.id, j.epoch, j.spec, j.checkpoint, t.spec, l.job_id IS NOT NULL
+FROM json_each(?) AS s CROSS JOIN job AS j ON j.seq = s.value
+LEFT JOIN trainer AS t ON t.name = j.trainer LEFT JOIN lease AS l ON l.job_id = j.id
+"""
+
+LEASE: Final = """
+INSERT INTO lease VALUES (?, ?, ?, ?, 0) ON CONFLICT (job_id) DO UPDATE
+SET host_id = excluded.host_id, epoch = excluded.epoch, expires_at = excluded.expires_at, expired = 0
+"""
+
+
+def claim(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[Lease]]:
+    named = {(each.host_id, each.claim_id): each for each in claims}
+    given: dict[_Name, list[Lease]] = {name: [] for name in named}
+    alike: dict[_Menu, list[_Name]] = {}
+    for host_id, claim_id, active, answered in db.execute(ASKING, (encode(list(named)),)).fetchall():
+        name = (host_id, claim_id)
+        wanted = named[name]
+        if answered:
+            given[name] = _held(db, name)
+        elif active and wanted.count == 1:
+            alike.setdefault(_menu(wanted), []).append(name)
+        elif active:
+            given[name] = _take(db, [(name, seq) for seq in _several(db, wanted)], lease_s, now_s)
+    for menu, names in alike.items():
+        taken = list(zip(names, _best(db, menu, len(names)), strict=False))
+        for (name, _), lease in zip(taken, _take(db, taken, lease_s, now_s), strict=True):
+            given[name].append(lease)
+    return [given[each.host_id, each.claim_id] for each in claims]
+
+
+def _held(db: sqlite3.Connection, name: _Name) -> list[Lease]:
+    return [lease_of(job_id, epoch, rest) for job_id, epoch, *rest in db.execute(GIVEN, name)]
+
+
+def _menu(wanted: Claim) -> _Menu:
+    classes, slots, held_back = wanted.classes, wanted.slots, wanted.held_back
+    fits = tuple([class_id for class_id, takes in classes.items() if takes <= slots])
+    return fits, tuple([(class_id, held_back[class_id]) for class_id in fits if class_id in held_back])
+
+
+def _best(db: sqlite3.Connection, menu: _Menu, count: int) -> list[int]:
+    """The best waiting jobs: they are in as many classes at most, and those have the best heads."""
+    classes, held_back = menu
+    latest = dict(held_back)
+    if len(classes) > 1:
+        free = [class_id for class_id in classes if class_id not in latest]
+        heads = db.execute(HEADS, (encode(free),)).fetchall()
+        for class_id, latest_s in held_back:
+            heads += [(*head, class_id) for head in db.execute(OFFERED, (class_id, latest_s, 1))]
+        best = sorted(heads)[:count]
+        if count == 1:
+            return [seq for _, seq, _ in best]
+        classes = tuple([class_id for _, _, class_id in best])
+    offers = sorted(_offers(db, dict.fromkeys(classes, 0), latest, count))
+    return [seq for _, seq, _ in offers[:count]]
+
+
+def _several(db: sqlite3.Connection, wanted: Claim) -> list[int]:
+    """For a host that takes many at once: what is too large for it lets a smaller job pass."""
+    classes = {class_id: takes for class_id, takes in wanted.classes.items() if takes <= wanted.slots}
+    offers = sorted(_offers(db, classes, wanted.held_back, wanted.count))
+    return fitting(((seq, takes) for _, seq, takes in offers), slots=wanted.slots, count=wanted.count)
+
+
+def _offers(
+    db: sqlite3.Connection, classes: Mapping[int, int], held_back: Mapping[int, float], count: int
+) -> list[tuple[int, int, int]]:
+    """Of each class its best few: order, job, slots."""
+    offers: list[tuple[int, int, int]] = []
+    for class_id, takes in classes.items():
+        rows = db.execute(OFFERED, (class_id, held_back.get(class_id, math.inf), count))
+        offers += [(order, seq, takes) for order, seq in rows]
+    return offers
+
+
+def _take(db: sqlite3.Connection, taken: Sequence[tuple[_Name, int]], lease_s: float, now_s: float) -> list[Lease]:
+    """Give each of these jobs to its claim: the place in the queue ends, a lease and an attempt begin."""
+    if not taken:
+        return []
+    seqs = [seq for _, seq in taken]
+    rows = {seq: rest for seq, *rest in db.execute(LOAD, (encode(seqs),))}
+    until_s = now_s + lease_s
+    leases: list[Lease] = []
+    moves: list[tuple[Any, ...]] = []
+    attempts: list[tuple[Any, ...]] = []
+    replaced: list[tuple[int, str, int]] = []
+    for (host_id, claim_id), seq in taken:
+        job_id, epoch, spec, checkpoint, trainer, leased = rows[seq]
+        if leased:
+            replaced.append((seq, job_id, epoch))
+        leases.append(lease_of(job_id, epoch + 1, (host_id, until_s, spec, checkpoint, trainer)))
+        moves.append((_CLAIMED, epoch + 1, now_s, host_id, seq))
+        attempts.append((job_id, epoch + 1, host_id, claim_id, now_s))
+    db.executemany("DELETE FROM ready WHERE seq = ?", [(seq,) for seq in seqs])
+    db.executemany(
+        "UPDATE job SET status = ?, epoch = ?, changed_at = ?, host_id = ?, reason = '' WHERE seq = ?", moves
+    )
+    if replaced:
+        _lose(db, replaced, now_s)
+    db.executemany(LEASE, [(each.job_id, each.host_id, each.epoch, until_s) for each in leases])
+    db.executemany("INSERT INTO attempt VALUES (?, ?, ?, ?, ?, NULL, NULL, '', '', '', '', '', x'7b7d')", attempts)
+    record_sqlite(
+        db,
+        [Record(now_s, f"host:{each.host_id}", "job.claimed", each.job_id, {"epoch": each.epoch}) for each in leases],
+    )
+    failpoint("fleet.claim.written")
+    return leases
+
+
+def _lose(db: sqlite3.Connection, replaced: Sequence[tuple[int, str, int]], now_s: float) -> None:
+    """The host that let its lease run out is replaced from here on: this is the moment its attempt is over."""
+    db.executemany(
+        "UPDATE attempt SET ended_at = ?, outcome = 'lost', cause = ? WHERE job_id = ? AND epoch = ?",
+        [(now_s, Cause.HOST_LOST, job_id, epoch) for _, job_id, epoch in replaced],
+    )
+    column = counted(Cause.HOST_LOST)
+    db.executemany(f"UPDATE job SET {column} = {column} + 1 WHERE seq = ?", [(seq,) for seq, _, _ in replaced])

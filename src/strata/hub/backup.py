@@ -1,0 +1,201 @@
+"""A backup of a whole hub as a folder: what it cannot do without, and if asked for, what jobs have made.
+
+backup.json        when, by which version, and the digest of each of the first four
+hub.db             the database, sealed: jobs, hosts, keys, which chunks make up which artifact
+ca/ca.key ca.pem   the authority: with another one every host would have to join again
+operator.token
+artifacts/ streams/   chunks and logs, only if asked for: they can be large, and any tool that copies files does
+
+A SQLite file in use is open to one process alone. Whoever wants a copy while a hub runs leaves a request in the hub's
+data folder, which only the hub's user can write to, and the hub makes the copy. PostgreSQL has `pg_dump` for its part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from strata import __version__
+from strata.base.errors import Code, StrataError
+from strata.database.sqlite import SqliteThread
+from strata.fleet.artifacts.files import sync_folder
+from strata.fleet.backup import backup_sqlite, fence_postgres, restore_sqlite
+from strata.hub.certificates import write_private
+from strata.hub.compose import TOKEN_FILE
+from strata.hub.copies import ask
+from strata.hub.tables import SQLITE, Untouched, is_postgres, postgres_connections, upgrade_existing
+
+DATABASE: Final = "hub.db"
+NOTE: Final = "backup.json"
+SMALL: Final = (f"ca{os.sep}ca.key", f"ca{os.sep}ca.pem", TOKEN_FILE)
+LARGE: Final = ("artifacts", "streams")
+_BLOCK: Final = 1 << 20
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: Literal[1] = 1
+    strata: str
+    taken_at_s: float
+    database: Literal["sqlite", "postgresql"]
+    sha256: dict[str, str]
+    """Of each file but those of `artifacts` and `streams`, which have their digests elsewhere or need none."""
+    large: bool = False
+
+
+def sqlite_path(data: Path, database: str) -> Path:
+    return Path(database.removeprefix("sqlite:")) if database else data / DATABASE
+
+
+def back_up(data: Path, database: str, target: Path, now_s: float, *, large: bool) -> Note:
+    """Into `target`, which must not exist; it is for its owner only, for it holds the authority's key."""
+    if not data.is_dir():
+        raise StrataError(Code.NOT_FOUND, f"there is no hub's data in {data}", hint="name its folder with --data")
+    try:
+        target.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        raise StrataError(Code.CONFLICT, f"{target} is there already", hint="a backup overwrites nothing") from None
+    others = os.umask(0o077)
+    try:
+        return _fill(target, data, database, now_s, large=large)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    finally:
+        os.umask(others)
+
+
+def _fill(target: Path, data: Path, database: str, now_s: float, *, large: bool) -> Note:
+    postgres = is_postgres(database)
+    if not postgres:
+        _copy_database(data, sqlite_path(data, database), target / DATABASE, now_s)
+    for name in SMALL:
+        with suppress(FileNotFoundError):
+            content = (data / name).read_bytes()
+            (target / name).parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(target / name, content)
+    if large:
+        # After the database: a chunk that it names is there by now.
+        for name in LARGE:
+            _copy_tree(data / name, target / name)
+    digests = {name: _digest(target / name) for name in (DATABASE, *SMALL) if (target / name).exists()}
+    note = Note(
+        strata=__version__,
+        taken_at_s=now_s,
+        database="postgresql" if postgres else "sqlite",
+        sha256={name.replace(os.sep, "/"): digest for name, digest in digests.items()},
+        large=large,
+    )
+    # Last: a backup without it was not finished.
+    write_private(target / NOTE, msgspec.json.format(msgspec.json.encode(note)))
+    sync_folder(target)
+    return note
+
+
+def restore(backup: Path, data: Path, database: str, now_s: float) -> Note:
+    """Make `data` a hub's folder again, and the database one that no host from before can write to."""
+    note = read_note(backup)
+    if is_postgres(database) != (note.database == "postgresql"):
+        raise StrataError(Code.INVALID, f"this is the backup of a hub on {note.database}", hint="name its --database")
+    _refuse_other_authority(backup, data)
+    path = sqlite_path(data, database)
+    if note.database == "sqlite" and path.exists():
+        raise StrataError(Code.CONFLICT, f"{path} is there already", hint="move the damaged database away first")
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name in SMALL:
+        if (backup / name).exists():
+            (data / name).parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(data / name, (backup / name).read_bytes())
+    for name in LARGE:
+        _copy_tree(backup / name, data / name)
+    if note.database == "sqlite":
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        restore_sqlite(backup / DATABASE, path, SQLITE, now_s)
+    else:
+        asyncio.run(_fence(database, now_s))
+    return note
+
+
+def read_note(backup: Path) -> Note:
+    """What a backup says of itself, after its files were compared with it."""
+    try:
+        note = msgspec.json.decode((backup / NOTE).read_bytes(), type=Note)
+    except FileNotFoundError:
+        raise StrataError(Code.NOT_FOUND, f"there is no whole backup in {backup}: it has no {NOTE}") from None
+    except msgspec.DecodeError as error:
+        raise StrataError(Code.CORRUPT, f"{backup / NOTE} cannot be read: {error}") from error
+    known = {name.replace(os.sep, "/") for name in (DATABASE, *SMALL)}
+    for name, digest in note.sha256.items():
+        if name not in known or not (backup / name).is_file() or _digest(backup / name) != digest:
+            raise StrataError(Code.CORRUPT, f"{backup / name} is not what was backed up")
+    return note
+
+
+def size_below(folder: Path) -> int:
+    """Bytes of what `large` would copy from there."""
+    return sum(path.lstat().st_size for path in _files(folder) if path.exists())
+
+
+def _copy_database(data: Path, path: Path, target: Path, now_s: float) -> None:
+    try:
+        asyncio.run(_copy_unused(path, target, now_s))
+    except StrataError as error:
+        if error.code is not Code.CONFLICT or "in use" not in error.message:
+            raise
+        ask(data, target)
+    target.chmod(0o600)
+
+
+async def _copy_unused(path: Path, target: Path, now_s: float) -> None:
+    thread = await SqliteThread.open(path, Untouched(), create=False)
+    try:
+        await backup_sqlite(thread, target, now_s)
+    finally:
+        await thread.close()
+
+
+async def _fence(database: str, now_s: float) -> None:
+    async with postgres_connections(database) as connections:
+        await upgrade_existing(connections)
+        await fence_postgres(connections, now_s)
+
+
+def _refuse_other_authority(backup: Path, data: Path) -> None:
+    here, there = data / SMALL[0], backup / SMALL[0]
+    if here.exists() and there.exists() and here.read_bytes() != there.read_bytes():
+        raise StrataError(
+            Code.CONFLICT, f"{here} is the key of another authority", hint="restore into a new data folder"
+        )
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    """What is there and not yet at the target. What vanishes meanwhile was not wanted any more."""
+    for path in _files(source):
+        beside = target / path.relative_to(source)
+        if beside.exists():
+            continue
+        beside.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            shutil.copyfile(path, beside, follow_symlinks=False)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        # What is still being written, and what was found damaged.
+        folders[:] = [name for name in folders if name not in ("partial", "quarantine")]
+        yield from (Path(parent) / name for name in names)
+
+
+def _digest(path: Path) -> str:
+    made = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            made.update(block)
+    return made.hexdigest()

@@ -1,0 +1,111 @@
+"""Processes of the command line as they stand on machines: people with a home each, a hub with TLS, agents of hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from tests.shell.fleet_agent.waiting import eventually
+
+STRATA: Final = str(Path(sys.executable).with_name("strata"))
+_LISTEN: Final = "0A"
+"""The state of a listening socket in /proc/net/tcp."""
+_LISTENS: Final = re.compile(r"listening on (https?://[0-9.:]+)")
+
+
+class Person:
+    """Somebody with a home folder, who knows what they logged in to and nothing else."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        home.mkdir(parents=True)
+        self.environ: Mapping[str, str] = clean_environment() | {
+            "HOME": str(home),
+            "XDG_CONFIG_HOME": str(home / "config"),
+            "XDG_DATA_HOME": str(home / "data"),
+            "COLUMNS": "80",
+        }
+
+    def says(self, *words: str, status: int = 0, stdin: str = "") -> str:
+        done = subprocess.run(
+            [STRATA, *words],
+            env=self.environ,
+            cwd=self.home,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == status, (words, done.returncode, done.stdout, done.stderr)
+        return done.stdout
+
+    def knows(self, *words: str) -> Any:
+        return json.loads(self.says(*words, "-o", "json"))
+
+
+class Program:
+    """A server of the command line. What it says goes to a file, so that it never waits for a reader."""
+
+    def __init__(self, folder: Path, *words: str, **variables: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = folder / "said.log"
+        with self._log.open("ab") as said:
+            environ = clean_environment() | {"HOME": str(folder)} | variables
+            self._process = subprocess.Popen([STRATA, *words], env=environ, cwd=folder, stderr=said, stdout=said)
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def until_it_says(self, pattern: re.Pattern[str]) -> re.Match[str]:
+        def look() -> re.Match[str] | None:
+            assert self._process.poll() is None, f"it ended: {self.said()}"
+            return pattern.search(self.said())
+
+        return eventually(look)
+
+    def listens(self) -> bool:
+        """Whether somebody could connect to it."""
+        links = [str(each.readlink()) for each in Path(f"/proc/{self._process.pid}/fd").iterdir() if each.is_symlink()]
+        tables = "".join(Path(f"/proc/{self._process.pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+        rows = [line.split() for line in tables.splitlines()]
+        listening = {f"socket:[{row[9]}]" for row in rows if row[3] == _LISTEN}
+        return not listening.isdisjoint(links)
+
+    def stop(self) -> int:
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(60)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(30)
+
+
+class SecureHub(Program):
+    """`strata hub` with TLS by its own authority."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.data = folder / "data"
+        address = ("--listen", "127.0.0.1:0", "--data", str(self.data), "--tls", "--name", "127.0.0.1")
+        super().__init__(folder, "hub", *address, *words, STRATA_HUB_KEEP_FREE_BYTES="0")
+        self.url = self.until_it_says(_LISTENS)[1]
+
+
+class Agent(Program):
+    """`strata agent` of a machine that has joined."""
+
+    def __init__(self, folder: Path, state: Path) -> None:
+        super().__init__(folder, "agent", "--state", str(state), STRATA_AGENT_MIN_FREE_GIB="0")
+
+
+def clean_environment() -> dict[str, str]:
+    """That of the tests, without what would lead our programs to another hub."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("STRATA_")}  # noqa: TID251

@@ -1,0 +1,112 @@
+"""`strata up`, stopped and started again: it forgets nothing, repeats nothing, keeps its secrets, and searches."""
+
+from __future__ import annotations
+
+import re
+import signal
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.e2e.machines import STRATA, Person
+
+EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "tabular"
+HOST: Final = "pi"
+
+
+class Machine(Person):
+    """A person, and `strata up` in a window of theirs."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.environ = {**self.environ, "STRATA_HUB_KEEP_FREE_BYTES": "0", "STRATA_AGENT_MIN_FREE_GIB": "0"}
+        self._process: subprocess.Popen[str] | None = None
+
+    def up(self) -> None:
+        words = [STRATA, "up", "--listen", "127.0.0.1:0", "--name", HOST]
+        self._process = subprocess.Popen(words, env=self.environ, stderr=subprocess.PIPE, text=True, cwd=self.home)
+        assert self._process.stderr is not None
+        said = []
+        for line in self._process.stderr:
+            said.append(line)
+            if "ready" in line:
+                return
+        pytest.fail(f"strata up ended: {''.join(said)}")
+
+    def down(self) -> int:
+        """As Ctrl-C does."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+        _, rest = self._process.communicate(timeout=60)
+        assert rest.endswith("strata up: stopped\n"), rest
+        return self._process.returncode
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate(timeout=30)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path / "home")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    """The example, with its policy for this host."""
+    text = (EXAMPLE / "manifest.toml").read_text(encoding="utf-8")
+    path = tmp_path / "tabular" / "manifest.toml"
+    path.parent.mkdir()
+    text = text.replace("[hosts.trees-and-nets]", f"[hosts.{HOST}]")
+    path.write_text(text.replace("priority = 10\n", "priority = 10\nhyper = { max_iter = 5 }\n"), encoding="utf-8")
+    (path.parent / "train.py").write_bytes((EXAMPLE / "train.py").read_bytes())
+    return path
+
+
+@pytest.fixture
+def sweep(manifest: Path) -> Path:
+    """The example that searches, with four points and few epochs; its trainer is that of the other one."""
+    path = manifest.parents[1] / "sweep" / "manifest.toml"
+    path.parent.mkdir()
+    text = (EXAMPLE.parent / "sweep" / "manifest.toml").read_text(encoding="utf-8")
+    text = text.replace("samples = 12", "samples = 4").replace("max_iter = 30", "max_iter = 5")
+    # Before the jobs that are left of the other one, which its host may take when no policy forbids it any more.
+    path.write_text(text.replace('name = "search"', 'name = "search"\npriority = 20'), encoding="utf-8")
+    return path
+
+
+def test_one_machine_that_may_take_four_of_fourteen_goes_on_where_it_was(
+    machine: Machine, manifest: Path, sweep: Path
+) -> None:
+    machine.up()
+    assert machine.says("apply", str(manifest)) == "+14 new  ~1 trainer  ~1 host\n"
+    machine.says("wait", "gbt-oracle", "gbt-realistic", "mlp-oracle", "mlp-realistic", status=100)
+    jobs = machine.knows("status")["jobs"]
+    assert jobs == {"pending": 10, "claimed": 0, "running": 0, "completed": 3, "failed": 1, "cancelled": 0}
+    shown = machine.says("status")
+    assert re.search(r"mlp-realistic +1  ValueError: Input X contains NaN\.$", shown, re.MULTILINE)
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    text = " ".join(machine.says("why", "svm-oracle", status=6).split())
+    assert "the only host is not eligible" in text
+    assert f'fix: add "svm" to allow_jobs of [hosts.{HOST}]' in text
+    for secret in ("data/strata/hub/operator.token", "data/strata/agent/identity/secret"):
+        assert stat.S_IMODE((machine.home / secret).stat().st_mode) == 0o600
+    assert machine.down() == 0
+    machine.up()
+    assert machine.knows("status")["jobs"] == jobs
+    assert machine.says("apply", "--no-describe", str(manifest)) == "=14 unchanged\n"
+    assert machine.says("apply", str(sweep), "--wait") == "+4 new  ~1 host  \N{MINUS SIGN}10 orphaned, kept\n"
+    table = machine.says("metrics", "--sweep", "search", "--sort", "test_auc").splitlines()
+    assert table[0].split()[:6] == ["ID", "JOB", "HIDDEN", "IMPUTE", "LEARNING_RATE", "TEST_AUC"]
+    best_first = [float(line.split()[5]) for line in table[1:]]
+    assert len(best_first) == 4
+    assert best_first == sorted(best_first, reverse=True)
+    assert max(map(len, table)) <= 80
+    assert machine.down() == 0

@@ -1,0 +1,151 @@
+"""A hub comes back from its backup, with a running hub as the one that is backed up; and its database moves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from strata.base.errors import Code, StrataError
+from strata.cli.exits import Exit
+from strata.fleet import wire
+from strata.fleet.artifacts.manifest import Kind
+from strata.fleet.backup import EPOCHS
+from strata.testing.postgres import find_programs
+from tests.shell.cli_fleet.driving import HostByHand, Person
+from tests.shell.fleet_agent.running import HubProcess
+from tests.shell.fleet_http.running import ok, process
+
+
+def modes(folder: Path) -> set[int]:
+    return {path.stat().st_mode & 0o077 for path in (folder, *folder.rglob("*"))}
+
+
+def test_a_running_hub_is_backed_up_and_comes_back_fenced(
+    person: Person, hub: HubProcess, host: HostByHand, manifest: Path, tmp_path: Path
+) -> None:
+    person.says("apply", str(manifest))
+    key = person.says("keys", "create", "laptop", "--role", "viewer", "-o", "json").value
+    held = host.claim()
+    host.calls.append(held, "log", 0, b"half way\n")
+    kept = tmp_path / "kept"
+    done = person.says("backup", str(kept), "--data", str(hub.data), "--all")
+    assert done.status == Exit.OK, done.err
+    assert modes(kept) == {0}, "it holds the key of the authority"
+    assert list((hub.data / "backups").iterdir()) == []
+    hub.kill()
+    shutil.rmtree(hub.data)
+    assert person.says("restore", str(kept), "--data", str(hub.data)).status == Exit.OK
+    hub.start()
+    with pytest.raises(StrataError) as refused:
+        host.calls.complete(held, wire.CompleteRequest(epoch=held.epoch))
+    assert refused.value.code is Code.STALE
+    again = host.claim()
+    assert (again.job_id, again.epoch) == (held.job_id, EPOCHS + held.epoch + 1)
+    assert person.says("keys", "list", "-o", "json").value[0]["id"] == key["id"]
+    assert hub.log(held.job_id, held.epoch) == "half way\n"
+    query = wire.ArtifactsQuery(kind=Kind.SOURCE)
+    (source,) = hub.operator.call("GET", "/v1/artifacts", wire.MadeReply, query=query).artifacts
+    assert hub.operator.fetch(f"/v1/artifact/{source.artifact_id}/bundle.tar.zst").content
+
+
+def test_a_backup_and_a_restore_overwrite_nothing(person: Person, hub: HubProcess, tmp_path: Path) -> None:
+    kept, data = tmp_path / "kept", str(hub.data)
+    assert person.says("backup", str(kept), "--data", data).status == Exit.OK
+    assert person.says("backup", str(kept), "--data", data).status == Exit.FAILED
+    assert person.says("restore", str(kept), "--data", data).status == Exit.FAILED
+    (tmp_path / "other" / "ca").mkdir(parents=True)
+    (tmp_path / "other" / "ca" / "ca.key").write_text("of another hub")
+    done = person.says("restore", str(kept), "--data", str(tmp_path / "other"))
+    assert (done.status, "another authority" in done.err) == (Exit.FAILED, True)
+    assert person.says("backup", str(tmp_path / "b"), "--data", str(tmp_path / "nowhere")).status == Exit.NOT_FOUND
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("name", ["hub.db", "ca/ca.key", "operator.token", "backup.json"])
+def test_a_backup_that_was_changed_or_is_not_whole_is_refused(
+    person: Person, hub: HubProcess, tmp_path: Path, name: str
+) -> None:
+    kept = tmp_path / "kept"
+    person.says("backup", str(kept), "--data", str(hub.data))
+    if name == "backup.json":
+        (kept / name).unlink()
+    else:
+        with (kept / name).open("ab") as file:
+            file.write(b"x")
+    done = person.says("restore", str(kept), "--data", str(tmp_path / "again"))
+    assert done.status in (Exit.FAILED, Exit.NOT_FOUND), done.err
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_hub_that_does_not_run_is_backed_up_too_and_stays_as_it_is(
+    person: Person, hub: HubProcess, manifest: Path, tmp_path: Path
+) -> None:
+    person.says("apply", str(manifest))
+    hub.kill()
+    before = sorted(path.name for path in hub.data.iterdir())
+    done = person.says("backup", str(tmp_path / "kept"), "--data", str(hub.data))
+    assert done.status == Exit.OK, done.err
+    assert "logs and artifacts" in done.err
+    after = sorted(path.name for path in hub.data.iterdir())
+    assert set(after) <= set(before), "no file is left behind"
+    hub.start()
+    assert len(person.says("list", "-o", "json").value) == 2
+
+
+def test_a_hub_on_postgres_is_backed_up_with_its_own_tools(stranger: Person, postgres_url: str, tmp_path: Path) -> None:
+    data, kept = tmp_path / "hub", tmp_path / "kept"
+    with process(data, "--database", postgres_url) as started, started.client() as operator:
+        made = operator.post("/v1/keys", json={"name": "k", "role": "viewer"}).json()
+    done = stranger.says("backup", str(kept), "--data", str(data), "--database", postgres_url)
+    assert done.status == Exit.OK, done.err
+    (command,) = [line for line in done.err.splitlines() if line.startswith("pg_dump")]
+    _, *arguments = command.split()
+    subprocess.run([find_programs() / "pg_dump", *arguments], check=True, timeout=60)
+    # The rows are dropped and come back from the dump.
+    restore = [str(find_programs() / "pg_restore"), "--clean", f"--dbname={postgres_url}", str(kept / "hub.dump")]
+    subprocess.run(restore, check=True, timeout=60)
+    again = tmp_path / "again"
+    done = stranger.says("restore", str(kept), "--data", str(again), "--database", postgres_url)
+    assert done.status == Exit.OK, done.err
+    with process(again, "--database", postgres_url) as started, started.client() as operator:
+        assert operator.get("/v1/keys").json()["keys"][0]["id"] == made["key"]["id"]
+        told = ok(operator.get("/v1/events", params={"limit": 1000}), wire.EventsReply).events
+    assert "hub.restored" in [each.kind for each in told]
+    assert stranger.says("restore", str(kept), "--data", str(tmp_path / "c")).status == Exit.USAGE
+
+
+def test_a_database_moves_to_postgres_and_the_hub_goes_on_there(
+    person: Person, hub: HubProcess, manifest: Path, postgres_url: str, tmp_path: Path
+) -> None:
+    person.says("apply", str(manifest))
+    jobs = person.says("list", "-o", "json").value
+    busy = person.says("move", postgres_url, "--data", str(hub.data))
+    assert (busy.status, "in use" in busy.err) == (Exit.FAILED, True)
+    hub.kill()
+    moved = person.says("move", postgres_url, "--data", str(hub.data))
+    assert moved.status == Exit.OK, moved.err
+    with process(hub.data, "--database", postgres_url) as started, started.client() as operator:
+        found = operator.get("/v1/jobs").json()["jobs"]
+    assert {each["id"] for each in found} == {each["id"] for each in jobs}
+    back = person.says("move", f"sqlite:{tmp_path / 'back.db'}", "--data", str(hub.data), "--database", postgres_url)
+    assert back.status == Exit.OK, back.err
+    assert sorted(path.name for path in tmp_path.glob("back.db*")) == ["back.db"]
+
+
+def test_a_password_on_the_command_line_is_refused_and_not_repeated(stranger: Person) -> None:
+    done = stranger.says("move", "postgresql://me:hunter2@db.example/x")
+    assert (done.status, "hunter2" in done.err) == (Exit.USAGE, False)
+
+
+def test_a_copy_that_cannot_be_made_is_said_so(person: Person, hub: HubProcess, tmp_path: Path) -> None:
+    """Asked for in the folder of another hub than the one that has the database open."""
+    other = tmp_path / "other"
+    other.mkdir()
+    done = person.says("backup", str(tmp_path / "b"), "--data", str(other), "--database", str(hub.data / "hub.db"))
+    assert (done.status, "cannot be used" in done.err) == (Exit.UNREACHABLE, True)
+    assert not (tmp_path / "b").exists()
+    assert os.listdir(other) == []  # noqa: PTH208 - only whether there is anything
