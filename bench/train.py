@@ -1,0 +1,189 @@
+"""The training server beside the engine under it: `python -m bench train`.
+
+The server runs as `strata serve` starts it: API server, orchestrator with its journal, ranks under torchrun. Beside it
+runs a plain torchrun loop (`bench.train_bare`) with as many ranks of the same model. Both stay alive for the whole run
+and take turns, so that only one of them computes at a time. Files lie under the system's temporary directory; point
+TMPDIR at the disk that is to be measured.
+
+- `op.latency`: an operation that computes nothing (throw away gradients), handed in over HTTP and waited for. Bare is a
+  message to rank 0, a broadcast to all ranks, a sum over them and the answer. The ratio is bare by ours, so higher is
+  better. Asked for is that ours adds at most 5 ms: that is the limit in the line, and as a ratio its goal.
+- `op.pass`: the same with a forward and backward over one token on both sides.
+- `sft.tokens`: fine-tuning with every step handed in before the first is waited for, by a client that does next to
+  nothing (`bench.train_wire`). `sft.tinker` is the same with the `tinker` SDK, in a process of its own.
+- `packing`, `decode`: see `bench.train_packing` and `bench.train_decode`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Final
+
+from bench import train_decode, train_packing
+from bench.interleave import Comparison, Side, interleave
+from bench.percentiles import percentile
+from bench.report import Report
+from bench.train_orders import Found, Order, Tokens, Work, load
+from bench.train_processes import Sides, sides, tinker_client
+from bench.train_wire import Wire
+
+Client = Callable[[Order], Awaitable[Found]]
+
+MAY_ADD_MS: Final = 5.0
+SFT_GOAL: Final = 0.97
+SAME_LOSS: Final = 1e-4
+"""How far the losses of both sides may be apart before anything was trained, relatively: they do the same work."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    operations: int
+    """In a round."""
+    passes: int
+    """Over one token, in a round."""
+    operation_rounds: int
+    steps: int
+    """In a round."""
+    step_rounds: int
+    decode_rounds: int
+    packing_batches: int
+
+
+SMALL: Final = Work(layers=4, hidden=256, vocabulary=2048, documents=8, length=256)
+"""About 3 million parameters and 4 thousand tokens in a step: what `--quick` has the time for."""
+LARGE: Final = Work(layers=11, hidden=640, vocabulary=8192, documents=8, length=512)
+"""About 50 million parameters and 8 thousand tokens in a step."""
+QUICK: Final = Turns(
+    operations=25, passes=6, operation_rounds=6, steps=2, step_rounds=3, decode_rounds=20, packing_batches=40
+)
+LONG: Final = Turns(
+    operations=100, passes=20, operation_rounds=20, steps=4, step_rounds=8, decode_rounds=100, packing_batches=400
+)
+
+
+async def run(report: Report, *, quick: bool) -> None:
+    turns = QUICK if quick else LONG
+    train_packing.run(report, batches=turns.packing_batches)
+    await train_decode.run(report, rounds=turns.decode_rounds)
+    report.progress("both groups of ranks start")
+    async with sides(SMALL) as both:
+        await operations(report, both, turns)
+        if quick:
+            await fine_tuning(report, both, turns)
+    if not quick:
+        report.progress("both groups of ranks start, with the large model")
+        async with sides(LARGE) as both:
+            await fine_tuning(report, both, turns)
+
+
+async def operations(report: Report, both: Sides, turns: Turns) -> None:
+    token: Tokens = load(both.batches)[0, 0, :1, :2]
+    with closing(await asyncio.to_thread(Wire, both.server, both.work.training)) as wire:
+
+        def empty() -> None:
+            wire.result(wire.abort_gradients())
+
+        def one_token() -> None:
+            wire.loss(wire.forward_backward(token))
+
+        report.progress("operations that compute nothing")
+        bare, rounds = both.bare, turns.operation_rounds
+        found = await one_by_one(
+            empty, lambda: bare.carry_out(Order(kind="empty")), count=turns.operations, rounds=rounds
+        )
+        found.add(report, "op.latency", f"{both.work.ranks} ranks")
+        report.progress("passes over one token")
+        found = await one_by_one(
+            one_token, lambda: bare.carry_out(Order(kind="pass")), count=turns.passes, rounds=rounds
+        )
+        found.add(report, "op.pass", f"{both.work.ranks} ranks, {both.parameters / 1e6:.1f} M parameters")
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """In milliseconds. The figure of a round is its middle; the tail is that of all operations together."""
+
+    middles: Comparison
+    tails: Mapping[Side, float]
+
+    def add(self, report: Report, case: str, note: str) -> None:
+        bare = median(self.middles.bare)
+        added = median([ours - bare for ours, bare in zip(self.middles.ours, self.middles.bare, strict=True)])
+        note = f"adds {added:.2f} ms; p99 {self.tails['ours']:.1f} beside {self.tails['bare']:.1f} ms; {note}"
+        goal, limit = round(bare / (bare + MAY_ADD_MS), 3), round(bare + MAY_ADD_MS, 2)
+        report.add(case, "ms", self.middles, goal=goal, limit=limit, note=note)
+
+
+async def one_by_one(ours: Callable[[], object], bare: Callable[[], object], *, count: int, rounds: int) -> Latencies:
+    seen: dict[Side, list[float]] = {"ours": [], "bare": []}
+
+    def turn(side: Side, act: Callable[[], object]) -> float:
+        took_ms = []
+        for _ in range(count):
+            started = perf_counter()
+            act()
+            took_ms.append((perf_counter() - started) * 1e3)
+        seen[side] += took_ms
+        return median(took_ms)
+
+    found = await interleave(
+        lambda: asyncio.to_thread(turn, "ours", ours),
+        lambda: asyncio.to_thread(turn, "bare", bare),
+        rounds,
+        better="lower",
+    )
+    return Latencies(found, {side: percentile(values, 99) for side, values in seen.items()})
+
+
+async def fine_tuning(report: Report, both: Sides, turns: Turns) -> None:
+    work = both.work
+    note = f"{both.parameters / 1e6:.1f} M parameters, {work.training}, {work.step_tokens} tokens a step"
+    batches = load(both.batches)
+    report.progress(f"fine-tuning, {note}")
+    untrained = await asyncio.to_thread(both.bare.carry_out, Order(kind="train", steps=turns.steps))
+    with closing(await asyncio.to_thread(Wire, both.server, work.training)) as wire:
+
+        async def by_wire(order: Order) -> Found:
+            return await asyncio.to_thread(train, wire, order, batches)
+
+        found = await in_turns(both, by_wire, turns, untrained)
+        report.add("sft.tokens", "tokens/s", found, goal=SFT_GOAL, note=note)
+    report.progress("the same by the tinker SDK")
+    async with tinker_client(both) as client:
+        found = await in_turns(both, client.carry_out, turns, untrained)
+        report.add("sft.tinker", "tokens/s", found, goal=SFT_GOAL, note="by the tinker SDK")
+
+
+async def in_turns(both: Sides, ours: Client, turns: Turns, untrained: Found) -> Comparison:
+    """The first turn of ours warms it up, and shows that both sides do the same: from the same start the same loss."""
+    tokens = turns.steps * both.work.step_tokens
+    first = await ours(Order(kind="train", steps=turns.steps))
+    if not math.isclose(first.loss, untrained.loss, rel_tol=SAME_LOSS):
+        raise RuntimeError(f"both sides should have the same loss: ours is {first.loss}, the other {untrained.loss}")
+    order = Order(kind="train", first=turns.steps, steps=turns.steps)
+
+    async def our_turn() -> float:
+        return tokens / (await ours(order)).seconds
+
+    async def bare_turn() -> float:
+        return tokens / (await asyncio.to_thread(both.bare.carry_out, order)).seconds
+
+    return await interleave(our_turn, bare_turn, turns.step_rounds, warm_up=False)
+
+
+def train(wire: Wire, order: Order, batches: Tokens) -> Found:
+    started = perf_counter()
+    passes, steps = [], []
+    for number in range(order.first, order.first + order.steps):
+        passes.append(wire.forward_backward(batches[number % len(batches)].reshape(-1, batches.shape[-1])))
+        steps.append(wire.optim_step())
+    losses = [wire.loss(each) for each in passes]
+    for each in steps:
+        wire.result(each)
+    return Found(seconds=perf_counter() - started, loss=losses[0])

@@ -1,0 +1,145 @@
+"""A plain torchrun loop, for comparison: `torchrun … -m bench.train_bare --model DIR --batches FILE --endpoint URL`.
+
+Nothing here is ours: the model as transformers loads it, adapters by PEFT, `fully_shard` on every block of the base,
+torch's AdamW, batches that lie in memory. Documents of a row have one length, so a row is a batch of (documents,
+tokens) and plain causal attention does: no mask, no padding, the fastest that the engine can do with it. Rank 0 waits
+for orders on a ZMQ socket and hands them to the others with one broadcast, so that the loop can take turns with the
+server under test.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+import zmq
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from bench.train_orders import BETAS, EPS, LORA_ALPHA, LORA_RANK, RATE, Found, Order, Tokens, load
+
+KINDS: Final = ("empty", "pass", "train", "end")
+LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+IDLE: Final = timedelta(hours=12)
+
+
+class Loop:
+    def __init__(self, path: str, training: str) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        block = set(model._no_split_modules)
+        if training == "lora":
+            adapters = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0.0, target_modules=list(LAYERS))
+            model = get_peft_model(model, adapters)
+        model.train()
+        # Adapters are small: the same on every rank, and summed once in a step instead of in every layer.
+        self.replicated = {one for one in model.parameters() if one.requires_grad and training == "lora"}
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in list(model.modules()):
+            if type(module).__name__ in block:
+                fully_shard(module, mesh=mesh, ignored_params=self.replicated)
+        fully_shard(model, mesh=mesh, ignored_params=self.replicated)
+        self.model: nn.Module = model
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.adam = torch.optim.AdamW(trained, lr=RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
+
+    def step(self, row: torch.Tensor) -> float:
+        """Over this rank's row; returns the loss of all ranks."""
+        loss = self.backward(row)
+        self.sum_replicated()
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+        dist.all_reduce(loss)
+        return float(loss)
+
+    def sum_replicated(self) -> None:
+        gradients = [one.grad for one in self.replicated if one.grad is not None]
+        if gradients:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat)
+            for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def one_token(self, tokens: torch.Tensor) -> None:
+        loss = self.backward(tokens)
+        self.adam.zero_grad(set_to_none=True)
+        dist.all_reduce(loss)
+
+    def backward(self, row: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=row[:, :-1], use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten(), reduction="sum")
+        loss.backward()
+        return loss.detach()
+
+
+def carry_out(loop: Loop, order: Order, batches: Sequence[torch.Tensor]) -> Found:
+    match order.kind:
+        case "empty":
+            dist.all_reduce(torch.zeros(1))
+        case "pass":
+            loop.one_token(batches[0][:1, :2])
+        case "train":
+            started = perf_counter()
+            losses = [
+                loop.step(batches[number % len(batches)]) for number in range(order.first, order.first + order.steps)
+            ]
+            return Found(seconds=perf_counter() - started, loss=losses[0])
+        case "end":
+            pass
+    return Found()
+
+
+def lead(loop: Loop, batches: Sequence[torch.Tensor], endpoint: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.bind(endpoint)
+        decode, going = msgspec.msgpack.Decoder(Order).decode, True
+        while going:
+            order = decode(socket.recv())
+            dist.broadcast(torch.tensor([KINDS.index(order.kind), order.first, order.steps]), 0)
+            socket.send(msgspec.msgpack.encode(carry_out(loop, order, batches)))
+            going = order.kind != "end"
+
+
+def follow(loop: Loop, batches: Sequence[torch.Tensor]) -> None:
+    told, going = torch.zeros(3, dtype=torch.int64), True
+    while going:
+        dist.broadcast(told, 0)
+        kind, first, steps = told.tolist()
+        order = Order(kind=KINDS[kind], first=first, steps=steps)
+        carry_out(loop, order, batches)
+        going = order.kind != "end"
+
+
+def own(batches: Tokens, rank: int) -> list[torch.Tensor]:
+    return [torch.from_numpy(batch[rank]).long() for batch in batches]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A plain training loop that takes orders.")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--training", choices=("lora", "full"), required=True)
+    parser.add_argument("--batches", type=Path, required=True)
+    parser.add_argument("--endpoint", required=True)
+    given = parser.parse_args()
+    dist.init_process_group("gloo", timeout=IDLE)
+    loop = Loop(given.model, given.training)
+    batches = own(load(given.batches), dist.get_rank())
+    if dist.get_rank() == 0:
+        lead(loop, batches, given.endpoint)
+    else:
+        follow(loop, batches)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The processes of `bench train`: our server as the command line starts it, the plain loop, and a `tinker` client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+import zmq
+
+from bench.train_orders import MODEL, Found, Order, Server, Work, draw, save
+from strata.train.api.identity import KEY_FILE
+from strata.train.api.server import ADDRESS_FILE
+from strata.train.runner.tiny import TinyModel, make
+
+T = TypeVar("T")
+
+STRATA: Final = str(Path(sys.executable).with_name("strata"))
+START_S: Final = 180.0
+STOP_S: Final = 60.0
+ANSWER_MS: Final = 1_800_000
+SETTINGS: Final = """
+[server]
+port = 0
+data = "{folder}/d"
+log_level = "warning"
+[model]
+path = "{folder}/model"
+name = "{name}"
+training = "{work.training}"
+max_tokens_per_row = {work.row_tokens}
+[ranks]
+nproc = {work.ranks}
+"""
+ENVIRONMENT: Final = {
+    "PATH": os.defpath,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+"""The same for both sides: one thread for each rank, and what they say to each other stays on this machine."""
+
+
+class Bare:
+    """The plain loop, one order at a time. A round trip is a message to rank 0 and its answer, as bare as ZMQ is."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._decode = msgspec.msgpack.Decoder(Found).decode
+
+    def carry_out(self, order: Order) -> Found:
+        self._socket.send(msgspec.msgpack.encode(order))
+        if not self._socket.poll(ANSWER_MS):
+            raise RuntimeError("the plain loop does not answer")
+        return self._decode(self._socket.recv())
+
+
+class TinkerClient:
+    """The SDK in a process of its own, as its users have it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def carry_out(self, order: Order) -> Found:
+        sent, answers = self._process.stdin, self._process.stdout
+        assert sent is not None
+        assert answers is not None
+        sent.write(msgspec.json.encode(order) + b"\n")
+        await sent.drain()
+        line = await answers.readline()
+        if not line:
+            raise RuntimeError("the client died; see above")
+        return msgspec.json.decode(line, type=Found)
+
+
+@dataclass(frozen=True)
+class Sides:
+    work: Work
+    parameters: int
+    batches: Path
+    server: Server
+    bare: Bare
+
+
+@asynccontextmanager
+async def sides(work: Work) -> AsyncIterator[Sides]:
+    """Both groups of ranks with the same model, alive and idle until they are told something."""
+    # A short path: Unix sockets lie below it.
+    folder = Path(tempfile.mkdtemp(prefix="strata-bench-"))
+    shape = TinyModel(layers=work.layers, hidden=work.hidden, vocabulary=work.vocabulary, context=max(work.length, 64))
+    try:
+        parameters = await asyncio.to_thread(make, folder / "model", shape)
+        batches, settings = folder / "batches.npy", folder / "server.toml"
+        save(batches, draw(work))
+        settings.write_text(SETTINGS.format(folder=folder, name=MODEL, work=work), encoding="utf-8")
+        endpoint = f"ipc://{folder}/bare"
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={work.ranks}")
+        loop = ("-m", "bench.train_bare", "--model", str(folder / "model"), "--training", work.training)
+        async with (
+            _process(STRATA, "serve", str(settings), log=folder / "ours.log") as serving,
+            _process(
+                *torchrun, *loop, "--batches", str(batches), "--endpoint", endpoint, log=folder / "bare.log"
+            ) as looping,
+            _connected(endpoint) as bare,
+        ):
+            server = await _until(serving, folder / "ours.log", lambda: _address(folder / "d"))
+            ready = asyncio.create_task(asyncio.to_thread(bare.carry_out, Order(kind="empty")))
+            await _until(looping, folder / "bare.log", lambda: ready.done() or None)
+            yield Sides(work, parameters, batches, server, bare)
+            await asyncio.to_thread(bare.carry_out, Order(kind="end"))
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder)
+
+
+@asynccontextmanager
+async def tinker_client(of: Sides) -> AsyncIterator[TinkerClient]:
+    command = (sys.executable, "-m", "bench.train_tinker", "--url", of.server.url, "--batches", str(of.batches))
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        # A key is a secret: not in the arguments, which everybody on the machine can read.
+        env={**ENVIRONMENT, "TINKER_API_KEY": of.server.key, "TINKER_TELEMETRY": "0"},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield TinkerClient(process)
+    finally:
+        await _stop(process)
+
+
+@asynccontextmanager
+async def _connected(endpoint: str) -> AsyncIterator[Bare]:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        yield Bare(socket)
+
+
+def _address(data: Path) -> Server | None:
+    """The launcher starts the API server when the ranks are there: who listens is ready."""
+    address, key = data / ADDRESS_FILE, data / KEY_FILE
+    if not address.exists() or not key.exists():
+        return None
+    return Server(address.read_text(encoding="utf-8").strip(), key.read_text(encoding="utf-8").strip())
+
+
+async def _until(process: asyncio.subprocess.Process, log: Path, ready: Callable[[], T | None]) -> T:
+    try:
+        async with asyncio.timeout(START_S):
+            while process.returncode is None:
+                found = ready()
+                if found is not None:
+                    return found
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        pass
+    said = (await asyncio.to_thread(log.read_text, encoding="utf-8"))[-4000:]
+    raise RuntimeError(f"a process of the bench was not ready within {START_S:g} seconds:\n{said}")
+
+
+@asynccontextmanager
+async def _process(*command: str, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    with log.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(
+            *command, env=ENVIRONMENT, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out
+        )
+    try:
+        yield process
+    finally:
+        await _stop(process)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

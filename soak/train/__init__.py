@@ -1,0 +1,1 @@
+"""Campaigns against a whole training server."""

@@ -1,0 +1,46 @@
+"""`strata models`: models on disk that the training server can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from strata.cli.output import complain
+
+
+@click.group()
+def models() -> None:
+    """Make models that the training server can load."""
+
+
+@models.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
+@click.option(
+    "--family",
+    type=click.Choice(["llama", "qwen3", "qwen3_moe"]),
+    default="llama",
+    show_default=True,
+    help="What kind.",
+)
+@click.option("--layers", type=int, default=2, show_default=True, help="How deep.")
+@click.option("--hidden", type=int, default=64, show_default=True, help="How wide; a multiple of 32.")
+@click.option("--vocab", type=int, default=512, show_default=True, help="Tokens of the vocabulary; at least 260.")
+@click.option("--context", type=int, default=2048, show_default=True, help="Tokens of the longest sequence.")
+@click.option("--experts", type=int, default=4, show_default=True, help="Of a qwen3_moe.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed makes the same model.")
+def tiny(folder: Path, family: str, layers: int, hidden: int, vocab: int, **more: int) -> None:
+    """Make a small random model with a tokenizer in DIR, for tests and first steps.
+
+    It knows nothing yet. Nothing is fetched from anywhere, and the same options make the same files.
+    """
+    import msgspec
+
+    from strata.cli.extras import require
+
+    require("transformers", extra="train")
+    from strata.train.runner.tiny import TinyModel, make
+
+    shape = {"family": family, "layers": layers, "hidden": hidden, "vocabulary": vocab, **more}
+    parameters = make(folder, msgspec.convert(shape, TinyModel))
+    complain(f"{family} with {parameters:,} parameters in {folder}")

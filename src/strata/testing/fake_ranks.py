@@ -1,0 +1,279 @@
+"""Ranks that pretend: the protocol of `strata.train.core.commands` in full, arithmetic of a toy, no torch.
+
+A pretended model is one number. Every pass adds to its gradient what its datums and the number give, every step changes
+the number, and every result depends on it: an operation done twice, left out or out of order shows in all results after
+it. The conformance suite holds these ranks and the real ones to the same rules. A pass can be told to misbehave, by
+`config`: `pretend_s` takes that long, `pretend_death` kills the process, `pretend_hang` never ends.
+
+As a process: `python -m strata.testing.fake_ranks --settings FILE [--applied FILE]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import assert_never
+
+import msgspec
+
+from strata.base import log
+from strata.base.errors import StrataError
+from strata.train.core import commands, ops
+from strata.train.core.commands import PassItem
+from strata.train.core.pack import restore
+from strata.train.link import RankLink
+from strata.train.settings import ServerSettings, load_settings
+
+MAX_CONTEXT = 4096
+VOCABULARY = 97
+
+
+@dataclass
+class Pretended:
+    weight: float = 0.0
+    gradient: float = 0.0
+    steps: int = 0
+    asleep: bool = False
+
+
+class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    weight: float
+    steps: int
+
+
+@dataclass
+class FakeRanks:
+    """A group of ranks as rank 0 shows it. `hear` has no side effects beyond this object and checkpoint folders."""
+
+    settings: ServerSettings
+    group: str
+    applied_log: Path | None = None
+    """Every operation done is noted here, a line each: what the ranks themselves say they did."""
+    generation: int = 0
+    run_id: str | None = None
+    applied: int = 0
+    models: dict[str, Pretended] = field(default_factory=dict)
+    replies: dict[int, commands.Reply] = field(default_factory=dict)
+    over: bool = False
+
+    def hear(self, message: commands.ToRank) -> commands.FromRank:
+        refusal = self._refusal(message)
+        if refusal is not None:
+            return commands.Fenced(self.generation, refusal)
+        match message:
+            case commands.Attach():
+                self.generation, self.run_id = message.generation, message.run_id
+                ranks = self.settings.ranks.nproc
+                return commands.Attached(self.generation, self.group, ranks, self.applied, self._info())
+            case commands.Command():
+                return self._answer(message)
+            case commands.Ask():
+                self.over = isinstance(message.work, commands.Shutdown)
+                return commands.Healthy(self.generation, message.ask_id, [*range(self.settings.ranks.nproc)])
+            case _:
+                assert_never(message)
+
+    def _refusal(self, message: commands.ToRank) -> str | None:
+        if message.generation < self.generation:
+            return f"generation {message.generation} is over, it is {self.generation} now"
+        if isinstance(message, commands.Attach):
+            other = self.applied and message.run_id != self.run_id
+            return f"these ranks belong to the run {self.run_id!r}" if other else None
+        if message.generation > self.generation:
+            return "attach first"
+        if isinstance(message, commands.Command) and message.number <= self.applied:
+            return None if message.number in self.replies else f"the reply of dispatch {message.number} is not kept"
+        return None
+
+    def _info(self) -> commands.ModelInfo:
+        model = self.settings.model
+        return commands.ModelInfo(
+            name=model.base_model,
+            arch="pretended",
+            tokenizer_id=model.base_model,
+            vocab_size=VOCABULARY,
+            max_context=MAX_CONTEXT,
+            full=model.training == "full",
+            max_lora_rank=model.max_lora_rank,
+            slots=model.slots,
+            parameters=1,
+        )
+
+    def _answer(self, command: commands.Command) -> commands.Reply:
+        self.replies = {number: reply for number, reply in self.replies.items() if number > command.durable}
+        if command.number > self.applied:
+            started_s = time.perf_counter()
+            results, tokens = self._work(command.work)
+            timing = commands.Timing(time.perf_counter() - started_s, tokens=tokens)
+            self.replies[command.number] = commands.Reply(self.generation, command.number, results, timing)
+            self.applied = command.number
+        return msgspec.structs.replace(self.replies[command.number], generation=self.generation)
+
+    def _work(self, work: commands.Work) -> tuple[Sequence[ops.Result], int]:
+        if isinstance(work, commands.Pass):
+            self._note(item.request_id for item in work.items)
+            return self._pass(work)
+        operation = work.operation
+        name = getattr(operation, "model_id", "")
+        self._note([f"{name}:{getattr(operation, 'seq_id', type(operation).__name__)}"])
+        try:
+            return [self._operation(work)], 0
+        except StrataError as error:
+            return [ops.Failed("server", str(error))], 0
+
+    def _note(self, done: Iterable[str]) -> None:
+        if self.applied_log is not None:
+            with self.applied_log.open("a", encoding="utf-8") as file:
+                file.writelines(f"{self.group} {each}\n" for each in done)
+
+    # Passes
+
+    def _pass(self, work: commands.Pass) -> tuple[Sequence[ops.Result], int]:
+        batches = [ops.decode_pass_data(item.data).datums for item in work.items]
+        lengths = [[datum.length for datum in datums] for datums in batches]
+        wanted = sorted((item, datum) for item, datums in enumerate(batches) for datum in range(len(datums)))
+        placed = sorted((segment.item, segment.datum) for rank in work.rows for row in rank for segment in row)
+        if wanted != placed or len({len(rank) for rank in work.rows}) != 1:
+            return [ops.Failed("server", "the rows are not those of the batch")] * len(work.items), 0
+        if len(work.rows) != self.settings.ranks.nproc:
+            return [ops.Failed("server", f"rows for {len(work.rows)} ranks")] * len(work.items), 0
+        for item in work.items:
+            _misbehave(item)
+        # Row by row and back, as real ranks do: outputs leave in the order of the rows.
+        outputs = [
+            [
+                [self._logprobs(work.items[each.item].model_id, batches[each.item][each.datum]) for each in row]
+                for row in rank
+            ]
+            for rank in work.rows
+        ]
+        ordered = restore(work.rows, outputs)
+        results = [self._result(item, ordered[place], work) for place, item in enumerate(work.items)]
+        return results, sum(map(sum, lengths))
+
+    def _logprobs(self, model_id: str, datum: ops.Datum) -> array.array[float]:
+        weight = self.models[model_id].weight if model_id in self.models else 0.0
+        tokens = array.array("i", datum.tokens)
+        return array.array("f", [-(0.1 + token % VOCABULARY / VOCABULARY) * (1.0 + weight) for token in tokens])
+
+    def _result(self, item: PassItem, outputs: list[array.array[float]], work: commands.Pass) -> ops.Result:
+        model = self.models.get(item.model_id)
+        if model is None or model.asleep:
+            return ops.Failed("user", f"there is no model {item.model_id!r}, or it sleeps")
+        loss = -sum(sum(each) for each in outputs)
+        if not work.forward_only:
+            model.gradient += loss
+        fields = [{"logprobs": ops.Dense(ops.DType.F32, (len(each),), each.tobytes())} for each in outputs]
+        result = ops.PassResult([ops.DatumOutput(each) for each in fields], {"loss:sum": loss})
+        return ops.PassDone(ops.Inline(ops.encode_pass_data(result)))
+
+    # Everything else
+
+    def _operation(self, work: commands.Step | commands.SaveState | commands.LoadState | commands.Manage) -> ops.Result:
+        match work:
+            case commands.Step():
+                return self._step(work.operation)
+            case commands.SaveState():
+                return self._save(work.operation, Path(work.path))
+            case commands.LoadState():
+                return self._load(work.operation, Path(work.path))
+            case commands.Manage():
+                return self._manage(work)
+            case _:
+                assert_never(work)
+
+    def _step(self, operation: ops.OptimStep) -> ops.Result:
+        model = self.models.get(operation.model_id)
+        if model is None:
+            return ops.Failed("user", f"there is no model {operation.model_id!r}")
+        model.weight -= operation.adam.learning_rate * model.gradient
+        model.gradient = 0.0
+        model.steps += 1
+        return ops.StepDone({"step": float(model.steps), "weight": model.weight})
+
+    def _save(self, operation: ops.SaveWeights, folder: Path) -> ops.Result:
+        model = self.models.get(operation.model_id)
+        if model is None:
+            return ops.Failed("user", f"there is no model {operation.model_id!r}")
+        if not folder.exists():
+            beside = folder.with_name(f".{folder.name}.part")
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+            (beside / "weights.json").write_bytes(msgspec.json.encode(Weights(model.weight, model.steps)))
+            beside.rename(folder)
+        return ops.WeightsSaved(f"tinker://{operation.model_id}/{operation.kind}/{operation.name}")
+
+    def _load(self, operation: ops.LoadWeights, folder: Path) -> ops.Result:
+        model = self.models.get(operation.model_id)
+        if model is None or not folder.exists():
+            return ops.Failed("user", "there is no such model or checkpoint")
+        saved = msgspec.json.decode((folder / "weights.json").read_bytes(), type=Weights)
+        model.weight, model.gradient = saved.weight, 0.0
+        model.steps = saved.steps if operation.optimizer else 0
+        return ops.WeightsLoaded(f"tinker://{operation.run_id}/{operation.kind}/{operation.name}")
+
+    def _manage(self, work: commands.Manage) -> ops.Result:
+        operation = work.operation
+        match operation:
+            case ops.CreateModel():
+                if len(self.models) >= self.settings.model.slots:
+                    return ops.Failed("user", f"all {self.settings.model.slots} slots are taken")
+                self.models[operation.model_id] = Pretended()
+                return ops.ModelCreated(operation.model_id)
+            case ops.UnloadModel():
+                self.models.pop(operation.model_id, None)
+                return ops.ModelUnloaded(operation.model_id)
+            case ops.AbortGradients():
+                if operation.model_id not in self.models:
+                    return ops.Failed("user", f"there is no model {operation.model_id!r}")
+                self.models[operation.model_id].gradient = 0.0
+                return ops.GradientsAborted()
+            case ops.Sleep() | ops.Wake():
+                for model in self.models.values():
+                    model.asleep = isinstance(operation, ops.Sleep)
+                return ops.Asleep(0) if isinstance(operation, ops.Sleep) else ops.Awake()
+            case _:
+                assert_never(operation)
+
+
+def _misbehave(item: PassItem) -> None:
+    if item.config.get("pretend_death"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if item.config.get("pretend_hang"):
+        signal.pause()
+    if item.config.get("pretend_s"):
+        time.sleep(item.config["pretend_s"])
+
+
+def serve(ranks: FakeRanks, link: RankLink) -> None:
+    while not ranks.over:
+        message = link.receive()
+        if message is not None:
+            link.send(ranks.hear(message))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Ranks that pretend.")
+    parser.add_argument("--settings", type=Path, required=True)
+    parser.add_argument("--applied", type=Path)
+    given = parser.parse_args()
+    settings = load_settings(given.settings)
+    log.configure("json", settings.server.log_level)
+    link = RankLink(settings)
+    try:
+        serve(FakeRanks(settings, os.urandom(8).hex(), given.applied), link)
+    finally:
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

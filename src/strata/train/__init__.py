@@ -1,0 +1,1 @@
+"""The training server: a model that is trained by API."""

@@ -1,0 +1,1 @@
+"""The API server: HTTP in front, the orchestrator behind, and nothing kept in between."""

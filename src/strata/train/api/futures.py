@@ -1,0 +1,64 @@
+"""Results: asked for until they are there.
+
+A future that is known is never answered with 404, which clients take for the end of everything: not while it waits, not
+while the orchestrator is away, not after its result has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.identity.roles import Role
+from strata.train.api.declare import KIB, Answer, Endpoint
+from strata.train.api.site import Call
+from strata.train.core import messages, ops
+from strata.train.core.messages import QueueState
+from strata.train.wire import bodies, json_era, native, tinker
+from strata.train.wire.replies import TryAgain
+
+
+async def retrieve(call: Call, body: bodies.RetrieveFuture) -> Answer:
+    """The result of an operation, or after a while 408 with its place in the queue."""
+    longest_s = call.site.settings.server.poll_s
+    wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
+    try:
+        found = await call.watch(body.request_id, wait_s)
+    except StrataError as error:
+        # Clients repeat a 5xx here at once and for ever; a 408 only after we have waited for the orchestrator.
+        if error.code not in (Code.UNAVAILABLE, Code.EXHAUSTED):
+            raise
+        found = messages.Waiting(QueueState.PAUSED_CAPACITY, error.message)
+    if isinstance(found, messages.Waiting):
+        waiting = TryAgain(request_id=body.request_id, queue_state=found.queue_state, queue_state_reason=found.reason)
+        return Answer(msgspec.json.encode(waiting), 408)
+    if not isinstance(found.result, ops.PassDone):
+        return Answer(json_era.write_result(found.result))
+    return await asyncio.to_thread(_passed, call, found.result)
+
+
+def _passed(call: Call, done: ops.PassDone) -> Answer:
+    accepted = call.headers.get("accept", "")
+    content = call.site.payloads.read(done.payload)
+    if native.MEDIA_TYPE in accepted:
+        return Answer(content, media_type=native.MEDIA_TYPE)
+    try:
+        result = ops.decode_pass_result(content)
+    except msgspec.MsgspecError as error:
+        raise StrataError(Code.CORRUPT, f"the result of the pass cannot be read: {error}") from None
+    if tinker.MEDIA_TYPE in accepted:
+        return Answer(tinker.write_output(result), media_type=tinker.MEDIA_TYPE)
+    return Answer(json_era.write_output(result))
+
+
+async def cancel(call: Call, body: bodies.Future) -> None:
+    """Give up an operation that was not begun; one that was goes on."""
+    await call.abort(body.request_id)
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/v1/retrieve_future", Role.RESEARCHER, retrieve, 4 * KIB),
+    Endpoint("POST", "/api/v1/cancel_future", Role.RESEARCHER, cancel, 4 * KIB),
+)

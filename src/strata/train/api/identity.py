@@ -1,0 +1,88 @@
+"""The tables of API keys: a SQLite file of the server's own, or a database it shares with a hub."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret, read_secret
+from strata.database import events
+from strata.database.migrations import SqliteComponents, upgrade_postgres
+from strata.database.sqlite import SqliteThread
+from strata.identity import sqlite as identity_sqlite
+from strata.identity.enroll import make_key
+from strata.identity.ports import IdentityStore
+from strata.identity.roles import OPERATOR, Role
+
+TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
+KEY_FILE: Final = "api.key"
+CONNECTIONS: Final = 4
+CALL_S: Final = 5.0
+
+
+@asynccontextmanager
+async def open_identity(database: str) -> AsyncIterator[IdentityStore]:
+    scheme, separator, rest = database.partition(":")
+    if scheme in ("postgresql", "postgres") and separator:
+        async with _open_postgres(database) as store:
+            yield store
+    elif scheme == "sqlite" and "://" not in database:
+        thread = await SqliteThread.open(Path(rest), SqliteComponents((events.SQLITE, identity_sqlite.COMPONENT)))
+        try:
+            yield identity_sqlite.SqliteIdentity(thread)
+        finally:
+            await thread.close()
+    else:
+        # Without the text itself: an address may have a password in it.
+        raise StrataError(
+            Code.INVALID,
+            "server.identity_database is not a database Strata knows",
+            hint="use sqlite:PATH or postgresql://USER@HOST/NAME",
+        )
+
+
+@asynccontextmanager
+async def _open_postgres(url: str) -> AsyncIterator[IdentityStore]:
+    # The driver is an extra of its own: a server on SQLite does without.
+    from strata.database.postgres import Connections
+    from strata.identity import postgres as identity_postgres
+
+    connections = Connections(url, CONNECTIONS, CALL_S, what="training server", by_index=True)
+    try:
+        async with connections.transaction() as connection:
+            await upgrade_postgres(connection, (events.POSTGRES, identity_postgres.COMPONENT))
+        yield identity_postgres.PostgresIdentity(connections)
+    finally:
+        await connections.close()
+
+
+def operator_token(data: Path) -> Secret:
+    """The one of this folder, made at the first start."""
+    path = data / TOKEN_FILE
+    if not path.exists():
+        _write_private(path, secrets.token_hex(24))
+    return read_secret(path)
+
+
+async def first_key(store: IdentityStore, clock: Clock, data: Path) -> None:
+    """A key for whoever can read this folder, made with the tables: the first client needs no ceremony."""
+    path = data / KEY_FILE
+    if not path.exists() and not await store.keys():
+        _, text = await make_key(store, clock, OPERATOR, name="local", role=Role.RESEARCHER)
+        _write_private(path, text)
+
+
+def _write_private(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(f"{text}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

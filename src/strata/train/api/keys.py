@@ -1,0 +1,48 @@
+"""API keys, on the same paths as a hub has them: `strata keys` works with either."""
+
+from __future__ import annotations
+
+from strata.identity.enroll import make_key
+from strata.identity.ports import Key
+from strata.identity.roles import Role
+from strata.train.api.declare import KIB, Endpoint
+from strata.train.api.site import Call
+from strata.train.wire import bodies, replies
+
+
+async def add(call: Call, body: bodies.KeyRequest) -> replies.KeyReply:
+    """An API key; its text is in this reply and nowhere else."""
+    site = call.site
+    key, text = await make_key(
+        site.identity, site.clock, call.caller, name=body.name, role=Role.named(body.role), valid_s=body.valid_s
+    )
+    return replies.KeyReply(key=_shown(key), secret=text)
+
+
+async def listed(call: Call) -> replies.Keys:
+    """All keys; never their secrets."""
+    return replies.Keys(keys=[_shown(key) for key in await call.site.identity.keys()])
+
+
+async def revoke(call: Call) -> None:
+    """End a key."""
+    await call.site.identity.revoke_key(call.path["id"], call.caller.actor, call.site.clock.wall_s())
+    call.site.authenticator.forget()
+
+
+def _shown(key: Key) -> replies.Key:
+    return replies.Key(
+        id=key.id,
+        name=key.name,
+        role=key.role.name.lower(),
+        made_at_s=key.made_at_s,
+        expires_at_s=key.expires_at_s,
+        revoked_at_s=key.revoked_at_s,
+    )
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/v1/keys", Role.ADMIN, add, 4 * KIB),
+    Endpoint("GET", "/v1/keys", Role.ADMIN, listed, KIB),
+    Endpoint("POST", "/v1/key/{id}/revoke", Role.ADMIN, revoke, KIB),
+)

@@ -1,0 +1,98 @@
+"""What the server says of itself, before and beside all training."""
+
+from __future__ import annotations
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.identity.roles import Role
+from strata.train.api.declare import KIB, MIB, Answer, Endpoint
+from strata.train.api.site import Call
+from strata.train.core import messages, ops
+from strata.train.wire import bodies, replies
+
+
+async def client_config(call: Call, body: bodies.ClientConfig) -> replies.ClientConfig:
+    """How clients of the `tinker` SDK are to behave towards this server."""
+    del body
+    # Over loopback compressing costs more than it saves.
+    host = call.headers.get("host", "").rpartition(":")[0]
+    return replies.ClientConfig(proto_compress_fwdbwd=host not in ("127.0.0.1", "localhost", "[::1]"))
+
+
+async def dynamic_config(call: Call, body: bodies.ClientConfig) -> replies.DynamicConfig:
+    """The same for what may change while a client runs."""
+    del call, body
+    return replies.DynamicConfig()
+
+
+async def capabilities(call: Call) -> replies.Capabilities:
+    """The models that can be trained here."""
+    server = await call.look(messages.DescribeServer(), messages.ServerView)
+    model = replies.SupportedModel(
+        model_name=server.base_model, max_context_length=server.max_context, trainable=True, sampleable=False
+    )
+    return replies.Capabilities(supported_models=[model])
+
+
+async def alive(call: Call) -> replies.Alive:
+    """Whether this process answers."""
+    del call
+    return replies.Alive()
+
+
+async def health(call: Call) -> Answer:
+    """Whether every rank answers; 503 if not, with the reason."""
+    found = await call.look(messages.CheckHealth(), messages.Health)
+    server = await call.look(messages.DescribeServer(), messages.ServerView)
+    reply = replies.Health(
+        status=found.status,
+        ranks=found.ranks,
+        reason=found.reason,
+        pending=server.pending,
+        running=server.running,
+        dispatched=server.dispatched,
+    )
+    return Answer(msgspec.json.encode(reply), 200 if found.status == "healthy" else 503)
+
+
+async def telemetry(call: Call) -> replies.Accepted:
+    """Taken and thrown away: what a client does is nobody's business."""
+    del call
+    return replies.Accepted()
+
+
+async def sleep(call: Call) -> Answer:
+    """Free what the models hold on the devices."""
+    return await _manage(call, ops.Sleep())
+
+
+async def wake_up(call: Call) -> Answer:
+    """Bring back what `sleep` put away."""
+    return await _manage(call, ops.Wake())
+
+
+async def _manage(call: Call, operation: ops.Sleep | ops.Wake) -> Answer:
+    accepted = await call.submit(operation)
+    found = await call.watch(accepted.future_id, call.site.settings.server.poll_s)
+    if isinstance(found, messages.Waiting):
+        pending = replies.TryAgain(
+            request_id=accepted.future_id, queue_state=found.queue_state, queue_state_reason=found.reason
+        )
+        return Answer(msgspec.json.encode(pending), 202)
+    if isinstance(found.result, ops.Failed):
+        raise StrataError(Code.UNAVAILABLE, found.result.message)
+    return Answer(msgspec.json.encode(found.result))
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/v1/client/config", Role.VIEWER, client_config),
+    Endpoint("POST", "/api/v1/client/dynamic_config", Role.VIEWER, dynamic_config),
+    Endpoint("GET", "/api/v1/get_server_capabilities", Role.VIEWER, capabilities),
+    Endpoint("GET", "/api/v1/healthz", None, alive, KIB),
+    Endpoint("GET", "/healthz", None, alive, KIB),
+    Endpoint("GET", "/health", Role.VIEWER, health, KIB),
+    Endpoint("POST", "/api/v1/telemetry", Role.VIEWER, telemetry, 4 * MIB),
+    Endpoint("POST", "/sleep", Role.OPERATOR, sleep),
+    Endpoint("POST", "/wake_up", Role.OPERATOR, wake_up),
+)

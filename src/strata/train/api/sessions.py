@@ -1,0 +1,96 @@
+"""Sessions: the life of one client program, and the models it made."""
+
+from __future__ import annotations
+
+from strata.base.errors import Code, StrataError
+from strata.identity.roles import Role
+from strata.train.api.declare import KIB, Endpoint
+from strata.train.api.site import Call
+from strata.train.core import messages, ops
+from strata.train.wire import bodies, replies
+
+
+async def create(call: Call, body: bodies.CreateSession) -> replies.SessionReply:
+    """A new session."""
+    session_id = call.site.ids.new("session")
+    metadata = dict(body.user_metadata or {})
+    if body.display_name is not None:
+        metadata["display_name"] = body.display_name
+    opening = messages.OpenSession(session_id, body.tags, metadata, body.sdk_version)
+    await call.look(opening, messages.Done)
+    return replies.SessionReply(session_id=session_id)
+
+
+async def heartbeat(call: Call, body: bodies.Session) -> replies.Heartbeat:
+    """The client is still there."""
+    await call.look(messages.BeatSession(body.session_id), messages.Done)
+    return replies.Heartbeat()
+
+
+async def finish(call: Call, body: bodies.FinishSession) -> None:
+    """The client is done."""
+    reason = body.reason.type if body.detail is None else f"{body.reason.type}: {body.detail}"
+    await call.look(messages.FinishSession(call.path["session_id"], reason), messages.Done)
+
+
+async def kill(call: Call, body: bodies.Session) -> None:
+    """End a session and let go of the models it made."""
+    session = await _session(call, body.session_id)
+    await call.look(messages.FinishSession(body.session_id, "killed"), messages.Done)
+    for model_id in session.models:
+        model = await call.look(messages.DescribeModel(model_id), messages.ModelView)
+        if not model.unloaded:
+            await call.submit(ops.UnloadModel(model_id))
+
+
+async def listed(call: Call, query: bodies.Page) -> replies.SessionList:
+    """The caller's sessions, the newest first."""
+    found = await _sessions(call)
+    return replies.SessionList(sessions=[each.session_id for each in found[query.offset :][: query.limit]])
+
+
+async def show(call: Call) -> replies.SessionInfo:
+    """One session."""
+    session = await _session(call, call.path["session_id"])
+    return replies.SessionInfo(
+        training_run_ids=session.models, sampler_ids=(), user_metadata=bodies.words(session.user_metadata)
+    )
+
+
+async def state(call: Call, query: bodies.SessionQuery) -> replies.SessionStates:
+    """The caller's sessions, or the one that is named, with their models."""
+    found = await _sessions(call) if query.session_id is None else [await _session(call, query.session_id)]
+    return replies.SessionStates(
+        sessions=[
+            replies.SessionState(
+                session_id=each.session_id,
+                opened_at=replies.moment(each.opened_at_s),
+                finished=each.finished,
+                models=each.models,
+            )
+            for each in found
+        ]
+    )
+
+
+async def _sessions(call: Call) -> list[messages.SessionView]:
+    found = (await call.look(messages.ListSessions(), messages.Sessions)).sessions
+    return sorted(found, key=lambda session: session.opened_at_s, reverse=True)
+
+
+async def _session(call: Call, session_id: str) -> messages.SessionView:
+    for session in await _sessions(call):
+        if session.session_id == session_id:
+            return session
+    raise StrataError(Code.NOT_FOUND, f"there is no session {session_id[:200]!r}")
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/v1/create_session", Role.RESEARCHER, create),
+    Endpoint("POST", "/api/v1/session_heartbeat", Role.RESEARCHER, heartbeat),
+    Endpoint("POST", "/api/v1/sessions/{session_id}/finish", Role.RESEARCHER, finish),
+    Endpoint("POST", "/api/v1/kill_session", Role.RESEARCHER, kill),
+    Endpoint("GET", "/api/v1/session_info", Role.VIEWER, state, KIB),
+    Endpoint("GET", "/api/v1/sessions", Role.VIEWER, listed, KIB),
+    Endpoint("GET", "/api/v1/sessions/{session_id}", Role.VIEWER, show, KIB),
+)

@@ -1,0 +1,78 @@
+"""Operations on models. Each returns an operation of the core; the client gets its future when it is durable."""
+
+from __future__ import annotations
+
+import asyncio
+
+from strata.base.errors import Code
+from strata.identity.roles import Role
+from strata.train.api.declare import BATCH, KIB, Endpoint, Raw
+from strata.train.api.errors import HttpRefusal
+from strata.train.api.site import Call, Site
+from strata.train.core import messages, ops
+from strata.train.wire import bodies, json_era, native, native_reader, replies, tinker
+
+
+async def create_model(call: Call, body: bodies.CreateModel) -> ops.CreateModel:
+    """A model: an adapter over the server's base, or the base itself."""
+    del call
+    return body.operation()
+
+
+async def get_info(call: Call, body: bodies.Model) -> replies.Info:
+    """What a model is, and where its tokenizer comes from."""
+    return replies.info(await call.look(messages.DescribeModel(body.model_id), messages.ModelView))
+
+
+async def forward_backward(call: Call, body: Raw) -> ops.ForwardBackward | ops.Unreadable:
+    """A pass over a batch; gradients are added to those the model has."""
+    return await asyncio.to_thread(_pass, call.site, body, forward_only=False)
+
+
+async def forward(call: Call, body: Raw) -> ops.ForwardBackward | ops.Unreadable:
+    """A pass over a batch that leaves the gradients alone."""
+    return await asyncio.to_thread(_pass, call.site, body, forward_only=True)
+
+
+def _pass(site: Site, body: Raw, *, forward_only: bool) -> ops.ForwardBackward | ops.Unreadable:
+    """Read and keep the batch: when this returns it is durable, and the orchestrator may be told of it."""
+    if body.media_type == tinker.MEDIA_TYPE and not forward_only:
+        found = tinker.read_pass(body.content)
+    elif body.media_type == native.MEDIA_TYPE and not forward_only:
+        found = native_reader.read_pass(body.content)
+    elif body.media_type in ("application/json", ""):
+        found = json_era.read_pass(body.content, forward_only=forward_only)
+    else:
+        raise HttpRefusal(415, Code.UNSUPPORTED, f"a batch is read as protobuf or JSON, not as {body.media_type!r}")
+    if isinstance(found, ops.Unreadable):
+        return found
+    return found.operation(site.payloads.keep(found.encoded()))
+
+
+async def optim_step(call: Call, body: bodies.OptimStep) -> ops.OptimStep:
+    """Apply the gradients."""
+    del call
+    return body.operation()
+
+
+async def abort_gradients(call: Call, body: bodies.AbortGradients) -> ops.AbortGradients:
+    """Throw away the gradients since the last step."""
+    del call
+    return body.operation()
+
+
+async def unload_model(call: Call, body: bodies.UnloadModel) -> ops.UnloadModel:
+    """Let go of a model."""
+    del call
+    return body.operation()
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/v1/forward_backward", Role.RESEARCHER, forward_backward, BATCH),
+    Endpoint("POST", "/api/v1/forward", Role.RESEARCHER, forward, BATCH),
+    Endpoint("POST", "/api/v1/optim_step", Role.RESEARCHER, optim_step),
+    Endpoint("POST", "/api/v1/create_model", Role.RESEARCHER, create_model),
+    Endpoint("POST", "/api/v1/get_info", Role.VIEWER, get_info),
+    Endpoint("POST", "/api/v1/abort_gradient_epoch", Role.RESEARCHER, abort_gradients, 4 * KIB),
+    Endpoint("POST", "/api/v1/unload_model", Role.RESEARCHER, unload_model, 4 * KIB),
+)

@@ -1,0 +1,104 @@
+"""Checkpoints of models, and the models themselves as runs that can be looked up."""
+
+from __future__ import annotations
+
+from strata.base.errors import Code, StrataError
+from strata.identity.roles import Role
+from strata.train.api.declare import KIB, Endpoint
+from strata.train.api.site import Call
+from strata.train.core import messages, ops
+from strata.train.wire import bodies, replies
+from strata.train.wire.bodies import INITIAL
+
+
+async def save(call: Call, body: bodies.SaveWeights) -> ops.SaveWeights:
+    """Save what training goes on from: weights and optimizer."""
+    del call
+    return body.operation()
+
+
+async def load(call: Call, body: bodies.LoadWeights) -> ops.LoadWeights:
+    """Replace a model's weights, and its optimizer if asked, by saved ones."""
+    del call
+    return body.operation()
+
+
+async def info(call: Call, body: bodies.TinkerPath) -> replies.WeightsInfo:
+    """What a checkpoint needs to be loaded."""
+    run_id, kind, name = bodies.tinker_path(body.tinker_path)
+    found = await call.look(messages.DescribeCheckpoint(run_id, kind, name), messages.CheckpointView)
+    return replies.weights_info(found)
+
+
+async def list_checkpoints(call: Call, body: bodies.Model) -> replies.Checkpoints:
+    """The checkpoints of a model."""
+    return replies.Checkpoints(checkpoints=await _checkpoints(call, body.model_id))
+
+
+async def delete_checkpoint(call: Call, body: bodies.Checkpoint) -> None:
+    """Delete a checkpoint."""
+    await _delete(call, body.model_id, body.checkpoint_id)
+
+
+async def of_run(call: Call) -> replies.Checkpoints:
+    """The checkpoints of a model."""
+    return replies.Checkpoints(checkpoints=await _checkpoints(call, call.path["run_id"]))
+
+
+async def of_all(call: Call, query: bodies.Page) -> replies.Checkpoints:
+    """The checkpoints of all the caller's models, the newest first."""
+    found = await _checkpoints(call, None)
+    page = replies.Cursor(offset=query.offset, limit=query.limit, total_count=len(found))
+    return replies.Checkpoints(checkpoints=found[query.offset :][: query.limit], cursor=page)
+
+
+async def remove(call: Call) -> None:
+    """Delete a checkpoint."""
+    await _delete(call, call.path["run_id"], call.path["checkpoint_id"])
+
+
+async def runs(call: Call, query: bodies.Page) -> replies.TrainingRuns:
+    """The caller's models, the newest first."""
+    models = sorted(
+        (await call.look(messages.ListModels(), messages.Models)).models,
+        key=lambda model: model.created_at_s,
+        reverse=True,
+    )
+    saved = (await call.look(messages.ListCheckpoints(), messages.Checkpoints)).checkpoints
+    owner = await call.site.tenant(call.caller)
+    shown = [replies.training_run(model, saved, owner) for model in models[query.offset :][: query.limit]]
+    page = replies.Cursor(offset=query.offset, limit=query.limit, total_count=len(models))
+    return replies.TrainingRuns(training_runs=shown, cursor=page)
+
+
+async def run(call: Call) -> replies.TrainingRun:
+    """One model, with its newest checkpoints."""
+    model = await call.look(messages.DescribeModel(call.path["run_id"]), messages.ModelView)
+    saved = (await call.look(messages.ListCheckpoints(model.model_id), messages.Checkpoints)).checkpoints
+    return replies.training_run(model, saved, await call.site.tenant(call.caller))
+
+
+async def _checkpoints(call: Call, model_id: str | None) -> list[replies.Checkpoint]:
+    found = (await call.look(messages.ListCheckpoints(model_id), messages.Checkpoints)).checkpoints
+    return [replies.checkpoint(each) for each in sorted(found, key=lambda one: one.saved_at_s, reverse=True)]
+
+
+async def _delete(call: Call, model_id: str, checkpoint_id: str) -> None:
+    kind, name = bodies.checkpoint_id(checkpoint_id)
+    if name == INITIAL:
+        raise StrataError(Code.PRECONDITION, f"{INITIAL} is the checkpoint from before all training and stays")
+    await call.look(messages.DeleteCheckpoint(model_id, kind, name), messages.Done)
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/v1/save_weights", Role.RESEARCHER, save),
+    Endpoint("POST", "/api/v1/load_weights", Role.RESEARCHER, load),
+    Endpoint("POST", "/api/v1/weights_info", Role.VIEWER, info, 4 * KIB),
+    Endpoint("POST", "/api/v1/list_checkpoints", Role.VIEWER, list_checkpoints, 4 * KIB),
+    Endpoint("POST", "/api/v1/delete_checkpoint", Role.RESEARCHER, delete_checkpoint, 4 * KIB),
+    Endpoint("GET", "/api/v1/checkpoints", Role.VIEWER, of_all, KIB),
+    Endpoint("GET", "/api/v1/training_runs", Role.VIEWER, runs, KIB),
+    Endpoint("GET", "/api/v1/training_runs/{run_id}", Role.VIEWER, run, KIB),
+    Endpoint("GET", "/api/v1/training_runs/{run_id}/checkpoints", Role.VIEWER, of_run, KIB),
+    Endpoint("DELETE", "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}", Role.RESEARCHER, remove, KIB),
+)

@@ -1,0 +1,242 @@
+"""What becomes true: every decision of the orchestrator, from the state and an input alone.
+
+A refusal is an error and leaves nothing behind. That is only for requests that take no number: an operation that has
+one is accepted even if it cannot work, and fails when its turn comes, because its client counts on after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, assert_never
+
+import msgspec
+
+from strata.base.digest import sha256_hex
+from strata.base.errors import Code, StrataError
+from strata.train.core import dispatching, ops
+from strata.train.core.facts import (
+    Accepted,
+    CheckpointDeleted,
+    Expired,
+    Fact,
+    Finished,
+    GivenUp,
+    SessionFinished,
+    SessionOpened,
+)
+from strata.train.core.future import OPEN, FutureStatus
+from strata.train.core.inputs import (
+    Abort,
+    Accept,
+    Answer,
+    DeleteCheckpoint,
+    DispatchNext,
+    Done,
+    Expire,
+    FinishSession,
+    GiveUp,
+    Input,
+    OpenSession,
+    Outcome,
+    Removed,
+    Taken,
+)
+from strata.train.core.sequence import Standing
+from strata.train.core.state import INITIAL, Model, Session, TrainState, future_id_of, is_name
+from strata.train.core.views import find_checkpoint, find_future, find_model, find_session
+
+# Structs with a mapping inside: the order in which a client wrote its keys is not a difference.
+_canonical: Final = msgspec.msgpack.Encoder(order="deterministic").encode
+
+
+def decide(state: TrainState, given: Input) -> Outcome:  # noqa: PLR0911 - one arm per input
+    match given:
+        case OpenSession():
+            return _open_session(state, given)
+        case FinishSession():
+            return _finish_session(state, given)
+        case Accept():
+            return _accept(state, given)
+        case DispatchNext():
+            return dispatching.dispatch_next(state, given)
+        case Answer():
+            return _answer(state, given)
+        case GiveUp():
+            return _give_up(state, given)
+        case Abort():
+            return _abort(state, given)
+        case DeleteCheckpoint():
+            return _delete_checkpoint(state, given)
+        case Expire():
+            rules = state.rules
+            until_s = state.futures.overdue(given.at_s, ttl_s=rules.result_ttl_s, keep=rules.max_kept_results)
+            return Outcome(Done(), () if until_s is None else (Expired(until_s),))
+        case _:
+            assert_never(given)
+
+
+def digest_of(operation: ops.Operation) -> str:
+    return sha256_hex(_canonical(operation))
+
+
+def _open_session(state: TrainState, given: OpenSession) -> Outcome:
+    known = state.sessions.get(given.session_id)
+    if known is not None and known.tenant == given.tenant:
+        return Outcome(Done())
+    if known is not None or not is_name(given.session_id):
+        raise StrataError(Code.INVALID, f"{given.session_id!r} cannot name a session")
+    fact = SessionOpened(
+        given.session_id, given.tenant, given.at_s, given.tags, given.user_metadata or {}, given.sdk_version
+    )
+    return Outcome(Done(), (fact,))
+
+
+def _finish_session(state: TrainState, given: FinishSession) -> Outcome:
+    session = find_session(state, given.tenant, given.session_id)
+    if session.finished is not None:
+        return Outcome(Done())
+    facts: list[Fact] = [SessionFinished(given.session_id, given.reason, given.at_s)]
+    ended: list[str] = []
+    for model_id in session.models:
+        if not state.models[model_id].unloading:
+            unloading, cancelled = _unload(state, state.models[model_id], given.at_s)
+            facts += unloading
+            ended += cancelled
+    return Outcome(Done(), tuple(facts), tuple(ended))
+
+
+def _accept(state: TrainState, given: Accept) -> Outcome:
+    operation = given.operation
+    match operation:
+        case ops.CreateModel():
+            return _accept_model(state, given, operation)
+        case ops.UnloadModel():
+            model = find_model(state, given.tenant, operation.model_id)
+            taken = Taken(future_id_of(operation, 0), model.model_id)
+            if model.unloading:
+                return Outcome(taken)
+            facts, ended = _unload(state, model, given.at_s)
+            return Outcome(taken, tuple(facts), tuple(ended))
+        case ops.Sleep() | ops.Wake():
+            _admit(state, given.tenant)
+            fact = _accepted(state, given.tenant, operation, given.at_s)
+            return Outcome(Taken(fact.future_id, ""), (fact,))
+        case _:
+            return _accept_sequenced(state, given, operation)
+
+
+def _accept_model(state: TrainState, given: Accept, operation: ops.CreateModel) -> Outcome:
+    fact = _accepted(state, given.tenant, operation, given.at_s, given.session_id)
+    taken = Taken(fact.future_id, operation.model_id)
+    known = state.models.get(operation.model_id)
+    if known is not None:
+        find_model(state, given.tenant, operation.model_id)
+        if digest_of(known.create) != fact.digest:
+            raise StrataError(Code.CONFLICT, f"model {operation.model_id!r} was created before, in another way")
+        return Outcome(taken)
+    session = find_session(state, given.tenant, given.session_id)
+    if session.finished is not None:
+        raise StrataError(Code.PRECONDITION, f"session {session.session_id!r} is finished")
+    _check_model_id(session, operation.model_id)
+    _admit(state, given.tenant)
+    facts: list[Fact] = [fact]
+    if state.rules.initial_checkpoint:
+        first = ops.SaveWeights(model_id=operation.model_id, seq_id=0, kind="weights", name=INITIAL)
+        facts.append(_accepted(state, given.tenant, first, given.at_s))
+    return Outcome(taken, tuple(facts))
+
+
+def _check_model_id(session: Session, model_id: str) -> None:
+    head, _, number = model_id.rpartition(":")
+    if head != f"{session.session_id}:train" or not (number.isascii() and number.isdecimal()):
+        raise StrataError(Code.INVALID, f"{model_id!r} is not of the form '{session.session_id}:train:NUMBER'")
+
+
+def _accept_sequenced(state: TrainState, given: Accept, operation: ops.Sequenced) -> Outcome:
+    model = find_model(state, given.tenant, operation.model_id)
+    fact = _accepted(state, given.tenant, operation, given.at_s)
+    taken = Taken(fact.future_id, model.model_id)
+    known = state.futures.get(fact.future_id)
+    standing = model.line.judge(operation.seq_id, fact.digest, known.digest if known else None)
+    if standing is Standing.SAME:
+        return Outcome(taken)
+    if model.unloading:
+        raise StrataError(Code.GONE, f"model {model.model_id!r} was unloaded")
+    # The one that others wait for always comes in: a queue full of those it holds up would never empty.
+    if operation.seq_id != model.line.wanted or not model.line.held:
+        _admit(state, given.tenant)
+    return Outcome(taken, (fact,))
+
+
+def _admit(state: TrainState, tenant: str) -> None:
+    rules, pending = state.rules, state.futures.pending()
+    if pending >= rules.max_pending:
+        raise StrataError(
+            Code.EXHAUSTED, f"{pending} operations are waiting, which is all that may", hint="send it again later"
+        )
+    own = state.futures.pending(tenant)
+    if rules.max_pending_per_tenant is not None and own >= rules.max_pending_per_tenant:
+        raise StrataError(
+            Code.EXHAUSTED,
+            f"{own} operations of {tenant} are waiting, which is all that may",
+            hint="send it again later",
+        )
+
+
+def _accepted(state: TrainState, tenant: str, operation: ops.Operation, at_s: float, session_id: str = "") -> Accepted:
+    future_id = future_id_of(operation, state.server_operations)
+    return Accepted(future_id, tenant, operation, digest_of(operation), at_s, session_id)
+
+
+def _unload(state: TrainState, model: Model, at_s: float) -> tuple[list[Fact], list[str]]:
+    """After all that may still run. What a gap holds can never run now, and says so."""
+    held = [f"{model.model_id}:{seq}" for seq in sorted(model.line.held)]
+    result = ops.Failed("cancelled", "the model was unloaded before the operations before this one came")
+    cancelled = [
+        future_id
+        for future_id in held
+        if (future := state.futures.get(future_id)) is not None and future.status in OPEN
+    ]
+    facts: list[Fact] = [Finished(future_id, result, at_s) for future_id in cancelled]
+    facts.append(_accepted(state, model.tenant, ops.UnloadModel(model.model_id), at_s))
+    return facts, cancelled
+
+
+def _answer(state: TrainState, given: Answer) -> Outcome:
+    dispatch = state.dispatches.get(given.number)
+    if dispatch is None:
+        return Outcome(Done())
+    results: Sequence[ops.Result] = given.results
+    if len(results) != len(dispatch.future_ids):
+        wrong = f"the ranks gave {len(results)} results for {len(dispatch.future_ids)} operations"
+        results = [ops.Failed("server", wrong)] * len(dispatch.future_ids)
+    facts = tuple(
+        Finished(future_id, result, given.at_s) for future_id, result in zip(dispatch.future_ids, results, strict=True)
+    )
+    return Outcome(Done(), facts, tuple(dispatch.future_ids))
+
+
+def _give_up(state: TrainState, given: GiveUp) -> Outcome:
+    dispatch = state.dispatches.get(given.number)
+    if dispatch is None:
+        return Outcome(Done())
+    return Outcome(Done(), (GivenUp(given.number, given.reason, given.at_s),), tuple(dispatch.future_ids))
+
+
+def _abort(state: TrainState, given: Abort) -> Outcome:
+    future = find_future(state, given.tenant, given.future_id)
+    if future.status is FutureStatus.DISPATCHED:
+        raise StrataError(Code.PRECONDITION, "it is running already and cannot be given up any more")
+    if future.status is not FutureStatus.PENDING:
+        return Outcome(Done())
+    if not isinstance(future.operation, ops.Sequenced):
+        raise StrataError(Code.PRECONDITION, f"{future.kind} cannot be given up: others rely on it")
+    result = ops.Failed("cancelled", "given up by the client")
+    return Outcome(Done(), (Finished(given.future_id, result, given.at_s),), (given.future_id,))
+
+
+def _delete_checkpoint(state: TrainState, given: DeleteCheckpoint) -> Outcome:
+    checkpoint = find_checkpoint(state, given.tenant, given.run_id, given.kind, given.name)
+    if given.name == INITIAL:
+        raise StrataError(Code.PRECONDITION, f"checkpoint {INITIAL} is the model's beginning and stays")
+    return Outcome(Removed(checkpoint.path), (CheckpointDeleted(given.run_id, given.kind, given.name),))

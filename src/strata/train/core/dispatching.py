@@ -1,0 +1,117 @@
+"""What the ranks are told next: the scheduler's choice, checked against what has happened since it was accepted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from strata.base.errors import StrataError
+from strata.train.core import ops
+from strata.train.core.facts import Dispatched, Finished
+from strata.train.core.inputs import Dispatching, DispatchNext, Done, Outcome
+from strata.train.core.pack import Packed, check, pack
+from strata.train.core.state import INITIAL, Checkpoint, Dispatch, TrainState, folder_of, is_name, key_of
+
+
+class _Chosen(NamedTuple):
+    future_id: str
+    operation: ops.Operation
+    tenant: str
+
+
+def dispatch_next(state: TrainState, given: DispatchNext) -> Outcome:
+    """One dispatch, or the failure of one operation that cannot be dispatched, or nothing."""
+    if len(state.dispatches) >= state.rules.max_running:
+        return Outcome(Done())
+    budget = given.ranks * state.rules.max_tokens_per_row
+    entries = state.scheduler.choose(budget_tokens=budget, share=state.rules.pack_tenants)
+    chosen = []
+    for entry in entries:
+        future = state.futures.get(entry.future_id)
+        assert future is not None, "the scheduler has an operation that does not exist"
+        assert future.operation is not None, "the scheduler has an operation that has ended"
+        chosen.append(_Chosen(future.future_id, future.operation, future.tenant))
+    if not chosen:
+        return Outcome(Done())
+    for each in chosen:
+        obstacle = _obstacle(state, each, given.max_context)
+        if obstacle is not None:
+            fact = Finished(each.future_id, ops.Failed("user", obstacle), given.at_s)
+            return Outcome(Done(), (fact,), (each.future_id,))
+    packed = _packed(state, chosen, given)
+    number = state.dispatched + 1
+    ids = tuple(each.future_id for each in chosen)
+    path = _path(state, chosen[0].operation)
+    dispatch = Dispatch(number, ids, packed.rows, path)
+    return Outcome(Dispatching(dispatch, packed.efficiency), (Dispatched(number, ids, packed.rows, path),))
+
+
+def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Packed:
+    items = [each.operation.lengths for each in chosen if isinstance(each.operation, ops.ForwardBackward)]
+    if not items:
+        return Packed((), 1.0)
+    return pack(
+        items, ranks=given.ranks, max_tokens_per_row=state.rules.max_tokens_per_row, max_context=given.max_context
+    )
+
+
+def _obstacle(state: TrainState, chosen: _Chosen, max_context: int) -> str | None:
+    """Why this operation cannot be told to the ranks."""
+    operation = chosen.operation
+    match operation:
+        case ops.Unreadable():
+            return operation.message
+        case ops.ForwardBackward():
+            return _unpackable(operation, max_context)
+        case ops.SaveWeights():
+            return _unsavable(state, operation)
+        case ops.LoadWeights():
+            return _unloadable(state, operation, chosen.tenant)
+        case _:
+            return None
+
+
+def _unpackable(operation: ops.ForwardBackward, max_context: int) -> str | None:
+    try:
+        check([operation.lengths], max_context)
+    except StrataError as error:
+        return error.message
+    return None
+
+
+def _unsavable(state: TrainState, operation: ops.SaveWeights) -> str | None:
+    if not is_name(operation.name):
+        return f"{operation.name!r} cannot name a checkpoint: use letters, digits and . _ -"
+    if operation.name == INITIAL and operation.seq_id:
+        return f"the name {INITIAL} is taken by the model's first checkpoint"
+    exists = key_of(operation) in state.checkpoints or key_of(operation) in state.saving
+    if exists and not operation.overwrite:
+        return f"there is a checkpoint {operation.kind}/{operation.name} already"
+    return None
+
+
+def _unloadable(state: TrainState, operation: ops.LoadWeights, tenant: str) -> str | None:
+    checkpoint = _checkpoint(state, operation)
+    run = state.models.get(operation.run_id)
+    if checkpoint is None or run is None or run.tenant != tenant:
+        return f"there is no checkpoint tinker://{operation.run_id}/{operation.kind}/{operation.name}"
+    if operation.optimizer and operation.kind != "weights":
+        return "a checkpoint for sampling does not hold the state of the optimizer"
+    return None
+
+
+def _checkpoint(state: TrainState, operation: ops.LoadWeights) -> Checkpoint | None:
+    """Also one that the ranks are still told to save: they do one thing after the other."""
+    key = (operation.run_id, operation.kind, operation.name)
+    return state.saving.get(key) or state.checkpoints.get(key)
+
+
+def _path(state: TrainState, operation: ops.Operation) -> str:
+    match operation:
+        case ops.SaveWeights():
+            return folder_of(operation)
+        case ops.LoadWeights():
+            checkpoint = _checkpoint(state, operation)
+            assert checkpoint is not None, "checked before"
+            return checkpoint.path
+        case _:
+            return ""

@@ -1,0 +1,41 @@
+"""The orchestrator as a machine on a journal: its core bound to the encoding of facts and snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from strata.train.core import facts
+from strata.train.core.apply import apply
+from strata.train.core.decide import decide
+from strata.train.core.inputs import Input, Outcome
+from strata.train.core.state import Rules, Saved, TrainState
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_saved = msgspec.msgpack.Decoder(Saved).decode
+
+
+class TrainMachine:
+    """Implements `strata.journal.replica.Machine`."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+
+    def initial(self) -> TrainState:
+        return TrainState(self._rules)
+
+    def decide(self, state: TrainState, given: Input, now_s: float) -> tuple[Sequence[bytes], Outcome]:
+        del now_s  # Times are parts of the inputs: they end up in facts, and a monotonic clock means nothing there.
+        outcome = decide(state, given)
+        return [facts.encode(fact) for fact in outcome.facts], outcome
+
+    def apply(self, state: TrainState, fact: bytes) -> TrainState:
+        apply(state, facts.decode(fact))
+        return state
+
+    def save(self, state: TrainState) -> bytes:
+        return _encode(state.save())
+
+    def load(self, saved: bytes) -> TrainState:
+        return TrainState(self._rules, _decode_saved(saved))

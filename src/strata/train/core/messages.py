@@ -1,0 +1,243 @@
+"""What an API server and the orchestrator say to each other.
+
+An API server holds nothing: it asks, and every answer carries the id of the question. `request_id` of a question is
+the asker's and lives as long as the question; `future_id` is the orchestrator's and lives as long as the future.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Final, Literal
+
+import msgspec
+
+from strata.base.errors import Code
+from strata.train.core import ops
+
+
+class RequestType(StrEnum):
+    ADD = "add"
+    """Accept an operation; answered when it is durable."""
+    ABORT = "abort"
+    """Give up an operation that has not been dispatched."""
+    UTILITY = "utility"
+    """Anything that is no operation: sessions, looking up, health."""
+
+
+class OpenSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="open_session"):
+    session_id: str
+    tags: Sequence[str] = ()
+    user_metadata: Mapping[str, Any] = {}
+    sdk_version: str = ""
+
+
+class BeatSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="beat_session"):
+    session_id: str
+
+
+class FinishSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finish_session"):
+    session_id: str
+    reason: str
+
+
+class WatchFuture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="watch_future"):
+    """Answered with the result when it is there, or with the place in the queue when `wait_s` are over."""
+
+    future_id: str
+    wait_s: float
+
+
+class DescribeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_model"):
+    model_id: str
+
+
+class ListModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_models"):
+    """Of this tenant."""
+
+
+class ListSessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_sessions"):
+    pass
+
+
+class ListCheckpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_checkpoints"):
+    """Of one model, or of all models of this tenant."""
+
+    model_id: str | None = None
+
+
+class DescribeCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_checkpoint"):
+    run_id: str
+    kind: Literal["weights", "sampler_weights"]
+    name: str
+
+
+class DeleteCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="delete_checkpoint"):
+    run_id: str
+    kind: Literal["weights", "sampler_weights"]
+    name: str
+
+
+class DescribeServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_server"):
+    pass
+
+
+class CheckHealth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="check_health"):
+    """Through the orchestrator to every rank and back."""
+
+
+Utility = (
+    OpenSession
+    | BeatSession
+    | FinishSession
+    | WatchFuture
+    | DescribeModel
+    | ListModels
+    | ListSessions
+    | ListCheckpoints
+    | DescribeCheckpoint
+    | DeleteCheckpoint
+    | DescribeServer
+    | CheckHealth
+)
+
+
+class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="abort"):
+    future_id: str
+
+
+class OrchestratorRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    request_id: str
+    request_type: RequestType
+    tenant: str
+    """Who asks: what belongs to another tenant does not exist for it."""
+    operation: ops.Operation | None = None
+    payload: Abort | Utility | None = None
+    session_id: str = ""
+    """Of an operation that creates a model: the session it belongs to."""
+
+
+class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accepted"):
+    future_id: str
+    model_id: str
+
+
+class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refused"):
+    code: Code
+    message: str
+    hint: str | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):
+    result: ops.Result
+
+
+class QueueState(StrEnum):
+    ACTIVE = "active"
+    PAUSED_CAPACITY = "paused_capacity"
+    PAUSED_RATE_LIMIT = "paused_rate_limit"
+
+
+class Waiting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="waiting"):
+    queue_state: QueueState
+    reason: str
+
+
+class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="done"):
+    """A question that needs no more than a yes."""
+
+
+class ModelView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="model"):
+    model_id: str
+    session_id: str
+    base_model: str
+    arch: str
+    tokenizer_id: str
+    lora: ops.LoraConfig | None
+    created_at_s: float
+    last_request_at_s: float
+    next_seq: int
+    """The sequence number that runs next."""
+    unloaded: bool
+    user_metadata: Mapping[str, str] = {}
+
+
+class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="models"):
+    models: Sequence[ModelView]
+
+
+class SessionView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    session_id: str
+    opened_at_s: float
+    finished: str | None
+    models: Sequence[str]
+    user_metadata: Mapping[str, Any]
+
+
+class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sessions"):
+    sessions: Sequence[SessionView]
+
+
+class CheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoint"):
+    run_id: str
+    """The id of the model that was saved."""
+    kind: Literal["weights", "sampler_weights"]
+    name: str
+    base_model: str
+    lora: ops.LoraConfig | None
+    saved_at_s: float
+    size: int
+    """Bytes of its files."""
+    expires_at_s: float | None = None
+    user_metadata: Mapping[str, str] = {}
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+class Checkpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoints"):
+    checkpoints: Sequence[CheckpointView]
+
+
+class ServerView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="server"):
+    base_model: str
+    max_context: int
+    full: bool
+    world_size: int
+    ready: bool
+    pending: int
+    running: int
+    dispatched: int
+
+
+class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="health"):
+    status: Literal["healthy", "starting", "unhealthy"]
+    ranks: Sequence[int]
+    reason: str
+
+
+Output = (
+    Accepted
+    | Refused
+    | Finished
+    | Waiting
+    | Done
+    | ModelView
+    | Models
+    | Sessions
+    | CheckpointView
+    | Checkpoints
+    | ServerView
+    | Health
+)
+
+
+class OrchestratorOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    request_id: str
+    output: Output
+
+
+encode: Final = msgspec.msgpack.Encoder().encode
+decode_request: Final = msgspec.msgpack.Decoder(OrchestratorRequest).decode
+decode_outputs: Final = msgspec.msgpack.Decoder(OrchestratorOutputs).decode

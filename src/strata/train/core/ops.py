@@ -1,0 +1,296 @@
+"""The operations a client asks for and what comes of them: declared once, carried unchanged from HTTP to the ranks.
+
+Every message is frozen and refuses fields it does not know, so that two versions that disagree fail at the border and
+not in a gradient. Numbers that a model is trained with travel as bytes with a type and a shape: nothing on the way
+between the client and the ranks has to understand them, and nothing unpickles them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Final, Literal
+
+import msgspec
+
+INLINE_BYTES: Final = 64 << 10
+"""A payload beyond this is kept in a file named by its digest; the journal and the links carry the digest."""
+
+
+class DType(StrEnum):
+    F32 = "f32"
+    I64 = "i64"
+    I32 = "i32"
+    BF16 = "bf16"
+
+    @property
+    def itemsize(self) -> int:
+        return {DType.F32: 4, DType.I64: 8, DType.I32: 4, DType.BF16: 2}[self]
+
+
+class Dense(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):
+    """Numbers in row-major order, little-endian."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Sparse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="csr"):
+    """A matrix of which only some places are not zero, by compressed rows; both index arrays are int64."""
+
+    dtype: DType
+    shape: tuple[int, int]
+    data: bytes
+    crow: bytes
+    col: bytes
+
+
+Tensor = Dense | Sparse
+
+
+class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One sequence to train on: its tokens, and per token what the loss needs (targets, weights, advantages, …)."""
+
+    tokens: bytes
+    """int32, little-endian."""
+    inputs: Mapping[str, Tensor]
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // 4
+
+
+class PassData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a payload holds: the data of one forward or forward-backward pass."""
+
+    datums: Sequence[Datum]
+
+
+class Inline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="inline"):
+    data: bytes
+
+
+class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stored"):
+    """A file named by the SHA-256 of its bytes: durable before anybody is told of it."""
+
+    sha256: str
+    size: int
+
+
+Payload = Inline | Stored
+"""An encoded `PassData` or `PassResult`."""
+
+
+class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rank: int = 32
+    alpha: float = 32.0
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class AdamParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step of AdamW, as the client orders it. Every one of these is applied."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """0 is no clipping."""
+
+
+class LossName(StrEnum):
+    CROSS_ENTROPY = "cross_entropy"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    PPO = "ppo"
+    CISPO = "cispo"
+    DRO = "dro"
+    GSPO = "gspo"
+
+
+class CreateModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="create_model"):
+    model_id: str
+    base_model: str
+    lora: LoraConfig | None
+    """None is full fine-tuning: the model owns the base."""
+    schedule: Schedule | None = None
+    user_metadata: Mapping[str, str] = {}
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A factor on the learning rate of each step: linear warm-up, then constant, linear or cosine down to `floor`."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    floor: float = 0.0
+
+    def factor(self, step: int) -> float:
+        """For the step with this number, the first being 1."""
+        if step <= self.warmup_steps:
+            return step / self.warmup_steps
+        if self.kind == "constant" or self.total_steps <= self.warmup_steps:
+            return 1.0
+        done = min((step - self.warmup_steps) / (self.total_steps - self.warmup_steps), 1.0)
+        shape = 1.0 - done if self.kind == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+        return self.floor + (1.0 - self.floor) * shape
+
+
+class ForwardBackward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="forward_backward"):
+    """A pass over a batch. Gradients are added to those the model has; `forward_only` leaves them untouched."""
+
+    model_id: str
+    seq_id: int
+    loss: LossName
+    config: Mapping[str, float]
+    forward_only: bool
+    lengths: Sequence[int]
+    """Tokens of each datum, in order: all that scheduling and packing need to know of the payload."""
+    payload: Payload
+
+
+class OptimStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="optim_step"):
+    model_id: str
+    seq_id: int
+    adam: AdamParams
+
+
+class AbortGradients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="abort_gradients"):
+    """Discard what was accumulated since the last step."""
+
+    model_id: str
+    seq_id: int
+
+
+class SaveWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="save_weights"):
+    """`kind` "weights" holds what training goes on from; "sampler_weights" the weights alone."""
+
+    model_id: str
+    seq_id: int
+    kind: Literal["weights", "sampler_weights"]
+    name: str
+    overwrite: bool = False
+    ttl_s: float | None = None
+    user_metadata: Mapping[str, str] = {}
+
+
+class LoadWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="load_weights"):
+    model_id: str
+    seq_id: int
+    run_id: str
+    kind: Literal["weights", "sampler_weights"]
+    name: str
+    optimizer: bool
+
+
+class Unreadable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unreadable"):
+    """An operation whose content could not be read. It takes its place in the order and fails there as the client's.
+
+    The clients of this protocol count on after a refusal: refused at the door, its number would stay a gap for ever
+    and hold up everything after it. It is never dispatched.
+    """
+
+    model_id: str
+    seq_id: int
+    message: str
+
+
+class UnloadModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unload_model"):
+    model_id: str
+
+
+class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sleep"):
+    """Free what the models hold on the device; `Wake` brings it back."""
+
+
+class Wake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wake"):
+    pass
+
+
+Sequenced = ForwardBackward | OptimStep | AbortGradients | SaveWeights | LoadWeights | Unreadable
+"""Operations of one model, done strictly in the order of their `seq_id`."""
+Operation = Sequenced | CreateModel | UnloadModel | Sleep | Wake
+
+
+class ModelCreated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="create_model"):
+    model_id: str
+
+
+class DatumOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the loss says of one datum, per field a float32 array; `logprobs` is always there."""
+
+    fields: Mapping[str, Dense]
+
+
+class PassResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a result payload holds: outputs in the order of the datums asked for, and metrics named `name:reduction`."""
+
+    outputs: Sequence[DatumOutput]
+    metrics: Mapping[str, float]
+
+
+class PassDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="forward_backward"):
+    payload: Payload
+    """An encoded `PassResult`."""
+
+
+class StepDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="optim_step"):
+    metrics: Mapping[str, float]
+
+
+class GradientsAborted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="abort_gradients"):
+    pass
+
+
+class WeightsSaved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="save_weights"):
+    path: str
+    """`tinker://run/kind/name`."""
+
+
+class WeightsLoaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="load_weights"):
+    path: str
+
+
+class ModelUnloaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unload_model"):
+    model_id: str
+
+
+class Asleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sleep"):
+    freed_bytes: int
+
+
+class Awake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wake"):
+    pass
+
+
+class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
+    """The operation was done and this came of it; the next one of the model goes on.
+
+    `user`: the request itself cannot work, and would fail again. `server`: ours; the same again may work.
+    """
+
+    category: Literal["user", "server", "cancelled"]
+    message: str
+
+
+Result = (
+    ModelCreated
+    | PassDone
+    | StepDone
+    | GradientsAborted
+    | WeightsSaved
+    | WeightsLoaded
+    | ModelUnloaded
+    | Asleep
+    | Awake
+    | Failed
+)
+
+encode_pass_data: Final = msgspec.msgpack.Encoder().encode
+decode_pass_data: Final = msgspec.msgpack.Decoder(PassData).decode
+decode_pass_result: Final = msgspec.msgpack.Decoder(PassResult).decode

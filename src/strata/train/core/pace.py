@@ -1,0 +1,85 @@
+"""How fast the ranks are, from what they took so far, and where somebody who waits stands because of it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from strata.train.core.future import Future, FutureStatus
+from strata.train.core.messages import QueueState, Waiting
+from strata.train.core.schedule import Entry
+from strata.train.core.state import TrainState
+from strata.train.core.views import tokens_of
+
+WEIGHT: Final = 0.2
+"""Of the newest measurement in the average: the last handful counts."""
+
+
+class Pace:
+    """Seconds per token of passes, and per operation of what has no tokens, each by kind."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def note(self, kind: str, tokens: int, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        measured = seconds / max(tokens, 1)
+        known = self._seconds.get(kind)
+        self._seconds[kind] = measured if known is None else known + WEIGHT * (measured - known)
+
+    def expected_s(self, kind: str, tokens: int) -> float | None:
+        """None before anything of the kind was measured."""
+        known = self._seconds.get(kind)
+        return None if known is None else known * max(tokens, 1)
+
+
+def describe(state: TrainState, future: Future, pace: Pace, *, attached: bool) -> Waiting:
+    """For a future that has not ended: its place, when its turn will come, and what runs now."""
+    if not attached:
+        return Waiting(QueueState.PAUSED_CAPACITY, "the ranks are starting")
+    if future.status is FutureStatus.DISPATCHED:
+        first = future.number == min(state.dispatches)
+        return Waiting(QueueState.ACTIVE, "running" if first else f"next at the ranks, {_running(state)}")
+    if not future.turn:
+        wanted = state.models[future.model_id].line.wanted
+        # Clients show the reason only of what is paused, and this one waits for something that may never come.
+        return Waiting(QueueState.PAUSED_CAPACITY, f"held until operation {wanted} of this model comes")
+    foreseen = state.scheduler.foreseen()
+    place = next((place for place, entry in enumerate(foreseen) if entry.future_id == future.future_id), 0)
+    words = [f"{_ordinal(place + 1)} in queue"]
+    wait_s = _wait_s(state, foreseen[:place], pace)
+    if wait_s is not None:
+        words.append(f"~{wait_s:.0f} s")
+    words.append(_running(state))
+    others = any(entry.tenant != future.tenant for entry in foreseen[:place]) or _others_run(state, future.tenant)
+    return Waiting(QueueState.PAUSED_CAPACITY if others else QueueState.ACTIVE, ", ".join(words))
+
+
+def _others_run(state: TrainState, tenant: str) -> bool:
+    running = (state.futures.get(each) for dispatch in state.dispatches.values() for each in dispatch.future_ids)
+    return any(future is not None and future.tenant != tenant for future in running)
+
+
+def _wait_s(state: TrainState, ahead: list[Entry], pace: Pace) -> float | None:
+    waits = [pace.expected_s(entry.kind, entry.tokens) for entry in ahead]
+    for dispatch in state.dispatches.values():
+        for future_id in dispatch.future_ids:
+            future = state.futures.get(future_id)
+            if future is not None and future.operation is not None:
+                waits.append(pace.expected_s(future.kind, tokens_of(future.operation)))
+    known = [wait_s for wait_s in waits if wait_s is not None]
+    return sum(known) if known and len(known) == len(waits) else None
+
+
+def _running(state: TrainState) -> str:
+    for _, dispatch in sorted(state.dispatches.items()):
+        future = state.futures.get(dispatch.future_ids[0])
+        if future is not None:
+            return f"running {future.tenant.removeprefix('key:')}/{future.kind}"
+    return "nothing is running"
+
+
+def _ordinal(number: int) -> str:
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"

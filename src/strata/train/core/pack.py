@@ -1,0 +1,120 @@
+"""Datums into rows: as few and as equal as can be, the same number on every rank, and back into the order asked for.
+
+The ranks of a sharded model meet in every layer of every row, so the n-th row of all ranks takes as long as the longest
+of them: rows of like length are put side by side.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from strata.base.errors import Code, StrataError
+from strata.train.core.commands import Row, Segment
+
+Output = TypeVar("Output")
+Rows = Sequence[Sequence[Row]]
+"""`rows[rank]` are those of a rank, in turn."""
+
+
+class Packed(NamedTuple):
+    rows: Rows
+    efficiency: float
+    """The part of the work that is not waiting: tokens, by what the ranks would do in the time of the longest rows."""
+
+
+def pack(items: Sequence[Sequence[int]], *, ranks: int, max_tokens_per_row: int, max_context: int) -> Packed:
+    """`items[i]` are the lengths of the datums of operation i. INVALID if one is longer than the model can take."""
+    check(items, max_context)
+    pieces = [
+        (length, Segment(item, datum)) for item, lengths in enumerate(items) for datum, length in enumerate(lengths)
+    ]
+    # Long ones first; equal ones in the order asked for, so that the same operations always make the same rows.
+    pieces.sort(key=lambda piece: (-piece[0], piece[1].item, piece[1].datum))
+    bins = _fewest_rounds(pieces, ranks, max_tokens_per_row)
+    length_of = {(segment.item, segment.datum): length for length, segment in pieces}
+    return _spread(bins, length_of, ranks)
+
+
+def check(items: Sequence[Sequence[int]], max_context: int) -> None:
+    for lengths in items:
+        if not lengths:
+            raise StrataError(Code.INVALID, "there is nothing to train on: the batch is empty")
+        for datum, length in enumerate(lengths):
+            if length < 1:
+                raise StrataError(Code.INVALID, f"datum {datum} has no tokens", datum=datum)
+            if length > max_context:
+                raise StrataError(
+                    Code.INVALID,
+                    f"datum {datum} has {length:,} tokens, and the model takes at most {max_context:,}",
+                    datum=datum,
+                )
+
+
+def respread(rows: Rows, items: Sequence[Sequence[int]], ranks: int) -> Rows:
+    """The same rows over another number of ranks: for a group of ranks that was started anew with another size."""
+    length_of = {(i, d): length for i, lengths in enumerate(items) for d, length in enumerate(lengths)}
+    return _spread([list(row) for rank in rows for row in rank if row], length_of, ranks).rows
+
+
+def restore(rows: Rows, outputs: Sequence[Sequence[Sequence[Output]]]) -> list[list[Output]]:
+    """`outputs[rank][row][place]` into `[item][datum]`: what came of each datum, in the order the datums were given."""
+    found: dict[int, dict[int, Output]] = {}
+    for of_rank, outputs_of_rank in zip(rows, outputs, strict=True):
+        for row, outputs_of_row in zip(of_rank, outputs_of_rank, strict=True):
+            for segment, output in zip(row, outputs_of_row, strict=True):
+                found.setdefault(segment.item, {})[segment.datum] = output
+    return [[found[item][datum] for datum in range(len(found[item]))] for item in range(len(found))]
+
+
+def _fewest_rounds(pieces: list[tuple[int, Segment]], ranks: int, capacity: int) -> list[list[Segment]]:
+    """Rows that fill the ranks evenly: the smallest capacity that needs no more rounds than the one allowed."""
+    bins = _best_fit(pieces, capacity)
+    rounds = -(-len(bins) // ranks)
+    total, longest = sum(length for length, _ in pieces), pieces[0][0]
+    low, high = min(max(longest, -(-total // (rounds * ranks))), capacity), capacity
+    while low < high:
+        middle = (low + high) // 2
+        tighter = _best_fit(pieces, middle)
+        if len(tighter) <= rounds * ranks:
+            bins, high = tighter, middle
+        else:
+            low = middle + 1
+    return bins
+
+
+def _best_fit(pieces: list[tuple[int, Segment]], capacity: int) -> list[list[Segment]]:
+    """Each into the fullest row that has room for it. One that is longer than a row gets one of its own."""
+    bins: list[list[Segment]] = []
+    room: list[tuple[int, int]] = []
+    for length, segment in pieces:
+        place = bisect_left(room, (length, -1))
+        if place == len(room):
+            bins.append([segment])
+            left, index = capacity - length, len(bins) - 1
+        else:
+            left, index = room.pop(place)
+            bins[index].append(segment)
+            left -= length
+        if left > 0:
+            insort(room, (left, index))
+    return bins
+
+
+def _spread(bins: list[list[Segment]], length_of: dict[tuple[int, int], int], ranks: int) -> Packed:
+    weight = [sum(length_of[segment.item, segment.datum] for segment in row) for row in bins]
+    order = sorted(range(len(bins)), key=lambda index: (-weight[index], index))
+    rows: list[list[Row]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    time = 0
+    for start in range(0, len(order), ranks):
+        together = order[start : start + ranks]
+        time += weight[together[0]]
+        # The heaviest of a round goes to the rank that had the least so far.
+        lightest = sorted(range(ranks), key=lambda rank: (load[rank], rank))
+        for place, rank in enumerate(lightest):
+            index = together[place] if place < len(together) else None
+            rows[rank].append(tuple(bins[index]) if index is not None else ())
+            load[rank] += weight[index] if index is not None else 0
+    return Packed(rows, sum(weight) / (time * ranks) if time else 1.0)

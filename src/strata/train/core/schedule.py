@@ -1,0 +1,122 @@
+"""Whose turn it is: of each model strictly by number, between tenants by the tokens they had, within one by age.
+
+Deficit round-robin: a tenant's turn brings it a quantum of tokens to spend, and what an operation costs is taken from
+what it saved up. So a tenant with large batches and one with small ones get the same share, no tenant waits longer
+because another has more sessions, and new sessions do not go before old ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, NamedTuple
+
+PER_TURN: Final = 8
+"""Operations that one turn of a tenant can hold at most: what has few tokens or none is not free either."""
+
+
+class Entry(NamedTuple):
+    """An operation that may run as soon as those of its model before it have."""
+
+    future_id: str
+    tenant: str
+    model_id: str
+    kind: str
+    tokens: int
+    turn: int
+    """Grows: who was handed on first."""
+    shares: str = ""
+    """Operations of different models with the same text here may go into one pass; empty: runs alone."""
+
+
+class Scheduler:
+    """Operations that may run, and what each tenant has saved up. Only the second is lost with the process."""
+
+    def __init__(self, quantum_tokens: int) -> None:
+        self._quantum = quantum_tokens
+        self._lines: dict[str, dict[str, deque[Entry]]] = {}
+        self._ring: deque[str] = deque()
+        self._saved: dict[str, int] = {}
+        self._where: dict[str, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def add(self, entry: Entry) -> None:
+        """After all others of its model."""
+        lines = self._lines.get(entry.tenant)
+        if lines is None:
+            lines = self._lines[entry.tenant] = {}
+            self._ring.append(entry.tenant)
+            # The first in an empty ring is already at its turn.
+            self._saved[entry.tenant] = self._quantum if len(self._ring) == 1 else 0
+        lines.setdefault(entry.model_id, deque()).append(entry)
+        self._where[entry.future_id] = entry
+
+    def remove(self, future_id: str) -> None:
+        """Dispatched, or given up. One that is not here (a gap holds it) is no matter."""
+        entry = self._where.pop(future_id, None)
+        if entry is None:
+            return
+        lines = self._lines[entry.tenant]
+        line = lines[entry.model_id]
+        line.remove(entry)
+        if not line:
+            del lines[entry.model_id]
+        if not lines:
+            # Who has nothing to run saves nothing up.
+            del self._lines[entry.tenant], self._saved[entry.tenant]
+            at_its_turn = self._ring[0] == entry.tenant
+            self._ring.remove(entry.tenant)
+            if at_its_turn and self._ring:
+                self._saved[self._ring[0]] += self._quantum
+
+    def choose(self, *, budget_tokens: int, share: bool) -> tuple[Entry, ...]:
+        """What to run now, as one dispatch; empty if there is nothing. It stays here until it is removed.
+
+        With `share`, others that can go along do, as long as they fit into the budget; each is paid for by its own
+        tenant, and none goes before its turn within its model.
+        """
+        first = self._next()
+        if first is None:
+            return ()
+        chosen = {first.model_id: first}
+        room_tokens = budget_tokens - first.tokens
+        for tenant in [*self._ring] if share and first.shares else ():
+            for head in self._heads(tenant):
+                if head.shares == first.shares and head.model_id not in chosen and head.tokens <= room_tokens:
+                    # Into debt, if need be: it goes along for nothing now, and waits for it later.
+                    self._saved[tenant] -= self._cost(head)
+                    chosen[head.model_id] = head
+                    room_tokens -= head.tokens
+        return tuple(chosen.values())
+
+    def foreseen(self) -> list[Entry]:
+        """Everything here in the order it would run if nothing else came: for telling people where they stand."""
+        copy = Scheduler(self._quantum)
+        copy._lines = {tenant: {m: deque(q) for m, q in lines.items()} for tenant, lines in self._lines.items()}
+        copy._ring, copy._saved, copy._where = deque(self._ring), dict(self._saved), dict(self._where)
+        order: list[Entry] = []
+        while (entry := copy._next()) is not None:
+            copy.remove(entry.future_id)
+            order.append(entry)
+        return order
+
+    def _next(self) -> Entry | None:
+        """The next one in turn, paid for."""
+        while self._ring:
+            tenant = self._ring[0]
+            head = self._heads(tenant)[0]
+            cost = self._cost(head)
+            if cost <= self._saved[tenant]:
+                self._saved[tenant] -= cost
+                return head
+            self._ring.rotate(-1)
+            self._saved[self._ring[0]] += self._quantum
+        return None
+
+    def _heads(self, tenant: str) -> list[Entry]:
+        """The first of each model, oldest first."""
+        return sorted((line[0] for line in self._lines[tenant].values()), key=lambda head: head.turn)
+
+    def _cost(self, entry: Entry) -> int:
+        return max(entry.tokens, self._quantum // PER_TURN, 1)

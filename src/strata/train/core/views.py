@@ -1,0 +1,116 @@
+"""The state as clients see it: what belongs to another tenant does not exist."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import messages, ops
+from strata.train.core.commands import ModelInfo
+from strata.train.core.future import Future
+from strata.train.core.state import INITIAL, Checkpoint, Model, Session, TrainState
+
+
+def find_session(state: TrainState, tenant: str, session_id: str) -> Session:
+    session = state.sessions.get(session_id)
+    if session is None or session.tenant != tenant:
+        raise StrataError(Code.NOT_FOUND, f"there is no session {session_id!r}")
+    return session
+
+
+def find_model(state: TrainState, tenant: str, model_id: str) -> Model:
+    model = state.models.get(model_id)
+    if model is None or model.tenant != tenant:
+        raise StrataError(Code.NOT_FOUND, f"there is no model {model_id!r}")
+    return model
+
+
+def find_future(state: TrainState, tenant: str, future_id: str) -> Future:
+    """GONE for one that was there and is expired: a client must not take that for a future that never was."""
+    future = state.futures.get(future_id)
+    if future is not None and future.tenant == tenant:
+        return future
+    if future is None and _was_there(state, tenant, future_id):
+        raise StrataError(Code.GONE, f"the result of {future_id} was kept as long as promised, and is gone")
+    raise StrataError(Code.NOT_FOUND, f"there is no future {future_id!r}")
+
+
+def _was_there(state: TrainState, tenant: str, future_id: str) -> bool:
+    """Ids say what they belong to, so nothing has to be kept of those that are gone."""
+    owner, _, which = future_id.rpartition(":")
+    if owner == "op":
+        return which.isdecimal() and 1 <= int(which) <= state.server_operations
+    model = state.models.get(owner)
+    if model is None or model.tenant != tenant:
+        return False
+    if which in ("create", INITIAL):
+        return True
+    if which == "unload":
+        return model.unloading
+    return which.isdecimal() and 1 <= int(which) <= model.line.released
+
+
+def find_checkpoint(
+    state: TrainState, tenant: str, run_id: str, kind: Literal["weights", "sampler_weights"], name: str
+) -> Checkpoint:
+    checkpoint = state.checkpoints.get((run_id, kind, name))
+    model = state.models.get(run_id)
+    if checkpoint is None or model is None or model.tenant != tenant:
+        raise StrataError(Code.NOT_FOUND, f"there is no checkpoint tinker://{run_id}/{kind}/{name}")
+    return checkpoint
+
+
+def checkpoints_of(state: TrainState, tenant: str, model_id: str | None) -> list[Checkpoint]:
+    if model_id is not None:
+        find_model(state, tenant, model_id)
+    return [
+        each
+        for (run_id, _, _), each in state.checkpoints.items()
+        if (model_id in (None, run_id)) and state.models[run_id].tenant == tenant
+    ]
+
+
+def view_checkpoint(state: TrainState, checkpoint: Checkpoint, size: int) -> messages.CheckpointView:
+    operation = checkpoint.operation
+    created = state.models[operation.model_id].create
+    return messages.CheckpointView(
+        run_id=operation.model_id,
+        kind=operation.kind,
+        name=operation.name,
+        base_model=created.base_model,
+        lora=created.lora,
+        saved_at_s=checkpoint.saved_at_s,
+        size=size,
+        expires_at_s=None if operation.ttl_s is None else checkpoint.saved_at_s + operation.ttl_s,
+        user_metadata=operation.user_metadata,
+    )
+
+
+def view_model(model: Model, base: ModelInfo | None) -> messages.ModelView:
+    return messages.ModelView(
+        model_id=model.model_id,
+        session_id=model.session_id,
+        base_model=model.create.base_model,
+        arch=base.arch if base else "",
+        tokenizer_id=base.tokenizer_id if base else "",
+        lora=model.create.lora,
+        created_at_s=model.created_at_s,
+        last_request_at_s=model.last_request_at_s,
+        next_seq=model.done + 1,
+        unloaded=model.unloaded,
+        user_metadata=model.create.user_metadata,
+    )
+
+
+def view_session(session: Session) -> messages.SessionView:
+    return messages.SessionView(
+        session_id=session.session_id,
+        opened_at_s=session.opened_at_s,
+        finished=session.finished,
+        models=session.models,
+        user_metadata=session.user_metadata,
+    )
+
+
+def tokens_of(operation: ops.Operation) -> int:
+    return sum(operation.lengths) if isinstance(operation, ops.ForwardBackward) else 0

@@ -1,0 +1,1 @@
+"""The launcher: starts ranks, orchestrator and API server, keeps them running, and ends them in order."""

@@ -1,0 +1,139 @@
+"""Whether the model fits before anything is started: a server that cannot hold its model says so in one line.
+
+The weights on disk tell how many parameters there are and of which shapes; what is made of them follows from the
+settings. The engine's own needs and activations are estimated, so this refuses only what cannot work, and warns of what
+may not.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from strata.base import log
+from strata.base.errors import Code, StrataError
+from strata.train.settings import ServerSettings
+
+PROCESS_BYTES: Final = 400 << 20
+"""What a rank with torch and transformers takes before it has loaded anything."""
+TRAINED_BYTES: Final = 16
+"""Of a parameter that is trained: weight, gradient and two moments in float32."""
+_MAX_HEADER: Final = 100 << 20
+_log = log.get(__name__)
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """Bytes on all ranks of this machine together."""
+
+    base: int
+    """Without this nothing starts."""
+    full: int
+    """With every slot taken and the longest rows."""
+
+
+def check_model(settings: ServerSettings) -> None:
+    """INVALID if the model is not there. A path that does not look like one may be the id of a model in the cache."""
+    path = settings.model.path
+    if path.startswith(("/", "./", "../", "~")) and not (Path(path).expanduser() / "config.json").is_file():
+        raise StrataError(
+            Code.INVALID, f"there is no model in {path}", hint="model.path is a folder with a config.json and weights"
+        )
+
+
+def check_memory(settings: ServerSettings) -> None:
+    """INVALID if the model cannot fit. Says nothing where it cannot know: of a model that is not a local folder."""
+    shapes = dict(_shapes(Path(settings.model.path)))
+    if not shapes:
+        _log.info("the weights are not in a local folder: whether they fit is seen when they are loaded")
+        return
+    needed, available = estimate(settings, shapes), available_bytes(settings)
+    if available is None:
+        return
+    if needed.base > available:
+        raise StrataError(
+            Code.INVALID,
+            f"{settings.model.base_model} needs {_gb(needed.base)} GB, and there are {_gb(available)} GB",
+            hint="use bfloat16, fewer ranks on this machine, LoRA instead of full training, or a smaller model",
+        )
+    if needed.full > available:
+        _log.warning(
+            "the memory may not do for all slots and the longest rows",
+            needed_gb=_gb(needed.full),
+            available_gb=_gb(available),
+        )
+
+
+def estimate(settings: ServerSettings, shapes: dict[str, tuple[int, ...]]) -> Estimate:
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    itemsize = 2 if settings.model.dtype == "bfloat16" else 4
+    ranks = settings.ranks.nproc
+    largest = max(math.prod(shape) for shape in shapes.values())
+    hidden = min((min(shape) for shape in shapes.values() if len(shape) == 2), default=0)
+    logits = 2 * 4 * settings.model.max_tokens_per_row * (largest // max(hidden, 1))
+    running = ranks * PROCESS_BYTES
+    if settings.model.training == "full":
+        held = parameters * (TRAINED_BYTES + (itemsize if itemsize == 2 else 0))
+        return Estimate(running + held, running + held + ranks * logits)
+    adapter = (
+        TRAINED_BYTES
+        * settings.model.max_lora_rank
+        * sum(shape[0] + shape[1] for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name)
+    )
+    held = parameters * itemsize
+    # The base is spread over the ranks; adapters are whole on each.
+    every_slot = ranks * settings.model.slots * adapter
+    return Estimate(running + held, running + held + every_slot + ranks * logits)
+
+
+def available_bytes(settings: ServerSettings) -> int | None:
+    if settings.ranks.backend != "gloo" and (on_gpus := _gpu_bytes(settings.ranks.nproc)) is not None:
+        return on_gpus
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    return int(found["MemAvailable"].split()[0]) << 10 if "MemAvailable" in found else None
+
+
+def _gpu_bytes(ranks: int) -> int | None:
+    """Free memory of as many devices as there are ranks; None without a driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        free = sorted((int(line) << 20 for line in told.split()), reverse=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return sum(free[:ranks]) or None
+
+
+def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor in the folder's safetensors files: their headers are JSON."""
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        with file.open("rb") as opened:
+            (size,) = struct.unpack("<Q", opened.read(8))
+            if size > _MAX_HEADER:
+                raise StrataError(Code.CORRUPT, f"{file} is not a file of weights")
+            try:
+                header: dict[str, dict[str, Any]] = msgspec.json.decode(
+                    opened.read(size), type=dict[str, dict[str, Any]]
+                )
+            except msgspec.MsgspecError as error:
+                raise StrataError(Code.CORRUPT, f"{file} is not a file of weights: {error}") from error
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, tuple(entry["shape"])
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g}"

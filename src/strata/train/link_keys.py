@@ -1,0 +1,82 @@
+"""CURVE keys of the links over TCP: who listens proves who it is, and lets in who has the one client key, nobody else.
+
+They lie in a file of the owner alone and are never in an argument, a log or an environment.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import zmq
+import zmq.auth.thread
+
+from strata.base.errors import Code, StrataError
+from strata.base.secret import read_secret
+
+DOMAIN: Final = "strata"
+
+
+class LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Z85 texts. `repr` shows none of them."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    def __repr__(self) -> str:
+        return "LinkKeys(***)"
+
+    def guard(self, socket: zmq.Socket[Any]) -> None:
+        """For a socket that listens. The context needs an `admit` as well."""
+        socket.curve_server = True
+        socket.curve_secretkey = self.server_secret.encode()
+        socket.curve_publickey = self.server_public.encode()
+        socket.zap_domain = DOMAIN.encode()
+
+    def present(self, socket: zmq.Socket[Any]) -> None:
+        """For a socket that connects."""
+        socket.curve_serverkey = self.server_public.encode()
+        socket.curve_secretkey = self.client_secret.encode()
+        socket.curve_publickey = self.client_public.encode()
+
+    def admit(self, context: zmq.Context[Any]) -> zmq.auth.thread.ThreadAuthenticator:
+        """Let in only who has the client key; for a context with guarded sockets. `stop` it before the context ends."""
+        authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback(DOMAIN, _OnlyOne(self.client_public.encode()))
+        return authenticator
+
+
+class _OnlyOne:
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return domain == DOMAIN and key == self._public
+
+
+def make_keys(path: Path) -> LinkKeys:
+    """New keys in place of those that may be there."""
+    server_public, server_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    keys = LinkKeys(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(keys))
+    beside.replace(path)
+    return keys
+
+
+def read_keys(path: Path) -> LinkKeys:
+    """INVALID if there are none, or if others can read the file."""
+    try:
+        return msgspec.json.decode(read_secret(path).reveal().encode(), type=LinkKeys)
+    except msgspec.MsgspecError:
+        # Without the cause: it would carry the keys into a traceback.
+        raise StrataError(Code.INVALID, f"{path} does not hold the keys of a link") from None

@@ -1,0 +1,66 @@
+"""`python -m strata.train.orchestrator --settings FILE`: the orchestrator as a process of its own, for the launcher."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from strata.base import log
+from strata.base.clock import SystemClock
+from strata.base.errors import StrataError
+from strata.base.ids import Ids
+from strata.journal.open import open_journal
+from strata.train.orchestrator.orchestrator import Orchestrator
+from strata.train.settings import ServerSettings, load_settings
+
+_log = log.get(__name__)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m strata.train.orchestrator", description=__doc__)
+    parser.add_argument("--settings", type=Path, required=True, help="the server's TOML file")
+    parser.add_argument("--events-fd", type=int, help="a pipe for what the launcher has to know, a line each")
+    parser.add_argument("--holder", help="who leads the journal; one that asks again need not wait for its own lease")
+    given = parser.parse_args(arguments)
+    try:
+        settings = load_settings(given.settings)
+        style = settings.server.log_format or ("console" if sys.stderr.isatty() else "json")
+        log.configure(style, settings.server.log_level)
+        holder = given.holder or Ids(SystemClock()).new("orchestrator")
+        asyncio.run(_run(settings, given.events_fd, holder))
+    except StrataError as error:
+        _log.error("the orchestrator ends", code=error.code.value, reason=str(error))
+        return 1
+    return 0
+
+
+async def _run(settings: ServerSettings, events_fd: int | None, holder: str) -> None:
+    stop, ranks_too = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    def stop_all() -> None:
+        ranks_too.set()
+        stop.set()
+
+    # The ranks outlive an orchestrator, unless whoever stops it wants to stop them too.
+    loop.add_signal_handler(signal.SIGUSR1, stop_all)
+
+    def tell(event: str) -> None:
+        if events_fd is not None:
+            os.write(events_fd, f"{event}\n".encode())
+
+    settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    clock = SystemClock()
+    async with await open_journal(settings.database, clock) as journal:
+        await Orchestrator(settings, journal, clock, tell).run(stop, holder, ranks_too)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

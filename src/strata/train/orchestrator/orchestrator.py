@@ -1,0 +1,224 @@
+"""`Orchestrator`: leads its journal, answers API servers, keeps the ranks at work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import zmq.asyncio
+
+from strata.base import log
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.base.loop import every
+from strata.journal.port import Journal
+from strata.journal.replica import Replica
+from strata.train.core import commands, messages
+from strata.train.core.inputs import GiveUp
+from strata.train.core.machine import TrainMachine
+from strata.train.core.pace import Pace
+from strata.train.core.state import Rules
+from strata.train.link import ApiLink
+from strata.train.orchestrator.backend import RemoteBackend
+from strata.train.orchestrator.conversation import Conversation, Lost, Parts, Stuck
+from strata.train.orchestrator.ledger import Ledger, TrainReplica
+from strata.train.orchestrator.questions import Questions
+from strata.train.orchestrator.request_processor import RequestProcessor
+from strata.train.payload import Payloads
+from strata.train.settings import ServerSettings
+
+DEADLY: Final = 3
+"""A dispatch in which so many groups of ranks died is not told to another one."""
+EXPIRE_S: Final = 30.0
+SNAPSHOT_S: Final = 5.0
+END_S: Final = 1.0
+MAX_QUESTIONS: Final = 5_000
+"""That may wait here at a time."""
+
+_log = log.get(__name__)
+Event = Callable[[str], None]
+"""Told to whoever started this process: `leading`, `attached GROUP`, `stuck GROUP`."""
+
+
+class Orchestrator:
+    def __init__(self, settings: ServerSettings, journal: Journal, clock: Clock, tell: Event) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._clock = clock
+        self._tell = tell
+        self._attached: commands.Attached | None = None
+        self._suspect: tuple[int, str] | None = None
+        """The dispatch that a group may have died of, and that group."""
+        self._deaths: dict[int, int] = {}
+        self._condemned: set[str] = set()
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def run(self, stop: asyncio.Event, holder: str, ranks_too: asyncio.Event) -> None:
+        """Until told to stop, or the lead is lost: then with the reason. The ranks stay unless `ranks_too` is set."""
+        replica: TrainReplica = Replica(
+            self._journal, self._settings.stream, TrainMachine(rules_of(self._settings)), self._clock
+        )
+        standing = asyncio.create_task(replica.stand_by(holder, self._settings.server.lease_s))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([standing, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not standing.done():
+            standing.cancel()
+            await asyncio.wait([standing])
+            return
+        standing.result()
+        self._tell("leading")
+        context = zmq.asyncio.Context()
+        parts = self._parts(context, Ledger(replica, self._clock))
+        try:
+            await self._lead(replica, parts, context, stop)
+            if ranks_too.is_set():
+                await self._end_ranks(parts)
+        finally:
+            parts.backend.close()
+            context.destroy(linger=200)
+        if replica.failure is None:
+            await parts.ledger.snapshot(self._settings.server.snapshot_every)
+            await replica.resign()
+
+    def _parts(self, context: zmq.asyncio.Context, ledger: Ledger) -> Parts:
+        settings = self._settings
+        state = ledger.state
+        _log.info(
+            "leading", generation=ledger.generation, dispatched=state.dispatched, unanswered=len(state.dispatches)
+        )
+        return Parts(
+            settings=settings,
+            journal=self._journal,
+            ledger=ledger,
+            backend=RemoteBackend(context, settings, self._clock, ledger.generation),
+            processor=RequestProcessor(Payloads(settings.payloads), settings.checkpoints),
+            pace=Pace(),
+        )
+
+    async def _lead(
+        self, replica: TrainReplica, parts: Parts, context: zmq.asyncio.Context, stop: asyncio.Event
+    ) -> None:
+        link = ApiLink(context, self._settings, parts.ledger.generation)
+        every_s = self._settings.server.snapshot_every
+        reigning = asyncio.create_task(replica.reign(self._settings.server.lease_s), name="reign")
+        working = [
+            asyncio.create_task(self._listen(link, Questions(parts, lambda: self._attached)), name="listen"),
+            asyncio.create_task(self._keep_at_work(parts), name="ranks"),
+            asyncio.create_task(every(EXPIRE_S, parts.ledger.expire, clock=self._clock), name="expire"),
+            asyncio.create_task(
+                every(SNAPSHOT_S, lambda: parts.ledger.snapshot(every_s), clock=self._clock), name="snapshot"
+            ),
+        ]
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        tasks: list[asyncio.Task[object]] = [reigning, stopping, *working]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*tasks, *self._answering):
+                task.cancel()
+            await asyncio.wait([*tasks, *self._answering])
+            link.close()
+        for task in working:
+            if not task.cancelled():
+                task.result()
+        if not reigning.cancelled():
+            raise reigning.result()
+
+    async def _listen(self, link: ApiLink, questions: Questions) -> None:
+        async def answer(request: messages.OrchestratorRequest) -> None:
+            output = await questions.answer(request)
+            link.send(messages.OrchestratorOutputs(request.request_id, output))
+
+        while True:
+            request = await link.receive()
+            if len(self._answering) >= MAX_QUESTIONS:
+                refused = messages.Refused(Code.EXHAUSTED, f"{MAX_QUESTIONS} questions wait already")
+                link.send(messages.OrchestratorOutputs(request.request_id, refused))
+                continue
+            task = asyncio.create_task(answer(request))
+            self._answering.add(task)
+            task.add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        self._answering.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a question was not answered", reason=repr(error))
+
+    async def _keep_at_work(self, parts: Parts) -> None:
+        """One group of ranks after the other."""
+        while True:
+            attached = await parts.backend.attach()
+            reason = await self._judge(parts, attached)
+            if reason is not None:
+                _log.error("a group of ranks cannot be used", group=attached.group, reason=reason)
+                await self._condemn(parts, attached)
+                continue
+            _log.info("attached", group=attached.group, ranks=attached.world_size, applied=attached.applied)
+            self._attached = attached
+            self._tell(f"attached {attached.group}")
+            try:
+                end = await Conversation(parts, attached).hold()
+            finally:
+                self._attached = None
+            await self._after(parts, attached, end)
+
+    async def _judge(self, parts: Parts, attached: commands.Attached) -> str | None:
+        """Why this group must not be spoken to. Also settles what the group before it may have died of."""
+        state = parts.ledger.state
+        if attached.group in self._condemned:
+            return "it was given up"
+        if attached.applied > state.dispatched:
+            return f"it has applied dispatch {attached.applied}, and the journal knows of {state.dispatched}"
+        suspect, self._suspect = self._suspect, None
+        if suspect is not None and suspect[1] != attached.group and suspect[0] in state.dispatches:
+            number = suspect[0]
+            self._deaths[number] = self._deaths.get(number, 0) + 1
+            if self._deaths[number] >= DEADLY:
+                reason = f"{DEADLY} groups of ranks died in this operation"
+                await parts.ledger.commit(GiveUp(number, reason, self._clock.wall_s()))
+        return None
+
+    async def _after(self, parts: Parts, attached: commands.Attached, end: Lost | Stuck) -> None:
+        match end:
+            case Lost():
+                _log.warning("the ranks are gone", group=attached.group, doing=end.doing)
+                self._suspect = (end.doing, attached.group) if end.doing is not None else None
+                self._tell(f"lost {attached.group}")
+            case Stuck():
+                limit_s = self._settings.limits.operation_timeout_s
+                _log.error("the ranks are stuck", group=attached.group, doing=end.doing, after_s=limit_s)
+                reason = f"it took longer than {limit_s:g} seconds"
+                await parts.ledger.commit(GiveUp(end.doing, reason, self._clock.wall_s()))
+                await self._condemn(parts, attached)
+
+    async def _condemn(self, parts: Parts, attached: commands.Attached) -> None:
+        """Whatever it still does is in nobody's journal: it is told to end, and never listened to again."""
+        self._condemned.add(attached.group)
+        self._tell(f"stuck {attached.group}")
+        await self._end_ranks(parts)
+        parts.backend.close()
+
+    async def _end_ranks(self, parts: Parts) -> None:
+        """They answer at once, unless they are at work; then they find the message when they have done it."""
+        try:
+            await parts.backend.shut_down()
+            async with asyncio.timeout(END_S):
+                await parts.backend.lost()
+        except (StrataError, TimeoutError) as error:
+            _log.info("the ranks have not ended yet", reason=str(error))
+
+
+def rules_of(settings: ServerSettings) -> Rules:
+    limits = settings.limits
+    return Rules(
+        max_running=limits.max_running_requests,
+        max_pending=limits.max_pending_requests,
+        max_pending_per_tenant=limits.max_pending_per_tenant,
+        max_tokens_per_row=settings.model.max_tokens_per_row,
+        pack_tenants=limits.pack_tenants,
+        initial_checkpoint=settings.model.initial_checkpoint,
+        result_ttl_s=limits.result_ttl_s,
+        max_kept_results=limits.max_kept_results,
+    )

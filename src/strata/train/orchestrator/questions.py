@@ -1,0 +1,167 @@
+"""What an API server asks, and what it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, assert_never
+
+from strata.base import log
+from strata.base.errors import Code, StrataError
+from strata.train.core import commands, inputs, messages
+from strata.train.core.pace import describe
+from strata.train.core.state import Checkpoint
+from strata.train.core.views import (
+    checkpoints_of,
+    find_checkpoint,
+    find_future,
+    find_model,
+    find_session,
+    view_checkpoint,
+    view_model,
+    view_session,
+)
+from strata.train.orchestrator.conversation import Parts
+
+MAX_WAIT_S: Final = 120.0
+HEALTH_S: Final = 5.0
+_log = log.get(__name__)
+
+
+class Questions:
+    def __init__(self, parts: Parts, attached: Callable[[], commands.Attached | None]) -> None:
+        self._parts = parts
+        self._ledger = parts.ledger
+        self._attached = attached
+        self._beats: dict[str, float] = {}
+
+    async def answer(self, request: messages.OrchestratorRequest) -> messages.Output:
+        """A refusal is an answer; anything else that goes wrong is a defect of this process."""
+        try:
+            return await self._answer(request)
+        except StrataError as error:
+            return messages.Refused(error.code, error.message, error.hint)
+
+    async def _answer(self, request: messages.OrchestratorRequest) -> messages.Output:
+        tenant = request.tenant
+        match request.request_type:
+            case messages.RequestType.ADD:
+                if request.operation is None:
+                    raise StrataError(Code.INVALID, "there is no operation in the request")
+                given = inputs.Accept(tenant, request.operation, self._now_s(), request.session_id)
+                outcome = await self._ledger.commit(given)
+                assert isinstance(outcome.reply, inputs.Taken)
+                return messages.Accepted(outcome.reply.future_id, outcome.reply.model_id)
+            case messages.RequestType.ABORT:
+                if not isinstance(request.payload, messages.Abort):
+                    raise StrataError(Code.INVALID, "there is no future in the request")
+                await self._ledger.commit(inputs.Abort(tenant, request.payload.future_id, self._now_s()))
+                return messages.Done()
+            case messages.RequestType.UTILITY:
+                if request.payload is None or isinstance(request.payload, messages.Abort):
+                    raise StrataError(Code.INVALID, "there is no question in the request")
+                return await self._look(tenant, request.payload)
+
+    async def _look(self, tenant: str, asked: messages.Utility) -> messages.Output:  # noqa: C901, PLR0911, PLR0912
+        state = self._ledger.state
+        base = attached.model if (attached := self._attached()) else None
+        match asked:
+            case messages.OpenSession():
+                await self._ledger.commit(_opened(tenant, asked, self._now_s()))
+                return messages.Done()
+            case messages.BeatSession():
+                find_session(state, tenant, asked.session_id)
+                self._beats[asked.session_id] = self._now_s()
+                return messages.Done()
+            case messages.FinishSession():
+                await self._ledger.commit(inputs.FinishSession(tenant, asked.session_id, asked.reason, self._now_s()))
+                return messages.Done()
+            case messages.WatchFuture():
+                return await self._watch(tenant, asked)
+            case messages.DescribeModel():
+                return view_model(find_model(state, tenant, asked.model_id), base)
+            case messages.ListModels():
+                mine = [view_model(each, base) for each in state.models.values() if each.tenant == tenant]
+                return messages.Models(mine)
+            case messages.ListSessions():
+                return messages.Sessions(
+                    [view_session(each) for each in state.sessions.values() if each.tenant == tenant]
+                )
+            case messages.ListCheckpoints():
+                found = checkpoints_of(state, tenant, asked.model_id)
+                return messages.Checkpoints([await self._view(each) for each in found])
+            case messages.DescribeCheckpoint():
+                return await self._view(find_checkpoint(state, tenant, asked.run_id, asked.kind, asked.name))
+            case messages.DeleteCheckpoint():
+                return await self._delete(inputs.DeleteCheckpoint(tenant, asked.run_id, asked.kind, asked.name))
+            case messages.DescribeServer():
+                return self._server()
+            case messages.CheckHealth():
+                return await self._health()
+            case _:
+                assert_never(asked)
+
+    async def _watch(self, tenant: str, asked: messages.WatchFuture) -> messages.Output:
+        future = find_future(self._ledger.state, tenant, asked.future_id)
+        if future.result is None and asked.wait_s > 0:
+            await self._ledger.ended(asked.future_id, min(asked.wait_s, MAX_WAIT_S))
+        if future.result is not None:
+            if future.ended_at_s + self._parts.settings.limits.result_ttl_s <= self._now_s():
+                await self._ledger.expire()
+                find_future(self._ledger.state, tenant, asked.future_id)
+            return messages.Finished(future.result)
+        attached = self._attached() is not None
+        return describe(self._ledger.state, future, self._parts.pace, attached=attached)
+
+    async def _view(self, checkpoint: Checkpoint) -> messages.CheckpointView:
+        size = await asyncio.to_thread(_size, self._parts.settings.checkpoints / checkpoint.path)
+        return view_checkpoint(self._ledger.state, checkpoint, size)
+
+    async def _delete(self, given: inputs.DeleteCheckpoint) -> messages.Done:
+        outcome = await self._ledger.commit(given)
+        assert isinstance(outcome.reply, inputs.Removed)
+        # Nobody finds it any more; files that cannot be removed cost space only.
+        folder = self._parts.settings.checkpoints / outcome.reply.path
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return messages.Done()
+
+    def _server(self) -> messages.ServerView:
+        state, attached = self._ledger.state, self._attached()
+        return messages.ServerView(
+            base_model=self._parts.settings.model.base_model,
+            max_context=attached.model.max_context if attached else 0,
+            full=self._parts.settings.model.training == "full",
+            world_size=attached.world_size if attached else 0,
+            ready=attached is not None,
+            pending=state.futures.pending(),
+            running=len(state.dispatches),
+            dispatched=state.dispatched,
+        )
+
+    async def _health(self) -> messages.Health:
+        if self._attached() is None:
+            return messages.Health("starting", (), "the ranks are starting")
+        try:
+            healthy = await self._parts.backend.ask(commands.HealthCheck(), HEALTH_S)
+        except StrataError as error:
+            running = self._ledger.state.dispatches
+            if error.code is Code.DEADLINE and running:
+                # Rank 0 answers between two dispatches; one that takes too long is noticed elsewhere.
+                return messages.Health("healthy", (), f"busy with dispatch {min(running)}")
+            return messages.Health("unhealthy", (), str(error))
+        return messages.Health("healthy", healthy.ranks, "all ranks answered")
+
+    def _now_s(self) -> float:
+        return self._ledger.clock.wall_s()
+
+
+def _opened(tenant: str, asked: messages.OpenSession, at_s: float) -> inputs.OpenSession:
+    return inputs.OpenSession(
+        tenant, asked.session_id, at_s, tuple(asked.tags), dict(asked.user_metadata), asked.sdk_version
+    )
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

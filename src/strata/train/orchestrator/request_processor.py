@@ -1,0 +1,61 @@
+"""From a dispatch of the core to what the ranks are told: payloads are read, rows fitted to the ranks there are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from strata.train.core import commands, ops
+from strata.train.core.pack import respread
+from strata.train.core.state import Dispatch
+from strata.train.payload import Payloads
+
+
+class RequestProcessor:
+    def __init__(self, payloads: Payloads, checkpoints: Path) -> None:
+        self._payloads = payloads
+        self._checkpoints = checkpoints
+
+    async def work(self, dispatch: Dispatch, operations: Sequence[ops.Operation], ranks: int) -> commands.Work:
+        """The same for the same dispatch, whenever it is asked for. NOT_FOUND or CORRUPT if a payload is lost."""
+        passes = [each for each in operations if isinstance(each, ops.ForwardBackward)]
+        if passes:
+            return await self._pass(dispatch, passes, ranks)
+        (operation,) = operations
+        path = str(self._checkpoints / dispatch.path)
+        match operation:
+            case ops.OptimStep():
+                return commands.Step(operation)
+            case ops.SaveWeights():
+                return commands.SaveState(operation, path)
+            case ops.LoadWeights():
+                return commands.LoadState(operation, path)
+            case ops.ForwardBackward() | ops.Unreadable():
+                raise AssertionError(f"{type(operation).__name__} is not dispatched alone")
+            case _:
+                return commands.Manage(operation)
+
+    async def _pass(self, dispatch: Dispatch, passes: Sequence[ops.ForwardBackward], ranks: int) -> commands.Pass:
+        items = []
+        for future_id, operation in zip(dispatch.future_ids, passes, strict=True):
+            data = await self._read(operation.payload)
+            items.append(commands.PassItem(future_id, operation.model_id, operation.loss, operation.config, data))
+        rows = dispatch.rows
+        if len(rows) != ranks:
+            rows = respread(rows, [each.lengths for each in passes], ranks)
+        return commands.Pass(passes[0].forward_only, items, rows)
+
+    async def _read(self, payload: ops.Payload) -> bytes:
+        if isinstance(payload, ops.Inline):
+            return payload.data
+        return await asyncio.to_thread(self._payloads.read, payload)
+
+    async def keep(self, result: ops.Result, *, inline_bytes: int) -> ops.Result:
+        """A result as it is journaled: its payload in a file if it is large."""
+        if not isinstance(result, ops.PassDone) or not isinstance(result.payload, ops.Inline):
+            return result
+        data = result.payload.data
+        if len(data) <= inline_bytes:
+            return result
+        return ops.PassDone(await asyncio.to_thread(self._payloads.store, data))

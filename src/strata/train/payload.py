@@ -1,0 +1,89 @@
+"""Payloads too large for the journal and the links: files named by the SHA-256 of what they hold.
+
+A digest is told to others only when the file and its name are on the disk. Reading checks the digest again: a payload
+is what was written, or an error, never something else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from strata.base.digest import sha256_hex
+from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
+from strata.train.core import ops
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+class Payloads:
+    """One folder of payloads. Blocking: a process with an event loop calls it in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def keep(self, data: bytes, *, inline_bytes: int = ops.INLINE_BYTES) -> ops.Payload:
+        """As it is if it is small, else in a file that is durable when this returns."""
+        return ops.Inline(data) if len(data) <= inline_bytes else self.store(data)
+
+    def store(self, data: bytes) -> ops.Stored:
+        """The same bytes twice are one file: a repeated request costs no space, and no second write."""
+        sha256 = sha256_hex(data)
+        place = self._place(sha256)
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            beside = place.with_name(f".{sha256}.{os.getpid()}.{os.urandom(4).hex()}")
+            try:
+                _write_synced(beside, data)
+                failpoint("train.payload.before_rename")
+                beside.replace(place)
+            finally:
+                beside.unlink(missing_ok=True)
+            _sync_folder(place.parent)
+            _sync_folder(self._folder)
+            failpoint("train.payload.after_rename")
+        else:
+            # Whoever wrote it may have died between the name and the sync of its folder.
+            _sync_folder(place.parent)
+        return ops.Stored(sha256=sha256, size=len(data))
+
+    def read(self, payload: ops.Payload) -> bytes:
+        """NOT_FOUND if the file is gone, CORRUPT if it is not what its name says."""
+        if isinstance(payload, ops.Inline):
+            return payload.data
+        try:
+            data = self._place(payload.sha256).read_bytes()
+        except FileNotFoundError as error:
+            raise StrataError(Code.NOT_FOUND, f"there is no payload {payload.sha256}") from error
+        except OSError as error:
+            raise StrataError(Code.UNAVAILABLE, f"cannot read payload {payload.sha256}: {error.strerror}") from error
+        if len(data) != payload.size or sha256_hex(data) != payload.sha256:
+            raise StrataError(Code.CORRUPT, f"the file of payload {payload.sha256} holds something else")
+        return data
+
+    def forget(self, payload: ops.Stored) -> None:
+        self._place(payload.sha256).unlink(missing_ok=True)
+
+    def _place(self, sha256: str) -> Path:
+        if not _DIGEST.fullmatch(sha256):
+            raise StrataError(Code.INVALID, f"{sha256!r} is not a SHA-256")
+        return self._folder / sha256[:2] / sha256
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,87 @@
+"""`torchrun … -m strata.train.runner --settings FILE`: one rank. Rank 0 also talks to the orchestrator.
+
+FILE is the server's settings file. Keys of the link are read from the file that the settings name; none is ever an
+argument. The engine finds its rank and its peers in the environment that torchrun makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from strata.base import log
+from strata.base.errors import StrataError
+from strata.train.rank_link import RankLink
+from strata.train.runner.model_runner import ModelRunner
+from strata.train.runner.ranks import Ranks
+from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
+from strata.train.runner.settings import RunnerSettings, runner_settings
+from strata.train.settings import ServerSettings, load_settings
+
+_log = log.get(__name__)
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m strata.train.runner", description="One rank of a training server.")
+    parser.add_argument("--settings", type=Path, required=True, metavar="FILE", help="The server's settings, TOML.")
+    arguments = parser.parse_args()
+    end_with_parent()
+    settings = load_settings(arguments.settings)
+    log.configure(settings.server.log_format or "json", settings.server.log_level, colour=False)
+    own = runner_settings(settings)
+    try:
+        device = join(own)
+        serve(settings, own, Ranks(device))
+    except StrataError as error:
+        _log.error("the rank cannot start", reason=str(error), code=error.code.value)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def end_with_parent() -> None:
+    """A rank whose torchrun was killed has nobody left who would end it, and would keep the socket for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def join(settings: RunnerSettings) -> torch.device:
+    """Meet the other ranks. The device is this rank's."""
+    with_cuda = settings.backend == "nccl" or (settings.backend == "auto" and torch.cuda.is_available())
+    backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=settings.collective_timeout_s))
+    if not with_cuda:
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
+def serve(settings: ServerSettings, own: RunnerSettings, ranks: Ranks) -> None:
+    runner = ModelRunner(own, ranks)
+    if not ranks.first:
+        follow(runner, ranks)
+        return
+    # Only now: an address that can be connected to means that the model is loaded on every rank.
+    link = RankLink(settings)
+    try:
+        _log.info("the ranks are ready", endpoint=link.endpoint, ranks=ranks.size, model=own.name)
+        RunnerDispatcher(runner, ranks, link, os.urandom(8).hex()).run()
+    finally:
+        link.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Adapters: low-rank additions to the linear layers of a frozen base, many at a time over one packed row.
+
+An adapter's parameters are the same on every rank and stand outside the model's module tree: sharding, saving and
+freezing of the base never see them. Each layer they belong to carries one forward hook, which adds to every span of
+the row what the adapter of that span says. Gradients gather on each rank and are summed over the ranks at a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from strata.base.errors import Code, StrataError
+from strata.train.core.ops import LoraConfig
+
+ATTENTION: Final = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
+MLP: Final = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+HEAD: Final = "lm_head"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight that can have an adapter. Fused experts have `experts` of them, else it is one matrix."""
+
+    name: str
+    rows: int
+    columns: int
+    experts: int = 0
+
+
+def targets_of(model: nn.Module, config: LoraConfig) -> list[Target]:
+    """The weights that `config` asks for, in the order of the model."""
+    found: list[Target] = []
+    kinds: set[str] = set()
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        kind = "attn" if last in ATTENTION else "mlp" if last in MLP else "unembed" if last == HEAD else ""
+        if isinstance(module, nn.Linear) and kind and getattr(config, f"train_{kind}"):
+            kinds.add(kind)
+            found.append(Target(name, module.out_features, module.in_features))
+        if is_experts(module) and config.train_mlp:
+            kinds.add("mlp")
+            for weight in ("gate_up_proj", "down_proj"):
+                count, rows, columns = getattr(module, weight).shape
+                found.append(Target(f"{name}.{weight}", rows, columns, count))
+    for kind in ("attn", "mlp", "unembed"):
+        if getattr(config, f"train_{kind}") and kind not in kinds:
+            raise StrataError(Code.INVALID, f"this base has no layers for train_{kind}")
+    if not found:
+        raise StrataError(Code.INVALID, "nothing is to be trained: set train_attn, train_mlp or train_unembed")
+    return found
+
+
+def is_experts(module: nn.Module) -> bool:
+    """A mixture's experts as one module with one weight for all of them, (expert, out, in)."""
+    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    return all(isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights)
+
+
+class Adapter:
+    """The parameters of one model: one flat block of float32 each for values and for gradients.
+
+    A step is then one sum over the ranks and one update. A pass adds to a block of its own (`begin`), which becomes
+    part of the gradients (`commit`) or is thrown away (`discard`): a pass that fails has added nothing.
+    """
+
+    def __init__(self, config: LoraConfig, targets: Sequence[Target], device: torch.device) -> None:
+        self.config = config
+        self.scale = config.alpha / config.rank
+        self.shapes = _shapes(config.rank, targets)
+        self.size = sum(math.prod(shape) for shape in self.shapes.values())
+        self.flat = torch.zeros(self.size, dtype=torch.float32, device=device)
+        self.pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._leaves = {name: nn.Parameter(view) for name, view in self.views(self.flat).items()}
+        for target in targets:
+            self.pairs[target.name] = (self._leaves[f"{target.name}.lora_A"], self._leaves[f"{target.name}.lora_B"])
+        self.gradient: torch.Tensor | None = None
+        self._staged: torch.Tensor | None = None
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A flat block as the tensors it is made of, in the same memory."""
+        parts: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, shape in self.shapes.items():
+            size = math.prod(shape)
+            parts[name] = flat[start : start + size].view(shape)
+            start += size
+        return parts
+
+    def initialise(self, seed: str) -> None:
+        """A uniform as torch initialises a linear layer, B zero: the model starts as the base.
+
+        Each tensor has chance of its own, from the seed and its name: the same whatever else is trained.
+        """
+        for name, view in self.views(self.flat).items():
+            if name.endswith("lora_B"):
+                view.zero_()
+                continue
+            number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
+            bound = 1 / math.sqrt(view.shape[-1])
+            drawn = torch.rand(view.shape, generator=torch.Generator().manual_seed(number))
+            view.copy_((2 * drawn - 1) * bound)
+
+    def begin(self) -> None:
+        self._staged = torch.zeros_like(self.flat)
+        for name, view in self.views(self._staged).items():
+            self._leaves[name].grad = view
+
+    def commit(self) -> None:
+        assert self._staged is not None
+        self.gradient = self._staged if self.gradient is None else self.gradient.add_(self._staged)
+        self.discard()
+
+    def discard(self) -> None:
+        self._staged = None
+        for leaf in self._leaves.values():
+            leaf.grad = None
+
+
+def _shapes(rank: int, targets: Sequence[Target]) -> Mapping[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for target in targets:
+        many = (target.experts,) if target.experts else ()
+        shapes[f"{target.name}.lora_A"] = (*many, rank, target.columns)
+        shapes[f"{target.name}.lora_B"] = (*many, target.rows, rank)
+    return shapes
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring tokens of a row that belong to one model."""
+
+    adapter: Adapter | None
+    length: int
+
+
+class Adapters:
+    """The hooks in the base, and the row they are computing. The row stays set until its backward is over: layers that
+    are computed again on the way back must add the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.row: Sequence[Span] = ()
+        for name, module in model.named_modules():
+            last = name.rpartition(".")[2]
+            if isinstance(module, nn.Linear) and last in ATTENTION | MLP:
+                module.register_forward_hook(self._hook(name))
+
+    def _hook(self, name: str) -> Any:
+        def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            del module
+            return self.add(name, args[0], output, self.row)
+
+        return add
+
+    @staticmethod
+    def add(name: str, inputs: torch.Tensor, output: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        """`output` with what each span's adapter adds for the layer `name`; tokens are the last dimension but one."""
+        if not any(span.adapter is not None and name in span.adapter.pairs for span in spans):
+            return output
+        parts = []
+        for span, piece in zip(spans, torch.split(inputs, [span.length for span in spans], dim=-2), strict=True):
+            if span.adapter is None or name not in span.adapter.pairs:
+                parts.append(piece.new_zeros((*piece.shape[:-1], output.shape[-1])))
+            else:
+                parts.append(delta(piece, *span.adapter.pairs[name], span.adapter.scale))
+        return output + (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2))
+
+
+def delta(inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """The scale goes on the narrow side, where it is cheapest."""
+    return linear(linear(inputs, a.to(inputs.dtype)) * scale, b.to(inputs.dtype))
+
+
+def spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """The spans of a part of the row."""
+    cut: list[Span] = []
+    at = 0
+    for span in spans:
+        length = min(at + span.length, end) - max(at, start)
+        if length > 0:
+            cut.append(Span(span.adapter, length))
+        at += span.length
+    return cut

@@ -1,0 +1,208 @@
+"""A pass over packed rows: forward, the losses, backward, and gradients that are added only if all went well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import ops
+from strata.train.runner.lora import Adapter, Span
+from strata.train.runner.losses import RULES, Inputs, check_config, inputs_of, metrics_of
+from strata.train.runner.model import Base
+from strata.train.runner.packed import Row
+from strata.train.runner.ranks import Ranks
+from strata.train.runner.rows import Computed, Item, RankPass, RankReport, Refused
+from strata.train.runner.tensors import dense_of
+from strata.train.runner.trained import AdapterModel, Trained
+
+
+@dataclass
+class Times:
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Document:
+    """A datum in its row, ready to be computed."""
+
+    item: int
+    datum: int
+    loss: ops.LossName
+    inputs: Inputs
+    adapter: Adapter | None
+
+
+@dataclass
+class Attempt:
+    computed: list[Computed] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+
+
+class PassRunner:
+    def __init__(self, base: Base, ranks: Ranks, models: Mapping[str, Trained]) -> None:
+        self._base = base
+        self._ranks = ranks
+        self._models = models
+        self.times = Times()
+
+    def run(self, work: RankPass) -> RankReport:
+        """Items that cannot be computed are left out, on all ranks; the others are computed as if alone.
+
+        A loss that is not finite may come from another item of the same row (a product of zero and infinity). Then each
+        item is computed by itself, and those that fail so have only themselves to blame.
+        """
+        self.times = Times()
+        rows, refused = self._prepare(work)
+        bad = {one.item for one in refused}
+        flags = self._ranks.any_of([item in bad for item in range(len(work.items))])
+        live = [item for item, flag in enumerate(flags) if not flag]
+        if not live:
+            return RankReport((), refused)
+        attempt, failed = self._attempt(work, rows, live)
+        if not failed:
+            return RankReport(attempt.computed, refused)
+        if len(live) == 1:
+            return RankReport((), [*refused, *attempt.refused])
+        computed: list[Computed] = []
+        for item in live:
+            attempt, failed = self._attempt(work, rows, [item])
+            refused += attempt.refused
+            computed += [] if failed else attempt.computed
+        return RankReport(computed, refused)
+
+    def _prepare(self, work: RankPass) -> tuple[list[list[Document]], list[Refused]]:
+        """Everything that may be wrong with a request is found here, before the ranks begin to wait for each other."""
+        refused: list[Refused] = []
+        for number, item in enumerate(work.items):
+            try:
+                self._check(item)
+            except StrataError as error:
+                refused.append(Refused(number, -1, error.code, error.message))
+        bad = {one.item for one in refused}
+        rows: list[list[Document]] = []
+        for row in work.rows:
+            documents: list[Document] = []
+            for placed in row:
+                item = work.items[placed.item]
+                if placed.item in bad:
+                    continue
+                try:
+                    inputs = inputs_of(item.loss, item.config, placed.content, self._base.vocabulary)
+                    self._check_length(len(inputs.tokens))
+                except StrataError as error:
+                    refused.append(Refused(placed.item, placed.datum, error.code, error.message))
+                    continue
+                model = self._models[item.model_id]
+                adapter = model.adapter if isinstance(model, AdapterModel) else None
+                here = inputs.to(self._ranks.device)
+                documents.append(Document(placed.item, placed.datum, item.loss, here, adapter))
+            rows.append(documents)
+        return rows, refused
+
+    def _check(self, item: Item) -> None:
+        if item.model_id not in self._models:
+            raise StrataError(Code.NOT_FOUND, f"there is no model {item.model_id!r}")
+        check_config(item.loss, item.config)
+
+    def _check_length(self, length: int) -> None:
+        if length > self._base.max_context:
+            raise StrataError(Code.INVALID, f"it has {length} tokens where the model takes {self._base.max_context}")
+
+    def _attempt(self, work: RankPass, rows: Sequence[Sequence[Document]], live: Sequence[int]) -> tuple[Attempt, bool]:
+        """All ranks together. The flag says whether something was not finite on any of them; nothing is added then."""
+        models = [] if work.forward_only else [self._models[name] for name in _names(work.items, live)]
+        attempt = Attempt()
+        for model in models:
+            model.begin()
+        for documents in rows:
+            own = _by_model([document for document in documents if document.item in live])
+            self._row(own, attempt, backward=not work.forward_only)
+        failed = self._ranks.any_of([bool(attempt.refused)])[0]
+        for model in models:
+            if failed:
+                model.discard()
+            else:
+                model.commit()
+        return attempt, failed
+
+    def _row(self, documents: Sequence[Document], attempt: Attempt, *, backward: bool) -> None:
+        """Also a row of nothing is computed: the other ranks meet this one in every layer."""
+        row = _row(documents, self._ranks.device)
+        if self._base.adapters is not None:
+            self._base.adapters.row = row.spans
+        started = perf_counter()
+        with torch.set_grad_enabled(backward):
+            logprobs = self._base.logprobs(row)
+            if documents:
+                sizes = [document.inputs.targets.numel() for document in documents]
+                total = self._losses(documents, torch.split(logprobs, sizes), attempt)
+            else:
+                total = logprobs.sum() * 0
+        between = perf_counter()
+        if backward:
+            total.backward()  # type: ignore[no-untyped-call]
+        self.times.forward_s += between - started
+        self.times.backward_s += perf_counter() - between
+        self.times.tokens += sum(len(document.inputs.tokens) for document in documents)
+
+    def _losses(
+        self, documents: Sequence[Document], logprobs: Sequence[torch.Tensor], attempt: Attempt
+    ) -> torch.Tensor:
+        losses = []
+        for document, flat in zip(documents, logprobs, strict=True):
+            shaped = flat.view(document.inputs.targets.shape)
+            terms = RULES[document.loss].loss(shaped, document.inputs)
+            losses.append(terms.loss)
+            metrics = metrics_of(terms, document.inputs)
+            if not math.isfinite(metrics["loss:sum"]):
+                message = f"its loss is {metrics['loss:sum']}"
+                attempt.refused.append(Refused(document.item, document.datum, Code.INVALID, message))
+                continue
+            output = ops.DatumOutput({"logprobs": dense_of(shaped)})
+            attempt.computed.append(Computed(document.item, document.datum, output, metrics))
+        return torch.stack(losses).sum()
+
+
+def _names(items: Sequence[Item], live: Sequence[int]) -> list[str]:
+    """The models of these items, each once."""
+    return list(dict.fromkeys(items[item].model_id for item in live))
+
+
+def _by_model(documents: list[Document]) -> list[Document]:
+    """Documents of one model side by side, so that its adapter is applied to them at once."""
+    order: dict[int, int] = {}
+    for document in documents:
+        order.setdefault(id(document.adapter), len(order))
+    return sorted(documents, key=lambda document: order[id(document.adapter)])
+
+
+def _row(documents: Sequence[Document], device: torch.device) -> Row:
+    if not documents:
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        return Row(tokens=nothing, documents=[1], spans=[Span(None, 1)], places=nothing, targets=nothing)
+    lengths = [len(document.inputs.tokens) for document in documents]
+    spans: list[Span] = []
+    places: list[torch.Tensor] = []
+    start = 0
+    for document, length in zip(documents, lengths, strict=True):
+        if spans and spans[-1].adapter is document.adapter:
+            spans[-1] = Span(document.adapter, spans[-1].length + length)
+        else:
+            spans.append(Span(document.adapter, length))
+        per_token = document.inputs.targets.numel() // length
+        places.append(torch.arange(start, start + length, device=device).repeat_interleave(per_token))
+        start += length
+    return Row(
+        tokens=torch.cat([document.inputs.tokens for document in documents]),
+        documents=lengths,
+        spans=spans,
+        places=torch.cat(places),
+        targets=torch.cat([document.inputs.targets.flatten() for document in documents]),
+    )

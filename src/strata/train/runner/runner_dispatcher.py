@@ -1,0 +1,173 @@
+"""RunnerDispatcher: rank 0's conversation with the orchestrator, and how a command reaches every rank.
+
+A dispatch is done once. Its reply is kept until the orchestrator says that it is durable; a dispatch that comes again
+is answered from there. Whoever speaks with a generation that is over is told so and not heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from time import perf_counter
+from typing import Protocol, assert_never
+
+from strata.base import log
+from strata.base.errors import StrataError
+from strata.train.core import commands, ops
+from strata.train.runner import rows
+from strata.train.runner.model_runner import ModelRunner
+from strata.train.runner.ranks import Ranks
+
+_log = log.get(__name__)
+
+
+class Kind(IntEnum):
+    """What rank 0 announces to the others."""
+
+    WORK = 1
+    PASS = 2
+    HEALTH = 3
+    SHUTDOWN = 4
+
+
+class Link(Protocol):
+    """`strata.train.link.RankLink`, or whatever a test speaks through."""
+
+    def receive(self) -> commands.ToRank | None: ...
+
+    def send(self, message: commands.FromRank) -> bool: ...
+
+
+class RunnerDispatcher:
+    def __init__(self, runner: ModelRunner, ranks: Ranks, link: Link, group: str) -> None:
+        self._runner = runner
+        self._ranks = ranks
+        self._link = link
+        self._group = group
+        """New with every start of the ranks."""
+        self._generation = 0
+        self._run_id: str | None = None
+        self._applied = 0
+        self._replies: dict[int, commands.Reply] = {}
+
+    def run(self) -> None:
+        """Until the orchestrator says that it is over."""
+        going = True
+        while going:
+            message = self._link.receive()
+            if message is not None:
+                going = self.run_once(message)
+
+    def run_once(self, message: commands.ToRank) -> bool:
+        """Answer one message; False after a shutdown."""
+        refusal = self._refusal(message)
+        if refusal is not None:
+            _log.warning("a message was refused", reason=refusal, generation=message.generation)
+            self._link.send(commands.Fenced(self._generation, refusal))
+            return True
+        match message:
+            case commands.Attach(generation, run_id):
+                self._generation, self._run_id = generation, run_id
+                self._link.send(self._attached())
+            case commands.Command():
+                self._link.send(self._answer(message))
+            case commands.Ask(_, ask_id, work):
+                stop = isinstance(work, commands.Shutdown)
+                self._ranks.announce(Kind.SHUTDOWN if stop else Kind.HEALTH, [0] * self._ranks.size)
+                alive = self._ranks.numbers(self._ranks.rank)
+                self._link.send(commands.Healthy(self._generation, ask_id, alive))
+                return not stop
+            case _:
+                assert_never(message)
+        return True
+
+    def _refusal(self, message: commands.ToRank) -> str | None:
+        """Why this speaker is not heard."""
+        if message.generation < self._generation:
+            return f"generation {message.generation} is over, it is {self._generation} now"
+        match message:
+            case commands.Attach(_, run_id):
+                if self._applied and run_id != self._run_id:
+                    return f"these ranks belong to the run {self._run_id!r}"
+            case _:
+                if message.generation > self._generation:
+                    return "attach first"
+        # Numbers may have gaps: a dispatch that was given up is not told to ranks that start anew.
+        if (
+            isinstance(message, commands.Command)
+            and message.number <= self._applied
+            and message.number not in self._replies
+        ):
+            return f"the reply of dispatch {message.number} was durable, and is not kept any longer"
+        return None
+
+    def _attached(self) -> commands.Attached:
+        return commands.Attached(
+            generation=self._generation,
+            group=self._group,
+            world_size=self._ranks.size,
+            applied=self._applied,
+            model=self._runner.base.info(),
+        )
+
+    def _answer(self, command: commands.Command) -> commands.Reply:
+        for number in [number for number in self._replies if number <= command.durable]:
+            del self._replies[number]
+        if command.number > self._applied:
+            started = perf_counter()
+            results, tokens = self._do(command.work)
+            times = self._runner.times
+            passed = isinstance(command.work, commands.Pass)
+            timing = commands.Timing(
+                total_s=perf_counter() - started,
+                forward_s=times.forward_s if passed else 0.0,
+                backward_s=times.backward_s if passed else 0.0,
+                tokens=tokens,
+            )
+            self._replies[command.number] = commands.Reply(self._generation, command.number, results, timing)
+            self._applied = command.number
+        kept = self._replies[command.number]
+        return commands.Reply(self._generation, kept.number, kept.results, kept.timing)
+
+    def _do(self, work: commands.Work) -> tuple[Sequence[ops.Result], int]:
+        if isinstance(work, commands.Pass):
+            return self._pass(work)
+        data = commands.encode(work)
+        self._ranks.announce(Kind.WORK, [len(data)] * self._ranks.size)
+        self._ranks.send_to_all(data)
+        return [self._runner.execute(work)], 0
+
+    def _pass(self, work: commands.Pass) -> tuple[Sequence[ops.Result], int]:
+        try:
+            made = rows.cut(work, self._ranks.size)
+        except StrataError as error:
+            return [rows.failed(error.code, str(error)) for _ in work.items], 0
+        parts = [rows.encode(part) for part in made.parts] if self._ranks.size > 1 else []
+        self._ranks.announce(Kind.PASS, [len(part) for part in parts])
+        self._ranks.scatter(parts)
+        report = self._runner.forward_backward(made.parts[0])
+        if self._ranks.size == 1:
+            return rows.put_together(made, [report]), made.tokens
+        others = self._ranks.gather(rows.encode(report))[1:]
+        return rows.put_together(made, [report, *map(rows.decode_report, others)]), made.tokens
+
+
+def follow(runner: ModelRunner, ranks: Ranks) -> None:
+    """What every other rank does: as rank 0 announces, until it announces the end."""
+    while True:
+        kind, sizes = ranks.await_announcement()
+        match Kind(kind):
+            case Kind.WORK:
+                work = commands.decode_work(ranks.receive(sizes[ranks.rank]))
+                assert isinstance(work, commands.Step | commands.SaveState | commands.LoadState | commands.Manage)
+                runner.execute(work)
+            case Kind.PASS:
+                report = runner.forward_backward(rows.decode_pass(ranks.receive_part(sizes)))
+                ranks.gather(rows.encode(report))
+            case Kind.HEALTH:
+                ranks.numbers(ranks.rank)
+            case Kind.SHUTDOWN:
+                ranks.numbers(ranks.rank)
+                return
+            case unknown:
+                assert_never(unknown)

@@ -1,0 +1,217 @@
+"""The running batch of a rank: sequences come in when there is room, go on together token by token, and leave alone.
+
+A step is at most one pass over the prompts of those who come in and one over a single token of everybody. What belongs
+to the rows of the second is made when somebody comes or goes, not with every token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+
+from strata.train.core.sampling import SampledSequence, TopLogprobs
+from strata.train.runner.lora import Span
+from strata.train.runner.sampling.attention import Prompt, PromptPlan, ShelfRows, StepPlan
+from strata.train.runner.sampling.cache import Cache, Shelf
+from strata.train.runner.sampling.choosing import Chosen, Transform, choose
+from strata.train.runner.sampling.prompts import about_prompt
+from strata.train.runner.sampling.sequences import Request, SequenceRun, top_of
+from strata.train.runner.sampling.twin import Twin
+
+
+@dataclass
+class Outcomes:
+    """What came of a quantum so far."""
+
+    sequences: list[tuple[str, int, SampledSequence]] = field(default_factory=list)
+    """By request, and which of its samples it is."""
+    prompts: list[tuple[str, bytes | None, TopLogprobs | None]] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+
+
+class Rows:
+    """The running sequences as rows of a step: those of one adapter side by side, so that it is applied but once."""
+
+    def __init__(self, running: Iterable[SequenceRun], vocabulary: int, device: torch.device) -> None:
+        adapters: dict[int, int] = {}
+        shelves: dict[Shelf, int] = {}
+        for run in running:
+            adapters.setdefault(id(run.request.adapter), len(adapters))
+            shelves.setdefault(run.shelf, len(shelves))
+        self.runs = sorted(running, key=lambda run: (adapters[id(run.request.adapter)], shelves[run.shelf], run.place))
+        self.spans = spans_of((run.request, 1) for run in self.runs)
+        self.transform = Transform([run.request.sample.params for run in self.runs], vocabulary, device)
+        self.tokens = torch.tensor([run.tokens[-1] for run in self.runs], device=device)
+        self.positions = torch.tensor([run.length for run in self.runs], device=device)
+        self.plan = StepPlan([self._on(shelf, device) for shelf in shelves])
+
+    def _on(self, shelf: Shelf, device: torch.device) -> ShelfRows:
+        own = sorted((run.place, row) for row, run in enumerate(self.runs) if run.shelf is shelf)
+        rows = [row for _, row in own]
+        return ShelfRows(shelf, rows, [self.runs[row].length for row in rows], device)
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+        self.positions += 1
+        self.plan.advance()
+
+
+class Batch:
+    """Of all sequences with the same base weights. `key` is the name of those."""
+
+    def __init__(self, key: str, cache: Cache, twin: Twin, prompt_tokens: int) -> None:
+        self.key = key
+        self.running: list[SequenceRun] = []
+        self.waiting: deque[tuple[Request, int]] = deque()
+        self._cache = cache
+        self._twin = twin
+        self._prompt_tokens = prompt_tokens
+        self._on: dict[Shelf, list[SequenceRun]] = {}
+        self._rows: Rows | None = None
+
+    def requests(self) -> Iterator[Request]:
+        yield from (run.request for run in self.running)
+        yield from (request for request, _ in self.waiting)
+
+    def add(self, request: Request, indices: Iterable[int]) -> None:
+        self.waiting.extend((request, index) for index in indices)
+
+    def drop(self, request_ids: set[str]) -> None:
+        """Forget all sequences of these requests; their places are free."""
+        self.waiting = deque(one for one in self.waiting if one[0].request_id not in request_ids)
+        for run in [run for run in self.running if run.request.request_id in request_ids]:
+            self._remove(run)
+
+    def step(self, outcomes: Outcomes) -> None:
+        admitted = self._admit()
+        if admitted:
+            self._begin(admitted, outcomes)
+        if self.running:
+            self._go_on(outcomes)
+
+    def _admit(self) -> list[tuple[Request, list[SequenceRun]]]:
+        """In the order they came, as long as there is room; samples of one request share the pass over its prompt."""
+        groups: list[tuple[Request, list[SequenceRun]]] = []
+        tokens = 0
+        while self.waiting:
+            request, index = self.waiting[0]
+            new = not groups or groups[-1][0] is not request
+            full = new and groups and tokens + len(request.prompt) > self._prompt_tokens
+            if full or not self._cache.fits(request.place_length):
+                break
+            self.waiting.popleft()
+            if new:
+                groups.append((request, []))
+                tokens += len(request.prompt)
+            shelf, place = self._cache.take(self.key, request.place_length)
+            run = SequenceRun(request, index, shelf, place, length=len(request.prompt))
+            groups[-1][1].append(run)
+            self.running.append(run)
+            self._on.setdefault(shelf, []).append(run)
+            self._rows = None
+        return groups
+
+    def _begin(self, groups: list[tuple[Request, list[SequenceRun]]], outcomes: Outcomes) -> None:
+        """Compute the prompts, and the first token of each sample."""
+        groups.sort(key=lambda group: id(group[0].adapter))
+        requests = [request for request, _ in groups]
+        lengths = [len(request.prompt) for request in requests]
+        device = requests[0].prompt.device
+        plan = PromptPlan(
+            [Prompt(len(request.prompt), [(run.shelf, run.place) for run in runs]) for request, runs in groups]
+        )
+        hidden = self._twin.hidden(
+            torch.cat([request.prompt for request in requests]),
+            torch.cat([torch.arange(length, device=device) for length in lengths]),
+            spans_of(zip(requests, lengths, strict=True)),
+            plan,
+        )
+        for request, own in zip(requests, torch.split(hidden, lengths), strict=True):
+            if request.wants_prompt:
+                outcomes.prompts.append((request.request_id, *about_prompt(self._twin, request, own)))
+        last = hidden[torch.tensor(lengths, device=device).cumsum(0) - 1]
+        logits = self._twin.logits(last, spans_of((request, 1) for request in requests))
+        counts = torch.tensor([len(runs) for _, runs in groups], device=device)
+        runs = [run for _, own in groups for run in own]
+        transform = Transform([run.request.sample.params for run in runs], self._twin.vocabulary, device)
+        chosen = choose(logits.repeat_interleave(counts, 0), transform, _uniform(runs, transform, device))
+        outcomes.prompt_tokens += sum(lengths)
+        self._accept(runs, chosen, outcomes)
+
+    def _go_on(self, outcomes: Outcomes) -> None:
+        """One token more for everybody."""
+        if self._rows is None:
+            self._rows = Rows(self.running, self._twin.vocabulary, self.running[0].request.prompt.device)
+        rows = self._rows
+        hidden = self._twin.hidden(rows.tokens, rows.positions, rows.spans, rows.plan)
+        logits = self._twin.logits(hidden, rows.spans)
+        chosen = choose(logits, rows.transform, _uniform(rows.runs, rows.transform, rows.tokens.device))
+        for run in rows.runs:
+            run.length += 1
+        rows.advance(chosen.tokens)
+        self._accept(rows.runs, chosen, outcomes)
+
+    def _accept(self, runs: Sequence[SequenceRun], chosen: Chosen, outcomes: Outcomes) -> None:
+        self._note_top(runs, chosen)
+        outcomes.sampled_tokens += len(runs)
+        over: list[SequenceRun] = []
+        bad: set[str] = set()
+        for run, token, logprob in zip(runs, chosen.tokens.tolist(), chosen.logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                bad.add(run.request.request_id)
+                continue
+            reason = run.accept(token, logprob)
+            if reason is not None:
+                over.append(run)
+                outcomes.sequences.append((run.request.request_id, run.index, run.result(reason)))
+        for run in over:
+            self._remove(run)
+        if bad:
+            outcomes.failed += [(request_id, "the model's logits are not finite numbers") for request_id in bad]
+            self.drop(bad)
+
+    @staticmethod
+    def _note_top(runs: Sequence[SequenceRun], chosen: Chosen) -> None:
+        rows = [row for row, run in enumerate(runs) if run.request.sample.topk_sample_logprobs]
+        if not rows:
+            return
+        most = max(runs[row].request.sample.topk_sample_logprobs for row in rows)
+        tokens, values = top_of(chosen.distribution[rows], most)
+        for place, row in enumerate(rows):
+            k = runs[row].request.sample.topk_sample_logprobs
+            runs[row].tops.append((tokens[place, :k], values[place, :k]))
+
+    def _remove(self, run: SequenceRun) -> None:
+        neighbours = self._on[run.shelf]
+        last = neighbours.pop()
+        self._cache.release(run.shelf, run.place, run.length, last.length)
+        if last is not run:
+            last.place = run.place
+            neighbours[run.place] = last
+        if not neighbours:
+            del self._on[run.shelf]
+        self.running.remove(run)
+        self._rows = None
+
+
+def spans_of(parts: Iterable[tuple[Request, int]]) -> list[Span]:
+    """Neighbours with the same adapter are one span."""
+    found = []
+    for _, group in groupby(parts, key=lambda part: id(part[0].adapter)):
+        own = list(group)
+        found.append(Span(own[0][0].adapter, sum(length for _, length in own)))
+    return found
+
+
+def _uniform(runs: Sequence[SequenceRun], transform: Transform, device: torch.device) -> torch.Tensor | None:
+    if not transform.draws:
+        return None
+    drawn = [0.0 if run.chance is None else run.chance.next() for run in runs]
+    return torch.tensor(drawn, dtype=torch.float64, device=device)

@@ -1,0 +1,53 @@
+"""What a rank needs to know of the server's settings, in one value that can be made without a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from strata.train.settings import ServerSettings
+
+LOGITS_BYTES: Final = 256 << 20
+"""Logits beyond this are computed in pieces, and once more on the way back."""
+
+
+class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    """A local folder in Hugging Face's form, or the id of a model in the local cache."""
+    name: str = ""
+    """What clients call it."""
+    training: Literal["lora", "full"] = "lora"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the arithmetic. What is trained is kept in float32."""
+    backend: Literal["gloo", "nccl", "auto"] = "auto"
+    slots: int = 8
+    max_lora_rank: int = 64
+    max_tokens_per_row: int = 4096
+    activation_checkpointing: bool = False
+    logits_bytes: int = LOGITS_BYTES
+    sleep_folder: Path
+    """Where a rank without a device puts its weights while it sleeps."""
+    collective_timeout_s: float = 1800.0
+
+    @property
+    def full(self) -> bool:
+        return self.training == "full"
+
+
+def runner_settings(settings: ServerSettings) -> RunnerSettings:
+    model = settings.model
+    return RunnerSettings(
+        model=model.path,
+        name=model.base_model,
+        training=model.training,
+        dtype=model.dtype,
+        backend=settings.ranks.backend,
+        slots=1 if model.training == "full" else model.slots,
+        max_lora_rank=model.max_lora_rank,
+        max_tokens_per_row=model.max_tokens_per_row,
+        activation_checkpointing=model.activation_checkpointing,
+        sleep_folder=settings.data / "asleep",
+        collective_timeout_s=settings.ranks.collective_timeout_s,
+    )

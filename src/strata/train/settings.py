@@ -1,0 +1,208 @@
+"""Settings of the training server, one file for all its processes: sections `server`, `model`, `ranks`, `limits`.
+
+Launcher, orchestrator, API server and ranks read the same file, so that no setting has to be handed from one to the
+other. What they say to each other and where their files lie is derived here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.base.settings import Secret, load
+
+REQUESTS_PORT: Final = 6000
+OUTPUTS_PORT: Final = 6001
+RANK0_PORT: Final = 5556
+LONGEST_SOCKET: Final = 100
+"""Characters of a path that a Unix socket can have on every system, with a little room."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "default"
+    """Of the run: its journal is the stream `train/<name>`."""
+    host: str = "127.0.0.1"
+    port: Port = 5555
+    """HTTP; 0 takes a free one."""
+    data: Path = Path("strata-train")
+    """The folder for everything that is no setting: journal, payloads, checkpoints, sockets, keys."""
+    database: str = ""
+    """Of the journal: `sqlite:PATH` or `postgresql://…`; `journal.db` in the data folder unless set."""
+    identity_database: str = ""
+    """Of API keys; `keys.db` in the data folder unless set. A hub's database makes its keys good here too."""
+    operator_token: Secret | None = None
+    """None: the one in `operator.token` of the data folder, which is made at the first start."""
+    transport: Literal["ipc", "tcp"] = "ipc"
+    """Between the processes: sockets in a folder of the owner alone, or TCP with CURVE encryption and keys."""
+    sockets: Path | None = None
+    """The folder of the sockets; `run` in the data folder unless set. Their paths must be short."""
+    link_host: str = "127.0.0.1"
+    """Where the API server's side of the link to the orchestrator listens when the transport is TCP."""
+    requests_port: Port = REQUESTS_PORT
+    outputs_port: Port = OUTPUTS_PORT
+    keys: Path | None = None
+    """The file with the keys of the links; `link.keys` in the data folder unless set. Of the owner alone."""
+    max_body_bytes: Count = 256 << 20
+    poll_s: Positive = 30.0
+    """How long a request for a result waits for it."""
+    lease_s: Positive = 3.0
+    """An orchestrator on another machine may take over this long after the last one was heard from."""
+    snapshot_every: Count = 10_000
+    """Facts between two snapshots of the orchestrator's state."""
+    log_format: Literal["json", "console"] | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    """A local folder in Hugging Face's form, or the id of a model in the local cache."""
+    name: str = ""
+    """What clients call it; the last part of the path unless set."""
+    training: Literal["lora", "full"] = "lora"
+    """Adapters of many models over one frozen base, or one model that owns the base."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    slots: Count = 8
+    """Models with adapters at a time."""
+    max_lora_rank: Count = 64
+    max_tokens_per_row: Count = 4096
+    """Datums are packed into sequences of so many tokens; a longer one gets a sequence of its own."""
+    activation_checkpointing: bool = False
+    initial_checkpoint: bool = True
+    """Save every new model as `000000` before anything is trained."""
+
+    @property
+    def base_model(self) -> str:
+        return self.name or self.path.rstrip("/").rpartition("/")[2]
+
+
+class Ranks(msgspec.Struct, frozen=True, kw_only=True):
+    nproc: Count = 1
+    """Ranks on this machine; the launcher starts them in mode `auto`."""
+    backend: Literal["gloo", "nccl", "auto"] = "auto"
+    mode: Literal["auto", "connect"] = "auto"
+    """Start the ranks, or attach to ranks that somebody else starts."""
+    rank0: str = ""
+    """Where rank 0 listens: `ipc://…`, `tcp://HOST:PORT`, or `file:PATH` of a file it writes its address into.
+    Unless set it follows from the transport."""
+    threads: Count = 1
+    """Threads of each rank for arithmetic (OMP_NUM_THREADS)."""
+    start_timeout_s: Positive = 600.0
+    """How long the ranks may take to load the model."""
+    collective_timeout_s: Positive = 1800.0
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    max_running_requests: Count = 2
+    """Dispatches at the ranks: one computes, the others wait there, so that the ranks never wait for the link."""
+    max_pending_requests: Count = 100
+    """Operations that were accepted and not dispatched, of all tenants."""
+    max_pending_per_tenant: Count | None = None
+    operation_timeout_s: Positive = 1800.0
+    """A dispatch that takes longer means that the ranks are stuck: they are started again, and it fails."""
+    result_ttl_s: Positive = 86_400.0
+    """How long a result can be asked for after it was there."""
+    max_kept_results: Count = 200_000
+    """Beyond this the oldest results go before their time."""
+    pack_tenants: bool = True
+    """Let operations of different models share a pass. In the last bits their results then depend on who came when."""
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    server: Server
+    model: ModelSettings
+    ranks: Ranks
+    limits: Limits
+
+    @property
+    def stream(self) -> str:
+        return f"train/{self.server.name}"
+
+    @property
+    def data(self) -> Path:
+        return self.server.data.expanduser().absolute()
+
+    @property
+    def database(self) -> str:
+        return self.server.database or f"sqlite:{self.data / 'journal.db'}"
+
+    @property
+    def identity_database(self) -> str:
+        return self.server.identity_database or f"sqlite:{self.data / 'keys.db'}"
+
+    @property
+    def payloads(self) -> Path:
+        return self.data / "payloads"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.data / "checkpoints"
+
+    @property
+    def sockets(self) -> Path:
+        return self.server.sockets.expanduser().absolute() if self.server.sockets else self.data / "run"
+
+    @property
+    def keys(self) -> Path:
+        return self.server.keys.expanduser().absolute() if self.server.keys else self.data / "link.keys"
+
+    @property
+    def requests(self) -> str:
+        """Where the API server's ROUTER listens."""
+        return self._endpoint("requests", self.server.link_host, self.server.requests_port)
+
+    @property
+    def outputs(self) -> str:
+        """Where the API server's PULL listens."""
+        return self._endpoint("outputs", self.server.link_host, self.server.outputs_port)
+
+    @property
+    def rank0(self) -> str:
+        """Where rank 0's PAIR listens, or `file:PATH` of the file that says so."""
+        return self.ranks.rank0 or self._endpoint("rank0", "127.0.0.1", RANK0_PORT)
+
+    def _endpoint(self, name: str, host: str, port: int) -> str:
+        if self.server.transport == "tcp":
+            return f"tcp://{host}:{port}"
+        path = self.sockets / name
+        if len(str(path)) > LONGEST_SOCKET:
+            raise StrataError(
+                Code.INVALID,
+                f"{path} is too long for a Unix socket",
+                hint="set server.sockets to a folder with a short path",
+            )
+        return f"ipc://{path}"
+
+
+def load_settings(
+    file: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> ServerSettings:
+    """All four sections; problems of all of them are told at once. Flags are named as in `server.port`."""
+    problems: list[str] = []
+
+    def section(kind: type[Kind], name: str) -> Kind | None:
+        own = {
+            key.removeprefix(f"{name}."): value for key, value in (flags or {}).items() if key.startswith(f"{name}.")
+        }
+        try:
+            return load(kind, section=name, file=file, environ=environ, flags=own)
+        except StrataError as error:
+            problems.extend(error.detail.get("problems", (str(error),)))
+            return None
+
+    server = section(Server, "server")
+    model = section(ModelSettings, "model")
+    ranks = section(Ranks, "ranks")
+    limits = section(Limits, "limits")
+    if server is None or model is None or ranks is None or limits is None:
+        found = tuple(dict.fromkeys(problems))
+        raise StrataError(Code.INVALID, "\n".join(found), problems=found)
+    return ServerSettings(server=server, model=model, ranks=ranks, limits=limits)

@@ -1,0 +1,114 @@
+"""What all sockets of the links have in common: limits, who may reach them, and what is not a message."""
+
+from __future__ import annotations
+
+import asyncio
+import socket as sockets
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import zmq
+
+from strata.base import log
+from strata.base.errors import Code, StrataError
+from strata.train.link_keys import LinkKeys, read_keys
+from strata.train.settings import ServerSettings
+
+QUEUED: Final = 1_000
+"""Messages that may wait in one direction of a link."""
+MAX_QUESTION_BYTES: Final = 16 << 20
+
+_log = log.get(__name__)
+Message = TypeVar("Message")
+AnySocket = zmq.Socket[Any]
+
+
+def keys_of(settings: ServerSettings) -> LinkKeys | None:
+    """None where the sockets lie in a folder of the owner alone and need none."""
+    over_tcp = settings.server.transport == "tcp" or settings.rank0.startswith(("tcp:", "file:"))
+    return read_keys(settings.keys) if over_tcp else None
+
+
+def publish_address(file: Path, endpoint: str) -> None:
+    """Whole or not at all: a reader never sees half an address."""
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    beside = file.with_name(f".{file.name}.new")
+    beside.write_text(endpoint + "\n", encoding="utf-8")
+    beside.replace(file)
+
+
+def read_address(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def at_once(sent: Awaitable[Any]) -> None:
+    """Raise what the sending raised. With NOBLOCK, what pyzmq returns is a future that is done."""
+    assert isinstance(sent, asyncio.Future)
+    sent.result()
+
+
+def present(keys: LinkKeys | None, socket: AnySocket, endpoint: str) -> None:
+    if keys is not None and endpoint.startswith("tcp:"):
+        keys.present(socket)
+
+
+def bounded(socket: AnySocket, max_bytes: int = MAX_QUESTION_BYTES) -> None:
+    """The limits of a socket, on what waits in it and on the size of a message."""
+    socket.set_hwm(QUEUED)
+    socket.maxmsgsize = max_bytes
+    socket.linger = 0
+    socket.reconnect_ivl = 50
+    socket.reconnect_ivl_max = 500
+    # A machine that vanished without a word is noticed too.
+    socket.heartbeat_ivl = 5_000
+    socket.heartbeat_timeout = 20_000
+
+
+def listen(socket: AnySocket, endpoint: str, keys: LinkKeys | None) -> str:
+    if endpoint.startswith("ipc://"):
+        folder = Path(endpoint.removeprefix("ipc://")).parent
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _refuse_unless_private(folder)
+    elif keys is None:
+        raise StrataError(Code.INTERNAL, f"{endpoint} would be open to everybody")
+    else:
+        keys.guard(socket)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise StrataError(Code.UNAVAILABLE, f"cannot listen on {endpoint}: {error}") from error
+    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+
+def _refuse_unless_private(folder: Path) -> None:
+    mode = folder.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise StrataError(
+            Code.INVALID,
+            f"others could reach the sockets in {folder} (mode {mode:04o})",
+            hint=f"chmod 700 {folder}",
+        )
+
+
+def own_address() -> str:
+    """The address of this machine that others on its network reach it by; loopback if there is none."""
+    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing: it only looks up the route.
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def decoded(decode: Callable[[bytes], Message], data: bytes) -> Message | None:
+    try:
+        return decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        _log.warning("dropped bytes that are no message", bytes=len(data), reason=str(error))
+        return None

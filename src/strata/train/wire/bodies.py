@@ -1,0 +1,258 @@
+"""Bodies of requests that are small JSON, as the clients of the training protocol write them.
+
+What orders a computation refuses fields it does not know: a parameter that a newer client sends and this server would
+overlook must not pass for applied. What only introduces or describes somebody overlooks them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import ops
+from strata.train.wire.arrays import MAX_NAME
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+Seq = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+Kind = Literal["weights", "sampler_weights"]
+
+INITIAL: Final = "000000"
+"""The checkpoint of a model before any training: the server's own, not to be replaced or deleted."""
+_CHECKPOINT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields it does not know are overlooked."""
+
+
+class Ordered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields it does not know are refused."""
+
+    type: Text = ""
+
+
+class ClientConfig(Told, frozen=True, kw_only=True):
+    sdk_version: Text = ""
+
+
+class CreateSession(Told, frozen=True, kw_only=True):
+    tags: Annotated[tuple[Text, ...], msgspec.Meta(max_length=100)] = ()
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: Text = ""
+    project_id: Text | None = None
+    display_name: Text | None = None
+
+
+class Session(Told, frozen=True, kw_only=True):
+    session_id: Name
+
+
+class Reason(Told, frozen=True, kw_only=True):
+    type: Text = "success"
+
+
+class FinishSession(Told, frozen=True, kw_only=True):
+    reason: Reason = Reason()
+    detail: Text | None = None
+
+
+class Model(Told, frozen=True, kw_only=True):
+    model_id: Name
+
+
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rank: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    alpha: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 32.0
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def own(self) -> ops.LoraConfig:
+        return ops.LoraConfig(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+
+class OptimizerConfig(Told, frozen=True, kw_only=True):
+    type: Text = "adamw"
+
+
+class CreateModel(Ordered, frozen=True, kw_only=True):
+    session_id: Name
+    model_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    base_model: Name
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    schedule: ops.Schedule | None = None
+    """A factor on every step's learning rate, for clients that do not compute their own."""
+
+    def operation(self) -> ops.CreateModel:
+        if self.optimizer_config.type != "adamw":
+            raise StrataError(
+                Code.INVALID, f"optimizer_config.type: this server steps with adamw, not {self.optimizer_config.type!r}"
+            )
+        return ops.CreateModel(
+            model_id=f"{self.session_id}:train:{self.model_seq_id}",
+            base_model=self.base_model,
+            lora=None if self.lora_config is None else self.lora_config.own(),
+            schedule=self.schedule,
+            user_metadata=words(self.user_metadata),
+        )
+
+
+class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    learning_rate: Amount = 1e-4
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: Amount = 1e-12
+    weight_decay: Amount = 0.0
+    grad_clip_norm: Amount = 0.0
+    type: Literal["adamw"] = "adamw"
+
+    def own(self) -> ops.AdamParams:
+        return ops.AdamParams(
+            learning_rate=self.learning_rate,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            grad_clip_norm=self.grad_clip_norm,
+        )
+
+
+class OptimStep(Ordered, frozen=True, kw_only=True):
+    model_id: Name
+    seq_id: Seq
+    adam_params: AdamParams = AdamParams()
+
+    def operation(self) -> ops.OptimStep:
+        return ops.OptimStep(self.model_id, self.seq_id, self.adam_params.own())
+
+
+class AbortGradients(Ordered, frozen=True, kw_only=True):
+    model_id: Name
+    seq_id: Seq
+
+    def operation(self) -> ops.AbortGradients:
+        return ops.AbortGradients(self.model_id, self.seq_id)
+
+
+class SaveWeights(Ordered, frozen=True, kw_only=True):
+    model_id: Name
+    seq_id: Seq
+    path: Name | None = None
+    """A name, not a path: where the files lie is the server's matter."""
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+    def operation(self) -> ops.SaveWeights:
+        name = checkpoint_name(self.path if self.path is not None else f"step-{self.seq_id}")
+        if name == INITIAL:
+            raise StrataError(Code.INVALID, f"path: {INITIAL} is the checkpoint from before all training")
+        return ops.SaveWeights(
+            model_id=self.model_id,
+            seq_id=self.seq_id,
+            kind="weights",
+            name=name,
+            overwrite=self.overwrite,
+            ttl_s=self.ttl_seconds,
+            user_metadata=words(self.user_metadata),
+        )
+
+
+class LoadWeights(Ordered, frozen=True, kw_only=True):
+    path: Name
+    model_id: Name
+    seq_id: Seq
+    optimizer: bool = False
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+    def operation(self) -> ops.LoadWeights:
+        run_id, kind, name = tinker_path(self.path)
+        return ops.LoadWeights(self.model_id, self.seq_id, run_id, kind, name, self.optimizer)
+
+
+class UnloadModel(Ordered, frozen=True, kw_only=True):
+    model_id: Name
+
+    def operation(self) -> ops.UnloadModel:
+        return ops.UnloadModel(self.model_id)
+
+
+class TinkerPath(Told, frozen=True, kw_only=True):
+    tinker_path: Name
+
+
+class Checkpoint(Told, frozen=True, kw_only=True):
+    model_id: Name
+    checkpoint_id: Name
+
+
+class RetrieveFuture(Told, frozen=True, kw_only=True):
+    request_id: Name
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
+    """Shorter than the server would wait."""
+
+
+class Future(Told, frozen=True, kw_only=True):
+    request_id: Name
+
+
+class Page(Told, frozen=True, kw_only=True):
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
+    offset: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class SessionQuery(Told, frozen=True, kw_only=True):
+    session_id: Name | None = None
+
+
+class KeyRequest(Ordered, frozen=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+    role: Literal["viewer", "researcher", "operator", "admin"]
+    valid_s: Annotated[float, msgspec.Meta(gt=0, le=3650 * 86_400)] | None = None
+
+
+def checkpoint_name(text: str) -> str:
+    if not _CHECKPOINT.fullmatch(text):
+        raise StrataError(
+            Code.INVALID,
+            f"path: {text[:80]!r} cannot be the name of a checkpoint",
+            hint="up to 128 letters, digits, dots, dashes and underscores",
+        )
+    return text
+
+
+def checkpoint_id(text: str) -> tuple[Kind, str]:
+    """`weights/NAME`, `sampler_weights/NAME`, or the bare name of the first kind."""
+    kind, separator, name = text.rpartition("/")
+    if not separator:
+        return "weights", checkpoint_name(name)
+    if kind in ("weights", "sampler_weights"):
+        return kind, checkpoint_name(name)  # type: ignore[return-value]
+    raise StrataError(Code.NOT_FOUND, f"there is no checkpoint {text[:200]!r}")
+
+
+def tinker_path(text: str) -> tuple[str, Kind, str]:
+    """`tinker://RUN/weights/NAME`: which model, what kind of weights, their name."""
+    parts = text.removeprefix("tinker://").split("/")
+    if not text.startswith("tinker://") or len(parts) != 3 or not parts[0]:
+        raise StrataError(Code.INVALID, f"path: {text[:200]!r} is not of the form tinker://RUN/weights/NAME")
+    kind, name = checkpoint_id(f"{parts[1]}/{parts[2]}")
+    return parts[0], kind, name
+
+
+def words(metadata: Mapping[str, Any] | None) -> Mapping[str, str]:
+    """Metadata of the client, as text: what is none is written as JSON."""
+    return {
+        name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for name, value in (metadata or {}).items()
+    }

@@ -1,0 +1,176 @@
+"""Passes and results as JSON: what `tinker` clients before 0.25 send and read, and every other operation's result."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import ops
+from strata.train.core.ops import DType
+from strata.train.wire.arrays import MAX_DATUMS, NUMPY, numbers, refuse, widened
+from strata.train.wire.request import PassRequest, Place, checked
+from strata.train.wire.tinker import OUTPUT_TYPE
+
+T = TypeVar("T")
+_DTYPES: Final = {"float32": DType.F32, "int64": DType.I64}
+
+
+class _Head(msgspec.Struct):
+    model_id: str
+    seq_id: int | None = None
+
+
+class _Input(msgspec.Struct):
+    data: list[msgspec.Raw]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str] | None = None
+
+
+class _Body(msgspec.Struct):
+    forward_backward_input: _Input | None = None
+    forward_input: _Input | None = None
+
+
+class _Chunk(msgspec.Struct):
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class _ModelInput(msgspec.Struct):
+    chunks: list[_Chunk]
+
+
+class _Datum(msgspec.Struct):
+    model_input: _ModelInput
+    loss_fn_inputs: dict[str, msgspec.Raw] = {}
+
+
+class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+    data: list[int | float]
+    dtype: Literal["float32", "int64"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+_heads: Final = msgspec.json.Decoder(_Head)
+_bodies: Final = msgspec.json.Decoder(_Body)
+_datums: Final = msgspec.json.Decoder(_Datum)
+_tensors: Final = msgspec.json.Decoder(_Tensor)
+
+
+def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.Unreadable:
+    """INVALID is raised only where not even the place of the operation can be read."""
+    head = _decoded(_heads, body, "")
+    place = Place.of(head.model_id, head.seq_id)
+    try:
+        found = _decoded(_bodies, body, "")
+        given = found.forward_input if forward_only else found.forward_backward_input
+        if given is None:
+            raise refuse("forward_input" if forward_only else "forward_backward_input", "is missing")
+        if len(given.data) > MAX_DATUMS:
+            raise refuse("data", f"has {len(given.data)} datums; one operation takes at most {MAX_DATUMS}")
+        datums = [_datum(f"data[{index}]", raw) for index, raw in enumerate(given.data)]
+        return checked(place, given.loss_fn, given.loss_fn_config or {}, datums, forward_only=forward_only)
+    except StrataError as error:
+        return place.unreadable(error)
+
+
+def _datum(path: str, raw: msgspec.Raw) -> ops.Datum:
+    datum = _decoded(_datums, raw, path)
+    tokens: list[int] = []
+    for index, chunk in enumerate(datum.model_input.chunks):
+        if chunk.type != "encoded_text":
+            where = f"{path}.model_input.chunks[{index}]"
+            raise refuse(where, f"this server trains on tokens, not on {chunk.type[:80]}")
+        tokens += chunk.tokens
+    inputs = {name: _tensor(f"{path}.loss_fn_inputs.{name}", each) for name, each in datum.loss_fn_inputs.items()}
+    return ops.Datum(tokens=_packed(f"{path}.model_input", tokens, DType.I32), inputs=inputs)
+
+
+def _tensor(path: str, raw: msgspec.Raw) -> ops.Tensor:
+    tensor = _decoded(_tensors, raw, path)
+    dtype = _DTYPES[tensor.dtype]
+    data = _packed(path, tensor.data, dtype)
+    if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
+        if tensor.sparse_crow_indices is not None or tensor.sparse_col_indices is not None:
+            raise refuse(path, "sparse_crow_indices and sparse_col_indices go together")
+        return ops.Dense(dtype, tuple(tensor.shape) if tensor.shape else (len(tensor.data),), data)
+    if tensor.shape is None or len(tensor.shape) != 2:
+        raise refuse(path, f"a sparse array is a matrix; its shape is {tensor.shape}")
+    crow = _packed(f"{path}.sparse_crow_indices", tensor.sparse_crow_indices, DType.I64)
+    col = _packed(f"{path}.sparse_col_indices", tensor.sparse_col_indices, DType.I64)
+    return ops.Sparse(dtype, (tensor.shape[0], tensor.shape[1]), data, crow, col)
+
+
+def _packed(path: str, values: Sequence[float], dtype: DType) -> bytes:
+    """The numbers as bytes. A fraction, or a number that the type cannot hold, is refused and not bent to fit."""
+    found = np.asarray(values) if values else np.empty(0)
+    if dtype is DType.F32:
+        with np.errstate(over="ignore"):
+            return found.astype(NUMPY[dtype]).tobytes()
+    wide = found.astype(np.int64) if found.dtype.kind in "if" and np.abs(found).max(initial=0) < 2**63 else None
+    if wide is None or (wide != found).any():
+        raise refuse(path, f"takes integers of {8 * dtype.itemsize} bits")
+    packed = wide.astype(NUMPY[dtype])
+    if (packed != wide).any():
+        raise refuse(path, f"takes integers of {8 * dtype.itemsize} bits")
+    return packed.tobytes()
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, path: str) -> T:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        reason, _, inside = str(error).partition(" - at `$")
+        where = path + inside.rstrip("`")
+        raise refuse(where.lstrip("."), reason) if where else StrataError(Code.INVALID, reason) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StrataError(Code.INVALID, f"the body is not JSON: {error}") from None
+
+
+def write_output(result: ops.PassResult) -> bytes:
+    """A ForwardBackwardOutput."""
+    outputs, finite = [], all(map(math.isfinite, result.metrics.values()))
+    for each in result.outputs:
+        arrays = {
+            name: widened(numbers("", dense.data, dense.dtype), dense.dtype) for name, dense in each.fields.items()
+        }
+        finite = finite and all(bool(np.isfinite(array).all()) for array in arrays.values())
+        outputs.append({name: _array(array, each.fields[name].shape) for name, array in arrays.items()})
+    value = {"loss_fn_output_type": OUTPUT_TYPE, "loss_fn_outputs": outputs, "metrics": dict(result.metrics)}
+    # The fast writer has no word for what is not finite, and writes null without a complaint.
+    return msgspec.json.encode(value) if finite else write(value)
+
+
+def _array(values: npt.NDArray[Any], shape: Sequence[int]) -> Mapping[str, Any]:
+    dtype = "float32" if values.dtype.kind == "f" else "int64"
+    return {"data": values.tolist(), "dtype": dtype, "shape": list(shape)}
+
+
+def write_result(result: ops.Result) -> bytes:
+    """The result of every operation whose result is no pass."""
+    if isinstance(result, ops.PassDone):
+        raise StrataError(Code.INTERNAL, "the result of a pass is in its payload")
+    if isinstance(result, ops.Failed):
+        # Clients have no word for a cancelled operation but that the user wanted it so.
+        return write({"error": result.message, "category": "server" if result.category == "server" else "user"})
+    fields = msgspec.to_builtins(result)
+    if isinstance(result, ops.WeightsSaved) and "/sampler_weights/" in result.path:
+        fields["type"] = "save_weights_for_sampler"
+    return write(fields)
+
+
+def write(value: Any) -> bytes:
+    """JSON in which NaN and the infinities are spelled out, as the clients' own reader takes them.
+
+    JSON proper has no word for them. Every other way is worse: `null` is refused by the clients, and 0 is a lie.
+    """
+    return json.dumps(value, separators=(",", ":"), allow_nan=True).encode()

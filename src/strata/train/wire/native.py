@@ -1,0 +1,27 @@
+"""Passes in our own form: msgpack of the very values that the core works with. What `strata.sdk` sends.
+
+Results come back as the bytes that the ranks made. Nothing is imported here that a client would not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from strata.train.core import ops
+
+MEDIA_TYPE: Final = "application/x-strata-msgpack"
+
+
+class PassBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model_id: str
+    seq_id: int
+    loss: str
+    config: Mapping[str, float | str] = {}
+    forward_only: bool = False
+    datums: Sequence[ops.Datum]
+
+
+encode: Final = msgspec.msgpack.Encoder().encode

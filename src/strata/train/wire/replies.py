@@ -1,0 +1,251 @@
+"""Replies that are small JSON. `None` is left out where the clients take an absent field for it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from strata.train.core import messages
+
+TYPE_OF = {"weights": "training", "sampler_weights": "sampler"}
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    code: str
+    message: str
+    hint: str | None = None
+    detail: dict[str, Any] = {}
+
+
+class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
+    error: Problem
+
+
+class Future(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    request_id: str
+    model_id: str = ""
+
+
+class TryAgain(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: str
+    queue_state: str
+    queue_state_reason: str
+    type: Literal["try_again"] = "try_again"
+
+
+class ClientConfig(msgspec.Struct, frozen=True, kw_only=True):
+    proto_compress_fwdbwd: bool
+    """Compress batches on the way: saves the network time and costs the client's."""
+    parallel_fwdbwd_chunks: bool = True
+    use_pyqwest_transport: bool = True
+    pjwt_auth_enabled: bool = False
+
+
+class DynamicConfig(msgspec.Struct, frozen=True, kw_only=True):
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = False
+
+
+class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
+    session_id: str
+    type: Literal["create_session"] = "create_session"
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class SupportedModel(msgspec.Struct, frozen=True, kw_only=True):
+    model_name: str
+    max_context_length: int
+    trainable: bool
+    sampleable: bool
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    supported_models: Sequence[SupportedModel]
+
+
+class ModelData(msgspec.Struct, frozen=True, kw_only=True):
+    arch: str
+    model_name: str
+    tokenizer_id: str
+
+
+class Info(msgspec.Struct, frozen=True, kw_only=True):
+    model_id: str
+    model_data: ModelData
+    is_lora: bool
+    lora_rank: int | None
+    model_name: str
+    next_seq: int
+    """The sequence number that the server expects next."""
+    type: Literal["get_info"] = "get_info"
+
+
+class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
+    base_model: str
+    is_lora: bool
+    lora_rank: int | None
+    train_unembed: bool | None
+    train_mlp: bool | None
+    train_attn: bool | None
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint_id: str
+    checkpoint_type: str
+    time: datetime.datetime
+    tinker_path: str
+    size_bytes: int
+    public: bool
+    user_metadata: Mapping[str, str]
+    expires_at: datetime.datetime | None
+
+
+class Cursor(msgspec.Struct, frozen=True, kw_only=True):
+    offset: int
+    limit: int
+    total_count: int
+
+
+class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoints: Sequence[Checkpoint]
+    cursor: Cursor | None = None
+
+
+class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    corrupted: bool
+    lora_rank: int | None
+    last_request_time: datetime.datetime
+    last_checkpoint: Checkpoint | None
+    last_sampler_checkpoint: Checkpoint | None
+    user_metadata: Mapping[str, str]
+
+
+class TrainingRuns(msgspec.Struct, frozen=True, kw_only=True):
+    training_runs: Sequence[TrainingRun]
+    cursor: Cursor
+
+
+class SessionList(msgspec.Struct, frozen=True, kw_only=True):
+    sessions: Sequence[str]
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    training_run_ids: Sequence[str]
+    sampler_ids: Sequence[str]
+    user_metadata: Mapping[str, str]
+
+
+class SessionState(msgspec.Struct, frozen=True, kw_only=True):
+    session_id: str
+    opened_at: datetime.datetime
+    finished: str | None
+    models: Sequence[str]
+
+
+class SessionStates(msgspec.Struct, frozen=True, kw_only=True):
+    sessions: Sequence[SessionState]
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    status: Literal["accepted"] = "accepted"
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True):
+    status: Literal["ok"] = "ok"
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    status: str
+    ranks: Sequence[int]
+    reason: str
+    pending: int
+    running: int
+    dispatched: int
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    name: str
+    role: str
+    made_at_s: float
+    expires_at_s: float | None
+    revoked_at_s: float | None
+
+
+class KeyReply(msgspec.Struct, frozen=True, kw_only=True):
+    key: Key
+    secret: str
+    """The text of the key; told only here."""
+
+
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
+    keys: Sequence[Key]
+
+
+def moment(at_s: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(at_s, datetime.UTC)
+
+
+def info(model: messages.ModelView) -> Info:
+    return Info(
+        model_id=model.model_id,
+        model_data=ModelData(arch=model.arch, model_name=model.base_model, tokenizer_id=model.tokenizer_id),
+        is_lora=model.lora is not None,
+        lora_rank=None if model.lora is None else model.lora.rank,
+        model_name=model.base_model,
+        next_seq=model.next_seq,
+    )
+
+
+def checkpoint(found: messages.CheckpointView) -> Checkpoint:
+    return Checkpoint(
+        checkpoint_id=f"{found.kind}/{found.name}",
+        checkpoint_type=TYPE_OF[found.kind],
+        time=moment(found.saved_at_s),
+        tinker_path=found.path,
+        size_bytes=found.size,
+        public=False,
+        user_metadata=found.user_metadata,
+        expires_at=None if found.expires_at_s is None else moment(found.expires_at_s),
+    )
+
+
+def weights_info(found: messages.CheckpointView) -> WeightsInfo:
+    lora = found.lora
+    return WeightsInfo(
+        base_model=found.base_model,
+        is_lora=lora is not None,
+        lora_rank=None if lora is None else lora.rank,
+        train_unembed=None if lora is None else lora.train_unembed,
+        train_mlp=None if lora is None else lora.train_mlp,
+        train_attn=None if lora is None else lora.train_attn,
+    )
+
+
+def training_run(model: messages.ModelView, saved: Sequence[messages.CheckpointView], owner: str) -> TrainingRun:
+    newest: dict[str, messages.CheckpointView] = {}
+    for each in sorted(saved, key=lambda found: found.saved_at_s):
+        if each.run_id == model.model_id:
+            newest[each.kind] = each
+    return TrainingRun(
+        training_run_id=model.model_id,
+        base_model=model.base_model,
+        model_owner=owner,
+        is_lora=model.lora is not None,
+        corrupted=False,
+        lora_rank=None if model.lora is None else model.lora.rank,
+        last_request_time=moment(model.last_request_at_s),
+        last_checkpoint=checkpoint(newest["weights"]) if "weights" in newest else None,
+        last_sampler_checkpoint=checkpoint(newest["sampler_weights"]) if "sampler_weights" in newest else None,
+        user_metadata=model.user_metadata,
+    )

@@ -1,0 +1,110 @@
+"""Passes and their results as protobuf: what `tinker` clients since 0.25 send and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Final
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import ops
+from strata.train.core.ops import DType
+from strata.train.wire.arrays import MAX_DATUMS, MAX_DIMENSIONS, refuse
+from strata.train.wire.pb import tinker_pb2 as pb
+from strata.train.wire.request import PassRequest, Place, checked
+
+MEDIA_TYPE: Final = "application/x-protobuf"
+OUTPUT_TYPE: Final = "ArrayRecord"
+_OWN: Final[Mapping[int, DType]] = {
+    pb.DTYPE_FLOAT32: DType.F32,
+    pb.DTYPE_INT64: DType.I64,
+    pb.DTYPE_INT32: DType.I32,
+    pb.DTYPE_BFLOAT16: DType.BF16,
+}
+_THEIRS: Final = {own: theirs for theirs, own in _OWN.items()}
+
+
+def read_pass(body: bytes) -> PassRequest | ops.Unreadable:
+    """INVALID is raised only where not even the place of the operation can be read."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise StrataError(Code.INVALID, f"the body is not a ForwardBackwardRequest: {error}") from None
+    place = Place.of(message.model_id, message.seq_id)
+    try:
+        if len(message.data) > MAX_DATUMS:
+            raise refuse("data", f"has {len(message.data)} datums; one operation takes at most {MAX_DATUMS}")
+        datums = [_datum(f"data[{index}]", datum) for index, datum in enumerate(message.data)]
+        return checked(place, message.loss_fn, _config(message), datums, forward_only=message.forward_only)
+    except StrataError as error:
+        return place.unreadable(error)
+
+
+def _config(message: pb.ForwardBackwardRequest) -> Mapping[str, float | str]:
+    if not message.loss_fn_config_v2:
+        return dict(message.loss_fn_config)
+    found: dict[str, float | str] = {}
+    for name, value in message.loss_fn_config_v2.items():
+        found[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    return found
+
+
+def _datum(path: str, datum: pb.Datum) -> ops.Datum:
+    pieces = []
+    for index, chunk in enumerate(datum.model_input):
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise refuse(f"{path}.model_input[{index}]", f"this server trains on tokens, not on {kind or 'nothing'}")
+        pieces.append(chunk.encoded_text.tokens)
+    inputs = {name: _tensor(f"{path}.loss_fn_inputs.{name}", each) for name, each in datum.loss_fn_inputs.items()}
+    return ops.Datum(tokens=pieces[0] if len(pieces) == 1 else b"".join(pieces), inputs=inputs)
+
+
+def _tensor(path: str, tensor: pb.Tensor) -> ops.Tensor:
+    dtype = _OWN.get(tensor.dtype)
+    if dtype is None:
+        raise refuse(path, f"{tensor.dtype} is not a type of numbers")
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise refuse(path, f"has {len(tensor.shape)} dimensions; at most {MAX_DIMENSIONS} are read")
+    shape = tuple(tensor.shape)
+    encoding = tensor.WhichOneof("encoding")
+    if encoding == "dense":
+        data = tensor.dense
+        return ops.Dense(dtype, shape or (len(data) // dtype.itemsize,), data)
+    if encoding is None:
+        raise refuse(path, "has no numbers")
+    if len(shape) != 2:
+        raise refuse(path, f"a sparse array is a matrix; its shape is {list(shape)}")
+    csr = tensor.sparse_csr
+    return ops.Sparse(dtype, (shape[0], shape[1]), csr.values, csr.crow_indices, csr.col_indices)
+
+
+def write_output(result: ops.PassResult) -> bytes:
+    """A ForwardBackwardOutput. Datums of one form in a row are one record: few copies, whatever their number."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=OUTPUT_TYPE)
+    for outputs in _alike(result.outputs):
+        record = message.loss_fn_outputs.add(type_tag=OUTPUT_TYPE, num_datums=len(outputs))
+        for name, first in outputs[0].fields.items():
+            parts = [output.fields[name].data for output in outputs]
+            offsets = np.cumsum([0, *map(len, parts)], dtype="<i8")
+            batched = record.fields[name]
+            batched.data = b"".join(parts)
+            batched.offsets = offsets.tobytes()
+            batched.dtype = _THEIRS[first.dtype]  # type: ignore[assignment]
+            batched.trailing_shape.extend(first.shape[1:])
+    for name, value in result.metrics.items():
+        message.metrics[name] = value
+    return message.SerializeToString()
+
+
+def _alike(outputs: Sequence[ops.DatumOutput]) -> Iterator[Sequence[ops.DatumOutput]]:
+    for _, found in groupby(outputs, key=_form):
+        yield list(found)
+
+
+def _form(output: ops.DatumOutput) -> Sequence[tuple[str, DType, tuple[int, ...]]]:
+    return [(name, array.dtype, array.shape[1:]) for name, array in sorted(output.fields.items())]

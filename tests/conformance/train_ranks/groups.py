@@ -1,0 +1,163 @@
+"""A group of ranks as a process, real or pretending, and somebody who speaks to its rank 0."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal, TypeVar
+
+import zmq.asyncio
+
+from strata.base.settings import own_environment
+from strata.train.core import commands, ops
+from strata.train.core.pack import pack
+from strata.train.launch import commands as launch
+from strata.train.link import Knock, RankConnection, knock
+from strata.train.settings import ServerSettings, load_settings
+
+RANKS: Final = 2
+RUN: Final = "train/conformance"
+PATIENCE_S: Final = 90.0
+Heard = TypeVar("Heard", bound=commands.FromRank)
+
+TINY: Final = """
+import sys
+from pathlib import Path
+from strata.train.runner.tiny import TinyModel, make
+make(Path(sys.argv[1]), TinyModel())
+"""
+
+
+class Group:
+    """One life of a group of ranks. Numbers and generations go on from test to test, as they do in a server."""
+
+    def __init__(self, kind: Literal["pretending", "real"], folder: Path) -> None:
+        self.folder = folder
+        self.generation = 0
+        self.number = 0
+        self.durable = 0
+        self.knocks = 0
+        self.file = folder / "server.toml"
+        model = folder / "tiny"
+        if kind == "real":
+            subprocess.run([sys.executable, "-c", TINY, str(model)], check=True, timeout=120)
+        self.file.write_text(
+            f'[server]\ndata = "{folder}/d"\nlog_level = "warning"\n[model]\npath = "{model}"\nmax_lora_rank = 8\n'
+            f'slots = 16\n[ranks]\nnproc = {RANKS}\nbackend = "gloo"\n',
+            encoding="utf-8",
+        )
+        self.settings: ServerSettings = load_settings(self.file, environ={})
+        pretending = (sys.executable, "-m", "strata.testing.fake_ranks", "--settings", str(self.file))
+        command = launch.ranks(self.settings, self.file, own_environment())
+        arguments = command.arguments if kind == "real" else pretending
+        self.process = subprocess.Popen(arguments, env=dict(command.environment))
+
+    async def ended(self) -> int:
+        return await asyncio.to_thread(self.process.wait, PATIENCE_S)
+
+
+class Speaker:
+    """Speaks to rank 0 as an orchestrator would, one connection after the other."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._context = zmq.asyncio.Context()
+        self._connection: RankConnection | None = None
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._context.destroy(linger=0)
+
+    async def say(self, message: commands.ToRank, kind: type[Heard]) -> Heard:
+        assert self._connection is not None
+        async with asyncio.timeout(PATIENCE_S):
+            await self._connection.send(message)
+            heard = await self._connection.receive()
+        assert isinstance(heard, kind), heard
+        return heard
+
+    async def attach(self, *, generation: int | None = None, run: str = RUN) -> commands.Attached | commands.Fenced:
+        """On a connection of its own, again until there is somebody to answer."""
+        if generation is None:
+            self.group.generation += 1
+            generation = self.group.generation
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                # A door only knows the order of knocks; generations are judged in the conversation.
+                self.group.knocks += 1
+                try:
+                    async with asyncio.timeout(2.0):
+                        opened = await knock(
+                            self._context, self.group.settings.rank0, None, Knock(1, self.group.knocks)
+                        )
+                except TimeoutError:
+                    continue
+                assert opened is not None
+                if self._connection is not None:
+                    self._connection.close()
+                self._connection = opened
+                return await self.say(commands.Attach(generation, run), commands.Attached | commands.Fenced)  # type: ignore[arg-type]
+
+    async def garbage(self, data: bytes) -> None:
+        assert self._connection is not None
+        await self._connection._socket.send(data)
+
+    def command(self, work: commands.Work, number: int | None = None) -> commands.Command:
+        if number is None:
+            self.group.number += 1
+            number = self.group.number
+        return commands.Command(self.group.generation, number, work, self.group.durable)
+
+    async def do(self, work: commands.Work) -> commands.Reply:
+        return await self.say(self.command(work), commands.Reply)
+
+    async def one(self, work: commands.Work) -> ops.Result:
+        (result,) = (await self.do(work)).results
+        return result
+
+    # Work
+
+    async def create(self, model_id: str) -> str:
+        lora = ops.LoraConfig(rank=4, alpha=8.0, seed=7)
+        created = await self.one(commands.Manage(ops.CreateModel(model_id, self.group.settings.model.base_model, lora)))
+        assert created == ops.ModelCreated(model_id)
+        return model_id
+
+    def passes(
+        self, items: Sequence[tuple[str, Sequence[Sequence[int]]]], *, forward_only: bool = False
+    ) -> commands.Pass:
+        made = [
+            commands.PassItem(f"{model}:{place}", model, ops.LossName.CROSS_ENTROPY, {}, encoded(tokens))
+            for place, (model, tokens) in enumerate(items)
+        ]
+        lengths = [[len(each) for each in tokens] for _, tokens in items]
+        rows = pack(lengths, ranks=RANKS, max_tokens_per_row=16, max_context=64).rows
+        return commands.Pass(forward_only, made, rows)
+
+    async def train(self, model: str, tokens: Sequence[Sequence[int]], *, forward_only: bool = False) -> ops.PassResult:
+        return outputs(await self.one(self.passes([(model, tokens)], forward_only=forward_only)))
+
+    async def step(self, model: str, seq: int = 1) -> ops.Result:
+        return await self.one(commands.Step(ops.OptimStep(model, seq, ops.AdamParams(learning_rate=0.01))))
+
+
+def encoded(batch: Sequence[Sequence[int]]) -> bytes:
+    datums = []
+    for tokens in batch:
+        shape = (len(tokens),)
+        targets = ops.Dense(ops.DType.I64, shape, array.array("q", [*tokens[1:], 5]).tobytes())
+        weights = ops.Dense(ops.DType.F32, shape, array.array("f", [1.0] * len(tokens)).tobytes())
+        inputs = {"target_tokens": targets, "weights": weights}
+        datums.append(ops.Datum(array.array("i", tokens).tobytes(), inputs))
+    return ops.encode_pass_data(ops.PassData(datums))
+
+
+def outputs(result: ops.Result) -> ops.PassResult:
+    assert isinstance(result, ops.PassDone), result
+    assert isinstance(result.payload, ops.Inline), "rank 0 sends results inline"
+    return ops.decode_pass_result(result.payload.data)

@@ -1,0 +1,163 @@
+"""What every rank 0 keeps to: the rules that the orchestrator's recovery rests on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strata.train.core import commands, ops
+from tests.conformance.train_ranks.groups import RANKS, RUN, Group, Speaker, outputs
+
+BATCH = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15], [16, 17, 18]]
+
+
+async def test_who_attaches_is_told_the_group_and_what_it_applied(speaker: Speaker) -> None:
+    first = await speaker.attach()
+    assert isinstance(first, commands.Attached)
+    assert (first.world_size, first.applied) == (RANKS, speaker.group.number)
+    await speaker.create("told")
+    second = await speaker.attach()
+    assert isinstance(second, commands.Attached)
+    assert (second.group, second.applied) == (first.group, speaker.group.number)
+    assert second.model.max_context >= 64
+
+
+async def test_a_command_of_a_generation_that_has_not_attached_is_refused_and_not_done(speaker: Speaker) -> None:
+    ahead = speaker.command(commands.Manage(ops.CreateModel("ahead", "x", ops.LoraConfig(rank=4))))
+    early = commands.Command(ahead.generation + 1, ahead.number, ahead.work, ahead.durable)
+    await speaker.say(early, commands.Fenced)
+    speaker.group.number -= 1
+    attached = await speaker.attach()
+    assert isinstance(attached, commands.Attached)
+    assert attached.applied == speaker.group.number
+
+
+async def test_whoever_speaks_with_a_generation_that_is_over_is_refused(speaker: Speaker) -> None:
+    old = speaker.command(commands.Manage(ops.Wake()), speaker.group.number + 1)
+    await speaker.attach()
+    assert (await speaker.say(old, commands.Fenced)).generation == speaker.group.generation
+    assert isinstance(await speaker.attach(generation=1), commands.Fenced)
+
+
+async def test_ranks_that_worked_for_one_run_take_no_orders_of_another(speaker: Speaker) -> None:
+    await speaker.create("owned")
+    assert isinstance(await speaker.attach(generation=speaker.group.generation, run="train/other"), commands.Fenced)
+    assert isinstance(await speaker.attach(generation=speaker.group.generation, run=RUN), commands.Attached)
+
+
+async def test_a_dispatch_that_comes_again_is_answered_from_memory_and_not_done_again(speaker: Speaker) -> None:
+    model = await speaker.create("once")
+    before = await speaker.train(model, BATCH)
+    step = speaker.command(commands.Step(ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01))))
+    first = await speaker.say(step, commands.Reply)
+    again = await speaker.say(step, commands.Reply)
+    assert again.results == first.results
+    after = await speaker.train(model, BATCH, forward_only=True)
+    assert after.metrics["loss:sum"] != before.metrics["loss:sum"]
+    twin = await speaker.create("once-twin")
+    await speaker.train(twin, BATCH)
+    await speaker.step(twin)
+    assert await speaker.train(twin, BATCH, forward_only=True) == after
+
+
+async def test_a_reply_is_kept_for_the_next_generation_and_carries_its_number(speaker: Speaker) -> None:
+    model = await speaker.create("kept")
+    await speaker.train(model, BATCH)
+    work = commands.Step(ops.OptimStep(model, 2, ops.AdamParams()))
+    first = await speaker.do(work)
+    await speaker.attach()
+    again = await speaker.say(speaker.command(work, speaker.group.number), commands.Reply)
+    assert again.generation == speaker.group.generation > first.generation
+    assert again.results == first.results
+
+
+async def test_numbers_may_have_gaps(speaker: Speaker) -> None:
+    speaker.group.number += 3
+    model = await speaker.create("gap")
+    attached = await speaker.attach()
+    assert isinstance(attached, commands.Attached)
+    assert attached.applied == speaker.group.number
+    assert isinstance(await speaker.one(commands.Manage(ops.UnloadModel(model))), ops.ModelUnloaded)
+
+
+async def test_work_that_fails_is_a_reply_and_the_next_one_is_done(speaker: Speaker) -> None:
+    assert isinstance(await speaker.step("nobody"), ops.Failed)
+    assert isinstance(await speaker.one(speaker.passes([("nobody", BATCH)])), ops.Failed)
+    await speaker.create("somebody")
+
+
+async def test_outputs_are_in_the_order_of_the_datums_however_they_were_packed(speaker: Speaker) -> None:
+    model = await speaker.create("order")
+    together = await speaker.train(model, BATCH, forward_only=True)
+    for datum, output in zip(BATCH, together.outputs, strict=True):
+        alone = await speaker.train(model, [datum], forward_only=True)
+        found, wanted = output.fields["logprobs"], alone.outputs[0].fields["logprobs"]
+        assert found.shape == wanted.shape == (len(datum),)
+        assert floats(found) == pytest.approx(floats(wanted), abs=1e-5)
+
+
+async def test_every_item_of_a_pass_has_its_own_result_in_the_order_of_the_items(speaker: Speaker) -> None:
+    one, other = await speaker.create("item-one"), await speaker.create("item-other")
+    reply = await speaker.do(speaker.passes([(one, BATCH[:2]), (other, BATCH[2:]), ("nobody", BATCH[:1])]))
+    assert [len(outputs(each).outputs) for each in reply.results[:2]] == [2, 3]
+    assert isinstance(reply.results[2], ops.Failed)
+    assert reply.timing.total_s > 0
+
+
+async def test_a_forward_pass_leaves_the_gradients_alone_and_aborting_forgets_them(speaker: Speaker) -> None:
+    plain, looked, forgot = [await speaker.create(name) for name in ("plain", "looked", "forgot")]
+    for model in (plain, looked):
+        await speaker.train(model, BATCH[:2])
+    await speaker.train(looked, BATCH[2:], forward_only=True)
+    await speaker.train(forgot, BATCH[2:])
+    aborted = await speaker.one(commands.Manage(ops.AbortGradients(forgot, 2)))
+    assert aborted == ops.GradientsAborted()
+    await speaker.train(forgot, BATCH[:2])
+    for model in (plain, looked, forgot):
+        await speaker.step(model, 9)
+    losses = [(await speaker.train(model, BATCH, forward_only=True)).metrics["loss:sum"] for model in (plain, looked)]
+    assert losses[0] == losses[1]
+    assert (await speaker.train(forgot, BATCH, forward_only=True)).metrics["loss:sum"] == losses[0]
+
+
+async def test_a_save_told_again_changes_nothing_and_a_load_brings_it_back(speaker: Speaker) -> None:
+    model = await speaker.create("saved")
+    folder = str(speaker.group.settings.checkpoints / "saved" / "weights" / "a@1")
+    save = commands.SaveState(ops.SaveWeights(model, 1, "weights", "a"), folder)
+    wanted = ops.WeightsSaved(f"tinker://{model}/weights/a")
+    assert await speaker.one(save) == wanted
+    before = await speaker.train(model, BATCH, forward_only=True)
+    files = sorted(path.name for path in Path(folder).iterdir())
+    assert await speaker.one(save) == wanted
+    assert sorted(path.name for path in Path(folder).iterdir()) == files
+    await speaker.train(model, BATCH)
+    await speaker.step(model, 2)
+    load = commands.LoadState(ops.LoadWeights(model, 3, model, "weights", "a", optimizer=True), folder)
+    assert isinstance(await speaker.one(load), ops.WeightsLoaded)
+    assert await speaker.train(model, BATCH, forward_only=True) == before
+
+
+async def test_all_ranks_answer_to_a_health_check_and_it_is_no_dispatch(speaker: Speaker) -> None:
+    healthy = await speaker.say(commands.Ask(speaker.group.generation, 41, commands.HealthCheck()), commands.Healthy)
+    assert (healthy.ask_id, sorted(healthy.ranks)) == (41, list(range(RANKS)))
+    attached = await speaker.attach()
+    assert isinstance(attached, commands.Attached)
+    assert attached.applied == speaker.group.number
+
+
+async def test_bytes_that_are_no_message_are_dropped(speaker: Speaker) -> None:
+    for data in (b"", b"\xff" * 100, b"\x80"):
+        await speaker.garbage(data)
+    assert isinstance(await speaker.one(commands.Manage(ops.Wake())), ops.Awake | ops.Failed)
+
+
+async def test_ranks_end_in_order_when_told_to(group: Group, speaker: Speaker) -> None:
+    await speaker.say(commands.Ask(group.generation, 1, commands.Shutdown()), commands.Healthy)
+    assert await group.ended() == 0
+
+
+def floats(tensor: ops.Dense) -> list[float]:
+    import array
+
+    return array.array("f", tensor.data).tolist()

@@ -1,0 +1,143 @@
+"""The orchestrator's core driven by hand, with ranks that do what they are told in order and count what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import pytest
+
+from strata.base.errors import StrataError
+from strata.train.core import facts, ops
+from strata.train.core.future import Future
+from strata.train.core.inputs import (
+    Abort,
+    Accept,
+    Answer,
+    Dispatching,
+    DispatchNext,
+    FinishSession,
+    GiveUp,
+    Input,
+    OpenSession,
+    Outcome,
+    Taken,
+)
+from strata.train.core.machine import TrainMachine
+from strata.train.core.state import Dispatch, Rules, TrainState
+from strata.train.core.views import find_future
+
+TENANT: Final = "alice"
+LORA: Final = ops.LoraConfig(rank=4)
+
+
+def forward_backward(model_id: str, seq: int, lengths: Sequence[int] = (3,), **fields: Any) -> ops.ForwardBackward:
+    given: dict[str, Any] = {"loss": ops.LossName.CROSS_ENTROPY, "config": {}, "forward_only": False}
+    given["payload"] = ops.Inline(b"x")
+    return ops.ForwardBackward(model_id=model_id, seq_id=seq, lengths=lengths, **(given | fields))
+
+
+def step(model_id: str, seq: int, rate: float = 1e-4) -> ops.OptimStep:
+    return ops.OptimStep(model_id=model_id, seq_id=seq, adam=ops.AdamParams(learning_rate=rate))
+
+
+class Server:
+    """One orchestrator's core. Its journal is a list; a restart reads a snapshot, or the journal from its beginning."""
+
+    def __init__(self, **rules: Any) -> None:
+        self.machine = TrainMachine(Rules(**({"initial_checkpoint": False} | rules)))
+        self.state: TrainState = self.machine.initial()
+        self.journal: list[bytes] = []
+        self.now_s = 1_000.0
+        self.ranks = 2
+        self.max_context = 1_000
+
+    def ask(self, given: Input) -> Outcome:
+        encoded, outcome = self.machine.decide(self.state, given, 0.0)
+        for fact in encoded:
+            self.state = self.machine.apply(self.state, fact)
+        self.journal += encoded
+        return outcome
+
+    def refusal(self, given: Input) -> StrataError:
+        """What is said when it is refused; nothing is journaled then."""
+        before = self.saved
+        with pytest.raises(StrataError) as refused:
+            self.ask(given)
+        assert self.saved == before
+        return refused.value
+
+    @property
+    def saved(self) -> bytes:
+        return self.machine.save(self.state)
+
+    @property
+    def facts(self) -> list[facts.Fact]:
+        return [facts.decode(fact) for fact in self.journal]
+
+    def restart(self, *, from_snapshot: bool = True) -> None:
+        if from_snapshot:
+            self.state = self.machine.load(self.saved)
+        else:
+            self.state = self.machine.initial()
+            for fact in self.journal:
+                self.state = self.machine.apply(self.state, fact)
+
+    # Clients
+
+    def model(self, number: int = 0, *, tenant: str = TENANT, done: bool = True) -> str:
+        session_id = f"session-{tenant}"
+        self.ask(OpenSession(tenant, session_id, self.now_s))
+        model_id = f"{session_id}:train:{number}"
+        self.ask(Accept(tenant, ops.CreateModel(model_id, "tiny", LORA), self.now_s, session_id))
+        if done:
+            self.run_all()
+        return model_id
+
+    def accept(self, *operations: ops.Operation, tenant: str = TENANT) -> list[str]:
+        ids = []
+        for operation in operations:
+            reply = self.ask(Accept(tenant, operation, self.now_s)).reply
+            assert isinstance(reply, Taken)
+            ids.append(reply.future_id)
+        return ids
+
+    def finish_session(self, tenant: str = TENANT) -> Outcome:
+        return self.ask(FinishSession(tenant, f"session-{tenant}", "done", self.now_s))
+
+    def abort(self, future_id: str, tenant: str = TENANT) -> Outcome:
+        return self.ask(Abort(tenant, future_id, self.now_s))
+
+    def future(self, future_id: str, tenant: str = TENANT) -> Future:
+        return find_future(self.state, tenant, future_id)
+
+    def result(self, future_id: str, tenant: str = TENANT) -> ops.Result:
+        result = self.future(future_id, tenant).result
+        assert result is not None, f"{future_id} has not ended"
+        return result
+
+    # Ranks
+
+    def dispatch(self) -> Dispatch | None:
+        """The next one; what cannot be dispatched fails on the way."""
+        while True:
+            outcome = self.ask(DispatchNext(self.ranks, self.max_context, self.now_s))
+            if isinstance(outcome.reply, Dispatching):
+                return self.state.dispatches[outcome.reply.dispatch.number]
+            if not outcome.facts:
+                return None
+
+    def answer(self, dispatch: Dispatch, results: Iterable[ops.Result] | None = None) -> Outcome:
+        given = tuple(results) if results is not None else (ops.StepDone({}),) * len(dispatch.future_ids)
+        return self.ask(Answer(dispatch.number, given, self.now_s))
+
+    def give_up(self, number: int, reason: str = "stuck") -> Outcome:
+        return self.ask(GiveUp(number, reason, self.now_s))
+
+    def run_all(self) -> list[str]:
+        """Everything that can run, one after the other; the futures in the order they ran."""
+        ran: list[str] = []
+        while (dispatch := self.dispatch()) is not None:
+            ran += dispatch.future_ids
+            self.answer(dispatch)
+        return ran

@@ -1,0 +1,137 @@
+"""Each model in its order, each tenant its share of tokens, nobody starved."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strata.train.core.schedule import PER_TURN, Entry, Scheduler
+
+QUANTUM = 100
+
+operations = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(0, 300), st.sampled_from(["", "pass"])),
+    max_size=40,
+)
+
+
+def filled(given_operations: list[tuple[str, int, int, str]]) -> tuple[Scheduler, list[Entry]]:
+    scheduler = Scheduler(QUANTUM)
+    entries = [
+        Entry(f"f{turn}", tenant, f"{tenant}{model}", "kind", tokens, turn, shares)
+        for turn, (tenant, model, tokens, shares) in enumerate(given_operations)
+    ]
+    for entry in entries:
+        scheduler.add(entry)
+    return scheduler, entries
+
+
+def drain(scheduler: Scheduler, *, share: bool = False, budget: int = 4 * QUANTUM) -> list[tuple[Entry, ...]]:
+    ran = []
+    while chosen := scheduler.choose(budget_tokens=budget, share=share):
+        for entry in chosen:
+            scheduler.remove(entry.future_id)
+        ran.append(chosen)
+    assert len(scheduler) == 0
+    return ran
+
+
+@given(operations, st.booleans())
+def test_every_operation_runs_once_and_those_of_a_model_in_their_order(
+    given_operations: list[tuple[str, int, int, str]], share: bool
+) -> None:
+    scheduler, entries = filled(given_operations)
+    ran = [entry for chosen in drain(scheduler, share=share) for entry in chosen]
+    assert Counter(ran) == Counter(entries)
+    turns = defaultdict(list)
+    for entry in ran:
+        turns[entry.model_id].append(entry.turn)
+    assert all(each == sorted(each) for each in turns.values())
+
+
+@given(operations, st.integers(0, 600))
+def test_what_shares_a_pass_is_of_different_models_alike_and_within_the_budget(
+    given_operations: list[tuple[str, int, int, str]], budget: int
+) -> None:
+    scheduler, _ = filled(given_operations)
+    for chosen in drain(scheduler, share=True, budget=budget):
+        assert len({entry.model_id for entry in chosen}) == len(chosen)
+        if len(chosen) > 1:
+            assert {entry.shares for entry in chosen} == {"pass"}
+            assert sum(entry.tokens for entry in chosen) <= budget
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.booleans())
+def test_two_busy_tenants_get_the_same_tokens_whatever_the_size_of_their_batches(
+    large: int, small: int, share: bool
+) -> None:
+    scheduler = Scheduler(QUANTUM)
+    turn = itertools.count()
+    costs = {"a": large, "b": small}
+
+    def submit(tenant: str) -> None:
+        number = next(turn)
+        scheduler.add(Entry(f"f{number}", tenant, tenant, "kind", costs[tenant], number, "pass"))
+
+    for tenant in costs:
+        submit(tenant)
+        submit(tenant)
+    served: Counter[str] = Counter()
+    for _ in range(300):
+        for entry in scheduler.choose(budget_tokens=0, share=share):
+            served[entry.tenant] += max(entry.tokens, QUANTUM // PER_TURN)
+            submit(entry.tenant)
+            scheduler.remove(entry.future_id)
+    assert abs(served["a"] - served["b"]) <= QUANTUM + 2 * max(large, small, QUANTUM // PER_TURN)
+
+
+def test_a_long_session_is_not_starved_by_new_ones_of_its_own_tenant() -> None:
+    scheduler = Scheduler(QUANTUM)
+    scheduler.add(Entry("old", "a", "old", "kind", 50, 0))
+    for number in range(1, 20):
+        scheduler.add(Entry(f"new{number}", "a", f"new{number}", "kind", 50, number))
+    assert scheduler.choose(budget_tokens=0, share=False)[0].future_id == "old"
+
+
+def test_a_long_session_is_not_starved_by_tenants_that_keep_coming() -> None:
+    scheduler = Scheduler(QUANTUM)
+    scheduler.add(Entry("old", "old", "old", "kind", 5 * QUANTUM, 0))
+    for number in range(1, 200):
+        scheduler.add(Entry(f"f{number}", f"new{number % 7}", f"m{number % 7}", "kind", 1, number))
+        chosen = scheduler.choose(budget_tokens=0, share=False)[0]
+        scheduler.remove(chosen.future_id)
+        if chosen.future_id == "old":
+            return
+    raise AssertionError("the old session never ran")
+
+
+def test_who_cannot_share_a_pass_is_not_starved_by_those_who_do() -> None:
+    scheduler = Scheduler(QUANTUM)
+    turn = itertools.count()
+    scheduler.add(Entry("alone", "b", "b", "optim_step", 0, next(turn)))
+
+    def submit(tenant: str) -> None:
+        number = next(turn)
+        scheduler.add(Entry(f"f{number}", tenant, tenant, "pass", QUANTUM, number, "pass"))
+
+    for tenant in "ac":
+        submit(tenant)
+    for _ in range(4):
+        for entry in scheduler.choose(budget_tokens=2 * QUANTUM, share=True):
+            if entry.future_id == "alone":
+                return
+            submit(entry.tenant)
+            scheduler.remove(entry.future_id)
+    raise AssertionError("it never ran")
+
+
+@given(operations)
+def test_what_is_foreseen_is_what_happens_if_nothing_else_comes(
+    given_operations: list[tuple[str, int, int, str]],
+) -> None:
+    scheduler, _ = filled(given_operations)
+    foreseen = scheduler.foreseen()
+    assert [entry for chosen in drain(scheduler) for entry in chosen] == foreseen

@@ -1,0 +1,62 @@
+"""Every route and method: nobody gets in without credentials, nobody does what the role does not allow."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from strata.identity.roles import Role
+from strata.train.api.declare import Endpoint
+from strata.train.api.table import TABLE
+from tests.shell.train_api.conftest import Reached
+
+METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD")
+WRONG = ("tml-0000000000ab-" + "0" * 40, "hst-host_1-" + "1" * 40, "nonsense", "eyJhbGciOiJub25lIn0.e30.", "é")
+
+
+def url(endpoint: Endpoint) -> str:
+    return re.sub(r"\{(\w+)(:\w+)?\}", "x", endpoint.path)
+
+
+PATHS = sorted({url(endpoint) for endpoint in TABLE})
+
+
+async def test_nobody_gets_in_without_credentials_or_with_wrong_ones(alone: Reached) -> None:
+    public = {(each.method, url(each)) for each in TABLE if each.role is None}
+    ways = [{}, *({b"X-API-Key": wrong.encode()} for wrong in WRONG), {b"Authorization": b"Basic YTpi"}]
+    for path in (*PATHS, "/openapi.json", "/", "/docs", "/api/v1/nothing"):
+        for method in METHODS:
+            for headers in ways if (method, path) not in public else ():
+                reply = await alone.http.request(method, path, headers=headers)
+                assert reply.status_code == 401, (method, path, headers)
+                assert "www-authenticate" in reply.headers
+
+
+async def test_the_role_below_is_refused_and_the_role_itself_is_not(alone: Reached) -> None:
+    for endpoint in TABLE:
+        for role in Role:
+            reply = await alone.ask(endpoint.method, url(endpoint), role, content=b"[]")
+            allowed = endpoint.role is None or role >= endpoint.role
+            assert (reply.status_code != 403) is allowed, (endpoint, role, reply.text)
+
+
+async def test_a_method_that_is_not_declared_is_refused(alone: Reached) -> None:
+    for path in PATHS:
+        declared = {each.method for each in TABLE if url(each) == path}
+        for method in set(METHODS) - declared:
+            assert (await alone.ask(method, path, Role.ADMIN)).status_code in (404, 405), (method, path)
+
+
+async def test_what_anybody_may_call_says_no_more_than_that_it_is_there(alone: Reached) -> None:
+    open_to_all = [each for each in TABLE if each.role is None]
+    assert {each.path for each in open_to_all} == {"/healthz", "/api/v1/healthz"}
+    for endpoint in open_to_all:
+        reply = await alone.http.request(endpoint.method, endpoint.path)
+        assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
+
+
+async def test_a_bearer_token_and_the_operators_token_are_as_good_as_a_key(alone: Reached, folder: Path) -> None:
+    bearer = {"Authorization": f"Bearer {alone.keys[Role.VIEWER]}"}
+    assert (await alone.http.get("/openapi.json", headers=bearer)).status_code == 200
+    token = (folder / "data" / "operator.token").read_text().strip()
+    assert (await alone.http.get("/v1/keys", headers={"X-Operator-Token": token})).status_code == 200

@@ -1,0 +1,213 @@
+"""An orchestrator process, pretending ranks and a client of the link: real processes, sockets, journal and payloads."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import itertools
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from strata.base.clock import SystemClock
+from strata.journal.open import open_journal
+from strata.journal.port import Snapshot
+from strata.train.core import messages, ops
+from strata.train.core.messages import OrchestratorRequest, RequestType
+from strata.train.link import OrchestratorClient
+from strata.train.payload import Payloads
+from strata.train.settings import ServerSettings, load_settings
+
+TENANT: Final = "alice"
+ANSWER_S: Final = 60.0
+Asked = TypeVar("Asked", bound=messages.Output)
+
+
+class Process:
+    """A child of the test. `events` are the lines it tells its launcher."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._arguments = arguments
+        self.events: asyncio.Queue[str] = asyncio.Queue()
+
+    async def start(self) -> None:
+        reading, writing = os.pipe()
+        arguments = [each.replace("{events}", str(writing)) for each in self._arguments]
+        self.process = await asyncio.create_subprocess_exec(sys.executable, "-m", *arguments, pass_fds=(writing,))
+        os.close(writing)
+        reader = asyncio.StreamReader()
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb")
+        )
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        async for line in reader:
+            self.events.put_nowait(line.decode().strip())
+
+    async def told(self, kind: str) -> str:
+        """The next event of this kind; those before it are passed over."""
+        async with asyncio.timeout(ANSWER_S):
+            while not (event := await self.events.get()).startswith(kind):
+                pass
+        return event
+
+    async def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGKILL)
+        await self.end()
+
+    async def stop(self) -> int:
+        self.process.terminate()
+        return await self.end()
+
+    async def end(self) -> int:
+        code = await self.process.wait()
+        self._transport.close()
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+        return code
+
+
+class Stack:
+    def __init__(self, folder: Path, **sections: str) -> None:
+        self.folder = folder
+        self.applied_file = folder / "applied.log"
+        self.file = folder / "server.toml"
+        given = {
+            "server": f'data = "{folder}/d"\nlease_s = 1.0\nlog_level = "warning"\n' + sections.get("server", ""),
+            "model": 'path = "pretended"\nslots = 100\n' + sections.get("model", "initial_checkpoint = false"),
+            "ranks": "nproc = 2\n" + sections.get("ranks", ""),
+            "limits": sections.get("limits", ""),
+        }
+        self.file.write_text("".join(f"[{name}]\n{lines}\n" for name, lines in given.items()), encoding="utf-8")
+        self.settings: ServerSettings = load_settings(self.file, environ={})
+        self._questions = itertools.count()
+        self.deaths = 0
+        self.client: OrchestratorClient
+        self.orchestrator: Process
+        self.ranks: Process
+
+    async def start_orchestrator(self, *, attached: bool = True) -> None:
+        await self._start_orchestrator("strata.train.orchestrator")
+        await self.orchestrator.told("attached" if attached else "leading")
+
+    async def _start_orchestrator(self, *module: str) -> None:
+        own = ("--settings", str(self.file), "--events-fd", "{events}", "--holder", "the-test")
+        self.orchestrator = Process(*module, *own)
+        await self.orchestrator.start()
+
+    async def keep_orchestrator(self, name: str, skip: int) -> None:
+        """One that dies at a failpoint, and whenever one has died the next one."""
+        await self._start_orchestrator("tests.shell.train_orchestrator.armed", name, str(skip))
+        while True:
+            await self.orchestrator.end()
+            self.deaths += 1
+            await self._start_orchestrator("strata.train.orchestrator")
+
+    async def start_ranks(self) -> None:
+        self.ranks = Process(
+            "strata.testing.fake_ranks", "--settings", str(self.file), "--applied", str(self.applied_file)
+        )
+        await self.ranks.start()
+
+    async def restart_client(self) -> None:
+        """As if the API server had died and another one had taken its place."""
+        await self.client.__aexit__(None, None, None)
+        self.client = await OrchestratorClient(self.settings).__aenter__()
+
+    async def snapshot(self) -> Snapshot | None:
+        async with await open_journal(self.settings.database, SystemClock()) as journal:
+            return await journal.load_snapshot(self.settings.stream)
+
+    def applied(self) -> list[tuple[str, str]]:
+        """What the ranks say they did: group and operation, in order."""
+        lines = self.applied_file.read_text(encoding="utf-8").splitlines() if self.applied_file.exists() else []
+        return [(line.split(" ")[0], line.split(" ")[1]) for line in lines]
+
+    # Questions
+
+    async def ask(self, kind: type[Asked], request_type: RequestType, tenant: str = TENANT, **fields: Any) -> Asked:
+        request = OrchestratorRequest(f"q{next(self._questions)}", request_type, tenant, **fields)
+        output = await self.client.ask(request, timeout_s=ANSWER_S)
+        assert isinstance(output, kind), output
+        return output
+
+    async def look(self, kind: type[Asked], payload: messages.Utility, tenant: str = TENANT) -> Asked:
+        return await self.ask(kind, RequestType.UTILITY, tenant, payload=payload)
+
+    async def submit(self, operation: ops.Operation, tenant: str = TENANT, session_id: str = "") -> str:
+        accepted = await self.ask(
+            messages.Accepted, RequestType.ADD, tenant, operation=operation, session_id=session_id
+        )
+        return accepted.future_id
+
+    async def refused(self, operation: ops.Operation, tenant: str = TENANT) -> messages.Refused:
+        return await self.ask(messages.Refused, RequestType.ADD, tenant, operation=operation)
+
+    async def watch(self, future_id: str, wait_s: float = 0.0, tenant: str = TENANT) -> messages.Output:
+        request = OrchestratorRequest(
+            f"q{next(self._questions)}",
+            RequestType.UTILITY,
+            tenant,
+            payload=messages.WatchFuture(future_id, wait_s),
+        )
+        return await self.client.ask(request, timeout_s=ANSWER_S)
+
+    async def result(self, future_id: str, tenant: str = TENANT) -> ops.Result:
+        async with asyncio.timeout(ANSWER_S):
+            while True:
+                output = await self.watch(future_id, 5.0, tenant)
+                if isinstance(output, messages.Finished):
+                    return output.result
+                assert isinstance(output, messages.Waiting), output
+
+    async def model(self, number: int = 0, tenant: str = TENANT) -> str:
+        session_id = f"session-{tenant}"
+        await self.look(messages.Done, messages.OpenSession(session_id), tenant)
+        model_id = f"{session_id}:train:{number}"
+        created = await self.submit(ops.CreateModel(model_id, "pretended", ops.LoraConfig()), tenant, session_id)
+        assert await self.result(created, tenant) == ops.ModelCreated(model_id)
+        return model_id
+
+    def batch(self, model_id: str, seq: int, tokens: Sequence[Sequence[int]], **config: float) -> ops.ForwardBackward:
+        data = ops.encode_pass_data(ops.PassData([ops.Datum(array.array("i", each).tobytes(), {}) for each in tokens]))
+        payload = Payloads(self.settings.payloads).keep(data)
+        loss = ops.LossName.CROSS_ENTROPY
+        return ops.ForwardBackward(model_id, seq, loss, config, False, [len(each) for each in tokens], payload)
+
+    def step(self, model_id: str, seq: int, rate: float = 1e-3) -> ops.OptimStep:
+        return ops.OptimStep(model_id, seq, ops.AdamParams(learning_rate=rate))
+
+    def outputs(self, result: ops.Result) -> ops.PassResult:
+        assert isinstance(result, ops.PassDone), result
+        return ops.decode_pass_result(Payloads(self.settings.payloads).read(result.payload))
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, *, ranks: bool = True, armed: tuple[str, int] | None = None, **sections: str
+) -> AsyncIterator[Stack]:
+    stack = Stack(folder, **sections)
+    stack.client = await OrchestratorClient(stack.settings).__aenter__()
+    keeping: asyncio.Task[None] | None = None
+    try:
+        if ranks:
+            await stack.start_ranks()
+        if armed is None:
+            await stack.start_orchestrator(attached=ranks)
+        else:
+            keeping = asyncio.create_task(stack.keep_orchestrator(*armed))
+        yield stack
+    finally:
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.wait([keeping])
+        for name in ("orchestrator", "ranks"):
+            if hasattr(stack, name):
+                await getattr(stack, name).kill()
+        await stack.client.__aexit__(None, None, None)

@@ -1,0 +1,203 @@
+"""Processes die in the middle of operations: every future resolves, nothing is done twice, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+from strata.base.errors import Code
+from strata.train.core import messages, ops
+from tests.shell.train_orchestrator.stacks import Stack, running
+
+ONE_AT_A_TIME = "max_running_requests = 1"
+
+
+async def train(stack: Stack, model: str, steps: int, first: int = 1, **config: float) -> list[str]:
+    ids = []
+    for step in range(steps):
+        seq = first + 2 * step
+        ids.append(await stack.submit(stack.batch(model, seq, [[seq, seq + 1], [3, 4, 5]], **config)))
+        ids.append(await stack.submit(stack.step(model, seq + 1)))
+    return ids
+
+
+async def undisturbed(folder: Path, steps: int) -> list[ops.Result]:
+    async with running(folder) as stack:
+        model = await stack.model()
+        return [await stack.result(each) for each in await train(stack, model, steps)]
+
+
+async def test_an_orchestrator_that_is_killed_is_followed_by_one_that_finishes_what_it_began(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    expected = await undisturbed(tmp_path / "a", 4)
+    async with running(tmp_path / "b") as stack:
+        model = await stack.model()
+        ids = await train(stack, model, 4, pretend_s=0.05)
+        await stack.result(ids[1])
+        await stack.orchestrator.kill()
+        await stack.start_orchestrator()
+        assert [await stack.result(each) for each in ids] == expected
+        done = Counter(each for _, each in stack.applied())
+        assert done == Counter({f"{model}:CreateModel": 1} | dict.fromkeys(ids, 1))
+
+
+async def test_ranks_that_are_killed_are_followed_by_ranks_that_catch_up(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    expected = await undisturbed(tmp_path / "a", 4)
+    async with running(tmp_path / "b") as stack:
+        model = await stack.model()
+        ids = await train(stack, model, 4, pretend_s=0.05)
+        await stack.result(ids[3])
+        await stack.ranks.kill()
+        await stack.start_ranks()
+        await stack.orchestrator.told("attached")
+        assert [await stack.result(each) for each in ids] == expected
+        groups = list(dict.fromkeys(group for group, _ in stack.applied()))
+        assert len(groups) == 2
+        last = [each for group, each in stack.applied() if group == groups[1]]
+        assert last == [f"{model}:CreateModel", *ids]
+
+
+async def test_both_may_die_at_once_and_an_unacknowledged_operation_can_be_sent_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    expected = await undisturbed(tmp_path / "a", 3)
+    async with running(tmp_path / "b") as stack:
+        model = await stack.model()
+        ids = await train(stack, model, 3)
+        await stack.result(ids[2])
+        await asyncio.gather(stack.orchestrator.kill(), stack.ranks.kill())
+        await stack.start_ranks()
+        await stack.start_orchestrator()
+        assert await train(stack, model, 3) == ids
+        assert [await stack.result(each) for each in ids] == expected
+
+
+async def test_questions_asked_while_nobody_leads_are_answered_by_the_next_one(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        model = await stack.model()
+        slow = await stack.submit(stack.batch(model, 1, [[1]], pretend_s=0.5))
+        watching = asyncio.create_task(stack.look(messages.Finished, messages.WatchFuture(slow, 30.0)))
+        await stack.orchestrator.kill()
+        submitting = asyncio.create_task(stack.submit(stack.step(model, 2)))
+        await stack.start_orchestrator()
+        assert isinstance((await watching).result, ops.PassDone)
+        assert isinstance(await stack.result(await submitting), ops.StepDone)
+
+
+async def test_an_api_server_that_comes_back_is_greeted_and_finds_every_future(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        model = await stack.model()
+        ids = await train(stack, model, 2)
+        for _ in range(3):
+            await stack.restart_client()
+            for each in ids:
+                assert not isinstance(await stack.result(each), ops.Failed)
+
+
+async def test_an_operation_that_kills_its_ranks_fails_after_a_few_groups_and_the_next_one_runs(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, limits=ONE_AT_A_TIME) as stack:
+        model = await stack.model()
+        before = await train(stack, model, 1)
+        deadly = await stack.submit(stack.batch(model, 3, [[1]], pretend_death=1.0))
+        after = await stack.submit(stack.step(model, 4))
+        for _ in range(3):
+            await stack.ranks.end()
+            await stack.start_ranks()
+        result = await stack.result(deadly)
+        assert isinstance(result, ops.Failed)
+        assert result.category == "server"
+        assert "died" in result.message
+        assert isinstance(await stack.result(after), ops.StepDone)
+        last = stack.applied()[-1][0]
+        assert [each for group, each in stack.applied() if group == last] == [f"{model}:CreateModel", *before, after]
+
+
+async def test_one_operation_that_never_ends_does_not_desynchronise_the_link(tmp_path: Path) -> None:
+    limits = f"{ONE_AT_A_TIME}\noperation_timeout_s = 1.0"
+    async with running(tmp_path, limits=limits) as stack:
+        model = await stack.model()
+        stuck = await stack.submit(stack.batch(model, 1, [[1]], pretend_hang=1.0))
+        after = await stack.submit(stack.batch(model, 2, [[1, 2, 3]]))
+        assert await stack.orchestrator.told("stuck")
+        result = await stack.result(stuck)
+        assert isinstance(result, ops.Failed)
+        assert "longer than 1 seconds" in result.message
+        await stack.ranks.kill()
+        await stack.start_ranks()
+        assert len(stack.outputs(await stack.result(after)).outputs[0].fields["logprobs"].data) == 12
+
+
+async def test_ranks_that_were_given_up_are_never_listened_to_again(tmp_path: Path) -> None:
+    limits = f"{ONE_AT_A_TIME}\noperation_timeout_s = 0.5"
+    async with running(tmp_path, limits=limits) as stack:
+        model = await stack.model()
+        late = await stack.submit(stack.batch(model, 1, [[1]], pretend_s=1.5))
+        await stack.orchestrator.told("stuck")
+        # They wake up, are told to end, and do.
+        assert await stack.ranks.end() == 0
+        result = await stack.result(late)
+        assert isinstance(result, ops.Failed)
+        await stack.start_ranks()
+        assert isinstance(await stack.result(await stack.submit(stack.step(model, 2))), ops.StepDone)
+
+
+async def test_ranks_that_know_more_than_the_journal_are_not_used(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        model = await stack.model()
+        for each in await train(stack, model, 1):
+            await stack.result(each)
+        await stack.orchestrator.kill()
+        for file in stack.settings.data.glob("journal.db*"):
+            file.unlink()
+        # Its generations begin anew: the first is not heard, the next is, and finds that these ranks are not its own.
+        await stack.start_orchestrator(attached=False)
+        assert await stack.orchestrator.end() == 1
+        await stack.start_orchestrator(attached=False)
+        await stack.orchestrator.told("stuck")
+        assert await stack.ranks.end() == 0
+
+
+async def test_an_orchestrator_stops_in_order_when_told_to(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        model = await stack.model()
+        future_id = await stack.submit(stack.step(model, 1))
+        await stack.result(future_id)
+        assert await stack.orchestrator.stop() == 0
+        await stack.start_orchestrator()
+        assert isinstance(await stack.result(future_id), ops.StepDone)
+
+
+async def test_results_that_had_their_time_are_gone_and_not_unknown(tmp_path: Path) -> None:
+    async with running(tmp_path, limits="result_ttl_s = 0.5") as stack:
+        model = await stack.model()
+        future_id = await stack.submit(stack.step(model, 1))
+        assert isinstance(await stack.result(future_id), ops.StepDone)
+        while isinstance(output := await stack.watch(future_id), messages.Finished):
+            pass
+        assert isinstance(output, messages.Refused)
+        assert output.code is Code.GONE
+        await stack.orchestrator.kill()
+        await stack.start_orchestrator()
+        output = await stack.watch(future_id)
+        assert isinstance(output, messages.Refused)
+        assert output.code is Code.GONE
+
+
+async def test_a_snapshot_takes_nothing_away(tmp_path: Path) -> None:
+    async with running(tmp_path, server="snapshot_every = 1") as stack:
+        model = await stack.model()
+        ids = await train(stack, model, 2)
+        results = [await stack.result(each) for each in ids]
+        assert await stack.orchestrator.stop() == 0
+        assert await stack.snapshot() is not None
+        await stack.start_orchestrator()
+        assert [await stack.result(each) for each in ids] == results
+        await stack.ranks.kill()
+        await stack.start_ranks()
+        assert isinstance(await stack.result(await stack.submit(stack.step(model, 5))), ops.StepDone)

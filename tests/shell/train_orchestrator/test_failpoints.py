@@ -1,0 +1,55 @@
+"""The orchestrator dies at each place where something has just become true, and the next one goes on from there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from strata.train.core import ops
+from tests.shell.train_orchestrator.stacks import Stack, running
+
+SOURCE: Final = Path(__file__).parents[3] / "src" / "strata"
+FILES: Final = [*(SOURCE / "train" / "orchestrator").glob("*.py"), SOURCE / "journal" / "replica.py"]
+UNREACHED: Final = {"journal.replica.between_snapshot_and_truncate", "journal.replica.after_commit"}
+"""This journal is never cut, and what is committed here is put and not submitted."""
+ONCE: Final = {"journal.replica.after_lead"}
+STEPS: Final = 3
+
+
+def failpoints() -> list[str]:
+    named = {name for path in FILES for name in re.findall(r'failpoint\("([^"]+)"\)', path.read_text(encoding="utf-8"))}
+    return sorted(named - UNREACHED)
+
+
+async def operate(stack: Stack) -> list[ops.Result]:
+    """Also what was sent before is sent again, as a client does that has no answer."""
+    model = await stack.model()
+    ids = []
+    for step in range(STEPS):
+        seq = 2 * step + 1
+        ids.append(await stack.submit(stack.batch(model, seq, [[seq, 2, 3], [4, 5]])))
+        ids.append(await stack.submit(stack.step(model, seq + 1)))
+    return [await stack.result(each) for each in ids]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[ops.Result]]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("name", "skip"), [(name, skip) for name in failpoints() for skip in (0, 3) if name not in ONCE or not skip]
+)
+async def test_a_death_at_any_failpoint_loses_nothing_and_repeats_nothing(
+    name: str, skip: int, tmp_path: Path, results: dict[str, list[ops.Result]]
+) -> None:
+    async with running(tmp_path, armed=(name, skip)) as stack:
+        found = await operate(stack)
+        assert stack.deaths == 1, "the failpoint was not reached"
+        done = [each for _, each in stack.applied()]
+        assert len(done) == len(set(done)) == 1 + 2 * STEPS
+    # Whenever it died, the results are the same.
+    assert results.setdefault("first", found) == found

@@ -1,0 +1,277 @@
+"""Who can reach the sockets of a server, and what becomes of bytes that are no message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from strata.base.errors import Code, StrataError
+from strata.testing.ports import port_of, reserve_port
+from strata.train.core import commands, messages
+from strata.train.core.messages import OrchestratorRequest, RequestType
+from strata.train.link import ApiLink, Knock, OrchestratorClient, RankConnection, RankLink, keys_of, knock
+from strata.train.link_keys import LinkKeys, make_keys, read_keys
+from strata.train.settings import ServerSettings
+from tests.shell.train_orchestrator.stacks import Stack
+
+QUESTION = OrchestratorRequest("q", RequestType.UTILITY, "alice", payload=messages.DescribeServer())
+ANSWER_S = 20.0
+
+
+@pytest.fixture
+def over_tcp(tmp_path: Path) -> Iterator[ServerSettings]:
+    with reserve_port() as door, reserve_port() as one, reserve_port() as two:
+        settings = Stack(
+            tmp_path,
+            server=f'transport = "tcp"\nrequests_port = {port_of(one)}\noutputs_port = {port_of(two)}',
+            ranks=f'rank0 = "tcp://127.0.0.1:{port_of(door)}"',
+        ).settings
+        make_keys(settings.keys)
+        yield settings
+
+
+@contextmanager
+def rank0(settings: ServerSettings) -> Iterator[RankLink]:
+    """Answers everything with the generation it was told, until it is told to shut down."""
+    link = RankLink(settings)
+
+    def serve() -> None:
+        while (message := link.receive(ANSWER_S)) is not None:
+            link.send(commands.Fenced(message.generation, "heard"))
+            if isinstance(message, commands.Ask):
+                return
+
+    thread = Thread(target=serve)
+    thread.start()
+    try:
+        yield link
+    finally:
+        thread.join(2 * ANSWER_S)
+        link.close()
+
+
+async def converse(context: zmq.asyncio.Context, door: str, keys: LinkKeys | None, attempt: int) -> RankConnection:
+    async with asyncio.timeout(ANSWER_S):
+        connection = await knock(context, door, keys, Knock(1, attempt))
+        assert connection is not None
+        return connection
+
+
+async def heard(connection: RankConnection, generation: int) -> None:
+    async with asyncio.timeout(ANSWER_S):
+        await connection.send(commands.Attach(generation, "run"))
+        assert await connection.receive() == commands.Fenced(generation, "heard")
+
+
+async def end(connection: RankConnection) -> None:
+    await connection.send(commands.Ask(1, 1, commands.Shutdown()))
+    async with asyncio.timeout(ANSWER_S):
+        await connection.receive()
+    connection.close()
+
+
+# Rank 0
+
+
+async def test_conversation_follows_conversation_and_each_has_the_ranks_for_itself(tmp_path: Path) -> None:
+    settings = Stack(tmp_path).settings
+    context = zmq.asyncio.Context()
+    left = []
+    with rank0(settings) as link:
+        for attempt in range(1, 60):
+            connection = await converse(context, link.endpoint, None, attempt)
+            await heard(connection, attempt)
+            if attempt % 2:
+                connection.close()
+            else:
+                left.append(connection)
+        last = await converse(context, link.endpoint, None, 100)
+        await end(last)
+    for connection in left:
+        connection.close()
+    context.destroy(linger=0)
+
+
+async def test_a_knock_that_is_heard_late_does_not_end_the_conversation(tmp_path: Path) -> None:
+    settings = Stack(tmp_path).settings
+    context = zmq.asyncio.Context()
+    with rank0(settings) as link:
+        connection = await converse(context, link.endpoint, None, 7)
+        async with asyncio.timeout(ANSWER_S):
+            assert await knock(context, link.endpoint, None, Knock(1, 6)) is None
+            assert await knock(context, link.endpoint, None, Knock(0, 99)) is None
+        await heard(connection, 3)
+        await end(connection)
+    context.destroy(linger=0)
+
+
+async def test_whoever_speaks_hears_when_the_ranks_are_gone(tmp_path: Path) -> None:
+    settings = Stack(tmp_path).settings
+    context = zmq.asyncio.Context()
+    with rank0(settings) as link:
+        connection = await converse(context, link.endpoint, None, 1)
+        await connection.send(commands.Ask(1, 1, commands.Shutdown()))
+        assert isinstance(await connection.receive(), commands.Fenced)
+    async with asyncio.timeout(ANSWER_S):
+        await connection.lost()
+    connection.close()
+    context.destroy(linger=0)
+
+
+async def test_bytes_that_are_no_message_do_not_disturb_rank_0(tmp_path: Path) -> None:
+    settings = Stack(tmp_path).settings
+    context = zmq.asyncio.Context()
+    with rank0(settings) as link:
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(link.endpoint)
+        for data in (b"", b"\xff" * 99, b"\x93\x01\x02\x03"):
+            await stranger.send(data)
+        await stranger.send_multipart([b"two", b"frames"])
+        connection = await converse(context, link.endpoint, None, 1)
+        for data in (b"", b"\xff" * 99):
+            await connection._socket.send(data)
+        await heard(connection, 5)
+        await end(connection)
+    context.destroy(linger=0)
+
+
+async def test_rank_0_over_tcp_answers_whoever_has_the_key_and_nobody_else(
+    over_tcp: ServerSettings, tmp_path: Path
+) -> None:
+    context = zmq.asyncio.Context()
+    keys = keys_of(over_tcp)
+    assert keys is not None
+    other = make_keys(tmp_path / "other.keys")
+    right_server_wrong_client = LinkKeys(
+        keys.server_public, keys.server_secret, other.client_public, other.client_secret
+    )
+    with rank0(over_tcp) as link:
+        for wrong in (None, other, right_server_wrong_client):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await knock(context, link.endpoint, wrong, Knock(1, 1))
+        connection = await converse(context, link.endpoint, keys, 2)
+        await heard(connection, 2)
+        await end(connection)
+    context.destroy(linger=0)
+
+
+async def test_rank_0_writes_its_address_into_a_file_if_it_has_to(tmp_path: Path) -> None:
+    address = tmp_path / "far" / "rank0.address"
+    settings = Stack(tmp_path, ranks=f'rank0 = "file:{address}"').settings
+    make_keys(settings.keys)
+    context = zmq.asyncio.Context()
+    with rank0(settings) as link:
+        assert address.read_text(encoding="utf-8").strip() == link.endpoint
+        connection = await converse(context, link.endpoint, keys_of(settings), 1)
+        await end(connection)
+    context.destroy(linger=0)
+
+
+# API server
+
+
+async def test_an_api_server_and_an_orchestrator_speak_over_tcp_with_their_keys(over_tcp: ServerSettings) -> None:
+    settings = over_tcp
+    context = zmq.asyncio.Context()
+    async with OrchestratorClient(settings) as client:
+        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        link = ApiLink(context, settings, 1)
+        request = await link.receive()
+        link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
+        assert await asking == messages.Done()
+        assert client.generation == 1
+        stranger = context.socket(zmq.DEALER)
+        stranger.identity = b"orchestrator-99"
+        stranger.probe_router = True
+        stranger.connect(settings.requests)
+        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        request = await link.receive()
+        link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
+        await asking
+        assert client.generation == 1
+        stranger.close(linger=0)
+        link.close()
+    context.destroy(linger=0)
+
+
+async def test_bytes_that_are_no_message_end_neither_side(tmp_path: Path) -> None:
+    settings = Stack(tmp_path).settings
+    context = zmq.asyncio.Context()
+    async with OrchestratorClient(settings) as client:
+        link = ApiLink(context, settings, 4)
+        for endpoint, kind in ((settings.requests, zmq.DEALER), (settings.outputs, zmq.PUSH)):
+            stranger = context.socket(kind)
+            stranger.connect(endpoint)
+            for data in (b"", b"\xff\xff", b"\x81\xa1x\xa1y"):
+                await stranger.send(data)
+            stranger.close(linger=1000)
+        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        request = await link.receive()
+        client._questions.send_multipart([b"orchestrator-4", b"\xff\xff"])
+        link.send(messages.OrchestratorOutputs("nobody asked this", messages.Done()))
+        link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
+        assert await asking == messages.Done()
+        again = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        assert (await link.receive()).request_id == QUESTION.request_id
+        again.cancel()
+        link.close()
+    context.destroy(linger=0)
+
+
+async def test_an_orchestrator_whose_time_is_over_is_not_asked(tmp_path: Path) -> None:
+    settings = Stack(tmp_path).settings
+    context = zmq.asyncio.Context()
+    async with OrchestratorClient(settings) as client:
+        new = ApiLink(context, settings, 8)
+        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        request = await new.receive()
+        old = ApiLink(context, settings, 7)
+        new.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
+        await asking
+        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        request = await new.receive()
+        new.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
+        await asking
+        assert client.generation == 8
+        for link in (old, new):
+            link.close()
+    context.destroy(linger=0)
+
+
+async def test_a_question_nobody_answers_is_given_up_in_time(tmp_path: Path) -> None:
+    async with OrchestratorClient(Stack(tmp_path).settings) as client:
+        with pytest.raises(StrataError) as refused:
+            await client.ask(QUESTION, timeout_s=0.05)
+        assert refused.value.code is Code.UNAVAILABLE
+
+
+# Folders and keys
+
+
+async def test_sockets_in_a_folder_that_others_can_reach_are_refused(tmp_path: Path) -> None:
+    settings = Stack(tmp_path).settings
+    settings.sockets.mkdir(parents=True)
+    settings.sockets.chmod(0o755)
+    with pytest.raises(StrataError, match="others could reach") as refused:
+        async with OrchestratorClient(settings):
+            pass
+    assert refused.value.code is Code.INVALID
+
+
+def test_keys_that_others_can_read_are_refused_and_never_shown(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "link.keys")
+    assert (tmp_path / "link.keys").stat().st_mode & 0o777 == 0o600
+    assert read_keys(tmp_path / "link.keys") == keys
+    assert keys.server_secret not in repr(keys) + str(keys)
+    (tmp_path / "link.keys").chmod(0o644)
+    with pytest.raises(StrataError) as refused:
+        read_keys(tmp_path / "link.keys")
+    assert refused.value.code is Code.INVALID

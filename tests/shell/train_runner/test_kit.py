@@ -1,0 +1,96 @@
+"""The numerical kit on one rank and on two, each group started once by the engine's own launcher."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from strata.base.settings import own_environment
+
+ROOT: Final = Path(__file__).parents[3]
+LONGEST_S: Final = 240
+
+pytestmark = pytest.mark.timeout(LONGEST_S + 20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kit")
+
+
+def run_kit(folder: Path, name: str, ranks: int, *options: str) -> dict[str, Any]:
+    out = folder / f"{name}.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {
+        **own_environment(),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    done = subprocess.run(
+        [*launcher, "-m", "tests.shell.train_runner.kit", str(out), *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> dict[str, Any]:
+    return run_kit(folder, "one", 1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, one_rank: dict[str, Any]) -> dict[str, Any]:
+    """After the other: they share the models, and the machine."""
+    del one_rank
+    return run_kit(folder, "two", 2)
+
+
+def failures(found: dict[str, Any]) -> str:
+    return "\n".join(f"{name}\n{trouble}" for name, trouble in found["checks"].items() if trouble)
+
+
+def test_every_check_holds_on_one_rank(one_rank: dict[str, Any]) -> None:
+    assert failures(one_rank) == ""
+
+
+def test_every_check_holds_on_two_ranks(two_ranks: dict[str, Any]) -> None:
+    assert failures(two_ranks) == ""
+
+
+def test_one_rank_and_two_make_the_same_numbers(one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:
+    assert one_rank["checks"].keys() == two_ranks["checks"].keys()
+    assert one_rank["numbers"].keys() == two_ranks["numbers"].keys()
+    for name, number in one_rank["numbers"].items():
+        if name != "bits":
+            close = 1e-2 if name.startswith("half.") else 1e-4
+            assert two_ranks["numbers"][name] == pytest.approx(number, rel=close), name
+
+
+def test_logits_in_pieces_and_layers_computed_twice_make_the_same_numbers(one_rank: dict[str, Any]) -> None:
+    plain = {name: number for name, number in one_rank["numbers"].items() if name.startswith("sum.")}
+    assert len(plain) > 20
+    for name, number in plain.items():
+        assert one_rank["numbers"][name.replace("sum.", "thrifty.")] == pytest.approx(number, rel=1e-4), name
+
+
+def test_half_precision_is_close_to_full_precision(one_rank: dict[str, Any]) -> None:
+    assert one_rank["numbers"]["half.loss"] == pytest.approx(one_rank["numbers"]["sum.loss"], rel=1e-2)
+
+
+def test_two_starts_make_the_same_bits(folder: Path, two_ranks: dict[str, Any]) -> None:
+    again = run_kit(folder, "again", 2, "--once-more")
+    assert failures(again) == ""
+    assert again["numbers"]["bits"] == two_ranks["numbers"]["bits"]

@@ -1,0 +1,95 @@
+"""Whatever number of ranks samples, and whatever is trained in between, the samples are the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import pytest
+
+from strata.base.settings import own_environment
+from strata.train.core.sampling import Added, Quantum, SampledSequence, SampleFailed, SampleParams, SampleResult
+from strata.train.runner.ranks import Ranks
+from strata.train.runner.sampling.spread import RankSampled, Spread
+from tests.shell.train_sampler.on_ranks import scenes
+from tests.shell.train_sampler.stage import ask, prompt_of
+
+ROOT: Final = Path(__file__).parents[3]
+LONGEST_S: Final = 200
+
+
+@pytest.mark.timeout(LONGEST_S + 60)
+def test_two_ranks_sample_what_one_does(models: Path, ranks: Ranks, tmp_path: Path) -> None:
+    out = tmp_path / "two.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.shell.train_sampler.on_ranks", str(models), str(out)],
+        cwd=ROOT,
+        env={**own_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    two: dict[str, Any] = msgspec.json.decode(out.read_bytes())
+    one = scenes(models, ranks)
+    assert one.keys() == two.keys() == {"adapted", "whole"}
+    for scene, requests in one.items():
+        assert requests.keys() == two[scene].keys()
+        for request_id, sampled in requests.items():
+            other = two[scene][request_id]
+            assert other["tokens"] == sampled["tokens"], (scene, request_id)
+            for ours, theirs in zip(sampled["logprobs"], other["logprobs"], strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=2e-4)
+            np.testing.assert_allclose(sampled["prompt"], other["prompt"], atol=2e-4)
+
+
+NOTHING: Final = RankSampled((), (), (), 0, 0, 0, 0, 0, 0)
+
+
+def sequence(index: int) -> SampledSequence:
+    return SampledSequence(index.to_bytes(4, "little"), b"", "stop")
+
+
+def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None:
+    spread = Spread(2, lambda sample: sample.length, 10)
+    added = [Added("large", ask(prompt_of(1, 30))), Added("many", ask(prompt_of(1, 10), num=5))]
+    first, second = spread.cut(Quantum(1, added))
+    assert [(one.request_id, one.indices, one.prompt) for one in first.add] == [
+        ("large", [0], True),
+        ("many", [3], False),
+    ]
+    assert [(one.request_id, one.indices, one.prompt) for one in second.add] == [("many", [0, 1, 2, 4], True)]
+    ended = msgspec.structs.replace(NOTHING, sequences=[("many", 3, sequence(3))])
+    others = msgspec.structs.replace(NOTHING, sequences=[("many", index, sequence(index)) for index in (4, 1, 0, 2)])
+    assert not spread.put_together([ended, NOTHING]).ended
+    spread.cut(Quantum(1))
+    (done,) = spread.put_together([NOTHING, others]).ended
+    assert done.outcome == SampleResult([sequence(index) for index in range(5)])
+    _, again = spread.cut(Quantum(1, [Added("next", ask(prompt_of(1, 10)))]))
+    assert [one.request_id for one in again.add] == ["next"]
+
+
+def test_a_request_that_fails_on_one_rank_is_taken_back_from_the_others() -> None:
+    spread = Spread(2, lambda sample: sample.length, 10)
+    spread.cut(Quantum(1, [Added("it", ask(prompt_of(1, 10), num=4))]))
+    done = spread.put_together([msgspec.structs.replace(NOTHING, failed=[("it", "broken")]), NOTHING])
+    assert done.ended[0].outcome == SampleFailed("user", "broken")
+    assert done.requests == 0
+    parts = spread.cut(Quantum(1))
+    assert [list(part.cancel) for part in parts] == [["it"], ["it"]]
+    late = msgspec.structs.replace(NOTHING, sequences=[("it", 1, sequence(1))])
+    assert not spread.put_together([NOTHING, late]).ended
+
+
+def test_every_rank_is_told_of_all_samplers_in_use_so_that_they_meet() -> None:
+    spread = Spread(3, lambda sample: sample.length, 10)
+    added = [Added(name, ask(prompt_of(1, 5), name)) for name in ("b", "a")]
+    parts = spread.cut(Quantum(1, added))
+    assert [part.samplers for part in parts] == [["a", "b"]] * 3
+    assert SampleParams() == added[0].sample.params

@@ -1,0 +1,135 @@
+"""Whatever bytes arrive: an operation, a complaint with a place, or INVALID; never anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import ops
+from strata.train.wire import json_era, native_reader, tinker
+from strata.train.wire.pb import tinker_pb2 as pb
+from strata.train.wire.request import PassRequest, decompress
+
+dtypes = st.integers(-1, 5)
+sizes = st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 4)
+tensors = st.builds(
+    pb.Tensor, dense=st.binary(max_size=40), dtype=dtypes, shape=st.lists(sizes, max_size=3)
+) | st.builds(
+    pb.Tensor,
+    sparse_csr=st.builds(
+        pb.SparseCsr,
+        values=st.binary(max_size=16),
+        crow_indices=st.lists(sizes, max_size=4).map(
+            lambda found: b"".join(x.to_bytes(8, "little", signed=True) for x in found)
+        ),
+        col_indices=st.lists(sizes, max_size=4).map(
+            lambda found: b"".join(x.to_bytes(8, "little", signed=True) for x in found)
+        ),
+    ),
+    dtype=dtypes,
+    shape=st.lists(sizes, max_size=3),
+)
+chunks = st.builds(pb.Chunk, encoded_text=st.builds(pb.EncodedTextChunk, tokens=st.binary(max_size=12))) | st.builds(
+    pb.Chunk, dmel=st.builds(pb.DmelChunk)
+)
+names = st.sampled_from(["weights", "target_tokens", "other"])
+requests = st.builds(
+    pb.ForwardBackwardRequest,
+    model_id=st.just("m"),
+    seq_id=st.just(1),
+    loss_fn=st.sampled_from(["cross_entropy", "?"]),
+    loss_fn_config=st.dictionaries(names, st.floats(), max_size=2),
+    data=st.lists(
+        st.builds(
+            pb.Datum,
+            model_input=st.lists(chunks, max_size=2),
+            loss_fn_inputs=st.dictionaries(names, tensors, max_size=2),
+        ),
+        max_size=3,
+    ),
+)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+json_tensors = st.fixed_dictionaries(
+    {"data": st.lists(st.integers() | st.floats(allow_nan=False, allow_infinity=False), max_size=4) | values},
+    optional={
+        "dtype": st.sampled_from(["float32", "int64"]) | values,
+        "shape": st.lists(st.integers(), max_size=3) | values,
+        "sparse_crow_indices": st.lists(st.integers(), max_size=4) | values,
+        "sparse_col_indices": st.lists(st.integers(), max_size=4) | values,
+    },
+)
+json_datums = st.fixed_dictionaries(
+    {"model_input": st.fixed_dictionaries({"chunks": st.just([{"tokens": [1, 2]}]) | values}) | values},
+    optional={"loss_fn_inputs": st.dictionaries(names, json_tensors | values, max_size=2) | values},
+)
+json_bodies = st.fixed_dictionaries(
+    {
+        "model_id": st.just("m"),
+        "seq_id": st.just(1),
+        "forward_backward_input": st.fixed_dictionaries(
+            {"data": st.lists(json_datums | values, max_size=3) | values, "loss_fn": st.just("cross_entropy")}
+        ),
+    }
+)
+
+
+def check(found: object) -> None:
+    if isinstance(found, PassRequest):
+        assert ops.decode_pass_data(found.encoded()).datums == list(found.datums)
+        assert all(length > 0 for length in found.operation(ops.Inline(b"")).lengths)
+    elif isinstance(found, ops.Unreadable):
+        assert found.message
+
+
+def attempt(read: Callable[[bytes], object], body: bytes) -> None:
+    found: object = None
+    refused = Code.INVALID
+    try:
+        found = read(body)
+    except StrataError as error:
+        refused = error.code
+    assert refused is Code.INVALID
+    check(found)
+
+
+def read_json(body: bytes) -> object:
+    return json_era.read_pass(body, forward_only=False)
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_read_or_invalid(body: bytes) -> None:
+    for read in (tinker.read_pass, native_reader.read_pass, read_json, lambda content: decompress(content, 100)):
+        attempt(read, body)
+
+
+@given(requests, st.integers(0, 400), st.binary(max_size=3))
+@settings(max_examples=300)
+def test_messages_with_broken_arrays_are_read_or_complained_about(
+    message: pb.ForwardBackwardRequest, at: int, spoiled: bytes
+) -> None:
+    whole = message.SerializeToString()
+    check(tinker.read_pass(whole))
+    attempt(tinker.read_pass, whole[:at] + spoiled + whole[at + len(spoiled) :])
+
+
+@given(json_bodies)
+@settings(max_examples=300)
+def test_json_of_nearly_the_right_shape_is_read_or_complained_about(body: object) -> None:
+    attempt(read_json, msgspec.json.encode(body))
+
+
+@given(json_bodies)
+def test_msgpack_of_another_shape_is_read_or_complained_about(body: object) -> None:
+    attempt(native_reader.read_pass, msgspec.msgpack.encode(body))
