@@ -18,6 +18,7 @@ BENCHES: Final = {
     "coordinator": "heartbeats, shards, barriers and placement beside a bare gRPC server and other hashes",
     "fleet": "claims and heartbeats at the store port and over HTTP beside the bare databases and an empty route",
     "journal": "appends, replay and restore beside the bare PostgreSQL and SQLite drivers",
+    "sampling": "tokens of the built-in sampler beside Hugging Face's `generate`, one request at a time",
     "train": "operations and fine-tuning through the training server beside a plain torchrun loop",
 }
 """Each is a module `bench.NAME` with `async def run(report: Report, *, quick: bool) -> None`, and perhaps with the

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from strata.hub.server import HttpServer, _config, listen
+from strata.http.server import HttpServer, listen
+from strata.hub.server import _config
 from strata.hub.settings import HubSettings
 
 

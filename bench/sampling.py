@@ -1,4 +1,4 @@
-"""The built-in sampler beside Hugging Face's `generate`, on a small random model and one rank: `python -m bench sampling`.
+"""The built-in sampler beside Hugging Face's `generate`, on a small random model, one rank: `python -m bench sampling`.
 
 - `sample.tokens`: eight requests at once, drawn at temperature 1, by quanta as an orchestrator sends them. Bare is
   `generate` of the same requests one by one, and also draws.
@@ -56,22 +56,22 @@ LONG: Final = Turns(rounds=16, tokens=128)
 
 async def run(report: Report, *, quick: bool) -> None:
     turns = QUICK if quick else LONG
-    with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder, one_rank() as ranks:
+    with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder, one_rank(Path(folder)) as ranks:
         path = Path(folder) / "model"
         parameters = make(path, MODEL)
         base = Base(RunnerSettings(model=str(path), sleep_folder=Path(folder)), ranks)
-        bare = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval()
+        bare: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
         size = f"{parameters / 1e6:.1f} M parameters"
         report.progress(f"sampling, {size}")
         await cases(report, base, ranks, bare, turns, size)
 
 
 @contextmanager
-def one_rank() -> Iterator[Ranks]:
+def one_rank(folder: Path) -> Iterator[Ranks]:
     threads = torch.get_num_threads()
     # As a rank has it.
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     try:
         yield Ranks(torch.device("cpu"))
     finally:

@@ -67,7 +67,7 @@ class Loop:
         if gradients:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat)
-            for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            for gradient, part in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
     def one_token(self, tokens: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class Loop:
     def backward(self, row: torch.Tensor) -> torch.Tensor:
         logits = self.model(input_ids=row[:, :-1], use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten(), reduction="sum")
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
 

@@ -7,15 +7,17 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 import zmq
 
+from bench.interleave import Side
 from bench.train_orders import MODEL, Found, Order, Server, Work, draw, save
 from strata.train.api.identity import KEY_FILE
 from strata.train.api.server import ADDRESS_FILE
@@ -89,6 +91,13 @@ class Sides:
     batches: Path
     server: Server
     bare: Bare
+    pids: Mapping[Side, int]
+
+    def cpu_s(self, side: Side) -> float:
+        """Of all processes of a side together: what disturbs the machine does not show in it."""
+        first = psutil.Process(self.pids[side])
+        times = [process.cpu_times() for process in (first, *first.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
 
 
 @asynccontextmanager
@@ -115,7 +124,7 @@ async def sides(work: Work) -> AsyncIterator[Sides]:
             server = await _until(serving, folder / "ours.log", lambda: _address(folder / "d"))
             ready = asyncio.create_task(asyncio.to_thread(bare.carry_out, Order(kind="empty")))
             await _until(looping, folder / "bare.log", lambda: ready.done() or None)
-            yield Sides(work, parameters, batches, server, bare)
+            yield Sides(work, parameters, batches, server, bare, {"ours": serving.pid, "bare": looping.pid})
             await asyncio.to_thread(bare.carry_out, Order(kind="end"))
     finally:
         await asyncio.to_thread(shutil.rmtree, folder)
@@ -154,6 +163,7 @@ def _address(data: Path) -> Server | None:
 
 
 async def _until(process: asyncio.subprocess.Process, log: Path, ready: Callable[[], T | None]) -> T:
+    ending = f"was not ready within {START_S:g} seconds"
     try:
         async with asyncio.timeout(START_S):
             while process.returncode is None:
@@ -161,10 +171,11 @@ async def _until(process: asyncio.subprocess.Process, log: Path, ready: Callable
                 if found is not None:
                     return found
                 await asyncio.sleep(0.05)
+            ending = "ended before it was ready"
     except TimeoutError:
         pass
     said = (await asyncio.to_thread(log.read_text, encoding="utf-8"))[-4000:]
-    raise RuntimeError(f"a process of the bench was not ready within {START_S:g} seconds:\n{said}")
+    raise RuntimeError(f"a process of the bench {ending}:\n{said}")
 
 
 @asynccontextmanager

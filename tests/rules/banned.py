@@ -39,8 +39,7 @@ MAY_CATCH_ALL: Final = {
     "src/strata/cli/main.py",
     "src/strata/database/sqlite.py",
     "src/strata/fleet/agent/attempt.py",
-    "src/strata/fleet/http/root.py",
-    "src/strata/train/api/root.py",
+    "src/strata/http/root.py",
 }
 """The periodic loop and the outermost handler of each process, thread or attempt."""
 

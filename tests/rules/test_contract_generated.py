@@ -1,4 +1,4 @@
-"""What is generated from the contracts of coordinator and training server is fresh and runs with every version that we allow."""
+"""What is generated from the contracts is fresh, and runs with every version of its libraries that we allow."""
 
 from __future__ import annotations
 

@@ -30,6 +30,8 @@ PLANTS: Final = (
     Plant("layers", "fleet/service.py", "import strata.coord.service", also=("coord/service.py",)),
     Plant("layers", "identity/keys.py", "import strata.journal.port"),
     Plant("layers", "journal/port.py", "import strata.identity", also=("identity/__init__.py",)),
+    Plant("layers", "http/plant.py", "import strata.train.service", also=("train/service.py",)),
+    Plant("layers", "identity/keys.py", "import strata.http.root"),
     Plant("layers", "cli/plant.py", "import strata.testing.world", also=("testing/world.py",)),
     Plant("layers", "utils/text.py", ""),
     Plant("inside-a-layer", "coord/core/state.py", "import strata.coord.wire", also=("coord/wire.py",)),

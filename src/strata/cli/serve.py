@@ -12,7 +12,8 @@ from strata.cli.output import complain
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="CONFIG")
-def serve(config: Path) -> None:
+@click.option("--make-keys", is_flag=True, help="Make the keys of the links for ranks on other machines, and end.")
+def serve(config: Path, *, make_keys: bool) -> None:
     """Run a server that trains a model by API.
 
     CONFIG is a TOML file with the sections server, model, ranks and limits; every setting can stand in the environment
@@ -23,13 +24,20 @@ def serve(config: Path) -> None:
     from strata.base.settings import no_color
     from strata.cli.extras import require
 
-    for module in ("zmq", "fastapi", "torch"):
+    for module in ("zmq", "fastapi"):
         require(module, extra="train")
     from strata.train.launch.run import run
+    from strata.train.link_keys import make_first_keys
     from strata.train.settings import load_settings
 
     settings = load_settings(config)
+    if make_keys:
+        make_first_keys(settings.keys)
+        return
+    if settings.ranks.mode == "auto":
+        require("torch", extra="train")
     style = settings.server.log_format or ("console" if sys.stderr.isatty() else "json")
     log.configure(style, settings.server.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
-    model, ranks = settings.model.base_model, settings.ranks.nproc
-    run(settings, config, lambda where: complain(f"strata serve: {where}, model {model}, {ranks} ranks"))
+    model = settings.model.base_model
+    ranks = f"{settings.ranks.nproc} ranks" if settings.ranks.mode == "auto" else "ranks started elsewhere"
+    run(settings, config, lambda where: complain(f"strata serve: {where}, model {model}, {ranks}"))

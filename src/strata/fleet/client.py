@@ -25,7 +25,7 @@ import msgspec
 from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
-from strata.fleet.wire import ErrorReply
+from strata.http.problem import ErrorReply
 
 T = TypeVar("T")
 

@@ -44,17 +44,6 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """What the hub says. A newer hub may say more: hosts are not all updated in one moment."""
 
 
-class Problem(Reply, frozen=True, kw_only=True):
-    code: str
-    message: str
-    hint: str | None = None
-    detail: dict[str, Any] = {}
-
-
-class ErrorReply(Reply, frozen=True, kw_only=True):
-    error: Problem
-
-
 class Health(Reply, frozen=True, kw_only=True):
     status: Literal["ok", "stopping"]
     version: str

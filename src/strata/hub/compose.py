@@ -16,13 +16,14 @@ from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.artifacts.upkeep import collect, retain, scrub
-from strata.fleet.http.body import Pace
+from strata.fleet.http.app import application
 from strata.fleet.http.feed import GAP_S, Feed
-from strata.fleet.http.root import Root
 from strata.fleet.http.site import Site
 from strata.fleet.http.table import TABLE
 from strata.fleet.service import TICK_S, Fleet, FleetSettings
 from strata.fleet.streams import Streams
+from strata.http.body import Pace
+from strata.http.root import Root
 from strata.hub.certificates import ServerTls, write_private
 from strata.hub.copies import LOOK_S, Copier
 from strata.hub.outbound import Target
@@ -85,7 +86,7 @@ async def open_hub(settings: HubSettings, clock: Clock) -> AsyncIterator[Hub]:
         )
         loops = _loops(settings, site, tables, tls)
         try:
-            yield Hub(site=site, app=Root(site, TABLE), tls=tls, loops=loops)
+            yield Hub(site=site, app=application(site, TABLE), tls=tls, loops=loops)
         finally:
             await chunks.close()
 

@@ -73,8 +73,21 @@ def make_keys(path: Path) -> LinkKeys:
     return keys
 
 
+def make_first_keys(path: Path) -> None:
+    """CONFLICT if there are some: whoever has a copy of those could not be spoken with any more."""
+    if path.exists():
+        raise StrataError(Code.CONFLICT, f"there are keys in {path} already", hint="remove them to make others")
+    make_keys(path)
+
+
 def read_keys(path: Path) -> LinkKeys:
     """INVALID if there are none, or if others can read the file."""
+    if not path.exists():
+        raise StrataError(
+            Code.INVALID,
+            f"there are no keys for the links in {path}",
+            hint="`strata serve CONFIG --make-keys` makes them; every machine needs the same ones",
+        )
     try:
         return msgspec.json.decode(read_secret(path).reveal().encode(), type=LinkKeys)
     except msgspec.MsgspecError:

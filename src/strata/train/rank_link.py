@@ -89,10 +89,10 @@ async def knock(
 class RankLink:
     """Rank 0's side. Blocking, for a thread that does nothing else meanwhile.
 
-    `endpoint` is where it listens, with the port it got.
+    `endpoint` is where it listens, with the port it got; `known_as` is how the other ranks reach this machine.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, known_as: str = "") -> None:
         self._keys = keys_of(settings)
         self._context = zmq.Context()
         self._gate = self._keys.admit(self._context) if self._keys is not None else None
@@ -102,7 +102,7 @@ class RankLink:
         self._heard = Knock(0, 0)
         self._conversations = 0
         file = Path(settings.rank0.removeprefix("file:")) if settings.rank0.startswith("file:") else None
-        door = f"tcp://{own_address()}:*" if file else settings.rank0
+        door = f"tcp://{own_address(known_as)}:*" if file else settings.rank0
         try:
             self.endpoint = listen(self._door, door, self._keys)
         except StrataError:

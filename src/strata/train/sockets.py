@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket as sockets
 from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -95,8 +96,18 @@ def _refuse_unless_private(folder: Path) -> None:
         )
 
 
-def own_address() -> str:
-    """The address of this machine that others on its network reach it by; loopback if there is none."""
+def own_address(known_as: str = "") -> str:
+    """The address of this machine that others on its network reach it by; loopback if there is none.
+
+    The name or address they know it by already is the best one: a machine may have several, and in a network without a
+    way out the routes tell none. Loopback only says that those who know it so far are on this machine.
+    """
+    try:
+        known = sockets.gethostbyname(known_as) if known_as else ""
+    except OSError:
+        known = ""
+    if known and not ip_address(known).is_loopback:
+        return known
     with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing: it only looks up the route.

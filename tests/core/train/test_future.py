@@ -67,6 +67,15 @@ def test_a_future_changes_only_as_the_table_allows(status: FutureStatus, event: 
     assert kept.status is status
 
 
+def test_every_change_is_a_step_forward_so_nothing_is_dispatched_twice() -> None:
+    order = [FutureStatus.PENDING, FutureStatus.DISPATCHED, "ended", FutureStatus.EXPIRED]
+
+    def place(status: FutureStatus) -> int:
+        return order.index(status if status in order else "ended")
+
+    assert all(place(before) < place(after) for (before, _), after in NEXT.items())
+
+
 def test_what_ended_never_begins_again_and_only_expires() -> None:
     ended = set(FutureStatus) - OPEN - {FutureStatus.EXPIRED}
     assert {event for (status, event) in NEXT if status in ended} == {FutureEvent.EXPIRE}

@@ -20,8 +20,10 @@ from strata.base.clock import SystemClock
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import Plan
+from strata.http.problem import ErrorReply
+from strata.http.server import listen, url_of
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
-from strata.hub.server import listen, serve, url_of
+from strata.hub.server import serve
 from strata.hub.settings import HubSettings
 
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
@@ -88,7 +90,7 @@ async def running(data: Path, **settings: Any) -> AsyncIterator[Running]:
                 import ssl
 
                 verify = ssl.create_default_context(cadata=hub.site.authority.certificate_pem.decode())
-            running = Running(hub, url_of(wanted, listener), data, verify)
+            running = Running(hub, url_of(listener, tls=wanted.tls.enabled), data, verify)
             serving = asyncio.create_task(serve(hub, wanted, clock, listener, running.stop))
             try:
                 async with running.stack:
@@ -105,7 +107,7 @@ def ok(reply: httpx.Response, kind: type[T]) -> T:
 
 def refused(reply: httpx.Response) -> tuple[int, str]:
     """Status and code; every refusal has the one form."""
-    return reply.status_code, msgspec.json.decode(reply.content, type=wire.ErrorReply).error.code
+    return reply.status_code, msgspec.json.decode(reply.content, type=ErrorReply).error.code
 
 
 class Process:

@@ -14,8 +14,8 @@ import pytest
 from strata.base.digest import sha256_hex
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.http.declare import Upload
 from strata.fleet.http.table import TABLE
+from strata.http.declare import Upload
 from tests.shell.fleet_http.running import Running, ok, refused, running
 from tests.shell.fleet_http.test_access import url
 

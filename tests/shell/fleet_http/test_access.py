@@ -8,8 +8,8 @@ import pytest
 
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.http.declare import Endpoint
 from strata.fleet.http.table import TABLE
+from strata.http.declare import Endpoint
 from strata.identity.roles import Role
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused, running
 

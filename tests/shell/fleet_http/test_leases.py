@@ -168,7 +168,7 @@ async def test_labels_of_the_invitation_count_more_than_what_a_host_says(site: R
 
     identity = HostIdentity("host_x", "x", "k", 0.0, labels=("rack=b4", "gpu"), pool="lab")
     await site.hub.site.identity.add_host(identity, "test")
-    from strata.fleet.http.declare import Call
+    from strata.fleet.http.call import Call
     from strata.fleet.http.leases import register
     from strata.identity.roles import Kind, Principal
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 from strata.base.clock import ManualClock, SystemClock
@@ -27,7 +28,7 @@ async def longest_pause_s(loop: Loop) -> float:
     while len(turns) < TIMES:
         await clock.advance(0.5)
     looping.cancel()
-    return max(later - earlier for earlier, later in zip(turns, turns[1:], strict=False))
+    return max(later - earlier for earlier, later in itertools.pairwise(turns))
 
 
 async def test_leases_and_events_go_on_within_seconds_however_long_the_database_was_away(tmp_path: Path) -> None:

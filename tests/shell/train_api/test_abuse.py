@@ -14,10 +14,11 @@ import zstandard
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.http.body import Pace
+from strata.http.server import listen, url_of
 from strata.identity.roles import Role
-from strata.train.api import body, protocol
 from strata.train.api.later import PATHS
-from strata.train.api.server import APIServer, check_exposure, listen, url_of
+from strata.train.api.server import APIServer, check_exposure
 from strata.train.api.table import TABLE
 from strata.train.core import ops
 from strata.train.wire import native, native_reader, tinker
@@ -65,7 +66,7 @@ async def test_a_bomb_is_not_unpacked(alone: Reached) -> None:
 )
 async def test_broken_json_is_refused_in_words(alone: Reached, content: bytes) -> None:
     for endpoint in TABLE:
-        if endpoint.method == "POST" and endpoint.role is not None:
+        if endpoint.method == "POST" and not endpoint.need.public:
             path = endpoint.path.replace("{session_id}", "s").replace("{id}", "k")
             reply = await alone.ask("POST", path, Role.ADMIN, content=content)
             assert reply.status_code < 500 or reply.json()["error"]["code"] in ("unavailable", "unsupported"), path
@@ -153,16 +154,15 @@ def test_loopback_is_taken(host: str) -> None:
     check_exposure(host)
 
 
-async def test_slow_heads_and_slow_bodies_are_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEADER_S", 0.2)
-    monkeypatch.setattr(body, "GRACE_S", 0.2)
+async def test_slow_heads_and_slow_bodies_are_cut_off(folder: Path) -> None:
     settings = settings_in(folder)
     key = (await keys_in(settings))[Role.RESEARCHER]
     stop = asyncio.Event()
-    with listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1:0") as listener:
         port = listener.getsockname()[1]
         assert url_of(listener) == f"http://127.0.0.1:{port}"
-        serving = asyncio.create_task(APIServer(settings, SystemClock()).serve(listener, stop, lambda: None))
+        server = APIServer(settings, SystemClock(), header_s=0.2, pace=Pace(grace_s=0.2))
+        serving = asyncio.create_task(server.serve(listener, stop, lambda: None))
         head = f"POST /api/v1/optim_step HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nContent-Length: 50\r\n\r\n{{"
         slow_body = await asyncio.to_thread(_exchange, port, head.encode())
         assert slow_body.startswith(b"HTTP/1.1 408 ")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from strata.http.declare import Endpoint
 from strata.identity.roles import Role
-from strata.train.api.declare import Endpoint
 from strata.train.api.table import TABLE
 from tests.shell.train_api.conftest import Reached
 
@@ -22,7 +22,7 @@ PATHS = sorted({url(endpoint) for endpoint in TABLE})
 
 
 async def test_nobody_gets_in_without_credentials_or_with_wrong_ones(alone: Reached) -> None:
-    public = {(each.method, url(each)) for each in TABLE if each.role is None}
+    public = {(each.method, url(each)) for each in TABLE if each.need.public}
     ways = [{}, *({b"X-API-Key": wrong.encode()} for wrong in WRONG), {b"Authorization": b"Basic YTpi"}]
     for path in (*PATHS, "/openapi.json", "/", "/docs", "/api/v1/nothing"):
         for method in METHODS:
@@ -36,7 +36,7 @@ async def test_the_role_below_is_refused_and_the_role_itself_is_not(alone: Reach
     for endpoint in TABLE:
         for role in Role:
             reply = await alone.ask(endpoint.method, url(endpoint), role, content=b"[]")
-            allowed = endpoint.role is None or role >= endpoint.role
+            allowed = endpoint.need.public or (endpoint.need.role is not None and role >= endpoint.need.role)
             assert (reply.status_code != 403) is allowed, (endpoint, role, reply.text)
 
 
@@ -48,7 +48,7 @@ async def test_a_method_that_is_not_declared_is_refused(alone: Reached) -> None:
 
 
 async def test_what_anybody_may_call_says_no_more_than_that_it_is_there(alone: Reached) -> None:
-    open_to_all = [each for each in TABLE if each.role is None]
+    open_to_all = [each for each in TABLE if each.need.public]
     assert {each.path for each in open_to_all} == {"/healthz", "/api/v1/healthz"}
     for endpoint in open_to_all:
         reply = await alone.http.request(endpoint.method, endpoint.path)

@@ -16,7 +16,7 @@ import zstandard
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from strata.base.clock import SystemClock
-from strata.train.api.root import Root
+from strata.http.root import Root
 from strata.train.api.server import APIServer
 from strata.train.core import ops
 from strata.train.wire import native, tinker

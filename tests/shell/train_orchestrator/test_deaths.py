@@ -137,9 +137,9 @@ async def test_ranks_that_were_given_up_are_never_listened_to_again(tmp_path: Pa
     limits = f"{ONE_AT_A_TIME}\noperation_timeout_s = 0.5"
     async with running(tmp_path, limits=limits) as stack:
         model = await stack.model()
-        late = await stack.submit(stack.batch(model, 1, [[1]], pretend_s=1.5))
+        late = await stack.submit(stack.batch(model, 1, [[1]], pretend_s=3.5))
         await stack.orchestrator.told("stuck")
-        # They wake up, are told to end, and do.
+        # They wake up when what told them to end has gone, and somebody knocks: they are told again.
         assert await stack.ranks.end() == 0
         result = await stack.result(late)
         assert isinstance(result, ops.Failed)

@@ -18,10 +18,11 @@ from tests.shell.train_sampler.stage import BASE, Stage, base_of
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    meet = tmp_path_factory.mktemp("ranks") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=0, world_size=1)
     yield Ranks(torch.device("cpu"))
     dist.destroy_process_group()
     torch.set_num_threads(threads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ class Reference:
     @classmethod
     def load(cls, path: Path, adapter: Adapter | None = None) -> Reference:
         """With the adapter added to the weights themselves."""
-        model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
         parameters = dict(model.named_parameters())
         for name, (a, b) in adapter.pairs.items() if adapter is not None else ():
             weight = parameters[name] if name in parameters else parameters[f"{name}.weight"]
@@ -186,15 +186,15 @@ class Reference:
         return torch.log_softmax(warpers(params)(ids, logits), -1)
 
 
-def warpers(params: SampleParams) -> LogitsProcessorList:
-    found = LogitsProcessorList()
+def warpers(params: SampleParams) -> Callable[[Any, Any], torch.Tensor]:
+    found: Any = LogitsProcessorList()
     if params.temperature:
         found.append(TemperatureLogitsWarper(params.temperature))
         if params.top_k > 0:
             found.append(TopKLogitsWarper(params.top_k))
         if params.top_p < 1:
             found.append(TopPLogitsWarper(params.top_p))
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def surprising(observed: Array, expected: Array) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import MISSING_LOGPROB, Sample, SampleParams, SampleResult
 from strata.train.runner.ranks import Ranks
+from strata.train.runner.trained import local
 from tests.shell.train_sampler.stage import (
     BASE,
     Reference,
@@ -61,9 +63,7 @@ def test_half_precision_is_close_to_full_precision(models: Path, ranks: Ranks) -
         {"temperature": 0.9, "top_p": 0.8, "top_k": 50},
     ],
 )
-def test_logprobs_are_those_of_the_distribution_drawn_from(
-    params: dict[str, float], stage: Stage, models: Path
-) -> None:
+def test_logprobs_are_those_of_the_distribution_drawn_from(params: dict[str, Any], stage: Stage, models: Path) -> None:
     theirs = Reference.load(models / "llama")
     prompt = prompt_of(7, 12)
     sample = ask(prompt, num=3, max_tokens=20, seed=4, topk_sample_logprobs=6, end_tokens=False, **params)
@@ -165,7 +165,7 @@ def test_a_copy_of_a_whole_model_is_sampled_from_whatever_is_trained_meanwhile(m
     for parameter, own in zip(base.lm.parameters(), changed.model.parameters(), strict=True):
         noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(own.numel())) * 0.05
         own.data += noise
-        parameter.to_local().data.add_(noise)
+        local(parameter).add_(noise)
     stage.sampler.open_whole("second")
     later = {f"later {key}": greedy(one.prompt, "second", 24, end_tokens=False) for key, one in samples.items()}
     found = stage.all(later) | stage.outcomes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import Sample, SampleFailed, SampleResult
+from strata.train.runner.asleep import Asleep
 from strata.train.runner.model import Base
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.sampling.terms import Terms
@@ -123,6 +125,7 @@ def test_places_of_all_lengths_stay_within_the_bound_and_are_given_back(llama: B
     """Stage.quantum compares what is allocated with the bound after every quantum."""
     stage = Stage(llama, ranks, sequences=64, cached_tokens=1024)
     stage.sampler.open_base(BASE)
+    done = stage.quantum(1)
     waves = [(20, 4), (100, 20), (300, 100), (10, 8), (200, 5)]
     for number, (length, tokens) in enumerate(waves):
         added = {f"{number} {index}": greedy(prompt_of(index, length + index), tokens=tokens) for index in range(12)}
@@ -157,7 +160,7 @@ def test_a_request_that_is_told_twice_runs_once(stage: Stage) -> None:
 
 
 def test_the_model_ends_a_text_by_itself_unless_it_is_told_not_to(stage: Stage) -> None:
-    options = {"num": 16, "max_tokens": 120, "seed": 5, "temperature": 1.3}
+    options: dict[str, Any] = {"num": 16, "max_tokens": 120, "seed": 5, "temperature": 1.3}
     ended = stage.one(ask(prompt_of(1, 4), **options))
     free = stage.one(ask(prompt_of(1, 4), end_tokens=False, **options))
     (end,) = stage.sampler._terms.ends
@@ -184,7 +187,7 @@ def test_a_stop_token_ends_a_sequence_and_is_part_of_it(stage: Stage) -> None:
 
 def test_a_stop_string_ends_a_sequence_wherever_the_borders_of_tokens_are(stage: Stage, llama: Base) -> None:
     decode = Terms(llama, stage.sampler.limits).decoder()
-    options = {"max_tokens": 150, "seed": 2, "temperature": 1.2, "end_tokens": False}
+    options: dict[str, Any] = {"max_tokens": 150, "seed": 2, "temperature": 1.2, "end_tokens": False}
     tokens = tokens_in(stage.one(ask(prompt_of(2, 5), **options)).sequences[0])
     text = decode(tokens)
     strings = [text[at : at + size] for size in (1, 2, 3, 4) for at in range(2, len(text) - 4, 9)]
@@ -260,20 +263,35 @@ def test_more_requests_than_there_may_be_are_refused_for_now(llama: Base, ranks:
 
 
 def test_weights_that_are_not_numbers_fail_their_own_request_and_leave_nothing_behind(stage: Stage) -> None:
+    """The places they had are used again while a longer sequence runs beside: what they computed would be looked at."""
     adapter = stage.adapter(0, LoraConfig(rank=2, alpha=4.0))
     adapter.flat.fill_(torch.nan)
     stage.sampler.open_adapter("broken", adapter)
-    good = {f"good {number}": greedy(prompt_of(number, 8), end_tokens=False) for number in range(4)}
-    alone = stage.all(good)
-    bad = {f"bad {number}": greedy(prompt_of(number, 8), "broken", num=2) for number in range(3)}
-    found = stage.all({**bad, **good})
+    good = {f"good {number}": greedy(prompt_of(number, 5), end_tokens=False) for number in range(4)}
+    long = {"long": greedy(prompt_of(9, 30), tokens=34, end_tokens=False)}
+    alone = stage.all(good) | stage.all(long)
+    stage.quantum(2, long)
+    bad = {f"bad {number}": greedy(prompt_of(number, 50), "broken", num=2) for number in range(3)}
+    stage.quantum(4, bad)
     for key in bad:
-        failed = found[key]
+        failed = stage.outcomes[key]
         assert isinstance(failed, SampleFailed)
         assert "not finite" in failed.message
-    again = stage.all(good)
-    for key in good:
-        assert only(found[key]).tokens == only(alone[key]).tokens == only(again[key]).tokens
+    found = stage.all(good) | stage.outcomes
+    for key, outcome in alone.items():
+        assert only(found[key]).tokens == only(outcome).tokens
+
+
+def test_a_batch_that_slept_goes_on_as_if_it_had_not(stage: Stage, tmp_path: Path) -> None:
+    stage.sampler.open_adapter("other", stage.adapter(1, LoraConfig(rank=2, alpha=4.0)))
+    samples = {name: ask(prompt_of(1, 9), name, max_tokens=20, end_tokens=False) for name in (BASE, "other")}
+    awake = stage.all(samples)
+    stage.quantum(5, samples)
+    asleep = Asleep(stage.sampler.tensors(), tmp_path / "asleep" / "rank.safetensors")
+    assert asleep.freed > 0
+    asleep.wake()
+    stage.quantum(100)
+    assert stage.outcomes == awake
 
 
 def test_a_sampler_that_is_closed_fails_its_requests_and_no_others(stage: Stage) -> None:

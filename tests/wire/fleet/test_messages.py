@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.http import body, table
-from strata.fleet.http.declare import Endpoint, Need, Upload
-from strata.fleet.http.errors import STATUS_OF, HttpRefusal, render
-from strata.fleet.http.openapi import document, structs
+from strata.fleet.http.openapi import document
 from strata.fleet.http.serve import router
+from strata.http.body import MAX_DEPTH, check_depth
+from strata.http.declare import Endpoint, Need, Upload
+from strata.http.errors import PLAIN, STATUS_OF, HttpRefusal
+from strata.http.openapi import structs
+from strata.http.problem import ErrorReply
 
 MESSAGES = [
     each
@@ -140,16 +143,16 @@ def test_the_document_has_every_endpoint_and_every_reference_is_there() -> None:
 
 def test_every_code_has_a_status_and_a_body_of_the_one_form() -> None:
     for code in Code:
-        reply = render(StrataError(code, "it is so", hint="do that", epoch=3, what={"a": object}))
+        reply = PLAIN.render(StrataError(code, "it is so", hint="do that", epoch=3, what={"a": object}))
         assert reply.status_code == STATUS_OF[code]
-        problem = msgspec.json.decode(bytes(reply.body), type=wire.ErrorReply).error
+        problem = msgspec.json.decode(bytes(reply.body), type=ErrorReply).error
         assert (problem.code, problem.message, problem.hint, problem.detail["epoch"]) == (
             code,
             "it is so",
             "do that",
             3,
         )
-    assert render(HttpRefusal(413, Code.INVALID, "large")).status_code == 413
+    assert PLAIN.render(HttpRefusal(413, Code.INVALID, "large")).status_code == 413
 
 
 @pytest.mark.parametrize("message", dict.fromkeys(READ), ids=lambda message: message.__name__)
@@ -173,11 +176,11 @@ def test_the_depth_of_a_body_is_counted_right(value: Any) -> None:
         return 1 + max(map(depth, here), default=0) if isinstance(here, list) else 0
 
     wrapped = value
-    for _ in range(body.MAX_DEPTH - depth(value)):
+    for _ in range(MAX_DEPTH - depth(value)):
         wrapped = [wrapped, []] if depth(wrapped) else [wrapped]
-    body.check_depth(json.dumps(wrapped).encode())
+    check_depth(json.dumps(wrapped).encode())
     with pytest.raises(StrataError):
-        body.check_depth(json.dumps([wrapped]).encode())
+        check_depth(json.dumps([wrapped]).encode())
 
 
 @given(raw=st.binary(max_size=100) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "replace")))

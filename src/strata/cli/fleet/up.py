@@ -96,14 +96,15 @@ async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: s
 
     from strata.base.clock import SystemClock
     from strata.fleet.agent.probe import hostname
+    from strata.http.server import listen, url_of
     from strata.hub.compose import open_hub
-    from strata.hub.server import listen, serve, url_of
+    from strata.hub.server import serve
 
     clock = SystemClock()
     stop = asyncio.Event()
     async with open_hub(hub_settings, clock) as hub:
         with listen(hub_settings.listen) as listener:
-            url = url_of(hub_settings, listener)
+            url = url_of(listener, tls=hub_settings.tls.enabled)
             await _enrol(hub, agent_settings.state_folder, url, name or hostname())
             _choose(hub_settings, url)
             serving = asyncio.create_task(serve(hub, hub_settings, clock, listener, stop))

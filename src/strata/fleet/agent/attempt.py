@@ -97,7 +97,7 @@ class Attempt:
             # A disk that is full or gone, or a defect of ours: in either case nothing the job has done.
             _log.exception("an attempt met a broken host", job=self.record.lease.job_id)
             self._end_child(0.0)
-            outcome = Outcome(cause=Cause.INFRA, error=f"the host failed: {error or repr(error)}")
+            outcome = Outcome(cause=Cause.INFRA, error=f"the host failed: {error!r}")
         await self._report(outcome)
         self._clean()
 

@@ -8,9 +8,10 @@ import msgspec
 
 from strata import __version__
 from strata.fleet import wire
-from strata.fleet.http.declare import Call, Download
+from strata.fleet.http.call import Call
 from strata.fleet.http.openapi import document
 from strata.fleet.http.site import Site
+from strata.http.declare import Answer
 
 
 async def health(site: Site, call: Call) -> wire.Health:
@@ -19,10 +20,10 @@ async def health(site: Site, call: Call) -> wire.Health:
     return wire.Health(status="stopping" if site.stopping.is_set() else "ok", version=__version__)
 
 
-async def openapi(site: Site, call: Call) -> Download:
+async def openapi(site: Site, call: Call) -> Answer:
     """This interface, as OpenAPI 3.1."""
     del site, call
-    return Download(_document(), "application/json")
+    return Answer(_document())
 
 
 @functools.cache

@@ -14,13 +14,15 @@ from strata.fleet.artifacts import export, lookup
 from strata.fleet.artifacts.manifest import Chunk, Kind, Lineage
 from strata.fleet.artifacts.ports import Committed, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
-from strata.fleet.http.declare import Call, Download, Upload
+from strata.fleet.http.call import Call
 from strata.fleet.http.naming import artifact_of, hold
 from strata.fleet.http.site import Site
 from strata.fleet.ports import Hold
+from strata.http.declare import Answer, Upload
 from strata.identity.roles import Kind as CallerKind
 
 _NEWEST: Final = 2**62
+_BYTES: Final = "application/octet-stream"
 
 
 async def missing(site: Site, call: Call, body: wire.MissingRequest) -> wire.MissingReply:
@@ -40,9 +42,9 @@ async def put_chunk(site: Site, call: Call, body: Upload, query: wire.ChunkQuery
     await site.artifacts.put_chunk(Chunk(call.path["digest"], query.size), body, call.actor, offset=query.offset)
 
 
-async def get_chunk(site: Site, call: Call) -> Download:
+async def get_chunk(site: Site, call: Call) -> Answer:
     """The bytes of a chunk, verified."""
-    return Download(await site.artifacts.read_chunk(call.path["digest"]))
+    return Answer(await site.artifacts.read_chunk(call.path["digest"]), media_type=_BYTES)
 
 
 async def commit(site: Site, call: Call, body: wire.CommitRequest) -> wire.CommitReply:
@@ -70,22 +72,22 @@ async def put_source(site: Site, call: Call, body: Upload) -> wire.CommitReply:
     return _committed(await site.artifacts.put_blob(call.path["id"], body, lineage, call.actor))
 
 
-async def get_model(site: Site, call: Call) -> Download:
+async def get_model(site: Site, call: Call) -> Answer:
     """A result as it was uploaded."""
     return await _blob(site, call)
 
 
-async def get_source(site: Site, call: Call) -> Download:
+async def get_source(site: Site, call: Call) -> Answer:
     """The source of a trainer as it was uploaded."""
     return await _blob(site, call)
 
 
-async def _blob(site: Site, call: Call) -> Download:
+async def _blob(site: Site, call: Call) -> Answer:
     artifact_id = await site.artifacts.index.blob(call.path["id"])
     row = await site.artifacts.open(artifact_id)
     (file,) = row.manifest.files
     headers = {"Content-Length": str(file.size)}
-    return Download(site.artifacts.stream(file, 0, file.size), headers=headers)
+    return Answer(site.artifacts.stream(file, 0, file.size), media_type=_BYTES, headers=headers)
 
 
 async def listed(site: Site, call: Call, query: wire.ArtifactsQuery) -> wire.MadeReply:
@@ -142,33 +144,33 @@ async def ancestry(site: Site, call: Call) -> wire.MadeReply:
     return wire.MadeReply(artifacts=tuple(map(_made, rows)))
 
 
-async def file(site: Site, call: Call, query: wire.FileQuery) -> Download:
+async def file(site: Site, call: Call, query: wire.FileQuery) -> Answer:
     """One file of an artifact, verified."""
     row = await site.artifacts.open(await artifact_of(site, call))
     found = row.manifest.file(query.path)
     headers = {"Content-Length": str(found.size), "Content-Disposition": "attachment"}
-    return Download(site.artifacts.stream(found, 0, found.size), headers=headers)
+    return Answer(site.artifacts.stream(found, 0, found.size), media_type=_BYTES, headers=headers)
 
 
-async def bundle(site: Site, call: Call) -> Download:
+async def bundle(site: Site, call: Call) -> Answer:
     """An artifact as one deterministic `bundle.tar.zst`."""
     artifact_id = await artifact_of(site, call)
     await site.artifacts.open(artifact_id)
     headers = {"Content-Disposition": f'attachment; filename="{BLOB_PATH}"'}
-    return Download(export.bundle(site.artifacts, artifact_id), "application/zstd", headers)
+    return Answer(export.bundle(site.artifacts, artifact_id), media_type="application/zstd", headers=headers)
 
 
-async def index(site: Site, call: Call) -> Download:
+async def index(site: Site, call: Call) -> Answer:
     """`index.jsonl`: all results, a line each, with the path of their bundle below /v1/export/."""
     del call
-    return Download(_lines(site), "application/x-ndjson")
+    return Answer(_lines(site), media_type="application/x-ndjson")
 
 
-async def exported(site: Site, call: Call) -> Download:
+async def exported(site: Site, call: Call) -> Answer:
     """`<model>_<mode>/<sha256>/bundle.tar.zst` of the export."""
     path = f"{call.path['name']}/{call.path['sha256']}/{BLOB_PATH}"
     artifact_id = await export.find(site.artifacts, path)
-    return Download(export.bundle(site.artifacts, artifact_id), "application/zstd")
+    return Answer(export.bundle(site.artifacts, artifact_id), media_type="application/zstd")
 
 
 async def pin(site: Site, call: Call, body: wire.PinRequest) -> None:

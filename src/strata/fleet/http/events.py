@@ -10,9 +10,10 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database.events import Recorded
 from strata.fleet import wire
-from strata.fleet.http.declare import Call, Download
+from strata.fleet.http.call import Call
 from strata.fleet.http.site import Site
 from strata.fleet.http.watch import either, patiently
+from strata.http.declare import Answer
 
 NEWEST: Final = "newest"
 HEARTBEAT_S: Final = 10.0
@@ -22,7 +23,7 @@ _PAGE: Final = 256
 _encode: Final = msgspec.json.Encoder().encode
 
 
-async def events(site: Site, call: Call, query: wire.EventsQuery) -> wire.EventsReply | Download:
+async def events(site: Site, call: Call, query: wire.EventsQuery) -> wire.EventsReply | Answer:
     """What has changed, who did it, and when. `Accept: text/event-stream` makes it a stream."""
     after = call.headers.get("last-event-id") or query.after
     if after == NEWEST:
@@ -33,7 +34,7 @@ async def events(site: Site, call: Call, query: wire.EventsQuery) -> wire.Events
     first = await site.feed.after(after, _PAGE, subject=query.subject)
     if site.feed.listeners >= MAX_LISTENERS:
         raise StrataError(Code.EXHAUSTED, f"{MAX_LISTENERS} listeners are connected already")
-    return Download(_stream(site, call, after, first, query.subject), "text/event-stream")
+    return Answer(_stream(site, call, after, first, query.subject), media_type="text/event-stream")
 
 
 async def _page(site: Site, call: Call, after: str, query: wire.EventsQuery) -> wire.EventsReply:

@@ -7,7 +7,7 @@ from typing import Literal
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.lease import SUSPECT_S
-from strata.fleet.http.declare import Call
+from strata.fleet.http.call import Call
 from strata.fleet.http.naming import host_of
 from strata.fleet.http.site import Site
 from strata.fleet.ports import HostRow

@@ -5,18 +5,19 @@ from __future__ import annotations
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
-from strata.fleet.http.declare import Call, Download
+from strata.fleet.http.call import Call
 from strata.fleet.http.site import Site
+from strata.http.declare import Answer
 from strata.identity.ca import Issued
 from strata.identity.enroll import make_key
 from strata.identity.ports import Key
 from strata.identity.roles import Kind, Role
 
 
-async def authority(site: Site, call: Call) -> Download:
+async def authority(site: Site, call: Call) -> Answer:
     """The certificate of the hub's authority: compare its pin before you trust it."""
     del call
-    return Download(site.authority.certificate_pem, "application/x-pem-file")
+    return Answer(site.authority.certificate_pem, media_type="application/x-pem-file")
 
 
 async def join(site: Site, call: Call, body: wire.JoinRequest) -> wire.CertificateReply:

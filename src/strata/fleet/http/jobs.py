@@ -11,7 +11,7 @@ from strata.fleet.core.hyper import Schema
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.why import Why
-from strata.fleet.http.declare import Call
+from strata.fleet.http.call import Call
 from strata.fleet.http.naming import job_of
 from strata.fleet.http.site import Site
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow

@@ -11,7 +11,7 @@ from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
-from strata.fleet.http.declare import Call
+from strata.fleet.http.call import Call
 from strata.fleet.http.jobs import shown
 from strata.fleet.http.naming import hold, job_of
 from strata.fleet.http.site import Site

@@ -6,11 +6,12 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.http.declare import Call, Download, Upload
+from strata.fleet.http.call import Call
 from strata.fleet.http.naming import job_of
 from strata.fleet.http.site import Site
 from strata.fleet.http.watch import either, patiently
 from strata.fleet.streams import Name
+from strata.http.declare import Answer, Upload
 
 POLL_S: Final = 2.0
 """How often a follower looks by itself whether the attempt has ended."""
@@ -26,7 +27,7 @@ async def put_metrics(site: Site, call: Call, body: Upload, query: wire.PieceQue
     return await _append(site, call, "metrics", body, query)
 
 
-async def log(site: Site, call: Call, query: wire.StreamQuery) -> Download:
+async def log(site: Site, call: Call, query: wire.StreamQuery) -> Answer:
     """The log of an attempt from an offset on; with `wait_s`, as soon as there is more.
 
     `X-Strata-Offset` is where the body begins, `X-Strata-Next` where to go on; with `X-Strata-Ended` nothing follows.
@@ -34,7 +35,7 @@ async def log(site: Site, call: Call, query: wire.StreamQuery) -> Download:
     return await _read(site, call, "log", query)
 
 
-async def metrics(site: Site, call: Call, query: wire.StreamQuery) -> Download:
+async def metrics(site: Site, call: Call, query: wire.StreamQuery) -> Answer:
     """The metrics of an attempt, as JSON lines; read like a log."""
     return await _read(site, call, "metrics", query)
 
@@ -52,7 +53,7 @@ async def _append(site: Site, call: Call, name: Name, body: Upload, query: wire.
     return wire.PieceReply(size=size)
 
 
-async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> Download:
+async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> Answer:
     job_id = await job_of(site, call)
     row = await site.fleet.store.job(job_id)
     epoch = query.epoch or row.epoch
@@ -69,7 +70,7 @@ async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> 
         "X-Strata-Ended": "true" if ended and not content else "false",
     }
     media_type = "text/plain; charset=utf-8" if name == "log" else "application/x-ndjson"
-    return Download(content, media_type, headers)
+    return Answer(content, media_type=media_type, headers=headers)
 
 
 async def _follow(site: Site, job_id: str, epoch: int, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:

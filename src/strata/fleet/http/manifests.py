@@ -15,7 +15,7 @@ from strata.fleet.core.hyper import Schema
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.manifest import MAX_BYTES, Digests, peek_trainers
 from strata.fleet.core.plan import Plan
-from strata.fleet.http.declare import Call
+from strata.fleet.http.call import Call
 from strata.fleet.http.site import Site
 
 

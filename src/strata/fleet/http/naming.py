@@ -8,7 +8,7 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.base.ids import resolve_prefix
 from strata.fleet.core.hold import unknown_job
-from strata.fleet.http.declare import Call
+from strata.fleet.http.call import Call
 from strata.fleet.http.site import Site
 from strata.fleet.ports import Hold, HostRow
 

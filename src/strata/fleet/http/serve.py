@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet.http.body import Incoming, QueryReader, decode
-from strata.fleet.http.declare import Call, Download, Endpoint, Upload
-from strata.fleet.http.errors import HttpRefusal
+from strata.fleet.http.body import QueryReader, decode
+from strata.fleet.http.call import Call
 from strata.fleet.http.site import Site
-
-CALLER: Final = "strata.caller"
-WELCOME: Final = "strata.welcome"
-_encode: Final = msgspec.json.Encoder().encode
+from strata.http.body import Incoming
+from strata.http.declare import Endpoint, Upload
+from strata.http.errors import HttpRefusal
+from strata.http.reply import response
+from strata.http.root import CALLER, WELCOME
 
 
 class Served:
@@ -55,24 +54,7 @@ class Served:
         if self._endpoint.method != "GET":
             self._site.feed.poke()
             failpoint("fleet.http.before_reply")
-        await _response(reply)(scope, receive, send)
-
-
-def _response(reply: Any) -> Response:
-    if reply is None:
-        return Response(status_code=204)
-    if not isinstance(reply, Download):
-        return Response(_encode(reply), media_type="application/json")
-    headers = dict(reply.headers)
-    if isinstance(reply.content, bytes):
-        return Response(reply.content, media_type=reply.media_type, headers=headers)
-    return StreamingResponse(_parts(reply), media_type=reply.media_type, headers=headers)
-
-
-async def _parts(reply: Download) -> AsyncIterator[bytes]:
-    assert not isinstance(reply.content, bytes)
-    async for part in reply.content:
-        yield part
+        await response(reply)(scope, receive, send)
 
 
 class ByMethod:

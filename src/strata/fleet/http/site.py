@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from strata.base.clock import Clock
 from strata.fleet.artifacts.service import Artifacts
-from strata.fleet.http.body import Pace
 from strata.fleet.http.feed import Feed
 from strata.fleet.http.watch import Attempts, Watch
 from strata.fleet.service import Fleet
 from strata.fleet.streams import Streams
+from strata.http.body import Pace
 from strata.identity.authenticate import Authenticator
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment

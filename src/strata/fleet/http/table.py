@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from strata.fleet.http import about, artifacts, events, hosts, identities, jobs, leases, logs, manifests
-from strata.fleet.http.declare import (
+from strata.http.declare import (
     ADMIN,
     HOST,
     KIB,

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import ClientDisconnect
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.http.declare import Call
+from strata.fleet.http.call import Call
 from strata.fleet.ports import Store
 
 T = TypeVar("T")

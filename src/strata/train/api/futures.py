@@ -11,8 +11,7 @@ import asyncio
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.identity.roles import Role
-from strata.train.api.declare import KIB, Answer, Endpoint
+from strata.http.declare import KIB, RESEARCHER, Answer, Endpoint
 from strata.train.api.site import Call
 from strata.train.core import messages, ops
 from strata.train.core.messages import QueueState
@@ -59,6 +58,6 @@ async def cancel(call: Call, body: bodies.Future) -> None:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/api/v1/retrieve_future", Role.RESEARCHER, retrieve, 4 * KIB),
-    Endpoint("POST", "/api/v1/cancel_future", Role.RESEARCHER, cancel, 4 * KIB),
+    Endpoint("POST", "/api/v1/retrieve_future", RESEARCHER, retrieve, 4 * KIB),
+    Endpoint("POST", "/api/v1/cancel_future", RESEARCHER, cancel, 4 * KIB),
 )

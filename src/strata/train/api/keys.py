@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from strata.http.declare import ADMIN, KIB, Endpoint
 from strata.identity.enroll import make_key
 from strata.identity.ports import Key
 from strata.identity.roles import Role
-from strata.train.api.declare import KIB, Endpoint
 from strata.train.api.site import Call
 from strata.train.wire import bodies, replies
 
@@ -42,7 +42,7 @@ def _shown(key: Key) -> replies.Key:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/v1/keys", Role.ADMIN, add, 4 * KIB),
-    Endpoint("GET", "/v1/keys", Role.ADMIN, listed, KIB),
-    Endpoint("POST", "/v1/key/{id}/revoke", Role.ADMIN, revoke, KIB),
+    Endpoint("POST", "/v1/keys", ADMIN, add, 4 * KIB),
+    Endpoint("GET", "/v1/keys", ADMIN, listed, KIB),
+    Endpoint("POST", "/v1/key/{id}/revoke", ADMIN, revoke, KIB),
 )

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.identity.roles import Role
-from strata.train.api.declare import MIB, Answer, Endpoint, Method
+from strata.http.declare import MIB, RESEARCHER, Answer, Endpoint, Method
 from strata.train.api.site import Call
 
 PATHS: Final[tuple[tuple[Method, str], ...]] = (
@@ -35,4 +34,4 @@ async def unserved(call: Call) -> Answer:
     raise StrataError(Code.UNSUPPORTED, "this server trains and does not sample", hint="see docs/limits.md")
 
 
-ENDPOINTS = tuple(Endpoint(method, path, Role.RESEARCHER, unserved, 16 * MIB) for method, path in PATHS)
+ENDPOINTS = tuple(Endpoint(method, path, RESEARCHER, unserved, 16 * MIB) for method, path in PATHS)

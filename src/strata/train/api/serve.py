@@ -11,15 +11,15 @@ from starlette.responses import Response
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.http.declare import Endpoint
+from strata.http.reply import response
+from strata.http.root import CALLER
 from strata.train.api.body import decode, in_thread, read_body, read_query
-from strata.train.api.declare import BATCH, Answer, Endpoint, Raw, media_type
+from strata.train.api.declare import BATCH, Raw, media_type, operates
 from strata.train.api.site import Call, Site
 from strata.train.core import ops
 from strata.train.wire.replies import Future
 from strata.train.wire.request import Place
-
-CALLER: Final = "strata.caller"
-_encode: Final = msgspec.json.Encoder().encode
 
 
 class _Head(msgspec.Struct):
@@ -34,22 +34,22 @@ def served(site: Site, endpoint: Endpoint) -> Callable[[Request], Awaitable[Resp
     """The endpoint as FastAPI calls it."""
     shape = endpoint.signature()
     decoder = None if shape.body in (None, Raw) else msgspec.json.Decoder(shape.body)
+    durable = operates(shape)
     limit = endpoint.limit if endpoint.limit != BATCH else site.settings.server.max_body_bytes
 
     async def answer(request: Request) -> Response:
         caller = request.scope[CALLER]
-        if endpoint.role is not None:
-            caller.need(endpoint.role)
+        endpoint.need.check(caller)
         call = Call(site, caller, request.path_params, request.headers)
         given: dict[str, Any] = {}
         if shape.query is not None:
             given["query"] = read_query(shape.query, request.scope["query_string"])
-        raw = await read_body(request.receive, request.headers, limit)
-        if shape.operates:
+        raw = await read_body(request.receive, request.headers, limit, site.pace)
+        if durable:
             return await _operate(endpoint, call, raw, lambda: _body(shape.body, decoder, raw, request))
         if shape.body is not None:
             given["body"] = await in_thread(raw, lambda: _body(shape.body, decoder, raw, request))
-        return _response(await endpoint.handler(call, **given))
+        return response(await endpoint.handler(call, **given))
 
     return answer
 
@@ -72,7 +72,7 @@ async def _operate(endpoint: Endpoint, call: Call, raw: bytes, body: Callable[[]
             raise
         accepted = await call.submit(place.unreadable(error))
     failpoint("train.api.before_reply")
-    return _response(Future(request_id=accepted.future_id, model_id=accepted.model_id))
+    return response(Future(request_id=accepted.future_id, model_id=accepted.model_id))
 
 
 def _place(operation: ops.Operation | None, raw: bytes) -> Place | None:
@@ -88,11 +88,3 @@ def _place(operation: ops.Operation | None, raw: bytes) -> Place | None:
 
 def _session_of(operation: ops.Operation) -> str:
     return operation.model_id.rpartition(":train:")[0] if isinstance(operation, ops.CreateModel) else ""
-
-
-def _response(reply: Any) -> Response:
-    if reply is None:
-        return Response(status_code=204)
-    if isinstance(reply, Answer):
-        return Response(reply.content, reply.status, dict(reply.headers), media_type=reply.media_type)
-    return Response(_encode(reply), media_type="application/json")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.identity.roles import Role
-from strata.train.api.declare import KIB, MIB, Answer, Endpoint
+from strata.http.declare import KIB, MIB, OPERATOR, PUBLIC, VIEWER, Answer, Endpoint
 from strata.train.api.site import Call
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
@@ -86,13 +85,13 @@ async def _manage(call: Call, operation: ops.Sleep | ops.Wake) -> Answer:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/api/v1/client/config", Role.VIEWER, client_config),
-    Endpoint("POST", "/api/v1/client/dynamic_config", Role.VIEWER, dynamic_config),
-    Endpoint("GET", "/api/v1/get_server_capabilities", Role.VIEWER, capabilities),
-    Endpoint("GET", "/api/v1/healthz", None, alive, KIB),
-    Endpoint("GET", "/healthz", None, alive, KIB),
-    Endpoint("GET", "/health", Role.VIEWER, health, KIB),
-    Endpoint("POST", "/api/v1/telemetry", Role.VIEWER, telemetry, 4 * MIB),
-    Endpoint("POST", "/sleep", Role.OPERATOR, sleep),
-    Endpoint("POST", "/wake_up", Role.OPERATOR, wake_up),
+    Endpoint("POST", "/api/v1/client/config", VIEWER, client_config),
+    Endpoint("POST", "/api/v1/client/dynamic_config", VIEWER, dynamic_config),
+    Endpoint("GET", "/api/v1/get_server_capabilities", VIEWER, capabilities),
+    Endpoint("GET", "/api/v1/healthz", PUBLIC, alive, KIB),
+    Endpoint("GET", "/healthz", PUBLIC, alive, KIB),
+    Endpoint("GET", "/health", VIEWER, health, KIB),
+    Endpoint("POST", "/api/v1/telemetry", VIEWER, telemetry, 4 * MIB),
+    Endpoint("POST", "/sleep", OPERATOR, sleep),
+    Endpoint("POST", "/wake_up", OPERATOR, wake_up),
 )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from strata.base.errors import Code, StrataError
-from strata.identity.roles import Role
-from strata.train.api.declare import KIB, Endpoint
+from strata.http.declare import KIB, RESEARCHER, VIEWER, Endpoint
 from strata.train.api.site import Call
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
@@ -86,11 +85,11 @@ async def _session(call: Call, session_id: str) -> messages.SessionView:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/api/v1/create_session", Role.RESEARCHER, create),
-    Endpoint("POST", "/api/v1/session_heartbeat", Role.RESEARCHER, heartbeat),
-    Endpoint("POST", "/api/v1/sessions/{session_id}/finish", Role.RESEARCHER, finish),
-    Endpoint("POST", "/api/v1/kill_session", Role.RESEARCHER, kill),
-    Endpoint("GET", "/api/v1/session_info", Role.VIEWER, state, KIB),
-    Endpoint("GET", "/api/v1/sessions", Role.VIEWER, listed, KIB),
-    Endpoint("GET", "/api/v1/sessions/{session_id}", Role.VIEWER, show, KIB),
+    Endpoint("POST", "/api/v1/create_session", RESEARCHER, create),
+    Endpoint("POST", "/api/v1/session_heartbeat", RESEARCHER, heartbeat),
+    Endpoint("POST", "/api/v1/sessions/{session_id}/finish", RESEARCHER, finish),
+    Endpoint("POST", "/api/v1/kill_session", RESEARCHER, kill),
+    Endpoint("GET", "/api/v1/session_info", VIEWER, state, KIB),
+    Endpoint("GET", "/api/v1/sessions", VIEWER, listed, KIB),
+    Endpoint("GET", "/api/v1/sessions/{session_id}", VIEWER, show, KIB),
 )

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
+from strata.http.body import Pace
 from strata.identity.authenticate import Authenticator
 from strata.identity.ports import IdentityStore
 from strata.identity.roles import Kind, Principal
@@ -41,6 +42,7 @@ class Site:
     clock: Clock
     ids: Ids
     answer_s: float = ANSWER_S
+    pace: Pace = field(default_factory=Pace)
     names: dict[str, str] = field(default_factory=dict)
 
     async def tenant(self, caller: Principal) -> str:

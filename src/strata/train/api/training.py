@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from strata.base.errors import Code
-from strata.identity.roles import Role
-from strata.train.api.declare import BATCH, KIB, Endpoint, Raw
-from strata.train.api.errors import HttpRefusal
+from strata.http.declare import KIB, RESEARCHER, VIEWER, Endpoint
+from strata.http.errors import HttpRefusal
+from strata.train.api.declare import BATCH, Raw
 from strata.train.api.site import Call, Site
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, json_era, native, native_reader, replies, tinker
@@ -68,11 +68,11 @@ async def unload_model(call: Call, body: bodies.UnloadModel) -> ops.UnloadModel:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/api/v1/forward_backward", Role.RESEARCHER, forward_backward, BATCH),
-    Endpoint("POST", "/api/v1/forward", Role.RESEARCHER, forward, BATCH),
-    Endpoint("POST", "/api/v1/optim_step", Role.RESEARCHER, optim_step),
-    Endpoint("POST", "/api/v1/create_model", Role.RESEARCHER, create_model),
-    Endpoint("POST", "/api/v1/get_info", Role.VIEWER, get_info),
-    Endpoint("POST", "/api/v1/abort_gradient_epoch", Role.RESEARCHER, abort_gradients, 4 * KIB),
-    Endpoint("POST", "/api/v1/unload_model", Role.RESEARCHER, unload_model, 4 * KIB),
+    Endpoint("POST", "/api/v1/forward_backward", RESEARCHER, forward_backward, BATCH),
+    Endpoint("POST", "/api/v1/forward", RESEARCHER, forward, BATCH),
+    Endpoint("POST", "/api/v1/optim_step", RESEARCHER, optim_step),
+    Endpoint("POST", "/api/v1/create_model", RESEARCHER, create_model),
+    Endpoint("POST", "/api/v1/get_info", VIEWER, get_info),
+    Endpoint("POST", "/api/v1/abort_gradient_epoch", RESEARCHER, abort_gradients, 4 * KIB),
+    Endpoint("POST", "/api/v1/unload_model", RESEARCHER, unload_model, 4 * KIB),
 )

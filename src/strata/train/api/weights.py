@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from strata.base.errors import Code, StrataError
-from strata.identity.roles import Role
-from strata.train.api.declare import KIB, Endpoint
+from strata.http.declare import KIB, RESEARCHER, VIEWER, Endpoint
 from strata.train.api.site import Call
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
@@ -91,14 +90,14 @@ async def _delete(call: Call, model_id: str, checkpoint_id: str) -> None:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/api/v1/save_weights", Role.RESEARCHER, save),
-    Endpoint("POST", "/api/v1/load_weights", Role.RESEARCHER, load),
-    Endpoint("POST", "/api/v1/weights_info", Role.VIEWER, info, 4 * KIB),
-    Endpoint("POST", "/api/v1/list_checkpoints", Role.VIEWER, list_checkpoints, 4 * KIB),
-    Endpoint("POST", "/api/v1/delete_checkpoint", Role.RESEARCHER, delete_checkpoint, 4 * KIB),
-    Endpoint("GET", "/api/v1/checkpoints", Role.VIEWER, of_all, KIB),
-    Endpoint("GET", "/api/v1/training_runs", Role.VIEWER, runs, KIB),
-    Endpoint("GET", "/api/v1/training_runs/{run_id}", Role.VIEWER, run, KIB),
-    Endpoint("GET", "/api/v1/training_runs/{run_id}/checkpoints", Role.VIEWER, of_run, KIB),
-    Endpoint("DELETE", "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}", Role.RESEARCHER, remove, KIB),
+    Endpoint("POST", "/api/v1/save_weights", RESEARCHER, save),
+    Endpoint("POST", "/api/v1/load_weights", RESEARCHER, load),
+    Endpoint("POST", "/api/v1/weights_info", VIEWER, info, 4 * KIB),
+    Endpoint("POST", "/api/v1/list_checkpoints", VIEWER, list_checkpoints, 4 * KIB),
+    Endpoint("POST", "/api/v1/delete_checkpoint", RESEARCHER, delete_checkpoint, 4 * KIB),
+    Endpoint("GET", "/api/v1/checkpoints", VIEWER, of_all, KIB),
+    Endpoint("GET", "/api/v1/training_runs", VIEWER, runs, KIB),
+    Endpoint("GET", "/api/v1/training_runs/{run_id}", VIEWER, run, KIB),
+    Endpoint("GET", "/api/v1/training_runs/{run_id}/checkpoints", VIEWER, of_run, KIB),
+    Endpoint("DELETE", "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}", RESEARCHER, remove, KIB),
 )

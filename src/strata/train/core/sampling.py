@@ -134,6 +134,3 @@ class QuantumDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     sampled_tokens: int
     prompt_tokens: int
     """That were computed in this quantum: once for all samples of a request that one rank has."""
-
-
-decode_outcome: Final = msgspec.msgpack.Decoder(SampleOutcome).decode

@@ -118,8 +118,10 @@ class Launcher:
                     self._ranks.proven = True
                 self._attached.set()
             case "stuck":
-                _log.error("the ranks are stuck and are started again", group=group)
-                if self._ranks is not None:
+                if self._ranks is None:
+                    _log.error("the ranks are stuck: whoever started them has to start them again", group=group)
+                else:
+                    _log.error("the ranks are stuck and are started again", group=group)
                     self._ranks.kill()
             case "lost":
                 # They are dead, or about to be: torchrun ends the others when one is gone, and `keep` notices.

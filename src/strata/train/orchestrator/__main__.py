@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import uvloop
+
 from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import StrataError
@@ -32,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
         style = settings.server.log_format or ("console" if sys.stderr.isatty() else "json")
         log.configure(style, settings.server.log_level)
         holder = given.holder or Ids(SystemClock()).new("orchestrator")
-        asyncio.run(_run(settings, given.events_fd, holder))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(settings, given.events_fd, holder))
     except StrataError as error:
         _log.error("the orchestrator ends", code=error.code.value, reason=str(error))
         return 1

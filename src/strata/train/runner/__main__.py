@@ -20,12 +20,14 @@ import torch.distributed as dist
 
 from strata.base import log
 from strata.base.errors import StrataError
+from strata.base.settings import own_environment
 from strata.train.rank_link import RankLink
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings, runner_settings
 from strata.train.settings import ServerSettings, load_settings
+from strata.train.sockets import keys_of
 
 _log = log.get(__name__)
 _PR_SET_PDEATHSIG: Final = 1
@@ -70,12 +72,16 @@ def join(settings: RunnerSettings) -> torch.device:
 
 
 def serve(settings: ServerSettings, own: RunnerSettings, ranks: Ranks) -> None:
+    if ranks.first:
+        # Keys that are missing are told before the model is loaded, which may take long.
+        keys_of(settings)
     runner = ModelRunner(own, ranks)
     if not ranks.first:
         follow(runner, ranks)
         return
     # Only now: an address that can be connected to means that the model is loaded on every rank.
-    link = RankLink(settings)
+    # torchrun says on every rank where all of them have met: that is rank 0's machine.
+    link = RankLink(settings, own_environment().get("MASTER_ADDR", ""))
     try:
         _log.info("the ranks are ready", endpoint=link.endpoint, ranks=ranks.size, model=own.name)
         RunnerDispatcher(runner, ranks, link, os.urandom(8).hex()).run()

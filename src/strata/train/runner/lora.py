@@ -161,16 +161,69 @@ class Adapters:
 
     @staticmethod
     def add(name: str, inputs: torch.Tensor, output: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """`output` with what each span's adapter adds for the layer `name`; tokens are the last dimension but one."""
-        if not any(span.adapter is not None and name in span.adapter.pairs for span in spans):
+        """`output` with what each span's adapter adds for the layer `name`; tokens are the last dimension but one.
+
+        `output` must be fresh from its layer: it is added to in place.
+        """
+        plan: list[_Part] = []
+        matrices: list[torch.Tensor] = []
+        start = 0
+        for span in spans:
+            if span.adapter is not None and name in span.adapter.pairs:
+                plan.append(_Part(start, start + span.length, span.adapter.scale))
+                matrices.extend(span.adapter.pairs[name])
+            start += span.length
+        if not plan:
             return output
-        parts = []
-        for span, piece in zip(spans, torch.split(inputs, [span.length for span in spans], dim=-2), strict=True):
-            if span.adapter is None or name not in span.adapter.pairs:
-                parts.append(piece.new_zeros((*piece.shape[:-1], output.shape[-1])))
-            else:
-                parts.append(delta(piece, *span.adapter.pairs[name], span.adapter.scale))
-        return output + (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2))
+        return _AddSpans.apply(output, inputs, plan, *matrices)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Part:
+    start: int
+    end: int
+    scale: float
+
+
+class _AddSpans(torch.autograd.Function):
+    """B A x for each part of the rows, added to them by one multiplication: no second array as large as the output,
+    on the way there or back, however many adapters share a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: torch.Tensor, inputs: torch.Tensor, plan: Sequence[_Part], *matrices: torch.Tensor
+    ) -> torch.Tensor:
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        flat = output.view(-1, output.shape[-1])
+        narrow = []
+        for part, a, b in zip(plan, matrices[::2], matrices[1::2], strict=True):
+            inner = torch.mm(rows[part.start : part.end], a.to(rows.dtype).t()).mul_(part.scale)
+            flat[part.start : part.end].addmm_(inner, b.to(rows.dtype).t())
+            narrow.append(inner)
+        ctx.plan = plan
+        ctx.shape = inputs.shape
+        ctx.save_for_backward(rows, *matrices, *narrow)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        rows, *rest = ctx.saved_tensors
+        count = len(ctx.plan)
+        matrices, narrow = rest[: 2 * count], rest[2 * count :]
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        # Rows of no adapter add nothing to what comes back.
+        back = torch.zeros_like(rows)
+        found: list[torch.Tensor] = []
+        for part, a, b, inner in zip(ctx.plan, matrices[::2], matrices[1::2], narrow, strict=True):
+            own = grad[part.start : part.end]
+            through = torch.mm(own, b.to(own.dtype)).mul_(part.scale)
+            found += [
+                torch.mm(through.t(), rows[part.start : part.end]).to(a.dtype),
+                torch.mm(own.t(), inner).to(b.dtype),
+            ]
+            torch.mm(through, a.to(own.dtype), out=back[part.start : part.end])
+        return grads[0], back.view(ctx.shape), None, *found
 
 
 def delta(inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

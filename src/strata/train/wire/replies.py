@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from strata.train.core import messages
 
 TYPE_OF = {"weights": "training", "sampler_weights": "sampler"}
-
-
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    code: str
-    message: str
-    hint: str | None = None
-    detail: dict[str, Any] = {}
-
-
-class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
-    error: Problem
 
 
 class Future(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -120,7 +120,11 @@ class Batch:
 
     def _begin(self, groups: list[tuple[Request, list[SequenceRun]]], outcomes: Outcomes) -> None:
         """Compute the prompts, and the first token of each sample."""
-        groups.sort(key=lambda group: id(group[0].adapter))
+        # In the order of their first appearance, which is the same when it is all done again.
+        order: dict[int, int] = {}
+        for request, _ in groups:
+            order.setdefault(id(request.adapter), len(order))
+        groups = sorted(groups, key=lambda group: order[id(group[0].adapter)])
         requests = [request for request, _ in groups]
         lengths = [len(request.prompt) for request in requests]
         device = requests[0].prompt.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 
@@ -13,8 +14,8 @@ from strata.train.runner.sampling.attention import Prompt, PromptPlan, ShelfRows
 from strata.train.runner.sampling.cache import SHORTEST, Cache
 from strata.train.runner.sampling.twin import Twin, put_together
 
-PROMPT = 7
-LENGTH = 12
+PROMPT: Final = 7
+LENGTH: Final = 12
 
 
 def trouble_with(twin: Twin, base: Base, device: torch.device) -> str:

@@ -67,7 +67,8 @@ class Twin:
         self.logits_bytes = logits_bytes
         self.vocabulary = int(lm.config.get_text_config().vocab_size)
         with torch.device("meta"):
-            self._lm = type(lm)._from_config(copy.deepcopy(lm.config), attn_implementation=ATTENTION, dtype=dtype)
+            make: Any = type(lm)._from_config
+            self._lm: PreTrainedModel = make(copy.deepcopy(lm.config), attn_implementation=ATTENTION, dtype=dtype)
         self._lm.eval()
         self._adapters = Adapters(self._lm)
         adapt_experts(self._lm, self._adapters)

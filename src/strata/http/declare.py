@@ -1,19 +1,18 @@
 """How an endpoint is declared: method, path, who may call it, and the function that answers.
 
-What it reads and replies stands in the signature of that function and nowhere else. The router, the OpenAPI document
+What it reads and replies stands in the signature of that function and nowhere else. The routes, the OpenAPI document
 and the abuse tests are made from the same declarations, so there is no route that one of them does not know.
 """
 
 from __future__ import annotations
 
+import types
 import typing
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import msgspec
-from starlette.datastructures import Headers
-from starlette.types import Receive
 
 from strata.base.errors import Code, StrataError
 from strata.identity.roles import Kind, Principal, Role
@@ -21,6 +20,7 @@ from strata.identity.roles import Kind, Principal, Role
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 Method = Literal["GET", "POST", "PUT", "DELETE"]
+Handler = Callable[..., Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,50 +56,34 @@ READER: Final = Need(Role.VIEWER, host=True)
 UPLOADER: Final = Need(Role.RESEARCHER, host=True)
 
 
-@dataclass(slots=True)
-class Call:
-    """One request, after its caller is known."""
+class Content:
+    """What is read or replied and is no message in JSON."""
 
-    caller: Principal
-    path: Mapping[str, str]
-    headers: Headers
-    receive: Receive
-    welcome: Callable[[], Awaitable[None]]
-    """Asks again whether the caller may be here: for replies that go on for long."""
-
-    @property
-    def actor(self) -> str:
-        return self.caller.actor
-
-    async def gone(self) -> None:
-        """Returns when the client has left. Only after its body was read."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+    __slots__ = ()
 
 
-class Upload(AsyncIterable[bytes]):
-    """A body that is not JSON, as it comes: bounded in size, and not slower than it may be."""
+class Upload(Content, AsyncIterable[bytes]):
+    """A body as it comes: bounded in size, and not slower than it may be."""
 
 
 @dataclass(frozen=True, slots=True)
-class Download:
-    """A reply that is not JSON."""
+class Answer(Content):
+    """A reply that is made by the endpoint itself."""
 
     content: bytes | AsyncIterable[bytes]
-    media_type: str = "application/octet-stream"
+    status: int = 200
+    media_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
-
-
-Handler = Callable[..., Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
+    """Each is a message, a kind of `Content`, a union of these, or None."""
+
     body: Any
-    """A Struct, `Upload`, or None."""
     query: Any
     reply: Any
-    """A Struct, `Download`, or None for an empty reply."""
+    """None for an empty reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +95,7 @@ class Endpoint:
     limit: int = 64 * KIB
     """Bytes of the body at most."""
     public_read: bool = False
-    """A hub that was told to show itself to everybody shows this."""
+    """A server that was told to show itself to everybody shows this."""
 
     @property
     def name(self) -> str:
@@ -123,17 +107,20 @@ class Endpoint:
 
     def signature(self) -> Signature:
         hints = typing.get_type_hints(self.handler, include_extras=True)
-        found = Signature(hints.get("body"), hints.get("query"), _none(hints["return"]))
+        reply = hints["return"]
+        found = Signature(hints.get("body"), hints.get("query"), None if reply is type(None) else reply)
         for part in (found.body, found.query, found.reply):
-            if part not in (None, Upload) and not _declared(part):
+            if part is not None and not all(map(_declared, options(part))):
                 raise StrataError(Code.INTERNAL, f"{self.name}: {part} is no message")
         return found
 
 
-def _none(hint: Any) -> Any:
-    return None if hint is type(None) else hint
+def options(part: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type."""
+    if isinstance(part, types.UnionType) or typing.get_origin(part) is typing.Union:
+        return tuple(each for option in typing.get_args(part) for each in options(option))
+    return (part,)
 
 
 def _declared(part: Any) -> bool:
-    options = typing.get_args(part) or (part,)
-    return all(isinstance(each, type) and issubclass(each, msgspec.Struct | Download) for each in options)
+    return isinstance(part, type) and issubclass(part, msgspec.Struct | Content)

@@ -7,19 +7,21 @@ And bytes that lead to no request (a head that does not end, the rest of a body 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from strata.fleet.http.root import PEER
+from strata.http.root import PEER
 
-HEADER_S = 10.0
+HEADER_S: Final = 10.0
+TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class HubProtocol(H11Protocol):
+class PatientProtocol(H11Protocol):
     header_s = HEADER_S
+    farewell = TOO_SLOW
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -67,7 +69,7 @@ class HubProtocol(H11Protocol):
         self._overdue = None
         if not self.transport.is_closing() and not self._busy():
             if self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE:
-                self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+                self.transport.write(self.farewell)
             self.transport.close()
 
 
@@ -79,5 +81,6 @@ def _with_peer(app: Any, der: bytes) -> ASGIApp:
     return with_peer
 
 
-def protocol(header_s: float) -> type[HubProtocol]:
-    return type("HubProtocol", (HubProtocol,), {"header_s": header_s})
+def protocol(header_s: float, farewell: bytes = TOO_SLOW) -> type[PatientProtocol]:
+    """`farewell` is written to a client of whom nothing but a part of a head came in time."""
+    return type("PatientProtocol", (PatientProtocol,), {"header_s": header_s, "farewell": farewell})

@@ -1,0 +1,116 @@
+"""Bodies and queries of requests: bounded in size, depth and time, and refused with the reason before all else."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Final, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from strata.base.errors import Code, StrataError
+from strata.http.declare import Upload
+from strata.http.errors import HttpRefusal
+
+T = TypeVar("T")
+
+MAX_DEPTH: Final = 64
+MAX_QUERY: Final = 16_384
+_STRINGS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_BRACKETS: Final = re.compile(rb"[][{}]")
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How slow a body may come: after the grace at this rate, on the whole."""
+
+    grace_s: float = 20.0
+    bytes_per_s: float = 4096.0
+
+
+class Incoming(Upload):
+    def __init__(self, receive: Receive, headers: Headers, limit: int, pace: Pace) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._pace = pace
+        self._received = 0
+        self._more = True
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise _too_large(limit)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._parts()
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        started_s = time.monotonic()
+        while self._more:
+            due_s = self._pace.grace_s + self._received / self._pace.bytes_per_s
+            try:
+                async with asyncio.timeout(due_s - (time.monotonic() - started_s)):
+                    message = await self._receive()
+            except TimeoutError:
+                raise HttpRefusal(408, Code.DEADLINE, "the body of the request comes too slowly") from None
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            self._more = message.get("more_body", False)
+            part = message.get("body", b"")
+            self._received += len(part)
+            if self._received > self._limit:
+                raise _too_large(self._limit)
+            if part:
+                yield part
+
+    async def whole(self) -> bytes:
+        return b"".join([part async for part in self])
+
+
+def decode(decoder: msgspec.json.Decoder[T], raw: bytes, told: Callable[[str], str] = str) -> T:
+    """`told` puts a complaint about the content into the words of the server's clients."""
+    check_depth(raw)
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise StrataError(Code.INVALID, told(str(error))) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StrataError(Code.INVALID, f"the body is not JSON: {error}") from None
+
+
+def check_depth(raw: bytes) -> None:
+    """Refuse what is nested deeper than anything we exchange: some later step might recurse over it."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH or _shallow(raw):
+        return
+    depth = 0
+    for bracket in _BRACKETS.finditer(_STRINGS.sub(b"", raw)):
+        depth += 1 if bracket[0] in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise StrataError(Code.INVALID, f"the body is nested more than {MAX_DEPTH} deep")
+
+
+def _shallow(raw: bytes) -> bool:
+    """Whether this is surely not nested deep. Long lists of small things are what clients send all the time."""
+    if b"\\" in raw:
+        return False
+    # Without a backslash every second piece between quotes is outside of a string.
+    brackets = b"".join(raw.split(b'"')[::2]).translate(None, _NO_BRACKETS)
+    for _ in range(3):
+        brackets = brackets.replace(b"{}", b"").replace(b"[]", b"")
+    return not brackets
+
+
+def read_pairs(raw: bytes) -> list[tuple[str, str]]:
+    """The names and texts in the query of a URL."""
+    try:
+        return parse_qsl(raw.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=64)
+    except ValueError:
+        raise StrataError(Code.INVALID, "the query of the URL cannot be read") from None
+
+
+def _too_large(limit: int) -> HttpRefusal:
+    return HttpRefusal(413, Code.INVALID, f"the body of this request has at most {limit} bytes", limit=limit)

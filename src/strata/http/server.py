@@ -1,0 +1,113 @@
+"""HTTP as a part of a process: a socket, uvicorn with limits, and a graceful end when the process is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from strata.base import log
+from strata.base.errors import Code, StrataError
+from strata.http.protocol import PatientProtocol
+
+KEEP_ALIVE_S: Final = 75
+"""Longer than the pause between two heartbeats: a host keeps its connection, and its TLS session with it."""
+_log = log.get(__name__)
+
+
+class HttpServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's matter, not the server's."""
+        yield
+
+
+def config(
+    app: ASGIApp,
+    protocol: type[PatientProtocol],
+    *,
+    max_connections: int,
+    drain_s: float,
+    tls: ssl.SSLContext | None = None,
+) -> uvicorn.Config:
+    """`drain_s` is how long requests may take to finish when the server is told to end."""
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        # A header must not be able to say who calls, nor that the connection is encrypted.
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=max_connections,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(drain_s)),
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
+    )
+
+
+async def answer(
+    config: uvicorn.Config, listener: socket.socket, stop: asyncio.Event, *, leaving: Callable[[], None] | None = None
+) -> None:
+    """Answer on this socket until `stop`, then call `leaving` and let the requests finish that are under way."""
+    server = HttpServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        _log.info("stopping")
+        if leaving is not None:
+            leaving()
+        server.should_exit = True
+        await serving
+    finally:
+        for task in (stopping, serving):
+            task.cancel()
+        await asyncio.wait([stopping, serving])
+
+
+def listen(address: str) -> socket.socket:
+    """`address` is HOST:PORT; port 0 takes a free one."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, int(port)), family=family, backlog=2048)
+    except (OSError, ValueError, OverflowError) as error:
+        raise StrataError(
+            Code.UNAVAILABLE, f"cannot listen on {address}: {error}", hint="is another process using that port?"
+        ) from error
+
+
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop
+
+    loop: Any = uvloop.new_event_loop()
+    return loop  # type: ignore[no-any-return]
