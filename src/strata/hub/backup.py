@@ -27,7 +27,7 @@ from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.database.sqlite import SqliteThread
 from strata.fleet.artifacts.files import sync_folder
-from strata.fleet.backup import backup_sqlite, fence_postgres, restore_sqlite
+from strata.fleet.backup import backup_sqlite, fence_postgres, refuse_taken, restore_sqlite
 from strata.hub.certificates import write_private
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.copies import ask
@@ -106,8 +106,8 @@ def restore(backup: Path, data: Path, database: str, now_s: float) -> Note:
         raise StrataError(Code.INVALID, f"this is the backup of a hub on {note.database}", hint="name its --database")
     _refuse_other_authority(backup, data)
     path = sqlite_path(data, database)
-    if note.database == "sqlite" and path.exists():
-        raise StrataError(Code.CONFLICT, f"{path} is there already", hint="move the damaged database away first")
+    if note.database == "sqlite":
+        refuse_taken(path)
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name in SMALL:
         if (backup / name).exists():

@@ -421,3 +421,18 @@ def test_a_checkpoint_of_another_tenant_cannot_be_loaded() -> None:
     result = server.result(ids[0], "bob")
     assert isinstance(result, ops.Failed)
     assert "there is no checkpoint" in result.message
+
+
+def test_a_checkpoint_that_the_ranks_are_told_to_load_cannot_be_deleted_under_them() -> None:
+    """The load would fail now and succeed when ranks that start anew have saved the checkpoint once more."""
+    server = Server()
+    model = server.model()
+    server.accept(save(model, 1, "mine"))
+    server.run_all()
+    server.accept(load(model, 2, model, "mine"))
+    loading = server.dispatch()
+    assert loading is not None
+    delete = DeleteCheckpoint(TENANT, model, "weights", "mine")
+    assert server.refusal(delete).code is Code.UNAVAILABLE
+    server.answer(loading)
+    assert isinstance(server.ask(delete).reply, Removed)

@@ -17,8 +17,9 @@ from strata.testing.ports import port_of, reserve_port
 from strata.train.core import commands, messages
 from strata.train.core.messages import OrchestratorRequest, RequestType
 from strata.train.link import ApiLink, Knock, OrchestratorClient, RankConnection, RankLink, keys_of, knock
-from strata.train.link_keys import LinkKeys, make_keys, read_keys
+from strata.train.link_keys import LinkKeys, make_first_keys, make_keys, read_keys
 from strata.train.settings import ServerSettings
+from strata.train.sockets import own_address
 from tests.shell.train_orchestrator.stacks import Stack
 
 QUESTION = OrchestratorRequest("q", RequestType.UTILITY, "alice", payload=messages.DescribeServer())
@@ -275,3 +276,24 @@ def test_keys_that_others_can_read_are_refused_and_never_shown(tmp_path: Path) -
     with pytest.raises(StrataError) as refused:
         read_keys(tmp_path / "link.keys")
     assert refused.value.code is Code.INVALID
+
+
+def test_first_keys_are_made_once_and_never_in_place_of_others(tmp_path: Path) -> None:
+    file = tmp_path / "data" / "link.keys"
+    with pytest.raises(StrataError, match="no keys for the links"):
+        read_keys(file)
+    make_first_keys(file)
+    made = read_keys(file)
+    with pytest.raises(StrataError) as refused:
+        make_first_keys(file)
+    assert refused.value.code is Code.CONFLICT
+    assert read_keys(file) == made
+
+
+@pytest.mark.parametrize(
+    ("known_as", "address"), [("10.0.0.7", "10.0.0.7"), ("127.0.0.1", None), ("localhost", None), ("no.invalid", None)]
+)
+def test_rank_0_is_found_where_the_other_ranks_found_it_unless_they_are_all_on_its_machine(
+    known_as: str, address: str | None
+) -> None:
+    assert own_address(known_as) == (address or own_address())

@@ -239,4 +239,7 @@ def _delete_checkpoint(state: TrainState, given: DeleteCheckpoint) -> Outcome:
     checkpoint = find_checkpoint(state, given.tenant, given.run_id, given.kind, given.name)
     if given.name == INITIAL:
         raise StrataError(Code.PRECONDITION, f"checkpoint {INITIAL} is the model's beginning and stays")
+    if any(dispatch.path == checkpoint.path for dispatch in state.dispatches.values()):
+        # Without it a load would fail, and succeed when ranks that start anew have saved the checkpoint once more.
+        raise StrataError(Code.UNAVAILABLE, "the checkpoint is being loaded", hint="delete it later")
     return Outcome(Removed(checkpoint.path), (CheckpointDeleted(given.run_id, given.kind, given.name),))

@@ -291,6 +291,7 @@ Result = (
     | Failed
 )
 
-encode_pass_data: Final = msgspec.msgpack.Encoder().encode
+# A repeated request must be the same bytes. The order of a protobuf map is another one in every process.
+encode_pass_data: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 decode_pass_data: Final = msgspec.msgpack.Decoder(PassData).decode
 decode_pass_result: Final = msgspec.msgpack.Decoder(PassResult).decode

@@ -60,6 +60,7 @@ class Conversation:
         self._attached = attached
         self._known = parts.ledger.state.settled
         """Results up to this dispatch are there: of what is told again before it, the answers are not news."""
+        parts.ledger.caught_up = attached.applied >= self._known
         self._told: dict[int, tuple[str, int]] = {}
         """Told and not answered: kind and tokens."""
         self._moved = asyncio.Event()
@@ -91,6 +92,10 @@ class Conversation:
                 self._moved.clear()
                 await self._moved.wait()
             await self._send(dispatch, operations)
+        while any(number <= self._known for number in self._told):
+            self._moved.clear()
+            await self._moved.wait()
+        parts.ledger.caught_up = True
         while True:
             parts.ledger.changed.clear()
             now_s = parts.ledger.clock.wall_s()

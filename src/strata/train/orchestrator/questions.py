@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -120,12 +121,19 @@ class Questions:
         return view_checkpoint(self._ledger.state, checkpoint, size)
 
     async def _delete(self, given: inputs.DeleteCheckpoint) -> messages.Done:
+        """Ranks that catch up may have found this checkpoint and not saved it again, and load it a moment later."""
+        if not self._ledger.caught_up:
+            raise StrataError(Code.UNAVAILABLE, "the ranks are starting and may need it", hint="delete it later")
         outcome = await self._ledger.commit(given)
         assert isinstance(outcome.reply, inputs.Removed)
-        # Nobody finds it any more; files that cannot be removed cost space only.
-        folder = self._parts.settings.checkpoints / outcome.reply.path
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await self._remove(self._parts.settings.checkpoints / outcome.reply.path)
         return messages.Done()
+
+    async def _remove(self, folder: Path) -> None:
+        """Nobody finds it any more; files that are not removed cost space only, also where ranks began to catch up."""
+        gone = _out_of_place(folder) if self._ledger.caught_up else None
+        if gone is not None:
+            await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
 
     def _server(self) -> messages.ServerView:
         state, attached = self._ledger.state, self._attached()
@@ -161,6 +169,16 @@ def _opened(tenant: str, asked: messages.OpenSession, at_s: float) -> inputs.Ope
     return inputs.OpenSession(
         tenant, asked.session_id, at_s, tuple(asked.tags), dict(asked.user_metadata), asked.sdk_version
     )
+
+
+def _out_of_place(folder: Path) -> Path | None:
+    """Where it is now. At its place it is whole or not there at all, even if its removal is broken off."""
+    gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.gone")
+    try:
+        return folder.rename(gone)
+    except OSError as error:
+        _log.warning("the files of a checkpoint were not removed", folder=str(folder), reason=str(error))
+        return None
 
 
 def _size(folder: Path) -> int:

@@ -45,9 +45,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 def write(folder: Path, manifest: Manifest, fill: Callable[[Path], None], *, overwrite: bool) -> None:
     """Make `folder` with what `fill` writes. Doing it again for the same operation changes nothing."""
     there = _manifest(folder)
-    if there is not None and (there.model_id, there.seq_id) == (manifest.model_id, manifest.seq_id):
+    own = there is not None and (there.model_id, there.seq_id) == (manifest.model_id, manifest.seq_id)
+    if own and _is_whole(folder):
         return
-    if there is not None and not overwrite:
+    if there is not None and not own and not overwrite:
         raise StrataError(Code.CONFLICT, f"there is a checkpoint {folder.name!r} already")
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = folder.with_name(f".{folder.name}.part")
@@ -89,6 +90,16 @@ def read(folder: Path) -> Manifest:
         if file.stat().st_size != expected.size or file_digest(file) != expected.digest:
             raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {name}")
     return manifest
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read(folder)
+    except StrataError as error:
+        if error.code is not Code.CORRUPT:
+            raise
+        return False
+    return True
 
 
 def _manifest(folder: Path) -> Manifest | None:

@@ -63,6 +63,8 @@ class ModelRunner:
             raise _ASLEEP
         match work:
             case commands.Step(operation):
+                # Also without a gradient: weights decay.
+                self._touched = True
                 return ops.StepDone(self._model(operation.model_id).step(operation.adam).metrics)
             case commands.SaveState(operation, path):
                 return self.save(operation, Path(path))

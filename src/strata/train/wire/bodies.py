@@ -242,9 +242,13 @@ def checkpoint_id(text: str) -> tuple[Kind, str]:
 
 
 def tinker_path(text: str) -> tuple[str, Kind, str]:
-    """`tinker://RUN/weights/NAME`: which model, what kind of weights, their name."""
+    """`tinker://RUN/weights/NAME`: which model, what kind of weights, their name.
+
+    Whatever else is INVALID, also a kind there is not: only then an operation that names it still takes its number.
+    """
     parts = text.removeprefix("tinker://").split("/")
-    if not text.startswith("tinker://") or len(parts) != 3 or not parts[0]:
+    known = len(parts) == 3 and parts[0] and parts[1] in ("weights", "sampler_weights")
+    if not text.startswith("tinker://") or not known:
         raise StrataError(Code.INVALID, f"path: {text[:200]!r} is not of the form tinker://RUN/weights/NAME")
     kind, name = checkpoint_id(f"{parts[1]}/{parts[2]}")
     return parts[0], kind, name
