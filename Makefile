@@ -58,7 +58,7 @@ rules: installed ## the tests of the rules that the tree itself has to keep
 	$(PYTEST) tests/rules $(ARGS)
 
 test: installed ## the tests; SUITE=tests/core for one suite, ARGS= for pytest
-	$(PYTEST) -n $(WORKERS) --durations=10 $(or $(SUITE),tests --ignore=tests/rules --ignore=tests/e2e) $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=10 $(or $(SUITE),tests --ignore=tests/rules --ignore=tests/e2e) $(ARGS)
 
 # CI runs tests/e2e alone: building the other machine takes minutes and the network.
 e2e: installed ## the end-to-end tests, real processes and real servers; then an agent on arm64 under qemu, as root
