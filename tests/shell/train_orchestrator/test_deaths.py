@@ -133,6 +133,24 @@ async def test_one_operation_that_never_ends_does_not_desynchronise_the_link(tmp
         assert len(stack.outputs(await stack.result(after)).outputs[0].fields["logprobs"].data) == 12
 
 
+async def test_ranks_that_hang_while_the_orchestrator_restarts_are_told_of_as_stuck(tmp_path: Path) -> None:
+    """They do not answer its knocking, and it has no conversation in which it could notice that."""
+    limits = f"{ONE_AT_A_TIME}\noperation_timeout_s = 2.0"
+    async with running(tmp_path, limits=limits, group="start_timeout_s = 0.5") as stack:
+        model = await stack.model()
+        hanging = await stack.submit(stack.batch(model, 1, [[1]], pretend_hang=1.0))
+        while hanging not in [each for _, each in stack.applied()]:
+            await stack.watch(hanging)
+        await stack.orchestrator.kill()
+        await stack.start_orchestrator(attached=False)
+        assert await stack.orchestrator.told("stuck") == "stuck unknown"
+        await stack.ranks.kill()
+        await stack.start_ranks()
+        result = await stack.result(hanging)
+        assert isinstance(result, ops.Failed)
+        assert "longer than 2 seconds" in result.message
+
+
 async def test_ranks_that_were_given_up_are_never_listened_to_again(tmp_path: Path) -> None:
     limits = f"{ONE_AT_A_TIME}\noperation_timeout_s = 0.5"
     async with running(tmp_path, limits=limits) as stack:

@@ -32,7 +32,7 @@ def over_tcp(tmp_path: Path) -> Iterator[ServerSettings]:
         settings = Stack(
             tmp_path,
             server=f'transport = "tcp"\nrequests_port = {port_of(one)}\noutputs_port = {port_of(two)}',
-            ranks=f'rank0 = "tcp://127.0.0.1:{port_of(door)}"',
+            group=f'rank0 = "tcp://127.0.0.1:{port_of(door)}"',
         ).settings
         make_keys(settings.keys)
         yield settings
@@ -166,7 +166,7 @@ async def test_rank_0_over_tcp_answers_whoever_has_the_key_and_nobody_else(
 
 async def test_rank_0_writes_its_address_into_a_file_if_it_has_to(tmp_path: Path) -> None:
     address = tmp_path / "far" / "rank0.address"
-    settings = Stack(tmp_path, ranks=f'rank0 = "file:{address}"').settings
+    settings = Stack(tmp_path, group=f'rank0 = "file:{address}"').settings
     make_keys(settings.keys)
     context = zmq.asyncio.Context()
     with rank0(settings) as link:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from strata.train.core import ops
 from strata.train.runner import checkpoint
@@ -38,3 +41,17 @@ def test_a_checkpoint_of_which_a_file_is_gone_is_made_whole_again(tmp_path: Path
     (folder / "weights").unlink()
     checkpoint.write(folder, manifest(), fill, overwrite=False)
     assert checkpoint.read(folder).seq_id == 3
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_names_of_all_folders_above_a_checkpoint_are_brought_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """After a loss of power a checkpoint in a folder without a name is gone, whatever was synced inside."""
+    folder = tmp_path / "data" / "checkpoints" / "run" / "weights" / "mine@3"
+    if again:
+        checkpoint.write(folder, manifest(), fill, overwrite=False)
+    synced: set[Path] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    checkpoint.write(folder, manifest(), fill, overwrite=False)
+    assert synced >= {*folder.parents[:4]}

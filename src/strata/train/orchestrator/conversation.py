@@ -120,6 +120,9 @@ class Conversation:
                 given_up=state.given_up,
             ):
                 yield each
+        # The conversation before may have ended between a dispatch and its fact: what the journal may never have must
+        # not be done.
+        await self._parts.ledger.settled()
         for number, dispatch in unanswered:
             if number in state.dispatches:
                 yield dispatch, self._operations(dispatch)

@@ -44,7 +44,11 @@ class Ledger:
         return self._replica.epoch
 
     def put(self, given: Input) -> tuple[Outcome, asyncio.Future[int] | None]:
-        """Decided and applied at once; the future is done when it is durable. Whoever awaited a result hears it now."""
+        """Decided and applied at once; the future is done when it is durable.
+
+        Whoever awaited a result is woken now. An answer may be told at once, because rank 0 keeps it until it is
+        durable; a failure that was decided here is nowhere else, and whoever tells it waits for `settled` first.
+        """
         settled: list[int] = []
         outcome, durable = self._replica.put(given, lambda _: self._committed(settled))
         # Noted now: by the time this is durable, there may be answers that are not.
@@ -62,6 +66,10 @@ class Ledger:
         if durable is not None:
             await durable
         return outcome
+
+    async def settled(self) -> None:
+        """Return when all that the state holds now is durable."""
+        await self._replica.settled()
 
     def _committed(self, settled: list[int]) -> None:
         self.durable = max(self.durable, *settled)

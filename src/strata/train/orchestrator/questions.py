@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, assert_never
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.train.core import commands, inputs, messages
+from strata.train.core import commands, inputs, messages, ops
 from strata.train.core.pace import describe
 from strata.train.core.state import Checkpoint
 from strata.train.core.views import (
@@ -112,9 +113,18 @@ class Questions:
             if future.ended_at_s + self._parts.settings.limits.result_ttl_s <= self._now_s():
                 await self._ledger.expire()
                 find_future(self._ledger.state, tenant, asked.future_id)
+            if isinstance(future.result, ops.Failed):
+                await self._settled()
             return messages.Finished(future.result)
         attached = self._attached() is not None
         return describe(self._ledger.state, future, self._parts.pace, attached=attached)
+
+    async def _settled(self) -> None:
+        """A failure that is told and then lost with the lead would be followed by a result."""
+        try:
+            await self._ledger.settled()
+        except StrataError as error:
+            raise StrataError(Code.UNAVAILABLE, f"the lead was lost: {error.message}", hint="ask again") from error
 
     async def _view(self, checkpoint: Checkpoint) -> messages.CheckpointView:
         size = await asyncio.to_thread(_size, self._parts.settings.checkpoints / checkpoint.path)
@@ -182,4 +192,12 @@ def _out_of_place(folder: Path) -> Path | None:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Of what is there: a checkpoint may be deleted while somebody looks at it."""
+    size = 0
+    try:
+        for path in folder.rglob("*"):
+            found = path.lstat()
+            size += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    except FileNotFoundError:
+        _log.info("a checkpoint was deleted while its size was looked up", folder=str(folder))
+    return size

@@ -21,6 +21,8 @@ from strata.train.core import ops
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 1
+NAMES: Final = 4
+"""Folders with the names that lead to a checkpoint: of its kind, its run, all runs, and the server's data."""
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +49,8 @@ def write(folder: Path, manifest: Manifest, fill: Callable[[Path], None], *, ove
     there = _manifest(folder)
     own = there is not None and (there.model_id, there.seq_id) == (manifest.model_id, manifest.seq_id)
     if own and _is_whole(folder):
+        # Whoever wrote it may have died between the name and the sync of its folder.
+        _sync_names(folder)
         return
     if there is not None and not own and not overwrite:
         raise StrataError(Code.CONFLICT, f"there is a checkpoint {folder.name!r} already")
@@ -71,7 +75,7 @@ def write(folder: Path, manifest: Manifest, fill: Callable[[Path], None], *, ove
         shutil.rmtree(gone, ignore_errors=True)
     else:
         part.rename(folder)
-    _sync(folder.parent)
+    _sync_names(folder)
 
 
 def read(folder: Path) -> Manifest:
@@ -109,6 +113,12 @@ def _manifest(folder: Path) -> Manifest | None:
         return None
     except msgspec.MsgspecError as error:
         raise StrataError(Code.CORRUPT, f"the manifest of {folder.name!r} is damaged: {error}") from error
+
+
+def _sync_names(folder: Path) -> None:
+    """A folder that was made a moment ago is found after a loss of power only if the one above it was synced too."""
+    for above in folder.parents[:NAMES]:
+        _sync(above)
 
 
 def _sync(path: Path) -> None:
