@@ -18,8 +18,12 @@ from strata.train.launch.child import descendants
 from tests.e2e.blocks import blocks
 from tests.e2e.nodes import Machine, Task, network
 from tests.shell.fleet_agent.waiting import is_alive
+from tests.support.kernel import lets_make_networks
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not lets_make_networks(), reason="the kernel lets this process make no network namespaces"),
+]
 ROOT: Final = Path(__file__).parents[2]
 SECTION: Final = re.compile(r"(?ms)^## Several nodes\n(.*?)^## ")
 HEAD, FIRST, SECOND = "10.0.0.9", "10.0.0.1", "10.0.0.2"
