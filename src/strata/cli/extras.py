@@ -25,6 +25,7 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "pyarrow": "pyarrow",
     "safetensors": "safetensors",
     "starlette": "starlette",
+    "tokenizers": "tokenizers",
     "torch": "torch",
     "transformers": "transformers",
     "uvicorn": "uvicorn",
