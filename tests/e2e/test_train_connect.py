@@ -112,15 +112,17 @@ def prepared(page: Page, model: Path, folder: Path) -> Path:
 
 
 def test_ranks_on_two_nodes_train_as_two_on_one_machine_hear_no_stranger_and_can_be_started_anew(
-    page: Page, machines: list[Machine], tmp_path: Path
+    page: Page, machines: list[Machine], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    make_model(tmp_path / "tiny")
+    # A path of a socket must be short, and the name of this test is not.
+    place = tmp_path_factory.mktemp("n")
+    make_model(place / "tiny")
     head = machines[0]
-    folder = prepared(page, tmp_path / "tiny", tmp_path / "several")
+    folder = prepared(page, place / "tiny", place / "several")
     head.run(page.make_keys, folder)
     nodes = start_nodes(page, machines, folder)
     # While they load their model.
-    alone = on_one_machine(head, prepared(page, tmp_path / "tiny", tmp_path / "one"))
+    alone = on_one_machine(head, prepared(page, place / "tiny", place / "one"))
 
     server = head.start(page.serve, folder, folder / "serve.log")
     server.until_it_says(ANNOUNCED)

@@ -69,6 +69,8 @@ class Launcher:
 
     def _prepare(self) -> None:
         settings = self._settings
+        # An address that cannot be is said here, once, and not by each process that would listen there.
+        _log.debug("links", requests=settings.requests, outputs=settings.outputs)
         over_tcp = settings.server.transport == "tcp" or settings.rank0.startswith(("tcp:", "file:"))
         if settings.ranks.mode == "auto":
             check_model(settings)
