@@ -9,8 +9,9 @@ from typing import Final
 
 from bench.coordinator_calls import BATCH
 from bench.coordinator_orders import Define, Join, Meet, Teach
-from bench.coordinator_processes import Clients, Process, both, clients
+from bench.coordinator_processes import Process, both, clients
 from bench.interleave import Comparison, Measure, interleave
+from bench.load_process import Clients
 from bench.percentiles import percentile
 from bench.report import Report
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from bench.coordinator_orders import Batches, Define, Heartbeats, Join, Offered, Order, Shards, Teach
-from bench.coordinator_processes import Clients, Process
+from bench.coordinator_processes import Process
 from bench.interleave import Comparison, Measure, interleave
+from bench.load_process import Clients
 from bench.report import Report
 
 WORKERS: Final = 512

@@ -75,7 +75,3 @@ class Meet(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Join | Define | Teach | Heartbeats | Batches | Shards | Offered | Meet
-
-
-class Figures(msgspec.Struct, frozen=True):
-    values: list[float]

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
-import msgspec
 import psutil  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2
 
-from bench.coordinator_orders import Figures, Order
+from bench.load_process import STRATA, Clients, started
 from strata.coord.rpc.server import SERVICE
 from strata.testing.ports import port_of, reserve_port
 
-STRATA: Final = str(Path(sys.executable).with_name("strata"))
 START_S: Final = 20.0
 
 
@@ -39,27 +35,9 @@ class Process:
         return int(psutil.Process(self.pid).memory_info().rss)
 
 
-class Clients:
-    """The load process: one order at a time."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    async def carry_out(self, order: Order) -> list[float]:
-        sent, answers = self._process.stdin, self._process.stdout
-        assert sent is not None
-        assert answers is not None
-        sent.write(msgspec.json.encode(order) + b"\n")
-        await sent.drain()
-        line = await answers.readline()
-        if not line:
-            raise RuntimeError("the load process died; see above")
-        return msgspec.json.decode(line, type=Figures).values
-
-
 @asynccontextmanager
 async def clients() -> AsyncIterator[Clients]:
-    async with _process(sys.executable, "-m", "bench.coordinator_load") as process:
+    async with started(sys.executable, "-m", "bench.coordinator_load", settings={}) as process:
         yield Clients(process)
 
 
@@ -88,7 +66,7 @@ async def _listening(command: tuple[str, ...], settings: dict[str, str]) -> Asyn
     """A server whose last argument is where it listens, once it serves."""
     with reserve_port() as guard:
         address = f"127.0.0.1:{port_of(guard)}"
-        async with _process(*command, address, settings=settings) as process:
+        async with started(*command, address, settings=settings) as process:
             await _serving(address, process)
             yield Process(address, process.pid)
 
@@ -109,21 +87,3 @@ async def _serving(address: str, process: asyncio.subprocess.Process) -> None:
                     return
             await asyncio.sleep(0.02)
     raise RuntimeError("a server of the bench ended before it served")
-
-
-@asynccontextmanager
-async def _process(*command: str, settings: dict[str, str] | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        env={"PATH": os.defpath, **(settings or {})},
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        # The coordinator says where it listens, which nobody asked for here.
-        stderr=asyncio.subprocess.DEVNULL if command[0] == STRATA else None,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()

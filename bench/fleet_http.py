@@ -7,7 +7,6 @@ settings that takes and gives as many bytes, and the hosts. The two servers are 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,9 +18,10 @@ import httpx
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from bench.fleet_load import Beats, Claims, Figures, Hold, Host, Order
+from bench.fleet_load import Beats, Claims, Hold, Host
 from bench.fleet_rows import fill
 from bench.interleave import Comparison, Measure, interleave
+from bench.load_process import STRATA, Clients, started
 from bench.report import Report
 from strata.fleet import wire
 from strata.hub.compose import TOKEN_FILE
@@ -31,7 +31,7 @@ GOAL: Final = 0.7
 HOSTS: Final = 64
 LEASES: Final = 64
 START_S: Final = 30.0
-STRATA: Final = str(Path(sys.executable).with_name("strata"))
+_QUIET: Final = {"STRATA_HUB_LOG_LEVEL": "error"}
 
 
 @dataclass(frozen=True)
@@ -41,31 +41,13 @@ class Turns:
     jobs: int
 
 
-class Clients:
-    """The load process: one order at a time."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    async def carry_out(self, order: Order) -> list[float]:
-        sent, answers = self._process.stdin, self._process.stdout
-        assert sent is not None
-        assert answers is not None
-        sent.write(msgspec.json.encode(order) + b"\n")
-        await sent.drain()
-        line = await answers.readline()
-        if not line:
-            raise RuntimeError("the load process died; see above")
-        return msgspec.json.decode(line, type=Figures).values
-
-
 async def run(report: Report, name: str, folder: Path, database: str, turns: Turns) -> None:
     """`name` is that of the database, which is filled here and then served by a hub."""
     await fill(database, turns.jobs)
     data = folder / f"hub-{name}"
     async with _server(STRATA, "hub", "--data", str(data), "--database", database, "--listen") as (address, pid):
         hosts = await _enrol(address, data)
-        async with _process(sys.executable, "-m", "bench.fleet_load") as process:
+        async with started(sys.executable, "-m", "bench.fleet_load", settings=_QUIET) as process:
             load = Clients(process)
             await load.carry_out(Hold(address, hosts, LEASES))
             claim_size = (await load.carry_out(Claims(address, hosts, 0.2)))[1]
@@ -130,7 +112,7 @@ async def _server(*command: str, last: tuple[str, ...] = ()) -> AsyncIterator[tu
     """A server that is told where to listen, once it answers anything at all."""
     with reserve_port() as guard:
         address = f"127.0.0.1:{port_of(guard)}"
-        async with _process(*command, address, *last) as process:
+        async with started(*command, address, *last, settings=_QUIET) as process:
             async with asyncio.timeout(START_S), httpx.AsyncClient() as client:
                 while not await _answers(client, address):
                     if process.returncode is not None:
@@ -145,22 +127,3 @@ async def _answers(client: httpx.AsyncClient, address: str) -> bool:
     except httpx.TransportError:
         return False
     return True
-
-
-@asynccontextmanager
-async def _process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        env={"PATH": os.defpath, "STRATA_HUB_LOG_LEVEL": "error"},
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        # The hub says where it listens, which nobody asked for here.
-        stderr=asyncio.subprocess.DEVNULL if command[0] == STRATA else None,
-        limit=1 << 24,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()

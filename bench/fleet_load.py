@@ -17,6 +17,7 @@ from typing import Any, Final, assert_never
 import msgspec
 import uvloop
 
+from bench.load_process import Figures
 from strata.fleet import wire
 
 LENGTH: Final = b"content-length: "
@@ -55,10 +56,6 @@ class Beats(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Claims | Hold | Beats
-
-
-class Figures(msgspec.Struct, frozen=True):
-    values: list[float]
 
 
 class Connection(asyncio.Protocol):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.base.loopback import is_loopback_host
 from strata.base.settings import Secret
 from strata.coord.core.facts import JobConfig
 
@@ -70,10 +70,4 @@ def is_loopback(listen: str) -> bool:
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdigit():
         raise StrataError(Code.INVALID, f"{listen!r} is not HOST:PORT")
-    host = host.removeprefix("[").removesuffix("]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback_host(host.removeprefix("[").removesuffix("]"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import ipaddress
 import socket
 import ssl
 import threading
@@ -24,6 +23,7 @@ import msgspec
 
 from strata import __version__
 from strata.base.errors import Code, StrataError
+from strata.base.loopback import is_loopback_host
 from strata.base.secret import Secret
 from strata.http.problem import ErrorReply
 
@@ -71,7 +71,7 @@ class HubClient:
         self, url: str, *, bearer: Secret | None = None, tls: TlsFiles | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
         self._at = _split(url)
-        if self._at.scheme == "http" and bearer is not None and not is_loopback(self._at.hostname or ""):
+        if self._at.scheme == "http" and bearer is not None and not is_loopback_host(self._at.hostname or ""):
             raise StrataError(
                 Code.INVALID, f"the secret would be sent to {url} in the clear", hint="use https, or join that hub"
             )
@@ -279,15 +279,6 @@ def spell_query(query: msgspec.Struct | None) -> str:
         each = value if isinstance(value, tuple) else (value,)
         pairs += [(field.encode_name, _spell(one)) for one in each]
     return f"?{urlencode(pairs)}" if pairs else ""
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _spell(value: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from typing import Final
 from strata.base.clock import Clock, SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
+from strata.base.loopback import is_loopback_host
 from strata.http import server
 from strata.http.body import Pace
 from strata.http.protocol import HEADER_S, protocol
@@ -110,11 +110,7 @@ async def _run(settings: ServerSettings, announce: Callable[[str], None]) -> Non
 
 def check_exposure(host: str) -> None:
     """Refuse to be reached from other machines in the clear: keys and batches would be everybody's."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback_host(host.strip("[]")):
         raise StrataError(
             Code.INVALID,
             f"{host} can be reached from other machines, and everything would be sent in the clear",
