@@ -11,7 +11,7 @@ from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import StrataError
 from strata.journal.replica import Replica
-from strata.train.core.inputs import Answer, Expire, GiveUp, Input, Outcome
+from strata.train.core.inputs import Answer, AnswerQuantum, Expire, GiveUp, Input, Outcome
 from strata.train.core.state import TrainState
 
 KEEP_INLINE_BYTES: Final = 32 << 20
@@ -60,7 +60,7 @@ class Ledger:
         return outcome
 
     def _committed(self, given: Input, outcome: Outcome) -> None:
-        if outcome.facts and isinstance(given, Answer | GiveUp):
+        if outcome.facts and isinstance(given, Answer | AnswerQuantum | GiveUp):
             self.durable = max(self.durable, given.number)
 
     async def ended(self, future_id: str, wait_s: float) -> None:
