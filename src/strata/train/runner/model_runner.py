@@ -222,19 +222,20 @@ class ModelRunner:
         return ops.SamplerOpened(sampler_id)
 
     def _open_saved(self, sampler: Sampler, sampler_id: str, folder: Path) -> None:
+        found: Adapter | dict[str, torch.Tensor]
         with self.ranks.in_step():
-            manifest = checkpoint.read(folder)
-            if (manifest.lora is None) != self.settings.full:
+            lora = checkpoint.read(folder).lora
+            if (lora is None) != self.settings.full:
                 raise StrataError(Code.INVALID, f"{folder.name!r} was made by the other kind of training")
-            if manifest.lora is None:
-                whole = weights.whole_parameters(folder, self.base.packed)
+            if lora is None:
+                found = weights.whole_parameters(folder, self.base.packed)
             else:
-                adapter = Adapter(manifest.lora, targets_of(self.base.lm, manifest.lora), self.ranks.device)
-                weights.fill_adapter(folder, adapter)
-        if manifest.lora is None:
-            sampler.open_whole(sampler_id, whole)
+                found = Adapter(lora, targets_of(self.base.lm, lora), self.ranks.device)
+                weights.fill_adapter(folder, found)
+        if isinstance(found, Adapter):
+            sampler.open_adapter(sampler_id, found)
         else:
-            sampler.open_adapter(sampler_id, adapter)
+            sampler.open_whole(sampler_id, found)
 
     def sleep(self) -> ops.Asleep:
         """Asleep already is asleep: nothing more is freed."""

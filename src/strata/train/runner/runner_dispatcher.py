@@ -121,8 +121,13 @@ class RunnerDispatcher:
             del self._replies[number]
         if command.number > self._applied:
             started = perf_counter()
-            sampled = self._sample(command.work) if isinstance(command.work, Quantum) else None
-            results, tokens = self._do(command.work) if sampled is None else ((), sampled.sampled_tokens)
+            sampled: QuantumDone | None = None
+            results: Sequence[ops.Result] = ()
+            if isinstance(command.work, Quantum):
+                sampled = self._sample(command.work)
+                tokens = sampled.sampled_tokens
+            else:
+                results, tokens = self._do(command.work)
             times = self._runner.times
             passed = isinstance(command.work, commands.Pass)
             timing = commands.Timing(
