@@ -195,7 +195,7 @@ def sampler_of(session_id: str, number: int) -> str:
 def write_proto(result: SampleResult) -> bytes:
     message = pb.SampleResponse(prompt_logprobs=result.prompt_logprobs)
     for each in result.sequences:
-        reason = pb.STOP_REASON_STOP if each.stop_reason == "stop" else pb.STOP_REASON_LENGTH
+        reason = pb.STOP_REASON_UNSPECIFIED if each.stop_reason == "stop" else pb.STOP_REASON_LENGTH
         sequence = message.sequences.add(stop_reason=reason, tokens=each.tokens, logprobs=each.logprobs)
         if each.top is not None:
             sequence.topk_sampled_logprobs.CopyFrom(_top(each.top))

@@ -4,8 +4,8 @@ isort:skip_file
 The messages of the training protocol that travel as protobuf, as far as a training server needs them.
 
 Clients of the `tinker` SDK since version 0.25 send the body of POST /api/v1/forward_backward as a ForwardBackwardRequest and read
-the result of that operation as a ForwardBackwardOutput. Everything else of the protocol is JSON. Names of fields and their
-numbers are those of the clients; the package is ours, which the bytes do not show.
+the result of that operation as a ForwardBackwardOutput; what was sampled they read as a SampleResponse. Everything else of the
+protocol is JSON. Names of fields and their numbers are those of the clients; the package is ours, which the bytes do not show.
 
 Arrays are bytes: little-endian, row-major, of the type that stands beside them.
 """
@@ -64,16 +64,16 @@ class _StopReason:
 
 class _StopReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StopReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    STOP_REASON_STOP: _StopReason.ValueType  # 0
-    """Its end, or what was given as such."""
+    STOP_REASON_UNSPECIFIED: _StopReason.ValueType  # 0
+    """Its end, or what was given as such: clients call it STOP_REASON_STOP."""
     STOP_REASON_LENGTH: _StopReason.ValueType  # 1
     """It was as long as it may be."""
 
 class StopReason(_StopReason, metaclass=_StopReasonEnumTypeWrapper):
     """Why a sequence ended."""
 
-STOP_REASON_STOP: StopReason.ValueType  # 0
-"""Its end, or what was given as such."""
+STOP_REASON_UNSPECIFIED: StopReason.ValueType  # 0
+"""Its end, or what was given as such: clients call it STOP_REASON_STOP."""
 STOP_REASON_LENGTH: StopReason.ValueType  # 1
 """It was as long as it may be."""
 Global___StopReason: _TypeAlias = StopReason  # noqa: Y015
