@@ -188,17 +188,21 @@ def test_too_many_that_wait_are_refused_and_the_same_again_is_the_same() -> None
 
 
 def test_the_sampler_that_is_longest_unused_makes_room_and_none_that_is_waited_for() -> None:
-    server = Sampling(max_samplers=2)
-    first, second = server.opened(0), server.opened(1)
-    sample = server.sample(first)
-    server.base(2)
-    quantum = server.quantum()
-    told = server.next()
-    assert told is not None
-    assert told.close == (second,)
-    server.sampled(quantum, [sample], left=0)
-    server.answer_one(told)
-    assert server.refusal(Accept(TENANT, wanted(second), server.now_s)).code is Code.NOT_FOUND
+    server = Sampling(max_samplers=3)
+    waited_for, used, unused = server.opened(0), server.opened(1), server.opened(2)
+    long, short = server.sample(waited_for), server.sample(used)
+    server.sampled(server.quantum(), [short])
+    for number, gone in ((3, unused), (4, used)):
+        server.base(number)
+        told = server.next()
+        if told is not None and told.quantum is not None:
+            server.sampled(told)
+            told = server.next()
+        assert told is not None
+        assert told.close == (gone,)
+        server.answer_one(told)
+    assert server.status(long) is FutureStatus.DISPATCHED
+    assert server.refusal(Accept(TENANT, wanted(used, 1), server.now_s)).code is Code.NOT_FOUND
 
 
 def test_a_finished_session_gives_up_its_samples() -> None:

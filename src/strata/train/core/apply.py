@@ -52,6 +52,7 @@ def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901 - one arm per fa
             _finish(state, fact.future_id, fact.result, fact.at_s)
         case QuantumEnded():
             state.dispatches.pop(fact.number, None)
+            state.last_quantum = fact.number
         case RanksRenewed():
             _renew(state, fact.group)
         case GivenUp():

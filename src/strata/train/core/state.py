@@ -132,6 +132,8 @@ class TrainState:
         self.asleep = saved.asleep
         self.sampled_last = saved.sampled_last
         """Whether the last dispatch was a quantum."""
+        self.last_quantum = 0
+        """The last one that this process saw answered: for telling deaths in a row from deaths over the years."""
         self.scheduler = Scheduler(rules.max_tokens_per_row)
         for future in sorted(self.futures, key=lambda each: each.turn):
             if isinstance(future.operation, Sample):

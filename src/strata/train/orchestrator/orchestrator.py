@@ -53,6 +53,8 @@ class Orchestrator:
         self._suspect: tuple[int, str] | None = None
         """The dispatch that a group may have died of, and that group."""
         self._deaths: dict[int, int] = {}
+        self._died_in = 0
+        """The last dispatch that a group may have died of."""
         self._condemned: set[str] = set()
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -180,6 +182,9 @@ class Orchestrator:
             # A quantum is not told again but made anew: those that groups die of one after the other count as one.
             quantum = state.dispatches[number].quantum is not None
             counted = QUANTUM if quantum else number
+            if quantum and state.last_quantum > self._died_in:
+                self._deaths.pop(QUANTUM, None)
+            self._died_in = number
             self._deaths[counted] = self._deaths.get(counted, 0) + 1
             if self._deaths[counted] >= DEADLY:
                 self._deaths.pop(counted)
