@@ -101,6 +101,7 @@ async def test_what_cannot_be_sampled_is_refused_in_words(server: Server) -> Non
     for wrong, words in (
         ({"prompt": image}, "samples from tokens"),
         ({"prompt": {"chunks": []}}, "has no tokens"),
+        ({"prompt": {"chunks": [{"tokens": [1] * 40_000}]}}, "has 40000 tokens, and a rank has room for 32768"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_session_id": None}, "sampling session"),

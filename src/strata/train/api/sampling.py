@@ -6,11 +6,16 @@ from strata.http.declare import KIB, MIB, RESEARCHER, VIEWER, Endpoint
 from strata.train.api.site import Call
 from strata.train.core import messages, ops
 from strata.train.wire import sampling
+from strata.train.wire.arrays import refuse
 
 
 async def sample(call: Call, body: sampling.SampleRequest) -> sampling.SampleFuture:
     """Continue a prompt, as often as asked → future"""
     operation = body.operation()
+    room = call.site.settings.sampling.cached_tokens
+    if operation.length >= room:
+        # Before it is made durable: what no rank can ever take does not belong into the journal.
+        raise refuse("prompt", f"has {operation.length} tokens, and a rank has room for {room}")
     accepted = await call.submit(operation)
     sequences = [f"{accepted.future_id}:{place}" for place in range(operation.num_samples)]
     return sampling.SampleFuture(request_id=accepted.future_id, sample_sequence_ids=sequences)
@@ -24,7 +29,10 @@ async def save_for_sampler(call: Call, body: sampling.SaveWeightsForSampler) -> 
 
 async def create_session(call: Call, body: sampling.CreateSamplingSession) -> sampling.SamplingSession:
     """A sampler of the base, or of saved weights."""
-    operation = body.operation(call.site.settings.model.base_model)
+    model = call.site.settings.model
+    operation = body.operation(model.base_model)
+    if operation.weights is None and model.training == "full":
+        raise refuse("base_model", "the whole model is trained here: its base is not kept beside it")
     await call.submit(operation, body.session_id)
     return sampling.SamplingSession(sampling_session_id=operation.sampler_id)
 
