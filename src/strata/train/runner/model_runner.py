@@ -48,7 +48,17 @@ class ModelRunner:
         self._asleep: Asleep | None = None
         self._touched = False
         """Whether the weights of the base are still those of its folder."""
-        self._sampler: Sampler | None = None
+        # Before anything is trained: it tries out whether it computes as the base does, which has no adapter yet.
+        self.sampler = Sampler(
+            self.base,
+            ranks,
+            SamplerLimits(
+                sequences=settings.sequences,
+                cached_tokens=settings.cached_tokens,
+                samplers=MOST_SAMPLERS,
+                requests=MOST_SAMPLERS,
+            ),
+        )
         self._passes = PassRunner(self.base, ranks, self.models)
 
     @property
@@ -185,23 +195,6 @@ class ModelRunner:
         put()
         return ops.WeightsLoaded(f"tinker://{operation.run_id}/{operation.kind}/{operation.name}")
 
-    @property
-    def has_sampler(self) -> bool:
-        return self._sampler is not None
-
-    @property
-    def sampler(self) -> Sampler:
-        """Made with the first thing that needs it, by all ranks together: most servers only train."""
-        if self._sampler is None:
-            limits = SamplerLimits(
-                sequences=self.settings.sequences,
-                cached_tokens=self.settings.cached_tokens,
-                samplers=MOST_SAMPLERS,
-                requests=MOST_SAMPLERS,
-            )
-            self._sampler = Sampler(self.base, self.ranks, limits)
-        return self._sampler
-
     def make_sampler(
         self, operation: ops.SaveSampler | ops.OpenSampler, folder: Path, close: Sequence[str]
     ) -> ops.SamplerOpened:
@@ -264,8 +257,7 @@ class ModelRunner:
         yield from (local(parameter) for parameter in self.base.packed.parameters())
         for model in self.models.values():
             yield from model.tensors()
-        if self._sampler is not None:
-            yield from self._sampler.tensors()
+        yield from self.sampler.tensors()
 
     def _model(self, model_id: str) -> Trained:
         model = self.models.get(model_id)

@@ -16,7 +16,7 @@ import msgspec
 from strata.base import log
 from strata.base.errors import StrataError
 from strata.train.core import commands, ops
-from strata.train.core.sampling import Ended, Quantum, QuantumDone, SampleFailed
+from strata.train.core.sampling import Quantum, QuantumDone
 from strata.train.runner import rows
 from strata.train.runner.model_runner import ModelRunner, Single
 from strata.train.runner.ranks import Ranks
@@ -54,7 +54,7 @@ class RunnerDispatcher:
         self._run_id: str | None = None
         self._applied = 0
         self._replies: dict[int, commands.Reply] = {}
-        self._spread: spread.Spread | None = None
+        self._spread = runner.sampler.spread()
 
     def run(self) -> None:
         """Until the orchestrator says that it is over."""
@@ -151,12 +151,7 @@ class RunnerDispatcher:
 
     def _sample(self, work: Quantum) -> QuantumDone:
         """Rank 0 alone knows whole requests; each rank gets its own sequences of them."""
-        if not self._runner.has_sampler:
-            unknown = SampleFailed("user", "there is no sampler yet")
-            return QuantumDone([Ended(one.request_id, unknown) for one in work.add], 0, 0, 0, 0, 0, 0, 0)
         sampler = self._runner.sampler
-        if self._spread is None:
-            self._spread = sampler.spread()
         parts = [spread.encode(part) for part in self._spread.cut(work)]
         self._ranks.announce(Kind.SAMPLE, [len(part) for part in parts])
         self._ranks.scatter(parts)
