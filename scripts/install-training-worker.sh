@@ -84,7 +84,8 @@ from=${from:-$root}
 units=$root/deploy/systemd
 cd /
 
-venv=$prefix/opt/strata
+# Not /opt/strata: a hub on the same machine has its program there.
+venv=$prefix/opt/strata-agent
 home=$prefix/var/lib/strata-agent
 state=$home/state
 work=$home/work
@@ -136,6 +137,25 @@ check_python() {
         die "$python cannot make environments; on Debian: apt-get install python3-venv"
 }
 
+check_units() {
+    [ -z "$prefix" ] || return 0
+    [ -r "$units/strata-agent.service" ] ||
+        die "$units/strata-agent.service is missing; run this script in a whole clone of the repository"
+    [ -z "$run_as" ] || [ -r "$units/strata-agent.service.d/run-as.conf" ] ||
+        die "$units/strata-agent.service.d/run-as.conf is missing; run this script in a whole clone of the repository"
+}
+
+# What is there was written by the agent and, without --run-as, by its jobs as well: another user must not trust it, and
+# root least of all.
+check_folders() {
+    for folder in "$home" "$state"; do
+        [ ! -h "$folder" ] || die "$folder is a link; nothing is installed through one"
+        if [ -e "$folder" ] && [ "$(stat -c %U "$folder")" != "$user" ]; then
+            die "$folder is not $user's, and jobs may have written there; --uninstall first, then join anew"
+        fi
+    done
+}
+
 check_token() {
     [ -z "$token_file" ] || [ -r "$token_file" ] || die "$token_file cannot be read"
     if [ -n "$token_file" ] && [ -n "$(find "$token_file" -perm /077)" ]; then
@@ -168,13 +188,12 @@ make_users() {
 }
 
 make_folders() {
-    quietly mkdir -p "$home" "$state" "$(dirname "$settings")"
-    if [ -z "$prefix" ]; then
-        quietly chown "$user:" "$home"
-        quietly chown -R "$user:" "$state"
-    fi
-    quietly chmod 0711 "$home"
-    quietly chmod 0700 "$state"
+    quietly mkdir -p "$home" "$(dirname "$settings")"
+    [ -n "$prefix" ] || quietly chown -h "$user:" "$home"
+    # From here on as the agent: in a folder of its own, root could be led anywhere by a link.
+    as_agent chmod 0711 "$home" </dev/null
+    as_agent mkdir -p "$state" </dev/null
+    as_agent chmod 0700 "$state" </dev/null
     if [ ! -e "$settings" ]; then
         quietly touch "$settings"
         quietly chmod 0600 "$settings"
@@ -269,6 +288,8 @@ fi
     usage >&2
     die "--hub is missing"
 }
+check_units
+check_folders
 check_python
 check_token
 make_users

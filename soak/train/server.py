@@ -106,8 +106,7 @@ class ServeProcess:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            # torchrun has the module of the ranks among its arguments too.
-            if _MODULES[victim].encode() in words and b"torch.distributed.run" not in words:
+            if _MODULES[victim].encode() in words:
                 found.append(pid)
         return found
 

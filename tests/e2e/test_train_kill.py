@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from soak.train.kill import Outcome, hurt_round
-from soak.train.server import make_model
+from soak.train.server import make_model, serving
+from strata.train.launch.child import descendants
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,3 +32,17 @@ async def test_real_ranks_outlive_the_others_and_are_started_again_when_they_die
     assert outcome.problems == []
     assert outcome.victims["rank"] == 1
     assert outcome.times == 5
+
+
+async def test_nothing_of_a_server_can_be_reached_from_other_machines(tmp_path: Path) -> None:
+    """Not the store of a rendezvous either, from which torchrun would unpickle what anybody writes."""
+    make_model(tmp_path / "tiny")
+    async with serving(tmp_path / "s", tmp_path / "tiny", "real") as server:
+        found = [
+            connection.laddr.ip
+            for pid in [server.launcher_pid, *descendants(server.launcher_pid)]
+            for connection in psutil.Process(pid).net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert found, "at least the API server listens"
+        assert set(found) == {"127.0.0.1"}

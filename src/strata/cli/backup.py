@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.output import complain
+from strata.cli.output import complain, redact
 
 if TYPE_CHECKING:
     from strata.hub.settings import HubSettings
@@ -20,6 +20,9 @@ _OPTIONS: Final = (
     click.option("--data", metavar="FOLDER", help="Of the hub; that of 'strata hub', else of 'strata up', unless set."),
     click.option("--database", metavar="URL", help="Of the hub; hub.db in the data folder unless set."),
 )
+
+_SECRET: Final = ("password", "sslpassword")
+"""What may stand behind the ? of an address, and is for nobody to see."""
 
 
 def hub_place(function: _Function) -> _Function:
@@ -87,7 +90,8 @@ def move(*, target: str, config: Path | None, data: str | None, database: str | 
     """
     import asyncio
 
-    if without_password(target) != target:
+    # As it was meant, and as it is read: a raw ? or # in a password ends the one sooner than the other.
+    if redact(target) != target or without_password(target) != target:
         raise StrataError(
             Code.INVALID,
             "a password on the command line can be read by every user of this machine",
@@ -122,12 +126,22 @@ def hub_settings(config: Path | None, data: str | None, database: str | None, *,
 
 
 def without_password(database: str) -> str:
-    from urllib.parse import urlsplit
+    """The address of a database for others to see."""
+    from urllib.parse import unquote, urlsplit
 
-    at = urlsplit(database)
-    if not at.password:
+    try:
+        at = urlsplit(database)
+    except ValueError:
+        raise StrataError(
+            Code.INVALID, "the address of the database cannot be read", hint="[ and ] belong around an IPv6 address"
+        ) from None
+    given = at.query.split("&")
+    kept = [each for each in given if unquote(each.partition("=")[0]).lower() not in _SECRET]
+    if not at.password and kept == given:
         return database
-    return at._replace(netloc=f"{at.username or ''}@{at.netloc.rpartition('@')[2]}").geturl()
+    place = at.netloc.rpartition("@")[2]
+    netloc = f"{at.username or ''}@{place}" if at.password else at.netloc
+    return at._replace(netloc=netloc, query="&".join(kept)).geturl()
 
 
 def _date(at_s: float) -> str:

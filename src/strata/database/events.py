@@ -71,6 +71,15 @@ POSTGRES: Final = Component(
     ),
 )
 
+PLACE: Final = """
+coalesce(
+  (SELECT min(seq) - 1 FROM event
+   WHERE (tx, seq) > (split_part(cursor, '.', 1)::bigint, split_part(cursor, '.', 2)::bigint)),
+  (SELECT max(seq) FROM event), 0)
+"""
+"""In PostgreSQL: the number after which `cursor` goes on where transactions count no more, since the events move to
+another server or to SQLite. What was under way at once with it may be told again, and nothing is skipped."""
+
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 _SQLITE_CURSOR: Final = re.compile(r"[0-9]{1,18}")

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 from psycopg import errors as pg_errors
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.waiting import wait_async
 
 from strata.base.errors import Code, StrataError
@@ -60,6 +61,7 @@ class Connections:
     """
 
     def __init__(self, url: str, limit: int, call_s: float, *, what: str, by_index: bool = False) -> None:
+        _check_address(url)
         self._url = url
         self._what = what
         self._call_s = call_s
@@ -165,6 +167,28 @@ class Connections:
     async def _drop_idle(self) -> None:
         while self._idle:
             await self._idle.pop().close()
+
+
+def _check_address(url: str) -> None:
+    """INVALID for one that the driver cannot read, or reads otherwise than it was meant.
+
+    What the driver itself says of it repeats a part of it, which may be the password. One with a raw @ or / ends early,
+    and the rest of it is taken for a host or a port, which are named when nobody answers there.
+    """
+    try:
+        read = conninfo_to_dict(url)
+    except psycopg.ProgrammingError:
+        readable = False
+    else:
+        hosts, ports = (str(read.get(name) or "").split(",") for name in ("host", "port"))
+        # A socket without a file has an @ in front.
+        readable = not any("@" in host[1:] for host in hosts) and all(not port or port.isdigit() for port in ports)
+    if not readable:
+        raise StrataError(
+            Code.INVALID,
+            "the address of the database cannot be read",
+            hint="in a name or a password in it, % is written %25, @ is written %40, and / is written %2F",
+        )
 
 
 async def check_durable(connection: psycopg.AsyncConnection[Any]) -> None:

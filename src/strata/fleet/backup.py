@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from strata.base.errors import Code, StrataError
+from strata.database.events import PLACE, record_postgres, record_sqlite
 from strata.database.events import Event as Record
-from strata.database.events import record_postgres, record_sqlite
 from strata.database.migrations import Component, SqliteComponents, seal, seal_of, unseal
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.job import Event, sources, target
@@ -51,6 +51,9 @@ _FENCE: Final = (
 _INVITES: Final = "UPDATE identity_invite SET revoked_at = {now} WHERE used_by = '' AND revoked_at IS NULL"
 """An invitation that was used since the backup would be good for a second host."""
 
+_CURSORS: Final = f"UPDATE hub_cursor SET cursor = '0.' || {PLACE} WHERE cursor <> ''"
+"""For those who are told of events: the same place, written as where transactions count from 0 again."""
+
 
 async def backup_sqlite(thread: SqliteThread, path: Path, now_s: float) -> int:
     """Copy the database that is in use into a new file; its size in bytes. Writers wait as long as the copy takes."""
@@ -76,10 +79,20 @@ async def backup_sqlite(thread: SqliteThread, path: Path, now_s: float) -> int:
     return await thread.alone(copy)
 
 
+def refuse_taken(path: Path) -> None:
+    """CONFLICT unless a new database may get this name.
+
+    The log of one that lay there counts too: SQLite plays it back onto whatever it finds, and would undo the fence.
+    """
+    for taken in (path, Path(f"{path}-wal"), Path(f"{path}-journal")):
+        if taken.exists():
+            hint = f"move the damaged database away first, with {path.name}-wal and {path.name}-journal"
+            raise StrataError(Code.CONFLICT, f"{taken} is there already", hint=hint)
+
+
 def restore_sqlite(backup: Path, path: Path, components: Sequence[Component], now_s: float) -> None:
     """Make a database to serve from out of a backup. The file appears whole and fenced, or not at all."""
-    if path.exists():
-        raise StrataError(Code.CONFLICT, f"{path} is there already", hint="move the damaged database away first")
+    refuse_taken(path)
     beside = path.with_name(f"{path.name}.partial")
     beside.unlink(missing_ok=True)
     try:
@@ -120,7 +133,11 @@ async def fence_postgres(connections: Connections, now_s: float) -> None:
         found = await (await connection.execute("SELECT to_regclass('identity_invite')")).fetchone()
         if found and found[0]:
             await connection.execute(_INVITES.format(now="%(now)s"), values)
-        # Transactions are numbered by the server that ran them: those of another one may be in this one's future.
+        # Transactions are numbered by the server that ran them: those of another one may be in this one's future. Those
+        # who read the events go on from the same place.
+        found = await (await connection.execute("SELECT to_regclass('hub_cursor')")).fetchone()
+        if found and found[0]:
+            await connection.execute(_CURSORS)
         await connection.execute("UPDATE event SET tx = 0 WHERE tx <> 0")
         await record_postgres(connection, [_restored(now_s)])
 

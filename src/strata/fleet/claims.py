@@ -41,8 +41,17 @@ class ClaimQueue:
         reply: asyncio.Future[Sequence[Lease]] = asyncio.get_running_loop().create_future()
         self._waiting.append((claim, reply))
         if self._serving is None or self._serving.done():
-            self._serving = asyncio.create_task(self._serve())
+            self._start()
         return await reply
+
+    def _start(self) -> None:
+        self._serving = asyncio.create_task(self._serve())
+        self._serving.add_done_callback(self._served)
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        """A defect ends the task with the batch that met it; those behind it are served by another."""
+        if self._waiting and task is self._serving and not task.cancelled():
+            self._start()
 
     async def _serve(self) -> None:
         while self._waiting:

@@ -15,6 +15,7 @@ from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any, Final
 
 from strata.base.errors import Code, StrataError
+from strata.database.events import PLACE
 from strata.database.migrations import SCHEMA_LOCK, seal
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ _WORLD: Final = 2**256
 _SKIPPED: Final = {"strata_schema", "strata_sealed"}
 _CLOCKED: Final = {"event": "tx"}
 """A column that only PostgreSQL has: 0 is before every transaction of its own."""
+_CURSORS: Final = "hub_cursor"
+"""How far those have read who are told of events: written otherwise in each database, at the same place in both."""
 
 
 @dataclass
@@ -79,6 +82,8 @@ async def to_postgres(thread: SqliteThread, connections: Connections, now_s: flo
             await _go_on_counting(connection, table.name)
         for table in tables:
             _compare(table.name, tallies[table.name], await _tally_postgres(connection, table))
+        if _CURSORS in tallies:
+            await connection.execute(f"UPDATE {_CURSORS} SET cursor = '0.' || cursor WHERE cursor <> ''")
     await thread.write(lambda db: seal(db, f"it was moved to PostgreSQL at {now_s:.0f}"))
     return Moved({name: tally.rows for name, tally in tallies.items()})
 
@@ -103,6 +108,10 @@ async def to_sqlite(connections: Connections, thread: SqliteThread) -> Moved:
             async for row in _pages(thread, select):
                 arrived.add(row)
             _compare(table.name, tallies[table.name], arrived)
+        if _CURSORS in tallies:
+            select = f"SELECT ({PLACE})::text, name FROM {_CURSORS} WHERE cursor <> ''"
+            places = await (await connection.execute(select)).fetchall()
+            await thread.write(lambda db: _go_on_reading(db, places))
     return Moved({name: tally.rows for name, tally in tallies.items()})
 
 
@@ -183,6 +192,10 @@ async def _go_on_counting(connection: Any, table: str) -> None:
             f"SELECT setval(pg_get_serial_sequence('{table}', '{column}'), max({column})) FROM {table}"
             f" HAVING max({column}) IS NOT NULL"
         )
+
+
+def _go_on_reading(db: sqlite3.Connection, places: Sequence[tuple[str, str]]) -> None:
+    db.executemany(f"UPDATE {_CURSORS} SET cursor = ? WHERE name = ?", places)
 
 
 async def _tally_postgres(connection: Any, table: _Table) -> Tally:

@@ -27,7 +27,7 @@ from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.database.sqlite import SqliteThread
 from strata.fleet.artifacts.files import sync_folder
-from strata.fleet.backup import backup_sqlite, fence_postgres, restore_sqlite
+from strata.fleet.backup import backup_sqlite, fence_postgres, refuse_taken, restore_sqlite
 from strata.hub.certificates import write_private
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.copies import ask
@@ -38,6 +38,7 @@ NOTE: Final = "backup.json"
 SMALL: Final = (f"ca{os.sep}ca.key", f"ca{os.sep}ca.pem", TOKEN_FILE)
 LARGE: Final = ("artifacts", "streams")
 _BLOCK: Final = 1 << 20
+_PARTIAL: Final = ".partial"
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,13 +105,13 @@ def restore(backup: Path, data: Path, database: str, now_s: float) -> Note:
     note = read_note(backup)
     if is_postgres(database) != (note.database == "postgresql"):
         raise StrataError(Code.INVALID, f"this is the backup of a hub on {note.database}", hint="name its --database")
-    _refuse_other_authority(backup, data)
+    _refuse_others(backup, data)
     path = sqlite_path(data, database)
-    if note.database == "sqlite" and path.exists():
-        raise StrataError(Code.CONFLICT, f"{path} is there already", hint="move the damaged database away first")
+    if note.database == "sqlite":
+        refuse_taken(path)
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name in SMALL:
-        if (backup / name).exists():
+        if (backup / name).exists() and not (data / name).exists():
             (data / name).parent.mkdir(mode=0o700, exist_ok=True)
             write_private(data / name, (backup / name).read_bytes())
     for name in LARGE:
@@ -167,30 +168,53 @@ async def _fence(database: str, now_s: float) -> None:
         await fence_postgres(connections, now_s)
 
 
-def _refuse_other_authority(backup: Path, data: Path) -> None:
-    here, there = data / SMALL[0], backup / SMALL[0]
-    if here.exists() and there.exists() and here.read_bytes() != there.read_bytes():
+def _refuse_others(backup: Path, data: Path) -> None:
+    """CONFLICT if the folder has an authority or a token, and not those of the backup."""
+    for name in SMALL:
+        here, there = data / name, backup / name
+        if not here.exists() or not there.exists() or here.read_bytes() == there.read_bytes():
+            continue
+        if name == SMALL[0]:
+            raise StrataError(
+                Code.CONFLICT, f"{here} is the key of another authority", hint="restore into a new data folder"
+            )
         raise StrataError(
-            Code.CONFLICT, f"{here} is the key of another authority", hint="restore into a new data folder"
+            Code.CONFLICT,
+            f"{here} is there already, and not that of the backup",
+            hint="move it away, or restore into a new data folder",
         )
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    """What is there and not yet at the target. What vanishes meanwhile was not wanted any more."""
+    """What is there and not yet at the target. What vanishes meanwhile was not wanted any more.
+
+    A file has its name when it is whole: one that is there is not copied again after an interruption.
+    """
+    folders = set()
     for path in _files(source):
-        beside = target / path.relative_to(source)
-        if beside.exists():
+        copy = target / path.relative_to(source)
+        if copy.exists():
             continue
-        beside.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = copy.with_name(f".{copy.name}{_PARTIAL}")
+        partial.unlink(missing_ok=True)
         with suppress(FileNotFoundError):
-            shutil.copyfile(path, beside, follow_symlinks=False)
+            shutil.copyfile(path, partial, follow_symlinks=False)
+            if not partial.is_symlink():
+                # Not read-only: Windows syncs only what may be written.
+                with partial.open("r+b") as file:
+                    os.fsync(file.fileno())
+            partial.replace(copy)
+            folders.add(copy.parent)
+    for folder in folders:
+        sync_folder(folder)
 
 
 def _files(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         # What is still being written, and what was found damaged.
         folders[:] = [name for name in folders if name not in ("partial", "quarantine")]
-        yield from (Path(parent) / name for name in names)
+        yield from (Path(parent) / name for name in names if not (name.startswith(".") and name.endswith(_PARTIAL)))
 
 
 def _digest(path: Path) -> str:

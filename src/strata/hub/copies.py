@@ -31,6 +31,7 @@ LOOK_S: Final = 1.0
 ANSWER_S: Final = 30.0
 """So long may nothing happen before whoever asked gives up."""
 _POLL_S: Final = 0.1
+_NAME_BYTES: Final = 8
 
 Copy = Callable[[Path, float], Awaitable[int]]
 
@@ -43,6 +44,12 @@ class Copier:
         self._copy = copy
         self._clock = clock
         self._folder.mkdir(mode=0o700, exist_ok=True)
+        # Of an earlier hub, for those who have gone. Who still waits gets a new one; a name that `ask` does not give is
+        # that of a file which somebody else put there.
+        for suffix in (f"{MADE}*", FAILED):
+            for stray in self._folder.glob(f"{'[0-9a-f]' * 2 * _NAME_BYTES}{suffix}"):
+                with suppress(OSError):
+                    stray.unlink()
 
     async def run_once(self) -> None:
         for wanted in sorted(self._folder.glob(f"*{WANTED}")):
@@ -50,12 +57,17 @@ class Copier:
                 await self._copy(wanted.with_suffix(MADE), self._clock.wall_s())
             except StrataError as error:
                 write_private(wanted.with_suffix(FAILED), error.message.encode())
-            wanted.unlink(missing_ok=True)
+            try:
+                wanted.unlink()
+            except FileNotFoundError:
+                # Whoever asked has given up meanwhile, and will not come for it.
+                for suffix in (MADE, FAILED):
+                    wanted.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def ask(data: Path, target: Path) -> None:
     """The other side: have a copy made, and take it to `target`."""
-    wanted = data / FOLDER / f"{secrets.token_hex(8)}{WANTED}"
+    wanted = data / FOLDER / f"{secrets.token_hex(_NAME_BYTES)}{WANTED}"
     try:
         write_private(wanted, b"")
         _wait(wanted)

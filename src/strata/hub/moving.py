@@ -8,6 +8,7 @@ from strata.base.errors import Code, StrataError
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.sqlite import SqliteThread
 from strata.fleet import move
+from strata.fleet.backup import refuse_taken
 from strata.hub.tables import SQLITE, is_postgres, postgres_components, postgres_connections, upgrade_existing
 
 
@@ -25,8 +26,7 @@ async def move_database(source: str, target: str, now_s: float) -> move.Moved:
         finally:
             await thread.close()
     path = _path(target)
-    if path.exists():
-        raise StrataError(Code.CONFLICT, f"{path} is there already", hint="move into a new file")
+    refuse_taken(path)
     return await _to_sqlite(source, path)
 
 

@@ -278,6 +278,10 @@ class Replica(Generic[State, Input, Effect]):
             raise
         self._position = writer.submitted
 
+    async def settled(self) -> None:
+        """Return when all that the state holds is durable: call it before telling something of it to others."""
+        await self._led().settled()
+
     async def confirm(self) -> None:
         """Return if we still lead: call it before answering a read that must be linearizable."""
         await self._led().confirm()

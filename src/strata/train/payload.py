@@ -24,6 +24,8 @@ class Payloads:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._named = False
+        """The folder's own name is on the disk."""
 
     def keep(self, data: bytes, *, inline_bytes: int = ops.INLINE_BYTES) -> ops.Payload:
         """As it is if it is small, else in a file that is durable when this returns."""
@@ -42,13 +44,20 @@ class Payloads:
                 beside.replace(place)
             finally:
                 beside.unlink(missing_ok=True)
-            _sync_folder(place.parent)
-            _sync_folder(self._folder)
+            self._sync_names(place)
             failpoint("train.payload.after_rename")
         else:
             # Whoever wrote it may have died between the name and the sync of its folder.
-            _sync_folder(place.parent)
+            self._sync_names(place)
         return ops.Stored(sha256=sha256, size=len(data))
+
+    def _sync_names(self, place: Path) -> None:
+        """The name of the file, and those of the folders it lies in, which may have been made for it."""
+        _sync_folder(place.parent)
+        _sync_folder(self._folder)
+        if not self._named:
+            _sync_folder(self._folder.parent)
+            self._named = True
 
     def read(self, payload: ops.Payload) -> bytes:
         """NOT_FOUND if the file is gone, CORRUPT if it is not what its name says."""

@@ -82,7 +82,16 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def base_model(self) -> str:
-        return self.name or self.path.rstrip("/").rpartition("/")[2]
+        return self.name or self._folder
+
+    @property
+    def base_models(self) -> tuple[str, ...]:
+        """All that clients may call it: its name, the folder's, and the whole path, which may be a model's id."""
+        return tuple(dict.fromkeys((self.base_model, self._folder, self.path)))
+
+    @property
+    def _folder(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2]
 
 
 class Ranks(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +116,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_pending_requests: Count = 100
     """Operations that were accepted and not dispatched, of all tenants."""
     max_pending_per_tenant: Count | None = None
+    """Of these, of one tenant; half of all unless set, because those that a gap holds up may wait for ever."""
     operation_timeout_s: Positive = 1800.0
     """A dispatch that takes longer means that the ranks are stuck: they are started again, and it fails."""
     result_ttl_s: Positive = 86_400.0
@@ -169,6 +179,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sockets(self) -> Path:
         return self.server.sockets.expanduser().absolute() if self.server.sockets else self.data / "run"
+
+    @property
+    def meeting_place(self) -> Path:
+        """The file through which ranks of one machine find each other."""
+        return self.sockets / "ranks.store"
 
     @property
     def keys(self) -> Path:

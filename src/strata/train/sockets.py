@@ -14,6 +14,7 @@ import zmq
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
+from strata.train.folder import make_private
 from strata.train.link_keys import LinkKeys, read_keys
 from strata.train.settings import ServerSettings
 
@@ -72,9 +73,7 @@ def bounded(socket: AnySocket, max_bytes: int = MAX_QUESTION_BYTES) -> None:
 
 def listen(socket: AnySocket, endpoint: str, keys: LinkKeys | None) -> str:
     if endpoint.startswith("ipc://"):
-        folder = Path(endpoint.removeprefix("ipc://")).parent
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _refuse_unless_private(folder)
+        make_private(Path(endpoint.removeprefix("ipc://")).parent, "the sockets")
     elif keys is None:
         raise StrataError(Code.INTERNAL, f"{endpoint} would be open to everybody")
     else:
@@ -84,16 +83,6 @@ def listen(socket: AnySocket, endpoint: str, keys: LinkKeys | None) -> str:
     except zmq.ZMQError as error:
         raise StrataError(Code.UNAVAILABLE, f"cannot listen on {endpoint}: {error}") from error
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
-
-
-def _refuse_unless_private(folder: Path) -> None:
-    mode = folder.stat().st_mode & 0o777
-    if mode & 0o077:
-        raise StrataError(
-            Code.INVALID,
-            f"others could reach the sockets in {folder} (mode {mode:04o})",
-            hint=f"chmod 700 {folder}",
-        )
 
 
 def own_address(known_as: str = "") -> str:

@@ -45,7 +45,8 @@ class Server:
     """One orchestrator's core. Its journal is a list; a restart reads a snapshot, or the journal from its beginning."""
 
     def __init__(self, **rules: Any) -> None:
-        self.machine = TrainMachine(Rules(**({"initial_checkpoint": False} | rules)))
+        given: dict[str, Any] = {"initial_checkpoint": False, "base_models": ("tiny",)}
+        self.machine = TrainMachine(Rules(**(given | rules)))
         self.state: TrainState = self.machine.initial()
         self.journal: list[bytes] = []
         self.now_s = 1_000.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from strata.base.errors import Code, StrataError
@@ -69,6 +71,18 @@ def test_creating_a_model_twice_is_one_model_and_in_another_way_a_conflict() -> 
     assert server.refusal(other).code is Code.CONFLICT
 
 
+def test_a_model_on_a_base_that_the_server_does_not_have_is_refused_with_the_name_of_the_one_it_has() -> None:
+    server = Server(base_models=("tiny", "tiny-1"))
+    server.model()
+    session_id = f"session-{TENANT}"
+    refused = server.refusal(Accept(TENANT, ops.CreateModel(f"{session_id}:train:1", "huge", LORA), 0.0, session_id))
+    assert refused.code is Code.INVALID
+    assert "'huge'" in refused.message
+    assert refused.hint is not None
+    assert "'tiny'" in refused.hint
+    server.ask(Accept(TENANT, ops.CreateModel(f"{session_id}:train:1", "tiny-1", LORA), 0.0, session_id))
+
+
 @pytest.mark.parametrize("model_id", ["x", "session-bob:train:0", "session-alice:train:", "session-alice:train:1/2"])
 def test_a_model_id_that_does_not_follow_from_its_session_is_refused(model_id: str) -> None:
     server = Server()
@@ -93,7 +107,7 @@ def test_what_belongs_to_another_tenant_does_not_exist() -> None:
 
 
 def test_a_full_queue_refuses_with_a_reply_and_drops_nothing() -> None:
-    server = Server(max_pending=3)
+    server = Server(max_pending=3, max_pending_per_tenant=3)
     model = server.model()
     accepted = server.accept(*(step(model, seq) for seq in (1, 2, 3)))
     assert server.refusal(Accept(TENANT, step(model, 4), 0.0)).code is Code.EXHAUSTED
@@ -101,7 +115,7 @@ def test_a_full_queue_refuses_with_a_reply_and_drops_nothing() -> None:
 
 
 def test_a_queue_full_of_held_operations_lets_in_the_one_they_wait_for() -> None:
-    server = Server(max_pending=3)
+    server = Server(max_pending=3, max_pending_per_tenant=3)
     model = server.model()
     server.accept(*(step(model, seq) for seq in (2, 3, 4)))
     assert server.refusal(Accept(TENANT, step(model, 5), 0.0)).code is Code.EXHAUSTED
@@ -115,6 +129,29 @@ def test_one_tenant_cannot_take_more_of_the_queue_than_its_quota() -> None:
     server.accept(step(model, 1), step(model, 2))
     assert server.refusal(Accept(TENANT, step(model, 3), 0.0)).code is Code.EXHAUSTED
     server.accept(step(other, 1), tenant="bob")
+
+
+@pytest.mark.parametrize(("max_pending", "own"), [(100, 50), (5, 2), (1, 1)])
+def test_without_a_quota_one_tenant_fills_half_the_queue_and_not_the_other_half(max_pending: int, own: int) -> None:
+    """A gap holds its operations for ever: a tenant that leaves one would shut all others out."""
+    server = Server(max_pending=max_pending)
+    model = server.model()
+    server.accept(*(step(model, seq) for seq in range(2, 2 + own)))
+    assert server.refusal(Accept(TENANT, step(model, 2 + own), 0.0)).code is Code.EXHAUSTED
+    server.accept(step(model, 1))
+    server.run_all()
+    server.accept(*(step(model, seq) for seq in range(3 + own, 3 + 2 * own)))
+    if own < max_pending:
+        server.model(tenant="bob")
+
+
+def test_a_server_full_of_one_tenants_held_operations_creates_a_model_for_another() -> None:
+    server = Server()
+    model = server.model()
+    for seq in range(2, 102):
+        with contextlib.suppress(StrataError):
+            server.accept(step(model, seq))
+    server.model(tenant="bob")
 
 
 def test_no_more_is_at_the_ranks_than_allowed() -> None:
@@ -421,3 +458,18 @@ def test_a_checkpoint_of_another_tenant_cannot_be_loaded() -> None:
     result = server.result(ids[0], "bob")
     assert isinstance(result, ops.Failed)
     assert "there is no checkpoint" in result.message
+
+
+def test_a_checkpoint_that_the_ranks_are_told_to_load_cannot_be_deleted_under_them() -> None:
+    """The load would fail now and succeed when ranks that start anew have saved the checkpoint once more."""
+    server = Server()
+    model = server.model()
+    server.accept(save(model, 1, "mine"))
+    server.run_all()
+    server.accept(load(model, 2, model, "mine"))
+    loading = server.dispatch()
+    assert loading is not None
+    delete = DeleteCheckpoint(TENANT, model, "weights", "mine")
+    assert server.refusal(delete).code is Code.UNAVAILABLE
+    server.answer(loading)
+    assert isinstance(server.ask(delete).reply, Removed)

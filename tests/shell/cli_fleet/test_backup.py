@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from strata.base.errors import Code, StrataError
+from strata.cli.backup import without_password
 from strata.cli.exits import Exit
 from strata.fleet import wire
 from strata.fleet.artifacts.manifest import Kind
 from strata.fleet.backup import EPOCHS
+from strata.hub.backup import restore
 from strata.testing.postgres import find_programs
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess
@@ -63,6 +66,44 @@ def test_a_backup_and_a_restore_overwrite_nothing(person: Person, hub: HubProces
     assert (done.status, "another authority" in done.err) == (Exit.FAILED, True)
     assert person.says("backup", str(tmp_path / "b"), "--data", str(tmp_path / "nowhere")).status == Exit.NOT_FOUND
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("name", ["operator.token", "ca/ca.pem"])
+def test_a_restore_leaves_a_token_and_a_certificate_that_are_there_as_they_are(
+    person: Person, hub: HubProcess, tmp_path: Path, name: str
+) -> None:
+    kept, other = tmp_path / "kept", tmp_path / "other"
+    assert person.says("backup", str(kept), "--data", str(hub.data)).status == Exit.OK
+    (other / "ca").mkdir(parents=True)
+    (other / name).write_text("of another hub")
+    done = person.says("restore", str(kept), "--data", str(other))
+    assert (done.status, f"{Path(name)} is there already" in done.err) == (Exit.FAILED, True), done.err
+    assert (other / name).read_text() == "of another hub"
+    assert not (other / "hub.db").exists()
+    shutil.copy(kept / name, other / name)
+    assert person.says("restore", str(kept), "--data", str(other)).status == Exit.OK, "the same is no other"
+
+
+def test_a_restore_that_was_interrupted_is_finished_by_the_next(
+    person: Person, hub: HubProcess, tmp_path: Path
+) -> None:
+    kept, again = tmp_path / "kept", tmp_path / "again"
+    assert person.says("backup", str(kept), "--data", str(hub.data), "--all").status == Exit.OK
+    (kept / "streams").mkdir(exist_ok=True)
+    (kept / "streams" / "long").write_bytes(os.urandom(1 << 20))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, limits[1]))
+    try:
+        # No file may become longer than half of that one.
+        with pytest.raises(OSError, match="too large"):
+            restore(kept, again, "", 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (again / "streams" / "long").exists()
+    done = person.says("restore", str(kept), "--data", str(again))
+    assert done.status == Exit.OK, done.err
+    assert (again / "streams" / "long").read_bytes() == (kept / "streams" / "long").read_bytes()
+    assert [path for path in again.rglob("*") if "partial" in path.name and path.is_file()] == []
 
 
 @pytest.mark.parametrize("name", ["hub.db", "ca/ca.key", "operator.token", "backup.json"])
@@ -136,9 +177,26 @@ def test_a_database_moves_to_postgres_and_the_hub_goes_on_there(
     assert sorted(path.name for path in tmp_path.glob("back.db*")) == ["back.db"]
 
 
-def test_a_password_on_the_command_line_is_refused_and_not_repeated(stranger: Person) -> None:
-    done = stranger.says("move", "postgresql://me:hunter2@db.example/x")
+@pytest.mark.parametrize(
+    "target",
+    [
+        "postgresql://me:hunter2@db.example/x",
+        "postgresql://me@db.example/x?password=hunter2",
+        "postgresql://me@db.example/x?sslmode=require&pass%77ord=hunter2",
+        "postgresql://me:hunter2?really@db.example/x",
+        "postgresql://me:hunter2@[db.example/x",
+    ],
+)
+def test_a_password_on_the_command_line_is_refused_and_not_repeated(stranger: Person, target: str) -> None:
+    done = stranger.says("move", target)
     assert (done.status, "hunter2" in done.err) == (Exit.USAGE, False)
+
+
+def test_a_command_to_copy_has_no_password_in_it() -> None:
+    for written in ("postgresql://me:hunter2@db/x?port=1", "postgresql://me@db/x?password=hunter2&port=1"):
+        assert without_password(written) == "postgresql://me@db/x?port=1"
+    plain = "postgresql:///x?host=/run/postgresql"
+    assert without_password(plain) == plain
 
 
 def test_a_copy_that_cannot_be_made_is_said_so(person: Person, hub: HubProcess, tmp_path: Path) -> None:

@@ -86,6 +86,15 @@ def test_a_hub_that_is_away_is_a_problem_and_its_database_is_looked_at(checkup: 
     assert checkup.finds(status=Exit.FAILED)["database"]["state"] == "problem"
 
 
+def test_the_password_of_a_database_is_not_in_any_line(stranger: Person, tmp_path: Path) -> None:
+    for url in ("postgresql://me:hun%ter2@127.0.0.1:1/x", "postgresql://me:hunter2@[127.0.0.1/x"):
+        for form in ("json", "table"):
+            done = stranger.says("doctor", "-o", form, "--data", str(tmp_path), "--database", url)
+            assert done.status == Exit.FAILED
+            assert "the address of the database cannot be read" in done.out
+            assert "hun" not in done.out + done.err
+
+
 def test_a_key_that_ends_soon_is_a_warning_and_one_that_ended_a_problem(checkup: Checkup) -> None:
     person = checkup.person
     made = person.says("keys", "create", "me", "--role", "viewer", "--days", "1", "-o", "json").value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import AsyncIterator
 
 import pytest
@@ -85,3 +86,29 @@ async def test_statements_of_a_pipeline_commit_together_or_not_at_all(connection
     with pytest.raises(StrataError):
         await clash()
     assert await connections.run("SELECT n FROM t ORDER BY n", {}) == [(1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:hun%ter2@db.example/x",
+        "postgresql://me:hunter2@[::1/x",
+        "postgresql://db.example/x?password=hunter2%zz",
+        "postgresql://me:secret@hunter2@db.example/x",
+        "postgresql://me:hunter2/secret@db.example/x",
+    ],
+)
+def test_an_address_that_cannot_be_read_is_refused_without_a_word_of_it(url: str) -> None:
+    with pytest.raises(StrataError) as refused:
+        Connections(url, 1, 5.0, what="test")
+    told = "".join(traceback.format_exception(refused.value))
+    assert refused.value.code is Code.INVALID
+    assert "hun" not in told, "what a driver says of it repeats the password"
+    assert "%25" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql://a:1,b:2/x", "postgresql://me@[::1]:5432/x", "postgresql:///x?host=@abstract", "host=/tmp"]
+)
+def test_every_form_of_an_address_that_the_driver_reads_is_taken(url: str) -> None:
+    Connections(url, 1, 5.0, what="test")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from tests.shell.cli_fleet.driving import Person
 from tests.shell.deploy.machine import Machine, Watch, machine
 from tests.shell.fleet_agent.waiting import eventually
 from tests.shell.fleet_http.running import Process, process
+from tests.support.kernel import lets_make_overlays
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make users and mounts"),
+    pytest.mark.skipif(not lets_make_overlays(), reason="the kernel lets this process make no mounts"),
 ]
 
 ROOT: Final = Path(__file__).parents[3]
@@ -126,7 +128,7 @@ def test_one_command_makes_a_host_that_trains_and_another_undoes_it(
     assert secret not in first.stdout + first.stderr
     assert own.mode("/var/lib/strata-agent/state") == "strata-agent 700"
     assert own.mode("/var/lib/strata-agent/state/identity/host.key") == "strata-agent 600"
-    written = ("/etc/strata", "/etc/systemd/system", "/opt/strata/bin", "/var/lib/strata-agent")
+    written = ("/etc/strata", "/etc/systemd/system", "/opt/strata-agent/bin", "/var/lib/strata-agent")
     assert own.runs("grep", "-rl", secret, *written).stdout == ""
     verified = own.runs("systemd-analyze", "verify", "--man=no", "/etc/systemd/system/strata-agent.service")
     assert [line for line in verified.stderr.splitlines() if "strata" in line] == []
@@ -150,7 +152,7 @@ def test_one_command_makes_a_host_that_trains_and_another_undoes_it(
     removed = installation.removes()
     assert removed.returncode == 0, removed.stderr
     for path in (
-        "/opt/strata",
+        "/opt/strata-agent",
         "/var/lib/strata-agent",
         "/etc/systemd/system/strata-agent.service",
         "/etc/strata/agent.env",
@@ -221,7 +223,53 @@ def test_what_cannot_work_is_refused_before_anything_is_done(
 ) -> None:
     done = installation.says(*more)
     assert (done.returncode, reason in done.stderr) == (1, True), done.stderr
-    assert not installation.own.has("/opt/strata")
+    assert not installation.own.has("/opt/strata-agent")
+
+
+def installs(own: Machine, *more: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+    """As far as it gets without a hub and a package."""
+    return own.runs("sh", script, "--hub", "https://hub.invalid", "--python", _python(), "--from", "/nowhere", *more)
+
+
+def test_the_program_of_a_hub_on_the_same_machine_stays_when_the_agent_goes(own: Machine) -> None:
+    for path in ("/opt/strata/bin/strata", "/opt/strata-agent/bin/anything"):
+        own.runs("install", "-D", "/bin/true", path)
+    done = own.runs("sh", SCRIPT, "--uninstall")
+    assert done.returncode == 0, done.stderr
+    assert own.has("/opt/strata/bin/strata")
+    assert not own.has("/opt/strata-agent")
+
+
+@pytest.mark.parametrize("more", [("--run-as", "strata-job"), ()])
+def test_an_installation_is_not_given_to_another_user_with_what_its_jobs_could_write(
+    own: Machine, more: tuple[str, ...]
+) -> None:
+    own.runs("install", "-d", "-m", "0755", "-o", "nobody", "/var/lib/strata-agent", "/var/lib/strata-agent/state")
+    done = installs(own, *more)
+    assert (done.returncode, "--uninstall" in done.stderr) == (1, True), done.stderr
+    assert own.mode("/var/lib/strata-agent/state") == "nobody 755"
+    assert not own.has("/opt/strata-agent")
+
+
+@pytest.mark.parametrize("link", ["/var/lib/strata-agent", "/var/lib/strata-agent/state"])
+def test_a_link_where_the_agents_folders_should_be_is_refused(own: Machine, link: str) -> None:
+    own.runs("install", "-d", "-m", "0755", "/opt/victim", Path(link).parent)
+    own.runs("ln", "-s", "/opt/victim", link)
+    done = installs(own, "--run-as", "strata-job")
+    assert (done.returncode, "is a link" in done.stderr) == (1, True), done.stderr
+    assert own.mode("/opt/victim") == "root 755"
+
+
+@pytest.mark.parametrize("missing", ["strata-agent.service", "strata-agent.service.d/run-as.conf"])
+def test_a_script_without_its_units_says_so_before_anything_is_done(own: Machine, tmp_path: Path, missing: str) -> None:
+    shutil.copytree(ROOT / "deploy", tmp_path / "clone" / "deploy")
+    (tmp_path / "clone" / "scripts").mkdir()
+    script = shutil.copy(SCRIPT, tmp_path / "clone" / "scripts")
+    (tmp_path / "clone" / "deploy" / "systemd" / missing).unlink()
+    done = installs(own, "--run-as", "strata-job", script=Path(script))
+    assert (done.returncode, f"{missing} is missing" in done.stderr) == (1, True), done.stderr
+    assert own.runs("id", "strata-job").returncode != 0
+    assert not own.has("/var/lib/strata-agent")
 
 
 def test_a_token_file_that_others_can_read_is_refused(installation: Installation, tmp_path: Path) -> None:
@@ -248,7 +296,7 @@ def test_it_installs_for_one_person_without_users_and_services(
             agent.send_signal(signal.SIGTERM)
             agent.wait(60)
     assert installation.removes("--prefix", str(prefix)).returncode == 0
-    assert not (prefix / "opt" / "strata").exists()
+    assert not (prefix / "opt" / "strata-agent").exists()
     eventually(lambda: operator.says("workers", "-o", "json").value[0]["state"] == "left")
 
 

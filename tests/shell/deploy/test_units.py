@@ -23,7 +23,11 @@ from strata.hub.settings import HubSettings
 ROOT: Final = Path(__file__).parents[3]
 UNITS: Final = ROOT / "deploy" / "systemd"
 RUN_AS: Final = "strata-agent.service.d/run-as.conf"
-INSTALLED: Final = "/opt/strata/bin/strata"
+INSTALLED: Final = {
+    "strata-hub.service": "/opt/strata/bin/strata",
+    "strata-agent.service": "/opt/strata-agent/bin/strata",
+}
+"""Each in an environment of its own: a machine may have both, and lose one of them."""
 MOST_EXPOSED: Final = {"strata-hub.service": 1.6, "strata-agent.service": 2.4, RUN_AS: 3.5}
 """By `systemd-analyze security`, from 0 to 10; what it calls 5 and below is OK. The agent's is what trainers need."""
 
@@ -43,7 +47,7 @@ def complaints(folder: Path, unit: str, *more: str) -> list[str]:
 def installed(folder: Path, unit: str, *, run_as: bool = False) -> Path:
     """As it would be on a machine that has the program."""
     program = str(Path(sys.executable).with_name("strata"))
-    (folder / unit).write_text((UNITS / unit).read_text().replace(INSTALLED, program))
+    (folder / unit).write_text((UNITS / unit).read_text().replace(INSTALLED[unit], program))
     if run_as:
         (folder / RUN_AS).parent.mkdir()
         shutil.copy(UNITS / RUN_AS, folder / RUN_AS)
@@ -99,6 +103,13 @@ def test_jobs_outlive_an_agent_that_crashes_and_have_their_time_when_it_is_stopp
         assert unit["ExecReload"] == "/bin/kill -USR1 $MAINPID"
         assert float(unit["TimeoutStopSec"]) >= AgentSettings().grace_s + LAST_WORDS_S + 30
         assert unit["NoNewPrivileges"] == "yes"
+
+
+def test_what_jobs_have_in_tmp_is_still_there_for_them_when_another_agent_runs() -> None:
+    """A PrivateTmp lives as long as the agent: jobs that outlive it would sit in folders that were removed."""
+    unit = service(UNITS / "strata-agent.service")
+    assert unit.get("PrivateTmp", "no") == "no"
+    assert {"/tmp", "/var/tmp"} <= set(unit.get("ReadWritePaths", "").split())
 
 
 def test_a_hub_has_time_to_finish_its_requests() -> None:

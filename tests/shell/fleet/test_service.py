@@ -15,7 +15,7 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet import sqlite_tables
-from strata.fleet.claims import ClaimQueue
+from strata.fleet.claims import BATCH, ClaimQueue
 from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.job import Cause, Status
 from strata.fleet.core.jobspec import JobSpec
@@ -343,3 +343,14 @@ async def test_a_defect_of_the_store_leaves_nobody_waiting() -> None:
         async with asyncio.timeout(5):
             await queue.ask(Claim(host_id="h", claim_id="c", classes={}, slots=1))
     assert refused.value.code is Code.INTERNAL
+
+
+async def test_a_defect_of_the_store_leaves_nobody_of_a_later_batch_waiting_either() -> None:
+    failed: list[BaseException] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    queue = ClaimQueue(Broken(), LEASE_S, lambda: 0.0)  # type: ignore[arg-type]
+    claims = [Claim(host_id=f"h{n}", claim_id="c", classes={}, slots=1) for n in range(2 * BATCH + 1)]
+    async with asyncio.timeout(5):
+        answers = await asyncio.gather(*(queue.ask(claim) for claim in claims), return_exceptions=True)
+    assert {answer.code for answer in answers if isinstance(answer, StrataError)} == {Code.INTERNAL}
+    assert len(answers) == len(claims)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -42,6 +43,17 @@ def defect(name):
 arm(sys.argv.pop(1), defect)
 main()
 """
+
+
+def waiters(under: Path) -> list[str]:
+    """Processes that watch a child of an agent whose folder is there."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            command = file.read_text()
+            if "waiter.py" in command and str(under) in command:
+                found.append(command)
+    return found
 
 
 def test_the_failpoints_were_found() -> None:
@@ -107,7 +119,9 @@ def test_a_child_that_nobody_wants_ends_although_the_agent_died_before_it_ended_
 def test_a_defect_in_an_attempt_is_told_at_once_as_the_hosts(hub: HubProcess, tmp_path: Path, name: str) -> None:
     host = "defect-" + name.replace(".", "-")
     with agent(hub, tmp_path, host, (sys.executable, "-c", DEFECTIVE, name)):
-        job = hub.submit(host, "once", release=str(tmp_path))
+        job = hub.submit(host, "once", release=str(tmp_path / "never"), ran=str(tmp_path / "ran"))
         tried = hub.until_tried(job, within_s=20)
+        # Nothing of it runs on, unseen, beside the next attempt.
+        assert waiters(tmp_path) == []
         assert (tried.cause, name in tried.error) == (Cause.INFRA, True), tried
         assert hub.job(job).job.status == "pending"

@@ -80,3 +80,28 @@ def test_what_leads_outside_or_is_no_file_is_refused_and_leaves_nothing(tmp_path
         unpack(given, tmp_path / "made")
     assert refused.value.code is Code.PRECONDITION
     assert list(tmp_path.iterdir()) == [given]
+
+
+@pytest.mark.parametrize("spelt", ["../victim", "{absolute}"])
+def test_no_link_is_made_or_removed_through_another_link(tmp_path: Path, spelt: str) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "key").write_text("mine")
+    out = spelt.format(absolute=victim)
+    given = an_archive(tmp_path, ("out", LINK, out), ("out/key", LINK, "x"), ("out/new/planted", LINK, "x"))
+    with pytest.raises(StrataError, match="cannot be unpacked"):
+        unpack(given, tmp_path / "made")
+    assert not (victim / "key").is_symlink()
+    assert (victim / "key").read_text() == "mine"
+    assert list(victim.iterdir()) == [victim / "key"]
+    assert sorted(tmp_path.iterdir()) == [given, victim]
+
+
+def test_what_hard_links_take_when_they_are_copied_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strata.fleet.agent.unpack.MAX_UNPACKED", 100)
+    links = [(f"b{number}", HARD, "a") for number in range(9)]
+    given = an_archive(tmp_path, ("a", FILE, "x" * 20), *links)
+    with pytest.raises(StrataError, match="more than 100 bytes") as refused:
+        unpack(given, tmp_path / "made")
+    assert refused.value.code is Code.EXHAUSTED
+    assert list(tmp_path.iterdir()) == [given]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from strata.fleet.core.job import Cause, Status
 from strata.fleet.ports import Completion, Failure, Hold, Renewal, Store
 from strata.fleet.postgres import PostgresStore
 from strata.fleet.sqlite import SqliteStore
+from strata.hub import records
 from strata.identity import postgres as identity_postgres
 from strata.identity import sqlite as identity_sqlite
 from strata.identity.ports import Invite, Key
@@ -28,8 +30,20 @@ from strata.identity.roles import Role
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, refusal
 from tests.shell.fleet_proof.histories import rows
 
-SQLITE: Final = (events.SQLITE, identity_sqlite.COMPONENT, sqlite_tables.COMPONENT, artifact_tables.SQLITE)
-POSTGRES: Final = (events.POSTGRES, identity_postgres.COMPONENT, postgres_tables.COMPONENT, artifact_tables.POSTGRES)
+SQLITE: Final = (
+    events.SQLITE,
+    identity_sqlite.COMPONENT,
+    sqlite_tables.COMPONENT,
+    artifact_tables.SQLITE,
+    records.SQLITE,
+)
+POSTGRES: Final = (
+    events.POSTGRES,
+    identity_postgres.COMPONENT,
+    postgres_tables.COMPONENT,
+    artifact_tables.POSTGRES,
+    records.POSTGRES,
+)
 DONE: Final = Completion(artifact="art1", metrics={"auc": 0.9})
 
 
@@ -110,6 +124,21 @@ async def test_a_backup_is_not_served_from_and_overwrites_nothing(thread: Sqlite
         restore_sqlite(copy, tmp_path / "hub.db", SQLITE, 4.0)
     with pytest.raises(StrataError, match="is not a backup"):
         restore_sqlite(await plain_file(tmp_path), tmp_path / "again.db", SQLITE, 4.0)
+
+
+@pytest.mark.parametrize("left", ["-wal", "-journal"])
+async def test_nothing_is_restored_beside_the_log_of_a_database_that_was_moved_away(
+    thread: SqliteThread, tmp_path: Path, left: str
+) -> None:
+    copy, again = tmp_path / "copy.db", tmp_path / "again.db"
+    await backup_sqlite(thread, copy, 3.0)
+    # As a hub that was killed leaves it. SQLite would play it back onto whatever has this name, and undo the fence.
+    await add_host(SqliteStore(thread))
+    shutil.copy(tmp_path / "hub.db-wal", f"{again}{left}")
+    with pytest.raises(StrataError, match=f"again.db{left} is there already") as refused:
+        restore_sqlite(copy, again, SQLITE, 4.0)
+    assert refused.value.code is Code.CONFLICT
+    assert not again.exists()
 
 
 async def plain_file(folder: Path) -> Path:
@@ -224,6 +253,55 @@ async def test_a_database_moves_to_postgres_and_back_with_every_row(
     await back.close()
     assert once_more == after
     assert {lease.spec.model for lease in leases} == {"expired", "fresh", "new"}
+
+
+async def read_on(store: Store, known: records.Records) -> list[str]:
+    """What a webhook is told next. PostgreSQL shows an event only when nothing older is under way."""
+    async with asyncio.timeout(10):
+        while not (told := await store.events(await known.cursor("hook") or "", 1000)):
+            pass
+    await known.put_cursor("hook", told[-1].cursor)
+    return [each.event.subject for each in told]
+
+
+async def test_a_webhook_goes_on_where_it_was_when_the_database_moves(
+    thread: SqliteThread, connections: Connections, tmp_path: Path
+) -> None:
+    here, there = SqliteStore(thread), PostgresStore(connections)
+    await add_host(here, "host_a")
+    await records.SqliteRecords(thread).put_cursor("new", "")
+    assert await read_on(here, records.SqliteRecords(thread)) == ["host_a"]
+    await add_host(here, "host_b")
+    await move.to_postgres(thread, connections, 60.0)
+    assert await read_on(there, records.PostgresRecords(connections)) == ["host_b"]
+    await add_host(there, "host_c")
+    assert await read_on(there, records.PostgresRecords(connections)) == ["host_c"]
+    await add_host(there, "host_d")
+    back = await open_thread(tmp_path / "back.db")
+    await move.to_sqlite(connections, back)
+    told = await read_on(SqliteStore(back), records.SqliteRecords(back))
+    fresh = await records.SqliteRecords(back).cursor("new")
+    await back.close()
+    assert told == ["host_d"]
+    assert fresh == ""
+
+
+async def test_a_webhook_goes_on_where_it_was_when_postgres_is_restored(connections: Connections) -> None:
+    store, known = PostgresStore(connections), records.PostgresRecords(connections)
+    await add_host(store, "host_a")
+    assert await read_on(store, known) == ["host_a"]
+    await add_host(store, "host_b")
+    # As if it came from a server that had run many more transactions.
+    await connections.write("UPDATE event SET tx = tx + 1000000000", {})
+    await connections.write(
+        "UPDATE hub_cursor SET cursor = (split_part(cursor, '.', 1)::bigint + 1000000000) || '.'"
+        " || split_part(cursor, '.', 2)",
+        {},
+    )
+    await fence_postgres(connections, 52.0)
+    told = await read_on(store, known)
+    assert told[0] == "host_b"
+    assert set(told) <= {"host_b", "hub"}
 
 
 async def test_a_database_that_was_moved_is_not_served_from_again(

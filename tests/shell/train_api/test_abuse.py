@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,6 +78,19 @@ async def test_an_unknown_parameter_is_refused_with_its_place(alone: Reached) ->
     reply = await alone.ask("POST", "/api/v1/create_model", json=model)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"] == "lora_config: Object contains unknown field `dropout`"
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**30])
+async def test_a_number_that_cannot_be_written_down_is_refused_with_its_place(alone: Reached, number: int) -> None:
+    model: dict[str, Any] = {"session_id": "s", "model_seq_id": 0, "base_model": "m"}
+    for path, body, place in (
+        ("create_model", model | {"lora_config": {"rank": 4, "seed": number}}, "lora_config.seed"),
+        ("create_model", model | {"schedule": {"total_steps": number}}, "schedule.total_steps"),
+        ("create_session", {"user_metadata": {"a": [1, {"b": number}]}}, "user_metadata.a[1].b"),
+    ):
+        reply = await alone.ask("POST", f"/api/v1/{path}", content=json.dumps(body).encode())
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"].startswith(f"{place}: ")
 
 
 async def test_a_media_type_that_no_batch_has_is_refused(alone: Reached) -> None:

@@ -207,7 +207,8 @@ async def test_what_cannot_be_read_fails_in_its_place_and_the_next_one_goes_on(s
 
 
 async def test_a_full_queue_is_told_so_and_takes_what_comes_again_later(tmp_path: Path) -> None:
-    async with served(tmp_path, limits="max_running_requests = 1\nmax_pending_requests = 2") as server:
+    limits = "max_running_requests = 1\nmax_pending_requests = 4\nmax_pending_per_tenant = 2"
+    async with served(tmp_path, limits=limits) as server:
         alice = server.alice
         await alice.open()
         slow = await alice.post("forward_backward", alice.batch(1, pretend_s=0.5))

@@ -81,7 +81,7 @@ class Stack:
         given = {
             "server": f'data = "{folder}/d"\nlease_s = 1.0\nlog_level = "warning"\n' + sections.get("server", ""),
             "model": 'path = "pretended"\nslots = 100\n' + sections.get("model", "initial_checkpoint = false"),
-            "ranks": "nproc = 2\n" + sections.get("ranks", ""),
+            "ranks": "nproc = 2\n" + sections.get("group", ""),
             "limits": sections.get("limits", ""),
         }
         self.file.write_text("".join(f"[{name}]\n{lines}\n" for name, lines in given.items()), encoding="utf-8")

@@ -133,6 +133,24 @@ async def test_one_operation_that_never_ends_does_not_desynchronise_the_link(tmp
         assert len(stack.outputs(await stack.result(after)).outputs[0].fields["logprobs"].data) == 12
 
 
+async def test_ranks_that_hang_while_the_orchestrator_restarts_are_told_of_as_stuck(tmp_path: Path) -> None:
+    """They do not answer its knocking, and it has no conversation in which it could notice that."""
+    limits = f"{ONE_AT_A_TIME}\noperation_timeout_s = 2.0"
+    async with running(tmp_path, limits=limits, group="start_timeout_s = 0.5") as stack:
+        model = await stack.model()
+        hanging = await stack.submit(stack.batch(model, 1, [[1]], pretend_hang=1.0))
+        while hanging not in [each for _, each in stack.applied()]:
+            await stack.watch(hanging)
+        await stack.orchestrator.kill()
+        await stack.start_orchestrator(attached=False)
+        assert await stack.orchestrator.told("stuck") == "stuck unknown"
+        await stack.ranks.kill()
+        await stack.start_ranks()
+        result = await stack.result(hanging)
+        assert isinstance(result, ops.Failed)
+        assert "longer than 2 seconds" in result.message
+
+
 async def test_ranks_that_were_given_up_are_never_listened_to_again(tmp_path: Path) -> None:
     limits = f"{ONE_AT_A_TIME}\noperation_timeout_s = 0.5"
     async with running(tmp_path, limits=limits) as stack:
@@ -201,3 +219,29 @@ async def test_a_snapshot_takes_nothing_away(tmp_path: Path) -> None:
         await stack.ranks.kill()
         await stack.start_ranks()
         assert isinstance(await stack.result(await stack.submit(stack.step(model, 5))), ops.StepDone)
+
+
+async def test_a_checkpoint_is_not_deleted_while_ranks_that_start_anew_may_have_to_load_it(tmp_path: Path) -> None:
+    """The ranks find it and do not save it again; gone a moment later, their weights would be others, in silence."""
+    async with running(tmp_path, limits=ONE_AT_A_TIME) as stack:
+        model = await stack.model()
+        operations = (
+            stack.batch(model, 1, [[1, 2]]),
+            stack.step(model, 2),
+            ops.SaveWeights(model, 3, "weights", "mine"),
+            stack.step(model, 4),
+            stack.batch(model, 5, [[3]], pretend_s=1.0),
+            ops.LoadWeights(model, 6, model, "weights", "mine", optimizer=True),
+        )
+        for each in [await stack.submit(operation) for operation in operations]:
+            assert not isinstance(await stack.result(each), ops.Failed)
+        await stack.ranks.kill()
+        await stack.start_ranks()
+        await stack.orchestrator.told("attached")
+        delete = messages.DeleteCheckpoint(model, "weights", "mine")
+        assert (await stack.look(messages.Refused, delete)).code is Code.UNAVAILABLE
+        stepped = await stack.result(await stack.submit(stack.step(model, 7)))
+        await stack.look(messages.Done, delete)
+        assert isinstance(stepped, ops.StepDone)
+        assert stepped.metrics["step"] == 2
+        assert not list(stack.settings.checkpoints.rglob("*mine@*"))

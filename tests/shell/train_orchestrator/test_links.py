@@ -17,8 +17,9 @@ from strata.testing.ports import port_of, reserve_port
 from strata.train.core import commands, messages
 from strata.train.core.messages import OrchestratorRequest, RequestType
 from strata.train.link import ApiLink, Knock, OrchestratorClient, RankConnection, RankLink, keys_of, knock
-from strata.train.link_keys import LinkKeys, make_keys, read_keys
+from strata.train.link_keys import LinkKeys, make_first_keys, make_keys, read_keys
 from strata.train.settings import ServerSettings
+from strata.train.sockets import own_address
 from tests.shell.train_orchestrator.stacks import Stack
 
 QUESTION = OrchestratorRequest("q", RequestType.UTILITY, "alice", payload=messages.DescribeServer())
@@ -31,7 +32,7 @@ def over_tcp(tmp_path: Path) -> Iterator[ServerSettings]:
         settings = Stack(
             tmp_path,
             server=f'transport = "tcp"\nrequests_port = {port_of(one)}\noutputs_port = {port_of(two)}',
-            ranks=f'rank0 = "tcp://127.0.0.1:{port_of(door)}"',
+            group=f'rank0 = "tcp://127.0.0.1:{port_of(door)}"',
         ).settings
         make_keys(settings.keys)
         yield settings
@@ -165,7 +166,7 @@ async def test_rank_0_over_tcp_answers_whoever_has_the_key_and_nobody_else(
 
 async def test_rank_0_writes_its_address_into_a_file_if_it_has_to(tmp_path: Path) -> None:
     address = tmp_path / "far" / "rank0.address"
-    settings = Stack(tmp_path, ranks=f'rank0 = "file:{address}"').settings
+    settings = Stack(tmp_path, group=f'rank0 = "file:{address}"').settings
     make_keys(settings.keys)
     context = zmq.asyncio.Context()
     with rank0(settings) as link:
@@ -275,3 +276,24 @@ def test_keys_that_others_can_read_are_refused_and_never_shown(tmp_path: Path) -
     with pytest.raises(StrataError) as refused:
         read_keys(tmp_path / "link.keys")
     assert refused.value.code is Code.INVALID
+
+
+def test_first_keys_are_made_once_and_never_in_place_of_others(tmp_path: Path) -> None:
+    file = tmp_path / "data" / "link.keys"
+    with pytest.raises(StrataError, match="no keys for the links"):
+        read_keys(file)
+    make_first_keys(file)
+    made = read_keys(file)
+    with pytest.raises(StrataError) as refused:
+        make_first_keys(file)
+    assert refused.value.code is Code.CONFLICT
+    assert read_keys(file) == made
+
+
+@pytest.mark.parametrize(
+    ("known_as", "address"), [("10.0.0.7", "10.0.0.7"), ("127.0.0.1", None), ("localhost", None), ("no.invalid", None)]
+)
+def test_rank_0_is_found_where_the_other_ranks_found_it_unless_they_are_all_on_its_machine(
+    known_as: str, address: str | None
+) -> None:
+    assert own_address(known_as) == (address or own_address())

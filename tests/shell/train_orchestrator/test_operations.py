@@ -12,6 +12,8 @@ from strata.train.core import messages, ops
 from strata.train.core.messages import RequestType
 from tests.shell.train_orchestrator.stacks import TENANT, running
 
+SMALL = "max_running_requests = 1\nmax_pending_requests = 6\nmax_pending_per_tenant = 3"
+
 
 async def test_operations_run_in_order_and_their_results_come_back(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
@@ -73,7 +75,7 @@ async def test_a_payload_that_is_lost_fails_its_operation_and_the_next_one_runs(
 
 
 async def test_a_full_queue_is_refused_with_a_reply_and_nothing_accepted_is_dropped(tmp_path: Path) -> None:
-    async with running(tmp_path, limits="max_running_requests = 1\nmax_pending_requests = 3") as stack:
+    async with running(tmp_path, limits=SMALL) as stack:
         model = await stack.model()
         ids = [await stack.submit(stack.batch(model, 1, [[1]], pretend_s=0.5))]
         ids += [await stack.submit(stack.step(model, seq)) for seq in (2, 3, 4)]

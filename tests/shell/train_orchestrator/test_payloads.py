@@ -70,7 +70,7 @@ def test_file_and_folder_are_synced_before_the_digest_is_told(tmp_path: Path, mo
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", noting)
-    stored = Payloads(tmp_path).store(b"x" * 99)
-    folder = tmp_path / stored.sha256[:2]
-    assert [Path(each).parent == folder or Path(each) in (folder, tmp_path) for each in synced] == [True] * 3
-    assert synced[1:] == [str(folder), str(tmp_path)]
+    stored = Payloads(tmp_path / "payloads").store(b"x" * 99)
+    folder = tmp_path / "payloads" / stored.sha256[:2]
+    assert Path(synced[0]).parent == folder
+    assert synced[1:] == [str(folder), str(folder.parent), str(tmp_path)]

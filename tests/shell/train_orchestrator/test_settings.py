@@ -11,6 +11,7 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.train.launch import commands
 from strata.train.launch.preflight import available_bytes, check_memory, estimate
+from strata.train.orchestrator.orchestrator import rules_of
 from strata.train.settings import load_settings
 
 
@@ -27,6 +28,8 @@ def test_a_file_with_only_a_model_is_a_server_on_loopback_with_everything_in_one
     assert (settings.limits.max_running_requests, settings.limits.max_pending_requests) == (2, 100)
     assert (settings.limits.operation_timeout_s, settings.limits.result_ttl_s) == (1800.0, 86_400.0)
     assert settings.model.base_model == "tiny-1"
+    assert rules_of(settings).base_models == ("tiny-1", "/models/tiny-1")
+    assert rules_of(settings).tenant_quota == settings.limits.max_pending_requests // 2
     assert settings.database == f"sqlite:{tmp_path}/journal.db"
     assert settings.stream == "train/default"
     assert settings.requests == f"ipc://{tmp_path}/run/requests"
@@ -76,7 +79,6 @@ def test_no_process_sees_a_secret_it_has_no_use_for(tmp_path: Path) -> None:
     }
     ranks = commands.ranks(settings, file, environment)
     assert secret not in repr(ranks)
-    assert ranks.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     orchestrator = commands.orchestrator(file, "holder", environment)
     assert set(orchestrator.environment) == {"PATH", "STRATA_SERVER_DATABASE"}
     api_server = commands.api_server(file, environment)

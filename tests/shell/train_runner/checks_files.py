@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 
@@ -99,10 +100,12 @@ def training_goes_on_from_a_checkpoint_bit_for_bit(driver: Driver, found: Found)
 def a_checkpoint_that_is_not_whole_or_does_not_fit_is_refused(driver: Driver, found: Found) -> None:
     model = trained(driver, "refused")
     driver.create("larger", LARGER)
+    driver.create("louder", msgspec.structs.replace(SMALL, alpha=2 * SMALL.alpha))
     assert isinstance(driver.save(model, "good"), ops.WeightsSaved)
     assert isinstance(driver.save(model, "weights-only", "sampler_weights"), ops.WeightsSaved)
     before = driver.state(model)
     _refuses(driver.load("larger", "good"), "user", "in the checkpoint")
+    _refuses(driver.load("louder", "good"), "user", "alpha is")
     _refuses(driver.load(model, "weights-only"), "user", "no state of an optimizer")
     _refuses(driver.load(model, "nothing"), "user", "there is no checkpoint")
     _refuses(driver.save(model, "good"), "user", "already")
@@ -121,7 +124,7 @@ def a_checkpoint_that_is_not_whole_or_does_not_fit_is_refused(driver: Driver, fo
     operation = ops.SaveWeights(model, 999, "weights", "x")
     _refuses(driver.do(commands.SaveState(operation, str(driver.folder / "file" / "x")))[0], "server", "rank 0")
     assert apart_by(before, driver.state(model)) == 0
-    for name in (model, "larger"):
+    for name in (model, "larger", "louder"):
         driver.unload(name)
 
 

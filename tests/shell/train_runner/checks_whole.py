@@ -102,6 +102,19 @@ def one_model_owns_the_base(driver: Driver, found: Found) -> None:
     assert adapter.category == "user"
 
 
+def a_step_without_a_pass_is_not_left_behind_for_the_next_model(driver: Driver, found: Found) -> None:
+    """It has no gradient, and lets the weights decay all the same."""
+    driver.create("first", None)
+    untrained = driver.train("first", batch(), forward_only=True)
+    driver.unload("first")
+    driver.create("decayed", None)
+    driver.step("decayed", learning_rate=0.1, weight_decay=0.5)
+    driver.unload("decayed")
+    driver.create("next", None)
+    assert loss_of(driver.train("next", batch(), forward_only=True)) == loss_of(untrained)
+    driver.unload("next")
+
+
 def sleep_and_wake_change_nothing(driver: Driver, found: Found) -> None:
     driver.create("sleepy", None)
     driver.train("sleepy", batch())
@@ -124,5 +137,6 @@ CHECKS: tuple[Check, ...] = (
     what_fails_or_only_looks_adds_nothing,
     training_goes_on_from_a_checkpoint_and_the_next_model_begins_with_the_base,
     one_model_owns_the_base,
+    a_step_without_a_pass_is_not_left_behind_for_the_next_model,
     sleep_and_wake_change_nothing,
 )

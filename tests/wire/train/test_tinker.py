@@ -247,3 +247,11 @@ def test_a_body_without_a_place_is_refused_at_once(body: bytes, words: str) -> N
     with pytest.raises(StrataError, match=words) as refused:
         tinker.read_pass(body)
     assert refused.value.code is Code.INVALID
+
+
+def test_the_order_in_which_a_process_reads_the_inputs_of_a_datum_is_no_difference() -> None:
+    """The order of a protobuf map is another one in every process, and a request may be sent again to the next one."""
+    (found,) = read(batch(datum([1, 2], target_tokens=[2, 3], weights=[1.0, 1.0]))).datums
+    turned = ops.Datum(found.tokens, dict(reversed([*found.inputs.items()])))
+    assert [*turned.inputs] != [*found.inputs]
+    assert ops.encode_pass_data(ops.PassData([found])) == ops.encode_pass_data(ops.PassData([turned]))

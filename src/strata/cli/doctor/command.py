@@ -13,7 +13,7 @@ from strata.cli.doctor import agent, client, hub, machine
 from strata.cli.doctor.findings import Finding, State
 from strata.cli.exits import Exit
 from strata.cli.fleet.asking import hub_option
-from strata.cli.output import Column, Format, Rows, output_option, printable, write
+from strata.cli.output import Column, Format, Rows, output_option, printable, redact, write
 
 _COLUMNS: Final = (Column("state"), Column("check"), Column("why"), Column("fix"))
 
@@ -39,7 +39,8 @@ def doctor(
     worst = State.OK
     with _Lines() if output is Format.TABLE else Rows(output, _COLUMNS) as rows:
         for finding in _looks(config, data, database, state, context):
-            rows.add(finding._asdict() | {"state": finding.state.value, "fix": finding.fix or None})
+            told = {"state": finding.state.value, "why": redact(finding.why), "fix": redact(finding.fix) or None}
+            rows.add(finding._asdict() | told)
             worst = State.PROBLEM if finding.state is State.PROBLEM else worst
     if worst is State.PROBLEM:
         click.get_current_context().exit(Exit.FAILED)

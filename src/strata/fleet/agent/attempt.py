@@ -10,6 +10,7 @@ import asyncio
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +37,8 @@ LOOK_S: Final = 0.2
 SHIP_S: Final = 0.5
 FAREWELL_S: Final = 10.0
 """How long the rest of a log is sent for an attempt that nobody waits for."""
+END_S: Final = 10.0
+"""How long a child may take to be gone that this host cannot watch any longer."""
 _ROUNDS: Final = 3
 _MAX_ERROR: Final = 65_536
 _OVER: Final = frozenset({Code.STALE, Code.NOT_FOUND, Code.CONFLICT})
@@ -96,7 +99,7 @@ class Attempt:
         except Exception as error:  # noqa: BLE001 - the outermost handler of an attempt: said now, another host takes it
             # A disk that is full or gone, or a defect of ours: in either case nothing the job has done.
             _log.exception("an attempt met a broken host", job=self.record.lease.job_id)
-            self._end_child(0.0)
+            await self._end_for_sure()
             outcome = Outcome(cause=Cause.INFRA, error=f"the host failed: {error!r}")
         await self._report(outcome)
         self._clean()
@@ -116,6 +119,18 @@ class Attempt:
     def _end_child(self, grace_s: float) -> None:
         if self._folder.exists():
             child.stop(self._folder, grace_s)
+
+    async def _end_for_sure(self) -> None:
+        """Before anybody else hears that the job is free: also on a disk that does not even take the word to stop."""
+        for _ in range(round(END_S / LOOK_S)):
+            with suppress(OSError, StrataError):
+                self._end_child(0.0)
+            with suppress(OSError, StrataError):
+                child.end_leftovers(self._folder)
+            if not child.is_watched(self._folder, self._process):
+                return
+            await asyncio.sleep(LOOK_S)
+        _log.error("a child cannot be ended", job=self.record.lease.job_id)
 
     async def _prepare(self) -> None:
         lease = self.record.lease
@@ -262,8 +277,8 @@ class Attempt:
         lease = self.record.lease
         try:
             await self._checkpoint()
-        except StrataError as error:
-            _log.warning("the last checkpoint stays here", job=lease.job_id, reason=error.message)
+        except (StrataError, OSError) as error:
+            _log.warning("the last checkpoint stays here", job=lease.job_id, reason=str(error))
         error_text = outcome.error[:_MAX_ERROR]
         facts = self._facts(outcome)
         failpoint("agent.fail.before")

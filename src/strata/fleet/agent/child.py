@@ -113,6 +113,12 @@ def look(folder: Path, process: subprocess.Popen[bytes] | None = None) -> Seen:
     return Running(known.child) if alive else Lost()
 
 
+def is_watched(folder: Path, process: subprocess.Popen[bytes] | None) -> bool:
+    """Whether a waiter lives, or has just been started; with it, a child may."""
+    starting = process is not None and process.poll() is None
+    return starting or is_locked(folder / "waiter.lock")
+
+
 def pids(folder: Path) -> Pids | None:
     return read_json(folder / "pid.json", Pids)
 

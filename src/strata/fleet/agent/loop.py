@@ -91,9 +91,10 @@ class Agent:
         self._changed.set()
 
     def hand_over(self) -> None:
-        """Go now, and leave the jobs to the agent that comes next."""
-        self._on_stop = "leave"
-        self.stop()
+        """Go now, and leave the jobs to the agent that comes next; one that stops already stops as it was told."""
+        if not self._stopping.is_set():
+            self._on_stop = "leave"
+            self.stop()
 
     # Registering
 

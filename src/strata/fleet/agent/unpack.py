@@ -1,9 +1,10 @@
 """A source bundle becomes a folder, and nothing of it gets outside: whoever made the archive is not trusted.
 
 Not the filters of `tarfile`, which the older of the Pythons that we run on (3.11.0 to 3.11.3) do not have. Files and
-folders come first and symbolic links last, so that nothing is ever written through a link; then every link is followed,
-to see that it stays inside. The root of an absolute path is taken off, as every tar does; a name that comes again
-replaces what had it before. Of a mode only that a file can be executed is kept.
+folders come first and symbolic links last, so that nothing is ever written through a link, nor is a link made through
+another one that leads outside; then every link is followed, to see that it stays inside. The root of an absolute path
+is taken off, as every tar does; a name that comes again replaces what had it before. Of a mode only that a file can be
+executed is kept. A hard link becomes a copy, and counts as one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def _unpack(tar: tarfile.TarFile, folder: Path) -> None:
     links: dict[PurePosixPath, str] = {}
     unpacked = 0
     for number, member in enumerate(tar):
-        unpacked += member.size
+        # A hard link has no size of its own.
+        linked = folder / _inside(member.linkname) if member.islnk() else None
+        unpacked += linked.stat().st_size if linked is not None and linked.is_file() else member.size
         if unpacked > MAX_UNPACKED or number >= MAX_MEMBERS:
             raise StrataError(
                 Code.EXHAUSTED, f"the source has more than {MAX_UNPACKED} bytes, or more than {MAX_MEMBERS} files"
@@ -54,8 +57,8 @@ def _unpack(tar: tarfile.TarFile, folder: Path) -> None:
             links[name] = member.linkname
         elif member.isreg():
             _write(tar, member, folder / name)
-        elif member.islnk():
-            _copy(folder / _inside(member.linkname), folder / name)
+        elif linked is not None:
+            _copy(linked, folder / name)
         else:
             raise _refused(member.name, "it is neither a file nor a folder nor a link")
     _link(folder, links)
@@ -91,17 +94,23 @@ def _copy(source: Path, path: Path) -> None:
 
 
 def _link(folder: Path, links: dict[PurePosixPath, str]) -> None:
+    root = os.path.realpath(folder)
     for name, target in links.items():
         path = folder / name
+        # Before anything is touched: a link that was made just now may be on the way.
+        if PurePosixPath(target).is_absolute() or not _below(root, path.parent):
+            raise _refused(str(name), "it is a link that leads outside of the folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         path.symlink_to(target)
-    root = os.path.realpath(folder)
-    for name, target in links.items():
+    for name in links:
         # Only when all are there: one link may lead through another.
-        found = os.path.realpath(folder / name)
-        if PurePosixPath(target).is_absolute() or os.path.commonpath([root, found]) != root:
+        if not _below(root, folder / name):
             raise _refused(str(name), "it is a link that leads outside of the folder")
+
+
+def _below(root: str, path: Path) -> bool:
+    return os.path.commonpath([root, os.path.realpath(path)]) == root
 
 
 def _refused(name: str, reason: str) -> StrataError:

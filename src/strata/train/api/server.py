@@ -22,6 +22,7 @@ from strata.train.api.app import application
 from strata.train.api.identity import first_key, open_identity, operator_token
 from strata.train.api.site import ANSWER_S, Orchestrator, Site
 from strata.train.api.table import TABLE
+from strata.train.folder import make_private
 from strata.train.link import OrchestratorClient, publish_address
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings
@@ -54,7 +55,7 @@ class APIServer:
     @asynccontextmanager
     async def application(self, orchestrator: Orchestrator) -> AsyncIterator[Root]:
         settings, clock = self._settings, self._clock
-        settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(settings.data, "the server's files")
         async with open_identity(settings.identity_database) as identity:
             if not settings.server.identity_database:
                 await first_key(identity, clock, settings.data)

@@ -12,7 +12,7 @@ from strata.train.wire import bodies, replies
 async def create(call: Call, body: bodies.CreateSession) -> replies.SessionReply:
     """A new session."""
     session_id = call.site.ids.new("session")
-    metadata = dict(body.user_metadata or {})
+    metadata = dict(bodies.written_down(body.user_metadata or {}))
     if body.display_name is not None:
         metadata["display_name"] = body.display_name
     opening = messages.OpenSession(session_id, body.tags, metadata, body.sdk_version)

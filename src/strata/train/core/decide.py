@@ -155,6 +155,7 @@ def _accept_model(state: TrainState, given: Accept, operation: ops.CreateModel) 
     if session.finished is not None:
         raise StrataError(Code.PRECONDITION, f"session {session.session_id!r} is finished")
     _check_model_id(session, operation.model_id)
+    _check_base(state, operation.base_model)
     _admit(state, given.tenant)
     facts: list[Fact] = [fact]
     if state.rules.initial_checkpoint:
@@ -167,6 +168,15 @@ def _check_model_id(session: Session, model_id: str) -> None:
     head, _, number = model_id.rpartition(":")
     if head != f"{session.session_id}:train" or not (number.isascii() and number.isdecimal()):
         raise StrataError(Code.INVALID, f"{model_id!r} is not of the form '{session.session_id}:train:NUMBER'")
+
+
+def _check_base(state: TrainState, base_model: str) -> None:
+    """There is one base, and a client that asked for another would train the wrong one without a word."""
+    served = state.rules.base_models
+    if base_model not in served:
+        raise StrataError(
+            Code.INVALID, f"base_model: {base_model!r} is not served here", hint=f"this server has {served[0]!r}"
+        )
 
 
 def _accept_sequenced(state: TrainState, given: Accept, operation: ops.Sequenced) -> Outcome:
@@ -192,7 +202,7 @@ def _admit(state: TrainState, tenant: str) -> None:
             Code.EXHAUSTED, f"{pending} operations are waiting, which is all that may", hint="send it again later"
         )
     own = state.futures.pending(tenant)
-    if rules.max_pending_per_tenant is not None and own >= rules.max_pending_per_tenant:
+    if own >= rules.tenant_quota:
         raise StrataError(
             Code.EXHAUSTED,
             f"{own} operations of {tenant} are waiting, which is all that may",
@@ -258,4 +268,7 @@ def _delete_checkpoint(state: TrainState, given: DeleteCheckpoint) -> Outcome:
     checkpoint = find_checkpoint(state, given.tenant, given.run_id, given.kind, given.name)
     if given.name == INITIAL:
         raise StrataError(Code.PRECONDITION, f"checkpoint {INITIAL} is the model's beginning and stays")
+    if any(dispatch.path == checkpoint.path for dispatch in state.dispatches.values()):
+        # Without it a load would fail, and succeed when ranks that start anew have saved the checkpoint once more.
+        raise StrataError(Code.UNAVAILABLE, "the checkpoint is being loaded", hint="delete it later")
     return Outcome(Removed(checkpoint.path), (CheckpointDeleted(given.run_id, given.kind, given.name),))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -128,8 +128,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A factor on the learning rate of each step: linear warm-up, then constant, linear or cosine down to `floor`."""
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 0
+    warmup_steps: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    total_steps: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
     floor: float = 0.0
 
     def factor(self, step: int) -> float:
@@ -329,6 +329,7 @@ Result = (
     | Failed
 )
 
-encode_pass_data: Final = msgspec.msgpack.Encoder().encode
+# A repeated request must be the same bytes. The order of a protobuf map is another one in every process.
+encode_pass_data: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 decode_pass_data: Final = msgspec.msgpack.Decoder(PassData).decode
 decode_pass_result: Final = msgspec.msgpack.Decoder(PassResult).decode

@@ -26,6 +26,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 2
     max_pending: int = 100
     max_pending_per_tenant: int | None = None
+    """None: half of all, so that no tenant alone can shut out the others."""
+    base_models: Sequence[str]
+    """What clients may call the model that is served; the first is its name."""
     max_tokens_per_row: int = 4096
     pack_tenants: bool = True
     initial_checkpoint: bool = True
@@ -37,6 +40,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     max_running_samples: int = 256
     """Requests for samples at the ranks."""
     quantum_steps: int = 32
+
+    @property
+    def tenant_quota(self) -> int:
+        return self.max_pending_per_tenant or max(self.max_pending // 2, 1)
 
 
 class Session(msgspec.Struct):

@@ -17,14 +17,9 @@ _SECRETS: Final = frozenset(
 
 
 def ranks(settings: ServerSettings, file: Path, environment: Mapping[str, str]) -> Command:
-    """All ranks of this machine under torchrun. It does not restart them itself: the launcher starts all of it anew.
-
-    The rendezvous takes a free port. Sharing its store with the ranks is off: with it, ranks that are started again
-    after a death hang now and then.
-    """
+    """All ranks of this machine under torchrun. It does not restart them itself: the launcher starts all of it anew."""
     given = {
         "OMP_NUM_THREADS": str(settings.ranks.threads),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # The model is a local folder or in the local cache: nothing is fetched while a server starts.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -32,12 +27,7 @@ def ranks(settings: ServerSettings, file: Path, environment: Mapping[str, str]) 
     if sys.platform == "linux":
         # One machine: what the ranks say to each other stays on it.
         given |= {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    arguments = (
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes=1", f"--nproc-per-node={settings.ranks.nproc}", "--max-restarts=0"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={settings.server.name}"),
-        *("--local-addr=127.0.0.1", "-m", "strata.train.runner", "--settings", str(file)),
-    )
+    arguments = (sys.executable, "-m", "strata.train.runner.local", "--settings", str(file))
     return Command("ranks", arguments, _without(environment, _SECRETS) | given)
 
 

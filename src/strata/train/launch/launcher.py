@@ -69,7 +69,6 @@ class Launcher:
 
     def _prepare(self) -> None:
         settings = self._settings
-        settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
         over_tcp = settings.server.transport == "tcp" or settings.rank0.startswith(("tcp:", "file:"))
         if settings.ranks.mode == "auto":
             check_model(settings)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from strata.base.clock import SystemClock
 from strata.base.settings import own_environment
+from strata.train.folder import held, make_private
 from strata.train.launch.launcher import Launcher
 from strata.train.settings import ServerSettings
 
@@ -22,4 +23,6 @@ async def _run(settings: ServerSettings, file: Path, announce: Callable[[str], N
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await Launcher(settings, file, own_environment(), SystemClock()).run(stop, announce)
+    make_private(settings.data, "the server's files")
+    with held(settings.data):
+        await Launcher(settings, file, own_environment(), SystemClock()).run(stop, announce)

@@ -17,6 +17,7 @@ from strata.base.clock import SystemClock
 from strata.base.errors import StrataError
 from strata.base.ids import Ids
 from strata.journal.open import open_journal
+from strata.train.folder import make_private
 from strata.train.orchestrator.orchestrator import Orchestrator
 from strata.train.settings import ServerSettings, load_settings
 
@@ -59,7 +60,7 @@ async def _run(settings: ServerSettings, events_fd: int | None, holder: str) -> 
         if events_fd is not None:
             os.write(events_fd, f"{event}\n".encode())
 
-    settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(settings.data, "the server's files")
     clock = SystemClock()
     async with await open_journal(settings.database, clock) as journal:
         await Orchestrator(settings, journal, clock, tell).run(stop, holder, ranks_too)

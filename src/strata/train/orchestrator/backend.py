@@ -38,8 +38,20 @@ class RemoteBackend:
         self._knocks = 0
 
     async def attach(self) -> commands.Attached:
-        """Connect, over and over until rank 0 answers. STALE if it obeys a newer orchestrator, or another run."""
+        """Connect, over and over until rank 0 answers. STALE if it obeys a newer orchestrator, or another run.
+
+        DEADLINE when it has not answered for as long as ranks may take to start and then to do an operation: whatever
+        they do now, they will not come to an end with it.
+        """
         self.close()
+        limit_s = self._settings.ranks.start_timeout_s + self._settings.limits.operation_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._attach()
+        except TimeoutError as error:
+            raise StrataError(Code.DEADLINE, f"rank 0 has not answered for {limit_s:g} seconds") from error
+
+    async def _attach(self) -> commands.Attached:
         while True:
             door = await self._door()
             self._knocks += 1

@@ -62,6 +62,7 @@ class Conversation:
         self._attached = attached
         self._known = parts.ledger.state.settled
         """Results up to this dispatch are there: of what is told again before it, the answers are not news."""
+        parts.ledger.caught_up = attached.applied >= self._known
         self._told: dict[int, tuple[str, int]] = {}
         """Told and not answered: kind and tokens."""
         self._moved = asyncio.Event()
@@ -93,6 +94,10 @@ class Conversation:
                 self._moved.clear()
                 await self._moved.wait()
             await self._send(dispatch, operations)
+        while any(number <= self._known for number in self._told):
+            self._moved.clear()
+            await self._moved.wait()
+        parts.ledger.caught_up = True
         while True:
             parts.ledger.changed.clear()
             now_s = parts.ledger.clock.wall_s()
@@ -117,6 +122,9 @@ class Conversation:
                 given_up=state.given_up,
             ):
                 yield each
+        # The conversation before may have ended between a dispatch and its fact: what the journal may never have must
+        # not be done.
+        await self._parts.ledger.settled()
         for number, dispatch in unanswered:
             if number in state.dispatches:
                 yield self._complete(dispatch)

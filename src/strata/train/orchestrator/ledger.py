@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from functools import partial
 from typing import Final
 
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import StrataError
 from strata.journal.replica import Replica
-from strata.train.core.inputs import Answer, AnswerQuantum, Expire, GiveUp, Input, Outcome
+from strata.train.core.inputs import Expire, Input, Outcome
 from strata.train.core.state import TrainState
 
 KEEP_INLINE_BYTES: Final = 32 << 20
@@ -30,6 +29,8 @@ class Ledger:
         """There may be something to dispatch."""
         self.durable = replica.state.settled
         """The results of all dispatches up to this one are in the journal: rank 0 may forget its own copy."""
+        self.caught_up = False
+        """The ranks have done all they were ever told: they will not ask for an old checkpoint any more."""
         self._replica = replica
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._snapshot_at = replica.position
@@ -43,8 +44,15 @@ class Ledger:
         return self._replica.epoch
 
     def put(self, given: Input) -> tuple[Outcome, asyncio.Future[int] | None]:
-        """Decided and applied at once; the future is done when it is durable. Whoever awaited a result hears it now."""
-        outcome, durable = self._replica.put(given, partial(self._committed, given))
+        """Decided and applied at once; the future is done when it is durable.
+
+        Whoever awaited a result is woken now. An answer may be told at once, because rank 0 keeps it until it is
+        durable; a failure that was decided here is nowhere else, and whoever tells it waits for `settled` first.
+        """
+        settled: list[int] = []
+        outcome, durable = self._replica.put(given, lambda _: self._committed(settled))
+        # Noted now: by the time this is durable, there may be answers that are not.
+        settled.append(self.state.settled)
         for future_id in outcome.ended:
             for waiting in self._waiting.pop(future_id, ()):
                 if not waiting.done():
@@ -59,9 +67,12 @@ class Ledger:
             await durable
         return outcome
 
-    def _committed(self, given: Input, outcome: Outcome) -> None:
-        if outcome.facts and isinstance(given, Answer | AnswerQuantum | GiveUp):
-            self.durable = max(self.durable, given.number)
+    async def settled(self) -> None:
+        """Return when all that the state holds now is durable."""
+        await self._replica.settled()
+
+    def _committed(self, settled: list[int]) -> None:
+        self.durable = max(self.durable, *settled)
 
     async def ended(self, future_id: str, wait_s: float) -> None:
         """Return when the future has its result, or the time is over."""

@@ -40,7 +40,8 @@ MAX_QUESTIONS: Final = 5_000
 
 _log = log.get(__name__)
 Event = Callable[[str], None]
-"""Told to whoever started this process: `leading`, `attached GROUP`, `stuck GROUP`."""
+"""Told to whoever started this process: `leading`, `attached GROUP`, `lost GROUP`, `stuck GROUP`. A group that never
+answered is `unknown`."""
 
 
 class Orchestrator:
@@ -153,7 +154,14 @@ class Orchestrator:
     async def _keep_at_work(self, parts: Parts) -> None:
         """One group of ranks after the other."""
         while True:
-            attached = await parts.backend.attach()
+            try:
+                attached = await parts.backend.attach()
+            except StrataError as error:
+                if error.code is not Code.DEADLINE:
+                    raise
+                _log.error("the ranks are stuck", reason=str(error))
+                self._tell("stuck unknown")
+                continue
             reason = await self._judge(parts, attached)
             if reason is not None:
                 _log.error("a group of ranks cannot be used", group=attached.group, reason=reason)
@@ -228,6 +236,7 @@ def rules_of(settings: ServerSettings) -> Rules:
         max_running=limits.max_running_requests,
         max_pending=limits.max_pending_requests,
         max_pending_per_tenant=limits.max_pending_per_tenant,
+        base_models=settings.model.base_models,
         max_tokens_per_row=settings.model.max_tokens_per_row,
         pack_tenants=limits.pack_tenants,
         initial_checkpoint=settings.model.initial_checkpoint,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, assert_never
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.train.core import commands, inputs, messages
+from strata.train.core import commands, inputs, messages, ops
 from strata.train.core.pace import describe
 from strata.train.core.state import Checkpoint
 from strata.train.core.views import (
@@ -115,21 +117,37 @@ class Questions:
             if future.ended_at_s + self._parts.settings.limits.result_ttl_s <= self._now_s():
                 await self._ledger.expire()
                 find_future(self._ledger.state, tenant, asked.future_id)
+            if isinstance(future.result, ops.Failed):
+                await self._settled()
             return messages.Finished(future.result)
         attached = self._attached() is not None
         return describe(self._ledger.state, future, self._parts.pace, attached=attached)
+
+    async def _settled(self) -> None:
+        """A failure that is told and then lost with the lead would be followed by a result."""
+        try:
+            await self._ledger.settled()
+        except StrataError as error:
+            raise StrataError(Code.UNAVAILABLE, f"the lead was lost: {error.message}", hint="ask again") from error
 
     async def _view(self, checkpoint: Checkpoint) -> messages.CheckpointView:
         size = await asyncio.to_thread(_size, self._parts.settings.checkpoints / checkpoint.path)
         return view_checkpoint(self._ledger.state, checkpoint, size)
 
     async def _delete(self, given: inputs.DeleteCheckpoint) -> messages.Done:
+        """Ranks that catch up may have found this checkpoint and not saved it again, and load it a moment later."""
+        if not self._ledger.caught_up:
+            raise StrataError(Code.UNAVAILABLE, "the ranks are starting and may need it", hint="delete it later")
         outcome = await self._ledger.commit(given)
         assert isinstance(outcome.reply, inputs.Removed)
-        # Nobody finds it any more; files that cannot be removed cost space only.
-        folder = self._parts.settings.checkpoints / outcome.reply.path
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await self._remove(self._parts.settings.checkpoints / outcome.reply.path)
         return messages.Done()
+
+    async def _remove(self, folder: Path) -> None:
+        """Nobody finds it any more; files that are not removed cost space only, also where ranks began to catch up."""
+        gone = _out_of_place(folder) if self._ledger.caught_up else None
+        if gone is not None:
+            await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
 
     def _server(self) -> messages.ServerView:
         state, attached = self._ledger.state, self._attached()
@@ -167,5 +185,23 @@ def _opened(tenant: str, asked: messages.OpenSession, at_s: float) -> inputs.Ope
     )
 
 
+def _out_of_place(folder: Path) -> Path | None:
+    """Where it is now. At its place it is whole or not there at all, even if its removal is broken off."""
+    gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.gone")
+    try:
+        return folder.rename(gone)
+    except OSError as error:
+        _log.warning("the files of a checkpoint were not removed", folder=str(folder), reason=str(error))
+        return None
+
+
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Of what is there: a checkpoint may be deleted while somebody looks at it."""
+    size = 0
+    try:
+        for path in folder.rglob("*"):
+            found = path.lstat()
+            size += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    except FileNotFoundError:
+        _log.info("a checkpoint was deleted while its size was looked up", folder=str(folder))
+    return size

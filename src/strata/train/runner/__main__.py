@@ -22,6 +22,7 @@ from strata.base import log
 from strata.base.errors import StrataError
 from strata.base.settings import own_environment
 from strata.train.rank_link import RankLink
+from strata.train.runner.local import HERE
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
@@ -42,7 +43,7 @@ def main() -> int:
     log.configure(settings.server.log_format or "json", settings.server.log_level, colour=False)
     own = runner_settings(settings)
     try:
-        device = join(own)
+        device = join(own, settings.meeting_place)
         serve(settings, own, Ranks(device))
     except StrataError as error:
         _log.error("the rank cannot start", reason=str(error), code=error.code.value)
@@ -59,11 +60,19 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def join(settings: RunnerSettings) -> torch.device:
-    """Meet the other ranks. The device is this rank's."""
+def join(settings: RunnerSettings, meeting_place: Path) -> torch.device:
+    """Meet the other ranks: through a file if all are here, else where torchrun says. The device is this rank's."""
     with_cuda = settings.backend == "nccl" or (settings.backend == "auto" and torch.cuda.is_available())
     backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=settings.collective_timeout_s))
+    environment = own_environment()
+    here = environment.get("TORCHELASTIC_RUN_ID") == HERE
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{meeting_place}" if here else "env://",
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        timeout=timedelta(seconds=settings.collective_timeout_s),
+    )
     if not with_cuda:
         return torch.device("cpu")
     device = torch.device("cuda", dist.get_node_local_rank())

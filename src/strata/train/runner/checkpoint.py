@@ -21,6 +21,8 @@ from strata.train.core import ops
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 1
+NAMES: Final = 4
+"""Folders with the names that lead to a checkpoint: of its kind, its run, all runs, and the server's data."""
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,9 +47,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 def write(folder: Path, manifest: Manifest, fill: Callable[[Path], None], *, overwrite: bool) -> None:
     """Make `folder` with what `fill` writes. Doing it again for the same operation changes nothing."""
     there = _manifest(folder)
-    if there is not None and (there.model_id, there.seq_id) == (manifest.model_id, manifest.seq_id):
+    own = there is not None and (there.model_id, there.seq_id) == (manifest.model_id, manifest.seq_id)
+    if own and _is_whole(folder):
+        # Whoever wrote it may have died between the name and the sync of its folder.
+        _sync_names(folder)
         return
-    if there is not None and not overwrite:
+    if there is not None and not own and not overwrite:
         raise StrataError(Code.CONFLICT, f"there is a checkpoint {folder.name!r} already")
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = folder.with_name(f".{folder.name}.part")
@@ -70,7 +75,7 @@ def write(folder: Path, manifest: Manifest, fill: Callable[[Path], None], *, ove
         shutil.rmtree(gone, ignore_errors=True)
     else:
         part.rename(folder)
-    _sync(folder.parent)
+    _sync_names(folder)
 
 
 def read(folder: Path) -> Manifest:
@@ -91,6 +96,16 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
+def _is_whole(folder: Path) -> bool:
+    try:
+        read(folder)
+    except StrataError as error:
+        if error.code is not Code.CORRUPT:
+            raise
+        return False
+    return True
+
+
 def _manifest(folder: Path) -> Manifest | None:
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
@@ -98,6 +113,12 @@ def _manifest(folder: Path) -> Manifest | None:
         return None
     except msgspec.MsgspecError as error:
         raise StrataError(Code.CORRUPT, f"the manifest of {folder.name!r} is damaged: {error}") from error
+
+
+def _sync_names(folder: Path) -> None:
+    """A folder that was made a moment ago is found after a loss of power only if the one above it was synced too."""
+    for above in folder.parents[:NAMES]:
+        _sync(above)
 
 
 def _sync(path: Path) -> None:

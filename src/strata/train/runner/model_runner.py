@@ -78,6 +78,8 @@ class ModelRunner:
             raise _ASLEEP
         match work:
             case commands.Step(operation):
+                # Also without a gradient: weights decay.
+                self._touched = True
                 return ops.StepDone(self._model(operation.model_id).step(operation.adam).metrics)
             case commands.SaveState(operation, path):
                 return self.save(operation, Path(path))
@@ -190,6 +192,7 @@ class ModelRunner:
                 put = weights.read_whole(folder, model, optimizer=optimizer, steps=manifest.steps)
             else:
                 assert isinstance(model, AdapterModel)
+                _check_scale(manifest.lora, model.adapter.config)
                 put = weights.read_adapter(folder, model, optimizer=optimizer, steps=manifest.steps)
         self._touched = True
         put()
@@ -264,6 +267,16 @@ class ModelRunner:
         if model is None:
             raise StrataError(Code.NOT_FOUND, f"there is no model {model_id!r}")
         return model
+
+
+def _check_scale(there: ops.LoraConfig | None, own: ops.LoraConfig) -> None:
+    """The matrices fit whatever the scale they were trained with; what they do to the base would be another thing."""
+    if there is not None and not math.isclose(there.alpha / there.rank, own.alpha / own.rank):
+        raise StrataError(
+            Code.INVALID,
+            f"alpha is {there.alpha:g} with rank {there.rank} in the checkpoint, "
+            f"{own.alpha:g} with rank {own.rank} in the model",
+        )
 
 
 _ASLEEP = StrataError(Code.PRECONDITION, "the server sleeps; wake it first")

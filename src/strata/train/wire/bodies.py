@@ -18,6 +18,8 @@ from strata.train.wire.arrays import MAX_NAME
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 Seq = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What the links and the journal can write down."""
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
@@ -70,7 +72,7 @@ class Model(Told, frozen=True, kw_only=True):
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rank: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     alpha: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 32.0
-    seed: int | None = None
+    seed: Whole | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -242,12 +244,30 @@ def checkpoint_id(text: str) -> tuple[Kind, str]:
 
 
 def tinker_path(text: str) -> tuple[str, Kind, str]:
-    """`tinker://RUN/weights/NAME`: which model, what kind of weights, their name."""
+    """`tinker://RUN/weights/NAME`: which model, what kind of weights, their name.
+
+    Whatever else is INVALID, also a kind there is not: only then an operation that names it still takes its number.
+    """
     parts = text.removeprefix("tinker://").split("/")
-    if not text.startswith("tinker://") or len(parts) != 3 or not parts[0]:
+    known = len(parts) == 3 and parts[0] and parts[1] in ("weights", "sampler_weights")
+    if not text.startswith("tinker://") or not known:
         raise StrataError(Code.INVALID, f"path: {text[:200]!r} is not of the form tinker://RUN/weights/NAME")
     kind, name = checkpoint_id(f"{parts[1]}/{parts[2]}")
     return parts[0], kind, name
+
+
+def written_down(metadata: Mapping[str, Any], path: str = "user_metadata") -> Mapping[str, Any]:
+    """The same, INVALID if there is a number in it that links and journal cannot write down."""
+    left: list[tuple[str, Any]] = [(path, metadata)]
+    while left:
+        here, value = left.pop()
+        if isinstance(value, Mapping):
+            left += [(f"{here}.{name[:MAX_NAME]}", each) for name, each in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{here}[{index}]", each) for index, each in enumerate(value)]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise StrataError(Code.INVALID, f"{here}: the number has more than 64 bits", hint="send it as a text")
+    return metadata
 
 
 def words(metadata: Mapping[str, Any] | None) -> Mapping[str, str]:
