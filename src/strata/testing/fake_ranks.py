@@ -29,6 +29,15 @@ from strata.base.errors import StrataError
 from strata.train.core import commands, ops
 from strata.train.core.commands import PassItem
 from strata.train.core.pack import restore
+from strata.train.core.sampling import (
+    Ended,
+    Quantum,
+    QuantumDone,
+    Sample,
+    SampledSequence,
+    SampleFailed,
+    SampleResult,
+)
 from strata.train.link import RankLink
 from strata.train.settings import ServerSettings, load_settings
 
@@ -50,6 +59,16 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass
+class PretendedSample:
+    sample: Sample
+    left: int
+    """Tokens that are still to come."""
+
+
+Single = commands.Step | commands.SaveState | commands.LoadState | commands.Manage | commands.MakeSampler
+
+
+@dataclass
 class FakeRanks:
     """A group of ranks as rank 0 shows it. `hear` has no side effects beyond this object and checkpoint folders."""
 
@@ -62,6 +81,8 @@ class FakeRanks:
     applied: int = 0
     models: dict[str, Pretended] = field(default_factory=dict)
     replies: dict[int, commands.Reply] = field(default_factory=dict)
+    samplers: dict[str, float] = field(default_factory=dict)
+    sampling: dict[str, PretendedSample] = field(default_factory=dict)
     over: bool = False
 
     def hear(self, message: commands.ToRank) -> commands.FromRank:
@@ -111,13 +132,14 @@ class FakeRanks:
         self.replies = {number: reply for number, reply in self.replies.items() if number > command.durable}
         if command.number > self.applied:
             started_s = time.perf_counter()
-            results, tokens = self._work(command.work)
+            sampled = self._quantum(command.work) if isinstance(command.work, Quantum) else None
+            results, tokens = self._work(command.work) if not isinstance(command.work, Quantum) else ((), 0)
             timing = commands.Timing(time.perf_counter() - started_s, tokens=tokens)
-            self.replies[command.number] = commands.Reply(self.generation, command.number, results, timing)
+            self.replies[command.number] = commands.Reply(self.generation, command.number, results, timing, sampled)
             self.applied = command.number
         return msgspec.structs.replace(self.replies[command.number], generation=self.generation)
 
-    def _work(self, work: commands.Work) -> tuple[Sequence[ops.Result], int]:
+    def _work(self, work: commands.Pass | Single) -> tuple[Sequence[ops.Result], int]:
         if isinstance(work, commands.Pass):
             self._note(item.request_id for item in work.items)
             return self._pass(work)
@@ -177,7 +199,7 @@ class FakeRanks:
 
     # Everything else
 
-    def _operation(self, work: commands.Step | commands.SaveState | commands.LoadState | commands.Manage) -> ops.Result:
+    def _operation(self, work: Single) -> ops.Result:
         match work:
             case commands.Step():
                 return self._step(work.operation)
@@ -185,6 +207,8 @@ class FakeRanks:
                 return self._save(work.operation, Path(work.path))
             case commands.LoadState():
                 return self._load(work.operation, Path(work.path))
+            case commands.MakeSampler():
+                return self._make_sampler(work)
             case commands.Manage():
                 return self._manage(work)
             case _:
@@ -219,6 +243,58 @@ class FakeRanks:
         model.weight, model.gradient = saved.weight, 0.0
         model.steps = saved.steps if operation.optimizer else 0
         return ops.WeightsLoaded(f"tinker://{operation.run_id}/{operation.kind}/{operation.name}")
+
+    def _make_sampler(self, work: commands.MakeSampler) -> ops.Result:
+        for other in work.close:
+            self.samplers.pop(other, None)
+        operation = work.operation
+        weight = 0.0
+        if isinstance(operation, ops.SaveSampler):
+            if operation.model_id not in self.models:
+                return ops.Failed("user", f"there is no model {operation.model_id!r}")
+            weight = self.models[operation.model_id].weight
+        elif operation.weights is not None:
+            file = Path(work.path) / "weights.json"
+            if not file.exists():
+                return ops.Failed("user", "there is no such checkpoint")
+            weight = msgspec.json.decode(file.read_bytes(), type=Weights).weight
+        self.samplers[operation.sampler_id] = weight
+        return ops.SamplerOpened(operation.sampler_id)
+
+    # Sampling
+
+    def _quantum(self, work: Quantum) -> QuantumDone:
+        """Every token is a step; what is sampled follows from the prompt, the sampler and the seed."""
+        ended: list[Ended] = []
+        self._note(f"{one.request_id}:added" for one in work.add)
+        for one in work.add:
+            wanted = one.sample.params.max_tokens or 1
+            if one.sample.sampler_id not in self.samplers:
+                ended.append(Ended(one.request_id, SampleFailed("user", "there is no such sampler")))
+            else:
+                self.sampling[one.request_id] = PretendedSample(one.sample, wanted)
+        gone = [each for each in work.cancel if self.sampling.pop(each, None) is not None]
+        ended += [Ended(each, SampleFailed("cancelled", "it was cancelled")) for each in gone]
+        before = len(self.sampling)
+        for request_id, running in list(self.sampling.items()):
+            running.left -= work.steps
+            if running.left <= 0:
+                del self.sampling[request_id]
+                ended.append(Ended(request_id, self._sampled(running.sample)))
+        left = len(self.sampling)
+        return QuantumDone(ended, left, left, 0, MAX_CONTEXT - left, MAX_CONTEXT, before * work.steps, 0)
+
+    def _sampled(self, sample: Sample) -> SampleResult:
+        prompt = array.array("i", sample.prompt)
+        weight = self.samplers[sample.sampler_id]
+        sequences = []
+        for place in range(sample.num_samples):
+            first = sum(prompt) + (sample.params.seed or 0) + place
+            tokens = array.array("i", [(first + step) % VOCABULARY for step in range(sample.params.max_tokens or 1)])
+            logprobs = array.array("f", [-1.0 - weight] * len(tokens))
+            sequences.append(SampledSequence(tokens.tobytes(), logprobs.tobytes(), "length"))
+        told = array.array("f", [float("nan"), *[-1.0] * (len(prompt) - 1)]).tobytes()
+        return SampleResult(sequences, told if sample.prompt_logprobs else None)
 
     def _manage(self, work: commands.Manage) -> ops.Result:
         operation = work.operation

@@ -1,4 +1,5 @@
-"""Settings of the training server, one file for all its processes: sections `server`, `model`, `ranks`, `limits`.
+"""Settings of the training server, one file for all its processes: sections `server`, `model`, `ranks`, `limits`,
+`sampling`.
 
 Launcher, orchestrator, API server and ranks read the same file, so that no setting has to be handed from one to the
 other. What they say to each other and where their files lie is derived here and nowhere else.
@@ -126,11 +127,30 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Let operations of different models share a pass. In the last bits their results then depend on who came when."""
 
 
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    quantum_steps: Count = 32
+    """Tokens of each sequence before training may go on in between."""
+    max_pending_requests: Count = 1024
+    """That are accepted and wait to be sampled; beyond, clients are told to come again."""
+    max_running_requests: Count = 256
+    """At the ranks at a time."""
+    sequences: Count = 64
+    """That each rank samples at once."""
+    cached_tokens: Count = 32_768
+    """That each rank can remember at once."""
+    samplers: Count | None = None
+    """Weights that are kept for sampling at a time; 64 adapters, or 2 whole models, unless set."""
+
+    def places(self, *, full: bool) -> int:
+        return self.samplers or (2 if full else 64)
+
+
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     server: Server
     model: ModelSettings
     ranks: Ranks
     limits: Limits
+    sampling: Sampling = Sampling()
 
     @property
     def stream(self) -> str:
@@ -200,7 +220,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 def load_settings(
     file: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> ServerSettings:
-    """All four sections; problems of all of them are told at once. Flags are named as in `server.port`."""
+    """All sections; problems of all of them are told at once. Flags are named as in `server.port`."""
     problems: list[str] = []
 
     def section(kind: type[Kind], name: str) -> Kind | None:
@@ -217,7 +237,8 @@ def load_settings(
     model = section(ModelSettings, "model")
     ranks = section(Ranks, "ranks")
     limits = section(Limits, "limits")
-    if server is None or model is None or ranks is None or limits is None:
+    sampling = section(Sampling, "sampling")
+    if server is None or model is None or ranks is None or limits is None or sampling is None:
         found = tuple(dict.fromkeys(problems))
         raise StrataError(Code.INVALID, "\n".join(found), problems=found)
-    return ServerSettings(server=server, model=model, ranks=ranks, limits=limits)
+    return ServerSettings(server=server, model=model, ranks=ranks, limits=limits, sampling=sampling)

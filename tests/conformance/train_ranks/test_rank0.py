@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import array
 from pathlib import Path
 
 import pytest
 
 from strata.train.core import commands, ops
+from strata.train.core.sampling import (
+    Added,
+    Quantum,
+    QuantumDone,
+    Sample,
+    SampleFailed,
+    SampleParams,
+    SampleResult,
+)
 from tests.conformance.train_ranks.groups import RANKS, RUN, Group, Speaker, outputs
 
 BATCH = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15], [16, 17, 18]]
@@ -161,3 +171,64 @@ def floats(tensor: ops.Dense) -> list[float]:
     import array
 
     return array.array("f", tensor.data).tolist()
+
+
+def added(name: str, sampler: str, tokens: int = 6) -> Added:
+    prompt = array.array("i", [5, 6, 7]).tobytes()
+    return Added(name, Sample(sampler, 0, prompt, SampleParams(max_tokens=tokens, seed=3, end_tokens=False)))
+
+
+async def sampling(speaker: Speaker, *quanta: Quantum) -> list[QuantumDone]:
+    found = []
+    for quantum in quanta:
+        reply = await speaker.do(quantum)
+        assert reply.results == []
+        assert reply.sampled is not None
+        found.append(reply.sampled)
+    return found
+
+
+async def test_a_request_goes_on_from_quantum_to_quantum_and_ends_once(speaker: Speaker) -> None:
+    await speaker.one(commands.MakeSampler(ops.OpenSampler("goes-on", "x"), ""))
+    first, second, third = await sampling(speaker, Quantum(4, [added("goes-on:0", "goes-on")]), Quantum(4), Quantum(4))
+    assert (first.ended, first.requests) == ([], 1)
+    assert [each.request_id for each in second.ended] == ["goes-on:0"]
+    (ended,) = second.ended
+    assert isinstance(ended.outcome, SampleResult)
+    assert len(ended.outcome.sequences[0].tokens) == 4 * 6
+    assert (second.requests, third.ended, third.requests) == (0, [], 0)
+
+
+async def test_a_quantum_that_comes_again_is_answered_from_memory_and_not_done_again(speaker: Speaker) -> None:
+    await speaker.one(commands.MakeSampler(ops.OpenSampler("again", "x"), ""))
+    quantum = speaker.command(Quantum(4, [added("again:0", "again")]))
+    first = await speaker.say(quantum, commands.Reply)
+    again = await speaker.say(quantum, commands.Reply)
+    assert again.sampled == first.sampled
+    (done,) = await sampling(speaker, Quantum(4))
+    assert [each.request_id for each in done.ended] == ["again:0"]
+
+
+async def test_a_request_that_is_cancelled_ends_so_and_one_without_a_sampler_fails(speaker: Speaker) -> None:
+    await speaker.one(commands.MakeSampler(ops.OpenSampler("cancelled", "x"), ""))
+    await sampling(speaker, Quantum(1, [added("cancelled:0", "cancelled")]))
+    (done,) = await sampling(speaker, Quantum(1, [added("lost:0", "nowhere")], cancel=["cancelled:0", "unknown"]))
+    failed = {each.request_id: each.outcome.category for each in done.ended if isinstance(each.outcome, SampleFailed)}
+    assert failed == {"cancelled:0": "cancelled", "lost:0": "user"}
+    assert done.requests == 0
+
+
+async def test_a_sampler_stays_as_the_model_was_and_makes_room_when_told(speaker: Speaker) -> None:
+    model = await speaker.create("sampled")
+    assert await speaker.one(commands.MakeSampler(ops.SaveSampler(model, 1, "kept"), "")) == ops.SamplerOpened("kept")
+    before = await sampling(speaker, Quantum(8, [added("kept:0", "kept")]))
+    await speaker.train(model, BATCH)
+    await speaker.step(model, 2)
+    after = await sampling(speaker, Quantum(8, [added("kept:1", "kept")]))
+    assert before[0].ended[0].outcome == after[0].ended[0].outcome
+    await speaker.one(commands.MakeSampler(ops.SaveSampler(model, 3, "newer"), "", ["kept", "never-was"]))
+    newer, gone = await sampling(
+        speaker, Quantum(8, [added("newer:0", "newer")]), Quantum(8, [added("kept:2", "kept")])
+    )
+    assert newer.ended[0].outcome != before[0].ended[0].outcome
+    assert isinstance(gone.ended[0].outcome, SampleFailed)

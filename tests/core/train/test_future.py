@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.future import NEXT, OPEN, Future, FutureEvent, FutureStatus, FutureStore
+from strata.train.core.future import NEXT, OF_SAMPLES, OPEN, Future, FutureEvent, FutureStatus, FutureStore
 
 DONE = ops.StepDone({})
 BROKEN = ops.Failed("server", "broken")
@@ -46,6 +46,8 @@ def act(store: FutureStore, event: FutureEvent) -> Future:
             return store.end("f", BROKEN, 6.0)
         case FutureEvent.CANCEL:
             return store.end("f", CANCELLED, 6.0)
+        case FutureEvent.RETURN:
+            return store.give_back("f")
         case FutureEvent.EXPIRE:
             return store.expire(10.0)[0]
 
@@ -56,7 +58,7 @@ LIVING = [status for status in FutureStatus if status is not FutureStatus.EXPIRE
 @pytest.mark.parametrize(("status", "event"), list(itertools.product(LIVING, FutureEvent)))
 def test_a_future_changes_only_as_the_table_allows(status: FutureStatus, event: FutureEvent) -> None:
     store = store_with(status)
-    after = NEXT.get((status, event))
+    after = NEXT.get((status, event)) if (status, event) not in OF_SAMPLES else None
     if after is not None:
         assert act(store, event).status is after
         return
@@ -73,7 +75,8 @@ def test_every_change_is_a_step_forward_so_nothing_is_dispatched_twice() -> None
     def place(status: FutureStatus) -> int:
         return order.index(status if status in order else "ended")
 
-    assert all(place(before) < place(after) for (before, _), after in NEXT.items())
+    trained = {change: after for change, after in NEXT.items() if change not in OF_SAMPLES}
+    assert all(place(before) < place(after) for (before, _), after in trained.items())
 
 
 def test_what_ended_never_begins_again_and_only_expires() -> None:

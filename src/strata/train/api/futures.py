@@ -15,7 +15,8 @@ from strata.http.declare import KIB, RESEARCHER, Answer, Endpoint
 from strata.train.api.site import Call
 from strata.train.core import messages, ops
 from strata.train.core.messages import QueueState
-from strata.train.wire import bodies, json_era, native, tinker
+from strata.train.core.sampling import decode_result
+from strata.train.wire import bodies, json_era, native, sampling, tinker
 from strata.train.wire.replies import TryAgain
 
 
@@ -33,6 +34,8 @@ async def retrieve(call: Call, body: bodies.RetrieveFuture) -> Answer:
     if isinstance(found, messages.Waiting):
         waiting = TryAgain(request_id=body.request_id, queue_state=found.queue_state, queue_state_reason=found.reason)
         return Answer(msgspec.json.encode(waiting), 408)
+    if isinstance(found.result, ops.SampleDone):
+        return await asyncio.to_thread(_sampled, call, found.result)
     if not isinstance(found.result, ops.PassDone):
         return Answer(json_era.write_result(found.result))
     return await asyncio.to_thread(_passed, call, found.result)
@@ -52,8 +55,18 @@ def _passed(call: Call, done: ops.PassDone) -> Answer:
     return Answer(json_era.write_output(result))
 
 
+def _sampled(call: Call, done: ops.SampleDone) -> Answer:
+    try:
+        result = decode_result(call.site.payloads.read(done.payload))
+    except msgspec.MsgspecError as error:
+        raise StrataError(Code.CORRUPT, f"what was sampled cannot be read: {error}") from None
+    if tinker.MEDIA_TYPE in call.headers.get("accept", ""):
+        return Answer(sampling.write_proto(result), media_type=tinker.MEDIA_TYPE)
+    return Answer(sampling.write_json(result))
+
+
 async def cancel(call: Call, body: bodies.Future) -> None:
-    """Give up an operation that was not begun; one that was goes on."""
+    """Give up an operation that was not begun, or a sample also while it is drawn; what trains goes on."""
     await call.abort(body.request_id)
 
 

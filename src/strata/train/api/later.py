@@ -1,4 +1,4 @@
-"""What belongs to the protocol and is not served: sampling, and inference engines beside this server.
+"""What belongs to the protocol and is not served, such as inference engines beside this server.
 
 One list, so that a client is told in words and a reader of the documents can compare.
 """
@@ -12,12 +12,8 @@ from strata.http.declare import MIB, RESEARCHER, Answer, Endpoint, Method
 from strata.train.api.site import Call
 
 PATHS: Final[tuple[tuple[Method, str], ...]] = (
-    ("POST", "/api/v1/save_weights_for_sampler"),
-    ("POST", "/api/v1/create_sampling_session"),
     ("POST", "/api/v1/join_sampling_session"),
-    ("POST", "/api/v1/asample"),
     ("POST", "/api/v1/retrieve_futures"),
-    ("GET", "/api/v1/samplers/{sampler_id}"),
     ("POST", "/api/v1/save_weights_external"),
     ("POST", "/api/v1/copy_weights"),
     ("POST", "/api/v1/create_custom_loss"),
@@ -31,7 +27,7 @@ PATHS: Final[tuple[tuple[Method, str], ...]] = (
 async def unserved(call: Call) -> Answer:
     """Not served by this version."""
     del call
-    raise StrataError(Code.UNSUPPORTED, "this server trains and does not sample", hint="see docs/limits.md")
+    raise StrataError(Code.UNSUPPORTED, "this server does not serve it", hint="see docs/limits.md")
 
 
 ENDPOINTS = tuple(Endpoint(method, path, RESEARCHER, unserved, 16 * MIB) for method, path in PATHS)

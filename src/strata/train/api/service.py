@@ -29,7 +29,7 @@ async def capabilities(call: Call) -> replies.Capabilities:
     """The models that can be trained here."""
     server = await call.look(messages.DescribeServer(), messages.ServerView)
     model = replies.SupportedModel(
-        model_name=server.base_model, max_context_length=server.max_context, trainable=True, sampleable=False
+        model_name=server.base_model, max_context_length=server.max_context, trainable=True, sampleable=True
     )
     return replies.Capabilities(supported_models=[model])
 

@@ -52,7 +52,7 @@ async def show(call: Call) -> replies.SessionInfo:
     """One session."""
     session = await _session(call, call.path["session_id"])
     return replies.SessionInfo(
-        training_run_ids=session.models, sampler_ids=(), user_metadata=bodies.words(session.user_metadata)
+        training_run_ids=session.models, sampler_ids=session.samplers, user_metadata=bodies.words(session.user_metadata)
     )
 
 

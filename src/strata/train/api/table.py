@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from strata.train.api import futures, keys, later, service, sessions, training, weights
+from strata.train.api import futures, keys, later, sampling, service, sessions, training, weights
 
 TABLE: Final = (
     *futures.ENDPOINTS,
     *training.ENDPOINTS,
+    *sampling.ENDPOINTS,
     *sessions.ENDPOINTS,
     *service.ENDPOINTS,
     *weights.ENDPOINTS,

@@ -15,15 +15,28 @@ from strata.train.core.facts import (
     Fact,
     Finished,
     GivenUp,
+    QuantumEnded,
+    RanksRenewed,
     SessionFinished,
     SessionOpened,
 )
 from strata.train.core.future import OPEN, Future
+from strata.train.core.sampling import Sample
 from strata.train.core.sequence import Line
-from strata.train.core.state import Checkpoint, Dispatch, Model, Session, TrainState, entry_of, key_of
+from strata.train.core.state import (
+    Checkpoint,
+    Dispatch,
+    Model,
+    Sampler,
+    SamplerStatus,
+    Session,
+    TrainState,
+    entry_of,
+    key_of,
+)
 
 
-def apply(state: TrainState, fact: Fact) -> None:
+def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901 - one arm per fact
     match fact:
         case SessionOpened():
             state.sessions[fact.session_id] = Session(
@@ -37,6 +50,11 @@ def apply(state: TrainState, fact: Fact) -> None:
             _dispatch(state, fact)
         case Finished():
             _finish(state, fact.future_id, fact.result, fact.at_s)
+        case QuantumEnded():
+            state.dispatches.pop(fact.number, None)
+            state.last_quantum = fact.number
+        case RanksRenewed():
+            _renew(state, fact.group)
         case GivenUp():
             _give_up(state, fact)
         case CheckpointDeleted():
@@ -49,12 +67,23 @@ def apply(state: TrainState, fact: Fact) -> None:
 
 def _accept(state: TrainState, fact: Accepted) -> None:
     operation = fact.operation
-    model_id = "" if isinstance(operation, ops.Sleep | ops.Wake) else operation.model_id
+    of_server = ops.Sleep | ops.Wake | ops.OpenSampler | Sample
+    model_id = "" if isinstance(operation, of_server) else operation.model_id
     state.futures.add(Future(fact.future_id, fact.tenant, model_id, fact.digest, operation, fact.at_s))
     match operation:
         case ops.Sleep() | ops.Wake():
             state.server_operations += 1
             _hand_on(state, fact.future_id)
+        case ops.OpenSampler():
+            path = operation.weights.path if operation.weights else None
+            _add_sampler(state, fact, operation.sampler_id, operation.base_model, path)
+            _hand_on(state, fact.future_id)
+        case Sample():
+            state.turns += 1
+            state.waiting[fact.future_id] = operation
+            future = state.futures.get(fact.future_id)
+            assert future is not None
+            future.turn = state.samplers[operation.sampler_id].used = state.turns
         case ops.CreateModel():
             state.models[model_id] = Model(
                 model_id, fact.tenant, fact.session_id, operation, fact.at_s, fact.at_s, line=Line()
@@ -67,11 +96,19 @@ def _accept(state: TrainState, fact: Accepted) -> None:
         case _:
             model = state.models[model_id]
             model.last_request_at_s = fact.at_s
+            if isinstance(operation, ops.SaveSampler):
+                _add_sampler(state, fact, operation.sampler_id, model.create.base_model, None)
             if operation.seq_id == 0:
                 _hand_on(state, fact.future_id)
                 return
             for seq in model.line.take(operation.seq_id):
                 _hand_on(state, f"{model_id}:{seq}")
+
+
+def _add_sampler(state: TrainState, fact: Accepted, sampler_id: str, base_model: str, path: str | None) -> None:
+    session_id = sampler_id.partition(":sample:")[0]
+    sampler = Sampler(sampler_id, fact.tenant, session_id, base_model, path, used=state.turns)
+    state.samplers.setdefault(sampler_id, sampler)
 
 
 def _hand_on(state: TrainState, future_id: str) -> None:
@@ -85,12 +122,41 @@ def _hand_on(state: TrainState, future_id: str) -> None:
 
 def _dispatch(state: TrainState, fact: Dispatched) -> None:
     state.dispatched = fact.number
-    state.dispatches[fact.number] = Dispatch(fact.number, fact.future_ids, fact.rows, fact.path)
+    state.dispatches[fact.number] = Dispatch(
+        fact.number, fact.future_ids, fact.rows, fact.path, fact.close, fact.quantum
+    )
+    state.sampled_last = fact.quantum is not None
+    if fact.quantum is not None:
+        state.cancels.difference_update(fact.quantum.cancel)
+    for sampler_id in fact.close:
+        state.samplers.pop(sampler_id, None)
     for future_id in fact.future_ids:
         state.scheduler.remove(future_id)
         operation = state.futures.dispatch(future_id, fact.number).operation
-        if isinstance(operation, ops.SaveWeights):
-            state.saving[key_of(operation)] = Checkpoint(operation, fact.path)
+        match operation:
+            case ops.SaveWeights():
+                state.saving[key_of(operation)] = Checkpoint(operation, fact.path)
+            case ops.SaveSampler() | ops.OpenSampler():
+                state.samplers[operation.sampler_id].status = SamplerStatus.OPEN
+            case Sample():
+                state.sampling[future_id] = state.waiting.pop(future_id)
+            case ops.Sleep() | ops.Wake():
+                state.asleep = isinstance(operation, ops.Sleep)
+            case _:
+                pass
+
+
+def _renew(state: TrainState, group: str) -> None:
+    state.group = group
+    state.cancels.clear()
+    for number in [each.number for each in state.dispatches.values() if each.quantum is not None]:
+        del state.dispatches[number]
+    returned = dict(state.sampling)
+    for future_id in returned:
+        state.futures.give_back(future_id)
+    state.sampling.clear()
+    # They came before those that wait.
+    state.waiting = returned | state.waiting
 
 
 def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) -> None:
@@ -99,7 +165,7 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) 
     operation = before.operation if before else None
     future = state.futures.end(future_id, result, at_s)
     dispatch = state.dispatches.get(future.number)
-    if dispatch is not None and future_id == dispatch.future_ids[-1]:
+    if dispatch is not None and dispatch.quantum is None and future_id == dispatch.future_ids[-1]:
         del state.dispatches[future.number]
     match operation:
         case ops.SaveWeights() if future.number:
@@ -108,10 +174,30 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) 
                 state.checkpoints[key_of(operation)] = msgspec.structs.replace(saving, saved_at_s=at_s)
         case ops.UnloadModel():
             state.models[operation.model_id].unloaded = True
+        case ops.SaveSampler() | ops.OpenSampler() if isinstance(result, ops.Failed):
+            _fail_sampler(state, operation.sampler_id, dispatched=future.number > 0)
+        case ops.Sleep() if isinstance(result, ops.Failed):
+            state.asleep = False
+        case Sample():
+            _finish_sample(state, future_id, result)
         case _:
             pass
     if isinstance(operation, ops.Sequenced):
         _count_on(state, state.models[operation.model_id])
+
+
+def _fail_sampler(state: TrainState, sampler_id: str, *, dispatched: bool) -> None:
+    sampler = state.samplers.get(sampler_id)
+    # An operation that failed because the name was taken says nothing of the one that has the name.
+    if sampler is not None and (dispatched or sampler.status is SamplerStatus.COMING):
+        sampler.status = SamplerStatus.FAILED
+
+
+def _finish_sample(state: TrainState, future_id: str, result: ops.Result) -> None:
+    state.waiting.pop(future_id, None)
+    running = state.sampling.pop(future_id, None)
+    if running is not None and isinstance(result, ops.Failed) and result.category == "cancelled":
+        state.cancels.add(future_id)
 
 
 def _count_on(state: TrainState, model: Model) -> None:
@@ -125,5 +211,10 @@ def _count_on(state: TrainState, model: Model) -> None:
 
 def _give_up(state: TrainState, fact: GivenUp) -> None:
     state.given_up.add(fact.number)
+    if state.dispatches[fact.number].quantum is not None:
+        for future_id in list(state.sampling):
+            _finish(state, future_id, ops.Failed("server", fact.reason), fact.at_s)
+        del state.dispatches[fact.number]
+        return
     for future_id in state.dispatches[fact.number].future_ids:
         _finish(state, future_id, ops.Failed("server", fact.reason), fact.at_s)

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from strata.train.core import ops
+from strata.train.core.sampling import Quantum, QuantumDone
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -69,6 +70,14 @@ class Manage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="MANAG
     operation: ops.CreateModel | ops.UnloadModel | ops.AbortGradients | ops.Sleep | ops.Wake
 
 
+class MakeSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="MAKE_SAMPLER"):
+    operation: ops.SaveSampler | ops.OpenSampler
+    path: str
+    """Of the checkpoint to open, if it is one."""
+    close: Sequence[str] = ()
+    """Samplers that go first; one that is not there is no matter."""
+
+
 class HealthCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="HEALTH_CHECK"):
     """Verify that all ranks are alive. Not a dispatch: it has no number and may come between any two."""
 
@@ -77,7 +86,7 @@ class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SHU
     pass
 
 
-Work = Pass | Step | SaveState | LoadState | Manage
+Work = Pass | Step | SaveState | LoadState | Manage | MakeSampler | Quantum
 
 
 class Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="attach"):
@@ -136,12 +145,16 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="reply"):
-    """The results of a dispatch, one per item of a pass in order, else one. A result payload comes inline."""
+    """The results of a dispatch, one per item of a pass in order, else one. A result payload comes inline.
+
+    A quantum has no results of its own but `sampled`, which says of whatever ended in it.
+    """
 
     generation: int
     number: int
     results: Sequence[ops.Result]
     timing: Timing
+    sampled: QuantumDone | None = None
 
 
 class Healthy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="healthy"):

@@ -13,7 +13,7 @@ import msgspec
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.train.core import dispatching, ops
+from strata.train.core import dispatching, ops, quanta
 from strata.train.core.facts import (
     Accepted,
     CheckpointDeleted,
@@ -29,18 +29,21 @@ from strata.train.core.inputs import (
     Abort,
     Accept,
     Answer,
+    AnswerQuantum,
     DeleteCheckpoint,
     DispatchNext,
     Done,
     Expire,
     FinishSession,
     GiveUp,
+    Greet,
     Input,
     OpenSession,
     Outcome,
     Removed,
     Taken,
 )
+from strata.train.core.sampling import Sample
 from strata.train.core.sequence import Standing
 from strata.train.core.state import INITIAL, Model, Session, TrainState, future_id_of, is_name
 from strata.train.core.views import find_checkpoint, find_future, find_model, find_session
@@ -49,7 +52,7 @@ from strata.train.core.views import find_checkpoint, find_future, find_model, fi
 _canonical: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
-def decide(state: TrainState, given: Input) -> Outcome:  # noqa: PLR0911 - one arm per input
+def decide(state: TrainState, given: Input) -> Outcome:  # noqa: C901, PLR0911 - one arm per input
     match given:
         case OpenSession():
             return _open_session(state, given)
@@ -61,6 +64,10 @@ def decide(state: TrainState, given: Input) -> Outcome:  # noqa: PLR0911 - one a
             return dispatching.dispatch_next(state, given)
         case Answer():
             return _answer(state, given)
+        case AnswerQuantum():
+            return quanta.answer_quantum(state, given)
+        case Greet():
+            return quanta.greet(state, given)
         case GiveUp():
             return _give_up(state, given)
         case Abort():
@@ -102,10 +109,16 @@ def _finish_session(state: TrainState, given: FinishSession) -> Outcome:
             unloading, cancelled = _unload(state, state.models[model_id], given.at_s)
             facts += unloading
             ended += cancelled
+    over = ops.Failed("cancelled", "the session was finished before it was sampled")
+    for sampler in state.samplers.values():
+        if sampler.session_id == given.session_id:
+            samples = list(state.samples_of(sampler.sampler_id))
+            facts += [Finished(future_id, over, given.at_s) for future_id in samples]
+            ended += samples
     return Outcome(Done(), tuple(facts), tuple(ended))
 
 
-def _accept(state: TrainState, given: Accept) -> Outcome:
+def _accept(state: TrainState, given: Accept) -> Outcome:  # noqa: PLR0911 - one arm per kind
     operation = given.operation
     match operation:
         case ops.CreateModel():
@@ -121,6 +134,10 @@ def _accept(state: TrainState, given: Accept) -> Outcome:
             _admit(state, given.tenant)
             fact = _accepted(state, given.tenant, operation, given.at_s)
             return Outcome(Taken(fact.future_id, ""), (fact,))
+        case ops.OpenSampler():
+            return quanta.accept_sampler(state, given, operation, digest_of(operation))
+        case Sample():
+            return quanta.accept_sample(state, given, operation, digest_of(operation))
         case _:
             return _accept_sequenced(state, given, operation)
 
@@ -230,16 +247,18 @@ def _give_up(state: TrainState, given: GiveUp) -> Outcome:
     dispatch = state.dispatches.get(given.number)
     if dispatch is None:
         return Outcome(Done())
-    return Outcome(Done(), (GivenUp(given.number, given.reason, given.at_s),), tuple(dispatch.future_ids))
+    ended = dispatch.future_ids if dispatch.quantum is None else state.sampling
+    return Outcome(Done(), (GivenUp(given.number, given.reason, given.at_s),), tuple(ended))
 
 
 def _abort(state: TrainState, given: Abort) -> Outcome:
     future = find_future(state, given.tenant, given.future_id)
-    if future.status is FutureStatus.DISPATCHED:
+    sampled = isinstance(future.operation, Sample)
+    if future.status is FutureStatus.DISPATCHED and not sampled:
         raise StrataError(Code.PRECONDITION, "it is running already and cannot be given up any more")
-    if future.status is not FutureStatus.PENDING:
+    if future.status not in OPEN:
         return Outcome(Done())
-    if not isinstance(future.operation, ops.Sequenced):
+    if not sampled and not isinstance(future.operation, ops.Sequenced):
         raise StrataError(Code.PRECONDITION, f"{future.kind} cannot be given up: others rely on it")
     result = ops.Failed("cancelled", "given up by the client")
     return Outcome(Done(), (Finished(given.future_id, result, given.at_s),), (given.future_id,))

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from strata.base.errors import StrataError
-from strata.train.core import ops
+from strata.train.core import ops, quanta
 from strata.train.core.facts import Dispatched, Finished
 from strata.train.core.inputs import Dispatching, DispatchNext, Done, Outcome
 from strata.train.core.pack import Packed, check, pack
-from strata.train.core.state import INITIAL, Checkpoint, Dispatch, TrainState, folder_of, is_name, key_of
+from strata.train.core.state import (
+    INITIAL,
+    Checkpoint,
+    Dispatch,
+    SamplerStatus,
+    TrainState,
+    folder_of,
+    is_name,
+    key_of,
+)
+
+_MAKES_SAMPLER: Final = (ops.SaveSampler, ops.OpenSampler)
 
 
 class _Chosen(NamedTuple):
@@ -22,6 +33,8 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Outcome:
     """One dispatch, or the failure of one operation that cannot be dispatched, or nothing."""
     if len(state.dispatches) >= state.rules.max_running:
         return Outcome(Done())
+    if quanta.wants_quantum(state) and not (state.sampled_last and len(state.scheduler)):
+        return quanta.next_quantum(state, given.at_s)
     budget = given.ranks * state.rules.max_tokens_per_row
     entries = state.scheduler.choose(budget_tokens=budget, share=state.rules.pack_tenants)
     chosen = []
@@ -41,8 +54,9 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Outcome:
     number = state.dispatched + 1
     ids = tuple(each.future_id for each in chosen)
     path = _path(state, chosen[0].operation)
-    dispatch = Dispatch(number, ids, packed.rows, path)
-    return Outcome(Dispatching(dispatch, packed.efficiency), (Dispatched(number, ids, packed.rows, path),))
+    close = quanta.room_for_sampler(state) or () if isinstance(chosen[0].operation, _MAKES_SAMPLER) else ()
+    dispatch = Dispatch(number, ids, packed.rows, path, close)
+    return Outcome(Dispatching(dispatch, packed.efficiency), (Dispatched(number, ids, packed.rows, path, close),))
 
 
 def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Packed:
@@ -66,6 +80,8 @@ def _obstacle(state: TrainState, chosen: _Chosen, max_context: int) -> str | Non
             return _unsavable(state, operation)
         case ops.LoadWeights():
             return _unloadable(state, operation, chosen.tenant)
+        case ops.SaveSampler() | ops.OpenSampler():
+            return _unmakeable(state, operation, chosen.tenant)
         case _:
             return None
 
@@ -99,7 +115,21 @@ def _unloadable(state: TrainState, operation: ops.LoadWeights, tenant: str) -> s
     return None
 
 
-def _checkpoint(state: TrainState, operation: ops.LoadWeights) -> Checkpoint | None:
+def _unmakeable(state: TrainState, operation: ops.SaveSampler | ops.OpenSampler, tenant: str) -> str | None:
+    sampler = state.samplers.get(operation.sampler_id)
+    if sampler is None or sampler.tenant != tenant or sampler.status is not SamplerStatus.COMING:
+        return f"there is a sampler {operation.sampler_id!r} already"
+    session = state.sessions.get(sampler.session_id)
+    if session is None or session.tenant != tenant:
+        return f"there is no session {sampler.session_id!r}"
+    if session.finished is not None:
+        return f"session {session.session_id!r} is finished"
+    if quanta.room_for_sampler(state) is None:
+        return f"all {state.rules.max_samplers} samplers are being asked for samples; none can make room"
+    return quanta.unopenable(state, operation, tenant) if isinstance(operation, ops.OpenSampler) else None
+
+
+def _checkpoint(state: TrainState, operation: ops.LoadWeights | ops.SavedWeights) -> Checkpoint | None:
     """Also one that the ranks are still told to save: they do one thing after the other."""
     key = (operation.run_id, operation.kind, operation.name)
     return state.saving.get(key) or state.checkpoints.get(key)
@@ -111,6 +141,10 @@ def _path(state: TrainState, operation: ops.Operation) -> str:
             return folder_of(operation)
         case ops.LoadWeights():
             checkpoint = _checkpoint(state, operation)
+            assert checkpoint is not None, "checked before"
+            return checkpoint.path
+        case ops.OpenSampler() if operation.weights is not None:
+            checkpoint = _checkpoint(state, operation.weights)
             assert checkpoint is not None, "checked before"
             return checkpoint.path
         case _:

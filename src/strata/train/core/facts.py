@@ -9,6 +9,7 @@ import msgspec
 
 from strata.train.core import ops
 from strata.train.core.commands import Row
+from strata.train.core.sampling import QuantumPlan
 
 
 class _Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,6 +50,22 @@ class Dispatched(_Fact, frozen=True, tag="dispatched"):
     rows: Sequence[Sequence[Row]] = ()
     path: str = ""
     """The folder of a checkpoint, under that of all checkpoints."""
+    close: Sequence[str] = ()
+    """Samplers that make room for a new one."""
+    quantum: QuantumPlan | None = None
+    """The futures are then the requests that the quantum adds; none of them ends with this dispatch as such."""
+
+
+class QuantumEnded(_Fact, frozen=True, tag="quantum_ended"):
+    """The ranks answered a quantum. What ended in it has facts of its own."""
+
+    number: int
+
+
+class RanksRenewed(_Fact, frozen=True, tag="ranks_renewed"):
+    """Another group of ranks is spoken to: what the one before remembered of sequences is lost, and begins again."""
+
+    group: str
 
 
 class Finished(_Fact, frozen=True, tag="finished"):
@@ -77,7 +94,18 @@ class Expired(_Fact, frozen=True, tag="expired"):
     until_s: float
 
 
-Fact = SessionOpened | SessionFinished | Accepted | Dispatched | Finished | GivenUp | CheckpointDeleted | Expired
+Fact = (
+    SessionOpened
+    | SessionFinished
+    | Accepted
+    | Dispatched
+    | QuantumEnded
+    | RanksRenewed
+    | Finished
+    | GivenUp
+    | CheckpointDeleted
+    | Expired
+)
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode: Final = msgspec.msgpack.Decoder(Fact).decode

@@ -11,6 +11,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.core.sampling import Sample
 
 
 class FutureStatus(StrEnum):
@@ -29,6 +30,8 @@ class FutureEvent(StrEnum):
     FINISH = "finish"
     FAIL = "fail"
     CANCEL = "cancel"
+    RETURN = "return"
+    """The ranks that had it are gone, and nothing of it was kept: samples only."""
     EXPIRE = "expire"
 
 
@@ -38,11 +41,17 @@ NEXT: Final[Mapping[tuple[FutureStatus, FutureEvent], FutureStatus]] = {
     (FutureStatus.PENDING, FutureEvent.CANCEL): FutureStatus.CANCELLED,
     (FutureStatus.DISPATCHED, FutureEvent.FINISH): FutureStatus.FINISHED,
     (FutureStatus.DISPATCHED, FutureEvent.FAIL): FutureStatus.FAILED,
+    (FutureStatus.DISPATCHED, FutureEvent.CANCEL): FutureStatus.CANCELLED,
+    (FutureStatus.DISPATCHED, FutureEvent.RETURN): FutureStatus.PENDING,
     (FutureStatus.FINISHED, FutureEvent.EXPIRE): FutureStatus.EXPIRED,
     (FutureStatus.FAILED, FutureEvent.EXPIRE): FutureStatus.EXPIRED,
     (FutureStatus.CANCELLED, FutureEvent.EXPIRE): FutureStatus.EXPIRED,
 }
-"""What is absent is impossible: nothing is dispatched twice, and what ended never begins again."""
+"""What is absent is impossible: what ended never begins again. Only samples return, and are cancelled while they run:
+they change nothing, so that their beginning again, or being forgotten, is nobody's loss."""
+OF_SAMPLES: Final = frozenset(
+    {(FutureStatus.DISPATCHED, FutureEvent.CANCEL), (FutureStatus.DISPATCHED, FutureEvent.RETURN)}
+)
 OPEN: Final = frozenset({FutureStatus.PENDING, FutureStatus.DISPATCHED})
 
 
@@ -74,7 +83,7 @@ class FutureStore:
     def __init__(self, futures: Iterable[Future] = (), ended: Sequence[str] = ()) -> None:
         self._futures = {each.future_id: each for each in futures}
         self._ended = dict.fromkeys(ended)
-        self._pending = Counter(each.tenant for each in self._futures.values() if each.status is FutureStatus.PENDING)
+        self._pending = Counter(each.tenant for each in self._futures.values() if _queued(each))
         self.result_bytes = sum(_inline_bytes(each) for each in self._futures.values())
         """What the kept results weigh in memory."""
 
@@ -93,18 +102,24 @@ class FutureStore:
         return self._futures.get(future_id)
 
     def pending(self, tenant: str | None = None) -> int:
-        """Accepted and not dispatched, held or not; of one tenant or of all."""
+        """Accepted and not dispatched, held or not; of one tenant or of all. Samples have a queue of their own."""
         return self._pending.total() if tenant is None else self._pending[tenant]
 
     def add(self, future: Future) -> None:
         if future.future_id in self._futures:
             raise StrataError(Code.INTERNAL, f"{future.future_id} exists already")
         self._futures[future.future_id] = future
-        self._pending[future.tenant] += 1
+        if _queued(future):
+            self._pending[future.tenant] += 1
 
     def dispatch(self, future_id: str, number: int) -> Future:
         future = self._move(future_id, FutureEvent.DISPATCH)
         future.number = number
+        return future
+
+    def give_back(self, future_id: str) -> Future:
+        future = self._move(future_id, FutureEvent.RETURN)
+        future.number = 0
         return future
 
     def end(self, future_id: str, result: ops.Result, at_s: float) -> Future:
@@ -150,15 +165,21 @@ class FutureStore:
     def _move(self, future_id: str, event: FutureEvent) -> Future:
         future = self._futures[future_id]
         after = NEXT.get((future.status, event))
+        if (future.status, event) in OF_SAMPLES and not isinstance(future.operation, Sample):
+            after = None
         if after is None:
             raise StrataError(Code.INTERNAL, f"{future_id} is {future.status}: it cannot {event}")
-        if future.status is FutureStatus.PENDING:
+        if _queued(future):
             self._pending[future.tenant] -= 1
             self._pending += Counter()
         future.status = after
         return future
 
 
+def _queued(future: Future) -> bool:
+    return future.status is FutureStatus.PENDING and not isinstance(future.operation, Sample)
+
+
 def _inline_bytes(future: Future) -> int:
-    payload = future.result.payload if isinstance(future.result, ops.PassDone) else None
+    payload = future.result.payload if isinstance(future.result, ops.PassDone | ops.SampleDone) else None
     return len(payload.data) if isinstance(payload, ops.Inline) else 0

@@ -58,6 +58,23 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class AnswerQuantum:
+    """What ended in a quantum; `left` is how many requests the ranks still have."""
+
+    number: int
+    ended: Sequence[tuple[str, ops.Result]]
+    left: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Greet:
+    """A group of ranks is spoken to from now on."""
+
+    group: str
+
+
+@dataclass(frozen=True)
 class GiveUp:
     number: int
     reason: str
@@ -84,7 +101,19 @@ class Expire:
     at_s: float
 
 
-Input = OpenSession | FinishSession | Accept | DispatchNext | Answer | GiveUp | Abort | DeleteCheckpoint | Expire
+Input = (
+    OpenSession
+    | FinishSession
+    | Accept
+    | DispatchNext
+    | Answer
+    | AnswerQuantum
+    | Greet
+    | GiveUp
+    | Abort
+    | DeleteCheckpoint
+    | Expire
+)
 
 
 @dataclass(frozen=True)

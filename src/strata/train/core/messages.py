@@ -52,6 +52,10 @@ class DescribeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     model_id: str
 
 
+class DescribeSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_sampler"):
+    sampler_id: str
+
+
 class ListModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_models"):
     """Of this tenant."""
 
@@ -92,6 +96,7 @@ Utility = (
     | FinishSession
     | WatchFuture
     | DescribeModel
+    | DescribeSampler
     | ListModels
     | ListSessions
     | ListCheckpoints
@@ -114,7 +119,7 @@ class OrchestratorRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     operation: ops.Operation | None = None
     payload: Abort | Utility | None = None
     session_id: str = ""
-    """Of an operation that creates a model: the session it belongs to."""
+    """Of an operation that creates a model or opens a sampler: the session it belongs to."""
 
 
 class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accepted"):
@@ -162,6 +167,12 @@ class ModelView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="mo
     user_metadata: Mapping[str, str] = {}
 
 
+class SamplerView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sampler"):
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+
+
 class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="models"):
     models: Sequence[ModelView]
 
@@ -172,6 +183,7 @@ class SessionView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     finished: str | None
     models: Sequence[str]
     user_metadata: Mapping[str, Any]
+    samplers: Sequence[str] = ()
 
 
 class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sessions"):
@@ -224,6 +236,7 @@ Output = (
     | Waiting
     | Done
     | ModelView
+    | SamplerView
     | Models
     | Sessions
     | CheckpointView

@@ -14,6 +14,8 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from strata.train.core.sampling import Sample
+
 INLINE_BYTES: Final = 64 << 10
 """A payload beyond this is kept in a file named by its digest; the journal and the links carry the digest."""
 
@@ -80,7 +82,7 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="store
 
 
 Payload = Inline | Stored
-"""An encoded `PassData` or `PassResult`."""
+"""An encoded `PassData`, `PassResult` or `SampleResult`."""
 
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,6 +190,31 @@ class LoadWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     optimizer: bool
 
 
+class SaveSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="save_sampler"):
+    """A sampler of the model as it is at this place of its order. It lives in memory and has no files."""
+
+    model_id: str
+    seq_id: int
+    sampler_id: str
+
+
+class SavedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    run_id: str
+    kind: Literal["weights", "sampler_weights"]
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+class OpenSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="open_sampler"):
+    sampler_id: str
+    base_model: str
+    weights: SavedWeights | None = None
+    """None is the base itself."""
+
+
 class Unreadable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unreadable"):
     """An operation whose content could not be read. It takes its place in the order and fails there as the client's.
 
@@ -212,9 +239,9 @@ class Wake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wake"):
     pass
 
 
-Sequenced = ForwardBackward | OptimStep | AbortGradients | SaveWeights | LoadWeights | Unreadable
+Sequenced = ForwardBackward | OptimStep | AbortGradients | SaveWeights | LoadWeights | SaveSampler | Unreadable
 """Operations of one model, done strictly in the order of their `seq_id`."""
-Operation = Sequenced | CreateModel | UnloadModel | Sleep | Wake
+Operation = Sequenced | CreateModel | UnloadModel | Sleep | Wake | OpenSampler | Sample
 
 
 class ModelCreated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="create_model"):
@@ -256,6 +283,15 @@ class WeightsLoaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     path: str
 
 
+class SamplerOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="open_sampler"):
+    sampler_id: str
+
+
+class SampleDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sample"):
+    payload: Payload
+    """An encoded `SampleResult`."""
+
+
 class ModelUnloaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unload_model"):
     model_id: str
 
@@ -285,6 +321,8 @@ Result = (
     | GradientsAborted
     | WeightsSaved
     | WeightsLoaded
+    | SamplerOpened
+    | SampleDone
     | ModelUnloaded
     | Asleep
     | Awake

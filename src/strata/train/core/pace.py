@@ -6,6 +6,7 @@ from typing import Final
 
 from strata.train.core.future import Future, FutureStatus
 from strata.train.core.messages import QueueState, Waiting
+from strata.train.core.sampling import Sample
 from strata.train.core.schedule import Entry
 from strata.train.core.state import TrainState
 from strata.train.core.views import tokens_of
@@ -37,6 +38,8 @@ def describe(state: TrainState, future: Future, pace: Pace, *, attached: bool) -
     """For a future that has not ended: its place, when its turn will come, and what runs now."""
     if not attached:
         return Waiting(QueueState.PAUSED_CAPACITY, "the ranks are starting")
+    if isinstance(future.operation, Sample):
+        return _describe_sample(state, future)
     if future.status is FutureStatus.DISPATCHED:
         first = future.number == min(state.dispatches)
         return Waiting(QueueState.ACTIVE, "running" if first else f"next at the ranks, {_running(state)}")
@@ -53,6 +56,16 @@ def describe(state: TrainState, future: Future, pace: Pace, *, attached: bool) -
     words.append(_running(state))
     others = any(entry.tenant != future.tenant for entry in foreseen[:place]) or _others_run(state, future.tenant)
     return Waiting(QueueState.PAUSED_CAPACITY if others else QueueState.ACTIVE, ", ".join(words))
+
+
+def _describe_sample(state: TrainState, future: Future) -> Waiting:
+    """Clients slow down for what is paused; a request that waits for a place among others is not."""
+    if state.asleep:
+        return Waiting(QueueState.PAUSED_CAPACITY, "the server sleeps")
+    if future.status is FutureStatus.DISPATCHED:
+        return Waiting(QueueState.ACTIVE, f"being sampled with {len(state.sampling) - 1} others")
+    place = next((place for place, each in enumerate(state.waiting) if each == future.future_id), 0)
+    return Waiting(QueueState.ACTIVE, f"{_ordinal(place + 1)} to be sampled, {len(state.sampling)} are before it")
 
 
 def _others_run(state: TrainState, tenant: str) -> bool:
@@ -73,6 +86,8 @@ def _wait_s(state: TrainState, ahead: list[Entry], pace: Pace) -> float | None:
 
 def _running(state: TrainState) -> str:
     for _, dispatch in sorted(state.dispatches.items()):
+        if dispatch.quantum is not None:
+            return f"sampling for {len(state.sampling)} requests"
         future = state.futures.get(dispatch.future_ids[0])
         if future is not None:
             return f"running {future.tenant.removeprefix('key:')}/{future.kind}"

@@ -114,6 +114,14 @@ class Quantum(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SAMP
     eager: bool = False
 
 
+class QuantumPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is journaled of a quantum beside the requests that it adds."""
+
+    steps: int
+    cancel: Sequence[str] = ()
+    eager: bool = False
+
+
 class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str
     outcome: SampleOutcome
@@ -134,3 +142,7 @@ class QuantumDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     sampled_tokens: int
     prompt_tokens: int
     """That were computed in this quantum: once for all samples of a request that one rank has."""
+
+
+encode_result: Final = msgspec.msgpack.Encoder().encode
+decode_result: Final = msgspec.msgpack.Decoder(SampleResult).decode

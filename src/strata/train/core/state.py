@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import Any, Final, Literal
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.future import Future, FutureStatus, FutureStore
+from strata.train.core.sampling import QuantumPlan, Sample
 from strata.train.core.schedule import Entry, Scheduler
 from strata.train.core.sequence import Line
 
@@ -32,6 +34,12 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     initial_checkpoint: bool = True
     result_ttl_s: float = 86_400.0
     max_kept_results: int = 200_000
+    max_samplers: int = 64
+    max_pending_samples: int = 1024
+    """Requests for samples that are accepted and not yet at the ranks."""
+    max_running_samples: int = 256
+    """Requests for samples at the ranks."""
+    quantum_steps: int = 32
 
     @property
     def tenant_quota(self) -> int:
@@ -63,6 +71,26 @@ class Model(msgspec.Struct):
     unloaded: bool = False
 
 
+class SamplerStatus(StrEnum):
+    COMING = "coming"
+    """Accepted. Requests wait until the ranks are told of it; they do one thing after the other."""
+    OPEN = "open"
+    FAILED = "failed"
+
+
+class Sampler(msgspec.Struct):
+    """One that makes room for another is not here any more."""
+
+    sampler_id: str
+    tenant: str
+    session_id: str
+    base_model: str
+    model_path: str | None
+    status: SamplerStatus = SamplerStatus.COMING
+    used: int = 0
+    """When it was asked for samples last, in the order of turns."""
+
+
 class Checkpoint(msgspec.Struct, frozen=True):
     operation: ops.SaveWeights
     path: str
@@ -74,6 +102,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     future_ids: Sequence[str]
     rows: Sequence[Sequence[Row]] = ()
     path: str = ""
+    close: Sequence[str] = ()
+    quantum: QuantumPlan | None = None
 
 
 CheckpointKey = tuple[str, str, str]
@@ -97,15 +127,41 @@ class TrainState:
         self.given_up = set(saved.given_up)
         self.turns = saved.turns
         self.server_operations = saved.server_operations
+        self.samplers = {each.sampler_id: each for each in saved.samplers}
+        self.waiting: dict[str, Sample] = {}
+        """Requests for samples that are not at the ranks, in their order."""
+        self.sampling: dict[str, Sample] = {}
+        """Those that are."""
+        self.cancels = set(saved.cancels)
+        """Ended here because their client gave them up; the ranks are told with the next quantum."""
+        self.group = saved.group
+        """Of the ranks that have the requests."""
+        self.asleep = saved.asleep
+        self.sampled_last = saved.sampled_last
+        """Whether the last dispatch was a quantum."""
+        self.last_quantum = 0
+        """The last one that this process saw answered: for telling deaths in a row from deaths over the years."""
         self.scheduler = Scheduler(rules.max_tokens_per_row)
         for future in sorted(self.futures, key=lambda each: each.turn):
-            if future.status is FutureStatus.PENDING and future.turn:
+            if isinstance(future.operation, Sample):
+                queue = self.waiting if future.status is FutureStatus.PENDING else self.sampling
+                queue[future.future_id] = future.operation
+            elif future.status is FutureStatus.PENDING and future.turn:
                 self.scheduler.add(entry_of(future))
 
     @property
     def settled(self) -> int:
         """Every dispatch up to this number has its results."""
         return min(self.dispatches, default=self.dispatched + 1) - 1
+
+    @property
+    def quantum(self) -> Dispatch | None:
+        """The one that is at the ranks; there is never another beside it."""
+        return next((each for each in self.dispatches.values() if each.quantum is not None), None)
+
+    def samples_of(self, sampler_id: str) -> Iterator[str]:
+        for queue in (self.waiting, self.sampling):
+            yield from (future_id for future_id, sample in queue.items() if sample.sampler_id == sampler_id)
 
     def save(self) -> Saved:
         return Saved(
@@ -120,6 +176,11 @@ class TrainState:
             given_up=sorted(self.given_up),
             turns=self.turns,
             server_operations=self.server_operations,
+            samplers=list(self.samplers.values()),
+            cancels=sorted(self.cancels),
+            group=self.group,
+            asleep=self.asleep,
+            sampled_last=self.sampled_last,
         )
 
 
@@ -137,6 +198,11 @@ class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     given_up: Sequence[int] = ()
     turns: int = 0
     server_operations: int = 0
+    samplers: Sequence[Sampler] = ()
+    cancels: Sequence[str] = ()
+    group: str = ""
+    asleep: bool = False
+    sampled_last: bool = False
 
 
 def is_name(text: str) -> bool:
@@ -174,6 +240,10 @@ def future_id_of(operation: ops.Operation, server_operations: int) -> str:
             kind = "unload"
         case ops.Sleep() | ops.Wake():
             return f"op:{server_operations + 1}"
+        case ops.OpenSampler():
+            return f"{operation.sampler_id}:open"
+        case Sample():
+            return f"{operation.sampler_id}:{operation.seq_id}"
         case _:
             return f"{operation.model_id}:{operation.seq_id}" if operation.seq_id else f"{operation.model_id}:{INITIAL}"
     return f"{operation.model_id}:{kind}"

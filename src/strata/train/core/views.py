@@ -8,7 +8,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
 from strata.train.core.commands import ModelInfo
 from strata.train.core.future import Future
-from strata.train.core.state import INITIAL, Checkpoint, Model, Session, TrainState
+from strata.train.core.state import INITIAL, Checkpoint, Model, Sampler, Session, TrainState
 
 
 def find_session(state: TrainState, tenant: str, session_id: str) -> Session:
@@ -23,6 +23,21 @@ def find_model(state: TrainState, tenant: str, model_id: str) -> Model:
     if model is None or model.tenant != tenant:
         raise StrataError(Code.NOT_FOUND, f"there is no model {model_id!r}")
     return model
+
+
+def find_sampler(state: TrainState, tenant: str, sampler_id: str) -> Sampler:
+    sampler = state.samplers.get(sampler_id)
+    if sampler is None or sampler.tenant != tenant:
+        raise StrataError(
+            Code.NOT_FOUND,
+            f"there is no sampler {sampler_id!r}",
+            hint="one that is not used makes room for new ones; create it again",
+        )
+    return sampler
+
+
+def view_sampler(sampler: Sampler) -> messages.SamplerView:
+    return messages.SamplerView(sampler.sampler_id, sampler.base_model, sampler.model_path)
 
 
 def find_future(state: TrainState, tenant: str, future_id: str) -> Future:
@@ -40,6 +55,11 @@ def _was_there(state: TrainState, tenant: str, future_id: str) -> bool:
     owner, _, which = future_id.rpartition(":")
     if owner == "op":
         return which.isdecimal() and 1 <= int(which) <= state.server_operations
+    session_id, sampled, _ = owner.partition(":sample:")
+    if sampled:
+        # Samplers go, and their sessions stay: within one, nobody is told that it never was.
+        session = state.sessions.get(session_id)
+        return session is not None and session.tenant == tenant
     model = state.models.get(owner)
     if model is None or model.tenant != tenant:
         return False
@@ -102,12 +122,13 @@ def view_model(model: Model, base: ModelInfo | None) -> messages.ModelView:
     )
 
 
-def view_session(session: Session) -> messages.SessionView:
+def view_session(state: TrainState, session: Session) -> messages.SessionView:
     return messages.SessionView(
         session_id=session.session_id,
         opened_at_s=session.opened_at_s,
         finished=session.finished,
         models=session.models,
+        samplers=[each.sampler_id for each in state.samplers.values() if each.session_id == session.session_id],
         user_metadata=session.user_metadata,
     )
 

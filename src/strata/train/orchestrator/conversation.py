@@ -7,22 +7,24 @@ same words. What it applied already it answers from memory; a group that started
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.journal.port import Journal
 from strata.train.core import commands, ops
-from strata.train.core.inputs import Answer, Dispatching, DispatchNext, GiveUp
+from strata.train.core.inputs import Answer, AnswerQuantum, Dispatching, DispatchNext, GiveUp
 from strata.train.core.pace import Pace
 from strata.train.core.state import Dispatch
 from strata.train.core.views import tokens_of
 from strata.train.orchestrator.backend import RemoteBackend
 from strata.train.orchestrator.history import dispatches
 from strata.train.orchestrator.ledger import KEEP_INLINE_BYTES, Ledger
-from strata.train.orchestrator.request_processor import RequestProcessor
+from strata.train.orchestrator.request_processor import RequestProcessor, sampled
 from strata.train.settings import ServerSettings
 
 _log = log.get(__name__)
@@ -102,7 +104,7 @@ class Conversation:
             outcome = await parts.ledger.commit(DispatchNext(ranks, self._attached.model.max_context, now_s))
             if isinstance(outcome.reply, Dispatching):
                 failpoint("train.orchestrator.dispatch_durable")
-                await self._send(outcome.reply.dispatch, self._operations(outcome.reply.dispatch))
+                await self._send(*self._complete(outcome.reply.dispatch))
             elif not outcome.facts:
                 await parts.ledger.changed.wait()
 
@@ -125,16 +127,21 @@ class Conversation:
         await self._parts.ledger.settled()
         for number, dispatch in unanswered:
             if number in state.dispatches:
-                yield dispatch, self._operations(dispatch)
+                yield self._complete(dispatch)
 
-    def _operations(self, dispatch: Dispatch) -> list[ops.Operation]:
+    def _complete(self, dispatch: Dispatch) -> tuple[Dispatch, list[ops.Operation]]:
+        """With its operations. What was given up since does not belong to a quantum any longer."""
+        futures = self._parts.ledger.state.futures
         found = []
+        if dispatch.quantum is not None:
+            here = [each for each in dispatch.future_ids if (known := futures.get(each)) and known.operation]
+            dispatch = msgspec.structs.replace(dispatch, future_ids=here)
         for future_id in dispatch.future_ids:
-            future = self._parts.ledger.state.futures.get(future_id)
+            future = futures.get(future_id)
             assert future is not None, f"{future_id} was dispatched and does not exist"
             assert future.operation is not None, f"{future_id} was dispatched and has ended"
             found.append(future.operation)
-        return found
+        return dispatch, found
 
     async def _send(self, dispatch: Dispatch, operations: list[ops.Operation]) -> None:
         parts = self._parts
@@ -148,7 +155,7 @@ class Conversation:
             return
         if not self._told:
             self._since_s = parts.ledger.clock.monotonic_s()
-        kind = str(operations[0].__struct_config__.tag)
+        kind = "quantum" if dispatch.quantum is not None else str(operations[0].__struct_config__.tag)
         self._told[dispatch.number] = kind, sum(map(tokens_of, operations))
         self._moved.set()
         await parts.backend.send(dispatch.number, work, parts.ledger.durable)
@@ -169,9 +176,9 @@ class Conversation:
                 continue
             room = KEEP_INLINE_BYTES - parts.ledger.state.futures.result_bytes
             inline_bytes = min(ops.INLINE_BYTES, max(room, 0))
-            results = [await parts.processor.keep(result, inline_bytes=inline_bytes) for result in reply.results]
+            results = [await parts.processor.keep(result, inline_bytes=inline_bytes) for result in _results(reply)]
             failpoint("train.orchestrator.answer_heard")
-            parts.ledger.put(Answer(reply.number, results, parts.ledger.clock.wall_s()))
+            parts.ledger.put(_answer(reply, results, parts.ledger.clock.wall_s()))
 
     async def _watch(self) -> int:
         """Return the dispatch that takes too long. Only the oldest can: the others wait behind it."""
@@ -186,3 +193,14 @@ class Conversation:
                     await self._moved.wait()
             except TimeoutError:
                 continue
+
+
+def _results(reply: commands.Reply) -> Sequence[ops.Result]:
+    return reply.results if reply.sampled is None else [sampled(one.outcome) for one in reply.sampled.ended]
+
+
+def _answer(reply: commands.Reply, results: Sequence[ops.Result], at_s: float) -> Answer | AnswerQuantum:
+    if reply.sampled is None:
+        return Answer(reply.number, results, at_s)
+    names = [one.request_id for one in reply.sampled.ended]
+    return AnswerQuantum(reply.number, [*zip(names, results, strict=True)], reply.sampled.requests, at_s)

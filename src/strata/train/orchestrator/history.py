@@ -33,6 +33,9 @@ async def dispatches(
                 if fact.number > through:
                     return
                 expected += 1
+                if fact.quantum is not None:
+                    # What was sampled is a result, or is sampled anew: it changed no model.
+                    continue
                 operations = [accepted.pop(future_id) for future_id in fact.future_ids]
                 if fact.number > after and fact.number not in given_up:
-                    yield Dispatch(fact.number, fact.future_ids, fact.rows, fact.path), operations
+                    yield Dispatch(fact.number, fact.future_ids, fact.rows, fact.path, fact.close), operations

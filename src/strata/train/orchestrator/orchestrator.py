@@ -15,7 +15,7 @@ from strata.base.loop import every
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
 from strata.train.core import commands, messages
-from strata.train.core.inputs import GiveUp
+from strata.train.core.inputs import GiveUp, Greet
 from strata.train.core.machine import TrainMachine
 from strata.train.core.pace import Pace
 from strata.train.core.state import Rules
@@ -30,6 +30,8 @@ from strata.train.settings import ServerSettings
 
 DEADLY: Final = 3
 """A dispatch in which so many groups of ranks died is not told to another one."""
+QUANTUM: Final = 0
+"""Stands for all quanta where their deaths are counted."""
 EXPIRE_S: Final = 30.0
 SNAPSHOT_S: Final = 5.0
 END_S: Final = 1.0
@@ -52,6 +54,8 @@ class Orchestrator:
         self._suspect: tuple[int, str] | None = None
         """The dispatch that a group may have died of, and that group."""
         self._deaths: dict[int, int] = {}
+        self._died_in = 0
+        """The last dispatch that a group may have died of."""
         self._condemned: set[str] = set()
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -164,6 +168,7 @@ class Orchestrator:
                 await self._condemn(parts, attached)
                 continue
             _log.info("attached", group=attached.group, ranks=attached.world_size, applied=attached.applied)
+            await parts.ledger.commit(Greet(attached.group))
             self._attached = attached
             self._tell(f"attached {attached.group}")
             try:
@@ -182,8 +187,15 @@ class Orchestrator:
         suspect, self._suspect = self._suspect, None
         if suspect is not None and suspect[1] != attached.group and suspect[0] in state.dispatches:
             number = suspect[0]
-            self._deaths[number] = self._deaths.get(number, 0) + 1
-            if self._deaths[number] >= DEADLY:
+            # A quantum is not told again but made anew: those that groups die of one after the other count as one.
+            quantum = state.dispatches[number].quantum is not None
+            counted = QUANTUM if quantum else number
+            if quantum and state.last_quantum > self._died_in:
+                self._deaths.pop(QUANTUM, None)
+            self._died_in = number
+            self._deaths[counted] = self._deaths.get(counted, 0) + 1
+            if self._deaths[counted] >= DEADLY:
+                self._deaths.pop(counted)
                 reason = f"{DEADLY} groups of ranks died in this operation"
                 await parts.ledger.commit(GiveUp(number, reason, self._clock.wall_s()))
         return None
@@ -230,4 +242,8 @@ def rules_of(settings: ServerSettings) -> Rules:
         initial_checkpoint=settings.model.initial_checkpoint,
         result_ttl_s=limits.result_ttl_s,
         max_kept_results=limits.max_kept_results,
+        max_samplers=settings.sampling.places(full=settings.model.training == "full"),
+        max_pending_samples=settings.sampling.max_pending_requests,
+        max_running_samples=settings.sampling.max_running_requests,
+        quantum_steps=settings.sampling.quantum_steps,
     )

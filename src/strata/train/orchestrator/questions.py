@@ -20,9 +20,11 @@ from strata.train.core.views import (
     find_checkpoint,
     find_future,
     find_model,
+    find_sampler,
     find_session,
     view_checkpoint,
     view_model,
+    view_sampler,
     view_session,
 )
 from strata.train.orchestrator.conversation import Parts
@@ -84,12 +86,14 @@ class Questions:
                 return await self._watch(tenant, asked)
             case messages.DescribeModel():
                 return view_model(find_model(state, tenant, asked.model_id), base)
+            case messages.DescribeSampler():
+                return view_sampler(find_sampler(state, tenant, asked.sampler_id))
             case messages.ListModels():
                 mine = [view_model(each, base) for each in state.models.values() if each.tenant == tenant]
                 return messages.Models(mine)
             case messages.ListSessions():
                 return messages.Sessions(
-                    [view_session(each) for each in state.sessions.values() if each.tenant == tenant]
+                    [view_session(state, each) for each in state.sessions.values() if each.tenant == tenant]
                 )
             case messages.ListCheckpoints():
                 found = checkpoints_of(state, tenant, asked.model_id)

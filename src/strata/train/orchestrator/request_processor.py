@@ -8,6 +8,15 @@ from pathlib import Path
 
 from strata.train.core import commands, ops
 from strata.train.core.pack import respread
+from strata.train.core.sampling import (
+    Added,
+    Quantum,
+    QuantumPlan,
+    Sample,
+    SampleFailed,
+    SampleOutcome,
+    encode_result,
+)
 from strata.train.core.state import Dispatch
 from strata.train.payload import Payloads
 
@@ -17,11 +26,15 @@ class RequestProcessor:
         self._payloads = payloads
         self._checkpoints = checkpoints
 
-    async def work(self, dispatch: Dispatch, operations: Sequence[ops.Operation], ranks: int) -> commands.Work:
+    async def work(  # noqa: PLR0911 - one arm per kind
+        self, dispatch: Dispatch, operations: Sequence[ops.Operation], ranks: int
+    ) -> commands.Work:
         """The same for the same dispatch, whenever it is asked for. NOT_FOUND or CORRUPT if a payload is lost."""
         passes = [each for each in operations if isinstance(each, ops.ForwardBackward)]
         if passes:
             return await self._pass(dispatch, passes, ranks)
+        if dispatch.quantum is not None:
+            return _quantum(dispatch, dispatch.quantum, operations)
         (operation,) = operations
         path = str(self._checkpoints / dispatch.path)
         match operation:
@@ -31,7 +44,9 @@ class RequestProcessor:
                 return commands.SaveState(operation, path)
             case ops.LoadWeights():
                 return commands.LoadState(operation, path)
-            case ops.ForwardBackward() | ops.Unreadable():
+            case ops.SaveSampler() | ops.OpenSampler():
+                return commands.MakeSampler(operation, path, dispatch.close)
+            case ops.ForwardBackward() | ops.Unreadable() | Sample():
                 raise AssertionError(f"{type(operation).__name__} is not dispatched alone")
             case _:
                 return commands.Manage(operation)
@@ -53,9 +68,24 @@ class RequestProcessor:
 
     async def keep(self, result: ops.Result, *, inline_bytes: int) -> ops.Result:
         """A result as it is journaled: its payload in a file if it is large."""
-        if not isinstance(result, ops.PassDone) or not isinstance(result.payload, ops.Inline):
+        if not isinstance(result, ops.PassDone | ops.SampleDone) or not isinstance(result.payload, ops.Inline):
             return result
         data = result.payload.data
         if len(data) <= inline_bytes:
             return result
-        return ops.PassDone(await asyncio.to_thread(self._payloads.store, data))
+        return type(result)(await asyncio.to_thread(self._payloads.store, data))
+
+
+def _quantum(dispatch: Dispatch, plan: QuantumPlan, operations: Sequence[ops.Operation]) -> Quantum:
+    added = []
+    for future_id, operation in zip(dispatch.future_ids, operations, strict=True):
+        assert isinstance(operation, Sample), f"{future_id} is no sample"
+        added.append(Added(future_id, operation))
+    return Quantum(plan.steps, added, plan.cancel, plan.eager)
+
+
+def sampled(outcome: SampleOutcome) -> ops.Result:
+    """As it is kept: the sequences encoded once, for whoever asks."""
+    if isinstance(outcome, SampleFailed):
+        return ops.Failed(outcome.category, outcome.message)
+    return ops.SampleDone(ops.Inline(encode_result(outcome)))

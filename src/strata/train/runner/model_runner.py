@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import assert_never
+from typing import Final, assert_never
 
 import torch
 
@@ -26,11 +26,15 @@ from strata.train.runner.model import Base, try_out
 from strata.train.runner.passes import PassRunner, Times
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.rows import RankPass, RankReport, Refused, failed
+from strata.train.runner.sampling.sampler import Sampler
+from strata.train.runner.sampling.terms import SamplerLimits
 from strata.train.runner.settings import RunnerSettings
 from strata.train.runner.trained import AdapterModel, Trained, WholeModel, local
 
-Single = commands.Step | commands.SaveState | commands.LoadState | commands.Manage
+Single = commands.Step | commands.SaveState | commands.LoadState | commands.Manage | commands.MakeSampler
 """Work that every rank gets whole."""
+MOST_SAMPLERS: Final = 1 << 20
+"""The orchestrator decides who makes room for whom; what it was once told to open is opened again after a restart."""
 Managed = ops.CreateModel | ops.UnloadModel | ops.AbortGradients | ops.Sleep | ops.Wake
 
 
@@ -44,6 +48,17 @@ class ModelRunner:
         self._asleep: Asleep | None = None
         self._touched = False
         """Whether the weights of the base are still those of its folder."""
+        # Before anything is trained: it tries out whether it computes as the base does, which has no adapter yet.
+        self.sampler = Sampler(
+            self.base,
+            ranks,
+            SamplerLimits(
+                sequences=settings.sequences,
+                cached_tokens=settings.cached_tokens,
+                samplers=MOST_SAMPLERS,
+                requests=MOST_SAMPLERS,
+            ),
+        )
         self._passes = PassRunner(self.base, ranks, self.models)
 
     @property
@@ -70,6 +85,8 @@ class ModelRunner:
                 return self.save(operation, Path(path))
             case commands.LoadState(operation, path):
                 return self.load(operation, Path(path))
+            case commands.MakeSampler(making, path, close):
+                return self.make_sampler(making, Path(path), close)
             case commands.Manage(operation):
                 return self._manage(operation)
             case _:
@@ -181,6 +198,41 @@ class ModelRunner:
         put()
         return ops.WeightsLoaded(f"tinker://{operation.run_id}/{operation.kind}/{operation.name}")
 
+    def make_sampler(
+        self, operation: ops.SaveSampler | ops.OpenSampler, folder: Path, close: Sequence[str]
+    ) -> ops.SamplerOpened:
+        sampler, sampler_id = self.sampler, operation.sampler_id
+        for other in close:
+            if other in sampler:
+                sampler.close(other)
+        if isinstance(operation, ops.SaveSampler):
+            model = self._model(operation.model_id)
+            if isinstance(model, AdapterModel):
+                sampler.open_adapter(sampler_id, model.adapter)
+            else:
+                sampler.open_whole(sampler_id)
+        elif operation.weights is None:
+            sampler.open_base(sampler_id)
+        else:
+            self._open_saved(sampler, sampler_id, folder)
+        return ops.SamplerOpened(sampler_id)
+
+    def _open_saved(self, sampler: Sampler, sampler_id: str, folder: Path) -> None:
+        found: Adapter | dict[str, torch.Tensor]
+        with self.ranks.in_step():
+            lora = checkpoint.read(folder).lora
+            if (lora is None) != self.settings.full:
+                raise StrataError(Code.INVALID, f"{folder.name!r} was made by the other kind of training")
+            if lora is None:
+                found = weights.whole_parameters(folder, self.base.packed)
+            else:
+                found = Adapter(lora, targets_of(self.base.lm, lora), self.ranks.device)
+                weights.fill_adapter(folder, found)
+        if isinstance(found, Adapter):
+            sampler.open_adapter(sampler_id, found)
+        else:
+            sampler.open_whole(sampler_id, found)
+
     def sleep(self) -> ops.Asleep:
         """Asleep already is asleep: nothing more is freed."""
         if self._asleep is not None:
@@ -208,6 +260,7 @@ class ModelRunner:
         yield from (local(parameter) for parameter in self.base.packed.parameters())
         for model in self.models.values():
             yield from model.tensors()
+        yield from self.sampler.tensors()
 
     def _model(self, model_id: str) -> Trained:
         model = self.models.get(model_id)

@@ -11,12 +11,16 @@ from enum import IntEnum
 from time import perf_counter
 from typing import Protocol, assert_never
 
+import msgspec
+
 from strata.base import log
 from strata.base.errors import StrataError
 from strata.train.core import commands, ops
+from strata.train.core.sampling import Quantum, QuantumDone
 from strata.train.runner import rows
-from strata.train.runner.model_runner import ModelRunner
+from strata.train.runner.model_runner import ModelRunner, Single
 from strata.train.runner.ranks import Ranks
+from strata.train.runner.sampling import spread
 
 _log = log.get(__name__)
 
@@ -28,6 +32,7 @@ class Kind(IntEnum):
     PASS = 2
     HEALTH = 3
     SHUTDOWN = 4
+    SAMPLE = 5
 
 
 class Link(Protocol):
@@ -49,6 +54,7 @@ class RunnerDispatcher:
         self._run_id: str | None = None
         self._applied = 0
         self._replies: dict[int, commands.Reply] = {}
+        self._spread = runner.sampler.spread()
 
     def run(self) -> None:
         """Until the orchestrator says that it is over."""
@@ -115,7 +121,13 @@ class RunnerDispatcher:
             del self._replies[number]
         if command.number > self._applied:
             started = perf_counter()
-            results, tokens = self._do(command.work)
+            sampled: QuantumDone | None = None
+            results: Sequence[ops.Result] = ()
+            if isinstance(command.work, Quantum):
+                sampled = self._sample(command.work)
+                tokens = sampled.sampled_tokens
+            else:
+                results, tokens = self._do(command.work)
             times = self._runner.times
             passed = isinstance(command.work, commands.Pass)
             timing = commands.Timing(
@@ -124,18 +136,27 @@ class RunnerDispatcher:
                 backward_s=times.backward_s if passed else 0.0,
                 tokens=tokens,
             )
-            self._replies[command.number] = commands.Reply(self._generation, command.number, results, timing)
+            self._replies[command.number] = commands.Reply(self._generation, command.number, results, timing, sampled)
             self._applied = command.number
         kept = self._replies[command.number]
-        return commands.Reply(self._generation, kept.number, kept.results, kept.timing)
+        return msgspec.structs.replace(kept, generation=self._generation)
 
-    def _do(self, work: commands.Work) -> tuple[Sequence[ops.Result], int]:
+    def _do(self, work: commands.Pass | Single) -> tuple[Sequence[ops.Result], int]:
         if isinstance(work, commands.Pass):
             return self._pass(work)
         data = commands.encode(work)
         self._ranks.announce(Kind.WORK, [len(data)] * self._ranks.size)
         self._ranks.send_to_all(data)
         return [self._runner.execute(work)], 0
+
+    def _sample(self, work: Quantum) -> QuantumDone:
+        """Rank 0 alone knows whole requests; each rank gets its own sequences of them."""
+        sampler = self._runner.sampler
+        parts = [spread.encode(part) for part in self._spread.cut(work)]
+        self._ranks.announce(Kind.SAMPLE, [len(part) for part in parts])
+        self._ranks.scatter(parts)
+        report = spread.encode(sampler.run(spread.decode_quantum(parts[0])))
+        return self._spread.put_together([spread.decode_sampled(one) for one in self._ranks.gather(report)])
 
     def _pass(self, work: commands.Pass) -> tuple[Sequence[ops.Result], int]:
         try:
@@ -159,11 +180,14 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
         match Kind(kind):
             case Kind.WORK:
                 work = commands.decode_work(ranks.receive(sizes[ranks.rank]))
-                assert isinstance(work, commands.Step | commands.SaveState | commands.LoadState | commands.Manage)
+                assert isinstance(work, Single)
                 runner.execute(work)
             case Kind.PASS:
                 report = runner.forward_backward(rows.decode_pass(ranks.receive_part(sizes)))
                 ranks.gather(rows.encode(report))
+            case Kind.SAMPLE:
+                quantum = spread.decode_quantum(ranks.receive_part(sizes))
+                ranks.gather(spread.encode(runner.sampler.run(quantum)))
             case Kind.HEALTH:
                 ranks.numbers(ranks.rank)
             case Kind.SHUTDOWN:

@@ -30,6 +30,9 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     sleep_folder: Path
     """Where a rank without a device puts its weights while it sleeps."""
     collective_timeout_s: float = 1800.0
+    sequences: int = 64
+    """That are sampled at once on each rank."""
+    cached_tokens: int = 32_768
 
     @property
     def full(self) -> bool:
@@ -50,4 +53,6 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         activation_checkpointing=model.activation_checkpointing,
         sleep_folder=settings.data / "asleep",
         collective_timeout_s=settings.ranks.collective_timeout_s,
+        sequences=settings.sampling.sequences,
+        cached_tokens=settings.sampling.cached_tokens,
     )

@@ -19,7 +19,8 @@ from strata.base.errors import Code, StrataError
 from strata.train.runner.lora import Adapter
 from strata.train.runner.model import Base, read, tokenizer_files
 from strata.train.runner.optimizer import MOMENTS
-from strata.train.runner.trained import AdapterModel, WholeModel
+from strata.train.runner.packed import PackedModel
+from strata.train.runner.trained import AdapterModel, WholeModel, sharded
 
 ADAPTER: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -62,6 +63,17 @@ def read_adapter(folder: Path, model: AdapterModel, *, optimizer: bool, steps: i
         model.optimizer.restore([moments], steps if optimizer else 0)
 
     return put
+
+
+def fill_adapter(folder: Path, adapter: Adapter) -> None:
+    adapter.flat.copy_(_flat(adapter, _from_peft(load_file(folder / ADAPTER), adapter), adapter.flat.device))
+
+
+def whole_parameters(folder: Path, packed: PackedModel) -> dict[str, torch.Tensor]:
+    """A saved model's weights, sharded as the live ones are."""
+    live = dict(sharded(packed))
+    parts = _own_parts(str(folder), live)
+    return {name: _like(parameter, part) for (name, parameter), part in zip(live.items(), parts, strict=True)}
 
 
 def _flat(adapter: Adapter, parts: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -204,9 +216,13 @@ def read_whole(folder: Path, model: WholeModel, *, optimizer: bool, steps: int) 
 
 def whole_weights(path: str, model: WholeModel) -> list[torch.Tensor]:
     """This rank's part of every weight in a folder of a whole model."""
+    return _own_parts(path, model.parameters)
+
+
+def _own_parts(path: str, parameters: Mapping[str, DTensor]) -> list[torch.Tensor]:
     found = dict(read(path, torch.float32).named_parameters())
     parts = []
-    for name, parameter in model.parameters.items():
+    for name, parameter in parameters.items():
         if name not in found or found[name].shape != parameter.shape:
             raise StrataError(Code.INVALID, f"{name} in the checkpoint is not that of the model")
         parts.append(_own_part(found[name].detach(), parameter))

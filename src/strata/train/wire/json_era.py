@@ -157,8 +157,10 @@ def _array(values: npt.NDArray[Any], shape: Sequence[int]) -> Mapping[str, Any]:
 
 def write_result(result: ops.Result) -> bytes:
     """The result of every operation whose result is no pass."""
-    if isinstance(result, ops.PassDone):
+    if isinstance(result, ops.PassDone | ops.SampleDone):
         raise StrataError(Code.INTERNAL, "the result of a pass is in its payload")
+    if isinstance(result, ops.SamplerOpened):
+        return write({"type": "save_weights_for_sampler", "sampling_session_id": result.sampler_id})
     if isinstance(result, ops.Failed):
         # Clients have no word for a cancelled operation but that the user wanted it so.
         return write({"error": result.message, "category": "server" if result.category == "server" else "user"})

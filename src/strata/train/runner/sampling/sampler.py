@@ -40,6 +40,9 @@ class Sampler:
         self._batches: dict[str, Batch] = {}
         self._closed: list[tuple[str, str]] = []
 
+    def __contains__(self, sampler_id: str) -> bool:
+        return sampler_id in self._samplers
+
     def open_base(self, sampler_id: str) -> None:
         self._check_architecture()
         self._samplers.open_base(sampler_id)

@@ -4,8 +4,8 @@ isort:skip_file
 The messages of the training protocol that travel as protobuf, as far as a training server needs them.
 
 Clients of the `tinker` SDK since version 0.25 send the body of POST /api/v1/forward_backward as a ForwardBackwardRequest and read
-the result of that operation as a ForwardBackwardOutput. Everything else of the protocol is JSON. Names of fields and their
-numbers are those of the clients; the package is ours, which the bytes do not show.
+the result of that operation as a ForwardBackwardOutput; what was sampled they read as a SampleResponse. Everything else of the
+protocol is JSON. Names of fields and their numbers are those of the clients; the package is ours, which the bytes do not show.
 
 Arrays are bytes: little-endian, row-major, of the type that stands beside them.
 """
@@ -57,6 +57,26 @@ DTYPE_INT32: Dtype.ValueType  # 3
 DTYPE_BFLOAT16: Dtype.ValueType  # 4
 """The upper half of a single precision number."""
 Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
+
+class _StopReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StopReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StopReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STOP_REASON_UNSPECIFIED: _StopReason.ValueType  # 0
+    """Its end, or what was given as such: clients call it STOP_REASON_STOP."""
+    STOP_REASON_LENGTH: _StopReason.ValueType  # 1
+    """It was as long as it may be."""
+
+class StopReason(_StopReason, metaclass=_StopReasonEnumTypeWrapper):
+    """Why a sequence ended."""
+
+STOP_REASON_UNSPECIFIED: StopReason.ValueType  # 0
+"""Its end, or what was given as such: clients call it STOP_REASON_STOP."""
+STOP_REASON_LENGTH: StopReason.ValueType  # 1
+"""It was as long as it may be."""
+Global___StopReason: _TypeAlias = StopReason  # noqa: Y015
 
 @_typing.final
 class ForwardBackwardRequest(_message.Message):
@@ -630,3 +650,125 @@ class BatchedTensor(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BatchedTensor: _TypeAlias = BatchedTensor  # noqa: Y015
+
+@_typing.final
+class SampleResponse(_message.Message):
+    """What was sampled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    prompt_logprobs: _builtins.bytes
+    """float32, one for each token of the prompt; not a number where there is none."""
+    prompt_cache_hit_tokens: _builtins.int
+    """Tokens of the prompt that needed no computing."""
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledSequence]:
+        """One for each sample asked for, in order."""
+
+    @_builtins.property
+    def topk_prompt_logprobs(self) -> Global___TopkLogprobs:
+        """The likeliest tokens at each place of the prompt."""
+
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[Global___SampledSequence] | None = ...,
+        prompt_logprobs: _builtins.bytes | None = ...,
+        topk_prompt_logprobs: Global___TopkLogprobs | None = ...,
+        prompt_cache_hit_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_topk_prompt_logprobs", b"_topk_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_topk_prompt_logprobs", b"_topk_prompt_logprobs", "prompt_cache_hit_tokens", b"prompt_cache_hit_tokens", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__topk_prompt_logprobs: _TypeAlias = _typing.Literal["topk_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__topk_prompt_logprobs: _TypeAlias = _typing.Literal["_topk_prompt_logprobs", b"_topk_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__topk_prompt_logprobs) -> _WhichOneofReturnType__topk_prompt_logprobs | None: ...
+
+Global___SampleResponse: _TypeAlias = SampleResponse  # noqa: Y015
+
+@_typing.final
+class SampledSequence(_message.Message):
+    """One sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOPK_SAMPLED_LOGPROBS_FIELD_NUMBER: _builtins.int
+    stop_reason: Global___StopReason.ValueType
+    """Why it ended."""
+    tokens: _builtins.bytes
+    """int32."""
+    logprobs: _builtins.bytes
+    """float32, one for each token."""
+    @_builtins.property
+    def topk_sampled_logprobs(self) -> Global___TopkLogprobs:
+        """The likeliest tokens at each place."""
+
+    def __init__(
+        self,
+        *,
+        stop_reason: Global___StopReason.ValueType = ...,
+        tokens: _builtins.bytes = ...,
+        logprobs: _builtins.bytes | None = ...,
+        topk_sampled_logprobs: Global___TopkLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_topk_sampled_logprobs", b"_topk_sampled_logprobs", "logprobs", b"logprobs", "topk_sampled_logprobs", b"topk_sampled_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_topk_sampled_logprobs", b"_topk_sampled_logprobs", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens", "topk_sampled_logprobs", b"topk_sampled_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__topk_sampled_logprobs: _TypeAlias = _typing.Literal["topk_sampled_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__topk_sampled_logprobs: _TypeAlias = _typing.Literal["_topk_sampled_logprobs", b"_topk_sampled_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__topk_sampled_logprobs) -> _WhichOneofReturnType__topk_sampled_logprobs | None: ...
+
+Global___SampledSequence: _TypeAlias = SampledSequence  # noqa: Y015
+
+@_typing.final
+class TopkLogprobs(_message.Message):
+    """The likeliest tokens at each of several places, place by place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    K_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """int32; 0 where there is no token."""
+    logprobs: _builtins.bytes
+    """float32; -99999 where there is no token."""
+    k: _builtins.int
+    """Tokens at each place."""
+    length: _builtins.int
+    """Places."""
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+        k: _builtins.int = ...,
+        length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["k", b"k", "length", b"length", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopkLogprobs: _TypeAlias = TopkLogprobs  # noqa: Y015

@@ -1,0 +1,51 @@
+"""Samplers, and asking them for samples."""
+
+from __future__ import annotations
+
+from strata.http.declare import KIB, MIB, RESEARCHER, VIEWER, Endpoint
+from strata.train.api.site import Call
+from strata.train.core import messages, ops
+from strata.train.wire import sampling
+from strata.train.wire.arrays import refuse
+
+
+async def sample(call: Call, body: sampling.SampleRequest) -> sampling.SampleFuture:
+    """Continue a prompt, as often as asked → future"""
+    operation = body.operation()
+    room = call.site.settings.sampling.cached_tokens
+    if operation.length >= room:
+        # Before it is made durable: what no rank can ever take does not belong into the journal.
+        raise refuse("prompt", f"has {operation.length} tokens, and a rank has room for {room}")
+    accepted = await call.submit(operation)
+    sequences = [f"{accepted.future_id}:{place}" for place in range(operation.num_samples)]
+    return sampling.SampleFuture(request_id=accepted.future_id, sample_sequence_ids=sequences)
+
+
+async def save_for_sampler(call: Call, body: sampling.SaveWeightsForSampler) -> ops.SaveWeights | ops.SaveSampler:
+    """Weights to sample from: files with a name, or a sampler that lives in memory alone."""
+    del call
+    return body.operation()
+
+
+async def create_session(call: Call, body: sampling.CreateSamplingSession) -> sampling.SamplingSession:
+    """A sampler of the base, or of saved weights."""
+    model = call.site.settings.model
+    operation = body.operation(model.base_model)
+    if operation.weights is None and model.training == "full":
+        raise refuse("base_model", "the whole model is trained here: its base is not kept beside it")
+    await call.submit(operation, body.session_id)
+    return sampling.SamplingSession(sampling_session_id=operation.sampler_id)
+
+
+async def show(call: Call) -> sampling.SamplerReply:
+    """What a sampler samples from."""
+    found = await call.look(messages.DescribeSampler(call.path["sampler_id"]), messages.SamplerView)
+    return sampling.SamplerReply(sampler_id=found.sampler_id, base_model=found.base_model, model_path=found.model_path)
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/v1/asample", RESEARCHER, sample, 16 * MIB),
+    Endpoint("POST", "/api/v1/save_weights_for_sampler", RESEARCHER, save_for_sampler),
+    Endpoint("POST", "/api/v1/create_sampling_session", RESEARCHER, create_session, 16 * KIB),
+    Endpoint("GET", "/api/v1/samplers/{sampler_id}", VIEWER, show, KIB),
+)

@@ -1,0 +1,238 @@
+"""Requests for samples, and what was sampled, as the clients of the training protocol write and read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import ops
+from strata.train.core.sampling import (
+    MISSING_LOGPROB,
+    Sample,
+    SampledSequence,
+    SampleParams,
+    SampleResult,
+    TopLogprobs,
+)
+from strata.train.wire.arrays import refuse
+from strata.train.wire.bodies import Name, Ordered, Seq, checkpoint_name, tinker_path, words
+from strata.train.wire.json_era import write
+from strata.train.wire.pb import tinker_pb2 as pb
+
+MOST_STOPS: Final = 64
+UNKNOWN: Final = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info")
+"""Of newer clients: taken where they ask for nothing, refused where they do."""
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: str = "encoded_text"
+    tokens: Sequence[Token] = ()
+
+
+class ModelInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    chunks: Sequence[msgspec.Raw]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | Sequence[str | Token] | None = None
+    """None: the model's own end of text. An empty list: nothing stops it. Anything else stops it beside that end."""
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = -1
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+
+    def own(self) -> SampleParams:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        if stop is not None and len(stop) > MOST_STOPS:
+            raise refuse("sampling_params.stop", f"has {len(stop)} entries; at most {MOST_STOPS} are looked for")
+        return SampleParams(
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            stop_tokens=tuple(each for each in stop or () if isinstance(each, int)),
+            stop_strings=tuple(each for each in stop or () if isinstance(each, str)),
+            end_tokens=stop is None or len(stop) > 0,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+
+
+class SampleRequest(Ordered, frozen=True, kw_only=True):
+    sampling_session_id: Name | None = None
+    seq_id: Number | None = None
+    prompt: ModelInput
+    sampling_params: SamplingParams = SamplingParams()
+    num_samples: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    topk_sample_logprobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    base_model: Name | None = None
+    model_path: Name | None = None
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+
+    def operation(self) -> Sample:
+        if self.sampling_session_id is None or self.seq_id is None:
+            raise refuse("sampling_session_id", "samples are asked for within a sampling session, and counted")
+        for name in (
+            "target_prompt_logprobs",
+            "prompt_alt_tokens_k",
+            "prompt_logprobs_last_n",
+            "record_stability_info",
+        ):
+            if getattr(self, name):
+                raise refuse(name, "this server does not know of it")
+        return Sample(
+            sampler_id=self.sampling_session_id,
+            seq_id=self.seq_id,
+            prompt=_tokens(self.prompt),
+            params=self.sampling_params.own(),
+            num_samples=self.num_samples,
+            prompt_logprobs=bool(self.prompt_logprobs),
+            topk_prompt_logprobs=self.topk_prompt_logprobs,
+            topk_sample_logprobs=self.topk_sample_logprobs,
+        )
+
+
+class _Kind(msgspec.Struct):
+    type: str = "encoded_text"
+
+
+_kinds: Final = msgspec.json.Decoder(_Kind)
+_chunks: Final = msgspec.json.Decoder(Chunk)
+
+
+def _tokens(prompt: ModelInput) -> bytes:
+    tokens: list[int] = []
+    for index, raw in enumerate(prompt.chunks):
+        where = f"prompt.chunks[{index}]"
+        try:
+            kind = _kinds.decode(raw).type
+            if kind != "encoded_text":
+                raise refuse(where, f"this server samples from tokens, not from {kind[:80]}")
+            tokens += _chunks.decode(raw).tokens
+        except msgspec.MsgspecError as error:
+            raise refuse(where, str(error)) from None
+    if not tokens:
+        raise refuse("prompt", "has no tokens")
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+class CreateSamplingSession(Ordered, frozen=True, kw_only=True):
+    session_id: Name
+    sampling_session_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    base_model: Name | None = None
+    model_path: Name | None = None
+
+    def operation(self, served: str) -> ops.OpenSampler:
+        """`served` is the base of this server."""
+        sampler_id = sampler_of(self.session_id, self.sampling_session_seq_id)
+        if self.model_path is not None:
+            run_id, kind, name = tinker_path(self.model_path)
+            return ops.OpenSampler(sampler_id, served, ops.SavedWeights(run_id, kind, name))
+        if self.base_model != served:
+            raise StrataError(Code.INVALID, f"base_model: this server has {served!r}, not {self.base_model!r}")
+        return ops.OpenSampler(sampler_id, served)
+
+
+class SaveWeightsForSampler(Ordered, frozen=True, kw_only=True):
+    model_id: Name
+    seq_id: Seq
+    path: Name | None = None
+    sampling_session_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+    def operation(self) -> ops.SaveWeights | ops.SaveSampler:
+        """Files with a name, or a sampler that lives only in memory."""
+        if self.path is None and self.sampling_session_seq_id is not None:
+            session_id = self.model_id.rpartition(":train:")[0]
+            sampler_id = sampler_of(session_id, self.sampling_session_seq_id)
+            return ops.SaveSampler(self.model_id, self.seq_id, sampler_id)
+        return ops.SaveWeights(
+            model_id=self.model_id,
+            seq_id=self.seq_id,
+            kind="sampler_weights",
+            name=checkpoint_name(self.path if self.path is not None else f"step-{self.seq_id}"),
+            overwrite=self.overwrite,
+            ttl_s=self.ttl_seconds,
+            user_metadata=words(self.user_metadata),
+        )
+
+
+class SampleFuture(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: str
+    sample_sequence_ids: Sequence[str]
+    """One for each sample, in order."""
+
+
+class SamplingSession(msgspec.Struct, frozen=True, kw_only=True):
+    sampling_session_id: str
+    type: str = "create_sampling_session"
+
+
+class SamplerReply(msgspec.Struct, frozen=True, kw_only=True):
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+
+
+def sampler_of(session_id: str, number: int) -> str:
+    return f"{session_id}:sample:{number}"
+
+
+def write_proto(result: SampleResult) -> bytes:
+    message = pb.SampleResponse(prompt_logprobs=result.prompt_logprobs)
+    for each in result.sequences:
+        reason = pb.STOP_REASON_UNSPECIFIED if each.stop_reason == "stop" else pb.STOP_REASON_LENGTH
+        sequence = message.sequences.add(stop_reason=reason, tokens=each.tokens, logprobs=each.logprobs)
+        if each.top is not None:
+            sequence.topk_sampled_logprobs.CopyFrom(_top(each.top))
+    if result.top_prompt is not None:
+        message.topk_prompt_logprobs.CopyFrom(_top(result.top_prompt))
+    return message.SerializeToString()
+
+
+def _top(top: TopLogprobs) -> pb.TopkLogprobs:
+    return pb.TopkLogprobs(token_ids=top.tokens, logprobs=top.logprobs, k=top.k, length=top.length)
+
+
+def write_json(result: SampleResult) -> bytes:
+    found: dict[str, Any] = {"type": "sample", "sequences": [_sequence(each) for each in result.sequences]}
+    if result.prompt_logprobs is not None:
+        told = np.frombuffer(result.prompt_logprobs, "<f4").tolist()
+        found["prompt_logprobs"] = [None if math.isnan(each) else each for each in told]
+    if result.top_prompt is not None:
+        found["topk_prompt_logprobs"] = _places(result.top_prompt)
+    return write(found)
+
+
+def _sequence(sequence: SampledSequence) -> dict[str, Any]:
+    found = {
+        "stop_reason": sequence.stop_reason,
+        "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
+        "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
+    }
+    return found if sequence.top is None else found | {"topk_logprobs": _places(sequence.top)}
+
+
+def _places(top: TopLogprobs) -> list[list[tuple[int, float]] | None]:
+    """None where nothing was computed."""
+    tokens = np.frombuffer(top.tokens, "<i4").reshape(top.length, top.k).tolist()
+    logprobs = np.frombuffer(top.logprobs, "<f4").reshape(top.length, top.k).tolist()
+    places = []
+    for ids, values in zip(tokens, logprobs, strict=True):
+        kept = [(token, value) for token, value in zip(ids, values, strict=True) if value > MISSING_LOGPROB]
+        places.append(kept or None)
+    return places

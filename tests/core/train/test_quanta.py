@@ -1,0 +1,216 @@
+"""Sampling in the core: quanta between training, requests that outlive ranks, samplers that make room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from strata.base.errors import Code
+from strata.train.core import ops
+from strata.train.core.future import FutureStatus
+from strata.train.core.inputs import (
+    Abort,
+    Accept,
+    Answer,
+    AnswerQuantum,
+    Dispatching,
+    DispatchNext,
+    FinishSession,
+    GiveUp,
+    Greet,
+    OpenSession,
+)
+from strata.train.core.sampling import Sample, SampleParams
+from strata.train.core.state import Dispatch
+from tests.core.train.servers import TENANT, Server, step
+
+DONE = ops.SampleDone(ops.Inline(b"sampled"))
+
+
+class Sampling(Server):
+    """A server with a session `s`, spoken to by the ranks of group `g`."""
+
+    def __init__(self, **rules: int) -> None:
+        super().__init__(**rules)
+        self.ask(OpenSession(TENANT, "s", self.now_s))
+        self.ask(Greet("g"))
+
+    def base(self, number: int = 0) -> str:
+        sampler_id = f"s:sample:{number}"
+        self.ask(Accept(TENANT, ops.OpenSampler(sampler_id, "tiny"), self.now_s, "s"))
+        return sampler_id
+
+    def sample(self, sampler_id: str, seq: int = 0, prompt: bytes = b"abcd") -> str:
+        self.ask(Accept(TENANT, wanted(sampler_id, seq, prompt), self.now_s))
+        return f"{sampler_id}:{seq}"
+
+    def next(self) -> Dispatch | None:
+        """What the ranks are told next; failures on the way are no dispatches."""
+        while True:
+            outcome = self.ask(DispatchNext(2, 1000, self.now_s))
+            if isinstance(outcome.reply, Dispatching):
+                return outcome.reply.dispatch
+            if not outcome.facts:
+                return None
+
+    def quantum(self) -> Dispatch:
+        found = self.next()
+        assert found is not None
+        assert found.quantum is not None, found
+        return found
+
+    def opened(self, number: int = 0) -> str:
+        sampler_id = self.base(number)
+        told = self.next()
+        assert told is not None
+        self.answer_one(told)
+        return sampler_id
+
+    def answer_one(self, dispatch: Dispatch) -> None:
+        self.ask(Answer(dispatch.number, [ops.SamplerOpened("x")] * len(dispatch.future_ids), self.now_s))
+
+    def sampled(self, dispatch: Dispatch, ended: Sequence[str] = (), left: int = 1) -> None:
+        self.ask(AnswerQuantum(dispatch.number, [(each, DONE) for each in ended], left, self.now_s))
+
+    def status(self, future_id: str) -> FutureStatus:
+        found = self.state.futures.get(future_id)
+        assert found is not None
+        return found.status
+
+
+def wanted(sampler_id: str, seq: int = 0, prompt: bytes = b"abcd") -> Sample:
+    return Sample(sampler_id, seq, prompt, SampleParams(max_tokens=8))
+
+
+def test_requests_wait_for_their_sampler_and_go_in_one_quantum_and_end_in_another() -> None:
+    server = Sampling(max_running=1)
+    sampler = server.base()
+    first, second = server.sample(sampler, 0), server.sample(sampler, 1)
+    opening = server.next()
+    assert opening is not None
+    assert opening.quantum is None
+    assert server.next() is None
+    server.answer_one(opening)
+    quantum = server.quantum()
+    assert quantum.future_ids == (first, second)
+    server.sampled(quantum, [first])
+    assert (server.status(first), server.status(second)) == (FutureStatus.FINISHED, FutureStatus.DISPATCHED)
+    again = server.quantum()
+    assert again.future_ids == ()
+    server.sampled(again, [second], left=0)
+    assert server.next() is None
+    assert not server.state.dispatches
+
+
+def test_training_and_quanta_take_turns() -> None:
+    server = Sampling(max_running=1)
+    model = server.model()
+    sampler = server.opened()
+    server.accept(*(step(model, seq) for seq in (1, 2, 3)))
+    server.sample(sampler)
+    kinds = []
+    for _ in range(6):
+        told = server.next()
+        assert told is not None
+        kinds.append("quantum" if told.quantum else "training")
+        if told.quantum:
+            server.sampled(told)
+        else:
+            server.answer_one(told)
+    assert kinds == ["quantum", "training", "quantum", "training", "quantum", "training"]
+
+
+@pytest.mark.parametrize("from_snapshot", [True, False])
+def test_what_dead_ranks_were_sampling_is_given_to_the_next_ones_and_a_result_stays(from_snapshot: bool) -> None:
+    server = Sampling()
+    sampler = server.opened()
+    done, going = server.sample(sampler, 0), server.sample(sampler, 1)
+    server.sampled(server.quantum(), [done])
+    server.quantum()
+    later = server.sample(sampler, 2)
+    server.restart(from_snapshot=from_snapshot)
+    assert server.next() is None, "the same ranks are still at their quantum"
+    server.ask(Greet("another"))
+    assert server.quantum().future_ids == (going, later)
+    assert server.status(done) is FutureStatus.FINISHED
+
+
+def test_an_answer_of_ranks_that_are_gone_changes_nothing() -> None:
+    server = Sampling()
+    sample = server.sample(server.opened())
+    old = server.quantum()
+    server.ask(Greet("another"))
+    server.sampled(old, [sample], left=0)
+    assert server.status(sample) is FutureStatus.PENDING
+
+
+def test_a_request_that_is_given_up_ends_at_once_and_the_ranks_are_told_with_the_next_quantum() -> None:
+    server = Sampling()
+    sample = server.sample(server.opened())
+    quantum = server.quantum()
+    server.ask(Abort(TENANT, sample, server.now_s))
+    assert server.status(sample) is FutureStatus.CANCELLED
+    server.sampled(quantum, [sample])
+    assert server.status(sample) is FutureStatus.CANCELLED
+    told = server.quantum().quantum
+    assert told is not None
+    assert told.cancel == (sample,)
+
+
+def test_a_request_that_the_ranks_have_lost_fails_and_is_not_waited_for() -> None:
+    server = Sampling()
+    sample = server.sample(server.opened())
+    server.sampled(server.quantum(), left=0)
+    assert server.status(sample) is FutureStatus.FAILED
+    assert server.next() is None
+
+
+def test_a_quantum_that_ranks_do_not_survive_fails_what_was_in_it() -> None:
+    server = Sampling()
+    sample = server.sample(server.opened())
+    assert server.ask(GiveUp(server.quantum().number, "it was deadly", server.now_s)).ended == (sample,)
+    assert server.status(sample) is FutureStatus.FAILED
+    assert server.next() is None
+
+
+def test_too_many_that_wait_are_refused_and_the_same_again_is_the_same() -> None:
+    server = Sampling(max_pending_samples=2)
+    sampler = server.opened()
+    server.sample(sampler, 0)
+    server.sample(sampler, 1)
+    refused = server.refusal(Accept(TENANT, wanted(sampler, 2), server.now_s))
+    assert refused.code is Code.EXHAUSTED
+    server.sample(sampler, 1)
+    other = server.refusal(Accept(TENANT, wanted(sampler, 1, b"efgh"), server.now_s))
+    assert other.code is Code.CONFLICT
+    assert server.refusal(Accept("bob", wanted(sampler, 3), server.now_s)).code is Code.NOT_FOUND
+
+
+def test_the_sampler_that_is_longest_unused_makes_room_and_none_that_is_waited_for() -> None:
+    server = Sampling(max_samplers=3)
+    waited_for, used, unused = server.opened(0), server.opened(1), server.opened(2)
+    long, short = server.sample(waited_for), server.sample(used)
+    server.sampled(server.quantum(), [short])
+    for number, gone in ((3, unused), (4, used)):
+        server.base(number)
+        told = server.next()
+        if told is not None and told.quantum is not None:
+            server.sampled(told)
+            told = server.next()
+        assert told is not None
+        assert told.close == (gone,)
+        server.answer_one(told)
+    assert server.status(long) is FutureStatus.DISPATCHED
+    assert server.refusal(Accept(TENANT, wanted(used, 1), server.now_s)).code is Code.NOT_FOUND
+
+
+def test_a_finished_session_gives_up_its_samples() -> None:
+    server = Sampling()
+    sampler = server.opened()
+    running = server.sample(sampler, 0)
+    server.quantum()
+    waiting = server.sample(sampler, 1)
+    server.ask(FinishSession(TENANT, "s", "success", server.now_s))
+    assert {server.status(each) for each in (running, waiting)} == {FutureStatus.CANCELLED}
+    assert server.refusal(Accept(TENANT, wanted(sampler, 2), server.now_s)).code is Code.PRECONDITION
