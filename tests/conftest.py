@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import pytest
@@ -70,6 +71,24 @@ def pytest_configure() -> None:
     # A run that a shell put into the background ignores SIGINT, and so would every process that a test interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    # What ends a worker of xdist is shown nowhere: there the controller looks.
+    if not hasattr(config, "workerinput"):
+        _refuse_same_ids([item.nodeid for item in items])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(ids: Sequence[str]) -> None:
+    _refuse_same_ids(ids)
+
+
+def _refuse_same_ids(ids: Sequence[str]) -> None:
+    """Of the tests with one id pytest-xdist runs one and leaves the others out without a word."""
+    twice = [f"{node_id} ({count} tests)" for node_id, count in Counter(ids).items() if count > 1]
+    if twice:
+        raise pytest.UsageError(f"several tests have the same id: {', '.join(twice)}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -16,6 +16,8 @@ from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, File, Kind, Line
 from strata.fleet.artifacts.ports import ChunkStore, Committed, Index
 from strata.fleet.artifacts.service import Artifacts, once
 from strata.fleet.ports import Hold, Store
+from tests.conformance.fleet.fleet import marker
+from tests.support.feed import told_before
 
 OWNER = "host_a"
 RESULT = Lineage(kind=Kind.RESULT, model="gbt", mode="oracle")
@@ -98,6 +100,12 @@ async def content_of(place: Place, artifact_id: str) -> dict[str, bytes]:
         file.path: b"".join([part async for part in place.artifacts.read_file(artifact_id, file.path)])
         for file in manifest.files
     }
+
+
+async def kinds(place: Place, subject: str) -> list[str]:
+    """What happened to `subject` until now: all of it, and so nothing else."""
+    await told_before(await marker(place.fleet), place.index.events)
+    return [each.event.kind for each in await place.index.events("", 100, subject=subject)]
 
 
 async def refusal(call: Awaitable[object]) -> StrataError:

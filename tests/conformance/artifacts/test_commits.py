@@ -19,6 +19,7 @@ from tests.conformance.artifacts.making import (
     Place,
     chunk_of,
     content_of,
+    kinds,
     manifest_of,
     noise,
     parts_of,
@@ -29,10 +30,6 @@ from tests.conformance.artifacts.making import (
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job
 
 FILES = {"model.bin": noise(CHUNK_BYTES + 1000), "sub/config.json": b"{}", "sub/empty": b""}
-
-
-async def kinds(place: Place, subject: str) -> list[str]:
-    return [each.event.kind for each in await place.index.events("", 100, subject=subject)]
 
 
 async def test_a_committed_artifact_can_be_read_and_is_an_event(place: Place) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +14,10 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import Claim, Hold, HostRow, Lease, Store
+from tests.support.feed import told_before
 
 LEASE_S = 45.0
+_markers = itertools.count()
 
 
 def job(model: str, **fields: Any) -> JobSpec:
@@ -74,9 +76,12 @@ async def refusal(call: Awaitable[object]) -> StrataError:
     return refused.value
 
 
-async def kinds(store: Store, subject: str, count: int) -> list[str]:
-    """PostgreSQL holds events back while any older transaction of the server runs, also one of another database."""
-    async with asyncio.timeout(10):
-        while len(recorded := await store.events("", 1000, subject=subject)) < count:
-            pass
-    return [each.event.kind for each in recorded]
+async def marker(store: Store) -> str:
+    """The subject of an event that is written now: what the feed tells before it is all that was written before."""
+    return await add_host(store, f"host_marker{next(_markers)}")
+
+
+async def kinds(store: Store, subject: str) -> list[str]:
+    """What happened to `subject` until now: all of it, and so nothing else."""
+    await told_before(await marker(store), store.events)
+    return [each.event.kind for each in await store.events("", 1000, subject=subject)]

@@ -127,7 +127,7 @@ async def test_a_completed_job_keeps_its_result_and_answers_a_repeated_report(st
     assert (attempt.outcome, attempt.artifact, attempt.facts["metrics"]) == ("completed", "art1", {"auc": 0.9})
     (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1)], LEASE_S, 7.0)
     assert (renewed.verdict, renewed.status) == ("ended", Status.COMPLETED)
-    assert await kinds(store, job_id, 3) == ["job.created", "job.claimed", "job.completed"]
+    assert await kinds(store, job_id) == ["job.created", "job.claimed", "job.completed"]
 
 
 async def test_another_result_for_a_completed_job_is_refused(store: Store) -> None:
@@ -150,7 +150,7 @@ async def test_an_expired_job_that_nobody_claimed_is_revived_by_its_host(store: 
     (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1)], LEASE_S, LEASE_S + 1)
     assert (renewed.verdict, renewed.status) == ("held", Status.RUNNING)
     assert await claim(store, "host_b", claim_id="c2", now_s=LEASE_S + 2) == []
-    assert "job.revived" in await kinds(store, job_id, 4)
+    assert "job.revived" in await kinds(store, job_id)
 
 
 async def test_an_expired_job_that_nobody_claimed_may_still_be_completed(store: Store) -> None:

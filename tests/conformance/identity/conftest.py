@@ -1,8 +1,8 @@
-"""The same suite on both databases: a test takes `store`, and `events` to see what was recorded."""
+"""The same suite on both databases: a test takes `store`, and `read_events` to see what was recorded."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,7 @@ from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 from strata.identity import postgres, sqlite
 from strata.identity.ports import IdentityStore
-
-ReadEvents = Callable[[str, int], Awaitable[list[events.Recorded]]]
+from tests.support.feed import ReadEvents
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

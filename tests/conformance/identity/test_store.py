@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
 
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.database.events import START, Recorded
+from strata.database.events import Recorded
 from strata.identity.ports import HostIdentity, IdentityStore, Invite, Key
 from strata.identity.roles import Role
+from tests.support.feed import ReadEvents, told_before
 
-ReadEvents = Callable[[str, int], Awaitable[list[Recorded]]]
 KEY = Key("0123456789ab", "laptop", Role.RESEARCHER, "a" * 64, 1000.0)
+MARKER = replace(KEY, id="ffffffffffff", name="marker")
 INVITE = Invite("aabbccddeeff", "b" * 64, 1000.0, 2800.0, "lab", ("gpu", "linux"))
 HOST = HostIdentity("host_1", "anna", "key-of-anna", 1001.0)
 
@@ -25,17 +26,14 @@ async def refusal(call: Awaitable[object]) -> StrataError:
     return refused.value
 
 
-async def recorded(read_events: ReadEvents, count: int, page_size: int = 100) -> list[Recorded]:
-    """PostgreSQL holds events back while any older transaction of the server runs, also one of another database."""
-    seen: list[Recorded] = []
-    async with asyncio.timeout(10):
-        while len(seen) < count:
-            seen += await read_events(seen[-1].cursor if seen else START, page_size)
-    return seen + await read_events(seen[-1].cursor, page_size)
+async def recorded(store: IdentityStore, read_events: ReadEvents, page_size: int = 100) -> list[Recorded]:
+    """All that was written until now."""
+    await store.add_key(MARKER, "operator")
+    return await told_before(MARKER.id, read_events, page_size=page_size)
 
 
-async def kinds(read_events: ReadEvents, count: int) -> list[tuple[str, str, str]]:
-    return [(each.event.kind, each.event.subject, each.event.actor) for each in await recorded(read_events, count)]
+async def kinds(store: IdentityStore, read_events: ReadEvents) -> list[tuple[str, str, str]]:
+    return [(each.event.kind, each.event.subject, each.event.actor) for each in await recorded(store, read_events)]
 
 
 async def test_a_key_is_found_until_it_is_revoked_and_stays_listed(
@@ -47,7 +45,7 @@ async def test_a_key_is_found_until_it_is_revoked_and_stays_listed(
     await store.revoke_key(KEY.id, "operator", 2000.0)
     await store.revoke_key(KEY.id, "operator", 3000.0)
     assert await store.keys() == [replace(KEY, revoked_at_s=2000.0)]
-    assert await kinds(read_events, 2) == [("key.made", KEY.id, "operator"), ("key.revoked", KEY.id, "operator")]
+    assert await kinds(store, read_events) == [("key.made", KEY.id, "operator"), ("key.revoked", KEY.id, "operator")]
 
 
 async def test_an_unknown_id_cannot_be_revoked(store: IdentityStore) -> None:
@@ -64,7 +62,7 @@ async def test_an_invitation_enrolls_one_host_with_its_pool_and_labels(
     assert host == replace(HOST, pool="lab", labels=("gpu", "linux"))
     assert await store.host(HOST.id) == host
     assert await store.hosts() == [host]
-    assert await kinds(read_events, 2) == [
+    assert await kinds(store, read_events) == [
         ("invite.made", INVITE.id, "operator"),
         ("host.enrolled", HOST.id, f"invite:{INVITE.id}"),
     ]
@@ -142,6 +140,6 @@ async def test_of_many_machines_with_one_token_exactly_one_is_enrolled(store: Id
 async def test_events_are_read_page_by_page_without_a_gap(store: IdentityStore, read_events: ReadEvents) -> None:
     keys = [replace(KEY, id=f"{n:012x}", name=f"key {n}") for n in range(30)]
     await asyncio.gather(*(store.add_key(key, "operator") for key in keys))
-    seen = await recorded(read_events, len(keys), page_size=7)
+    seen = await recorded(store, read_events, page_size=7)
     assert sorted(each.event.subject for each in seen) == [key.id for key in keys]
     assert (await refusal(read_events("not a cursor", 7))).code is Code.INVALID

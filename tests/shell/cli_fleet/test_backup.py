@@ -21,6 +21,7 @@ from strata.testing.postgres import find_programs
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess
 from tests.shell.fleet_http.running import ok, process
+from tests.support.feed import ARRIVES_S
 
 
 def modes(folder: Path) -> set[int]:
@@ -154,8 +155,9 @@ def test_a_hub_on_postgres_is_backed_up_with_its_own_tools(stranger: Person, pos
     assert done.status == Exit.OK, done.err
     with process(again, "--database", postgres_url) as started, started.client() as operator:
         assert operator.get("/v1/keys").json()["keys"][0]["id"] == made["key"]["id"]
-        told = ok(operator.get("/v1/events", params={"limit": 1000}), wire.EventsReply).events
-    assert "hub.restored" in [each.kind for each in told]
+        params: dict[str, str | float] = {"subject": "hub", "wait_s": ARRIVES_S}
+        told = ok(operator.get("/v1/events", params=params), wire.EventsReply).events
+    assert [each.kind for each in told] == ["hub.restored"]
     assert stranger.says("restore", str(kept), "--data", str(tmp_path / "c")).status == Exit.USAGE
 
 

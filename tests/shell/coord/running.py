@@ -104,7 +104,7 @@ def trailing(error: grpc.aio.AioRpcError) -> dict[str, str | bytes]:
     return dict(error.trailing_metadata() or ())
 
 
-async def patiently(make: Any, *args: Any, within_s: float = 10.0, **named: Any) -> Any:
+async def patiently(make: Any, *args: Any, within_s: float = 30.0, **named: Any) -> Any:
     """Call until it is not UNAVAILABLE, waiting as told: what every worker does."""
     until_s = time.monotonic() + within_s
     while True:
@@ -157,7 +157,7 @@ class CoordinatorProcess:
     async def standing_by(self) -> None:
         await self._until(health_pb2.HealthCheckResponse.NOT_SERVING)
 
-    async def _until(self, status: int, within_s: float = 10.0) -> float:
+    async def _until(self, status: int, within_s: float = 30.0) -> float:
         began_s = time.monotonic()
         async with connect(self.address) as channel:
             while time.monotonic() - began_s < within_s:

@@ -32,7 +32,7 @@ async def guarded(folder: Path, *, mutual: bool) -> AsyncIterator[tuple[Running,
     own = certificate("worker", authority)
     for name, content in (("ca.pem", authority.pem), ("worker.pem", own.pem), ("worker.key", own.key_pem)):
         (folder / name).write_bytes(content)
-    given: dict[str, Any] = {"tls_ca": str(folder / "ca.pem"), "id": "", "patience_s": 2}
+    given: dict[str, Any] = {"tls_ca": str(folder / "ca.pem"), "id": "", "patience_s": 20}
     if mutual:
         given |= {"tls_certificate": str(folder / "worker.pem"), "tls_key": str(folder / "worker.key")}
     credentials = grpc.ssl_channel_credentials(

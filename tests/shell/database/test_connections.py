@@ -13,6 +13,7 @@ from strata.base.errors import Code, StrataError
 from strata.database.postgres import Connections
 
 PID = "SELECT pg_backend_pid()"
+ASLEEP = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
 
 
 @pytest.fixture
@@ -46,7 +47,9 @@ async def test_a_refusal_inside_a_transaction_undoes_it_and_keeps_every_connecti
 async def test_a_caller_that_leaves_costs_its_own_connection_and_no_other(connections: Connections) -> None:
     before = await backends(connections)
     leaving = asyncio.create_task(connections.run("SELECT pg_sleep(60)", {}))
-    await asyncio.wait([leaving], timeout=0.2)
+    async with asyncio.timeout(30):
+        while not await connections.run(ASLEEP, {}):
+            pass
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving

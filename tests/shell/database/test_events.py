@@ -7,6 +7,7 @@ import asyncio
 from strata.database.events import POSTGRES, START, Event, read_postgres, record_postgres
 from strata.database.migrations import upgrade_postgres
 from strata.database.postgres import Connections
+from tests.support.feed import ARRIVES_S
 
 
 def event(subject: str) -> Event:
@@ -23,7 +24,7 @@ async def test_a_slow_transaction_with_an_older_number_is_not_skipped(postgres_u
             await record_postgres(quick, [event("quick")])
         before = await read_postgres(connections, START, 10)
     seen = before
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(ARRIVES_S):
         while len(seen) < 2:
             seen += await read_postgres(connections, seen[-1].cursor if seen else START, 10)
     assert sorted(each.event.subject for each in seen) == ["quick", "slow"]

@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 import httpx
 
 from strata.fleet import wire
+from tests.shell.fleet_agent.waiting import eventually
 from tests.shell.fleet_http.running import STRATA, ok, process, refused
+from tests.support.feed import ARRIVES_S
 
 HOOKED = """
 import sys
@@ -73,9 +76,11 @@ def test_a_stopping_hub_tells_those_who_wait_to_ask_again_and_loses_nothing(tmp_
         def wait() -> None:
             replies.append(host.post("/v1/job/claim", json={"claim_id": "c1", "wait_s": 60}))
 
+        asked_s = time.time()
         waiting = threading.Thread(target=wait)
         waiting.start()
-        waiting.join(0.5)
+        # The hub has heard of the host again, so it has the claim.
+        eventually(lambda: ok(operator.get("/v1/host/anna"), wire.Host).seen_at_s >= asked_s)
         status, said = hub.end()
         waiting.join(30)
         assert status == 0, said
@@ -132,7 +137,7 @@ def test_a_hub_keeps_its_tables_in_postgresql(tmp_path: Path, postgres_url: str)
             claimed = ok(host.post("/v1/job/claim", json={"claim_id": "c", "wait_s": 10}), wire.ClaimReply)
             assert [lease.job_id for lease in claimed.leases] == [job.id]
             ok(host.post(f"/v1/job/{job.id}/complete", json={"epoch": 1}), wire.Job)
-            params: dict[str, str | int] = {"subject": job.id, "wait_s": 10}
+            params: dict[str, str | float] = {"subject": job.id, "wait_s": ARRIVES_S}
             kinds = [each.kind for each in ok(operator.get("/v1/events", params=params), wire.EventsReply).events]
             assert kinds[:1] == ["job.created"]
         status, said = hub.end()

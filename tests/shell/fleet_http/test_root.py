@@ -57,7 +57,7 @@ async def test_a_client_that_takes_nothing_is_given_up_where_the_sending_is_time
     scope = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b"", "headers": []}
     app = Root(replies, anybody, PLAIN, what="mill", time_every_send=every)
     serving = asyncio.create_task(app(scope, receive, only_the_start))
-    done, waiting = await asyncio.wait([serving], timeout=0.3)
+    done, waiting = await asyncio.wait([serving], timeout=30 if ends else 0.3)
     for task in waiting:
         task.cancel()
     assert bool(done) is ends

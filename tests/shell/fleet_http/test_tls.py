@@ -23,6 +23,7 @@ from strata.hub.settings import HubSettings, Tls, check_exposure
 from strata.identity.ca import Authority, pin_of, private_pem
 from strata.identity.tokens import read_join_token
 from tests.shell.fleet_http.running import Running, ok, refused, running
+from tests.support.busy import BUSY
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ async def test_a_revoked_host_is_refused_within_a_second_on_the_connection_it_ha
     await secure.hub.site.identity.revoke_host(host.id, "lost", "operator", SystemClock().wall_s())
     started_s = time.monotonic()
     while (reply := await http.post("/v1/heartbeats", json={})).status_code == 200:
-        assert time.monotonic() - started_s < 2
+        assert time.monotonic() - started_s < 1.0 * BUSY
     assert refused(reply) == (403, "forbidden")
     print(f"revoked host refused after {time.monotonic() - started_s:.2f} s")
 
