@@ -55,14 +55,14 @@ contract: installed ## refuse a change of the .proto that breaks workers, or a f
 	$(BIN)/buf breaking proto --against $(ACCEPTED)
 
 rules: installed ## the tests of the rules that the tree itself has to keep
-	$(PYTEST) tests/rules $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile tests/rules $(ARGS)
 
 test: installed ## the tests; SUITE=tests/core for one suite, ARGS= for pytest
-	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=10 $(or $(SUITE),tests --ignore=tests/rules --ignore=tests/e2e) $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=10 $(or $(SUITE),tests --ignore=tests/rules --ignore=tests/e2e --ignore=tests/engines) $(ARGS)
 
-# CI runs tests/e2e alone: building the other machine takes minutes and the network.
-e2e: installed ## the end-to-end tests, real processes and real servers; then an agent on arm64 under qemu, as root
-	$(PYTEST) --durations=10 tests/e2e $(ARGS)
+# CI runs tests/e2e alone: the engines and the other machine take minutes and the network.
+e2e: installed ## the end-to-end tests, real processes and real servers, also vLLM; then an agent on arm64 under qemu, as root
+	$(PYTEST) --durations=10 tests/e2e tests/engines $(ARGS)
 	scripts/e2e-arm64.sh
 
 bench: installed ## a benchmark; BENCH=journal ARGS=--quick

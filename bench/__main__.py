@@ -18,8 +18,11 @@ BENCHES: Final = {
     "coordinator": "heartbeats, shards, barriers and placement beside a bare gRPC server and other hashes",
     "fleet": "claims and heartbeats at the store port and over HTTP beside the bare databases and an empty route",
     "journal": "appends, replay and restore beside the bare PostgreSQL and SQLite drivers",
+    "publish": "from an optimizer step to the first token of the new weights, beside the same in one process",
     "sampling": "tokens of the built-in sampler beside Hugging Face's `generate`, one request at a time",
+    "tenants": "many tenants in shared passes beside one with the same tokens, beside time slices, and with snapshots",
     "train": "operations and fine-tuning through the training server beside a plain torchrun loop",
+    "weights": "checkpoints of the training server beside bare safetensors and torch.distributed.checkpoint",
 }
 """Each is a module `bench.NAME` with `async def run(report: Report, *, quick: bool) -> None`, and perhaps with the
 `loop_factory` of what it measures."""

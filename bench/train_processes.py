@@ -131,6 +131,15 @@ async def sides(work: Work) -> AsyncIterator[Sides]:
 
 
 @asynccontextmanager
+async def served(folder: Path, settings: str) -> AsyncIterator[Server]:
+    """Ours alone, with these settings; `folder` has a short path, because sockets lie in it."""
+    file = folder / "server.toml"
+    file.write_text(settings, encoding="utf-8")
+    async with _process(STRATA, "serve", str(file), log=folder / "ours.log") as serving:
+        yield await _until(serving, folder / "ours.log", lambda: _address(folder / "d"))
+
+
+@asynccontextmanager
 async def tinker_client(of: Sides) -> AsyncIterator[TinkerClient]:
     command = (sys.executable, "-m", "bench.train_tinker", "--url", of.server.url, "--batches", str(of.batches))
     process = await asyncio.create_subprocess_exec(

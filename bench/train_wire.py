@@ -6,7 +6,7 @@ What it measures is the server. A client that people use costs time of its own, 
 from __future__ import annotations
 
 import http.client
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -25,20 +25,25 @@ WAIT_S: Final = 600.0
 class Wire:
     """One model. Operations are numbered and handed in at once; results are asked for afterwards."""
 
-    def __init__(self, server: Server, training: str) -> None:
+    def __init__(self, server: Server, training: str, rank: int = LORA_RANK) -> None:
         address = urlsplit(server.url)
         assert address.hostname is not None
         self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=WAIT_S)
         self._headers = {"X-API-Key": server.key}
         session = self._json("create_session", {"tags": ["bench"], "sdk_version": "bench"})["session_id"]
-        lora = {"rank": LORA_RANK, "alpha": float(LORA_ALPHA), "seed": 1} if training == "lora" else None
+        lora = {"rank": rank, "alpha": float(LORA_ALPHA), "seed": 1} if training == "lora" else None
         made = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": lora}
         created = self._json("create_model", made)
         self.model_id = str(self._told(created["request_id"])["model_id"])
         self._seq = 0
+        self._samplers = 0
 
     def close(self) -> None:
         self._json("unload_model", {"model_id": self.model_id})
+        self._connection.close()
+
+    def rest(self) -> None:
+        """Before a while without requests: the server closes a connection on which nothing comes."""
         self._connection.close()
 
     def abort_gradients(self) -> str:
@@ -54,6 +59,18 @@ class Wire:
             model_id=self.model_id, seq_id=self._seq, loss="cross_entropy", datums=[_datum(each) for each in documents]
         )
         return str(self._ask("forward_backward", native.encode(body), native.MEDIA_TYPE)["request_id"])
+
+    def publish(self) -> str:
+        """A sampler of the weights as they are then, in memory alone."""
+        self._samplers += 1
+        return self._operation("save_weights_for_sampler", {"sampling_session_seq_id": self._samplers})
+
+    def sample(self, sampler_id: str, prompt: Sequence[int], tokens: int) -> str:
+        """The first of this sampler."""
+        params = {"max_tokens": tokens, "stop": []}
+        chunks = [{"type": "encoded_text", "tokens": list(prompt)}]
+        body = {"sampling_session_id": sampler_id, "seq_id": 0, "prompt": {"chunks": chunks}, "sampling_params": params}
+        return str(self._json("asample", body)["request_id"])
 
     def result(self, request_id: str) -> Any:
         """Of an operation that is no pass."""

@@ -13,6 +13,7 @@ from strata.base.secret import Secret, read_secret
 from strata.cli.output import Column, Format, Rows, complain, output_option
 
 if TYPE_CHECKING:
+    from strata.fleet.client import HubClient
     from strata.sdk.fleet import ClientSettings
 
 
@@ -41,7 +42,6 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
     from urllib.parse import urlsplit
 
     from strata.fleet.client import HubClient, TlsFiles
-    from strata.fleet.wire import StatusReply
     from strata.sdk.fleet import Context, client_settings, keep_authority, keep_secret, save_context
 
     url = url.rstrip("/")
@@ -52,11 +52,10 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
     secret = read_secret(token_file) if token_file else _ask_token()
     tls = TlsFiles(ca=authority) if authority else None
     with HubClient(url, bearer=secret, tls=tls) as client:
-        status = client.call("GET", "/v1/status", StatusReply)
+        found = _greeted(client)
     kept = keep_secret(settings, name, secret)
     save_context(settings, name, Context(url=url, token_file=str(kept), ca=str(authority or "")))
-    jobs = sum(status.by_status.values())
-    complain(f"strata: {name} is chosen: {url}, {_count(status.hosts, 'host')}, {_count(jobs, 'job')}")
+    complain(f"strata: {name} is chosen: {url}, {found}")
 
 
 @click.command()
@@ -72,6 +71,21 @@ def contexts(name: str | None, output: Format) -> None:
     with Rows(output, (Column("name"), Column("current"), Column("url"), Column("token_file", wide=True))) as rows:
         for row in shown_contexts(settings):
             rows.add(row)
+
+
+def _greeted(client: HubClient) -> str:
+    """What answers there: a hub, or a training server, which takes keys in the same way."""
+    from strata.fleet.wire import StatusReply
+    from strata.train.core.status import Status
+
+    try:
+        hub = client.call("GET", "/v1/status", StatusReply)
+    except StrataError as error:
+        if error.code is not Code.NOT_FOUND:
+            raise
+        server = client.call("GET", "/api/v1/status", Status)
+        return f"a server that trains {server.base_model}, {_count(server.models, 'model')}"
+    return f"{_count(hub.hosts, 'host')}, {_count(sum(hub.by_status.values()), 'job')}"
 
 
 def _authority(url: str, pin: str | None, file: Path | None) -> bytes | None:

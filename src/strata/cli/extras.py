@@ -20,6 +20,7 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "httpx": "httpx",
     "numpy": "numpy",
     "obstore": "obstore",
+    "prometheus_client": "prometheus-client",
     "psutil": "psutil",
     "psycopg": "psycopg",
     "pyarrow": "pyarrow",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.default import DefaultGroup
 from strata.cli.exits import Exit
 from strata.cli.gang_watch import follow, print_once
 from strata.cli.output import Column, Format, Rows, complain, output_option
@@ -32,20 +33,10 @@ _SETTINGS: Final = {
 }
 
 
-class Gang(click.Group):
+class Gang(DefaultGroup):
     """A first word that is no command is a job to show."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
-            args = ["show", *args]
-        return super().parse_args(ctx, args)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.commands:
-            args = ["show", *args]
-        return super().resolve_command(ctx, args)
+    default = "show"
 
 
 def connection_options(function: _Function) -> _Function:

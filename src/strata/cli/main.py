@@ -61,6 +61,7 @@ COMMANDS: Final[Mapping[str, Entry]] = {
     "status": Entry("strata.cli.fleet.jobs:status", "Show how many jobs and hosts there are, and what failed."),
     "up": Entry("strata.cli.fleet.up:up", "Run a hub and the agent of this machine, all in one."),
     "wait": Entry("strata.cli.fleet.wait:wait", "Wait until every JOB has ended."),
+    "weights": Entry("strata.cli.weights:weights", "Export checkpoints of the training server, or import an adapter."),
     "why": Entry("strata.cli.fleet.why:why", "Explain why JOB is not running, and what would help."),
     "workers": Entry("strata.cli.fleet.jobs:workers", "List the hosts that train, and what they are."),
 }

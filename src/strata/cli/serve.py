@@ -1,4 +1,4 @@
-"""`strata serve CONFIG`: run a training server."""
+"""`strata serve CONFIG`: run a training server. `strata serve status`: look at one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,38 @@ from pathlib import Path
 
 import click
 
+from strata.cli.default import DefaultGroup
 from strata.cli.output import complain
+from strata.cli.serve_status import status
 
 
-@click.command()
-@click.argument("config", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="CONFIG")
-@click.option("--make-keys", is_flag=True, help="Make the keys of the links for ranks on other machines, and end.")
-def serve(config: Path, *, make_keys: bool) -> None:
+class Serve(DefaultGroup):
+    """A first word that is no command is a file of settings to run."""
+
+    default = "run"
+
+
+@click.group(cls=Serve, name="serve")
+def serve() -> None:
     """Run a server that trains a model by API.
 
-    CONFIG is a TOML file with the sections server, model, ranks and limits; every setting can stand in the environment
-    too (STRATA_MODEL_PATH, …). It starts the ranks, the orchestrator and the API server and starts each again when it
-    dies. SIGTERM ends them in order. With ranks.mode = "connect" it attaches to ranks that were started elsewhere.
+    'strata serve CONFIG' is 'strata serve run CONFIG'; see 'strata serve run --help'.
+    """
+
+
+serve.add_command(status)
+
+
+@serve.command()
+@click.argument("config", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="CONFIG")
+@click.option("--make-keys", is_flag=True, help="Make the keys of the links for ranks on other machines, and end.")
+def run(config: Path, *, make_keys: bool) -> None:
+    """Run a server that trains a model by API.
+
+    CONFIG is a TOML file with the sections server, model, ranks, limits, sampling, snapshots, checkpoints and
+    inference; every setting can stand in the environment too (STRATA_MODEL_PATH, …). It starts the ranks, the
+    orchestrator and the API servers and starts each again when it dies. SIGTERM ends them in order. With ranks.mode =
+    "connect" it attaches to ranks that were started elsewhere.
     """
     from strata.base import log
     from strata.base.settings import no_color
@@ -26,7 +46,7 @@ def serve(config: Path, *, make_keys: bool) -> None:
 
     for module in ("zmq", "fastapi"):
         require(module, extra="train")
-    from strata.train.launch.run import run
+    from strata.train.launch.run import run as launch
     from strata.train.link_keys import make_first_keys
     from strata.train.settings import load_settings
 
@@ -40,4 +60,4 @@ def serve(config: Path, *, make_keys: bool) -> None:
     log.configure(style, settings.server.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
     model = settings.model.base_model
     ranks = f"{settings.ranks.nproc} ranks" if settings.ranks.mode == "auto" else "ranks started elsewhere"
-    run(settings, config, lambda where: complain(f"strata serve: {where}, model {model}, {ranks}"))
+    launch(settings, config, lambda where: complain(f"strata serve: {where}, model {model}, {ranks}"))

@@ -17,6 +17,8 @@ from strata.base.failpoint import failpoint
 
 T = TypeVar("T")
 
+_SHARED_WAIT_S: Final = 5.0
+"""How long another process may be at a write."""
 _GROUP: Final = 1024
 """Jobs that share a commit at most, so that the first of them does not wait for ever."""
 
@@ -58,11 +60,12 @@ class SqliteThread:
     A function that raises StrataError must not have changed anything before: it shares its transaction with others.
     """
 
-    def __init__(self, path: Path, schema: Schema, *, create: bool) -> None:
+    def __init__(self, path: Path, schema: Schema, *, create: bool, shared: bool = False) -> None:
         self.opened: Future[None] = Future()
         self._path = path
         self._schema = schema
         self._create = create
+        self._shared = shared
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._next: _Job | None = None
@@ -72,8 +75,9 @@ class SqliteThread:
         self._thread.start()
 
     @classmethod
-    async def open(cls, path: Path, schema: Schema, *, create: bool = True) -> Self:
-        thread = cls(path, schema, create=create)
+    async def open(cls, path: Path, schema: Schema, *, create: bool = True, shared: bool = False) -> Self:
+        """A `shared` one may be open in other processes of this machine, if they all open it so."""
+        thread = cls(path, schema, create=create, shared=shared)
         try:
             await asyncio.wrap_future(thread.opened)
         except BaseException:
@@ -119,7 +123,7 @@ class SqliteThread:
         # From here on the opener may stop waiting, but it gets a result or an error all the same.
         self.opened.set_running_or_notify_cancel()
         try:
-            db = _connect(self._path, self._schema, create=self._create)
+            db = _connect(self._path, self._schema, create=self._create, shared=self._shared)
         except Exception as error:  # noqa: BLE001 - this thread's outermost handler: the opener gets it
             self.opened.set_exception(error)
             return
@@ -173,6 +177,10 @@ class SqliteThread:
                 Code.UNAVAILABLE,
                 f"no space left for the {self._schema.what} {self._path}",
                 hint="free some disk space",
+            )
+        if self._shared and getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            return StrataError(
+                Code.UNAVAILABLE, f"another process holds the {self._schema.what} {self._path}", hint="ask again"
             )
         # After a failed fsync nobody knows what the disk holds; only a fresh start reads it again.
         self._broken = StrataError(
@@ -235,13 +243,14 @@ def _deliver(done: list[_Done]) -> None:
             each.job.reply.set_result(each.result)
 
 
-def _connect(path: Path, schema: Schema, *, create: bool) -> sqlite3.Connection:
+def _connect(path: Path, schema: Schema, *, create: bool, shared: bool) -> sqlite3.Connection:
     try:
         if not create and not path.exists():
             raise StrataError(Code.NOT_FOUND, f"there is no {schema.what} at {path}")
-        db = sqlite3.connect(path, timeout=0, isolation_level=None, cached_statements=256)
+        wait_s = _SHARED_WAIT_S if shared else 0
+        db = sqlite3.connect(path, timeout=wait_s, isolation_level=None, cached_statements=256)
         try:
-            _prepare(db, path, schema, create=create)
+            _prepare(db, path, schema, create=create, shared=shared)
         except BaseException:
             db.close()
             raise
@@ -252,8 +261,8 @@ def _connect(path: Path, schema: Schema, *, create: bool) -> sqlite3.Connection:
     return db
 
 
-def _prepare(db: sqlite3.Connection, path: Path, schema: Schema, *, create: bool) -> None:
-    db.execute("PRAGMA locking_mode = EXCLUSIVE")
+def _prepare(db: sqlite3.Connection, path: Path, schema: Schema, *, create: bool, shared: bool) -> None:
+    db.execute(f"PRAGMA locking_mode = {'NORMAL' if shared else 'EXCLUSIVE'}")
     schema.recognise(db, path, create=create)
     # Exclusive before WAL keeps the WAL's index in this process's memory, with no file to share.
     db.execute("PRAGMA journal_mode = WAL")

@@ -77,13 +77,13 @@ async def answer(
         await asyncio.wait([stopping, serving])
 
 
-def listen(address: str) -> socket.socket:
-    """`address` is HOST:PORT; port 0 takes a free one."""
+def listen(address: str, *, shared: bool = False) -> socket.socket:
+    """`address` is HOST:PORT; port 0 takes a free one. A `shared` one can be listened on by several processes."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, int(port)), family=family, backlog=2048)
+        return socket.create_server((host, int(port)), family=family, backlog=2048, reuse_port=shared)
     except (OSError, ValueError, OverflowError) as error:
         raise StrataError(
             Code.UNAVAILABLE, f"cannot listen on {address}: {error}", hint="is another process using that port?"

@@ -5,6 +5,7 @@
         done = model.forward_backward([Datum(tokens, targets)])
         model.optim_step(learning_rate=1e-3).result()
         print(done.result().loss)
+        print(model.sampler().result().sample(tokens, max_tokens=8).result()[0].tokens)
 
 Every operation returns a future at once; the server does them in the order they were given. `AsyncTrainingServer` is
 the same with `await`. Both are drivers of the flows in `strata.sdk.future`.
@@ -12,129 +13,55 @@ the same with `await`. Both are drivers of the flows in `strata.sdk.future`.
 
 from __future__ import annotations
 
-import array
 import asyncio
-import sys
+import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 import httpx
-import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.sdk.future import Flow, Progress, Send, call, post, run, run_async, wait
+from strata.sdk.future import Flow, Progress, Send, call, post, run, run_async
+from strata.sdk.orders import (
+    Datum,
+    Order,
+    Pass,
+    Sample,
+    SamplingParams,
+    abort_order,
+    copy_order,
+    create_order,
+    load_order,
+    logprobs_order,
+    opened_sampler,
+    pass_order,
+    publish_order,
+    sample_order,
+    save_order,
+    step_order,
+)
 from strata.train.core import ops
-from strata.train.wire import native
 
+__all__ = [
+    "AsyncFuture",
+    "AsyncModel",
+    "AsyncSampler",
+    "AsyncTrainingServer",
+    "Datum",
+    "Future",
+    "Model",
+    "Pass",
+    "Sample",
+    "Sampler",
+    "SamplingParams",
+    "TrainingServer",
+]
 T = TypeVar("T")
-Numbers = Sequence[float] | Sequence[int]
 
 PROGRESS_S: Final = 2.0
 """How often whoever wants to be told of progress is."""
-
-
-@dataclass(frozen=True)
-class Datum:
-    """One sequence: what the model reads, and per token what the loss needs. Position i predicts target i."""
-
-    tokens: Sequence[int]
-    targets: Sequence[int]
-    weights: Sequence[float] | None = None
-    """1 for every token unless given; any real numbers."""
-    advantages: Sequence[float] | None = None
-    logprobs: Sequence[float] | None = None
-    """Of the sampler that the tokens came from."""
-    more: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Inputs of a loss beyond these, one number per token."""
-
-    def wire(self) -> ops.Datum:
-        inputs: dict[str, ops.Tensor] = {"target_tokens": _dense(self.targets, "q", ops.DType.I64)}
-        named = {"weights": self.weights, "advantages": self.advantages, "logprobs": self.logprobs}
-        for name, values in {**named, **self.more}.items():
-            if values is not None:
-                inputs[name] = _dense(values, "f", ops.DType.F32)
-        return ops.Datum(tokens=_packed(self.tokens, "i"), inputs=inputs)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What came of a pass, in the order of the datums."""
-
-    metrics: Mapping[str, float]
-    outputs: Sequence[Mapping[str, array.array[float]]]
-
-    @property
-    def loss(self) -> float:
-        """The sum over all tokens, as every loss is one."""
-        return self.metrics["loss:sum"]
-
-    @property
-    def logprobs(self) -> Sequence[array.array[float]]:
-        return [each["logprobs"] for each in self.outputs]
-
-
-@dataclass(frozen=True)
-class Order(Generic[T]):
-    """An operation as it is sent, and how its result is read."""
-
-    send: Send
-    read: Callable[[httpx.Response], T]
-    accept: str = "application/json"
-
-    def submit(self) -> Flow[str]:
-        future = yield from call(self.send)
-        return str(future["request_id"])
-
-    def result(self, request_id: str, timeout_s: float | None, poll_s: float | None) -> Flow[T]:
-        reply = yield from wait(request_id, self.accept, timeout_s=timeout_s, poll_s=poll_s)
-        return self.read(_checked(reply))
-
-
-def create_order(session_id: str, number: int, base_model: str, lora: ops.LoraConfig | None) -> Order[str]:
-    body = {
-        "session_id": session_id,
-        "model_seq_id": number,
-        "base_model": base_model,
-        "lora_config": None if lora is None else msgspec.to_builtins(lora),
-    }
-    return Order(post("/api/v1/create_model", body), lambda reply: str(reply.json()["model_id"]))
-
-
-def pass_order(
-    model_id: str, seq: int, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, forward_only: bool
-) -> Order[Pass]:
-    body = native.PassBody(
-        model_id=model_id,
-        seq_id=seq,
-        loss=loss,
-        config=config,
-        forward_only=forward_only,
-        datums=[datum.wire() for datum in data],
-    )
-    headers = {"Content-Type": native.MEDIA_TYPE}
-    return Order(Send("POST", "/api/v1/forward_backward", native.encode(body), headers), _pass, native.MEDIA_TYPE)
-
-
-def step_order(model_id: str, seq: int, adam: ops.AdamParams) -> Order[Mapping[str, float]]:
-    body = {"model_id": model_id, "seq_id": seq, "adam_params": msgspec.to_builtins(adam)}
-    return Order(post("/api/v1/optim_step", body), lambda reply: dict(reply.json()["metrics"]))
-
-
-def save_order(model_id: str, seq: int, name: str, *, overwrite: bool) -> Order[str]:
-    body = {"model_id": model_id, "seq_id": seq, "path": name, "overwrite": overwrite}
-    return Order(post("/api/v1/save_weights", body), lambda reply: str(reply.json()["path"]))
-
-
-def load_order(model_id: str, seq: int, path: str, *, optimizer: bool) -> Order[None]:
-    body = {"model_id": model_id, "seq_id": seq, "path": path, "optimizer": optimizer}
-    return Order(post("/api/v1/load_weights", body), lambda _: None)
-
-
-def abort_order(model_id: str, seq: int) -> Order[None]:
-    return Order(post("/api/v1/abort_gradient_epoch", {"model_id": model_id, "seq_id": seq}), lambda _: None)
 
 
 class Future(Generic[T]):
@@ -150,13 +77,26 @@ class Future(Generic[T]):
         return self._server.wait(self._order, self.request_id, timeout_s, progress)
 
 
+class Numbers:
+    """Of a model's operations: each is used once. Some may be used already, by a client that is gone."""
+
+    def __init__(self, first: int = 1, taken: Iterable[int] = ()) -> None:
+        self.next = first
+        self._taken = frozenset(taken)
+
+    def use(self) -> None:
+        self.next += 1
+        while self.next in self._taken:
+            self.next += 1
+
+
 class Model:
     """One model. Operations are numbered as they are accepted, so use one `Model` for one model."""
 
-    def __init__(self, server: TrainingServer, model_id: str) -> None:
+    def __init__(self, server: TrainingServer, model_id: str, numbers: Numbers | None = None) -> None:
         self._server = server
         self._lock = threading.Lock()
-        self._next = 1
+        self._numbers = numbers or Numbers()
         self.model_id = model_id
 
     def forward_backward(self, data: Sequence[Datum], loss: str = "cross_entropy", **config: float) -> Future[Pass]:
@@ -179,6 +119,15 @@ class Model:
     def load(self, path: str, *, optimizer: bool = True) -> Future[None]:
         return self._submit(lambda seq: load_order(self.model_id, seq, path, optimizer=optimizer))
 
+    def sampler(self) -> Future[Sampler]:
+        """To sample from the model as it is when the operations before this one are done; lives in memory alone."""
+        number = self._server.count_sampler()
+        return self._submit(lambda seq: copy_order(self.model_id, seq, number, lambda id_: Sampler(self._server, id_)))
+
+    def save_for_sampling(self, name: str, *, overwrite: bool = False) -> Future[str]:
+        """Save weights alone; the result is the path to sample from, as in `TrainingServer.sampler(path=…)`."""
+        return self._submit(lambda seq: publish_order(self.model_id, seq, name, overwrite=overwrite))
+
     def abort_gradients(self) -> Future[None]:
         """Throw away the gradients since the last step."""
         return self._submit(lambda seq: abort_order(self.model_id, seq))
@@ -186,10 +135,32 @@ class Model:
     def _submit(self, order_of: Callable[[int], Order[T]]) -> Future[T]:
         # A number counts as used only when its operation was accepted: one that was refused must not leave a gap.
         with self._lock:
-            order = order_of(self._next)
+            order = order_of(self._numbers.next)
             future = Future(self._server, order, self._server.drive(order.submit()))
-            self._next += 1
+            self._numbers.use()
         return future
+
+
+class Sampler:
+    """Weights that stay as they are, to sample from."""
+
+    def __init__(self, server: TrainingServer, sampler_id: str) -> None:
+        self._server = server
+        self._numbers = itertools.count()
+        self.sampler_id = sampler_id
+
+    def sample(
+        self, prompt: Sequence[int], num_samples: int = 1, **params: Unpack[SamplingParams]
+    ) -> Future[Sequence[Sample]]:
+        """Continue a prompt, as often as asked."""
+        return self._submit(sample_order(self.sampler_id, next(self._numbers), prompt, num_samples, params))
+
+    def logprobs(self, tokens: Sequence[int]) -> Future[Sequence[float | None]]:
+        """Of each token after those before it, so None for the first."""
+        return self._submit(logprobs_order(self.sampler_id, next(self._numbers), tokens))
+
+    def _submit(self, order: Order[T]) -> Future[T]:
+        return Future(self._server, order, self._server.drive(order.submit()))
 
 
 class TrainingServer:
@@ -201,6 +172,7 @@ class TrainingServer:
         self._http = httpx.Client(base_url=url, headers={"X-API-Key": key}, transport=transport)
         self._progress = progress
         self._models = 0
+        self._samplers = itertools.count()
         self.session_id = ""
 
     def __enter__(self) -> Self:
@@ -229,6 +201,29 @@ class TrainingServer:
         model.load(path, optimizer=optimizer).result()
         return model
 
+    def attach(self, model_id: str) -> Model:
+        """A model that another client made, with the same key, and that still lives: go on after what it has sent."""
+        found, taken = self.drive(_standing(model_id))
+        self._samplers = itertools.count(found)
+        return Model(self, model_id, taken)
+
+    def sessions(self) -> Sequence[Mapping[str, Any]]:
+        """All sessions of this key, the newest first: `session_id`, `opened_at`, `finished`, `models`."""
+        return self.drive(_sessions())
+
+    def close_session(self, session_id: str) -> None:
+        """End one whose client is gone; its models are let go of when they have done what was accepted for them."""
+        self.drive(call(post("/api/v1/kill_session", {"session_id": session_id})))
+
+    def sampler(self, base_model: str | None = None, *, path: str | None = None) -> Sampler:
+        """To sample from the base, or from saved weights."""
+        flow = opened_sampler(self.session_id, self.count_sampler(), base_model, path)
+        return Sampler(self, self.drive(flow))
+
+    def count_sampler(self) -> int:
+        """The number of the next sampler of this session."""
+        return next(self._samplers)
+
     def drive(self, flow: Flow[T], progress: Progress | None = None) -> T:
         return run(flow, self._http, progress)
 
@@ -252,10 +247,10 @@ class AsyncFuture(Generic[T]):
 class AsyncModel:
     """`Model` with `await`."""
 
-    def __init__(self, server: AsyncTrainingServer, model_id: str) -> None:
+    def __init__(self, server: AsyncTrainingServer, model_id: str, numbers: Numbers | None = None) -> None:
         self._server = server
         self._lock = asyncio.Lock()
-        self._next = 1
+        self._numbers = numbers or Numbers()
         self.model_id = model_id
 
     async def forward_backward(
@@ -276,15 +271,44 @@ class AsyncModel:
     async def load(self, path: str, *, optimizer: bool = True) -> AsyncFuture[None]:
         return await self._submit(lambda seq: load_order(self.model_id, seq, path, optimizer=optimizer))
 
+    async def sampler(self) -> AsyncFuture[AsyncSampler]:
+        number = self._server.count_sampler()
+        return await self._submit(
+            lambda seq: copy_order(self.model_id, seq, number, lambda id_: AsyncSampler(self._server, id_))
+        )
+
+    async def save_for_sampling(self, name: str, *, overwrite: bool = False) -> AsyncFuture[str]:
+        return await self._submit(lambda seq: publish_order(self.model_id, seq, name, overwrite=overwrite))
+
     async def abort_gradients(self) -> AsyncFuture[None]:
         return await self._submit(lambda seq: abort_order(self.model_id, seq))
 
     async def _submit(self, order_of: Callable[[int], Order[T]]) -> AsyncFuture[T]:
         async with self._lock:
-            order = order_of(self._next)
+            order = order_of(self._numbers.next)
             future = AsyncFuture(self._server, order, await self._server.drive(order.submit()))
-            self._next += 1
+            self._numbers.use()
         return future
+
+
+class AsyncSampler:
+    """`Sampler` with `await`."""
+
+    def __init__(self, server: AsyncTrainingServer, sampler_id: str) -> None:
+        self._server = server
+        self._numbers = itertools.count()
+        self.sampler_id = sampler_id
+
+    async def sample(
+        self, prompt: Sequence[int], num_samples: int = 1, **params: Unpack[SamplingParams]
+    ) -> AsyncFuture[Sequence[Sample]]:
+        return await self._submit(sample_order(self.sampler_id, next(self._numbers), prompt, num_samples, params))
+
+    async def logprobs(self, tokens: Sequence[int]) -> AsyncFuture[Sequence[float | None]]:
+        return await self._submit(logprobs_order(self.sampler_id, next(self._numbers), tokens))
+
+    async def _submit(self, order: Order[T]) -> AsyncFuture[T]:
+        return AsyncFuture(self._server, order, await self._server.drive(order.submit()))
 
 
 class AsyncTrainingServer:
@@ -301,6 +325,7 @@ class AsyncTrainingServer:
         self._http = httpx.AsyncClient(base_url=url, headers={"X-API-Key": key}, transport=transport)
         self._progress = progress
         self._models = 0
+        self._samplers = itertools.count()
         self.session_id = ""
 
     async def __aenter__(self) -> Self:
@@ -329,12 +354,50 @@ class AsyncTrainingServer:
         await (await model.load(path, optimizer=optimizer)).result()
         return model
 
+    async def attach(self, model_id: str) -> AsyncModel:
+        found, taken = await self.drive(_standing(model_id))
+        self._samplers = itertools.count(found)
+        return AsyncModel(self, model_id, taken)
+
+    async def sessions(self) -> Sequence[Mapping[str, Any]]:
+        return await self.drive(_sessions())
+
+    async def close_session(self, session_id: str) -> None:
+        await self.drive(call(post("/api/v1/kill_session", {"session_id": session_id})))
+
+    async def sampler(self, base_model: str | None = None, *, path: str | None = None) -> AsyncSampler:
+        flow = opened_sampler(self.session_id, self.count_sampler(), base_model, path)
+        return AsyncSampler(self, await self.drive(flow))
+
+    def count_sampler(self) -> int:
+        return next(self._samplers)
+
     async def drive(self, flow: Flow[T], progress: Progress | None = None) -> T:
         return await run_async(flow, self._http, progress)
 
     async def wait(self, order: Order[T], request_id: str, timeout_s: float | None, progress: Progress | None) -> T:
         told = progress or self._progress
         return await self.drive(order.result(request_id, timeout_s, PROGRESS_S if told else None), told)
+
+
+def _standing(model_id: str) -> Flow[tuple[int, Numbers]]:
+    """Of a model that somebody else made: the first number for a sampler of its session, and those for operations."""
+    model = yield from call(_get(f"/api/v1/models/{model_id}"))
+    if model["unloaded"]:
+        raise StrataError(Code.GONE, f"model {model_id!r} was unloaded")
+    session = yield from call(_get(f"/api/v1/sessions/{model['session_id']}"))
+    used = [int(number) for each in session["sampler_ids"] if (number := each.rpartition(":")[2]).isdecimal()]
+    return max(used, default=-1) + 1, Numbers(model["next_seq_id"], model["taken_seq_ids"])
+
+
+def _sessions() -> Flow[Sequence[Mapping[str, Any]]]:
+    found = yield from call(_get("/api/v1/session_info"))
+    listed: Sequence[Mapping[str, Any]] = found["sessions"]
+    return listed
+
+
+def _get(path: str) -> Send:
+    return Send("GET", path, b"", {"Accept": "application/json"})
 
 
 def _opened() -> Flow[str]:
@@ -353,41 +416,3 @@ def _lora_of(saved: Mapping[str, Any]) -> dict[str, Any]:
         return {"rank": None}
     parts = {name: saved[name] for name in ("train_unembed", "train_mlp", "train_attn")}
     return {"rank": saved["lora_rank"], **parts}
-
-
-def _checked(reply: httpx.Response) -> httpx.Response:
-    """The reply, unless it says that the operation failed."""
-    if reply.headers.get("content-type", "").startswith("application/json"):
-        found = reply.json()
-        if isinstance(found, dict) and "error" in found:
-            code = Code.INVALID if found.get("category") == "user" else Code.UNAVAILABLE
-            raise StrataError(code, found["error"], category=found.get("category"))
-    return reply
-
-
-def _pass(reply: httpx.Response) -> Pass:
-    result = ops.decode_pass_result(reply.content)
-    outputs = [{name: _floats(dense) for name, dense in each.fields.items()} for each in result.outputs]
-    return Pass(dict(result.metrics), outputs)
-
-
-def _floats(dense: ops.Dense) -> array.array[float]:
-    return _native(array.array("f", dense.data))
-
-
-def _dense(values: Numbers, typecode: str, dtype: ops.DType) -> ops.Dense:
-    return ops.Dense(dtype, (len(values),), _packed(values, typecode))
-
-
-def _packed(values: Numbers, typecode: str) -> bytes:
-    try:
-        return _native(array.array(typecode, values)).tobytes()
-    except (TypeError, OverflowError) as error:
-        raise StrataError(Code.INVALID, f"these numbers do not fit: {error}") from None
-
-
-def _native(numbers: array.array[Any]) -> array.array[Any]:
-    """Between this machine's order of bytes and the wire's, which is little-endian."""
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers

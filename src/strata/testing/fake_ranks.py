@@ -25,11 +25,14 @@ from typing import assert_never
 import msgspec
 
 from strata.base import log
+from strata.base.digest import sha256_hex
 from strata.base.errors import StrataError
+from strata.base.failpoint import arm, failpoint, kill
 from strata.train.core import commands, ops
 from strata.train.core.commands import PassItem
 from strata.train.core.pack import restore
 from strata.train.core.sampling import (
+    Draws,
     Ended,
     Quantum,
     QuantumDone,
@@ -37,12 +40,15 @@ from strata.train.core.sampling import (
     SampledSequence,
     SampleFailed,
     SampleResult,
+    TargetLogprobs,
+    Targets,
 )
 from strata.train.link import RankLink
 from strata.train.settings import ServerSettings, load_settings
 
 MAX_CONTEXT = 4096
 VOCABULARY = 97
+SNAPSHOT = "ranks.json"
 
 
 @dataclass
@@ -51,6 +57,13 @@ class Pretended:
     gradient: float = 0.0
     steps: int = 0
     asleep: bool = False
+
+
+class Remembered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A snapshot: everything that later work builds on."""
+
+    models: dict[str, Pretended]
+    samplers: dict[str, float]
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,6 +96,9 @@ class FakeRanks:
     replies: dict[int, commands.Reply] = field(default_factory=dict)
     samplers: dict[str, float] = field(default_factory=dict)
     sampling: dict[str, PretendedSample] = field(default_factory=dict)
+    written: commands.SnapshotWritten | None = None
+    outbox: list[commands.FromRank] = field(default_factory=list)
+    """What is said without being asked, after the answer."""
     over: bool = False
 
     def hear(self, message: commands.ToRank) -> commands.FromRank:
@@ -93,7 +109,9 @@ class FakeRanks:
             case commands.Attach():
                 self.generation, self.run_id = message.generation, message.run_id
                 ranks = self.settings.ranks.nproc
-                return commands.Attached(self.generation, self.group, ranks, self.applied, self._info())
+                return commands.Attached(self.generation, self.group, ranks, self.applied, self._info(), self.written)
+            case commands.Restore():
+                return self._restore(message)
             case commands.Command():
                 return self._answer(message)
             case commands.Ask():
@@ -110,6 +128,8 @@ class FakeRanks:
             return f"these ranks belong to the run {self.run_id!r}" if other else None
         if message.generation > self.generation:
             return "attach first"
+        if isinstance(message, commands.Restore) and self.applied:
+            return f"dispatch {self.applied} was applied already: there is nothing to restore"
         if isinstance(message, commands.Command) and message.number <= self.applied:
             return None if message.number in self.replies else f"the reply of dispatch {message.number} is not kept"
         return None
@@ -133,8 +153,12 @@ class FakeRanks:
         if command.number > self.applied:
             started_s = time.perf_counter()
             sampled = self._quantum(command.work) if isinstance(command.work, Quantum) else None
-            results, tokens = self._work(command.work) if not isinstance(command.work, Quantum) else ((), 0)
-            timing = commands.Timing(time.perf_counter() - started_s, tokens=tokens)
+            if isinstance(command.work, commands.TakeSnapshot):
+                results: Sequence[ops.Result] = self._take_snapshot(command.number, Path(command.work.path))
+                tokens = 0
+            else:
+                results, tokens = self._work(command.work) if not isinstance(command.work, Quantum) else ((), 0)
+            timing = _timing(command.work, time.perf_counter() - started_s, tokens)
             self.replies[command.number] = commands.Reply(self.generation, command.number, results, timing, sampled)
             self.applied = command.number
         return msgspec.structs.replace(self.replies[command.number], generation=self.generation)
@@ -232,12 +256,15 @@ class FakeRanks:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
             (beside / "weights.json").write_bytes(msgspec.json.encode(Weights(model.weight, model.steps)))
+            # Engines look for them before they are told of the folder.
+            for name in ("adapter_config.json", "config.json"):
+                (beside / name).write_bytes(b"{}")
             beside.rename(folder)
         return ops.WeightsSaved(f"tinker://{operation.model_id}/{operation.kind}/{operation.name}")
 
     def _load(self, operation: ops.LoadWeights, folder: Path) -> ops.Result:
         model = self.models.get(operation.model_id)
-        if model is None or not folder.exists():
+        if model is None or not (folder / "weights.json").exists():
             return ops.Failed("user", "there is no such model or checkpoint")
         saved = msgspec.json.decode((folder / "weights.json").read_bytes(), type=Weights)
         model.weight, model.gradient = saved.weight, 0.0
@@ -260,6 +287,34 @@ class FakeRanks:
             weight = msgspec.json.decode(file.read_bytes(), type=Weights).weight
         self.samplers[operation.sampler_id] = weight
         return ops.SamplerOpened(operation.sampler_id)
+
+    # Snapshots
+
+    def _take_snapshot(self, number: int, folder: Path) -> Sequence[ops.Result]:
+        if any(model.asleep for model in self.models.values()):
+            return [ops.Failed("user", "the server sleeps")]
+        failpoint("pretended.snapshot.copied")
+        data = msgspec.json.encode(Remembered(self.models, self.samplers))
+        beside = folder.with_name(f".{folder.name}.part")
+        beside.mkdir(parents=True)
+        (beside / SNAPSHOT).write_bytes(data)
+        failpoint("pretended.snapshot.before_name")
+        beside.rename(folder)
+        failpoint("pretended.snapshot.before_told")
+        self.written = commands.SnapshotWritten(self.generation, number, sha256_hex(data), len(data), 0.0, 0.0)
+        self.outbox.append(self.written)
+        return []
+
+    def _restore(self, message: commands.Restore) -> commands.Restored:
+        failpoint("pretended.snapshot.restore")
+        file = Path(message.path) / SNAPSHOT
+        data = file.read_bytes() if file.exists() else b""
+        if sha256_hex(data) != message.digest:
+            return commands.Restored(self.generation, message.number, f"{file} is not as it was written", damaged=True)
+        found = msgspec.json.decode(data, type=Remembered)
+        self.models, self.samplers, self.applied = found.models, found.samplers, message.number
+        self._note([f"restored:{message.number}"])
+        return commands.Restored(self.generation, message.number)
 
     # Sampling
 
@@ -293,15 +348,22 @@ class FakeRanks:
             tokens = array.array("i", [(first + step) % VOCABULARY for step in range(sample.params.max_tokens or 1)])
             logprobs = array.array("f", [-1.0 - weight] * len(tokens))
             sequences.append(SampledSequence(tokens.tobytes(), logprobs.tobytes(), "length"))
-        told = array.array("f", [float("nan"), *[-1.0] * (len(prompt) - 1)]).tobytes()
-        return SampleResult(sequences, told if sample.prompt_logprobs else None)
+        untold = 1 if sample.prompt_logprobs_last_n is None else len(prompt) - sample.prompt_logprobs_last_n
+        told = array.array("f", [*[float("nan")] * untold, *[-1.0] * (len(prompt) - untold)]).tobytes()
+        return SampleResult(
+            sequences,
+            told if sample.prompt_logprobs else None,
+            targets=None if sample.targets is None else _pretended_targets(sample.targets),
+            draws=_pretended_draws(sample) if sample.prompt_draws else None,
+        )
 
     def _manage(self, work: commands.Manage) -> ops.Result:
         operation = work.operation
         match operation:
             case ops.CreateModel():
-                if len(self.models) >= self.settings.model.slots:
-                    return ops.Failed("user", f"all {self.settings.model.slots} slots are taken")
+                most = max(self.settings.model.max_models, self.settings.model.slots)
+                if len(self.models) >= most:
+                    return ops.Failed("user", f"all {most} places for models are taken; unload one first")
                 self.models[operation.model_id] = Pretended()
                 return ops.ModelCreated(operation.model_id)
             case ops.UnloadModel():
@@ -320,6 +382,29 @@ class FakeRanks:
                 assert_never(operation)
 
 
+def _timing(work: commands.Work, total_s: float, tokens: int) -> commands.Timing:
+    passed = isinstance(work, commands.Pass)
+    return commands.Timing(
+        total_s,
+        forward_s=total_s / 2 if passed else 0.0,
+        backward_s=total_s / 2 if isinstance(work, commands.Pass) and not work.forward_only else 0.0,
+        tokens=tokens,
+        optimizer_s=total_s if isinstance(work, commands.Step) else 0.0,
+        publish_s=total_s if isinstance(work, commands.Publishing) else 0.0,
+    )
+
+
+def _pretended_targets(targets: Targets) -> TargetLogprobs:
+    named = array.array("i", targets.tokens)
+    return TargetLogprobs(array.array("f", [0.0 if each < 0 else -1.0 for each in named]).tobytes(), targets.layout)
+
+
+def _pretended_draws(sample: Sample) -> Draws:
+    length, k = sample.length - 1, sample.prompt_draws
+    tokens = array.array("i", [place % VOCABULARY for place in range(length * k)])
+    return Draws(tokens.tobytes(), array.array("f", [-1.0] * (length * k)).tobytes(), k, length)
+
+
 def _misbehave(item: PassItem) -> None:
     if item.config.get("pretend_death"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -334,13 +419,18 @@ def serve(ranks: FakeRanks, link: RankLink) -> None:
         message = link.receive()
         if message is not None:
             link.send(ranks.hear(message))
+            while ranks.outbox:
+                link.send(ranks.outbox.pop(0))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Ranks that pretend.")
     parser.add_argument("--settings", type=Path, required=True)
     parser.add_argument("--applied", type=Path)
+    parser.add_argument("--die-at", metavar="FAILPOINT", help="be killed when this place is reached")
     given = parser.parse_args()
+    if given.die_at:
+        arm(given.die_at, kill)
     settings = load_settings(given.settings)
     log.configure("json", settings.server.log_level)
     link = RankLink(settings)

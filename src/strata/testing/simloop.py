@@ -51,7 +51,7 @@ class SimulationStuckError(AssertionError):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """Only what tasks, futures, locks, queues and timeouts need: no sockets, threads or signals, on purpose."""
+    """Only what tasks, futures, locks, queues and timeouts need: no sockets, signals and real threads, on purpose."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -87,6 +87,17 @@ class SimLoop(asyncio.AbstractEventLoop):
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._order), timer))
         return timer
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """There are no threads: it is a task like any other, done in one go."""
+        del executor
+
+        async def called() -> T:
+            return func(*args)
+
+        return self.create_task(called())
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)

@@ -33,8 +33,9 @@ class OrchestratorClient:
     the rest only looks, or says what is so already.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, number: int = 0) -> None:
         self._settings = settings
+        self._number = number
         self._asked: dict[str, tuple[bytes, asyncio.Future[messages.Output]]] = {}
         self._speaker: tuple[int, bytes] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -48,7 +49,8 @@ class OrchestratorClient:
         self._questions.router_mandatory = True
         self._questions.router_handover = True
         self._answers = self._context.socket(zmq.PULL)
-        places = ((self._questions, self._settings.requests), (self._answers, self._settings.outputs))
+        settings, number = self._settings, self._number
+        places = ((self._questions, settings.requests_of(number)), (self._answers, settings.outputs_of(number)))
         try:
             for socket, endpoint in places:
                 bounded(socket)
@@ -149,7 +151,9 @@ class OrchestratorClient:
 class ApiLink:
     """The orchestrator's side of the link to one API server."""
 
-    def __init__(self, context: zmq.asyncio.Context, settings: ServerSettings, generation: int) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, settings: ServerSettings, generation: int, number: int = 0
+    ) -> None:
         keys = keys_of(settings) if settings.server.transport == "tcp" else None
         self._questions = context.socket(zmq.DEALER)
         self._questions.identity = f"orchestrator-{generation}".encode()
@@ -157,7 +161,8 @@ class ApiLink:
         self._questions.probe_router = True
         self._questions.immediate = True
         self._answers = context.socket(zmq.PUSH)
-        for socket, endpoint in ((self._questions, settings.requests), (self._answers, settings.outputs)):
+        places = ((self._questions, settings.requests_of(number)), (self._answers, settings.outputs_of(number)))
+        for socket, endpoint in places:
             bounded(socket)
             if keys is not None:
                 keys.present(socket)

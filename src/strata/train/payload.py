@@ -6,8 +6,10 @@ is what was written, or an error, never something else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +19,7 @@ from strata.base.failpoint import failpoint
 from strata.train.core import ops
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_GONE: Final = ".gone"
 
 
 class Payloads:
@@ -35,7 +38,7 @@ class Payloads:
         """The same bytes twice are one file: a repeated request costs no space, and no second write."""
         sha256 = sha256_hex(data)
         place = self._place(sha256)
-        if not place.exists():
+        if not _is_there(place):
             place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             beside = place.with_name(f".{sha256}.{os.getpid()}.{os.urandom(4).hex()}")
             try:
@@ -76,10 +79,66 @@ class Payloads:
     def forget(self, payload: ops.Stored) -> None:
         self._place(payload.sha256).unlink(missing_ok=True)
 
+    def forget_all_but(self, needed: Set[str], before_s: float) -> tuple[int, int]:
+        """Remove what nobody needs and nobody brought since then; how many went, and how many were too young.
+
+        What begins with a dot is what a writer that died has left, or whoever removed old ones before.
+        """
+        gone = young = 0
+        folders = sorted(self._folder.glob("[0-9a-f][0-9a-f]"))
+        for aside in (each for folder in folders for each in sorted(folder.glob(f".*{_GONE}"))):
+            _put_back(aside, needed, before_s)
+        for file in (each for folder in folders for each in folder.iterdir()):
+            if file.name in needed:
+                continue
+            removed = _remove_if_old(file, before_s)
+            gone, young = gone + removed, young + (not removed)
+        return gone, young
+
     def _place(self, sha256: str) -> Path:
         if not _DIGEST.fullmatch(sha256):
             raise StrataError(Code.INVALID, f"{sha256!r} is not a SHA-256")
         return self._folder / sha256[:2] / sha256
+
+
+def _is_there(place: Path) -> bool:
+    """Looking at it makes it young: whoever removes old ones leaves it to us."""
+    try:
+        os.utime(place)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _remove_if_old(file: Path, before_s: float) -> bool:
+    """Whether it went. Somebody may bring the same bytes at this moment, and believe that they are there."""
+    try:
+        if file.stat().st_mtime >= before_s:
+            return False
+        aside = file.with_name(f".{file.name.removeprefix('.').removesuffix(_GONE)}{_GONE}")
+        file.rename(aside)
+        failpoint("train.payload.aside")
+        if aside.stat().st_mtime >= before_s:
+            aside.rename(file)
+            return False
+        aside.unlink()
+    except FileNotFoundError:
+        return True
+    return True
+
+
+def _put_back(aside: Path, needed: Set[str], before_s: float) -> None:
+    """What was on its way out when its remover died, and what somebody was told, in that moment, is there."""
+    sha256 = aside.name.removeprefix(".").removesuffix(_GONE)
+    try:
+        if _DIGEST.fullmatch(sha256) and (sha256 in needed or aside.stat().st_mtime >= before_s):
+            with contextlib.suppress(FileExistsError):
+                # Not a rename: one that was written anew meanwhile is younger, and stays.
+                os.link(aside, aside.with_name(sha256))
+            _sync_folder(aside.parent)
+            aside.unlink()
+    except FileNotFoundError:
+        return
 
 
 def _write_synced(path: Path, data: bytes) -> None:

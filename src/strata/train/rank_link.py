@@ -7,6 +7,8 @@ second one in, and libzmq 4.3.5 does not always survive it.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Final
 
@@ -98,6 +100,7 @@ class RankLink:
         self._gate = self._keys.admit(self._context) if self._keys is not None else None
         self._door = self._context.socket(zmq.ROUTER)
         self._pair: zmq.SyncSocket | None = None
+        self._woken, self._waking = os.pipe()
         bounded(self._door)
         self._heard = Knock(0, 0)
         self._conversations = 0
@@ -112,8 +115,11 @@ class RankLink:
             publish_address(file, self.endpoint)
 
     def receive(self, timeout_s: float | None = None) -> commands.ToRank | None:
-        """The next message; None if none came in time."""
+        """The next message; None if none came in time, or somebody woke us."""
         while ready := self._ready(timeout_s):
+            if self._woken in ready:
+                os.read(self._woken, 1)
+                return None
             if self._door in ready:
                 self._open()
             elif self._pair is not None:
@@ -122,8 +128,14 @@ class RankLink:
                     return message
         return None
 
-    def _ready(self, timeout_s: float | None) -> list[zmq.SyncSocket]:
+    def wake(self) -> None:
+        """From any thread: there is something to say, though nothing was asked."""
+        with contextlib.suppress(OSError):
+            os.write(self._waking, b"!")
+
+    def _ready(self, timeout_s: float | None) -> list[zmq.SyncSocket | int]:
         poller = zmq.Poller()
+        poller.register(self._woken, zmq.POLLIN)
         for socket in (self._door, self._pair):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
@@ -163,6 +175,9 @@ class RankLink:
         if self._pair is not None:
             self._pair.close(linger=200)
         self._door.close(linger=0)
+        waking, self._waking = self._waking, -1
+        os.close(self._woken)
+        os.close(waking)
         if self._gate is not None:
             self._gate.stop()
         self._context.term()

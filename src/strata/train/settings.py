@@ -1,5 +1,5 @@
 """Settings of the training server, one file for all its processes: sections `server`, `model`, `ranks`, `limits`,
-`sampling`.
+`sampling`, `snapshots`, `checkpoints`, `inference`.
 
 Launcher, orchestrator, API server and ranks read the same file, so that no setting has to be handed from one to the
 other. What they say to each other and where their files lie is derived here and nowhere else.
@@ -34,6 +34,8 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 5555
     """HTTP; 0 takes a free one."""
+    api_servers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Processes that answer HTTP, all on this port: the system spreads connections over them."""
     data: Path = Path("strata-train")
     """The folder for everything that is no setting: journal, payloads, checkpoints, sockets, keys."""
     database: str = ""
@@ -59,6 +61,8 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     """An orchestrator on another machine may take over this long after the last one was heard from."""
     snapshot_every: Count = 10_000
     """Facts between two snapshots of the orchestrator's state."""
+    timelines: Count = 1_000
+    """Operations whose times are kept, in memory: the last so many that were accepted."""
     log_format: Literal["json", "console"] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -72,7 +76,11 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters of many models over one frozen base, or one model that owns the base."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     slots: Count = 8
-    """Models with adapters at a time."""
+    """Models with adapters on the device at a time, and in one pass."""
+    max_models: Count = 64
+    """Models with adapters at all. Those that were not used for longest wait in memory and come back when needed."""
+    models_in_memory: Annotated[int, msgspec.Meta(ge=0)] = 32
+    """Of those that wait; the others wait on the disk of each rank."""
     max_lora_rank: Count = 64
     max_tokens_per_row: Count = 4096
     """Datums are packed into sequences of so many tokens; a longer one gets a sequence of its own."""
@@ -123,6 +131,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """How long a result can be asked for after it was there."""
     max_kept_results: Count = 200_000
     """Beyond this the oldest results go before their time."""
+    silent_session_s: Annotated[float, msgspec.Meta(ge=0)] = 86_400.0
+    """A session of which nothing is heard for so long is finished, and its models are let go; 0 is never."""
+    gap_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
+    """Operations that wait so long for one before them that does not come are given up; 0 is never."""
     pack_tenants: bool = True
     """Let operations of different models share a pass. In the last bits their results then depend on who came when."""
 
@@ -145,12 +157,69 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return self.samplers or (2 if full else 64)
 
 
+class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
+    keep: Count | None = None
+    """Of each run and kind, the newest; all unless set. One that a sampler or a waiting operation needs stays, and
+    `000000` is not counted."""
+    sweep_s: Positive = 60.0
+    """How often files are looked for that no checkpoint has any more."""
+    archive_valid_s: Positive = 900.0
+    """How long the address of an archive can be used."""
+    storage: str = ""
+    """`s3://BUCKET/PREFIX` for a copy of every checkpoint; where files are gone they are brought back from there."""
+    endpoint: str = ""
+    """Of a store that is not AWS."""
+    region: str = "us-east-1"
+    access_key: str = ""
+    secret_key: Secret | None = None
+
+
+class Inference(msgspec.Struct, frozen=True, kw_only=True):
+    """Engines beside this server that are told of new weights."""
+
+    allow: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://[^/@?#\\\s]+/?$")], ...] = ()
+    """Where engines may be: `http://127.0.0.1:8000`, with scheme, host and port. Nothing else is ever connected to."""
+    keys: dict[str, Path] = {}
+    """For those that ask for an API key, the file it is in; of the owner alone."""
+    push: bool = False
+    """Tell all endpoints of whatever is saved for sampling, not only of what is synced."""
+    sample: bool = False
+    """Let endpoints that have a sampler's weights sample for it."""
+    keep: Count = 2
+    """Versions of a model on an endpoint; older ones are let go of."""
+    max_samples: Count = 64
+    """Requests that endpoints are asked for at a time."""
+    connect_timeout_s: Positive = 5.0
+    push_timeout_s: Positive = 300.0
+    """For an engine to take new weights."""
+    sample_timeout_s: Positive = 300.0
+
+
+class Snapshots(msgspec.Struct, frozen=True, kw_only=True):
+    """Of all models, so that ranks that start anew need not do everything again. One is taken when any of these is
+    reached since the last; 0 is never for this reason."""
+
+    every_dispatches: Annotated[int, msgspec.Meta(ge=0)] = 500
+    """That change something."""
+    every_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
+    """Since the first change that no snapshot holds."""
+    every_payload_mb: Annotated[int, msgspec.Meta(ge=0)] = 1024
+    write_timeout_s: Positive = 1800.0
+    """Files that are not on the disk by then are given up."""
+    payload_grace_s: Annotated[float, msgspec.Meta(ge=1)] = 3600.0
+    """Payloads that nobody refers to are removed when they are this old: a request with one may be on its way."""
+
+
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     server: Server
     model: ModelSettings
     ranks: Ranks
     limits: Limits
     sampling: Sampling = Sampling()
+    snapshots: Snapshots = Snapshots()
+    kept: CheckpointSettings = CheckpointSettings()
+    """Section `checkpoints`."""
+    inference: Inference = Inference()
 
     @property
     def stream(self) -> str:
@@ -177,6 +246,29 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.data / "checkpoints"
 
     @property
+    def published(self) -> Path:
+        """Weights in the form of engines that take a folder for a name."""
+        return self.data / "published"
+
+    @property
+    def imports(self) -> Path:
+        """Uploads that are not checkpoints yet, each in a folder of its own, under the name `staged`."""
+        return self.data / "imports"
+
+    @property
+    def fetched(self) -> Path:
+        """Checkpoints on their way from the object store."""
+        return self.data / "fetched"
+
+    @property
+    def staged(self) -> str:
+        return "checkpoint"
+
+    @property
+    def snapshot_folder(self) -> Path:
+        return self.data / "snapshots"
+
+    @property
     def sockets(self) -> Path:
         return self.server.sockets.expanduser().absolute() if self.server.sockets else self.data / "run"
 
@@ -191,13 +283,21 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> str:
-        """Where the API server's ROUTER listens."""
-        return self._endpoint("requests", self.server.link_host, self.server.requests_port)
+        return self.requests_of(0)
 
     @property
     def outputs(self) -> str:
-        """Where the API server's PULL listens."""
-        return self._endpoint("outputs", self.server.link_host, self.server.outputs_port)
+        return self.outputs_of(0)
+
+    def requests_of(self, number: int) -> str:
+        """Where the ROUTER of this API server listens. Over TCP each further one has the next two ports."""
+        name = f"requests-{number}" if number else "requests"
+        return self._endpoint(name, self.server.link_host, _beside(self.server.requests_port, number))
+
+    def outputs_of(self, number: int) -> str:
+        """Where the PULL of this API server listens."""
+        name = f"outputs-{number}" if number else "outputs"
+        return self._endpoint(name, self.server.link_host, _beside(self.server.outputs_port, number))
 
     @property
     def rank0(self) -> str:
@@ -215,6 +315,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 hint="set server.sockets to a folder with a short path",
             )
         return f"ipc://{path}"
+
+
+def _beside(port: int, number: int) -> int:
+    return port + 2 * number
 
 
 def load_settings(
@@ -238,7 +342,28 @@ def load_settings(
     ranks = section(Ranks, "ranks")
     limits = section(Limits, "limits")
     sampling = section(Sampling, "sampling")
-    if server is None or model is None or ranks is None or limits is None or sampling is None:
+    snapshots = section(Snapshots, "snapshots")
+    kept = section(CheckpointSettings, "checkpoints")
+    inference = section(Inference, "inference")
+    if (
+        server is None
+        or model is None
+        or ranks is None
+        or limits is None
+        or sampling is None
+        or kept is None
+        or inference is None
+        or snapshots is None
+    ):
         found = tuple(dict.fromkeys(problems))
         raise StrataError(Code.INVALID, "\n".join(found), problems=found)
-    return ServerSettings(server=server, model=model, ranks=ranks, limits=limits, sampling=sampling)
+    return ServerSettings(
+        server=server,
+        model=model,
+        ranks=ranks,
+        limits=limits,
+        sampling=sampling,
+        kept=kept,
+        inference=inference,
+        snapshots=snapshots,
+    )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +19,7 @@ from strata.base.settings import own_environment
 from strata.train.core import commands, ops
 from strata.train.core.pack import pack
 from strata.train.launch import commands as launch
+from strata.train.launch.child import descendants
 from strata.train.link import Knock, RankConnection, knock
 from strata.train.settings import ServerSettings, load_settings
 
@@ -53,8 +57,20 @@ class Group:
         self.settings: ServerSettings = load_settings(self.file, environ={})
         pretending = (sys.executable, "-m", "strata.testing.fake_ranks", "--settings", str(self.file))
         command = launch.ranks(self.settings, self.file, own_environment())
-        arguments = command.arguments if kind == "real" else pretending
-        self.process = subprocess.Popen(arguments, env=dict(command.environment))
+        self._arguments = command.arguments if kind == "real" else pretending
+        self._environment = dict(command.environment)
+        self.start()
+
+    def start(self) -> None:
+        """All ranks, from nothing. Numbers go on, so that the new ones are told of dispatches that they never saw."""
+        self.process = subprocess.Popen(self._arguments, env=self._environment)
+
+    def kill(self) -> None:
+        """All of them, whatever they are doing."""
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(PATIENCE_S)
 
     async def ended(self) -> int:
         return await asyncio.to_thread(self.process.wait, PATIENCE_S)
@@ -115,6 +131,14 @@ class Speaker:
 
     async def do(self, work: commands.Work) -> commands.Reply:
         return await self.say(self.command(work), commands.Reply)
+
+    async def hear(self, kind: type[Heard]) -> Heard:
+        """What rank 0 says without being asked."""
+        assert self._connection is not None
+        async with asyncio.timeout(PATIENCE_S):
+            heard = await self._connection.receive()
+        assert isinstance(heard, kind), heard
+        return heard
 
     async def one(self, work: commands.Work) -> ops.Result:
         (result,) = (await self.do(work)).results

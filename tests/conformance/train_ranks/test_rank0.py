@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from strata.train.core import commands, ops
@@ -162,11 +163,6 @@ async def test_bytes_that_are_no_message_are_dropped(speaker: Speaker) -> None:
     assert isinstance(await speaker.one(commands.Manage(ops.Wake())), ops.Awake | ops.Failed)
 
 
-async def test_ranks_end_in_order_when_told_to(group: Group, speaker: Speaker) -> None:
-    await speaker.say(commands.Ask(group.generation, 1, commands.Shutdown()), commands.Healthy)
-    assert await group.ended() == 0
-
-
 def floats(tensor: ops.Dense) -> list[float]:
     import array
 
@@ -232,3 +228,89 @@ async def test_a_sampler_stays_as_the_model_was_and_makes_room_when_told(speaker
     )
     assert newer.ended[0].outcome != before[0].ended[0].outcome
     assert isinstance(gone.ended[0].outcome, SampleFailed)
+
+
+async def snapshot(speaker: Speaker, name: str) -> commands.Restore:
+    """Taken and on the disk; what has to be said to get it back."""
+    path = str(speaker.group.settings.snapshot_folder / name)
+    reply = await speaker.do(commands.TakeSnapshot(path))
+    assert reply.results == []
+    written = await speaker.hear(commands.SnapshotWritten)
+    assert (written.number, written.trouble) == (speaker.group.number, None)
+    return commands.Restore(speaker.group.generation, written.number, path, written.digest)
+
+
+def again(speaker: Speaker, restore: commands.Restore) -> commands.Restore:
+    return msgspec.structs.replace(restore, generation=speaker.group.generation)
+
+
+async def test_a_snapshot_that_is_written_is_told_to_whoever_attaches_next_too(speaker: Speaker) -> None:
+    restore = await snapshot(speaker, "told")
+    attached = await speaker.attach()
+    assert isinstance(attached, commands.Attached)
+    assert attached.written is not None
+    assert (attached.written.number, attached.written.digest) == (restore.number, restore.digest)
+
+
+async def test_ranks_that_have_applied_something_do_not_restore(speaker: Speaker) -> None:
+    await speaker.create("applied")
+    await speaker.say(again(speaker, await snapshot(speaker, "applied")), commands.Fenced)
+
+
+async def test_ranks_that_start_anew_go_on_from_a_snapshot_with_gradients_and_samplers_as_if_nothing_had_been(
+    speaker: Speaker,
+) -> None:
+    group = speaker.group
+    model, other = await speaker.create("goes-on"), await speaker.create("goes-on-other")
+    await speaker.train(model, BATCH)
+    await speaker.step(model)
+    await speaker.one(commands.MakeSampler(ops.SaveSampler(model, 3, "lives-on"), ""))
+    await speaker.train(model, BATCH[:3])
+    restore = await snapshot(speaker, "goes-on")
+
+    async def go_on() -> list[object]:
+        await speaker.train(other, BATCH[1:])
+        found = [await speaker.train(model, BATCH[2:]), await speaker.step(model, 9), await speaker.step(other, 9)]
+        sampled = await sampling(speaker, Quantum(8, [added("lives-on:0", "lives-on")]))
+        losses = [await speaker.train(each, BATCH, forward_only=True) for each in (model, other)]
+        return [*found, sampled[0].ended[0].outcome, *losses]
+
+    expected = await go_on()
+    group.kill()
+    group.start()
+    attached = await speaker.attach()
+    assert isinstance(attached, commands.Attached)
+    assert attached.applied == 0
+    restore = again(speaker, restore)
+    for wrong in ({"digest": "0" * 64}, {"path": f"{restore.path}-not"}):
+        refused = await speaker.say(msgspec.structs.replace(restore, **wrong), commands.Restored)
+        assert refused.refused
+        assert refused.damaged
+    assert await speaker.say(restore, commands.Restored) == commands.Restored(group.generation, restore.number)
+    attached = await speaker.attach()
+    assert isinstance(attached, commands.Attached)
+    assert attached.applied == restore.number
+    assert await go_on() == expected
+
+
+async def test_a_reply_says_what_the_time_was_spent_on(speaker: Speaker, tmp_path: Path) -> None:
+    model = await speaker.create("timed")
+    save = ops.SaveWeights(model, 3, "weights", "timed")
+    wanted: list[tuple[commands.Work, set[str]]] = [
+        (speaker.passes([(model, BATCH)]), {"forward_s", "backward_s"}),
+        (speaker.passes([(model, BATCH)], forward_only=True), {"forward_s"}),
+        (commands.Step(ops.OptimStep(model, 2, ops.AdamParams())), {"optimizer_s"}),
+        (commands.SaveState(save, str(tmp_path / "timed")), {"publish_s"}),
+        (commands.MakeSampler(ops.SaveSampler(model, 4, "timed:sample:0"), ""), {"publish_s"}),
+        (commands.Manage(ops.AbortGradients(model, 5)), set()),
+    ]
+    for work, phases in wanted:
+        timing = (await speaker.do(work)).timing
+        spent = {name: getattr(timing, name) for name in ("forward_s", "backward_s", "optimizer_s", "publish_s")}
+        assert {name for name, seconds in spent.items() if seconds > 0} == phases, work
+        assert sum(spent.values()) <= timing.total_s * 1.001
+
+
+async def test_ranks_end_in_order_when_told_to(group: Group, speaker: Speaker) -> None:
+    await speaker.say(commands.Ask(group.generation, 1, commands.Shutdown()), commands.Healthy)
+    assert await group.ended() == 0

@@ -14,6 +14,7 @@ from strata.train.core.inputs import (
     Abort,
     Accept,
     Answer,
+    AnswerSnapshot,
     Dispatching,
     DispatchNext,
     FinishSession,
@@ -129,6 +130,8 @@ class Server:
                 return None
 
     def answer(self, dispatch: Dispatch, results: Iterable[ops.Result] | None = None) -> Outcome:
+        if dispatch.snapshot:
+            return self.ask(AnswerSnapshot(dispatch.number, None))
         given = tuple(results) if results is not None else (ops.StepDone({}),) * len(dispatch.future_ids)
         return self.ask(Answer(dispatch.number, given, self.now_s))
 

@@ -8,9 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.facts import Dispatched, Finished, GivenUp
+from strata.train.core.facts import Accepted, Dispatched, Finished, GivenUp
 from strata.train.core.future import OPEN
-from strata.train.core.inputs import Accept
+from strata.train.core.inputs import Accept, CommitSnapshot
+from strata.train.core.snapshots import KEEP
 from tests.core.train.servers import Server, forward_backward, step
 
 TENANTS = ("alice", "bob")
@@ -19,7 +20,7 @@ TENANTS = ("alice", "bob")
 class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.server = Server(max_pending=12)
+        self.server = Server(max_pending=12, snapshot_dispatches=2)
         self.models = {(tenant, n): self.server.model(n, tenant=tenant) for tenant in TENANTS for n in range(2)}
         self.sent: dict[str, ops.Sequenced] = {}
         self.applied: list[tuple[str, int]] = []
@@ -30,7 +31,9 @@ class Histories(RuleBasedStateMachine):
     def submit(self, tenant: str, n: int, ahead: int, tokens: int) -> None:
         model = self.models[tenant, n]
         seq = self.server.state.models[model].line.wanted + ahead
-        operation = forward_backward(model, seq, [tokens] * 2) if tokens % 3 else step(model, seq)
+        operation: ops.Sequenced = forward_backward(model, seq, [tokens] * 2) if tokens % 3 else step(model, seq)
+        if tokens % 5 == 0:
+            operation = ops.SaveWeights(model, seq, "weights", "best", overwrite=True)
         known = self.sent.get(f"{model}:{seq}")
         refused: Code | None = None
         try:
@@ -81,6 +84,13 @@ class Histories(RuleBasedStateMachine):
         if number > self.applied_number:
             self.server.give_up(number)
 
+    @rule(trouble=st.sampled_from([None, None, "the disk is full"]))
+    @precondition(lambda self: self.server.state.snapshotting is not None)
+    def a_snapshot_is_written(self, trouble: str | None) -> None:
+        taking = self.server.state.snapshotting
+        assert taking is not None
+        self.server.ask(CommitSnapshot(taking.number, "digest", 1, 0.0, 0.0, self.server.now_s, trouble))
+
     @rule(from_snapshot=st.booleans())
     def restart(self, from_snapshot: bool) -> None:
         before = self.server.saved
@@ -104,9 +114,40 @@ class Histories(RuleBasedStateMachine):
             assert len(each) == len(set(each))
 
     @invariant()
+    def whatever_comes_after_a_kept_snapshot_can_be_told_again_from_what_is_kept(self) -> None:
+        facts, state = self.server.facts, self.server.state
+        assert len(state.snapshots) <= KEEP
+        for snapshot in state.snapshots:
+            assert state.cut <= snapshot.number <= state.settled
+            taken = [isinstance(fact, Dispatched) and fact.number == snapshot.number for fact in facts].index(True)
+            known = {*snapshot.pending, *(fact.future_id for fact in facts[taken:] if isinstance(fact, Accepted))}
+            after = [fact for fact in facts[taken + 1 :] if isinstance(fact, Dispatched)]
+            assert [fact.number for fact in after] == [*range(snapshot.number + 1, state.dispatched + 1)]
+            assert known.issuperset(future_id for fact in after for future_id in fact.future_ids)
+
+    @invariant()
+    def every_checkpoint_is_the_last_of_its_name_that_was_saved(self) -> None:
+        saved: dict[str, int] = {}
+        for fact in self.server.facts:
+            if isinstance(fact, Finished) and not isinstance(fact.result, ops.Failed):
+                operation = self.sent.get(fact.future_id)
+                if isinstance(operation, ops.SaveWeights):
+                    saved[operation.model_id] = operation.seq_id
+        state = self.server.state
+        assert {each.operation.model_id: each.operation.seq_id for each in state.checkpoints.values()} == saved
+        at_work = {each.path for each in state.dispatches.values()}
+        assert {each.path for each in state.saving.values()} <= at_work
+
+    @invariant()
     def every_accepted_operation_has_a_future(self) -> None:
         for future_id in self.sent:
             assert self.server.state.futures.get(future_id) is not None
+
+    def _let_work(self) -> None:
+        server = self.server
+        while server.state.dispatches:
+            server.answer(server.state.dispatches[min(server.state.dispatches)])
+        server.run_all()
 
     def teardown(self) -> None:
         """Fill the gaps and let the ranks work: everything ends."""
@@ -115,12 +156,13 @@ class Histories(RuleBasedStateMachine):
             line = server.state.models[model].line
             tenant = model.split(":")[0].removeprefix("session-")
             while line.held:
+                # Those that wait come first: the queue may be full of them.
+                self._let_work()
                 server.accept(step(model, line.wanted), tenant=tenant)
                 line = server.state.models[model].line
-        while server.state.dispatches:
-            server.answer(server.state.dispatches[min(server.state.dispatches)])
-        server.run_all()
+        self._let_work()
         assert not [each for each in server.state.futures if each.status in OPEN]
+        self.whatever_comes_after_a_kept_snapshot_can_be_told_again_from_what_is_kept()
 
 
 TestHistories = Histories.TestCase

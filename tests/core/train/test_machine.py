@@ -11,8 +11,9 @@ from strata.train.core import ops
 from strata.train.core.facts import Dispatched, GivenUp
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import Abort, Accept, DeleteCheckpoint, Expire, OpenSession, Removed
-from strata.train.core.state import INITIAL
-from strata.train.core.views import checkpoints_of, view_model
+from strata.train.core.retention import kept_folders
+from strata.train.core.state import INITIAL, Dispatch
+from strata.train.core.views import checkpoints_of, find_future, view_model
 from tests.core.train.servers import LORA, TENANT, Server, forward_backward, step
 
 
@@ -121,6 +122,27 @@ def test_a_queue_full_of_held_operations_lets_in_the_one_they_wait_for() -> None
     assert server.refusal(Accept(TENANT, step(model, 5), 0.0)).code is Code.EXHAUSTED
     server.accept(step(model, 1))
     assert len(server.run_all()) == 4
+
+
+def test_a_high_number_that_comes_first_makes_no_room_for_those_below_it() -> None:
+    server = Server(max_pending=3, max_pending_per_tenant=3)
+    model = server.model()
+    server.accept(*(step(model, seq) for seq in (9, 1, 2)))
+    assert server.refusal(Accept(TENANT, step(model, 3), 0.0)).code is Code.EXHAUSTED
+    server.run_all()
+    server.accept(step(model, 3))
+
+
+def test_one_that_was_held_when_its_model_went_is_gone_in_the_end_and_not_unknown() -> None:
+    server = Server(result_ttl_s=10.0)
+    model = server.model()
+    (held,) = server.accept(step(model, 2))
+    server.accept(ops.UnloadModel(model))
+    server.run_all()
+    server.ask(Expire(server.now_s + 11.0))
+    with pytest.raises(StrataError) as refused:
+        find_future(server.state, TENANT, held)
+    assert refused.value.code is Code.GONE
 
 
 def test_one_tenant_cannot_take_more_of_the_queue_than_its_quota() -> None:
@@ -425,9 +447,70 @@ def test_a_checkpoint_exists_when_it_is_saved_and_each_save_has_its_own_folder()
     assert checkpoints_of(server.state, TENANT, model) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("a", "already"), (INITIAL, "taken"), ("../x", "cannot name"), ("", "cannot name")]
-)
+def test_a_client_that_counts_from_zero_replaces_the_first_checkpoint_and_no_other() -> None:
+    server = Server(initial_checkpoint=True)
+    model = server.model()
+    (first,) = checkpoints_of(server.state, TENANT, model)
+    ids = server.accept(save(model, 1, INITIAL), save(model, 2, INITIAL))
+    server.run_all()
+    assert not isinstance(server.result(ids[0]), ops.Failed)
+    (own,) = checkpoints_of(server.state, TENANT, model)
+    assert own.path != first.path
+    again = server.result(ids[1])
+    assert isinstance(again, ops.Failed)
+    assert "already" in again.message
+
+
+def two_saves(server: Server, name: str) -> tuple[str, Dispatch, Dispatch]:
+    """Under one name, and both at the ranks."""
+    if name == INITIAL:
+        model = server.model(done=False)
+        created = server.dispatch()
+        assert created is not None
+        server.answer(created)
+        server.accept(save(model, 1, name))
+    else:
+        model = server.model()
+        server.accept(save(model, 1, name), save(model, 2, name, overwrite=True))
+    first, second = server.dispatch(), server.dispatch()
+    assert first is not None
+    assert second is not None
+    return model, first, second
+
+
+def paths(server: Server, model: str) -> list[str]:
+    """Of the checkpoints that there are, also to one who knows only the journal."""
+    server.restart(from_snapshot=False)
+    return [each.path for each in checkpoints_of(server.state, TENANT, model)]
+
+
+@pytest.mark.parametrize("name", [INITIAL, "mine"])
+def test_of_two_saves_under_one_name_at_the_ranks_each_is_there_when_it_is_saved(name: str) -> None:
+    server = Server(initial_checkpoint=name == INITIAL)
+    model, first, second = two_saves(server, name)
+    server.answer(first)
+    assert paths(server, model) == [first.path]
+    assert second.path in kept_folders(server.state)
+    server.answer(second)
+    assert paths(server, model) == [second.path]
+    assert not server.state.saving
+
+
+@pytest.mark.parametrize("name", [INITIAL, "mine"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_of_two_saves_under_one_name_at_the_ranks_one_may_be_given_up(name: str, lost: int) -> None:
+    server = Server(initial_checkpoint=name == INITIAL)
+    model, *saves = two_saves(server, name)
+    for place, each in enumerate(saves):
+        if place == lost:
+            server.give_up(each.number)
+        else:
+            server.answer(each)
+    assert paths(server, model) == [saves[1 - lost].path]
+    assert not server.state.saving
+
+
+@pytest.mark.parametrize(("name", "words"), [("a", "already"), ("../x", "cannot name"), ("", "cannot name")])
 def test_a_name_that_is_taken_or_is_none_fails_the_save_as_the_clients(name: str, words: str) -> None:
     server = Server()
     model = server.model()

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.train.core.schedule import PER_TURN, Entry, Scheduler
+from strata.train.core.schedule import PER_TURN, STEP, Entry, Scheduler
 
 QUANTUM = 100
 
@@ -135,3 +135,53 @@ def test_what_is_foreseen_is_what_happens_if_nothing_else_comes(
     scheduler, _ = filled(given_operations)
     foreseen = scheduler.foreseen()
     assert [entry for chosen in drain(scheduler) for entry in chosen] == foreseen
+
+
+def lockstep(models: int, steps: int, late: int) -> list[tuple[Entry, ...]]:
+    """Passes and steps of models that take turns with them; `late` of them come after the first dispatch."""
+    scheduler = Scheduler(QUANTUM)
+    tokens = 2 * QUANTUM // models
+
+    def submit(model: int) -> None:
+        for step in range(steps):
+            turn = (model * steps + step) * 2
+            name = f"t{model}"
+            scheduler.add(Entry(f"p{turn}", name, name, "forward_backward", tokens, turn, "forward_backward"))
+            scheduler.add(Entry(f"s{turn}", name, name, STEP, 0, turn + 1))
+
+    for model in range(models - late):
+        submit(model)
+    ran = [scheduler.choose(budget_tokens=2 * QUANTUM, share=True)]
+    for entry in ran[0]:
+        scheduler.remove(entry.future_id)
+    for model in range(models - late, models):
+        submit(model)
+    return ran + drain(scheduler, share=True, budget=2 * QUANTUM)
+
+
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 7))
+def test_models_that_take_turns_with_their_steps_meet_in_every_pass(models: int, steps: int, late: int) -> None:
+    passes = [chosen for chosen in lockstep(models, steps, min(late, models - 1)) if chosen[0].shares]
+    # Who comes late joins the second pass of those before it, and makes its last one after theirs.
+    assert len(passes) <= steps + (1 if late else 0)
+
+
+@given(operations, st.integers(1, 300), st.integers(1, 300))
+def test_a_pass_waits_for_no_more_steps_than_there_is_room_for(
+    given_operations: list[tuple[str, int, int, str]], tokens: int, room: int
+) -> None:
+    """Whatever else waits, and however many models have a step and a pass behind it."""
+    scheduler = Scheduler(QUANTUM)
+    scheduler.add(Entry("first", "first", "first", "forward_backward", 1, 0, "pass"))
+    turn = 1
+    for number, (tenant, _, _, _) in enumerate(given_operations):
+        scheduler.add(Entry(f"s{turn}", tenant, f"m{number}", STEP, 0, turn))
+        scheduler.add(Entry(f"p{turn}", tenant, f"m{number}", "forward_backward", tokens, turn + 1, "pass"))
+        turn += 2
+    waited = 0
+    while (chosen := scheduler.choose(budget_tokens=1 + room, share=True))[0].future_id != "first":
+        assert len(chosen) == 1
+        scheduler.remove(chosen[0].future_id)
+        waited += 1
+    assert waited <= room // tokens
+    assert len(chosen) == 1 + min(room // tokens, len(given_operations))

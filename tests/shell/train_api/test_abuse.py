@@ -18,7 +18,6 @@ from strata.base.errors import Code, StrataError
 from strata.http.body import Pace
 from strata.http.server import listen, url_of
 from strata.identity.roles import Role
-from strata.train.api.later import PATHS
 from strata.train.api.server import APIServer, check_exposure
 from strata.train.api.table import TABLE
 from strata.train.core import ops
@@ -113,13 +112,6 @@ async def test_without_the_orchestrator_an_operation_is_to_be_repeated_and_a_res
         "queue_state_reason": waited.json()["queue_state_reason"],
     }
     assert "orchestrator" in waited.json()["queue_state_reason"]
-
-
-async def test_what_is_not_served_yet_says_so_and_is_not_to_be_repeated(alone: Reached) -> None:
-    for method, path in PATHS:
-        reply = await alone.ask(method, path, json={})
-        assert (reply.status_code, reply.headers["x-should-retry"]) == (501, "false")
-        assert "does not serve" in reply.json()["error"]["message"]
 
 
 async def test_the_document_describes_every_endpoint(alone: Reached) -> None:

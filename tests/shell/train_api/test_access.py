@@ -7,6 +7,7 @@ from pathlib import Path
 
 from strata.http.declare import Endpoint
 from strata.identity.roles import Role
+from strata.train.api import archive
 from strata.train.api.table import TABLE
 from tests.shell.train_api.conftest import Reached
 
@@ -49,8 +50,13 @@ async def test_a_method_that_is_not_declared_is_refused(alone: Reached) -> None:
 
 async def test_what_anybody_may_call_says_no_more_than_that_it_is_there(alone: Reached) -> None:
     open_to_all = [each for each in TABLE if each.need.public]
-    assert {each.path for each in open_to_all} == {"/healthz", "/api/v1/healthz"}
+    assert {each.path for each in open_to_all} == {"/healthz", "/api/v1/healthz", archive.DOWNLOAD}
+    for signed in ("", "?token=", "?token=AAAA", f"?token={'A' * 64}"):
+        reply = await alone.http.get(archive.DOWNLOAD + signed)
+        assert reply.status_code in (400, 403), signed
     for endpoint in open_to_all:
+        if endpoint.path == archive.DOWNLOAD:
+            continue
         reply = await alone.http.request(endpoint.method, endpoint.path)
         assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
 

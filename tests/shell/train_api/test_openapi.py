@@ -9,14 +9,11 @@ from typing import Any, Final
 import pytest
 import schemathesis
 
-from strata.train.api import later
 from strata.train.api.app import described_app
 from strata.train.api.table import TABLE
 from strata.train.wire import native, tinker
 from tests.shell.train_api.processes import Processes, serving
 from tests.support import openapi
-
-SERVED: Final = [each for each in TABLE if each not in later.ENDPOINTS]
 
 
 @schemathesis.serializer(tinker.MEDIA_TYPE, native.MEDIA_TYPE)
@@ -43,5 +40,5 @@ def the_server_answers_as_its_document_says(case: Any, server: Processes) -> Non
     openapi.check(case, server.url, {"X-Operator-Token": token})
 
 
-DOCUMENT: Final = described_app(SERVED, lambda _: nobody).openapi()
+DOCUMENT: Final = described_app(TABLE, lambda _: nobody).openapi()
 globals().update(openapi.one_test_per_route(DOCUMENT, the_server_answers_as_its_document_says))

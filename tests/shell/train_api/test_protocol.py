@@ -193,11 +193,10 @@ async def test_what_cannot_be_read_fails_in_its_place_and_the_next_one_goes_on(s
         ("forward_backward", alice.batch(1, [-5]), "data[0].model_input: token 0 is -5"),
         ("optim_step", alice.step(2) | {"adam_params": {"nesterov": True}}, "adam_params: Object contains unknown"),
         ("save_weights", {"model_id": alice.model, "seq_id": 3, "path": "../../x"}, "path: '../../x' cannot be"),
-        ("save_weights", {"model_id": alice.model, "seq_id": 4, "path": "000000"}, "path: 000000 is the checkpoint"),
-        ("load_weights", {"model_id": alice.model, "seq_id": 5, "path": "/etc/passwd"}, "path: '/etc/passwd' is not"),
+        ("load_weights", {"model_id": alice.model, "seq_id": 4, "path": "/etc/passwd"}, "path: '/etc/passwd' is not"),
     ]
     futures = [await alice.post(path, body) for path, body, _ in unreadable]
-    futures.append(await alice.post("optim_step", alice.step(6)))
+    futures.append(await alice.post("optim_step", alice.step(5)))
     for (_, _, words), future in zip(unreadable, futures, strict=False):
         failed = await alice.done(future)
         assert failed["category"] == "user"
@@ -300,8 +299,6 @@ async def test_checkpoints_are_saved_listed_loaded_and_deleted(server: Server) -
     assert (await alice.done(await alice.post("load_weights", loading)))["path"] == saved["path"]
     again = await alice.done(await alice.post("optim_step", alice.step(7, 0.0)))
     assert changed["metrics"]["weight"] != step["metrics"]["weight"] == again["metrics"]["weight"]
-    reserved = {"model_id": alice.model, "checkpoint_id": "000000"}
-    assert (await alice.post("delete_checkpoint", reserved, 422))["error"]["code"] == "precondition"
     await alice.post("delete_checkpoint", {"model_id": alice.model, "checkpoint_id": "one"}, 204)
     await alice.post("weights_info", {"tinker_path": saved["path"]}, 404)
     gone = await alice.send("DELETE", f"/api/v1/training_runs/{alice.model}/checkpoints/weights/one")

@@ -54,6 +54,34 @@ async def test_a_sample_is_a_future_and_its_result_is_read_as_json_and_as_protob
     await alice.post("asample", wanted(sampler, num=2, seed=6), status=422)
 
 
+async def test_what_is_asked_about_a_prompt_is_answered_in_the_layout_of_the_question(server: Server) -> None:
+    alice = server.alice
+    sampler = await sampler_of(alice, await alice.open())
+    dense: dict[str, Any] = {"data": [7, -1, 3, 4], "dtype": "int64", "shape": [2, 2]}
+    sparse: dict[str, Any] = {
+        "data": [7],
+        "dtype": "int64",
+        "shape": [2, 9],
+        "sparse_crow_indices": [0, 0, 1],
+        "sparse_col_indices": [5],
+    }
+    for seq, named in enumerate((dense, sparse)):
+        more = {"target_prompt_logprobs": named, "prompt_alt_tokens_k": 3, "prompt_logprobs_last_n": 1}
+        future = await alice.post("asample", wanted(sampler, seq) | more)
+        told = await alice.done(future)
+        data = [0.0 if each < 0 else -1.0 for each in named["data"]]
+        assert told["target_prompt_logprobs"] == named | {"data": data, "dtype": "float32"}
+        assert told["prompt_logprobs"] == [None, None, -1.0]
+        assert told["prompt_alt_tokens"]["tokens"] == {"data": [0, 1, 2, 3, 4, 5], "dtype": "int64", "shape": [2, 3]}
+        packed = deserialize_sample_response((await alice.result(future, accept=tinker.MEDIA_TYPE)).content)
+        assert packed.target_prompt_logprobs is not None
+        assert packed.prompt_alt_tokens is not None
+        read = packed.target_prompt_logprobs
+        assert (list(read.data), list(read.shape or ())) == (data, named["shape"])
+        assert read.sparse_crow_indices == named.get("sparse_crow_indices")
+        assert list(packed.prompt_alt_tokens.tokens.data) == [0, 1, 2, 3, 4, 5]
+
+
 async def test_a_sampler_is_the_model_as_it_was_at_its_place(server: Server) -> None:
     alice = server.alice
     session = await alice.open()
@@ -102,7 +130,14 @@ async def test_what_cannot_be_sampled_is_refused_in_words(server: Server) -> Non
         ({"prompt": image}, "samples from tokens"),
         ({"prompt": {"chunks": []}}, "has no tokens"),
         ({"prompt": {"chunks": [{"tokens": [1] * 40_000}]}}, "has 40000 tokens, and a rank has room for 32768"),
-        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ({"record_stability_info": True}, "record_stability_info"),
+        ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k"),
+        ({"prompt_logprobs_last_n": 3}, "is 1 to 2 for this prompt"),
+        ({"prompt_logprobs_last_n": 1, "prompt_logprobs": False}, "needs prompt_logprobs"),
+        ({"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2]}}, "int64 of [2, K]"),
+        ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, "int64 of [2, K]"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, "has 1 numbers"),
+        ({"target_prompt_logprobs": {"data": [1, -2], "dtype": "int64", "shape": [2, 1]}}, "no token"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_session_id": None}, "sampling session"),
     ):

@@ -81,6 +81,53 @@ async def test_a_client_with_await_trains_to_the_same_numbers(server: Server) ->
         assert list((await asyncio.to_thread(train, url, server.alice.key))[:2]) == losses
 
 
+def sampled(url: str, key: str) -> tuple[list[list[int]], list[float], list[float | None], str]:
+    """Tokens, the log probability of the first token by copy, saved weights and base, and those of a prompt."""
+    with TrainingServer(url, key) as service:
+        model = service.create_model(BASE, rank=4, seed=1)
+        model.forward_backward(BATCH)
+        model.optim_step(1.0)
+        copy, path = model.sampler(), model.save_for_sampling("kept")
+        samplers = [copy.result(), service.sampler(path=path.result()), service.sampler(BASE)]
+        found = [each.sample([1, 2, 3], 2, max_tokens=4, seed=5, stop=[]).result() for each in samplers]
+        tokens = [list(each.tokens) for each in found[0]]
+        assert {each.stop_reason for each in found[0]} == {"length"}
+        return (
+            tokens,
+            [each[0].logprobs[0] for each in found],
+            list(samplers[2].logprobs([1, 2, 3]).result()),
+            path.result(),
+        )
+
+
+async def test_a_blocking_client_samples_from_a_model_from_saved_weights_and_from_the_base(server: Server) -> None:
+    async with listening(server) as url:
+        tokens, (copy, saved, base), prompt, path = await asyncio.to_thread(sampled, url, server.alice.key)
+    assert len(tokens) == 2
+    assert [len(each) for each in tokens] == [4, 4]
+    assert copy == saved != base
+    assert prompt == [None, -1.0, -1.0]
+    assert path.endswith("/sampler_weights/kept")
+
+
+async def test_a_client_with_await_samples_the_same_and_asks_often_at_once(server: Server) -> None:
+    transport = httpx.ASGITransport(server.root)
+    async with AsyncTrainingServer("http://server", server.bob.key, transport=transport) as service:
+        model = await service.create_model(BASE, rank=4, seed=1)
+        await model.forward_backward(BATCH)
+        await model.optim_step(1.0)
+        copy, path = await model.sampler(), await model.save_for_sampling("kept")
+        samplers = [await copy.result(), await service.sampler(path=await path.result()), await service.sampler(BASE)]
+        futures = [await each.sample([1, 2, 3], 2, max_tokens=4, seed=5, stop=[]) for each in samplers]
+        found = await asyncio.gather(*(each.result() for each in futures))
+        prompt = await (await samplers[2].logprobs([1, 2, 3])).result()
+        with pytest.raises(StrataError, match="prompt: has no tokens"):
+            await samplers[0].sample([])
+    ours = [list(each.tokens) for each in found[0]], [each[0].logprobs[0] for each in found], list(prompt)
+    async with listening(server) as url:
+        assert (await asyncio.to_thread(sampled, url, server.alice.key))[:3] == ours
+
+
 async def test_whoever_waits_is_told_where_it_stands_and_may_stop_waiting(server: Server) -> None:
     transport = httpx.ASGITransport(server.root)
     told: list[str] = []
@@ -166,3 +213,45 @@ def test_the_sdk_imports_nothing_of_the_servers() -> None:
 def test_numbers_of_other_kinds_are_taken() -> None:
     wide: Callable[[], Any] = lambda: array.array("q", [1, 2, 3])  # noqa: E731
     assert Datum(wide(), wide()).wire() == Datum([1, 2, 3], [1, 2, 3]).wire()
+
+
+async def test_after_a_crash_another_client_finds_the_session_and_goes_on_with_its_model(server: Server) -> None:
+    transport, key = httpx.ASGITransport(server.root), server.alice.key
+    dead = AsyncTrainingServer("http://server", key, transport=transport)
+    await dead.__aenter__()
+    model = await dead.create_model(BASE, rank=4, seed=1)
+    await model.forward_backward(BATCH)
+    assert (await (await model.optim_step(0.1)).result())["step"] == 1
+    kept = await (await model.sampler()).result()
+    # It died when number 4 was on its way and number 5 had come.
+    server.alice.model = model.model_id
+    held = await server.alice.post("forward_backward", server.alice.batch(5))
+    async with AsyncTrainingServer("http://server", key, transport=transport) as service:
+        session = next(each for each in await service.sessions() if each["session_id"] == dead.session_id)
+        assert (session["finished"], session["models"]) == (None, [model.model_id])
+        again = await service.attach(model.model_id)
+        assert (await (await again.forward_backward(BATCH)).result()).loss != 0
+        assert "error" not in await server.alice.done(held)
+        # Numbers 4 and 5 are used: this is the sixth operation, and the second step.
+        step = await again.optim_step(0.1)
+        assert step.request_id == f"{model.model_id}:6"
+        assert (await step.result())["step"] == 2
+        newer = await (await again.sampler()).result()
+        assert newer.sampler_id != kept.sampler_id
+        await service.close_session(dead.session_id)
+        session = next(each for each in await service.sessions() if each["session_id"] == dead.session_id)
+        assert session["finished"] == "killed"
+        with pytest.raises(StrataError) as gone:
+            await (await service.attach(model.model_id)).optim_step(0.1)
+        assert gone.value.code is Code.GONE
+
+
+async def test_a_model_of_another_key_cannot_be_attached_to(server: Server) -> None:
+    transport = httpx.ASGITransport(server.root)
+    async with AsyncTrainingServer("http://server", server.alice.key, transport=transport) as service:
+        model = await service.create_model(BASE, rank=4)
+        async with AsyncTrainingServer("http://server", server.bob.key, transport=transport) as other:
+            with pytest.raises(StrataError) as unknown:
+                await other.attach(model.model_id)
+            assert unknown.value.code is Code.NOT_FOUND
+            assert [each["models"] for each in await other.sessions()] == [[]]

@@ -82,6 +82,8 @@ class Stack:
             "server": f'data = "{folder}/d"\nlease_s = 1.0\nlog_level = "warning"\n' + sections.get("server", ""),
             "model": 'path = "pretended"\nslots = 100\n' + sections.get("model", "initial_checkpoint = false"),
             "ranks": "nproc = 2\n" + sections.get("group", ""),
+            "checkpoints": sections.get("checkpoints", ""),
+            "snapshots": sections.get("snapshots", ""),
             "limits": sections.get("limits", ""),
         }
         self.file.write_text("".join(f"[{name}]\n{lines}\n" for name, lines in given.items()), encoding="utf-8")
@@ -109,10 +111,9 @@ class Stack:
             self.deaths += 1
             await self._start_orchestrator("strata.train.orchestrator")
 
-    async def start_ranks(self) -> None:
-        self.ranks = Process(
-            "strata.testing.fake_ranks", "--settings", str(self.file), "--applied", str(self.applied_file)
-        )
+    async def start_ranks(self, *, die_at: str = "") -> None:
+        own = ("--settings", str(self.file), "--applied", str(self.applied_file))
+        self.ranks = Process("strata.testing.fake_ranks", *own, *(("--die-at", die_at) if die_at else ()))
         await self.ranks.start()
 
     async def restart_client(self) -> None:

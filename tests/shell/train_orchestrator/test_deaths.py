@@ -221,9 +221,9 @@ async def test_a_snapshot_takes_nothing_away(tmp_path: Path) -> None:
         assert isinstance(await stack.result(await stack.submit(stack.step(model, 5))), ops.StepDone)
 
 
-async def test_a_checkpoint_is_not_deleted_while_ranks_that_start_anew_may_have_to_load_it(tmp_path: Path) -> None:
-    """The ranks find it and do not save it again; gone a moment later, their weights would be others, in silence."""
-    async with running(tmp_path, limits=ONE_AT_A_TIME) as stack:
+async def test_the_files_of_a_checkpoint_stay_while_ranks_that_start_anew_have_to_load_them(tmp_path: Path) -> None:
+    """The ranks find them and do not save them again; without them, their weights would be others, in silence."""
+    async with running(tmp_path, limits=ONE_AT_A_TIME, checkpoints="sweep_s = 0.05") as stack:
         model = await stack.model()
         operations = (
             stack.batch(model, 1, [[1, 2]]),
@@ -238,10 +238,113 @@ async def test_a_checkpoint_is_not_deleted_while_ranks_that_start_anew_may_have_
         await stack.ranks.kill()
         await stack.start_ranks()
         await stack.orchestrator.told("attached")
-        delete = messages.DeleteCheckpoint(model, "weights", "mine")
-        assert (await stack.look(messages.Refused, delete)).code is Code.UNAVAILABLE
+        await stack.look(messages.Done, messages.DeleteCheckpoint(model, "weights", "mine"))
         stepped = await stack.result(await stack.submit(stack.step(model, 7)))
-        await stack.look(messages.Done, delete)
         assert isinstance(stepped, ops.StepDone)
         assert stepped.metrics["step"] == 2
-        assert not list(stack.settings.checkpoints.rglob("*mine@*"))
+
+
+async def test_weights_that_were_loaded_are_not_lost_when_ranks_or_orchestrator_start_anew(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        model = await stack.model()
+        saved = ops.SaveWeights(model, 2, "weights", "first")
+        load = ops.LoadWeights(model, 4, model, "weights", "first", optimizer=True)
+        looks = [stack.batch(model, seq, [[1, 2, 3]]) for seq in (5, 6, 7)]
+        before: list[ops.Operation] = [stack.step(model, 1), saved, stack.step(model, 3), load, looks[0]]
+        ids = [await stack.submit(each) for each in before]
+        assert isinstance(await stack.result(ids[3]), ops.WeightsLoaded)
+        expected = stack.outputs(await stack.result(ids[4])).metrics
+        await stack.ranks.kill()
+        await stack.start_ranks()
+        await stack.orchestrator.told("attached")
+        assert stack.outputs(await stack.result(await stack.submit(looks[1]))).metrics == expected
+        await stack.orchestrator.kill()
+        await stack.start_orchestrator()
+        assert stack.outputs(await stack.result(await stack.submit(looks[2]))).metrics == expected
+
+
+async def begun_anew(stack: Stack) -> None:
+    """Other ranks, in place of those that the next orchestrator finds and does not use."""
+    await stack.start_orchestrator(attached=False)
+    await stack.orchestrator.told("stuck")
+    assert await stack.ranks.end() == 0
+    await stack.start_ranks()
+    await stack.orchestrator.told("attached")
+
+
+async def test_ranks_whose_orchestrator_died_while_they_caught_up_are_not_gone_on_with(tmp_path: Path) -> None:
+    """What came of all that they did, nobody has heard."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    expected = await undisturbed(tmp_path / "a", 3)
+    async with running(tmp_path / "b", limits=ONE_AT_A_TIME) as stack:
+        model = await stack.model()
+        ids = await train(stack, model, 2, pretend_s=0.4)
+        await stack.result(ids[-1])
+        await stack.ranks.kill()
+        known = len(stack.applied())
+        await stack.start_ranks()
+        while len(stack.applied()) < known + 2:
+            await stack.watch(ids[-1])
+        await stack.orchestrator.kill()
+        await begun_anew(stack)
+        ids += await train(stack, model, 1, first=5)
+        assert [await stack.result(each) for each in ids] == expected
+
+
+async def test_weights_that_cannot_be_loaded_again_are_an_end_in_words_and_not_other_weights(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        model, file, expected = await loaded(stack, there=True)
+        kept = file.read_bytes()
+        file.unlink()
+        await stack.ranks.kill()
+        await stack.start_ranks()
+        assert await stack.orchestrator.end() == 1
+        file.write_bytes(kept)
+        await begun_anew(stack)
+        look = await stack.submit(stack.batch(model, 6, [[1, 2, 3]]))
+        assert stack.outputs(await stack.result(look)).metrics == expected
+
+
+async def test_weights_that_could_not_be_loaded_are_not_loaded_when_ranks_start_anew(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        model, file, expected = await loaded(stack, there=False)
+        file.write_bytes(file.with_suffix(".away").read_bytes())
+        await stack.ranks.kill()
+        await stack.start_ranks()
+        await stack.orchestrator.told("attached")
+        look = await stack.submit(stack.batch(model, 6, [[1, 2, 3]]))
+        assert stack.outputs(await stack.result(look)).metrics == expected
+
+
+async def loaded(stack: Stack, *, there: bool) -> tuple[str, Path, object]:
+    """A model that was told to load what it saved before its last step; the file of that, and what a pass says now."""
+    model = await stack.model()
+    for operation in (stack.batch(model, 1, [[1, 2]]), ops.SaveWeights(model, 2, "weights", "first")):
+        await stack.result(await stack.submit(operation))
+    await stack.result(await stack.submit(stack.step(model, 3)))
+    (file,) = stack.settings.checkpoints.rglob("weights.json")
+    if not there:
+        file.rename(file.with_suffix(".away"))
+    load = await stack.result(await stack.submit(ops.LoadWeights(model, 4, model, "weights", "first", optimizer=True)))
+    assert isinstance(load, ops.WeightsLoaded if there else ops.Failed)
+    look = await stack.submit(stack.batch(model, 5, [[1, 2, 3]]))
+    return model, file, stack.outputs(await stack.result(look)).metrics
+
+
+async def test_ranks_that_did_what_nobody_can_ask_them_for_again_are_given_up_with_it(tmp_path: Path) -> None:
+    async with running(tmp_path, limits=ONE_AT_A_TIME) as stack:
+        model = await stack.model()
+        large = stack.batch(model, 1, [[1] * 3000] * 8, pretend_s=0.5)
+        assert isinstance(large.payload, ops.Stored)
+        lost = await stack.submit(large)
+        while lost not in [each for _, each in stack.applied()]:
+            await stack.watch(lost)
+        await stack.orchestrator.kill()
+        (payload,) = stack.settings.payloads.rglob(large.payload.sha256)
+        payload.unlink()
+        await begun_anew(stack)
+        assert isinstance(await stack.result(lost), ops.Failed)
+        stepped = await stack.result(await stack.submit(stack.step(model, 2)))
+        assert isinstance(stepped, ops.StepDone)
+        assert stepped.metrics["weight"] == 0.0

@@ -14,14 +14,30 @@ from tests.shell.train_orchestrator.stacks import Stack, running
 SOURCE: Final = Path(__file__).parents[3] / "src" / "strata"
 FILES: Final = [*(SOURCE / "train" / "orchestrator").glob("*.py"), SOURCE / "journal" / "replica.py"]
 UNREACHED: Final = {"journal.replica.between_snapshot_and_truncate", "journal.replica.after_commit"}
-"""This journal is never cut, and what is committed here is put and not submitted."""
+"""That comes with snapshots of the models, and what is committed here is put and not submitted."""
 ONCE: Final = {"journal.replica.after_lead"}
 STEPS: Final = 3
 
 
+OF_CHECKPOINTS: Final = {
+    "train.orchestrator.checkpoint_let_go",
+    "train.orchestrator.checkpoint_out_of_place",
+    "train.orchestrator.import_checked",
+    "train.orchestrator.import_in_place",
+}
+"""Reached when checkpoints end or come from elsewhere: test_retention has those."""
+OF_SNAPSHOTS: Final = {
+    "train.orchestrator.snapshot_heard",
+    "train.orchestrator.before_cut",
+    "train.orchestrator.before_payloads_go",
+    "train.orchestrator.before_snapshot_goes",
+}
+"""Reached when snapshots of the models come and go: test_snapshots has those."""
+
+
 def failpoints() -> list[str]:
     named = {name for path in FILES for name in re.findall(r'failpoint\("([^"]+)"\)', path.read_text(encoding="utf-8"))}
-    return sorted(named - UNREACHED)
+    return sorted(named - UNREACHED - OF_CHECKPOINTS - OF_SNAPSHOTS)
 
 
 async def operate(stack: Stack) -> list[ops.Result]:
@@ -46,7 +62,7 @@ def results() -> dict[str, list[ops.Result]]:
 async def test_a_death_at_any_failpoint_loses_nothing_and_repeats_nothing(
     name: str, skip: int, tmp_path: Path, results: dict[str, list[ops.Result]]
 ) -> None:
-    async with running(tmp_path, armed=(name, skip)) as stack:
+    async with running(tmp_path, armed=(name, skip), snapshots="every_dispatches = 2") as stack:
         found = await operate(stack)
         assert stack.deaths == 1, "the failpoint was not reached"
         done = [each for _, each in stack.applied()]

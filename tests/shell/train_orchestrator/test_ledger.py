@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
-
-import zmq.asyncio
 
 from strata.base.clock import SystemClock
 from strata.journal.memory import MemoryJournal
@@ -17,10 +16,11 @@ from strata.train.core.state import Rules
 from strata.train.orchestrator.backend import RemoteBackend
 from strata.train.orchestrator.conversation import Parts
 from strata.train.orchestrator.ledger import Ledger, TrainReplica
+from strata.train.orchestrator.links import Links, ZmqLinks
 from strata.train.orchestrator.questions import Questions
 from strata.train.orchestrator.request_processor import RequestProcessor
 from strata.train.payload import Payloads
-from strata.train.settings import load_settings
+from strata.train.settings import ServerSettings, load_settings
 
 MODEL = "s:train:0"
 
@@ -58,8 +58,9 @@ async def test_a_failure_is_told_only_when_it_is_durable(tmp_path: Path) -> None
     asked = messages.OrchestratorRequest(
         "q", messages.RequestType.UTILITY, "alice", payload=messages.WatchFuture(f"{MODEL}:1", 0.0)
     )
-    with zmq.asyncio.Context() as context:
-        questions = Questions(parts_on(ledger, tmp_path, context), lambda: None)
+    settings = settings_in(tmp_path)
+    with closing(ZmqLinks(settings)) as links:
+        questions = Questions(parts_on(ledger, settings, links), lambda: None)
         _, durable = ledger.put(Abort("alice", f"{MODEL}:1", ledger.clock.wall_s()))
         assert durable is not None
         assert not durable.done()
@@ -69,15 +70,18 @@ async def test_a_failure_is_told_only_when_it_is_durable(tmp_path: Path) -> None
     assert durable.done()
 
 
-def parts_on(ledger: Ledger, folder: Path, context: zmq.asyncio.Context) -> Parts:
+def settings_in(folder: Path) -> ServerSettings:
     file = folder / "server.toml"
     file.write_text(f'[server]\ndata = "{folder}"\n[model]\npath = "tiny"\n', encoding="utf-8")
-    settings = load_settings(file, environ={})
+    return load_settings(file, environ={})
+
+
+def parts_on(ledger: Ledger, settings: ServerSettings, links: Links) -> Parts:
     return Parts(
         settings=settings,
         journal=MemoryJournal(ledger.clock),
         ledger=ledger,
-        backend=RemoteBackend(context, settings, ledger.clock, ledger.generation),
+        backend=RemoteBackend(links, settings, ledger.clock, ledger.generation),
         processor=RequestProcessor(Payloads(settings.payloads), settings.checkpoints),
         pace=Pace(),
     )

@@ -74,3 +74,34 @@ def test_file_and_folder_are_synced_before_the_digest_is_told(tmp_path: Path, mo
     folder = tmp_path / "payloads" / stored.sha256[:2]
     assert Path(synced[0]).parent == folder
     assert synced[1:] == [str(folder), str(folder.parent), str(tmp_path)]
+
+
+def test_what_was_brought_again_while_it_was_removed_outlives_the_death_of_its_remover(tmp_path: Path) -> None:
+    payloads = Payloads(tmp_path)
+    stored = payloads.store(b"x" * 99)
+    (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    os.utime(file, (1.0, 1.0))
+
+    def brought_again(name: str) -> None:
+        # Between the look at its age and its new name.
+        os.utime(file.with_name(f".{file.name}.gone"), (9.0, 9.0))
+        failpoint.fail(name)
+
+    failpoint.arm("train.payload.aside", brought_again)
+    with pytest.raises(StrataError):
+        payloads.forget_all_but(set(), 5.0)
+    assert not file.exists(), "the failpoint was not reached"
+    assert payloads.forget_all_but(set(), 5.0) == (0, 1)
+    assert payloads.read(stored) == b"x" * 99
+    assert payloads.forget_all_but(set(), 10.0) == (1, 0)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_is_needed_outlives_the_death_of_its_remover_however_old_it_is(tmp_path: Path) -> None:
+    payloads = Payloads(tmp_path)
+    stored = payloads.store(b"x" * 99)
+    failpoint.arm("train.payload.aside", failpoint.fail)
+    with pytest.raises(StrataError):
+        payloads.forget_all_but(set(), float("inf"))
+    assert payloads.forget_all_but({stored.sha256}, float("inf")) == (0, 0)
+    assert payloads.read(stored) == b"x" * 99

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from strata.train.core import commands, ops
+from strata.train.runner import shards
 from strata.train.runner.runner_dispatcher import RunnerDispatcher
 
 VOCABULARY = 512
@@ -25,13 +26,19 @@ class Memory:
 
     def __init__(self) -> None:
         self.sent: list[commands.FromRank] = []
+        self.full = False
 
     def receive(self) -> commands.ToRank | None:
         raise AssertionError("the driver calls run_once")
 
     def send(self, message: commands.FromRank) -> bool:
+        if self.full:
+            return False
         self.sent.append(message)
         return True
+
+    def wake(self) -> None:
+        """Nobody waits here."""
 
 
 def dense(array: Any, dtype: ops.DType) -> ops.Dense:
@@ -178,6 +185,8 @@ class Driver:
         name = f"state-{self.number}"
         saved = self.save(model, name)
         assert isinstance(saved, ops.WeightsSaved), saved
+        if shards.has_shards(self.folder / name):
+            return shards.whole(self.folder / name)
         files = sorted((self.folder / name).glob("*.safetensors"))
         return {key: value for file in files for key, value in load_file(file).items()}
 

@@ -23,7 +23,7 @@ from strata.train.runner.ranks import Ranks
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
 from strata.train.runner.tiny import TinyModel, make
-from tests.shell.train_runner import checks_dispatch, checks_files, checks_lora, checks_losses, checks_whole
+from tests.shell.train_runner import checks_dispatch, checks_files, checks_lora, checks_losses, checks_whole, tenancy
 from tests.shell.train_runner.driver import Driver, Memory
 from tests.shell.train_runner.found import Check, Found
 
@@ -32,6 +32,7 @@ GENERAL: Sequence[Check] = (
     *checks_losses.CHECKS,
     *checks_files.CHECKS,
     *checks_dispatch.CHECKS,
+    *tenancy.CHECKS,
 )
 
 
@@ -64,6 +65,10 @@ def main(out: Path, *, once_more: bool) -> None:
             model=str(models / model),
             name=model,
             sleep_folder=folder / "asleep",
+            # Fewer than most checks have: models go to the memory and to the disk, and come back, all the time.
+            slots=2,
+            max_models=8,
+            models_in_memory=1,
             **options,  # type: ignore[arg-type]
         )
         runner = ModelRunner(settings, ranks)

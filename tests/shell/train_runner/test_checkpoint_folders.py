@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from strata.train.core import ops
@@ -19,8 +20,8 @@ def manifest(seq: int = 3) -> Manifest:
 
 
 def fill(folder: Path) -> None:
-    (folder / "weights").write_bytes(b"1234")
-    (folder / "moments").write_bytes(b"5678")
+    (folder / "weights.json").write_bytes(b"1234")
+    (folder / "moments.json").write_bytes(b"5678")
 
 
 def refuse(folder: Path) -> None:
@@ -38,9 +39,34 @@ def test_a_checkpoint_of_which_a_file_is_gone_is_made_whole_again(tmp_path: Path
     """A deletion that was broken off leaves part of a folder; ranks that start anew load from it all the same."""
     folder = tmp_path / "run" / "weights" / "mine@3"
     checkpoint.write(folder, manifest(), fill, overwrite=False)
-    (folder / "weights").unlink()
+    (folder / "weights.json").unlink()
     checkpoint.write(folder, manifest(), fill, overwrite=False)
     assert checkpoint.read(folder).seq_id == 3
+
+
+def test_two_that_write_the_same_checkpoint_never_mix_their_files(tmp_path: Path) -> None:
+    """A group of ranks that is over may be at it still when the next one is told the same."""
+    folder = tmp_path / "run" / "weights" / "mine@3"
+
+    def overtaken(part: Path) -> None:
+        def beside(other: Path) -> None:
+            fill(other)
+            with pytest.raises(FileNotFoundError):
+                (part / "late.json").write_bytes(b"1")
+
+        checkpoint.write(folder, manifest(), beside, overwrite=False)
+        fill(part)
+
+    with pytest.raises(FileNotFoundError):
+        checkpoint.write(folder, manifest(), overtaken, overwrite=False)
+    assert sorted(checkpoint.read(folder).files) == ["moments.json", "weights.json"]
+
+
+def test_numbers_are_the_same_however_they_are_written(tmp_path: Path) -> None:
+    """A whole number is a good alpha, and comes back as 8.0."""
+    whole = msgspec.structs.replace(manifest(), lora=ops.LoraConfig(alpha=8))
+    checkpoint.write(tmp_path / "mine", whole, fill, overwrite=False)
+    assert checkpoint.read(tmp_path / "mine").lora == ops.LoraConfig(alpha=8.0)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strata.train.core.ops import LoraConfig
-from strata.train.core.sampling import MISSING_LOGPROB, Sample, SampleParams, SampleResult
+from strata.train.core.sampling import MISSING_LOGPROB, Layout, Sample, SampleParams, SampleResult, Targets
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.trained import local
 from tests.shell.train_sampler.stage import (
@@ -101,6 +101,82 @@ def test_logprobs_of_the_prompt_are_those_of_a_pass_over_it(models: Path, ranks:
     values, ids = own.topk(4)
     np.testing.assert_allclose(logprobs[1:], values.numpy(), atol=CLOSE)
     assert (tokens[1:] == ids.numpy()).all()
+
+
+@pytest.mark.parametrize("logits_bytes", [256 << 20, 4 * 512 * 7])
+@pytest.mark.parametrize(("last", "drawn"), [(1, 0), (7, 2), (12, 0), (32, 1)])
+def test_only_the_end_of_a_prompt_is_spoken_of_where_only_that_was_asked_for(
+    models: Path, ranks: Ranks, logits_bytes: int, last: int, drawn: int
+) -> None:
+    """Also where something else is asked of the whole prompt."""
+    stage = Stage(base_of(models / "llama", ranks, logits_bytes=logits_bytes), ranks)
+    stage.sampler.open_base(BASE)
+    asked: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": True, "topk_prompt_logprobs": 3}
+    whole = stage.one(ask(prompt_of(8, 33), **asked))
+    part = stage.one(ask(prompt_of(8, 33), prompt_logprobs_last_n=last, prompt_draws=drawn, **asked))
+    assert part.prompt_logprobs is not None
+    assert whole.prompt_logprobs is not None
+    ours, all_of_them = logprobs_in(part.prompt_logprobs), logprobs_in(whole.prompt_logprobs)
+    assert np.isnan(ours[:-last]).all()
+    np.testing.assert_allclose(ours[-last:], all_of_them[-last:], atol=1e-6)
+    (tokens, values), (all_tokens, all_values) = top_in(part.top_prompt), top_in(whole.top_prompt)
+    assert (values[:-last] == MISSING_LOGPROB).all()
+    assert (tokens[-last:] == all_tokens[-last:]).all()
+    np.testing.assert_allclose(values[-last:], all_values[-last:], atol=1e-6)
+
+
+@pytest.mark.parametrize("logits_bytes", [256 << 20, 4 * 512 * 7])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_tokens_that_a_client_names_are_as_likely_as_in_a_pass(
+    models: Path, ranks: Ranks, logits_bytes: int, *, sparse: bool
+) -> None:
+    stage = Stage(base_of(models / "llama", ranks, logits_bytes=logits_bytes), ranks)
+    stage.sampler.open_base(BASE)
+    prompt = prompt_of(8, 33)
+    own = Reference.load(models / "llama").distributions(prompt, []).numpy()
+    chance = np.random.default_rng(5)
+    named = chance.integers(-1, 512, (32, 4))
+    named[3] = -1
+    layout = Layout((32, 4))
+    if sparse:
+        given = chance.random((32, 4)) < 0.4
+        given[10] = False
+        crow = np.concatenate([[0], given.sum(1).cumsum()]).astype("<i8")
+        layout = Layout((32, 4), crow.tobytes(), np.nonzero(given)[1].astype("<i8").tobytes())
+    else:
+        given = np.full((32, 4), fill_value=True)
+    rows = np.nonzero(given)[0]
+    tokens = named[given]
+    found = stage.one(ask(prompt, max_tokens=1, targets=Targets(tokens.astype("<i4").tobytes(), layout)))
+    assert found.targets is not None
+    assert found.targets.layout == layout
+    assert found.prompt_logprobs is None
+    wanted = np.where(tokens < 0, 0.0, own[rows, tokens.clip(0)])
+    np.testing.assert_allclose(logprobs_in(found.targets.logprobs), wanted, atol=CLOSE)
+
+
+def test_tokens_drawn_in_the_places_of_a_prompt_follow_the_distribution_there(stage: Stage, models: Path) -> None:
+    count = 1000
+    prompt = prompt_of(11, 6)
+    sampled = ask(prompt, max_tokens=6, temperature=1.5, seed=1)
+    found = stage.one(ask(prompt, max_tokens=6, temperature=1.5, seed=1, prompt_draws=count))
+    assert found.sequences == stage.one(sampled).sequences, "what is drawn beside changes nothing"
+    assert found.draws is not None
+    assert (found.draws.length, found.draws.k) == (5, count)
+    tokens = np.frombuffer(found.draws.tokens, "<i4").reshape(5, count)
+    own = Reference.load(models / "llama").distributions(prompt, [])
+    np.testing.assert_allclose(
+        logprobs_in(found.draws.logprobs).reshape(5, count), own.numpy()[np.arange(5)[:, None], tokens], atol=CLOSE
+    )
+    for place in range(5):
+        hot = torch.softmax(own[place] / 1.5, -1).double().numpy()
+        common = hot > 5 / count
+        observed = np.bincount(tokens[place], minlength=512)
+        wanted = np.append(hot[common], hot[~common].sum()) * count
+        assert surprising(np.append(observed[common], observed[~common].sum()), wanted) < 3.5
+    cold = stage.one(ask(prompt, max_tokens=1, temperature=0.0, prompt_draws=2)).draws
+    assert cold is not None
+    assert (np.frombuffer(cold.tokens, "<i4").reshape(5, 2) == own.argmax(-1).numpy()[:, None]).all()
 
 
 def test_nothing_is_said_of_a_prompt_that_nobody_asked_about(stage: Stage) -> None:

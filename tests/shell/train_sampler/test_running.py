@@ -11,9 +11,11 @@ import torch
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
-from strata.train.core.sampling import Sample, SampleFailed, SampleResult
+from strata.train.core.sampling import Layout, Sample, SampleFailed, SampleResult, Targets
 from strata.train.runner.asleep import Asleep
+from strata.train.runner.lora import Adapter, Span, targets_of
 from strata.train.runner.model import Base
+from strata.train.runner.packed import Row
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.sampling.terms import Terms
 from tests.shell.train_sampler.stage import (
@@ -239,6 +241,9 @@ def test_the_context_is_the_limit_when_no_other_is_given(stage: Stage) -> None:
         (ask(prompt_of(1, 3), top_k=-2), "top_k"),
         (ask(prompt_of(1, 3), topk_prompt_logprobs=-1), "top-k logprobs"),
         (ask(prompt_of(1, 3), stop_strings=["a", ""]), "empty"),
+        (ask(prompt_of(1, 3), prompt_logprobs=True, prompt_logprobs_last_n=3), "prompt_logprobs_last_n"),
+        (ask(prompt_of(1, 3), prompt_draws=-1), "prompt_alt_tokens_k"),
+        (ask(prompt_of(1, 2), targets=Targets(np.array([512], "<i4").tobytes(), Layout((1, 1)))), "target_prompt"),
     ],
 )
 def test_a_request_that_cannot_work_fails_by_itself(sample: Sample, said: str, llama: Base, ranks: Ranks) -> None:
@@ -319,6 +324,24 @@ def test_samplers_have_a_bound_and_names_of_their_own(llama: Base, ranks: Ranks)
     stage.sampler.open_base("second")
     with pytest.raises(StrataError, match="close one first"):
         stage.sampler.open_base("third")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_sampler_that_is_made_after_training_is_tried_on_the_base_alone(
+    name: str, models: Path, ranks: Ranks
+) -> None:
+    """What the last pass trained must not be in the pass that the sampler is compared with."""
+    base = base_of(models / name, ranks)
+    config = LoraConfig(rank=4, alpha=8.0, train_unembed=False)
+    adapter = Adapter(config, targets_of(base.lm, config), ranks.device)
+    adapter.flat.copy_(torch.randn(adapter.size, generator=torch.Generator().manual_seed(1)) * 0.2)
+    tokens = torch.arange(4, 24)
+    row = Row(tokens=tokens, documents=[20], spans=[Span(adapter, 20)], places=tokens[:19] - 4, targets=tokens[1:])
+    trained = base.logprobs(row)
+    bare = base.logprobs(Row(tokens=tokens, documents=[20], spans=(), places=row.places, targets=row.targets))
+    assert (trained - bare).abs().max() > 0.1, "the adapter says something else"
+    base.logprobs(row)
+    Stage(base, ranks).sampler.open_base(BASE)
 
 
 def test_an_architecture_that_cannot_be_sampled_is_refused_and_not_tried(models: Path, ranks: Ranks) -> None:

@@ -31,7 +31,7 @@ def application(site: Site, table: Sequence[Endpoint]) -> Root:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _defect)
     # A result is one piece and may be large: whoever asks for the next one without taking it is not waited for.
-    return Root(app, _door(site, table), ERRORS, what=_WHAT, time_every_send=True)
+    return Root(site.requests.counted(app, site.number), _door(site, table), ERRORS, what=_WHAT, time_every_send=True)
 
 
 def _door(site: Site, table: Sequence[Endpoint]) -> Identify:

@@ -11,7 +11,7 @@ import asyncio
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.http.declare import KIB, RESEARCHER, Answer, Endpoint
+from strata.http.declare import KIB, MIB, RESEARCHER, Answer, Endpoint
 from strata.train.api.site import Call
 from strata.train.core import messages, ops
 from strata.train.core.messages import QueueState
@@ -65,6 +65,19 @@ def _sampled(call: Call, done: ops.SampleDone) -> Answer:
     return Answer(sampling.write_json(result))
 
 
+async def retrieve_many(call: Call, body: sampling.RetrieveFutures) -> sampling.Completions:
+    """Which samples of a sampler have ended since the last time; none after a while"""
+    longest_s = call.site.settings.server.poll_s
+    wait_s = longest_s if body.timeout is None else min(body.timeout, longest_s)
+    target = body.target
+    # A client that has fetched everything says so once, and is not kept waiting for what nobody asked for.
+    linger = not body.retrieved_request_ids
+    question = messages.WatchSamples(
+        target.sampling_session_id, target.cloned_sampler_id, body.prev_cursor, wait_s, linger
+    )
+    return sampling.completions_of(await call.watch_samples(question))
+
+
 async def cancel(call: Call, body: bodies.Future) -> None:
     """Give up an operation that was not begun, or a sample also while it is drawn; what trains goes on."""
     await call.abort(body.request_id)
@@ -72,5 +85,6 @@ async def cancel(call: Call, body: bodies.Future) -> None:
 
 ENDPOINTS = (
     Endpoint("POST", "/api/v1/retrieve_future", RESEARCHER, retrieve, 4 * KIB),
+    Endpoint("POST", "/api/v1/retrieve_futures", RESEARCHER, retrieve_many, 16 * MIB),
     Endpoint("POST", "/api/v1/cancel_future", RESEARCHER, cancel, 4 * KIB),
 )

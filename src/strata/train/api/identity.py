@@ -27,13 +27,15 @@ CALL_S: Final = 5.0
 
 
 @asynccontextmanager
-async def open_identity(database: str) -> AsyncIterator[IdentityStore]:
+async def open_identity(database: str, *, shared: bool = False) -> AsyncIterator[IdentityStore]:
+    """`shared` if there are several API servers: a SQLite file is otherwise of one process alone."""
     scheme, separator, rest = database.partition(":")
     if scheme in ("postgresql", "postgres") and separator:
         async with _open_postgres(database) as store:
             yield store
     elif scheme == "sqlite" and "://" not in database:
-        thread = await SqliteThread.open(Path(rest), SqliteComponents((events.SQLITE, identity_sqlite.COMPONENT)))
+        schema = SqliteComponents((events.SQLITE, identity_sqlite.COMPONENT))
+        thread = await SqliteThread.open(Path(rest), schema, shared=shared)
         try:
             yield identity_sqlite.SqliteIdentity(thread)
         finally:

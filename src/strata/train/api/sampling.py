@@ -37,6 +37,12 @@ async def create_session(call: Call, body: sampling.CreateSamplingSession) -> sa
     return sampling.SamplingSession(sampling_session_id=operation.sampler_id)
 
 
+async def join_session(call: Call, body: sampling.JoinSamplingSession) -> sampling.JoinedSession:
+    """A number for another copy of a sampler's client"""
+    joined = await call.look(messages.JoinSampler(body.sampling_session_id), messages.SamplerJoined)
+    return sampling.JoinedSession(client_counter=joined.copy)
+
+
 async def show(call: Call) -> sampling.SamplerReply:
     """What a sampler samples from."""
     found = await call.look(messages.DescribeSampler(call.path["sampler_id"]), messages.SamplerView)
@@ -47,5 +53,6 @@ ENDPOINTS = (
     Endpoint("POST", "/api/v1/asample", RESEARCHER, sample, 16 * MIB),
     Endpoint("POST", "/api/v1/save_weights_for_sampler", RESEARCHER, save_for_sampler),
     Endpoint("POST", "/api/v1/create_sampling_session", RESEARCHER, create_session, 16 * KIB),
+    Endpoint("POST", "/api/v1/join_sampling_session", RESEARCHER, join_session, 4 * KIB),
     Endpoint("GET", "/api/v1/samplers/{sampler_id}", VIEWER, show, KIB),
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
+import shutil
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Final
 
 from strata.base.clock import Clock, SystemClock
@@ -41,12 +44,14 @@ class APIServer:
         settings: ServerSettings,
         clock: Clock,
         *,
+        number: int = 0,
         answer_s: float = ANSWER_S,
         header_s: float = HEADER_S,
         pace: Pace | None = None,
     ) -> None:
         check_exposure(settings.server.host)
         self._settings = settings
+        self._number = number
         self._clock = clock
         self._answer_s = answer_s
         self._header_s = header_s
@@ -56,7 +61,10 @@ class APIServer:
     async def application(self, orchestrator: Orchestrator) -> AsyncIterator[Root]:
         settings, clock = self._settings, self._clock
         make_private(settings.data, "the server's files")
-        async with open_identity(settings.identity_database) as identity:
+        # Uploads that the last one died with.
+        await asyncio.to_thread(_remove_uploads, settings.imports, self._number)
+        shared = settings.server.api_servers > 1
+        async with open_identity(settings.identity_database, shared=shared) as identity:
             if not settings.server.identity_database:
                 await first_key(identity, clock, settings.data)
             token = settings.server.operator_token or operator_token(settings.data)
@@ -70,13 +78,16 @@ class APIServer:
                 ids=Ids(clock),
                 answer_s=self._answer_s,
                 pace=self._pace,
+                number=self._number,
+                # The same in all API servers: what one has signed, the others let in.
+                signing_key=hmac.digest(token.reveal().encode(), b"addresses of archives", "sha256"),
             )
             yield application(site, TABLE)
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Answer on this socket until `stop`. `ready` is called when everything is there that an answer needs."""
         async with (
-            OrchestratorClient(self._settings) as orchestrator,
+            OrchestratorClient(self._settings, self._number) as orchestrator,
             self.application(orchestrator) as app,
         ):
             ready()
@@ -90,22 +101,30 @@ async def answer(app: Root, listener: socket.socket, stop: asyncio.Event, *, hea
     await server.answer(config(app, http, max_connections=MAX_CONNECTIONS, drain_s=DRAIN_S), listener, stop)
 
 
-def run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT. `announce` is told, for people, where the server listens."""
+def run(settings: ServerSettings, announce: Callable[[str], None], *, number: int = 0, port: int | None = None) -> None:
+    """Until SIGTERM or SIGINT. `announce` is told, for people, where the server listens.
+
+    `number` tells several on one port apart; `port` is the one that the launcher keeps for them.
+    """
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(_run(settings, announce))
+        runner.run(_run(settings, announce, number, settings.server.port if port is None else port))
 
 
-async def _run(settings: ServerSettings, announce: Callable[[str], None]) -> None:
+async def _run(settings: ServerSettings, announce: Callable[[str], None], number: int, port: int) -> None:
     stop = stop_on_signals()
-    api = APIServer(settings, SystemClock())
-    with listen(f"{settings.server.host}:{settings.server.port}") as listener:
+    api = APIServer(settings, SystemClock(), number=number)
+    with listen(f"{settings.server.host}:{port}", shared=settings.server.api_servers > 1) as listener:
 
         def ready() -> None:
             publish_address(settings.data / ADDRESS_FILE, url_of(listener))
             announce(f"listening on {url_of(listener)}")
 
         await api.serve(listener, stop, ready)
+
+
+def _remove_uploads(imports: Path, number: int) -> None:
+    for folder in imports.glob(f"{number}.*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_exposure(host: str) -> None:

@@ -72,6 +72,20 @@ async def state(call: Call, query: bodies.SessionQuery) -> replies.SessionStates
     )
 
 
+async def model(call: Call) -> replies.ModelState:
+    """Where a model stands: for a client that goes on with it after the one that made it is gone."""
+    found = await call.look(messages.DescribeModel(call.path["model_id"]), messages.ModelView)
+    return replies.ModelState(
+        model_id=found.model_id,
+        session_id=found.session_id,
+        base_model=found.base_model,
+        next_seq_id=found.wanted,
+        taken_seq_ids=found.held,
+        done_seq_id=found.next_seq - 1,
+        unloaded=found.unloaded,
+    )
+
+
 async def _sessions(call: Call) -> list[messages.SessionView]:
     found = (await call.look(messages.ListSessions(), messages.Sessions)).sessions
     return sorted(found, key=lambda session: session.opened_at_s, reverse=True)
@@ -92,4 +106,5 @@ ENDPOINTS = (
     Endpoint("GET", "/api/v1/session_info", VIEWER, state, KIB),
     Endpoint("GET", "/api/v1/sessions", VIEWER, listed, KIB),
     Endpoint("GET", "/api/v1/sessions/{session_id}", VIEWER, show, KIB),
+    Endpoint("GET", "/api/v1/models/{model_id}", VIEWER, model, KIB),
 )

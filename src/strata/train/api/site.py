@@ -16,6 +16,7 @@ from strata.http.body import Pace
 from strata.identity.authenticate import Authenticator
 from strata.identity.ports import IdentityStore
 from strata.identity.roles import Kind, Principal
+from strata.train.api.requests import Requests
 from strata.train.core import messages, ops
 from strata.train.core.messages import OrchestratorRequest, RequestType
 from strata.train.payload import Payloads
@@ -44,6 +45,11 @@ class Site:
     answer_s: float = ANSWER_S
     pace: Pace = field(default_factory=Pace)
     names: dict[str, str] = field(default_factory=dict)
+    signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    """Of addresses that live for minutes."""
+    requests: Requests = field(default_factory=Requests)
+    number: int = 0
+    """Among the API servers of this machine."""
 
     async def tenant(self, caller: Principal) -> str:
         """Keys of one name are one tenant, so that a key can be replaced by a new one. A name never changes."""
@@ -86,6 +92,11 @@ class Call:
         request = await self._request(RequestType.UTILITY, messages.WatchFuture(future_id, wait_s))
         output = await self._answer(request, wait_s)
         return output if isinstance(output, messages.Waiting) else _expected(output, messages.Finished)
+
+    async def watch_samples(self, question: messages.WatchSamples) -> messages.SamplesEnded:
+        """Samples of one sampler that ended meanwhile, none if the time is over."""
+        output = await self._answer(await self._request(RequestType.UTILITY, question), question.wait_s)
+        return _expected(output, messages.SamplesEnded)
 
     async def _request(
         self,

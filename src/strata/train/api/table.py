@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Final
 
-from strata.train.api import futures, keys, later, sampling, service, sessions, training, weights
+from strata.train.api import (
+    archive,
+    futures,
+    inference,
+    keys,
+    sampling,
+    service,
+    sessions,
+    status,
+    training,
+    weights,
+)
 
 TABLE: Final = (
     *futures.ENDPOINTS,
@@ -12,7 +23,9 @@ TABLE: Final = (
     *sampling.ENDPOINTS,
     *sessions.ENDPOINTS,
     *service.ENDPOINTS,
+    *archive.ENDPOINTS,
     *weights.ENDPOINTS,
+    *inference.ENDPOINTS,
     *keys.ENDPOINTS,
-    *later.ENDPOINTS,
+    *status.ENDPOINTS,
 )

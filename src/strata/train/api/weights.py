@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from strata.base.errors import Code, StrataError
 from strata.http.declare import KIB, RESEARCHER, VIEWER, Endpoint
 from strata.train.api.site import Call
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
-from strata.train.wire.bodies import INITIAL
 
 
 async def save(call: Call, body: bodies.SaveWeights) -> ops.SaveWeights:
@@ -16,10 +17,36 @@ async def save(call: Call, body: bodies.SaveWeights) -> ops.SaveWeights:
     return body.operation()
 
 
-async def load(call: Call, body: bodies.LoadWeights) -> ops.LoadWeights:
-    """Replace a model's weights, and its optimizer if asked, by saved ones."""
+async def save_external(call: Call, body: bodies.SaveWeightsExternal) -> ops.SaveWeights:
+    """Save the weights in the form of PEFT or Hugging Face, to be taken away."""
     del call
     return body.operation()
+
+
+async def copy(call: Call) -> None:
+    """Refused with 400: there are no projects here that weights could be copied into."""
+    del call
+    raise StrataError(
+        Code.INVALID,
+        "there are no projects here that weights could be copied into",
+        hint="load_weights makes a model of any checkpoint of yours",
+    )
+
+
+async def load(call: Call, body: bodies.LoadWeights) -> ops.LoadWeights:
+    """Replace a model's weights, and its optimizer if asked, by saved ones; or make a model of saved weights."""
+    operation = body.operation()
+    if body.session_id is not None and operation.seq_id == 0:
+        asked = messages.DescribeCheckpoint(operation.run_id, operation.kind, operation.name)
+        found = await call.look(asked, messages.CheckpointView)
+        create = ops.CreateModel(
+            model_id=operation.model_id,
+            base_model=body.base_model or found.base_model,
+            lora=found.lora,
+            user_metadata=bodies.words(body.user_metadata),
+        )
+        await call.submit(create, body.session_id)
+    return operation
 
 
 async def info(call: Call, body: bodies.TinkerPath) -> replies.WeightsInfo:
@@ -56,6 +83,30 @@ async def remove(call: Call) -> None:
     await _delete(call, call.path["run_id"], call.path["checkpoint_id"])
 
 
+async def set_ttl(call: Call, body: bodies.Lifetime) -> None:
+    """Let a checkpoint go after so many seconds from now, or never."""
+    kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
+    await call.look(messages.TimeCheckpoint(call.path["run_id"], kind, name, body.ttl_seconds), messages.Done)
+
+
+async def publish(call: Call) -> None:
+    """Refused with 403: checkpoints are for their owner alone."""
+    await _described(call)
+    raise StrataError(
+        Code.FORBIDDEN, "checkpoints of this server are for their owner alone", hint="send an archive of it"
+    )
+
+
+async def unpublish(call: Call) -> None:
+    """Nothing is ever public here, so there is nothing to do."""
+    await _described(call)
+
+
+async def _described(call: Call) -> messages.CheckpointView:
+    kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
+    return await call.look(messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.CheckpointView)
+
+
 async def runs(call: Call, query: bodies.Page) -> replies.TrainingRuns:
     """The caller's models, the newest first."""
     models = sorted(
@@ -84,13 +135,15 @@ async def _checkpoints(call: Call, model_id: str | None) -> list[replies.Checkpo
 
 async def _delete(call: Call, model_id: str, checkpoint_id: str) -> None:
     kind, name = bodies.checkpoint_id(checkpoint_id)
-    if name == INITIAL:
-        raise StrataError(Code.PRECONDITION, f"{INITIAL} is the checkpoint from before all training and stays")
     await call.look(messages.DeleteCheckpoint(model_id, kind, name), messages.Done)
 
 
+_ONE: Final = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}"
+
 ENDPOINTS = (
     Endpoint("POST", "/api/v1/save_weights", RESEARCHER, save),
+    Endpoint("POST", "/api/v1/save_weights_external", RESEARCHER, save_external),
+    Endpoint("POST", "/api/v1/copy_weights", RESEARCHER, copy, 16 * KIB),
     Endpoint("POST", "/api/v1/load_weights", RESEARCHER, load),
     Endpoint("POST", "/api/v1/weights_info", VIEWER, info, 4 * KIB),
     Endpoint("POST", "/api/v1/list_checkpoints", VIEWER, list_checkpoints, 4 * KIB),
@@ -99,5 +152,8 @@ ENDPOINTS = (
     Endpoint("GET", "/api/v1/training_runs", VIEWER, runs, KIB),
     Endpoint("GET", "/api/v1/training_runs/{run_id}", VIEWER, run, KIB),
     Endpoint("GET", "/api/v1/training_runs/{run_id}/checkpoints", VIEWER, of_run, KIB),
-    Endpoint("DELETE", "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}", RESEARCHER, remove, KIB),
+    Endpoint("PUT", f"{_ONE}/ttl", RESEARCHER, set_ttl, KIB),
+    Endpoint("POST", f"{_ONE}/publish", RESEARCHER, publish, KIB),
+    Endpoint("DELETE", f"{_ONE}/publish", RESEARCHER, unpublish, KIB),
+    Endpoint("DELETE", _ONE, RESEARCHER, remove, KIB),
 )

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from typing import assert_never
 
-import msgspec
-
-from strata.train.core import ops
+from strata.train.core import ops, publishing, retention, snapshots
 from strata.train.core.facts import (
     Accepted,
     CheckpointDeleted,
+    CheckpointImported,
+    CheckpointTimed,
     Dispatched,
+    EndpointAdded,
+    EndpointRemoved,
     Expired,
     Fact,
     Finished,
     GivenUp,
+    PushBegun,
+    PushEnded,
     QuantumEnded,
     RanksRenewed,
+    SampleReturned,
+    SampleRouted,
     SessionFinished,
     SessionOpened,
+    SnapshotAbandoned,
+    SnapshotCommitted,
+    SnapshotRefused,
+    SnapshotTaken,
 )
 from strata.train.core.future import OPEN, Future
 from strata.train.core.sampling import Sample
@@ -36,7 +46,7 @@ from strata.train.core.state import (
 )
 
 
-def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901 - one arm per fact
+def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901, PLR0912 - one arm per fact
     match fact:
         case SessionOpened():
             state.sessions[fact.session_id] = Session(
@@ -53,14 +63,18 @@ def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901 - one arm per fa
         case QuantumEnded():
             state.dispatches.pop(fact.number, None)
             state.last_quantum = fact.number
+        case SnapshotTaken() | SnapshotAbandoned() | SnapshotCommitted() | SnapshotRefused():
+            snapshots.apply(state, fact)
         case RanksRenewed():
             _renew(state, fact.group)
         case GivenUp():
             _give_up(state, fact)
-        case CheckpointDeleted():
-            del state.checkpoints[fact.run_id, fact.kind, fact.name]
+        case CheckpointDeleted() | CheckpointTimed() | CheckpointImported():
+            retention.apply(state, fact)
         case Expired():
             state.futures.expire(fact.until_s)
+        case EndpointAdded() | EndpointRemoved() | PushBegun() | PushEnded() | SampleRouted() | SampleReturned():
+            publishing.apply(state, fact)
         case _:
             assert_never(fact)
 
@@ -120,12 +134,16 @@ def _hand_on(state: TrainState, future_id: str) -> None:
         state.scheduler.add(entry_of(future))
 
 
-def _dispatch(state: TrainState, fact: Dispatched) -> None:
+def _dispatch(state: TrainState, fact: Dispatched) -> None:  # noqa: C901 - one arm per kind
     state.dispatched = fact.number
     state.dispatches[fact.number] = Dispatch(
-        fact.number, fact.future_ids, fact.rows, fact.path, fact.close, fact.quantum
+        fact.number, fact.future_ids, fact.rows, fact.path, fact.close, fact.quantum, fact.snapshot
     )
-    state.sampled_last = fact.quantum is not None
+    if fact.quantum is None:
+        known = [state.futures.get(future_id) for future_id in fact.future_ids]
+        snapshots.note_dispatch(state, fact, [each.operation for each in known if each and each.operation])
+    if not fact.snapshot:
+        state.sampled_last = fact.quantum is not None
     if fact.quantum is not None:
         state.cancels.difference_update(fact.quantum.cancel)
     for sampler_id in fact.close:
@@ -134,8 +152,15 @@ def _dispatch(state: TrainState, fact: Dispatched) -> None:
         state.scheduler.remove(future_id)
         operation = state.futures.dispatch(future_id, fact.number).operation
         match operation:
-            case ops.SaveWeights():
-                state.saving[key_of(operation)] = Checkpoint(operation, fact.path)
+            case ops.SaveWeights() | ops.SyncWeights():
+                saving = publishing.as_save(operation)
+                state.saving[key_of(saving)] = Checkpoint(saving, fact.path, number=fact.number)
+            case ops.LoadWeights():
+                retention.note_reading(state, fact, operation)
+            case ops.OpenSampler() if operation.weights is not None:
+                retention.note_reading(state, fact, operation.weights)
+                state.samplers[operation.sampler_id].status = SamplerStatus.OPEN
+                state.samplers[operation.sampler_id].folder = fact.path
             case ops.SaveSampler() | ops.OpenSampler():
                 state.samplers[operation.sampler_id].status = SamplerStatus.OPEN
             case Sample():
@@ -147,7 +172,8 @@ def _dispatch(state: TrainState, fact: Dispatched) -> None:
 
 
 def _renew(state: TrainState, group: str) -> None:
-    state.group = group
+    state.group, state.spoiled = group, False
+    snapshots.forget_unanswered(state)
     state.cancels.clear()
     for number in [each.number for each in state.dispatches.values() if each.quantum is not None]:
         del state.dispatches[number]
@@ -169,11 +195,12 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) 
         del state.dispatches[future.number]
     match operation:
         case ops.SaveWeights() if future.number:
-            saving = state.saving.pop(key_of(operation))
-            if not isinstance(result, ops.Failed):
-                state.checkpoints[key_of(operation)] = msgspec.structs.replace(saving, saved_at_s=at_s)
+            retention.end_save(state, operation, future.number, None if isinstance(result, ops.Failed) else at_s)
+        case ops.SyncWeights() if isinstance(result, ops.Failed):
+            retention.end_save(state, operation.save(), future.number, None)
         case ops.UnloadModel():
             state.models[operation.model_id].unloaded = True
+            publishing.forget(state, operation.model_id)
         case ops.SaveSampler() | ops.OpenSampler() if isinstance(result, ops.Failed):
             _fail_sampler(state, operation.sampler_id, dispatched=future.number > 0)
         case ops.Sleep() if isinstance(result, ops.Failed):
@@ -195,6 +222,8 @@ def _fail_sampler(state: TrainState, sampler_id: str, *, dispatched: bool) -> No
 
 def _finish_sample(state: TrainState, future_id: str, result: ops.Result) -> None:
     state.waiting.pop(future_id, None)
+    state.routed.pop(future_id, None)
+    state.unroutable.discard(future_id)
     running = state.sampling.pop(future_id, None)
     if running is not None and isinstance(result, ops.Failed) and result.category == "cancelled":
         state.cancels.add(future_id)
@@ -211,10 +240,15 @@ def _count_on(state: TrainState, model: Model) -> None:
 
 def _give_up(state: TrainState, fact: GivenUp) -> None:
     state.given_up.add(fact.number)
+    state.spoiled = True
     if state.dispatches[fact.number].quantum is not None:
         for future_id in list(state.sampling):
             _finish(state, future_id, ops.Failed("server", fact.reason), fact.at_s)
         del state.dispatches[fact.number]
+        return
+    if state.dispatches[fact.number].snapshot:
+        del state.dispatches[fact.number]
+        snapshots.abandon(state)
         return
     for future_id in state.dispatches[fact.number].future_ids:
         _finish(state, future_id, ops.Failed("server", fact.reason), fact.at_s)

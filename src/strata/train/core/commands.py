@@ -78,6 +78,16 @@ class MakeSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Samplers that go first; one that is not there is no matter."""
 
 
+class TakeSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="TAKE_SNAPSHOT"):
+    """Copy everything that later work builds on, and answer; the copy is written meanwhile.
+
+    The reply has no results, or one that failed. When all files of all ranks are on the disk, rank 0 says so by itself.
+    """
+
+    path: str
+    """A folder that appears when it is whole."""
+
+
 class HealthCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="HEALTH_CHECK"):
     """Verify that all ranks are alive. Not a dispatch: it has no number and may come between any two."""
 
@@ -86,7 +96,9 @@ class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SHU
     pass
 
 
-Work = Pass | Step | SaveState | LoadState | Manage | MakeSampler | Quantum
+Work = Pass | Step | SaveState | LoadState | Manage | MakeSampler | Quantum | TakeSnapshot
+Publishing = SaveState | MakeSampler
+"""Work that makes weights for others."""
 
 
 class Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="attach"):
@@ -104,6 +116,22 @@ class Attached(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="att
     world_size: int
     applied: int
     model: ModelInfo
+    written: SnapshotWritten | None = None
+    """The last one, of which whoever spoke before may not have heard."""
+
+
+class SnapshotWritten(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="snapshot_written"):
+    """All files of a snapshot are on the disk, or `trouble` says why they never will be. Said without being asked."""
+
+    generation: int
+    number: int
+    digest: str
+    """Of the manifest."""
+    size: int
+    held_s: float
+    """How long the ranks did nothing but copy."""
+    written_s: float
+    trouble: str | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,6 +157,26 @@ class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="comm
     """Replies of dispatches up to this number need not be kept any longer."""
 
 
+class Restore(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="restore"):
+    """Only for a group that has applied nothing: begin where the snapshot of this dispatch was taken."""
+
+    generation: int
+    number: int
+    path: str
+    digest: str
+    """Of the manifest. Every file is checked before the first is read."""
+
+
+class Restored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="restored"):
+    """The group has applied `number`; or, if it was `refused`, it is as it was, and can be told something else."""
+
+    generation: int
+    number: int
+    refused: str | None = None
+    damaged: bool = False
+    """What is there is not what was written; else another try may succeed."""
+
+
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ask"):
     generation: int
     ask_id: int
@@ -142,6 +190,9 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forward_s: float = 0.0
     backward_s: float = 0.0
     tokens: int = 0
+    optimizer_s: float = 0.0
+    publish_s: float = 0.0
+    """Copying weights to sample from, or saving them."""
 
 
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="reply"):
@@ -170,10 +221,10 @@ class Fenced(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fence
     reason: str
 
 
-ToRank = Attach | Command | Ask
-FromRank = Attached | Reply | Healthy | Fenced
+ToRank = Attach | Restore | Command | Ask
+FromRank = Attached | Restored | Reply | SnapshotWritten | Healthy | Fenced
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode_to_rank: Final = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank: Final = msgspec.msgpack.Decoder(FromRank).decode
-decode_work: Final = msgspec.msgpack.Decoder(Work | HealthCheck | Shutdown).decode
+decode_work: Final = msgspec.msgpack.Decoder(Work | Restore | HealthCheck | Shutdown).decode

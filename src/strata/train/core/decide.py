@@ -13,10 +13,9 @@ import msgspec
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.train.core import dispatching, ops, quanta
+from strata.train.core import dispatching, ops, publishing, quanta, retention, snapshots
 from strata.train.core.facts import (
     Accepted,
-    CheckpointDeleted,
     Expired,
     Fact,
     Finished,
@@ -28,31 +27,42 @@ from strata.train.core.future import OPEN, FutureStatus
 from strata.train.core.inputs import (
     Abort,
     Accept,
+    AddEndpoint,
     Answer,
     AnswerQuantum,
+    AnswerRouted,
+    AnswerSnapshot,
+    CommitSnapshot,
     DeleteCheckpoint,
     DispatchNext,
     Done,
+    EndPush,
     Expire,
     FinishSession,
     GiveUp,
     Greet,
+    ImportCheckpoint,
     Input,
     OpenSession,
     Outcome,
-    Removed,
+    RefuseSnapshot,
+    RemoveEndpoint,
+    Retain,
+    ReturnRouted,
+    RouteSamples,
     Taken,
+    TimeCheckpoint,
 )
 from strata.train.core.sampling import Sample
 from strata.train.core.sequence import Standing
 from strata.train.core.state import INITIAL, Model, Session, TrainState, future_id_of, is_name
-from strata.train.core.views import find_checkpoint, find_future, find_model, find_session
+from strata.train.core.views import find_future, find_model, find_session
 
 # Structs with a mapping inside: the order in which a client wrote its keys is not a difference.
 _canonical: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
-def decide(state: TrainState, given: Input) -> Outcome:  # noqa: C901, PLR0911 - one arm per input
+def decide(state: TrainState, given: Input) -> Outcome:  # noqa: C901, PLR0911, PLR0912 - one arm per input
     match given:
         case OpenSession():
             return _open_session(state, given)
@@ -66,6 +76,12 @@ def decide(state: TrainState, given: Input) -> Outcome:  # noqa: C901, PLR0911 -
             return _answer(state, given)
         case AnswerQuantum():
             return quanta.answer_quantum(state, given)
+        case AnswerSnapshot():
+            return snapshots.answer(state, given)
+        case CommitSnapshot():
+            return snapshots.commit(state, given)
+        case RefuseSnapshot():
+            return snapshots.refuse(state, given)
         case Greet():
             return quanta.greet(state, given)
         case GiveUp():
@@ -73,11 +89,19 @@ def decide(state: TrainState, given: Input) -> Outcome:  # noqa: C901, PLR0911 -
         case Abort():
             return _abort(state, given)
         case DeleteCheckpoint():
-            return _delete_checkpoint(state, given)
+            return retention.delete(state, given)
+        case TimeCheckpoint():
+            return retention.set_time(state, given)
+        case ImportCheckpoint():
+            return retention.take_import(state, given)
+        case Retain():
+            return retention.retain(state, given)
         case Expire():
             rules = state.rules
             until_s = state.futures.overdue(given.at_s, ttl_s=rules.result_ttl_s, keep=rules.max_kept_results)
             return Outcome(Done(), () if until_s is None else (Expired(until_s),))
+        case AddEndpoint() | RemoveEndpoint() | EndPush() | RouteSamples() | AnswerRouted() | ReturnRouted():
+            return publishing.decide(state, given)
         case _:
             assert_never(given)
 
@@ -138,6 +162,8 @@ def _accept(state: TrainState, given: Accept) -> Outcome:  # noqa: PLR0911 - one
             return quanta.accept_sampler(state, given, operation, digest_of(operation))
         case Sample():
             return quanta.accept_sample(state, given, operation, digest_of(operation))
+        case ops.LoadWeights() if operation.seq_id == 0:
+            return _accept_first_load(state, given, operation)
         case _:
             return _accept_sequenced(state, given, operation)
 
@@ -189,10 +215,36 @@ def _accept_sequenced(state: TrainState, given: Accept, operation: ops.Sequenced
         return Outcome(taken)
     if model.unloading:
         raise StrataError(Code.GONE, f"model {model.model_id!r} was unloaded")
-    # The one that others wait for always comes in: a queue full of those it holds up would never empty.
-    if operation.seq_id != model.line.wanted or not model.line.held:
+    if not _must_come_in(state, model, operation.seq_id):
         _admit(state, given.tenant)
     return Outcome(taken, (fact,))
+
+
+def _accept_first_load(state: TrainState, given: Accept, operation: ops.LoadWeights) -> Outcome:
+    """A model that begins with saved weights: they are loaded before its operations, which its client counts from 1."""
+    model = find_model(state, given.tenant, operation.model_id)
+    fact = _accepted(state, given.tenant, operation, given.at_s)
+    taken = Taken(fact.future_id, model.model_id)
+    known = state.futures.get(fact.future_id)
+    if known is not None and known.digest == fact.digest:
+        return Outcome(taken)
+    if known is not None or model.line.released or model.line.held:
+        raise StrataError(Code.CONFLICT, f"model {model.model_id!r} began in another way")
+    if model.unloading:
+        raise StrataError(Code.GONE, f"model {model.model_id!r} was unloaded")
+    _admit(state, given.tenant)
+    return Outcome(taken, (fact,))
+
+
+def _must_come_in(state: TrainState, model: Model, seq: int) -> bool:
+    """The one that others wait for: a queue full of those it holds up would never empty.
+
+    One at a time. While the last one waits the queue does empty, and a client that sent a high number first has no more
+    room for the numbers below it than others have.
+    """
+    last = state.futures.get(f"{model.model_id}:{model.line.released}")
+    runs_out = last is None or last.status is not FutureStatus.PENDING
+    return seq == model.line.wanted and bool(model.line.held) and runs_out
 
 
 def _admit(state: TrainState, tenant: str) -> None:
@@ -237,10 +289,14 @@ def _answer(state: TrainState, given: Answer) -> Outcome:
     if len(results) != len(dispatch.future_ids):
         wrong = f"the ranks gave {len(results)} results for {len(dispatch.future_ids)} operations"
         results = [ops.Failed("server", wrong)] * len(dispatch.future_ids)
+    push = publishing.saved(state, dispatch, results, given.at_s)
+    if push is not None and push.future_id:
+        # It ends when the endpoints have been told.
+        return Outcome(Done(), (push,))
     facts = tuple(
         Finished(future_id, result, given.at_s) for future_id, result in zip(dispatch.future_ids, results, strict=True)
     )
-    return Outcome(Done(), facts, tuple(dispatch.future_ids))
+    return Outcome(Done(), facts if push is None else (*facts, push), tuple(dispatch.future_ids))
 
 
 def _give_up(state: TrainState, given: GiveUp) -> Outcome:
@@ -260,15 +316,5 @@ def _abort(state: TrainState, given: Abort) -> Outcome:
         return Outcome(Done())
     if not sampled and not isinstance(future.operation, ops.Sequenced):
         raise StrataError(Code.PRECONDITION, f"{future.kind} cannot be given up: others rely on it")
-    result = ops.Failed("cancelled", "given up by the client")
+    result = ops.Failed("cancelled", given.reason)
     return Outcome(Done(), (Finished(given.future_id, result, given.at_s),), (given.future_id,))
-
-
-def _delete_checkpoint(state: TrainState, given: DeleteCheckpoint) -> Outcome:
-    checkpoint = find_checkpoint(state, given.tenant, given.run_id, given.kind, given.name)
-    if given.name == INITIAL:
-        raise StrataError(Code.PRECONDITION, f"checkpoint {INITIAL} is the model's beginning and stays")
-    if any(dispatch.path == checkpoint.path for dispatch in state.dispatches.values()):
-        # Without it a load would fail, and succeed when ranks that start anew have saved the checkpoint once more.
-        raise StrataError(Code.UNAVAILABLE, "the checkpoint is being loaded", hint="delete it later")
-    return Outcome(Removed(checkpoint.path), (CheckpointDeleted(given.run_id, given.kind, given.name),))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from strata.base.errors import StrataError
-from strata.train.core import ops, quanta
+from strata.train.core import ops, publishing, quanta, retention, snapshots
 from strata.train.core.facts import Dispatched, Finished
 from strata.train.core.inputs import Dispatching, DispatchNext, Done, Outcome
 from strata.train.core.pack import Packed, check, pack
 from strata.train.core.state import (
-    INITIAL,
     Checkpoint,
     Dispatch,
     SamplerStatus,
@@ -33,10 +32,13 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Outcome:
     """One dispatch, or the failure of one operation that cannot be dispatched, or nothing."""
     if len(state.dispatches) >= state.rules.max_running:
         return Outcome(Done())
+    if snapshots.due(state, given.at_s) is not None:
+        return snapshots.take(state, given.at_s)
     if quanta.wants_quantum(state) and not (state.sampled_last and len(state.scheduler)):
         return quanta.next_quantum(state, given.at_s)
     budget = given.ranks * state.rules.max_tokens_per_row
-    entries = state.scheduler.choose(budget_tokens=budget, share=state.rules.pack_tenants)
+    rules = state.rules
+    entries = state.scheduler.choose(budget_tokens=budget, share=rules.pack_tenants, most=rules.slots)
     chosen = []
     for entry in entries:
         future = state.futures.get(entry.future_id)
@@ -46,17 +48,18 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Outcome:
     if not chosen:
         return Outcome(Done())
     for each in chosen:
-        obstacle = _obstacle(state, each, given.max_context)
+        obstacle = _obstacle(state, each, given)
         if obstacle is not None:
-            fact = Finished(each.future_id, ops.Failed("user", obstacle), given.at_s)
-            return Outcome(Done(), (fact,), (each.future_id,))
+            failed = Finished(each.future_id, ops.Failed("user", obstacle), given.at_s)
+            return Outcome(Done(), (failed,), (each.future_id,))
     packed = _packed(state, chosen, given)
     number = state.dispatched + 1
     ids = tuple(each.future_id for each in chosen)
     path = _path(state, chosen[0].operation)
     close = quanta.room_for_sampler(state) or () if isinstance(chosen[0].operation, _MAKES_SAMPLER) else ()
     dispatch = Dispatch(number, ids, packed.rows, path, close)
-    return Outcome(Dispatching(dispatch, packed.efficiency), (Dispatched(number, ids, packed.rows, path, close),))
+    fact = Dispatched(number, ids, packed.rows, path, close, at_s=given.at_s)
+    return Outcome(Dispatching(dispatch, packed.efficiency), (fact,))
 
 
 def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Packed:
@@ -68,18 +71,18 @@ def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Pa
     )
 
 
-def _obstacle(state: TrainState, chosen: _Chosen, max_context: int) -> str | None:
+def _obstacle(state: TrainState, chosen: _Chosen, given: DispatchNext) -> str | None:
     """Why this operation cannot be told to the ranks."""
     operation = chosen.operation
     match operation:
         case ops.Unreadable():
             return operation.message
         case ops.ForwardBackward():
-            return _unpackable(operation, max_context)
-        case ops.SaveWeights():
-            return _unsavable(state, operation)
+            return _unpackable(operation, given.max_context)
+        case ops.SaveWeights() | ops.SyncWeights():
+            return publishing.unknown(state, operation) or _unsavable(state, publishing.as_save(operation))
         case ops.LoadWeights():
-            return _unloadable(state, operation, chosen.tenant)
+            return _unloadable(state, operation, chosen.tenant, given.at_s)
         case ops.SaveSampler() | ops.OpenSampler():
             return _unmakeable(state, operation, chosen.tenant)
         case _:
@@ -97,18 +100,17 @@ def _unpackable(operation: ops.ForwardBackward, max_context: int) -> str | None:
 def _unsavable(state: TrainState, operation: ops.SaveWeights) -> str | None:
     if not is_name(operation.name):
         return f"{operation.name!r} cannot name a checkpoint: use letters, digits and . _ -"
-    if operation.name == INITIAL and operation.seq_id:
-        return f"the name {INITIAL} is taken by the model's first checkpoint"
-    exists = key_of(operation) in state.checkpoints or key_of(operation) in state.saving
-    if exists and not operation.overwrite:
+    there = state.saving.get(key_of(operation)) or state.checkpoints.get(key_of(operation))
+    # What the server saved by itself makes room: clients that count from zero save under that name too.
+    if there is not None and there.operation.seq_id and not operation.overwrite:
         return f"there is a checkpoint {operation.kind}/{operation.name} already"
     return None
 
 
-def _unloadable(state: TrainState, operation: ops.LoadWeights, tenant: str) -> str | None:
+def _unloadable(state: TrainState, operation: ops.LoadWeights, tenant: str, now_s: float) -> str | None:
     checkpoint = _checkpoint(state, operation)
     run = state.models.get(operation.run_id)
-    if checkpoint is None or run is None or run.tenant != tenant:
+    if checkpoint is None or run is None or run.tenant != tenant or retention.expired(checkpoint, now_s):
         return f"there is no checkpoint tinker://{operation.run_id}/{operation.kind}/{operation.name}"
     if operation.optimizer and operation.kind != "weights":
         return "a checkpoint for sampling does not hold the state of the optimizer"
@@ -137,8 +139,8 @@ def _checkpoint(state: TrainState, operation: ops.LoadWeights | ops.SavedWeights
 
 def _path(state: TrainState, operation: ops.Operation) -> str:
     match operation:
-        case ops.SaveWeights():
-            return folder_of(operation)
+        case ops.SaveWeights() | ops.SyncWeights():
+            return folder_of(publishing.as_save(operation))
         case ops.LoadWeights():
             checkpoint = _checkpoint(state, operation)
             assert checkpoint is not None, "checked before"

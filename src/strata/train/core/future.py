@@ -105,6 +105,10 @@ class FutureStore:
         """Accepted and not dispatched, held or not; of one tenant or of all. Samples have a queue of their own."""
         return self._pending.total() if tenant is None else self._pending[tenant]
 
+    @property
+    def pending_by_tenant(self) -> Mapping[str, int]:
+        return self._pending
+
     def add(self, future: Future) -> None:
         if future.future_id in self._futures:
             raise StrataError(Code.INTERNAL, f"{future.future_id} exists already")

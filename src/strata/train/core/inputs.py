@@ -68,6 +68,35 @@ class AnswerQuantum:
 
 
 @dataclass(frozen=True)
+class AnswerSnapshot:
+    """The ranks have copied all models, unless there was trouble; what they copied is not on the disk yet."""
+
+    number: int
+    trouble: str | None
+
+
+@dataclass(frozen=True)
+class CommitSnapshot:
+    """All files of a snapshot are on the disk, unless there was trouble."""
+
+    number: int
+    digest: str
+    size: int
+    held_s: float
+    written_s: float
+    at_s: float
+    trouble: str | None = None
+
+
+@dataclass(frozen=True)
+class RefuseSnapshot:
+    """A group of ranks found that it is not what was written."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Greet:
     """A group of ranks is spoken to from now on."""
 
@@ -86,14 +115,87 @@ class Abort:
     tenant: str
     future_id: str
     at_s: float
+    reason: str = "given up by the client"
 
 
 @dataclass(frozen=True)
 class DeleteCheckpoint:
     tenant: str
     run_id: str
-    kind: Literal["weights", "sampler_weights"]
+    kind: ops.WeightsKind
     name: str
+
+
+@dataclass(frozen=True)
+class TimeCheckpoint:
+    """Seconds from now until the checkpoint goes; None is never."""
+
+    tenant: str
+    run_id: str
+    kind: ops.WeightsKind
+    name: str
+    ttl_s: float | None
+    at_s: float
+
+
+@dataclass(frozen=True)
+class ImportCheckpoint:
+    """Weights that were made elsewhere and whose files are in place."""
+
+    tenant: str
+    create: ops.CreateModel
+    """What a model must be like to load them."""
+    operation: ops.SaveWeights
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Retain:
+    """There may be checkpoints whose time is over, or too many."""
+
+    at_s: float
+
+
+@dataclass(frozen=True)
+class AddEndpoint:
+    """The same again is the same endpoint, and looks up its address anew."""
+
+    name: str
+    url: str
+    address: str
+    engine: Literal["vllm", "transformers"]
+    at_s: float
+
+
+@dataclass(frozen=True)
+class RemoveEndpoint:
+    name: str
+
+
+@dataclass(frozen=True)
+class EndPush:
+    path: str
+    outcomes: Sequence[ops.EndpointOutcome]
+    at_s: float
+
+
+@dataclass(frozen=True)
+class RouteSamples:
+    """Requests that an endpoint could answer may go there, so many at a time."""
+
+    limit: int
+
+
+@dataclass(frozen=True)
+class AnswerRouted:
+    future_id: str
+    result: ops.SampleDone
+    at_s: float
+
+
+@dataclass(frozen=True)
+class ReturnRouted:
+    future_id: str
 
 
 @dataclass(frozen=True)
@@ -108,11 +210,23 @@ Input = (
     | DispatchNext
     | Answer
     | AnswerQuantum
+    | AnswerSnapshot
+    | CommitSnapshot
+    | RefuseSnapshot
     | Greet
     | GiveUp
     | Abort
     | DeleteCheckpoint
+    | TimeCheckpoint
+    | ImportCheckpoint
+    | Retain
     | Expire
+    | AddEndpoint
+    | RemoveEndpoint
+    | EndPush
+    | RouteSamples
+    | AnswerRouted
+    | ReturnRouted
 )
 
 
@@ -144,7 +258,14 @@ class Removed:
     path: str
 
 
-Reply = Done | Taken | Dispatching | Removed
+@dataclass(frozen=True)
+class Retained:
+    """The folders of checkpoints that were let go."""
+
+    gone: Sequence[str]
+
+
+Reply = Done | Taken | Dispatching | Removed | Retained
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from strata.base.errors import Code
-from strata.train.core import ops
+from strata.train.core import ops, status
 
 
 class RequestType(StrEnum):
@@ -48,11 +48,30 @@ class WatchFuture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     wait_s: float
 
 
+class WatchSamples(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="watch_samples"):
+    """Answered as soon as a sample of this sampler has ended that the asker does not know of, or after `wait_s`."""
+
+    sampler_id: str
+    copy: int
+    """Of the client: each counts its requests in a block of its own."""
+    cursor: int
+    """From the answer before; 0 is the beginning."""
+    wait_s: float
+    linger: bool = True
+    """Wait also if there is nothing that could end."""
+
+
 class DescribeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_model"):
     model_id: str
 
 
 class DescribeSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_sampler"):
+    sampler_id: str
+
+
+class JoinSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join_sampler"):
+    """Another copy of a client wants a number of its own."""
+
     sampler_id: str
 
 
@@ -72,18 +91,55 @@ class ListCheckpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
 
 class DescribeCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_checkpoint"):
     run_id: str
-    kind: Literal["weights", "sampler_weights"]
+    kind: ops.WeightsKind
     name: str
 
 
 class DeleteCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="delete_checkpoint"):
     run_id: str
-    kind: Literal["weights", "sampler_weights"]
+    kind: ops.WeightsKind
     name: str
+
+
+class TimeCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="time_checkpoint"):
+    """Seconds from now until the checkpoint goes; None is never."""
+
+    run_id: str
+    kind: ops.WeightsKind
+    name: str
+    ttl_s: float | None
+
+
+class ImportCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="import_checkpoint"):
+    """Take in what lies whole in this folder of the imports; answered when it is a checkpoint."""
+
+    import_id: str
+    name: str
+    run_id: str
+    base_model: str
+    lora: ops.LoraConfig
+    ttl_s: float | None = None
+    user_metadata: Mapping[str, str] = {}
 
 
 class DescribeServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_server"):
     pass
+
+
+class AddEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="add_endpoint"):
+    """An inference engine at a URL that the settings allow."""
+
+    name: str
+    url: str
+    engine: Literal["vllm", "transformers"]
+
+
+class RemoveEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="remove_endpoint"):
+    name: str
+
+
+class ListEndpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_endpoints"):
+    """Every one is asked what it has."""
 
 
 class CheckHealth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="check_health"):
@@ -95,15 +151,23 @@ Utility = (
     | BeatSession
     | FinishSession
     | WatchFuture
+    | WatchSamples
     | DescribeModel
     | DescribeSampler
+    | JoinSampler
     | ListModels
     | ListSessions
     | ListCheckpoints
     | DescribeCheckpoint
     | DeleteCheckpoint
+    | TimeCheckpoint
+    | ImportCheckpoint
     | DescribeServer
     | CheckHealth
+    | AddEndpoint
+    | RemoveEndpoint
+    | ListEndpoints
+    | status.Questions
 )
 
 
@@ -148,6 +212,17 @@ class Waiting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait
     reason: str
 
 
+class SampleEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    future_id: str
+    size: int | None
+    """Bytes of what was sampled; None if nothing was, or if it is gone."""
+
+
+class SamplesEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="samples_ended"):
+    ended: Sequence[SampleEnded]
+    cursor: int
+
+
 class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="done"):
     """A question that needs no more than a yes."""
 
@@ -165,12 +240,20 @@ class ModelView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="mo
     """The sequence number that runs next."""
     unloaded: bool
     user_metadata: Mapping[str, str] = {}
+    wanted: int = 1
+    """The first sequence number that has not come."""
+    held: Sequence[int] = ()
+    """Those beyond it that have."""
 
 
 class SamplerView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sampler"):
     sampler_id: str
     base_model: str
     model_path: str | None
+
+
+class SamplerJoined(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sampler_joined"):
+    copy: int
 
 
 class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="models"):
@@ -193,7 +276,7 @@ class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ses
 class CheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoint"):
     run_id: str
     """The id of the model that was saved."""
-    kind: Literal["weights", "sampler_weights"]
+    kind: ops.WeightsKind
     name: str
     base_model: str
     lora: ops.LoraConfig | None
@@ -202,6 +285,8 @@ class CheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     """Bytes of its files."""
     expires_at_s: float | None = None
     user_metadata: Mapping[str, str] = {}
+    folder: str = ""
+    """Of its files, under that of all checkpoints."""
 
     @property
     def path(self) -> str:
@@ -221,6 +306,28 @@ class ServerView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="s
     pending: int
     running: int
     dispatched: int
+    arch: str = ""
+    snapshot: int = 0
+    """The newest dispatch of which there is a snapshot; ranks that start anew begin after it."""
+
+
+class EndpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    url: str
+    address: str
+    engine: str
+    added_at_s: float
+    reachable: bool
+    message: str
+    """Why it is not."""
+    versions: Sequence[str]
+    """Of weights, that it says it has."""
+    published: Sequence[str]
+    """Of weights, that it was told of last."""
+
+
+class Endpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="endpoints"):
+    endpoints: Sequence[EndpointView]
 
 
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="health"):
@@ -234,15 +341,19 @@ Output = (
     | Refused
     | Finished
     | Waiting
+    | SamplesEnded
     | Done
     | ModelView
     | SamplerView
+    | SamplerJoined
     | Models
     | Sessions
     | CheckpointView
     | Checkpoints
     | ServerView
     | Health
+    | Endpoints
+    | status.Views
 )
 
 

@@ -16,6 +16,8 @@ import msgspec
 
 from strata.train.core.sampling import Sample
 
+WeightsKind = Literal["weights", "sampler_weights", "external_weights"]
+"""What training goes on from, optimizer and all; weights to sample from; weights to take away."""
 INLINE_BYTES: Final = 64 << 10
 """A payload beyond this is kept in a file named by its digest; the journal and the links carry the digest."""
 
@@ -170,11 +172,11 @@ class AbortGradients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
 
 class SaveWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="save_weights"):
-    """`kind` "weights" holds what training goes on from; "sampler_weights" the weights alone."""
+    """Of the kind "weights" with the state of the optimizer; of the others the weights alone."""
 
     model_id: str
     seq_id: int
-    kind: Literal["weights", "sampler_weights"]
+    kind: WeightsKind
     name: str
     overwrite: bool = False
     ttl_s: float | None = None
@@ -185,7 +187,7 @@ class LoadWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     model_id: str
     seq_id: int
     run_id: str
-    kind: Literal["weights", "sampler_weights"]
+    kind: WeightsKind
     name: str
     optimizer: bool
 
@@ -198,9 +200,26 @@ class SaveSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     sampler_id: str
 
 
+class SyncWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sync_weights"):
+    """The weights as they are at this place of the model's order: saved for sampling, then told to inference endpoints.
+
+    The ranks save them like any other weights. Telling the endpoints holds up nothing that comes after.
+    """
+
+    model_id: str
+    seq_id: int
+    name: str
+    endpoints: Sequence[str] = ()
+    """By name; none named are all that there are when the files are written."""
+    ttl_s: float | None = None
+
+    def save(self) -> SaveWeights:
+        return SaveWeights(self.model_id, self.seq_id, "sampler_weights", self.name, ttl_s=self.ttl_s)
+
+
 class SavedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_id: str
-    kind: Literal["weights", "sampler_weights"]
+    kind: WeightsKind
     name: str
 
     @property
@@ -239,7 +258,9 @@ class Wake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wake"):
     pass
 
 
-Sequenced = ForwardBackward | OptimStep | AbortGradients | SaveWeights | LoadWeights | SaveSampler | Unreadable
+Sequenced = (
+    ForwardBackward | OptimStep | AbortGradients | SaveWeights | LoadWeights | SaveSampler | SyncWeights | Unreadable
+)
 """Operations of one model, done strictly in the order of their `seq_id`."""
 Operation = Sequenced | CreateModel | UnloadModel | Sleep | Wake | OpenSampler | Sample
 
@@ -283,6 +304,26 @@ class WeightsLoaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     path: str
 
 
+class EndpointOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What came of telling one inference endpoint of new weights."""
+
+    endpoint: str
+    ok: bool
+    seconds: float
+    message: str = ""
+    """Why not, or what was noticed."""
+    retired: Sequence[str] = ()
+    """Older versions that it has let go of."""
+
+
+class WeightsSynced(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sync_weights"):
+    path: str
+    """`tinker://run/kind/name`."""
+    version: str
+    """What the endpoints call these weights; no other weights ever have this name."""
+    endpoints: Sequence[EndpointOutcome]
+
+
 class SamplerOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="open_sampler"):
     sampler_id: str
 
@@ -321,6 +362,7 @@ Result = (
     | GradientsAborted
     | WeightsSaved
     | WeightsLoaded
+    | WeightsSynced
     | SamplerOpened
     | SampleDone
     | ModelUnloaded

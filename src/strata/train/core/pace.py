@@ -40,6 +40,8 @@ def describe(state: TrainState, future: Future, pace: Pace, *, attached: bool) -
         return Waiting(QueueState.PAUSED_CAPACITY, "the ranks are starting")
     if isinstance(future.operation, Sample):
         return _describe_sample(state, future)
+    if any(push.future_id == future.future_id for push in state.pushes.values()):
+        return Waiting(QueueState.ACTIVE, "the weights are saved, and the inference endpoints are being told")
     if future.status is FutureStatus.DISPATCHED:
         first = future.number == min(state.dispatches)
         return Waiting(QueueState.ACTIVE, "running" if first else f"next at the ranks, {_running(state)}")
@@ -60,6 +62,8 @@ def describe(state: TrainState, future: Future, pace: Pace, *, attached: bool) -
 
 def _describe_sample(state: TrainState, future: Future) -> Waiting:
     """Clients slow down for what is paused; a request that waits for a place among others is not."""
+    if future.future_id in state.routed:
+        return Waiting(QueueState.ACTIVE, f"being sampled by {state.routed[future.future_id][0]}")
     if state.asleep:
         return Waiting(QueueState.PAUSED_CAPACITY, "the server sleeps")
     if future.status is FutureStatus.DISPATCHED:
@@ -88,6 +92,8 @@ def _running(state: TrainState) -> str:
     for _, dispatch in sorted(state.dispatches.items()):
         if dispatch.quantum is not None:
             return f"sampling for {len(state.sampling)} requests"
+        if dispatch.snapshot:
+            return "copying the models for a snapshot"
         future = state.futures.get(dispatch.future_ids[0])
         if future is not None:
             return f"running {future.tenant.removeprefix('key:')}/{future.kind}"

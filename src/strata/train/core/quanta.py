@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import ops
+from strata.train.core import ops, publishing
 from strata.train.core.facts import Accepted, Dispatched, Fact, Finished, QuantumEnded, RanksRenewed
 from strata.train.core.inputs import Accept, AnswerQuantum, Dispatching, Done, Greet, Outcome, Taken
 from strata.train.core.sampling import QuantumPlan, Sample
@@ -62,17 +62,21 @@ def _known(before: str, now: str, taken: Taken, what: str) -> Outcome:
 def wants_quantum(state: TrainState) -> bool:
     if state.asleep or state.quantum is not None:
         return False
-    return bool(state.sampling or state.cancels) or any(_ready(state, sample) for sample in state.waiting.values())
+    return bool(state.sampling or state.cancels) or any(
+        _ready(state, future_id, sample) for future_id, sample in state.waiting.items()
+    )
 
 
-def _ready(state: TrainState, sample: Sample) -> bool:
+def _ready(state: TrainState, future_id: str, sample: Sample) -> bool:
     sampler = state.samplers.get(sample.sampler_id)
-    return sampler is None or sampler.status is not SamplerStatus.COMING
+    if sampler is not None and sampler.status is SamplerStatus.COMING:
+        return False
+    return publishing.routable(state, future_id, sample) is None
 
 
 def next_quantum(state: TrainState, at_s: float) -> Outcome:
     """A quantum, or the failure of the requests whose sampler does not exist."""
-    ready = {future_id: sample for future_id, sample in state.waiting.items() if _ready(state, sample)}
+    ready = {future_id: sample for future_id, sample in state.waiting.items() if _ready(state, future_id, sample)}
     failed = [future_id for future_id, sample in ready.items() if not _is_open(state, sample)]
     if failed:
         result = ops.Failed("user", "its sampler could not be made, or has made room for others")
@@ -140,6 +144,7 @@ def room_for_sampler(state: TrainState) -> tuple[str, ...] | None:
     if len(opened) - len(over) < state.rules.max_samplers:
         return (*failed, *over)
     busy = {sample.sampler_id for queue in (state.waiting, state.sampling) for sample in queue.values()}
+    busy |= {sample.sampler_id for _, sample in state.routed.values()}
     idle = [each for each in opened if each.sampler_id not in busy and each.sampler_id not in over]
     if not idle:
         return None

@@ -33,6 +33,22 @@ class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_p: float = 1.0
 
 
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which places of a matrix are given: all, row by row, or those of compressed rows. Both indices are int64."""
+
+    shape: tuple[int, int]
+    crow: bytes | None = None
+    col: bytes | None = None
+
+
+class Targets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens of which a client wants to know how likely they were, a row for each token of the prompt but the first."""
+
+    tokens: bytes
+    """int32, little-endian; -1 asks for nothing."""
+    layout: Layout
+
+
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sample"):
     """Continue a prompt, `num_samples` times. A sampler's weights never change; its requests have no order."""
 
@@ -45,6 +61,16 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sampl
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    """Only the last so many tokens of the prompt are spoken of."""
+    targets: Targets | None = None
+    prompt_draws: int = 0
+    """So many tokens are drawn at each place of the prompt but the first."""
+
+    @property
+    def wants_prompt(self) -> bool:
+        numbers = self.prompt_logprobs or self.topk_prompt_logprobs or self.prompt_draws
+        return bool(numbers) or self.targets is not None
 
     @property
     def length(self) -> int:
@@ -58,6 +84,23 @@ class TopLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """int32, little-endian, place by place."""
     logprobs: bytes
     """float32."""
+    k: int
+    length: int
+
+
+class TargetLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    logprobs: bytes
+    """float32, 0 where nothing was asked for."""
+    layout: Layout
+
+
+class Draws(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """At each of `length` places `k` tokens, each drawn by itself at the request's temperature from all tokens."""
+
+    tokens: bytes
+    """int32, little-endian, place by place."""
+    logprobs: bytes
+    """float32, the model's own."""
     k: int
     length: int
 
@@ -84,6 +127,8 @@ class SampleResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     prompt_logprobs: bytes | None = None
     """float32, one per token of the prompt; NaN for the first, which nothing comes before."""
     top_prompt: TopLogprobs | None = None
+    targets: TargetLogprobs | None = None
+    draws: Draws | None = None
 
 
 class SampleFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):

@@ -8,10 +8,14 @@ because another has more sessions, and new sessions do not go before old ones.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 PER_TURN: Final = 8
 """Operations that one turn of a tenant can hold at most: what has few tokens or none is not free either."""
+
+STEP: Final = "optim_step"
+"""The kind of what models do between their passes: it takes no longer than handing it on does."""
 
 
 class Entry(NamedTuple):
@@ -70,25 +74,53 @@ class Scheduler:
             if at_its_turn and self._ring:
                 self._saved[self._ring[0]] += self._quantum
 
-    def choose(self, *, budget_tokens: int, share: bool) -> tuple[Entry, ...]:
+    def choose(self, *, budget_tokens: int, share: bool, most: int | None = None) -> tuple[Entry, ...]:
         """What to run now, as one dispatch; empty if there is nothing. It stays here until it is removed.
 
-        With `share`, others that can go along do, as long as they fit into the budget; each is paid for by its own
-        tenant, and none goes before its turn within its model.
+        With `share`, others that can go along do, as long as they fit into the budget and are no more than `most`; each
+        is paid for by its own tenant, and none goes before its turn within its model.
         """
         first = self._next()
         if first is None:
             return ()
+        if not share or not first.shares:
+            return (first,)
         chosen = {first.model_id: first}
         room_tokens = budget_tokens - first.tokens
-        for tenant in [*self._ring] if share and first.shares else ():
-            for head in self._heads(tenant):
-                if head.shares == first.shares and head.model_id not in chosen and head.tokens <= room_tokens:
-                    # Into debt, if need be: it goes along for nothing now, and waits for it later.
-                    self._saved[tenant] -= self._cost(head)
-                    chosen[head.model_id] = head
-                    room_tokens -= head.tokens
+        for head in self._along():
+            if most is not None and len(chosen) >= most:
+                break
+            if head.shares == first.shares and head.model_id not in chosen and head.tokens <= room_tokens:
+                chosen[head.model_id] = head
+                room_tokens -= head.tokens
+        full = most is not None and len(chosen) >= most
+        step = None if full else self._step_before(first.shares, room_tokens)
+        if step is not None:
+            self._saved[first.tenant] += self._cost(first)
+            self._saved[step.tenant] -= self._cost(step)
+            return (step,)
+        for head in chosen.values():
+            if head is not first:
+                # Into debt, if need be: it goes along for nothing now, and waits for it later.
+                self._saved[head.tenant] -= self._cost(head)
         return tuple(chosen.values())
+
+    def _step_before(self, shares: str, room_tokens: int) -> Entry | None:
+        """A step of a model whose next operation could then share the pass that is to come, and fits into it.
+
+        Passes of models that take turns with their steps would otherwise never meet: whoever is done with its step
+        first goes on alone. The pass waits for as many steps as there is room in it, and each takes some of that room.
+        """
+        for head in self._along():
+            line = self._lines[head.tenant][head.model_id]
+            if head.kind == STEP and len(line) > 1 and line[1].shares == shares and line[1].tokens <= room_tokens:
+                return head
+        return None
+
+    def _along(self) -> Iterator[Entry]:
+        """The first of each model, in the order in which they may go along."""
+        for tenant in [*self._ring]:
+            yield from self._heads(tenant)
 
     def foreseen(self) -> list[Entry]:
         """Everything here in the order it would run if nothing else came: for telling people where they stand."""

@@ -18,6 +18,10 @@ from strata.train.core.sequence import Line
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 INITIAL: Final = "000000"
 """The name of every model's first checkpoint, from before anything was trained."""
+IMPORTED: Final = "import-"
+"""How the ids of runs begin that were made elsewhere."""
+FIRST_LOAD: Final = "load"
+"""The place of the weights that a model may begin with, before the operations that its client counts."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +35,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What clients may call the model that is served; the first is its name."""
     max_tokens_per_row: int = 4096
     pack_tenants: bool = True
+    slots: int | None = None
+    """Models that one pass may be of; None is any number."""
     initial_checkpoint: bool = True
     result_ttl_s: float = 86_400.0
     max_kept_results: int = 200_000
@@ -40,6 +46,18 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     max_running_samples: int = 256
     """Requests for samples at the ranks."""
     quantum_steps: int = 32
+    push: bool = False
+    """Tell the endpoints of all weights that are saved for sampling."""
+    route: bool = False
+    """Ask endpoints that have the weights for samples."""
+    keep_versions: int = 2
+    """Of each model on an endpoint."""
+    snapshot_dispatches: int = 0
+    """That change something, between two snapshots of the models; 0 is never for this reason."""
+    snapshot_s: float = 0.0
+    snapshot_payload_bytes: int = 0
+    keep_checkpoints: int | None = None
+    """Of each run and kind, the newest; None keeps all."""
 
     @property
     def tenant_quota(self) -> int:
@@ -89,12 +107,56 @@ class Sampler(msgspec.Struct):
     status: SamplerStatus = SamplerStatus.COMING
     used: int = 0
     """When it was asked for samples last, in the order of turns."""
+    folder: str = ""
+    """Of the saved weights that it was opened from, and stays with if others get their name."""
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """An inference engine that is told of new weights."""
+
+    name: str
+    url: str
+    address: str
+    """What its host was when it was added; no other is ever connected to."""
+    engine: Literal["vllm", "transformers"]
+    added_at_s: float
+
+
+class Push(msgspec.Struct, frozen=True):
+    """Weights on their way to endpoints. The same again is harmless: no other weights have that name."""
+
+    path: str
+    version: str
+    model_id: str
+    seq_id: int
+    endpoints: Sequence[str]
+    future_id: str
+
+
+class Publication(msgspec.Struct, frozen=True):
+    """Weights that endpoints have, unless they were restarted since."""
+
+    path: str
+    version: str
+    model_id: str
+    seq_id: int
+    endpoints: Sequence[str]
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
     operation: ops.SaveWeights
     path: str
     saved_at_s: float = 0.0
+    expires_at_s: float | None = None
+    number: int = 0
+    """Of the dispatch that saved it; 0 if it was made elsewhere, and no rank can save it again."""
+
+
+class Reading(msgspec.Struct, frozen=True, array_like=True):
+    """The dispatches that saved a checkpoint, 0 if it was made elsewhere, and that told the ranks last to read it."""
+
+    saved: int
+    read: int
 
 
 class Dispatch(msgspec.Struct, frozen=True):
@@ -104,6 +166,30 @@ class Dispatch(msgspec.Struct, frozen=True):
     path: str = ""
     close: Sequence[str] = ()
     quantum: QuantumPlan | None = None
+    snapshot: bool = False
+
+
+class Since(msgspec.Struct, frozen=True):
+    """What was dispatched since the last snapshot."""
+
+    dispatches: int = 0
+    """That changed something."""
+    payload_bytes: int = 0
+    first_at_s: float = 0.0
+    """When the first of those was."""
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """All models after the dispatch with this number."""
+
+    number: int
+    name: str
+    digest: str = ""
+    """Of its manifest; empty until all of it is on the disk."""
+    pending: Mapping[str, ops.Operation] = {}
+    """Accepted before it and not dispatched, by future: replaying what came after needs them."""
+    since: Since = Since()
+    """While it is being taken: what it covers that the one before did not."""
 
 
 CheckpointKey = tuple[str, str, str]
@@ -111,7 +197,7 @@ CheckpointKey = tuple[str, str, str]
 
 
 class TrainState:
-    def __init__(self, rules: Rules, saved: Saved | None = None) -> None:
+    def __init__(self, rules: Rules, saved: Saved | None = None) -> None:  # noqa: PLR0915 - all that is known
         saved = saved or Saved()
         self.rules = rules
         self.sessions = {each.session_id: each for each in saved.sessions}
@@ -120,11 +206,15 @@ class TrainState:
         self.checkpoints = {key_of(each.operation): each for each in saved.checkpoints}
         """Complete ones, the newest of each name."""
         self.saving = {key_of(each.operation): each for each in saved.saving}
+        self.readings = dict(saved.readings)
+        """By folder, of checkpoints that the ranks were told to read."""
         self.dispatches = {each.number: each for each in saved.dispatches}
         """Told to the ranks and not answered."""
         self.dispatched = saved.dispatched
         """The last number given out."""
         self.given_up = set(saved.given_up)
+        self.spoiled = saved.spoiled
+        """The group of ranks was told what was given up later, and may do it yet: nobody speaks to it again."""
         self.turns = saved.turns
         self.server_operations = saved.server_operations
         self.samplers = {each.sampler_id: each for each in saved.samplers}
@@ -134,6 +224,14 @@ class TrainState:
         """Those that are."""
         self.cancels = set(saved.cancels)
         """Ended here because their client gave them up; the ranks are told with the next quantum."""
+        self.endpoints = {each.name: each for each in saved.endpoints}
+        self.pushes = {each.path: each for each in saved.pushes}
+        self.published = {each.path: each for each in saved.published}
+        """The newest of each model, oldest first."""
+        self.routed: dict[str, tuple[str, Sample]] = {}
+        """Requests for samples that an endpoint is asked for: which, and what."""
+        self.unroutable = set(saved.unroutable)
+        """Requests that an endpoint did not answer."""
         self.group = saved.group
         """Of the ranks that have the requests."""
         self.asleep = saved.asleep
@@ -141,9 +239,20 @@ class TrainState:
         """Whether the last dispatch was a quantum."""
         self.last_quantum = 0
         """The last one that this process saw answered: for telling deaths in a row from deaths over the years."""
+        self.snapshots = list(saved.snapshots)
+        """Committed ones, the newest last."""
+        self.snapshotting = saved.snapshotting
+        """The one that the ranks are told to take, until it is there or given up."""
+        self.snapshot_failures = saved.snapshot_failures
+        """In a row."""
+        self.since = saved.since
+        self.cut = saved.cut
+        """Dispatches up to this number are let go: there is a snapshot of then or later. 0: everything is there."""
         self.scheduler = Scheduler(rules.max_tokens_per_row)
         for future in sorted(self.futures, key=lambda each: each.turn):
-            if isinstance(future.operation, Sample):
+            if isinstance(future.operation, Sample) and future.future_id in saved.routed:
+                self.routed[future.future_id] = saved.routed[future.future_id], future.operation
+            elif isinstance(future.operation, Sample):
                 queue = self.waiting if future.status is FutureStatus.PENDING else self.sampling
                 queue[future.future_id] = future.operation
             elif future.status is FutureStatus.PENDING and future.turn:
@@ -162,6 +271,7 @@ class TrainState:
     def samples_of(self, sampler_id: str) -> Iterator[str]:
         for queue in (self.waiting, self.sampling):
             yield from (future_id for future_id, sample in queue.items() if sample.sampler_id == sampler_id)
+        yield from (future_id for future_id, (_, sample) in self.routed.items() if sample.sampler_id == sampler_id)
 
     def save(self) -> Saved:
         return Saved(
@@ -171,16 +281,28 @@ class TrainState:
             ended=self.futures.ended,
             checkpoints=list(self.checkpoints.values()),
             saving=list(self.saving.values()),
+            readings=self.readings,
             dispatches=list(self.dispatches.values()),
             dispatched=self.dispatched,
             given_up=sorted(self.given_up),
+            spoiled=self.spoiled,
             turns=self.turns,
             server_operations=self.server_operations,
             samplers=list(self.samplers.values()),
             cancels=sorted(self.cancels),
             group=self.group,
+            endpoints=list(self.endpoints.values()),
+            pushes=list(self.pushes.values()),
+            published=list(self.published.values()),
+            routed={future_id: endpoint for future_id, (endpoint, _) in self.routed.items()},
+            unroutable=sorted(self.unroutable),
             asleep=self.asleep,
             sampled_last=self.sampled_last,
+            snapshots=self.snapshots,
+            snapshotting=self.snapshotting,
+            snapshot_failures=self.snapshot_failures,
+            since=self.since,
+            cut=self.cut,
         )
 
 
@@ -193,6 +315,7 @@ class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ended: Sequence[str] = ()
     checkpoints: Sequence[Checkpoint] = ()
     saving: Sequence[Checkpoint] = ()
+    readings: Mapping[str, Reading] = {}
     dispatches: Sequence[Dispatch] = ()
     dispatched: int = 0
     given_up: Sequence[int] = ()
@@ -201,8 +324,19 @@ class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samplers: Sequence[Sampler] = ()
     cancels: Sequence[str] = ()
     group: str = ""
+    endpoints: Sequence[Endpoint] = ()
+    pushes: Sequence[Push] = ()
+    published: Sequence[Publication] = ()
+    routed: Mapping[str, str] = {}
+    unroutable: Sequence[str] = ()
     asleep: bool = False
+    spoiled: bool = False
     sampled_last: bool = False
+    snapshots: Sequence[Snapshot] = ()
+    snapshotting: Snapshot | None = None
+    snapshot_failures: int = 0
+    since: Since = Since()
+    cut: int = 0
 
 
 def is_name(text: str) -> bool:
@@ -214,10 +348,13 @@ def key_of(operation: ops.SaveWeights) -> CheckpointKey:
     return operation.model_id, operation.kind, operation.name
 
 
+def run_folder(model_id: str) -> str:
+    return model_id.replace(":", "-")
+
+
 def folder_of(operation: ops.SaveWeights) -> str:
     """One for every save, so that it is never another one's; replaying the save finds its own again."""
-    run = operation.model_id.replace(":", "-")
-    return f"{run}/{operation.kind}/{operation.name}@{operation.seq_id}"
+    return f"{run_folder(operation.model_id)}/{operation.kind}/{operation.name}@{operation.seq_id}"
 
 
 def entry_of(future: Future) -> Entry:
@@ -244,6 +381,8 @@ def future_id_of(operation: ops.Operation, server_operations: int) -> str:
             return f"{operation.sampler_id}:open"
         case Sample():
             return f"{operation.sampler_id}:{operation.seq_id}"
+        case ops.LoadWeights() if operation.seq_id == 0:
+            return f"{operation.model_id}:{FIRST_LOAD}"
         case _:
             return f"{operation.model_id}:{operation.seq_id}" if operation.seq_id else f"{operation.model_id}:{INITIAL}"
     return f"{operation.model_id}:{kind}"

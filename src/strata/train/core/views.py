@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
 from strata.train.core.commands import ModelInfo
 from strata.train.core.future import Future
-from strata.train.core.state import INITIAL, Checkpoint, Model, Sampler, Session, TrainState
+from strata.train.core.state import FIRST_LOAD, INITIAL, Checkpoint, Model, Sampler, Session, TrainState
 
 
 def find_session(state: TrainState, tenant: str, session_id: str) -> Session:
@@ -34,6 +32,22 @@ def find_sampler(state: TrainState, tenant: str, sampler_id: str) -> Sampler:
             hint="one that is not used makes room for new ones; create it again",
         )
     return sampler
+
+
+def own_sampler(state: TrainState, tenant: str, sampler_id: str) -> None:
+    """NOT_FOUND unless it is this tenant's, now or before it made room: its results are there longer than it is."""
+    session = state.sessions.get(sampler_id.partition(":sample:")[0])
+    if sampler_id in state.samplers or session is None or session.tenant != tenant:
+        find_sampler(state, tenant, sampler_id)
+
+
+def view_sampled(state: TrainState, future_id: str) -> messages.SampleEnded:
+    future = state.futures.get(future_id)
+    done = future.result if future is not None else None
+    if not isinstance(done, ops.SampleDone):
+        return messages.SampleEnded(future_id, None)
+    payload = done.payload
+    return messages.SampleEnded(future_id, len(payload.data) if isinstance(payload, ops.Inline) else payload.size)
 
 
 def view_sampler(sampler: Sampler) -> messages.SamplerView:
@@ -63,20 +77,23 @@ def _was_there(state: TrainState, tenant: str, future_id: str) -> bool:
     model = state.models.get(owner)
     if model is None or model.tenant != tenant:
         return False
-    if which in ("create", INITIAL):
+    if which in ("create", INITIAL, FIRST_LOAD):
         return True
     if which == "unload":
         return model.unloading
-    return which.isdecimal() and 1 <= int(which) <= model.line.released
+    # Those that were held when the model went were there, too.
+    return which.isdecimal() and (1 <= int(which) <= model.line.released or int(which) in model.line.held)
 
 
-def find_checkpoint(
-    state: TrainState, tenant: str, run_id: str, kind: Literal["weights", "sampler_weights"], name: str
-) -> Checkpoint:
+def find_checkpoint(state: TrainState, tenant: str, run_id: str, kind: ops.WeightsKind, name: str) -> Checkpoint:
     checkpoint = state.checkpoints.get((run_id, kind, name))
     model = state.models.get(run_id)
     if checkpoint is None or model is None or model.tenant != tenant:
-        raise StrataError(Code.NOT_FOUND, f"there is no checkpoint tinker://{run_id}/{kind}/{name}")
+        raise StrataError(
+            Code.NOT_FOUND,
+            f"there is no checkpoint tinker://{run_id}/{kind}/{name}",
+            hint="one that was deleted, or whose time was over, is gone",
+        )
     return checkpoint
 
 
@@ -101,7 +118,8 @@ def view_checkpoint(state: TrainState, checkpoint: Checkpoint, size: int) -> mes
         lora=created.lora,
         saved_at_s=checkpoint.saved_at_s,
         size=size,
-        expires_at_s=None if operation.ttl_s is None else checkpoint.saved_at_s + operation.ttl_s,
+        expires_at_s=checkpoint.expires_at_s,
+        folder=checkpoint.path,
         user_metadata=operation.user_metadata,
     )
 
@@ -119,6 +137,8 @@ def view_model(model: Model, base: ModelInfo | None) -> messages.ModelView:
         next_seq=model.done + 1,
         unloaded=model.unloaded,
         user_metadata=model.create.user_metadata,
+        wanted=model.line.wanted,
+        held=sorted(model.line.held),
     )
 
 

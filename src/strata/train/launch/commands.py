@@ -38,9 +38,13 @@ def orchestrator(file: Path, holder: str, environment: Mapping[str, str]) -> Com
     return Command("orchestrator", arguments, _without(environment, _SECRETS - {"STRATA_SERVER_DATABASE"}))
 
 
-def api_server(file: Path, environment: Mapping[str, str]) -> Command:
-    arguments = (sys.executable, "-m", "strata.train.api", "--settings", str(file), "--ready-fd", EVENTS)
-    return Command("API server", arguments, _without(environment, {"STRATA_SERVER_DATABASE"}))
+def api_server(file: Path, environment: Mapping[str, str], number: int = 0, port: int | None = None) -> Command:
+    arguments = [sys.executable, "-m", "strata.train.api", "--settings", str(file), "--ready-fd", EVENTS]
+    arguments += ["--number", str(number)]
+    if port is not None:
+        arguments += ["--port", str(port)]
+    name = f"API server {number}" if number else "API server"
+    return Command(name, arguments, _without(environment, {"STRATA_SERVER_DATABASE"}))
 
 
 def _without(environment: Mapping[str, str], names: frozenset[str] | set[str]) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 Each says itself that it is ready: rank 0 by answering the orchestrator, the others through a pipe. Whatever dies is
 started again alone. An API server and an orchestrator have nothing that is lost with them, and the ranks do not notice;
-ranks that start anew are told everything again by the orchestrator.
+ranks that start anew restore the last snapshot, and the orchestrator tells them what came after it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -40,20 +41,22 @@ class Launcher:
         holder = Ids(clock).new("launcher")
         self._attached = asyncio.Event()
         self._leading = asyncio.Event()
-        self._listening = asyncio.Event()
         self._address = ""
+        self._file = file
+        self._environment = environment
         self._ranks: Child | None = None
         if settings.ranks.mode == "auto":
             self._ranks = Child(commands.ranks(settings, file, environment), clock, lambda _: None)
         self._orchestrator = Child(commands.orchestrator(file, holder, environment), clock, self._hear_orchestrator)
-        self._api_server = Child(commands.api_server(file, environment), clock, self._hear_api_server)
+        self._api_servers: list[Child] = []
         self._keeping: list[asyncio.Task[None]] = []
 
     async def run(self, stop: asyncio.Event, announce: Callable[[str], None]) -> None:
         """Until told to stop. `announce` is told, for people, where the server listens."""
         self._prepare()
+        guard = _keep_port(self._settings)
         stopping = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(self._start())
+        starting = asyncio.create_task(self._start(None if guard is None else int(guard.getsockname()[1])))
         try:
             await asyncio.wait([stopping, starting], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
@@ -66,6 +69,8 @@ class Launcher:
             stopping.cancel()
             starting.cancel()
             await self._stop()
+            if guard is not None:
+                guard.close()
 
     def _prepare(self) -> None:
         settings = self._settings
@@ -81,16 +86,32 @@ class Launcher:
             # Whoever starts the ranks has a copy of them.
             read_keys(settings.keys)
 
-    async def _start(self) -> str:
+    async def _start(self, port: int | None) -> str:
         if self._ranks is not None:
             self._keep(self._ranks)
         self._keep(self._orchestrator)
         await self._within(self._leading, START_S, "the orchestrator does not lead its journal")
         _log.info("waiting for the ranks", mode=self._settings.ranks.mode)
         await self._within(self._attached, self._settings.ranks.start_timeout_s, "the ranks are not there")
-        self._keep(self._api_server)
-        await self._within(self._listening, START_S, "the API server does not listen")
+        # One after the other: the first makes the tables and the first key.
+        for number in range(self._settings.server.api_servers):
+            await self._start_api_server(number, port)
         return self._address
+
+    async def _start_api_server(self, number: int, port: int | None) -> None:
+        listening = asyncio.Event()
+
+        def hear(event: str) -> None:
+            word, _, address = event.partition(" ")
+            if word == "ready":
+                child.proven = True
+                self._address = address
+                listening.set()
+
+        child = Child(commands.api_server(self._file, self._environment, number, port), self._clock, hear)
+        self._api_servers.append(child)
+        self._keep(child)
+        await self._within(listening, START_S, f"the {child.command.name} does not listen")
 
     def _keep(self, child: Child) -> None:
         self._keeping.append(asyncio.create_task(child.keep(), name=child.command.name))
@@ -130,16 +151,9 @@ class Launcher:
             case _:
                 _log.warning("the orchestrator said something unknown", said=event)
 
-    def _hear_api_server(self, event: str) -> None:
-        word, _, address = event.partition(" ")
-        if word == "ready":
-            self._api_server.proven = True
-            self._address = address
-            self._listening.set()
-
     async def _stop(self) -> None:
         _log.info("stopping")
-        await self._api_server.stop(STOP_S)
+        await asyncio.gather(*(child.stop(STOP_S) for child in self._api_servers))
         if self._ranks is None:
             await self._orchestrator.stop(STOP_S)
         else:
@@ -152,3 +166,25 @@ class Launcher:
         if self._keeping:
             await asyncio.wait(self._keeping)
         _log.info("stopped")
+
+
+def _keep_port(settings: ServerSettings) -> socket.socket | None:
+    """A bound socket that never listens, so that several API servers get the same port, also after a restart. One that
+    is alone takes its port itself."""
+    server = settings.server
+    if server.api_servers == 1:
+        return None
+    host = server.host.strip("[]")
+    guard = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            guard.setsockopt(socket.SOL_SOCKET, option, 1)
+        guard.bind((host, server.port))
+    except OSError as error:
+        guard.close()
+        raise StrataError(
+            Code.UNAVAILABLE,
+            f"cannot listen on {server.host}:{server.port}: {error}",
+            hint="is another process using that port?",
+        ) from error
+    return guard

@@ -6,13 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
-import zmq.asyncio
-
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.train.core import commands
-from strata.train.link import Knock, RankConnection, keys_of, knock, read_address
+from strata.train.link import Knock, read_address
+from strata.train.orchestrator.links import Links, RankSide
 from strata.train.settings import ServerSettings
 
 HANDSHAKE_S: Final = 2.0
@@ -26,13 +25,12 @@ _log = log.get(__name__)
 class RemoteBackend:
     """At most one connection at a time. What is sent is numbered; what is heard is handed on as it is."""
 
-    def __init__(self, context: zmq.asyncio.Context, settings: ServerSettings, clock: Clock, generation: int) -> None:
-        self._context = context
+    def __init__(self, links: Links, settings: ServerSettings, clock: Clock, generation: int) -> None:
+        self._links = links
         self._settings = settings
         self._clock = clock
         self._generation = generation
-        self._keys = keys_of(settings)
-        self._connection: RankConnection | None = None
+        self._connection: RankSide | None = None
         self._asked: dict[int, asyncio.Future[commands.Healthy]] = {}
         self._asks = 0
         self._knocks = 0
@@ -57,7 +55,7 @@ class RemoteBackend:
             self._knocks += 1
             try:
                 async with asyncio.timeout(HANDSHAKE_S):
-                    connection = await knock(self._context, door, self._keys, Knock(self._generation, self._knocks))
+                    connection = await self._links.knock(door, Knock(self._generation, self._knocks))
             except TimeoutError:
                 if self._knocks % 30 == 0:
                     _log.info("still waiting for rank 0", knocks=self._knocks)
@@ -76,7 +74,7 @@ class RemoteBackend:
                 self._connection = connection
                 return attached
 
-    async def _shake_hands(self, connection: RankConnection) -> commands.Attached:
+    async def _shake_hands(self, connection: RankSide) -> commands.Attached:
         await connection.send(commands.Attach(self._generation, self._settings.stream))
         while True:
             match await connection.receive():
@@ -100,12 +98,17 @@ class RemoteBackend:
     async def send(self, number: int, work: commands.Work, durable: int) -> None:
         await self._connected().send(commands.Command(self._generation, number, work, durable))
 
-    async def receive(self) -> commands.Reply:
-        """The next reply. STALE if rank 0 obeys somebody else now."""
+    async def restore(self, number: int, path: Path, digest: str) -> None:
+        await self._connected().send(commands.Restore(self._generation, number, str(path), digest))
+
+    async def receive(self) -> commands.Reply | commands.Restored | commands.SnapshotWritten:
+        """What rank 0 says next. STALE if it obeys somebody else now."""
         while True:
             match await self._connected().receive():
-                case commands.Reply() as reply if reply.generation == self._generation:
-                    return reply
+                case commands.Reply() | commands.Restored() | commands.SnapshotWritten() as said if (
+                    said.generation == self._generation
+                ):
+                    return said
                 case commands.Healthy() as healthy:
                     asked = self._asked.pop(healthy.ask_id, None)
                     if asked is not None and not asked.done():
@@ -149,7 +152,7 @@ class RemoteBackend:
                 asked.set_exception(StrataError(Code.UNAVAILABLE, "the connection to rank 0 has ended"))
         self._asked.clear()
 
-    def _connected(self) -> RankConnection:
+    def _connected(self) -> RankSide:
         if self._connection is None:
             raise StrataError(Code.UNAVAILABLE, "there is no connection to rank 0", hint="the ranks are starting")
         return self._connection

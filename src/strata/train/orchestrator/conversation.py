@@ -1,14 +1,16 @@
 """One group of ranks, from its greeting to its end: told what it has not done, then whatever comes, and heard.
 
 This is the whole recovery: a group says which dispatch it applied last, and is told everything after that again, in the
-same words. What it applied already it answers from memory; a group that started anew does all of it once more.
+same words. What it applied already it answers from memory. A group that started anew first restores the newest snapshot
+of the models, if there is one, and then does once more what came after it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -17,16 +19,30 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.journal.port import Journal
 from strata.train.core import commands, ops
-from strata.train.core.inputs import Answer, AnswerQuantum, Dispatching, DispatchNext, GiveUp
+from strata.train.core.catching_up import Past, astray
+from strata.train.core.inputs import (
+    Answer,
+    AnswerQuantum,
+    AnswerSnapshot,
+    CommitSnapshot,
+    Dispatching,
+    DispatchNext,
+    GiveUp,
+    Greet,
+    RefuseSnapshot,
+)
 from strata.train.core.pace import Pace
-from strata.train.core.state import Dispatch
+from strata.train.core.snapshots import pending_at, way_back
+from strata.train.core.state import Dispatch, Snapshot
 from strata.train.core.views import tokens_of
 from strata.train.orchestrator.backend import RemoteBackend
 from strata.train.orchestrator.history import dispatches
 from strata.train.orchestrator.ledger import KEEP_INLINE_BYTES, Ledger
-from strata.train.orchestrator.request_processor import RequestProcessor, sampled
+from strata.train.orchestrator.request_processor import RequestProcessor, sampled, waited_for
 from strata.train.settings import ServerSettings
 
+SNAPSHOT: Final = "snapshot"
+_GONE: Final = (Code.NOT_FOUND, Code.CORRUPT, Code.UNAVAILABLE)
 _log = log.get(__name__)
 
 
@@ -47,6 +63,8 @@ class Lost:
     """The connection broke. `doing` is the dispatch the ranks were at, if they were at any."""
 
     doing: int | None
+    restoring: bool = False
+    """They were at the snapshot of that dispatch."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +72,41 @@ class Stuck:
     """This dispatch has taken longer than an operation may."""
 
     doing: int
+    restoring: bool = False
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """This dispatch was given up, and these ranks had done it."""
+
+    doing: int
+    restoring: bool = False
 
 
 class Conversation:
     def __init__(self, parts: Parts, attached: commands.Attached) -> None:
         self._parts = parts
         self._attached = attached
+        self._applied = attached.applied
         self._known = parts.ledger.state.settled
-        """Results up to this dispatch are there: of what is told again before it, the answers are not news."""
+        """Results up to this dispatch are there: what is told again before it has to come out the same."""
         parts.ledger.caught_up = attached.applied >= self._known
+        self._past: dict[int, Past] = {}
+        """Of what is told again, what came of it before."""
         self._told: dict[int, tuple[str, int]] = {}
         """Told and not answered: kind and tokens."""
         self._moved = asyncio.Event()
         self._since_s = 0.0
         """When the ranks can have begun with the oldest of those."""
+        self._restoring: asyncio.Future[commands.Restored] | None = None
+        self._written = attached.written
+        """A snapshot that is on the disk and not yet in the journal."""
 
-    async def hold(self) -> Lost | Stuck:
-        """Until it ends. STALE if somebody else leads now."""
+    async def hold(self) -> Lost | Stuck | Spoiled:
+        """Until it ends. STALE if somebody else leads now, CORRUPT if the ranks cannot be brought to where others were.
+
+        After an error the ranks are judged anew: if nobody saw them catch up, nobody goes on with them.
+        """
         tell, hear = asyncio.create_task(self._tell()), asyncio.create_task(self._hear())
         lost, watch = asyncio.create_task(self._parts.backend.lost()), asyncio.create_task(self._watch())
         tasks = (tell, hear, lost, watch)
@@ -80,24 +116,30 @@ class Conversation:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        for task in (tell, hear):
-            if not task.cancelled():
-                task.result()
+        if not hear.cancelled():
+            hear.result()
+        if not tell.cancelled():
+            return tell.result()
         if not watch.cancelled():
-            return Stuck(watch.result())
-        return Lost(min(self._told, default=None))
+            return Stuck(watch.result(), self._restoring is not None)
+        return Lost(min(self._told, default=None), self._restoring is not None)
 
-    async def _tell(self) -> None:
+    async def _tell(self) -> Spoiled:
         parts, ranks = self._parts, self._attached.world_size
-        async for dispatch, operations in self._owed():
-            while len(self._told) >= parts.settings.limits.max_running_requests:
-                self._moved.clear()
-                await self._moved.wait()
-            await self._send(dispatch, operations)
-        while any(number <= self._known for number in self._told):
-            self._moved.clear()
-            await self._moved.wait()
+        await self._begin()
+        await self._catch_up()
+        # Not earlier: whoever hears from these ranks next must not take them for caught up. Not later: what is asked
+        # again below is without the quantum and the snapshot that ranks before these were at.
+        await parts.ledger.commit(Greet(self._attached.group))
         parts.ledger.caught_up = True
+        parts.ledger.figures.caught_up()
+        state = parts.ledger.state
+        for number, dispatch in sorted(state.dispatches.items()):
+            await self._room()
+            if number in state.dispatches:
+                await self._send(*self._complete(dispatch))
+            if number in state.given_up and number <= self._attached.applied:
+                return Spoiled(number)
         while True:
             parts.ledger.changed.clear()
             now_s = parts.ledger.clock.wall_s()
@@ -108,26 +150,63 @@ class Conversation:
             elif not outcome.facts:
                 await parts.ledger.changed.wait()
 
-    async def _owed(self) -> AsyncIterator[tuple[Dispatch, list[ops.Operation]]]:
-        """What this group has to be told because it was told before, to it or to another."""
-        state, applied = self._parts.ledger.state, self._attached.applied
-        unanswered = sorted(state.dispatches.items())
-        if applied < self._known:
-            _log.info("the ranks start anew and catch up", applied=applied, through=self._known)
-            async for each in dispatches(
-                self._parts.journal,
-                self._parts.settings.stream,
-                after=applied,
-                through=self._known,
-                given_up=state.given_up,
-            ):
-                yield each
+    async def _begin(self) -> None:
+        """What a group that starts anew begins from: the newest snapshot that is as it was written."""
+        ledger, refused = self._parts.ledger, set[int]()
+        while self._applied == 0 and (snapshot := way_back(ledger.state, refused)) is not None:
+            answer = await self._restore(snapshot)
+            if answer.refused is None:
+                self._applied = snapshot.number
+                ledger.caught_up = self._applied >= self._known
+                _log.info("restored a snapshot of the models", number=snapshot.number, through=self._known)
+                return
+            _log.error(
+                "a snapshot of the models is refused", number=snapshot.number, name=snapshot.name, reason=answer.refused
+            )
+            refused.add(snapshot.number)
+            if answer.damaged:
+                await ledger.commit(RefuseSnapshot(snapshot.number, answer.refused))
+
+    async def _restore(self, snapshot: Snapshot) -> commands.Restored:
+        self._restoring = asyncio.get_running_loop().create_future()
+        self._since_s = self._parts.ledger.clock.monotonic_s()
+        self._told[snapshot.number] = "restore", 0
+        self._moved.set()
+        place = self._parts.settings.snapshot_folder / snapshot.name
+        await self._parts.backend.restore(snapshot.number, place, snapshot.digest)
+        answer = await self._restoring
+        self._restoring = None
+        return answer
+
+    async def _catch_up(self) -> None:
+        """Tell this group what was told to others, has its results, and is not in the snapshot that it began from."""
+        parts, applied, told = self._parts, self._applied, 0
         # The conversation before may have ended between a dispatch and its fact: what the journal may never have must
         # not be done.
-        await self._parts.ledger.settled()
-        for number, dispatch in unanswered:
-            if number in state.dispatches:
-                yield self._complete(dispatch)
+        await parts.ledger.settled()
+        if applied >= self._known:
+            return
+        _log.info("the ranks start anew and catch up", applied=applied, through=self._known)
+        async for past in dispatches(
+            parts.journal,
+            parts.settings.stream,
+            after=applied,
+            through=self._known,
+            given_up=parts.ledger.state.given_up,
+            pending=pending_at(parts.ledger.state, applied),
+        ):
+            await self._room()
+            self._past[past.dispatch.number] = past
+            await self._send(past.dispatch, past.operations)
+            told += 1
+        await self._room(1)
+        _log.info("the ranks have caught up", told=told, through=self._known)
+
+    async def _room(self, most: int | None = None) -> None:
+        """Return when fewer than that are told and not answered."""
+        while len(self._told) >= (most or self._parts.settings.limits.max_running_requests):
+            self._moved.clear()
+            await self._moved.wait()
 
     def _complete(self, dispatch: Dispatch) -> tuple[Dispatch, list[ops.Operation]]:
         """With its operations. What was given up since does not belong to a quantum any longer."""
@@ -143,42 +222,106 @@ class Conversation:
             found.append(future.operation)
         return dispatch, found
 
-    async def _send(self, dispatch: Dispatch, operations: list[ops.Operation]) -> None:
+    async def _send(self, dispatch: Dispatch, operations: Sequence[ops.Operation]) -> None:
         parts = self._parts
         try:
-            work = await parts.processor.work(dispatch, operations, self._attached.world_size)
+            work = await self._work(dispatch, operations)
         except StrataError as error:
-            if error.code not in (Code.NOT_FOUND, Code.CORRUPT) or dispatch.number <= self._known:
+            if error.code not in _GONE or dispatch.number <= self._known:
                 raise
-            _log.error("a payload is lost", number=dispatch.number, reason=str(error))
+            _log.error("what a dispatch needs is lost", number=dispatch.number, reason=str(error))
             await parts.ledger.commit(GiveUp(dispatch.number, str(error), parts.ledger.clock.wall_s()))
             return
         if not self._told:
             self._since_s = parts.ledger.clock.monotonic_s()
-        kind = "quantum" if dispatch.quantum is not None else str(operations[0].__struct_config__.tag)
-        self._told[dispatch.number] = kind, sum(map(tokens_of, operations))
+        self._told[dispatch.number] = _kind(dispatch, operations), sum(map(tokens_of, operations))
         self._moved.set()
+        if dispatch.number > self._known:
+            parts.ledger.figures.sent(parts.ledger.state, dispatch.number, dispatch.future_ids)
+        else:
+            parts.ledger.figures.replayed()
         await parts.backend.send(dispatch.number, work, parts.ledger.durable)
         failpoint("train.orchestrator.dispatch_sent")
 
-    async def _hear(self) -> None:
+    async def _work(self, dispatch: Dispatch, operations: Sequence[ops.Operation]) -> commands.Work:
         parts = self._parts
+        if dispatch.snapshot:
+            return commands.TakeSnapshot(str(parts.settings.snapshot_folder / dispatch.path))
+        return await waited_for(
+            lambda: parts.processor.work(dispatch, operations, self._attached.world_size),
+            parts.ledger.clock,
+            parts.settings.limits.operation_timeout_s,
+        )
+
+    async def _hear(self) -> None:
         while True:
-            reply = await parts.backend.receive()
-            told = self._told.pop(reply.number, None)
-            if told is None:
-                _log.info("dropped an answer that nobody waits for", number=reply.number)
-                continue
-            self._since_s = parts.ledger.clock.monotonic_s()
-            self._moved.set()
-            parts.pace.note(*told, reply.timing.total_s)
-            if reply.number <= self._known:
-                continue
-            room = KEEP_INLINE_BYTES - parts.ledger.state.futures.result_bytes
-            inline_bytes = min(ops.INLINE_BYTES, max(room, 0))
-            results = [await parts.processor.keep(result, inline_bytes=inline_bytes) for result in _results(reply)]
-            failpoint("train.orchestrator.answer_heard")
-            parts.ledger.put(_answer(reply, results, parts.ledger.clock.wall_s()))
+            self._commit_written()
+            match await self._parts.backend.receive():
+                case commands.Reply() as reply:
+                    await self._take(reply)
+                case commands.SnapshotWritten() as written:
+                    self._written = written
+                case commands.Restored() as restored:
+                    self._told.pop(restored.number, None)
+                    self._moved.set()
+                    if self._restoring is not None and not self._restoring.done():
+                        self._restoring.set_result(restored)
+
+    async def _take(self, reply: commands.Reply) -> None:
+        parts = self._parts
+        past = self._past.pop(reply.number, None)
+        error = astray(past, reply.results) if past is not None else None
+        if error is not None:
+            # Before anybody can take these ranks for caught up.
+            raise error
+        told = self._told.pop(reply.number, None)
+        if told is None:
+            _log.info("dropped an answer that nobody waits for", number=reply.number)
+            return
+        self._since_s = parts.ledger.clock.monotonic_s()
+        self._moved.set()
+        if reply.number > self._known:
+            parts.ledger.figures.answered(reply)
+        if reply.number > self._known and told[0] == SNAPSHOT:
+            failed = [each.message for each in reply.results if isinstance(each, ops.Failed)]
+            parts.ledger.put(AnswerSnapshot(reply.number, failed[0] if failed else None))
+            return
+        parts.pace.note(*told, reply.timing.total_s)
+        if reply.number <= self._known:
+            return
+        room = KEEP_INLINE_BYTES - parts.ledger.state.futures.result_bytes
+        inline_bytes = min(ops.INLINE_BYTES, max(room, 0))
+        results = [await parts.processor.keep(result, inline_bytes=inline_bytes) for result in _results(reply)]
+        failpoint("train.orchestrator.answer_heard")
+        parts.ledger.put(_answer(reply, results, parts.ledger.clock.wall_s()))
+
+    def _commit_written(self) -> None:
+        """Once all that the snapshot rests on has its results, which after a restart are asked for again first."""
+        ledger, written = self._parts.ledger, self._written
+        if written is None or ledger.state.settled < written.number:
+            return
+        self._written = None
+        failpoint("train.orchestrator.snapshot_heard")
+        if written.trouble is not None:
+            _log.error("a snapshot of the models was not written", number=written.number, reason=written.trouble)
+        given = CommitSnapshot(
+            written.number,
+            written.digest,
+            written.size,
+            written.held_s,
+            written.written_s,
+            ledger.clock.wall_s(),
+            written.trouble,
+        )
+        outcome, _ = ledger.put(given)
+        if outcome.facts and written.trouble is None:
+            _log.info(
+                "a snapshot of the models is there",
+                number=written.number,
+                bytes=written.size,
+                held_s=round(written.held_s, 4),
+                written_s=round(written.written_s, 3),
+            )
 
     async def _watch(self) -> int:
         """Return the dispatch that takes too long. Only the oldest can: the others wait behind it."""
@@ -193,6 +336,12 @@ class Conversation:
                     await self._moved.wait()
             except TimeoutError:
                 continue
+
+
+def _kind(dispatch: Dispatch, operations: Sequence[ops.Operation]) -> str:
+    if dispatch.snapshot:
+        return SNAPSHOT
+    return "quantum" if dispatch.quantum is not None else str(operations[0].__struct_config__.tag)
 
 
 def _results(reply: commands.Reply) -> Sequence[ops.Result]:

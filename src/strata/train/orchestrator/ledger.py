@@ -10,8 +10,11 @@ from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import StrataError
 from strata.journal.replica import Replica
+from strata.train.core.endings import Endings, Target
+from strata.train.core.facts import SnapshotCommitted
 from strata.train.core.inputs import Expire, Input, Outcome
 from strata.train.core.state import TrainState
+from strata.train.orchestrator.figures import Figures
 
 KEEP_INLINE_BYTES: Final = 32 << 20
 """Results weigh no more than this in memory and in a snapshot; beyond, also small ones go into files."""
@@ -23,17 +26,24 @@ TrainReplica = Replica[TrainState, Input, Outcome]
 class Ledger:
     """A leading replica and those who wait on it."""
 
-    def __init__(self, replica: TrainReplica, clock: Clock) -> None:
+    def __init__(self, replica: TrainReplica, clock: Clock, figures: Figures | None = None) -> None:
         self.clock = clock
+        self.figures = figures or Figures(clock)
         self.changed = asyncio.Event()
         """There may be something to dispatch."""
+        self.news = asyncio.Event()
+        """There may be something for the inference endpoints."""
         self.durable = replica.state.settled
         """The results of all dispatches up to this one are in the journal: rank 0 may forget its own copy."""
         self.caught_up = False
         """The ranks have done all they were ever told: they will not ask for an old checkpoint any more."""
+        self.covered = asyncio.Event()
+        """There is a new snapshot of the models, and what came long before it may be let go."""
         self._replica = replica
-        self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self.endings = Endings(replica.epoch, replica.state.futures.ended)
+        self._waiting: defaultdict[str | Target, dict[asyncio.Future[None], None]] = defaultdict(dict)
         self._snapshot_at = replica.position
+        self._saved_at = 0
 
     @property
     def state(self) -> TrainState:
@@ -50,15 +60,21 @@ class Ledger:
         durable; a failure that was decided here is nowhere else, and whoever tells it waits for `settled` first.
         """
         settled: list[int] = []
-        outcome, durable = self._replica.put(given, lambda _: self._committed(settled))
+        begun_s = self.clock.monotonic_s()
+        outcome, durable = self._replica.put(given, lambda _: self._committed(settled, begun_s))
         # Noted now: by the time this is durable, there may be answers that are not.
         settled.append(self.state.settled)
         for future_id in outcome.ended:
-            for waiting in self._waiting.pop(future_id, ()):
-                if not waiting.done():
-                    waiting.set_result(None)
+            self._wake(future_id)
+            target = self.endings.add(future_id)
+            if target is not None:
+                self._wake(target)
         if outcome.facts:
+            self.figures.decided(outcome, self.state)
             self.changed.set()
+            self.news.set()
+        if any(isinstance(fact, SnapshotCommitted) for fact in outcome.facts):
+            self.covered.set()
         return outcome, durable
 
     async def commit(self, given: Input) -> Outcome:
@@ -71,33 +87,54 @@ class Ledger:
         """Return when all that the state holds now is durable."""
         await self._replica.settled()
 
-    def _committed(self, settled: list[int]) -> None:
-        self.durable = max(self.durable, *settled)
+    async def confirm(self) -> None:
+        """Return when all that the state holds now is durable, and this process leads still."""
+        await self._replica.confirm()
 
-    async def ended(self, future_id: str, wait_s: float) -> None:
-        """Return when the future has its result, or the time is over."""
+    def _committed(self, settled: list[int], begun_s: float) -> None:
+        self.durable = max(self.durable, *settled)
+        self.figures.durable(begun_s)
+
+    def _wake(self, awaited: str | Target) -> None:
+        for waiting in self._waiting.pop(awaited, ()):
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def ended(self, awaited: str | Target, wait_s: float) -> None:
+        """Return when the future has its result, or the next sample of the target has; or the time is over."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[future_id].add(waiting)
+        self._waiting[awaited][waiting] = None
         try:
             async with asyncio.timeout(wait_s):
                 await waiting
         except TimeoutError:
             pass
         finally:
-            self._waiting[future_id].discard(waiting)
-            if not self._waiting[future_id]:
-                del self._waiting[future_id]
+            self._waiting[awaited].pop(waiting, None)
+            if not self._waiting[awaited]:
+                del self._waiting[awaited]
 
     async def expire(self) -> None:
         await self.commit(Expire(self.clock.wall_s()))
+        state = self.state
+        self.endings.forget(
+            kept=lambda future_id: state.futures.get(future_id) is not None,
+            alive=lambda sampler_id: sampler_id in state.samplers,
+        )
+
+    async def save_through(self, position: int) -> None:
+        """Have a saved state of this position of the journal, or a later one: what led to it may go then."""
+        if self._saved_at < position:
+            self._snapshot_at = self._replica.position
+            self._saved_at = await self._replica.snapshot(truncate=False)
 
     async def snapshot(self, every: int) -> None:
-        """The journal is not cut: it is what ranks that start anew are told again."""
+        """Of this state. The journal is not cut here: it is what ranks that start anew are told again."""
         if self._replica.position - self._snapshot_at < every:
             return
         self._snapshot_at = self._replica.position
         try:
-            await self._replica.snapshot(truncate=False)
+            self._saved_at = await self._replica.snapshot(truncate=False)
         except StrataError as error:
             # It only saves time at the next start.
             _log.warning("a snapshot was not saved", code=error.code.value, reason=str(error))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +10,10 @@ from typing import Final, assert_never
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.train.core import commands, inputs, messages, ops
+from strata.train.core import commands, inputs, messages, ops, status
+from strata.train.core.endings import Target, target_of
 from strata.train.core.pace import describe
-from strata.train.core.state import Checkpoint
+from strata.train.core.state import Checkpoint, TrainState
 from strata.train.core.views import (
     checkpoints_of,
     find_checkpoint,
@@ -22,15 +21,25 @@ from strata.train.core.views import (
     find_model,
     find_sampler,
     find_session,
+    own_sampler,
     view_checkpoint,
     view_model,
+    view_sampled,
     view_sampler,
     view_session,
 )
+from strata.train.endpoints.origin import allowed, look_up
+from strata.train.endpoints.publisher import Publisher
 from strata.train.orchestrator.conversation import Parts
+from strata.train.orchestrator.copies import Copies
+from strata.train.orchestrator.ledger import KEEP_INLINE_BYTES
+from strata.train.orchestrator.retention import Retention
+from strata.train.orchestrator.silence import Silence
+from strata.train.orchestrator.telling import tell
 
 MAX_WAIT_S: Final = 120.0
 HEALTH_S: Final = 5.0
+PASSING: Final = frozenset({Code.UNAVAILABLE, Code.EXHAUSTED, Code.DEADLINE})
 _log = log.get(__name__)
 
 
@@ -39,14 +48,28 @@ class Questions:
         self._parts = parts
         self._ledger = parts.ledger
         self._attached = attached
-        self._beats: dict[str, float] = {}
+        self.silence = Silence(parts.ledger, parts.settings.limits)
+        self._copies = Copies(parts.ledger.generation)
+        self.retention = Retention(parts.ledger, parts.settings)
+        self.publisher = Publisher(parts.settings, parts.ledger, self._keep)
 
     async def answer(self, request: messages.OrchestratorRequest) -> messages.Output:
         """A refusal is an answer; anything else that goes wrong is a defect of this process."""
         try:
             return await self._answer(request)
         except StrataError as error:
-            return messages.Refused(error.code, error.message, error.hint)
+            return await self._refused(error)
+
+    async def _refused(self, error: StrataError) -> messages.Refused:
+        """A refusal is the end for a client, unless it is one of those that pass. So only whoever leads may say it: one
+        that was deposed knows nothing of what came since, not even that it was.
+        """
+        if error.code not in PASSING:
+            try:
+                await self._ledger.confirm()
+            except StrataError as lost:
+                error = StrataError(Code.UNAVAILABLE, f"the lead was lost: {lost.message}", hint="ask again")
+        return messages.Refused(error.code, error.message, error.hint)
 
     async def _answer(self, request: messages.OrchestratorRequest) -> messages.Output:
         tenant = request.tenant
@@ -54,9 +77,12 @@ class Questions:
             case messages.RequestType.ADD:
                 if request.operation is None:
                     raise StrataError(Code.INVALID, "there is no operation in the request")
+                if isinstance(request.operation, ops.OpenSampler):
+                    await self.retention.retain()
                 given = inputs.Accept(tenant, request.operation, self._now_s(), request.session_id)
                 outcome = await self._ledger.commit(given)
                 assert isinstance(outcome.reply, inputs.Taken)
+                self.silence.hear(outcome.reply.future_id)
                 return messages.Accepted(outcome.reply.future_id, outcome.reply.model_id)
             case messages.RequestType.ABORT:
                 if not isinstance(request.payload, messages.Abort):
@@ -66,7 +92,9 @@ class Questions:
             case messages.RequestType.UTILITY:
                 if request.payload is None or isinstance(request.payload, messages.Abort):
                     raise StrataError(Code.INVALID, "there is no question in the request")
-                return await self._look(tenant, request.payload)
+                found = await self._look(tenant, request.payload)
+                self.silence.hear_question(request.payload)
+                return found
 
     async def _look(self, tenant: str, asked: messages.Utility) -> messages.Output:  # noqa: C901, PLR0911, PLR0912
         state = self._ledger.state
@@ -77,17 +105,21 @@ class Questions:
                 return messages.Done()
             case messages.BeatSession():
                 find_session(state, tenant, asked.session_id)
-                self._beats[asked.session_id] = self._now_s()
                 return messages.Done()
             case messages.FinishSession():
                 await self._ledger.commit(inputs.FinishSession(tenant, asked.session_id, asked.reason, self._now_s()))
                 return messages.Done()
             case messages.WatchFuture():
                 return await self._watch(tenant, asked)
+            case messages.WatchSamples():
+                return await self._watch_samples(tenant, asked)
             case messages.DescribeModel():
                 return view_model(find_model(state, tenant, asked.model_id), base)
             case messages.DescribeSampler():
                 return view_sampler(find_sampler(state, tenant, asked.sampler_id))
+            case messages.JoinSampler():
+                sampler = find_sampler(state, tenant, asked.sampler_id)
+                return messages.SamplerJoined(self._copies.next(sampler.sampler_id, state.samplers))
             case messages.ListModels():
                 mine = [view_model(each, base) for each in state.models.values() if each.tenant == tenant]
                 return messages.Models(mine)
@@ -95,10 +127,20 @@ class Questions:
                 return messages.Sessions(
                     [view_session(state, each) for each in state.sessions.values() if each.tenant == tenant]
                 )
+            case messages.TimeCheckpoint():
+                await self.retention.retain()
+                given = inputs.TimeCheckpoint(tenant, asked.run_id, asked.kind, asked.name, asked.ttl_s, self._now_s())
+                await self._ledger.commit(given)
+                return messages.Done()
+            case messages.ImportCheckpoint():
+                await self.retention.take(tenant, asked)
+                return messages.Done()
             case messages.ListCheckpoints():
+                await self.retention.retain()
                 found = checkpoints_of(state, tenant, asked.model_id)
                 return messages.Checkpoints([await self._view(each) for each in found])
             case messages.DescribeCheckpoint():
+                await self.retention.retain()
                 return await self._view(find_checkpoint(state, tenant, asked.run_id, asked.kind, asked.name))
             case messages.DeleteCheckpoint():
                 return await self._delete(inputs.DeleteCheckpoint(tenant, asked.run_id, asked.kind, asked.name))
@@ -106,6 +148,10 @@ class Questions:
                 return self._server()
             case messages.CheckHealth():
                 return await self._health()
+            case messages.AddEndpoint() | messages.RemoveEndpoint() | messages.ListEndpoints():
+                return await self._endpoints(asked)
+            case status.DescribeStatus() | status.DescribeTimeline() | status.ListTimelines() | status.ReadMetrics():
+                return await tell(self._parts, attached, tenant, asked)
             case _:
                 assert_never(asked)
 
@@ -117,11 +163,52 @@ class Questions:
             if future.ended_at_s + self._parts.settings.limits.result_ttl_s <= self._now_s():
                 await self._ledger.expire()
                 find_future(self._ledger.state, tenant, asked.future_id)
-            if isinstance(future.result, ops.Failed):
+            if isinstance(future.result, ops.Failed | ops.WeightsSynced) or not future.number:
                 await self._settled()
             return messages.Finished(future.result)
         attached = self._attached() is not None
         return describe(self._ledger.state, future, self._parts.pace, attached=attached)
+
+    async def _watch_samples(self, tenant: str, asked: messages.WatchSamples) -> messages.SamplesEnded:
+        ledger, state = self._ledger, self._ledger.state
+        own_sampler(state, tenant, asked.sampler_id)
+        target = asked.sampler_id, asked.copy
+        ended, cursor = ledger.endings.after(target, asked.cursor)
+        if not ended:
+            opened = _open(state, target)
+            if opened:
+                ledger.endings.expect(target)
+            elif asked.linger:
+                # One that has made room: nothing of it will ever end.
+                find_sampler(state, tenant, asked.sampler_id)
+            if asked.wait_s > 0 and (opened or asked.linger):
+                await ledger.ended(target, min(asked.wait_s, MAX_WAIT_S))
+                ended, cursor = ledger.endings.after(target, asked.cursor)
+        views = [view_sampled(state, each) for each in ended]
+        if any(each.size is None for each in views) or state.rules.route:
+            await self._settled()
+        return messages.SamplesEnded(views, cursor)
+
+    async def _endpoints(
+        self, asked: messages.AddEndpoint | messages.RemoveEndpoint | messages.ListEndpoints
+    ) -> messages.Output:
+        match asked:
+            case messages.AddEndpoint():
+                origin = allowed(asked.url, self._parts.settings.inference.allow)
+                address = await look_up(origin)
+                await self._ledger.commit(
+                    inputs.AddEndpoint(asked.name, str(origin), address, asked.engine, self._now_s())
+                )
+                return messages.Done()
+            case messages.RemoveEndpoint():
+                await self._ledger.commit(inputs.RemoveEndpoint(asked.name))
+                return messages.Done()
+            case messages.ListEndpoints():
+                return await self.publisher.look()
+
+    async def _keep(self, result: ops.Result) -> ops.Result:
+        room = max(KEEP_INLINE_BYTES - self._ledger.state.futures.result_bytes, 0)
+        return await self._parts.processor.keep(result, inline_bytes=min(ops.INLINE_BYTES, room))
 
     async def _settled(self) -> None:
         """A failure that is told and then lost with the lead would be followed by a result."""
@@ -135,19 +222,10 @@ class Questions:
         return view_checkpoint(self._ledger.state, checkpoint, size)
 
     async def _delete(self, given: inputs.DeleteCheckpoint) -> messages.Done:
-        """Ranks that catch up may have found this checkpoint and not saved it again, and load it a moment later."""
-        if not self._ledger.caught_up:
-            raise StrataError(Code.UNAVAILABLE, "the ranks are starting and may need it", hint="delete it later")
         outcome = await self._ledger.commit(given)
         assert isinstance(outcome.reply, inputs.Removed)
-        await self._remove(self._parts.settings.checkpoints / outcome.reply.path)
+        await self.retention.remove(outcome.reply.path)
         return messages.Done()
-
-    async def _remove(self, folder: Path) -> None:
-        """Nobody finds it any more; files that are not removed cost space only, also where ranks began to catch up."""
-        gone = _out_of_place(folder) if self._ledger.caught_up else None
-        if gone is not None:
-            await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
 
     def _server(self) -> messages.ServerView:
         state, attached = self._ledger.state, self._attached()
@@ -156,10 +234,12 @@ class Questions:
             max_context=attached.model.max_context if attached else 0,
             full=self._parts.settings.model.training == "full",
             world_size=attached.world_size if attached else 0,
+            arch=attached.model.arch if attached else "",
             ready=attached is not None,
             pending=state.futures.pending(),
             running=len(state.dispatches),
             dispatched=state.dispatched,
+            snapshot=state.snapshots[-1].number if state.snapshots else 0,
         )
 
     async def _health(self) -> messages.Health:
@@ -179,20 +259,14 @@ class Questions:
         return self._ledger.clock.wall_s()
 
 
+def _open(state: TrainState, target: Target) -> bool:
+    return any(target_of(future_id) == target for future_id in state.samples_of(target[0]))
+
+
 def _opened(tenant: str, asked: messages.OpenSession, at_s: float) -> inputs.OpenSession:
     return inputs.OpenSession(
         tenant, asked.session_id, at_s, tuple(asked.tags), dict(asked.user_metadata), asked.sdk_version
     )
-
-
-def _out_of_place(folder: Path) -> Path | None:
-    """Where it is now. At its place it is whole or not there at all, even if its removal is broken off."""
-    gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.gone")
-    try:
-        return folder.rename(gone)
-    except OSError as error:
-        _log.warning("the files of a checkpoint were not removed", folder=str(folder), reason=str(error))
-        return None
 
 
 def _size(folder: Path) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Final, TypeVar
 
+from strata.base import log
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
 from strata.train.core import commands, ops
 from strata.train.core.pack import respread
 from strata.train.core.sampling import (
@@ -20,11 +24,19 @@ from strata.train.core.sampling import (
 from strata.train.core.state import Dispatch
 from strata.train.payload import Payloads
 
+AGAIN_S: Final = 1.0
+"""Between two tries to reach something."""
+_log = log.get(__name__)
+Made = TypeVar("Made")
+Bring = Callable[[str], Awaitable[None]]
+"""Sees to it that the files of a checkpoint are in its folder, if they are anywhere."""
+
 
 class RequestProcessor:
-    def __init__(self, payloads: Payloads, checkpoints: Path) -> None:
+    def __init__(self, payloads: Payloads, checkpoints: Path, bring: Bring | None = None) -> None:
         self._payloads = payloads
         self._checkpoints = checkpoints
+        self._bring = bring
 
     async def work(  # noqa: PLR0911 - one arm per kind
         self, dispatch: Dispatch, operations: Sequence[ops.Operation], ranks: int
@@ -37,11 +49,15 @@ class RequestProcessor:
             return _quantum(dispatch, dispatch.quantum, operations)
         (operation,) = operations
         path = str(self._checkpoints / dispatch.path)
+        if self._bring is not None and dispatch.path and isinstance(operation, ops.LoadWeights | ops.OpenSampler):
+            await self._bring(dispatch.path)
         match operation:
             case ops.OptimStep():
                 return commands.Step(operation)
             case ops.SaveWeights():
                 return commands.SaveState(operation, path)
+            case ops.SyncWeights():
+                return commands.SaveState(operation.save(), path)
             case ops.LoadWeights():
                 return commands.LoadState(operation, path)
             case ops.SaveSampler() | ops.OpenSampler():
@@ -74,6 +90,19 @@ class RequestProcessor:
         if len(data) <= inline_bytes:
             return result
         return type(result)(await asyncio.to_thread(self._payloads.store, data))
+
+
+async def waited_for(make: Callable[[], Awaitable[Made]], clock: Clock, limit_s: float) -> Made:
+    """What comes of it. While something that it needs is UNAVAILABLE it is tried again, for so long."""
+    until_s = clock.monotonic_s() + limit_s
+    while True:
+        try:
+            return await make()
+        except StrataError as error:
+            if error.code is not Code.UNAVAILABLE or clock.monotonic_s() >= until_s:
+                raise
+            _log.warning("waiting for what a dispatch needs", reason=str(error))
+        await clock.sleep(AGAIN_S)
 
 
 def _quantum(dispatch: Dispatch, plan: QuantumPlan, operations: Sequence[ops.Operation]) -> Quantum:

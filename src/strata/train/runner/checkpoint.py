@@ -1,98 +1,156 @@
 """Checkpoints on disk: a folder that appears whole, with a manifest of digests, and is checked before it is believed.
 
 Files are written into a folder beside, each of them and the folder brought to the disk, the manifest last, and then the
-folder gets its name. What is read is a checkpoint that was written to its end, or an error. Nothing in it is pickled.
+folder gets its name, in exchange for the one that had it. What is read is a checkpoint that was written to its end, or
+an error. It holds numbers (safetensors) and words (JSON) and nothing else: no format that could run code.
 """
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
-from strata.base.digest import file_digest
+from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.core import ops
+from strata.train.runner.files import File, allowed, check_header, digests, exchange, seal, sync
 
 MANIFEST: Final = "manifest.json"
-FORMAT: Final = 1
+MANIFEST_LIMIT: Final = 16 << 20
+FORMAT: Final = 2
 NAMES: Final = 4
 """Folders with the names that lead to a checkpoint: of its kind, its run, all runs, and the server's data."""
-
-
-class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    digest: str
-    size: int
+PART: Final = ".part"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: int = FORMAT
     model_id: str
     seq_id: int
-    kind: Literal["weights", "sampler_weights"]
+    kind: ops.WeightsKind
     base_model: str
     arch: str
     lora: ops.LoraConfig | None
     steps: int
-    """Steps of the optimizer so far; its moments are there if `kind` is "weights"."""
+    """Steps of the optimizer so far; its moments are there if `kind` is "weights" and there were any."""
     user_metadata: Mapping[str, str] = {}
     files: Mapping[str, File] = {}
+    digest: str = ""
+    """Of the manifest itself, with nothing in this place."""
+
+    @property
+    def sealed(self) -> Manifest:
+        # Through JSON and back: 8 and 8.0 are the same alpha, but not the same letters.
+        plain = msgspec.json.decode(_encode(msgspec.structs.replace(self, digest="")), type=Manifest)
+        return msgspec.structs.replace(plain, digest=f"sha256:{sha256_hex(_encode(plain))}")
+
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """What every version of a manifest says."""
+
+    format: int
 
 
 def write(folder: Path, manifest: Manifest, fill: Callable[[Path], None], *, overwrite: bool) -> None:
     """Make `folder` with what `fill` writes. Doing it again for the same operation changes nothing."""
+    part = part_of(folder, new_token())
+    if begin(folder, part, manifest, overwrite=overwrite):
+        fill(part)
+        commit(folder, part, manifest, seal(part.iterdir()))
+
+
+def begin(folder: Path, part: Path, manifest: Manifest, *, overwrite: bool) -> bool:
+    """Make `part`, to write files into; False if this very checkpoint is there already."""
     there = _manifest(folder)
     own = there is not None and (there.model_id, there.seq_id) == (manifest.model_id, manifest.seq_id)
     if own and _is_whole(folder):
         # Whoever wrote it may have died between the name and the sync of its folder.
         _sync_names(folder)
-        return
+        return False
     if there is not None and not own and not overwrite:
         raise StrataError(Code.CONFLICT, f"there is a checkpoint {folder.name!r} already")
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    sweep(folder.parent)
     part.mkdir(mode=0o700)
-    fill(part)
-    files = {}
-    for file in sorted(part.iterdir()):
-        _sync(file)
-        files[file.name] = File(file_digest(file), file.stat().st_size)
-    (part / MANIFEST).write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, files=files)))
-    _sync(part / MANIFEST)
-    _sync(part)
+    failpoint("train.checkpoint.after_part")
+    return True
+
+
+def commit(folder: Path, part: Path, manifest: Manifest, files: Mapping[str, File]) -> None:
+    """Give the folder that `begin` made its name. All of `files` are on the disk already."""
+    failpoint("train.checkpoint.before_manifest")
+    made = msgspec.structs.replace(manifest, files=dict(sorted(files.items())))
+    (part / MANIFEST).write_bytes(_encode(made.sealed))
+    failpoint("train.checkpoint.before_sync")
+    sync(part / MANIFEST)
+    sync(part)
     failpoint("train.checkpoint.before_rename")
     if folder.exists():
-        gone = folder.with_name(f".{folder.name}.gone")
-        shutil.rmtree(gone, ignore_errors=True)
-        folder.rename(gone)
-        part.rename(folder)
-        shutil.rmtree(gone, ignore_errors=True)
+        exchange(part, folder)
+        failpoint("train.checkpoint.after_exchange")
+        _sync_names(folder)
+        failpoint("train.checkpoint.before_removal")
+        # Only now: until the new names are on the disk, a loss of power brings the old ones back.
+        shutil.rmtree(part)
     else:
         part.rename(folder)
-    _sync_names(folder)
+        failpoint("train.checkpoint.after_rename")
+        _sync_names(folder)
+    failpoint("train.checkpoint.after_names")
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest of a folder in which every file is what was written, and nothing else lies."""
+def sweep(above: Path) -> None:
+    """Remove what writers that were killed left in the folder of one kind. Only one writes there at a time.
+
+    A group of ranks that is over and does not know it yet may be at work there too: then a save fails, here or there.
+    """
+    left = [path for path in above.iterdir() if path.name.startswith(".") and path.name.endswith(PART)]
+    if left:
+        # It may be what the last exchange took away, and the exchange not be on the disk yet.
+        sync(above)
+    for path in left:
+        failpoint("train.checkpoint.before_sweep")
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read(folder: Path, *, share: tuple[int, int] = (0, 1)) -> Manifest:
+    """The manifest of a folder in which every file is what was written, and nothing else lies.
+
+    With `share` = (rank, ranks) the digests of this rank's files only are computed, and the others must do the same:
+    none may open a file before all have agreed.
+    """
     manifest = _manifest(folder)
     if manifest is None:
         raise StrataError(Code.NOT_FOUND, f"there is no checkpoint {folder.name!r}")
-    if manifest.format != FORMAT:
-        raise StrataError(Code.UNSUPPORTED, f"the checkpoint {folder.name!r} has the format {manifest.format}")
     names = {file.name for file in folder.iterdir()}
     if names != {MANIFEST, *manifest.files}:
         strange = sorted(names ^ {MANIFEST, *manifest.files})[0]
         raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {strange}")
     for name, expected in manifest.files.items():
-        file = folder / name
-        if file.stat().st_size != expected.size or file_digest(file) != expected.digest:
+        if not allowed(name):
+            raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} has a file that is none of ours: {name!r}")
+        found = (folder / name).lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise StrataError(Code.CORRUPT, f"in the checkpoint {folder.name!r}, {name} is not a plain file")
+        if found.st_size != expected.size:
             raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {name}")
+    rank, ranks = share
+    own = sorted(manifest.files)[rank::ranks]
+    for name, digest in zip(own, digests([folder / name for name in own]), strict=True):
+        if digest != manifest.files[name].digest:
+            raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {name}")
+    for name in own:
+        check_header(folder / name)
     return manifest
 
 
@@ -107,23 +165,36 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _manifest(folder: Path) -> Manifest | None:
+    file = folder / MANIFEST
     try:
-        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        if not stat.S_ISDIR(folder.lstat().st_mode) or not stat.S_ISREG(file.lstat().st_mode):
+            raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is a link, or its manifest is")
+        if file.stat().st_size > MANIFEST_LIMIT:
+            raise StrataError(Code.CORRUPT, f"the manifest of {folder.name!r} is longer than any of ours")
+        data = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except msgspec.MsgspecError as error:
+    try:
+        if (version := msgspec.json.decode(data, type=_Format).format) != FORMAT:
+            raise StrataError(Code.UNSUPPORTED, f"the checkpoint {folder.name!r} has the format {version}")
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StrataError(Code.CORRUPT, f"the manifest of {folder.name!r} is damaged: {error}") from error
+    if data != _encode(manifest.sealed):
+        raise StrataError(Code.CORRUPT, f"the manifest of {folder.name!r} is not as it was written")
+    return manifest
+
+
+def new_token() -> int:
+    return secrets.randbits(62)
+
+
+def part_of(folder: Path, token: int) -> Path:
+    """Of one attempt to write it: files of two that do not know of each other never lie in one folder."""
+    return folder.with_name(f".{folder.name}.{token:016x}{PART}")
 
 
 def _sync_names(folder: Path) -> None:
     """A folder that was made a moment ago is found after a loss of power only if the one above it was synced too."""
     for above in folder.parents[:NAMES]:
-        _sync(above)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(above)

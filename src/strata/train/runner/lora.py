@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +19,7 @@ from torch.nn.functional import linear
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
-
-ATTENTION: Final = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
-MLP: Final = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
-HEAD: Final = "lm_head"
+from strata.train.layers import ATTENTION, HEAD, MLP
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,10 @@ class Adapter:
 
         Each tensor has chance of its own, from the seed and its name: the same whatever else is trained.
         """
-        for name, view in self.views(self.flat).items():
+        self.fill_new(self.flat, seed)
+
+    def fill_new(self, flat: torch.Tensor, seed: str) -> None:
+        for name, view in self.views(flat).items():
             if name.endswith("lora_B"):
                 view.zero_()
                 continue
@@ -187,7 +187,8 @@ class _Part:
 
 class _AddSpans(torch.autograd.Function):
     """B A x for each part of the rows, added to them by one multiplication: no second array as large as the output,
-    on the way there or back, however many adapters share a row."""
+    on the way there or back, however many adapters share a row. Gradients of a pass go straight to where the adapter
+    gathers them."""
 
     @staticmethod
     def forward(
@@ -197,33 +198,38 @@ class _AddSpans(torch.autograd.Function):
         flat = output.view(-1, output.shape[-1])
         narrow = []
         for part, a, b in zip(plan, matrices[::2], matrices[1::2], strict=True):
-            inner = torch.mm(rows[part.start : part.end], a.to(rows.dtype).t()).mul_(part.scale)
-            flat[part.start : part.end].addmm_(inner, b.to(rows.dtype).t())
+            inner = torch.mm(rows[part.start : part.end], a.to(rows.dtype).t())
+            flat[part.start : part.end].addmm_(inner, b.to(rows.dtype).t(), alpha=part.scale)
             narrow.append(inner)
         ctx.plan = plan
         ctx.shape = inputs.shape
-        ctx.save_for_backward(rows, *matrices, *narrow)
+        # Not saved as tensors: what is gathered in is the gradient of the very parameter, not of a copy.
+        ctx.matrices = matrices
+        ctx.save_for_backward(rows, *narrow)
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        rows, *rest = ctx.saved_tensors
-        count = len(ctx.plan)
-        matrices, narrow = rest[: 2 * count], rest[2 * count :]
+        rows, *narrow = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         # Rows of no adapter add nothing to what comes back.
         back = torch.zeros_like(rows)
-        found: list[torch.Tensor] = []
-        for part, a, b, inner in zip(ctx.plan, matrices[::2], matrices[1::2], narrow, strict=True):
-            own = grad[part.start : part.end]
-            through = torch.mm(own, b.to(own.dtype)).mul_(part.scale)
-            found += [
-                torch.mm(through.t(), rows[part.start : part.end]).to(a.dtype),
-                torch.mm(own.t(), inner).to(b.dtype),
-            ]
-            torch.mm(through, a.to(own.dtype), out=back[part.start : part.end])
+        found: list[torch.Tensor | None] = []
+        for part, a, b, inner in zip(ctx.plan, ctx.matrices[::2], ctx.matrices[1::2], narrow, strict=True):
+            own, seen = grad[part.start : part.end], rows[part.start : part.end]
+            through = torch.mm(own, b.to(own.dtype))
+            found += [_gathered(a, through.t(), seen, part.scale), _gathered(b, own.t(), inner, part.scale)]
+            back[part.start : part.end].addmm_(through, a.to(own.dtype), beta=0, alpha=part.scale)
         return grads[0], back.view(ctx.shape), None, *found
+
+
+def _gathered(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor | None:
+    """The gradient of a matrix; None if it was added where the pass gathers it (`Adapter.begin`)."""
+    if matrix.grad is not None and matrix.grad.dtype == left.dtype:
+        matrix.grad.addmm_(left, right, alpha=scale)
+        return None
+    return torch.mm(left, right).mul_(scale).to(matrix.dtype)
 
 
 def delta(inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

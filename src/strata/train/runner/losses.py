@@ -206,7 +206,7 @@ def _per_token(name: str, tensor: torch.Tensor, targets: torch.Tensor) -> torch.
     return tensor.to(torch.float32)
 
 
-def metrics_of(terms: Terms, datum: Inputs) -> dict[str, float]:
+def metrics_of(terms: Terms, datum: Inputs, logprobs: torch.Tensor) -> dict[str, float]:
     """Of one datum; `combine` makes those of an operation. A mean is over the tokens with a weight."""
     counted = datum.weights != 0
     found = {"loss:sum": float(terms.loss.detach()), "tokens:sum": float(counted.sum())}
@@ -215,6 +215,26 @@ def metrics_of(terms: Terms, datum: Inputs) -> dict[str, float]:
         found |= {"ratio:mean": float(ratio.mean()), "ratio:min": float(ratio.min()), "ratio:max": float(ratio.max())}
     if terms.clipped is not None:
         found["clipped_tokens:sum"] = float((terms.clipped & counted).sum())
+    return found | _sampler_gap(logprobs.detach(), datum)
+
+
+def _sampler_gap(logprobs: torch.Tensor, datum: Inputs) -> dict[str, float]:
+    """How far the sampler's log-probabilities are from ours, over the tokens that have an advantage.
+
+    Where the sampler had these weights, that is the difference between two programs that compute the same; after a step
+    it is also what was learned. `kl` estimates KL(q‖p) by r - 1 - log r, which is never negative and right in the mean.
+    """
+    if datum.logprobs is None or datum.advantages is None:
+        return {}
+    sampled = (datum.advantages != 0) & (datum.weights != 0)
+    distance = (logprobs - datum.logprobs)[sampled].double()
+    found = {"sampled_tokens:sum": float(len(distance))}
+    if len(distance):
+        found |= {
+            "sampler_gap:sum": float(distance.abs().sum()),
+            "sampler_gap:max": float(distance.abs().max()),
+            "sampler_kl:sum": float((distance.expm1() - distance).sum()),
+        }
     return found
 
 

@@ -55,6 +55,9 @@ class Base:
     def logprobs(self, row: Row, *, by_engine: bool = False) -> torch.Tensor:
         """All ranks together. Without a backward to come, nobody else gives back the weights that were put together;
         they would be old ones after the next step."""
+        if self.adapters is not None:
+            # They stay until the next pass: the way back may compute the layers once more.
+            self.adapters.row = row.spans
         found = self.packed(row, by_engine=by_engine)
         if not torch.is_grad_enabled():
             for module in self.packed.modules():

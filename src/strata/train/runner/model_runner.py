@@ -2,7 +2,7 @@
 
 Whatever can fail for a reason of the request (its shape, a name, a file) fails before the ranks begin to communicate,
 and on all of them together (`Ranks.in_step`). A failure in the midst of the arithmetic, where the others may already
-wait in a collective, ends the process instead: the group starts anew and is told everything again.
+wait in a collective, ends the process instead: the group starts anew, from the last snapshot.
 """
 
 from __future__ import annotations
@@ -10,29 +10,34 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Final, assert_never
 
 import torch
 
 from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.train.core import commands, ops
-from strata.train.runner import checkpoint, weights
+from strata.train.runner import saving, snapshot, snapshot_files, weights
 from strata.train.runner.asleep import Asleep
 from strata.train.runner.checkpoint import Manifest
 from strata.train.runner.lora import Adapter, targets_of
-from strata.train.runner.model import Base, try_out
+from strata.train.runner.model import DTYPES, Base, try_out
 from strata.train.runner.passes import PassRunner, Times
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.rows import RankPass, RankReport, Refused, failed
 from strata.train.runner.sampling.sampler import Sampler
 from strata.train.runner.sampling.terms import SamplerLimits
 from strata.train.runner.settings import RunnerSettings
-from strata.train.runner.trained import AdapterModel, Trained, WholeModel, local
+from strata.train.runner.slots import Slots
+from strata.train.runner.snapshot_files import Copied, SnapshotWriter
+from strata.train.runner.trained import AdapterModel, Trained, WholeModel, local, sharded
 
 Single = commands.Step | commands.SaveState | commands.LoadState | commands.Manage | commands.MakeSampler
 """Work that every rank gets whole."""
+Whole = Single | commands.TakeSnapshot | commands.Restore
 MOST_SAMPLERS: Final = 1 << 20
 """The orchestrator decides who makes room for whom; what it was once told to open is opened again after a restart."""
 Managed = ops.CreateModel | ops.UnloadModel | ops.AbortGradients | ops.Sleep | ops.Wake
@@ -60,6 +65,13 @@ class ModelRunner:
             ),
         )
         self._passes = PassRunner(self.base, ranks, self.models)
+        self._slots = Slots(
+            self.models,
+            settings.sleep_folder / f"rank-{ranks.rank}-idle",
+            slots=settings.slots,
+            in_memory=settings.models_in_memory,
+        )
+        self.snapshots = SnapshotWriter(ranks.rank, settings.snapshot_timeout_s)
 
     @property
     def times(self) -> Times:
@@ -113,16 +125,18 @@ class ModelRunner:
         if self._asleep is not None:
             return RankReport((), [Refused(item, -1, _ASLEEP.code, str(_ASLEEP)) for item in range(len(work.items))])
         self._touched = self._touched or self.settings.full
+        self._slots.use(item.model_id for item in work.items if item.model_id in self.models)
         return self._passes.run(work)
 
     def create_model(self, operation: ops.CreateModel) -> ops.ModelCreated:
         """The same again is the same model: a create that is told twice resets nothing."""
         if operation.model_id in self.models:
             raise StrataError(Code.CONFLICT, f"there is a model {operation.model_id!r} already")
-        if len(self.models) >= (1 if self.settings.full else self.settings.slots):
+        if len(self.models) >= (1 if self.settings.full else self.settings.max_models):
             raise StrataError(Code.EXHAUSTED, f"all {len(self.models)} places for models are taken; unload one first")
         model = self._whole(operation) if self.settings.full else self._adapter(operation)
         self.models[operation.model_id] = model
+        self._slots.use([operation.model_id])
         return ops.ModelCreated(operation.model_id)
 
     def _adapter(self, operation: ops.CreateModel) -> AdapterModel:
@@ -149,13 +163,13 @@ class ModelRunner:
         return model
 
     def unload(self, model_id: str) -> ops.ModelUnloaded:
-        self._model(model_id).abort()
+        self._known(model_id).abort()
+        self._slots.forget(model_id)
         del self.models[model_id]
         return ops.ModelUnloaded(model_id)
 
     def save(self, operation: ops.SaveWeights, folder: Path) -> ops.WeightsSaved:
         model = self._model(operation.model_id)
-        optimizer = operation.kind == "weights"
         manifest = Manifest(
             model_id=operation.model_id,
             seq_id=operation.seq_id,
@@ -166,34 +180,13 @@ class ModelRunner:
             steps=model.optimizer.steps,
             user_metadata=operation.user_metadata,
         )
-        fill: weights.Fill
-        if isinstance(model, WholeModel):
-            parts = weights.gather_whole(model, optimizer=optimizer, first=self.ranks.first)
-            fill = weights.whole_writer(self.base, *parts)
-        else:
-            assert isinstance(model, AdapterModel)
-            fill = weights.adapter_writer(model, self.base, optimizer=optimizer)
-        with self.ranks.in_step():
-            if self.ranks.first:
-                checkpoint.write(folder, manifest, fill, overwrite=operation.overwrite)
+        saving.save(folder, manifest, model, self.base, self.ranks, overwrite=operation.overwrite)
         return ops.WeightsSaved(f"tinker://{operation.model_id}/{operation.kind}/{operation.name}")
 
     def load(self, operation: ops.LoadWeights, folder: Path) -> ops.WeightsLoaded:
         """Weights, and the optimizer if asked for (else it begins anew). Gradients that wait for a step are dropped."""
         model = self._model(operation.model_id)
-        optimizer = operation.optimizer
-        with self.ranks.in_step():
-            manifest = checkpoint.read(folder)
-            if optimizer and manifest.kind != "weights":
-                raise StrataError(Code.INVALID, f"{operation.name!r} holds weights alone, no state of an optimizer")
-            if (manifest.lora is None) != (model.created.lora is None):
-                raise StrataError(Code.INVALID, f"{operation.name!r} was made by the other kind of training")
-            if isinstance(model, WholeModel):
-                put = weights.read_whole(folder, model, optimizer=optimizer, steps=manifest.steps)
-            else:
-                assert isinstance(model, AdapterModel)
-                _check_scale(manifest.lora, model.adapter.config)
-                put = weights.read_adapter(folder, model, optimizer=optimizer, steps=manifest.steps)
+        put = saving.load(folder, model, self.base, self.ranks, optimizer=operation.optimizer)
         self._touched = True
         put()
         return ops.WeightsLoaded(f"tinker://{operation.run_id}/{operation.kind}/{operation.name}")
@@ -218,20 +211,88 @@ class ModelRunner:
         return ops.SamplerOpened(sampler_id)
 
     def _open_saved(self, sampler: Sampler, sampler_id: str, folder: Path) -> None:
-        found: Adapter | dict[str, torch.Tensor]
-        with self.ranks.in_step():
-            lora = checkpoint.read(folder).lora
-            if (lora is None) != self.settings.full:
-                raise StrataError(Code.INVALID, f"{folder.name!r} was made by the other kind of training")
-            if lora is None:
-                found = weights.whole_parameters(folder, self.base.packed)
-            else:
-                found = Adapter(lora, targets_of(self.base.lm, lora), self.ranks.device)
-                weights.fill_adapter(folder, found)
+        found = saving.open_weights(folder, self.base, self.ranks)
         if isinstance(found, Adapter):
             sampler.open_adapter(sampler_id, found)
         else:
             sampler.open_whole(sampler_id, found)
+
+    def take_snapshot(self, number: int, folder: Path) -> ops.Failed | None:
+        """Copy everything; it is written while training goes on. The time until this returns is all that it costs."""
+        started_s = perf_counter()
+        copy: Copied | None = None
+        try:
+            with self.ranks.in_step():
+                self.snapshots.check_free()
+                if self._asleep is not None:
+                    raise _ASLEEP
+                failpoint("train.snapshot.before_copy")
+                copy = snapshot.copied(self._manifest(), self._slots.each(), self._kept(), first=self.ranks.first)
+        except StrataError as error:
+            return failed(error.code, str(error))
+        assert copy is not None
+        failpoint("train.snapshot.copied")
+        self.snapshots.start(number, folder, copy, perf_counter() - started_s)
+        return None
+
+    def restore(self, folder: Path, digest: str) -> None:
+        """Begin where the snapshot was taken. An error leaves these ranks as they are, which is as they began."""
+        ranks = self.ranks
+        with ranks.in_step():
+            manifest = snapshot_files.read_manifest(folder, digest)
+            snapshot.check_base(manifest, self._manifest())
+            snapshot_files.verify(folder, manifest, rank=ranks.rank, ranks=ranks.size)
+        failpoint("train.snapshot.before_restore")
+        models: dict[str, Trained] = {}
+        puts: list[Callable[[], None]] = []
+        with ranks.in_step():
+            opened = snapshot.Opened(folder, manifest, rank=ranks.rank, ranks=ranks.size)
+            for place, part in enumerate(manifest.models):
+                created = part.created
+                full = self.settings.full
+                model = WholeModel(created, self.base.packed, ranks) if full else self._adapter(created)
+                models[created.model_id] = model
+                puts.append(snapshot.restorer(opened, place, part.steps, model))
+            puts += [self._reopened(opened, place, part) for place, part in enumerate(manifest.samplers)]
+        failpoint("train.snapshot.before_put")
+        for put in puts:
+            put()
+        # The same dictionary as before: the passes look into it.
+        self.models.update(models)
+        for name in models:
+            self._slots.use([name])
+        self._touched = manifest.touched
+
+    def _reopened(self, opened: snapshot.Opened, place: int, part: snapshot_files.SamplerPart) -> Callable[[], None]:
+        self.sampler.check_architecture()
+        match part.kind:
+            case "base":
+                return lambda: self.sampler.open_base(part.sampler_id)
+            case "adapter":
+                lora = snapshot.lora_of(part)
+                adapter = Adapter(lora, targets_of(self.base.lm, lora), self.ranks.device)
+                snapshot.sampled_from(opened, place, adapter)
+                return lambda: self.sampler.open_adapter(part.sampler_id, adapter)
+            case "whole":
+                live, dtype = dict(sharded(self.base.packed)), DTYPES[self.settings.dtype]
+                found = snapshot.sampled_whole(opened, place, live, dtype)
+                return lambda: self.sampler.open_whole(part.sampler_id, found)
+
+    def _manifest(self) -> snapshot_files.Manifest:
+        base = self.base.info()
+        return snapshot_files.Manifest(
+            base_model=base.name,
+            arch=base.arch,
+            parameters=base.parameters,
+            full=base.full,
+            ranks=self.ranks.size,
+            touched=self._touched,
+            models=snapshot.parts_of(list(self.models.values())),
+            samplers=[each.part for each in self._kept()],
+        )
+
+    def _kept(self) -> list[snapshot.Kept]:
+        return [snapshot.Kept(*each) for each in self.sampler.kept()]
 
     def sleep(self) -> ops.Asleep:
         """Asleep already is asleep: nothing more is freed."""
@@ -258,25 +319,21 @@ class ModelRunner:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from (local(parameter) for parameter in self.base.packed.parameters())
-        for model in self.models.values():
+        for model in self._slots.resident():
             yield from model.tensors()
         yield from self.sampler.tensors()
 
     def _model(self, model_id: str) -> Trained:
+        """On the device, to be worked with."""
+        model = self._known(model_id)
+        self._slots.use([model_id])
+        return model
+
+    def _known(self, model_id: str) -> Trained:
         model = self.models.get(model_id)
         if model is None:
             raise StrataError(Code.NOT_FOUND, f"there is no model {model_id!r}")
         return model
-
-
-def _check_scale(there: ops.LoraConfig | None, own: ops.LoraConfig) -> None:
-    """The matrices fit whatever the scale they were trained with; what they do to the base would be another thing."""
-    if there is not None and not math.isclose(there.alpha / there.rank, own.alpha / own.rank):
-        raise StrataError(
-            Code.INVALID,
-            f"alpha is {there.alpha:g} with rank {there.rank} in the checkpoint, "
-            f"{own.alpha:g} with rank {own.rank} in the model",
-        )
 
 
 _ASLEEP = StrataError(Code.PRECONDITION, "the server sleeps; wake it first")

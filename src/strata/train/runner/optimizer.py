@@ -58,8 +58,8 @@ class Optimizer:
     def moments(self) -> list[dict[str, torch.Tensor]]:
         """Of each parameter, by name; zeros before the first step."""
         return [
-            {name: self._adam.state[parameter].get(name, torch.zeros_like(parameter.data)) for name in MOMENTS}
-            for parameter in self.parameters
+            {name: state[name] if state else torch.zeros_like(parameter.data) for name in MOMENTS}
+            for parameter, state in ((parameter, self._adam.state[parameter]) for parameter in self.parameters)
         ]
 
     def restore(self, moments: Sequence[Mapping[str, torch.Tensor]], steps: int) -> None:

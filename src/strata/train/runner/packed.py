@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from strata.train.runner.lora import HEAD, Adapters, Span, spans_between
+from strata.train.layers import HEAD
+from strata.train.runner.lora import Adapters, Span, spans_between
 
 ATTENTION: Final = "strata_documents"
 

@@ -135,8 +135,6 @@ class PassRunner:
     def _row(self, documents: Sequence[Document], attempt: Attempt, *, backward: bool) -> None:
         """Also a row of nothing is computed: the other ranks meet this one in every layer."""
         row = _row(documents, self._ranks.device)
-        if self._base.adapters is not None:
-            self._base.adapters.row = row.spans
         started = perf_counter()
         with torch.set_grad_enabled(backward):
             logprobs = self._base.logprobs(row)
@@ -148,8 +146,8 @@ class PassRunner:
         between = perf_counter()
         if backward:
             total.backward()  # type: ignore[no-untyped-call]
+            self.times.backward_s += perf_counter() - between
         self.times.forward_s += between - started
-        self.times.backward_s += perf_counter() - between
         self.times.tokens += sum(len(document.inputs.tokens) for document in documents)
 
     def _losses(
@@ -160,7 +158,7 @@ class PassRunner:
             shaped = flat.view(document.inputs.targets.shape)
             terms = RULES[document.loss].loss(shaped, document.inputs)
             losses.append(terms.loss)
-            metrics = metrics_of(terms, document.inputs)
+            metrics = metrics_of(terms, document.inputs, shaped)
             if not math.isfinite(metrics["loss:sum"]):
                 message = f"its loss is {metrics['loss:sum']}"
                 attempt.refused.append(Refused(document.item, document.datum, Code.INVALID, message))

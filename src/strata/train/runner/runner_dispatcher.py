@@ -6,19 +6,22 @@ is answered from there. Whoever speaks with a generation that is over is told so
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 from time import perf_counter
 from typing import Protocol, assert_never
 
 import msgspec
 
 from strata.base import log
-from strata.base.errors import StrataError
+from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
 from strata.train.core import commands, ops
 from strata.train.core.sampling import Quantum, QuantumDone
 from strata.train.runner import rows
-from strata.train.runner.model_runner import ModelRunner, Single
+from strata.train.runner.model_runner import ModelRunner, Single, Whole
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.sampling import spread
 
@@ -42,6 +45,10 @@ class Link(Protocol):
 
     def send(self, message: commands.FromRank) -> bool: ...
 
+    def wake(self) -> None:
+        """Let `receive` return without a message. The only one that another thread may call."""
+        ...
+
 
 class RunnerDispatcher:
     def __init__(self, runner: ModelRunner, ranks: Ranks, link: Link, group: str) -> None:
@@ -55,6 +62,12 @@ class RunnerDispatcher:
         self._applied = 0
         self._replies: dict[int, commands.Reply] = {}
         self._spread = runner.sampler.spread()
+        self._written: commands.SnapshotWritten | None = None
+        self._untold = False
+        """It could not be sent, and this conversation does not know of it."""
+        self._executed_s = 0.0
+        """Of the last work that every rank got whole."""
+        runner.snapshots.wake = link.wake
 
     def run(self) -> None:
         """Until the orchestrator says that it is over."""
@@ -63,6 +76,19 @@ class RunnerDispatcher:
             message = self._link.receive()
             if message is not None:
                 going = self.run_once(message)
+            self.tell_written()
+
+    def tell_written(self) -> None:
+        """That a snapshot is on the disk, or never will be, until it is heard. Whoever attaches later is told then."""
+        done = self._runner.snapshots.take()
+        if done is not None:
+            failpoint("train.snapshot.before_told")
+            self._written = commands.SnapshotWritten(
+                self._generation, done.number, done.digest, done.size, done.held_s, done.written_s, done.trouble
+            )
+            self._untold = True
+        if self._untold and self._written is not None:
+            self._untold = not self._link.send(self._written)
 
     def run_once(self, message: commands.ToRank) -> bool:
         """Answer one message; False after a shutdown."""
@@ -74,7 +100,10 @@ class RunnerDispatcher:
         match message:
             case commands.Attach(generation, run_id):
                 self._generation, self._run_id = generation, run_id
+                self._untold = False
                 self._link.send(self._attached())
+            case commands.Restore():
+                self._link.send(self._restore(message))
             case commands.Command():
                 self._link.send(self._answer(message))
             case commands.Ask(_, ask_id, work):
@@ -98,6 +127,8 @@ class RunnerDispatcher:
             case _:
                 if message.generation > self._generation:
                     return "attach first"
+                if isinstance(message, commands.Restore) and self._applied:
+                    return f"dispatch {self._applied} was applied already: there is nothing to restore"
         # Numbers may have gaps: a dispatch that was given up is not told to ranks that start anew.
         if (
             isinstance(message, commands.Command)
@@ -114,6 +145,7 @@ class RunnerDispatcher:
             world_size=self._ranks.size,
             applied=self._applied,
             model=self._runner.base.info(),
+            written=self._written,
         )
 
     def _answer(self, command: commands.Command) -> commands.Reply:
@@ -126,6 +158,8 @@ class RunnerDispatcher:
             if isinstance(command.work, Quantum):
                 sampled = self._sample(command.work)
                 tokens = sampled.sampled_tokens
+            elif isinstance(command.work, commands.TakeSnapshot):
+                results, tokens = self._take_snapshot(command.number, command.work), 0
             else:
                 results, tokens = self._do(command.work)
             times = self._runner.times
@@ -135,19 +169,42 @@ class RunnerDispatcher:
                 forward_s=times.forward_s if passed else 0.0,
                 backward_s=times.backward_s if passed else 0.0,
                 tokens=tokens,
+                optimizer_s=self._executed_s if isinstance(command.work, commands.Step) else 0.0,
+                publish_s=self._executed_s if isinstance(command.work, commands.Publishing) else 0.0,
             )
             self._replies[command.number] = commands.Reply(self._generation, command.number, results, timing, sampled)
             self._applied = command.number
         kept = self._replies[command.number]
         return msgspec.structs.replace(kept, generation=self._generation)
 
-    def _do(self, work: commands.Pass | Single) -> tuple[Sequence[ops.Result], int]:
-        if isinstance(work, commands.Pass):
-            return self._pass(work)
+    def _restore(self, message: commands.Restore) -> commands.Restored:
+        self._tell_all(message)
+        try:
+            self._runner.restore(Path(message.path), message.digest)
+        except StrataError as error:
+            damaged = error.code in (Code.CORRUPT, Code.NOT_FOUND)
+            return commands.Restored(self._generation, message.number, str(error), damaged=damaged)
+        self._applied = message.number
+        return commands.Restored(self._generation, message.number)
+
+    def _take_snapshot(self, number: int, work: commands.TakeSnapshot) -> Sequence[ops.Result]:
+        self._tell_all(work)
+        trouble = self._runner.take_snapshot(number, Path(work.path))
+        return [] if trouble is None else [trouble]
+
+    def _tell_all(self, work: Whole) -> None:
         data = commands.encode(work)
         self._ranks.announce(Kind.WORK, [len(data)] * self._ranks.size)
         self._ranks.send_to_all(data)
-        return [self._runner.execute(work)], 0
+
+    def _do(self, work: commands.Pass | Single) -> tuple[Sequence[ops.Result], int]:
+        if isinstance(work, commands.Pass):
+            return self._pass(work)
+        self._tell_all(work)
+        started = perf_counter()
+        result = self._runner.execute(work)
+        self._executed_s = perf_counter() - started
+        return [result], 0
 
     def _sample(self, work: Quantum) -> QuantumDone:
         """Rank 0 alone knows whole requests; each rank gets its own sequences of them."""
@@ -173,6 +230,18 @@ class RunnerDispatcher:
         return rows.put_together(made, [report, *map(rows.decode_report, others)]), made.tokens
 
 
+def _follow_whole(runner: ModelRunner, work: Whole) -> None:
+    match work:
+        case commands.TakeSnapshot(path):
+            runner.take_snapshot(0, Path(path))
+        case commands.Restore():
+            # Rank 0 says what came of it; it is the same here.
+            with contextlib.suppress(StrataError):
+                runner.restore(Path(work.path), work.digest)
+        case _:
+            runner.execute(work)
+
+
 def follow(runner: ModelRunner, ranks: Ranks) -> None:
     """What every other rank does: as rank 0 announces, until it announces the end."""
     while True:
@@ -180,8 +249,8 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
         match Kind(kind):
             case Kind.WORK:
                 work = commands.decode_work(ranks.receive(sizes[ranks.rank]))
-                assert isinstance(work, Single)
-                runner.execute(work)
+                assert isinstance(work, Whole)
+                _follow_whole(runner, work)
             case Kind.PASS:
                 report = runner.forward_backward(rows.decode_pass(ranks.receive_part(sizes)))
                 ranks.gather(rows.encode(report))

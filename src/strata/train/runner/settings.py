@@ -23,6 +23,11 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of the arithmetic. What is trained is kept in float32."""
     backend: Literal["gloo", "nccl", "auto"] = "auto"
     slots: int = 8
+    """Models with adapters on the device."""
+    max_models: int = 64
+    """Of them at all: those that are not used wait elsewhere."""
+    models_in_memory: int = 32
+    """Of those that wait; the others wait on the disk."""
     max_lora_rank: int = 64
     max_tokens_per_row: int = 4096
     activation_checkpointing: bool = False
@@ -33,6 +38,8 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int = 64
     """That are sampled at once on each rank."""
     cached_tokens: int = 32_768
+    snapshot_timeout_s: float = 1800.0
+    """How long rank 0 waits for the other ranks to write their parts of a snapshot."""
 
     @property
     def full(self) -> bool:
@@ -48,6 +55,8 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         dtype=model.dtype,
         backend=settings.ranks.backend,
         slots=1 if model.training == "full" else model.slots,
+        max_models=1 if model.training == "full" else max(model.max_models, model.slots),
+        models_in_memory=model.models_in_memory,
         max_lora_rank=model.max_lora_rank,
         max_tokens_per_row=model.max_tokens_per_row,
         activation_checkpointing=model.activation_checkpointing,
@@ -55,4 +64,5 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         collective_timeout_s=settings.ranks.collective_timeout_s,
         sequences=settings.sampling.sequences,
         cached_tokens=settings.sampling.cached_tokens,
+        snapshot_timeout_s=settings.snapshots.write_timeout_s,
     )

@@ -1,12 +1,12 @@
-"""What the models look like in files: adapters as PEFT reads them, whole models as Hugging Face does.
+"""What the models look like in files: adapters as PEFT reads them, whole models as Hugging Face does or in shards.
 
-The moments of the optimizer lie beside, under the names of the weights they belong to. All are safetensors.
+The moments of an optimizer have the names of the weights they belong to. All are safetensors.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,16 +16,18 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from strata.base.errors import Code, StrataError
+from strata.train.core.ops import LoraConfig
+from strata.train.core.state import IMPORTED
+from strata.train.layers import ADAPTER, ADAPTER_CONFIG, PREFIX, peft_layer
+from strata.train.runner import shards
+from strata.train.runner.checkpoint import Manifest
 from strata.train.runner.lora import Adapter
 from strata.train.runner.model import Base, read, tokenizer_files
 from strata.train.runner.optimizer import MOMENTS
 from strata.train.runner.packed import PackedModel
-from strata.train.runner.trained import AdapterModel, WholeModel, sharded
+from strata.train.runner.trained import AdapterModel, WholeModel, local, sharded
 
-ADAPTER: Final = "adapter_model.safetensors"
-ADAPTER_CONFIG: Final = "adapter_config.json"
 OPTIMIZER: Final = "optimizer.safetensors"
-PREFIX: Final = "base_model.model."
 
 Fill = Callable[[Path], None]
 
@@ -36,7 +38,8 @@ def adapter_writer(model: AdapterModel, base: Base, *, optimizer: bool) -> Fill:
     def fill(folder: Path) -> None:
         adapter = model.adapter
         save_file(to_peft(adapter.views(adapter.flat)), folder / ADAPTER, {"format": "pt"})
-        (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(_peft_config(adapter, base))))
+        config = msgspec.json.encode(_peft_config(adapter, base.settings.model))
+        (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.format(config))
         if optimizer:
             moments = model.optimizer.moments()[0]
             kept = {f"{part}.{name}": view for part in MOMENTS for name, view in adapter.views(moments[part]).items()}
@@ -45,17 +48,16 @@ def adapter_writer(model: AdapterModel, base: Base, *, optimizer: bool) -> Fill:
     return fill
 
 
-def read_adapter(folder: Path, model: AdapterModel, *, optimizer: bool, steps: int) -> Callable[[], None]:
+def read_adapter(folder: Path, model: AdapterModel, manifest: Manifest, *, optimizer: bool) -> Callable[[], None]:
     """Read and check everything; what is returned puts it in place and cannot fail."""
-    adapter = model.adapter
-    device = adapter.flat.device
-    weights = _flat(adapter, _from_peft(load_file(folder / ADAPTER), adapter), device)
+    adapter, steps = model.adapter, manifest.steps
+    weights = read_flat(folder, adapter, manifest)
     moments: dict[str, torch.Tensor] = {}
-    if optimizer:
+    if optimizer and steps:
         kept = load_file(folder / OPTIMIZER)
         for part in MOMENTS:
             own = {name.removeprefix(f"{part}."): value for name, value in kept.items() if name.startswith(f"{part}.")}
-            moments[part] = _flat(adapter, own, device)
+            moments[part] = _flat(adapter, own)
 
     def put() -> None:
         adapter.flat.copy_(weights)
@@ -65,19 +67,38 @@ def read_adapter(folder: Path, model: AdapterModel, *, optimizer: bool, steps: i
     return put
 
 
-def fill_adapter(folder: Path, adapter: Adapter) -> None:
-    adapter.flat.copy_(_flat(adapter, _from_peft(load_file(folder / ADAPTER), adapter), adapter.flat.device))
+def read_flat(folder: Path, adapter: Adapter, manifest: Manifest) -> torch.Tensor:
+    """The weights as one block. Layers that an adapter from elsewhere lacks are as in a new model, and add nothing yet.
+
+    What was saved here lacks none, and nobody who trains other kinds of layers is given some of them.
+    """
+    parts = _from_peft(load_file(folder / ADAPTER), adapter)
+    imported = manifest.model_id.startswith(IMPORTED) and _kinds(manifest.lora) == _kinds(adapter.config)
+    if imported and parts.keys() < adapter.shapes.keys():
+        new = torch.empty(adapter.size, dtype=torch.float32)
+        adapter.fill_new(new, manifest.digest)
+        parts = {**adapter.views(new), **parts}
+    return _flat(adapter, parts)
+
+
+def _kinds(lora: LoraConfig | None) -> tuple[bool, ...]:
+    return () if lora is None else (lora.train_attn, lora.train_mlp, lora.train_unembed)
 
 
 def whole_parameters(folder: Path, packed: PackedModel) -> dict[str, torch.Tensor]:
     """A saved model's weights, sharded as the live ones are."""
     live = dict(sharded(packed))
+    if shards.has_shards(folder):
+        state = shards.empty_like({name: parameter.detach() for name, parameter in live.items()})
+        shards.fill(folder, state)
+        return state
     parts = _own_parts(str(folder), live)
     return {name: _like(parameter, part) for (name, parameter), part in zip(live.items(), parts, strict=True)}
 
 
-def _flat(adapter: Adapter, parts: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    flat = torch.zeros(adapter.size, dtype=torch.float32, device=device)
+def _flat(adapter: Adapter, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    # Filled to the last place below, or not used.
+    flat = torch.empty_like(adapter.flat)
     views = adapter.views(flat)
     if parts.keys() != views.keys():
         strange = sorted(parts.keys() ^ views.keys())[0]
@@ -92,13 +113,13 @@ def _flat(adapter: Adapter, parts: Mapping[str, torch.Tensor], device: torch.dev
     return flat
 
 
-def _peft_config(adapter: Adapter, base: Base) -> Mapping[str, Any]:
+def _peft_config(adapter: Adapter, model: str) -> Mapping[str, Any]:
     modules = {name.rpartition(".")[2] for name, (a, _) in adapter.pairs.items() if a.ndim == 2}
     experts = [".".join(name.split(".")[-3:]) for name, (a, _) in adapter.pairs.items() if a.ndim == 3]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.settings.model,
+        "base_model_name_or_path": model,
         "r": adapter.config.rank,
         "lora_alpha": adapter.config.alpha,
         "lora_dropout": 0.0,
@@ -124,14 +145,9 @@ def _from_peft(found: Mapping[str, torch.Tensor], adapter: Adapter) -> dict[str,
 
 
 def _peft_name(name: str) -> str:
-    """`layer.lora_A` is `layer.lora_A.weight` there. PEFT wraps a module with two fused weights twice, the first of
-    them inside the second."""
-    layer, _, part = name.rpartition(".")
-    if layer.endswith(".experts.gate_up_proj"):
-        layer = layer.removesuffix("gate_up_proj") + "base_layer"
-    elif layer.endswith(".experts.down_proj"):
-        layer = layer.removesuffix(".down_proj")
-    return f"{PREFIX}{layer}.{part}.weight"
+    """`layer.lora_A` is `layer.lora_A.weight` there."""
+    target, _, part = name.rpartition(".")
+    return f"{PREFIX}{peft_layer(target)}.{part}.weight"
 
 
 def _stacked(name: str, view: torch.Tensor) -> torch.Tensor:
@@ -157,24 +173,23 @@ def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def gather_whole(model: WholeModel, *, optimizer: bool, first: bool) -> tuple[dict[str, torch.Tensor], ...]:
-    """Weights, and moments if asked for, put together from all ranks. Every rank calls it; rank 0 gets them."""
-    weights: dict[str, torch.Tensor] = {}
-    moments: dict[str, torch.Tensor] = {}
+def whole_state(model: WholeModel, *, optimizer: bool) -> dict[str, torch.Tensor]:
+    """Weights and moments under the names of the files, sharded over the ranks, in the memory they live in."""
+    state: dict[str, torch.Tensor] = {}
     for (name, parameter), own in zip(model.parameters.items(), model.optimizer.moments(), strict=True):
-        for kept, key, tensor in _parts(name, parameter, own, optimizer=optimizer):
-            whole = tensor.full_tensor().detach().cpu()
-            if first:
-                (moments if kept else weights)[key] = whole
-    return weights, moments
+        state[name] = parameter.detach()
+        state |= {f"{part}.{name}": _like(parameter, own[part]) for part in MOMENTS if optimizer}
+    return state
 
 
-def _parts(
-    name: str, parameter: DTensor, moments: Mapping[str, torch.Tensor], *, optimizer: bool
-) -> Iterator[tuple[bool, str, DTensor]]:
-    yield False, name, parameter
-    for part in MOMENTS if optimizer else ():
-        yield True, f"{part}.{name}", _like(parameter, moments[part])
+def gather_whole(model: WholeModel, *, first: bool) -> dict[str, torch.Tensor]:
+    """The weights, put together from all ranks. Every rank calls it; rank 0 gets them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.parameters.items():
+        whole = parameter.full_tensor().detach().cpu()
+        if first:
+            found[name] = whole
+    return found
 
 
 def _like(parameter: DTensor, part: torch.Tensor) -> DTensor:
@@ -183,32 +198,41 @@ def _like(parameter: DTensor, part: torch.Tensor) -> DTensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def whole_writer(base: Base, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor]) -> Fill:
+def whole_writer(base: Base, found: dict[str, torch.Tensor]) -> Fill:
     def fill(folder: Path) -> None:
-        base.lm.save_pretrained(str(folder), state_dict=weights)
-        for file in tokenizer_files(base.settings.model):
-            shutil.copy(file, folder)
-        if moments:
-            save_file(_plain(moments), folder / OPTIMIZER)
+        base.lm.save_pretrained(str(folder), state_dict=found)
+        copy_tokenizer(base.settings.model, folder)
 
     return fill
 
 
+def write_words(base: Base, folder: Path) -> None:
+    """What is no number: with it, the shards can be made a model of without the base."""
+    base.lm.config.save_pretrained(str(folder))
+    copy_tokenizer(base.settings.model, folder)
+
+
+def copy_tokenizer(model: str, folder: Path) -> None:
+    for file in tokenizer_files(model):
+        shutil.copyfile(file, folder / file.name)
+
+
 def read_whole(folder: Path, model: WholeModel, *, optimizer: bool, steps: int) -> Callable[[], None]:
-    weights = whole_weights(str(folder), model)
-    kept = load_file(folder / OPTIMIZER) if optimizer else {}
-    moments = []
-    for name, parameter in model.parameters.items() if optimizer else ():
-        own = {}
-        for part in MOMENTS:
-            found = kept.get(f"{part}.{name}")
-            if found is None or found.shape != parameter.shape:
-                raise StrataError(Code.INVALID, f"the moments of {name} in the checkpoint are not those of the model")
-            own[part] = _own_part(found, parameter)
-        moments.append(own)
+    """From shards, or without the optimizer from a folder that Hugging Face reads too."""
+    moments: list[dict[str, torch.Tensor]] = []
+    if shards.has_shards(folder):
+        state = shards.empty_like(whole_state(model, optimizer=optimizer and steps > 0))
+        shards.fill(folder, state)
+        found = [local(state[name]) for name in model.parameters]
+        if optimizer and steps:
+            moments = [{part: local(state[f"{part}.{name}"]) for part in MOMENTS} for name in model.parameters]
+    elif optimizer:
+        raise StrataError(Code.INVALID, f"{folder.name!r} holds no state of an optimizer")
+    else:
+        found = whole_weights(str(folder), model)
 
     def put() -> None:
-        put_whole(weights, model)
+        put_whole(found, model)
         model.optimizer.restore(moments, steps if optimizer else 0)
 
     return put

@@ -51,12 +51,12 @@ def _check_datum(path: str, datum: Datum) -> None:
         raise refuse(f"{path}.loss_fn_inputs", f"has {len(datum.inputs)} arrays; at most {MAX_INPUTS} are read")
     for name, tensor in datum.inputs.items():
         here = f"{path}.loss_fn_inputs.{name[:MAX_NAME]}"
-        _check_tensor(here, tensor)
+        check_tensor(here, tensor)
         if name in PER_TOKEN and tensor.shape[:1] != (tokens.size,):
             raise refuse(here, f"has the shape {list(tensor.shape)} beside {tokens.size} tokens")
 
 
-def _check_tensor(path: str, tensor: Tensor) -> None:
+def check_tensor(path: str, tensor: Tensor) -> None:
     if len(tensor.shape) > MAX_DIMENSIONS or any(size < 0 for size in tensor.shape):
         raise refuse(path, f"{list(tensor.shape[: MAX_DIMENSIONS + 1])} is not a shape")
     values = numbers(path, tensor.data, tensor.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
@@ -23,10 +23,9 @@ Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
-Kind = Literal["weights", "sampler_weights"]
+Kind = ops.WeightsKind
+KINDS: Final = get_args(ops.WeightsKind)
 
-INITIAL: Final = "000000"
-"""The checkpoint of a model before any training: the server's own, not to be replaced or deleted."""
 _CHECKPOINT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -157,8 +156,6 @@ class SaveWeights(Ordered, frozen=True, kw_only=True):
 
     def operation(self) -> ops.SaveWeights:
         name = checkpoint_name(self.path if self.path is not None else f"step-{self.seq_id}")
-        if name == INITIAL:
-            raise StrataError(Code.INVALID, f"path: {INITIAL} is the checkpoint from before all training")
         return ops.SaveWeights(
             model_id=self.model_id,
             seq_id=self.seq_id,
@@ -170,15 +167,52 @@ class SaveWeights(Ordered, frozen=True, kw_only=True):
         )
 
 
-class LoadWeights(Ordered, frozen=True, kw_only=True):
-    path: Name
+class SaveWeightsExternal(Ordered, frozen=True, kw_only=True):
     model_id: Name
     seq_id: Seq
+    path: Name
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
+    age_encryption_recipients: list[Text] | None = None
+
+    def operation(self) -> ops.SaveWeights:
+        if self.age_encryption_recipients:
+            raise StrataError(Code.INVALID, "age_encryption_recipients: this server does not encrypt what it exports")
+        name = checkpoint_name(self.path)
+        return ops.SaveWeights(self.model_id, self.seq_id, "external_weights", name, ttl_s=self.ttl_seconds)
+
+
+class LoadWeights(Ordered, frozen=True, kw_only=True):
+    """Into a model, at a place of its order, or into a new model of a session, before everything else."""
+
+    path: Name
+    model_id: Name | None = None
+    seq_id: Seq | None = None
+    session_id: Name | None = None
+    model_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    base_model: Name | None = None
+    user_metadata: dict[str, Any] | None = None
     optimizer: bool = False
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
+    @property
+    def new_model_id(self) -> str | None:
+        if self.session_id is None or self.model_seq_id is None:
+            return None
+        return f"{self.session_id}:train:{self.model_seq_id}"
+
     def operation(self) -> ops.LoadWeights:
+        if self.optimizer_config.type != "adamw":
+            raise StrataError(
+                Code.INVALID, f"optimizer_config.type: this server steps with adamw, not {self.optimizer_config.type!r}"
+            )
         run_id, kind, name = tinker_path(self.path)
+        new = self.new_model_id
+        if new is not None and self.model_id is None and self.seq_id is None:
+            return ops.LoadWeights(new, 0, run_id, kind, name, self.optimizer)
+        if new is not None or self.model_id is None or self.seq_id is None:
+            raise StrataError(
+                Code.INVALID, "path: it is loaded either into model_id at seq_id, or into model_seq_id of session_id"
+            )
         return ops.LoadWeights(self.model_id, self.seq_id, run_id, kind, name, self.optimizer)
 
 
@@ -191,6 +225,20 @@ class UnloadModel(Ordered, frozen=True, kw_only=True):
 
 class TinkerPath(Told, frozen=True, kw_only=True):
     tinker_path: Name
+
+
+class Lifetime(Ordered, frozen=True, kw_only=True):
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None
+    """From now; null is for ever."""
+
+
+class Token(Told, frozen=True, kw_only=True):
+    token: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+
+
+class ImportQuery(Told, frozen=True, kw_only=True):
+    name: Name
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
 
 
 class Checkpoint(Told, frozen=True, kw_only=True):
@@ -234,11 +282,11 @@ def checkpoint_name(text: str) -> str:
 
 
 def checkpoint_id(text: str) -> tuple[Kind, str]:
-    """`weights/NAME`, `sampler_weights/NAME`, or the bare name of the first kind."""
+    """`weights/NAME`, `sampler_weights/NAME`, `external_weights/NAME`, or the bare name of the first kind."""
     kind, separator, name = text.rpartition("/")
     if not separator:
         return "weights", checkpoint_name(name)
-    if kind in ("weights", "sampler_weights"):
+    if kind in KINDS:
         return kind, checkpoint_name(name)  # type: ignore[return-value]
     raise StrataError(Code.NOT_FOUND, f"there is no checkpoint {text[:200]!r}")
 
@@ -249,7 +297,7 @@ def tinker_path(text: str) -> tuple[str, Kind, str]:
     Whatever else is INVALID, also a kind there is not: only then an operation that names it still takes its number.
     """
     parts = text.removeprefix("tinker://").split("/")
-    known = len(parts) == 3 and parts[0] and parts[1] in ("weights", "sampler_weights")
+    known = len(parts) == 3 and parts[0] and parts[1] in KINDS
     if not text.startswith("tinker://") or not known:
         raise StrataError(Code.INVALID, f"path: {text[:200]!r} is not of the form tinker://RUN/weights/NAME")
     kind, name = checkpoint_id(f"{parts[1]}/{parts[2]}")

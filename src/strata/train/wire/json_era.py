@@ -52,7 +52,7 @@ class _Datum(msgspec.Struct):
     loss_fn_inputs: dict[str, msgspec.Raw] = {}
 
 
-class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+class TensorJson(msgspec.Struct, forbid_unknown_fields=True):
     data: list[int | float]
     dtype: Literal["float32", "int64"]
     shape: list[int] | None = None
@@ -63,7 +63,7 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
 _heads: Final = msgspec.json.Decoder(_Head)
 _bodies: Final = msgspec.json.Decoder(_Body)
 _datums: Final = msgspec.json.Decoder(_Datum)
-_tensors: Final = msgspec.json.Decoder(_Tensor)
+_tensors: Final = msgspec.json.Decoder(TensorJson)
 
 
 def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.Unreadable:
@@ -96,7 +96,10 @@ def _datum(path: str, raw: msgspec.Raw) -> ops.Datum:
 
 
 def _tensor(path: str, raw: msgspec.Raw) -> ops.Tensor:
-    tensor = _decoded(_tensors, raw, path)
+    return tensor_of(path, _decoded(_tensors, raw, path))
+
+
+def tensor_of(path: str, tensor: TensorJson) -> ops.Tensor:
     dtype = _DTYPES[tensor.dtype]
     data = _packed(path, tensor.data, dtype)
     if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
@@ -167,6 +170,8 @@ def write_result(result: ops.Result) -> bytes:
     fields = msgspec.to_builtins(result)
     if isinstance(result, ops.WeightsSaved) and "/sampler_weights/" in result.path:
         fields["type"] = "save_weights_for_sampler"
+    elif isinstance(result, ops.WeightsSaved) and "/external_weights/" in result.path:
+        fields["type"] = "save_weights_external"
     return write(fields)
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from strata.train.core import messages
 
-TYPE_OF = {"weights": "training", "sampler_weights": "sampler"}
+TYPE_OF = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
 class Future(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -31,6 +31,11 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel_fwdbwd_chunks: bool = True
     use_pyqwest_transport: bool = True
     pjwt_auth_enabled: bool = False
+    create_model_via_load_weights: bool = True
+    """One request makes a model of saved weights, with the scale they were trained with."""
+    sample_join_sampling_session: bool = True
+    sample_use_retrieve_futures: bool = True
+    """One question after all samples of a sampler, and not one after each."""
 
 
 class DynamicConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +100,15 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: datetime.datetime | None
 
 
+class Imported(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+
+
+class ExternalWeights(msgspec.Struct, frozen=True, kw_only=True):
+    urls: Mapping[str, str]
+    expires: datetime.datetime
+
+
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     limit: int
@@ -139,6 +153,19 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     opened_at: datetime.datetime
     finished: str | None
     models: Sequence[str]
+
+
+class ModelState(msgspec.Struct, frozen=True, kw_only=True):
+    model_id: str
+    session_id: str
+    base_model: str
+    next_seq_id: int
+    """What the next operation has to be numbered."""
+    taken_seq_ids: Sequence[int]
+    """Numbers beyond that are used already."""
+    done_seq_id: int
+    """The last operation that has its result."""
+    unloaded: bool
 
 
 class SessionStates(msgspec.Struct, frozen=True, kw_only=True):

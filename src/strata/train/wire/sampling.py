@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import ops
+from strata.train.core import messages, ops
+from strata.train.core.endings import BLOCK
 from strata.train.core.sampling import (
     MISSING_LOGPROB,
     Sample,
@@ -19,14 +20,19 @@ from strata.train.core.sampling import (
     SampleResult,
     TopLogprobs,
 )
+from strata.train.wire.about_prompts import (
+    draws_to_json,
+    draws_to_proto,
+    targets_of,
+    targets_to_json,
+    targets_to_proto,
+)
 from strata.train.wire.arrays import refuse
 from strata.train.wire.bodies import Name, Ordered, Seq, checkpoint_name, tinker_path, words
-from strata.train.wire.json_era import write
+from strata.train.wire.json_era import TensorJson, write
 from strata.train.wire.pb import tinker_pb2 as pb
 
 MOST_STOPS: Final = 64
-UNKNOWN: Final = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info")
-"""Of newer clients: taken where they ask for nothing, refused where they do."""
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
@@ -76,31 +82,33 @@ class SampleRequest(Ordered, frozen=True, kw_only=True):
     topk_sample_logprobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     base_model: Name | None = None
     model_path: Name | None = None
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: TensorJson | None = None
+    prompt_alt_tokens_k: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     record_stability_info: bool | None = None
 
     def operation(self) -> Sample:
         if self.sampling_session_id is None or self.seq_id is None:
             raise refuse("sampling_session_id", "samples are asked for within a sampling session, and counted")
-        for name in (
-            "target_prompt_logprobs",
-            "prompt_alt_tokens_k",
-            "prompt_logprobs_last_n",
-            "record_stability_info",
-        ):
-            if getattr(self, name):
-                raise refuse(name, "this server does not know of it")
+        if self.record_stability_info:
+            raise refuse("record_stability_info", "no loss of this server reads what it would record")
+        prompt = _tokens(self.prompt)
+        length = len(prompt) // 4
+        last, named = self.prompt_logprobs_last_n, self.target_prompt_logprobs
+        if last is not None and (not self.prompt_logprobs or last >= length):
+            raise refuse("prompt_logprobs_last_n", f"needs prompt_logprobs, and is 1 to {length - 1} for this prompt")
         return Sample(
             sampler_id=self.sampling_session_id,
             seq_id=self.seq_id,
-            prompt=_tokens(self.prompt),
+            prompt=prompt,
             params=self.sampling_params.own(),
             num_samples=self.num_samples,
             prompt_logprobs=bool(self.prompt_logprobs),
             topk_prompt_logprobs=self.topk_prompt_logprobs,
             topk_sample_logprobs=self.topk_sample_logprobs,
+            prompt_logprobs_last_n=last,
+            targets=None if named is None else targets_of(named, length),
+            prompt_draws=self.prompt_alt_tokens_k,
         )
 
 
@@ -182,14 +190,63 @@ class SamplingSession(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "create_sampling_session"
 
 
+class JoinSamplingSession(Ordered, frozen=True, kw_only=True):
+    sampling_session_id: Name
+
+
+class JoinedSession(msgspec.Struct, frozen=True, kw_only=True):
+    client_counter: int
+    """No other copy has it; the first client is 0."""
+    type: str = "join_sampling_session"
+
+
 class SamplerReply(msgspec.Struct, frozen=True, kw_only=True):
     sampler_id: str
     base_model: str
     model_path: str | None
 
 
+class SamplerTarget(Ordered, frozen=True, kw_only=True):
+    sampling_session_id: Name
+    cloned_sampler_id: Annotated[int, msgspec.Meta(ge=0, le=2**62 // BLOCK)] = 0
+
+
+class RetrieveFutures(Ordered, frozen=True, kw_only=True):
+    target: SamplerTarget
+    prev_cursor: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    """From the reply before; 0 is the beginning."""
+    timeout: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
+    """Shorter than the server would wait."""
+    retrieved_request_ids: Sequence[str] = ()
+    """Nothing is done about them: a result is kept for as long as was promised."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    state: str
+    """`finished` or `failed`; which failure it is, or the result, `retrieve_future` says."""
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class Completions(msgspec.Struct, frozen=True, kw_only=True):
+    completions: Sequence[Completion]
+    cursor: int
+
+
 def sampler_of(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
+
+
+def completions_of(found: messages.SamplesEnded) -> Completions:
+    told = [
+        Completion(state="failed", request_id=each.future_id)
+        if each.size is None
+        else Completion(
+            state="finished", request_id=each.future_id, response_payload_uncompressed_size=max(each.size, 1)
+        )
+        for each in found.ended
+    ]
+    return Completions(completions=told, cursor=found.cursor)
 
 
 def write_proto(result: SampleResult) -> bytes:
@@ -201,6 +258,10 @@ def write_proto(result: SampleResult) -> bytes:
             sequence.topk_sampled_logprobs.CopyFrom(_top(each.top))
     if result.top_prompt is not None:
         message.topk_prompt_logprobs.CopyFrom(_top(result.top_prompt))
+    if result.targets is not None:
+        message.target_prompt_logprobs.CopyFrom(targets_to_proto(result.targets))
+    if result.draws is not None:
+        message.prompt_alt_tokens.CopyFrom(draws_to_proto(result.draws))
     return message.SerializeToString()
 
 
@@ -215,6 +276,10 @@ def write_json(result: SampleResult) -> bytes:
         found["prompt_logprobs"] = [None if math.isnan(each) else each for each in told]
     if result.top_prompt is not None:
         found["topk_prompt_logprobs"] = _places(result.top_prompt)
+    if result.targets is not None:
+        found["target_prompt_logprobs"] = targets_to_json(result.targets)
+    if result.draws is not None:
+        found["prompt_alt_tokens"] = draws_to_json(result.draws)
     return write(found)
 
 

@@ -14,12 +14,12 @@ from itertools import groupby
 
 import torch
 
-from strata.train.core.sampling import SampledSequence, TopLogprobs
+from strata.train.core.sampling import SampledSequence
 from strata.train.runner.lora import Span
 from strata.train.runner.sampling.attention import Prompt, PromptPlan, ShelfRows, StepPlan
 from strata.train.runner.sampling.cache import Cache, Shelf
 from strata.train.runner.sampling.choosing import Chosen, Transform, choose
-from strata.train.runner.sampling.prompts import about_prompt
+from strata.train.runner.sampling.prompts import AboutPrompt, about_prompt
 from strata.train.runner.sampling.sequences import Request, SequenceRun, top_of
 from strata.train.runner.sampling.twin import Twin
 
@@ -30,7 +30,7 @@ class Outcomes:
 
     sequences: list[tuple[str, int, SampledSequence]] = field(default_factory=list)
     """By request, and which of its samples it is."""
-    prompts: list[tuple[str, bytes | None, TopLogprobs | None]] = field(default_factory=list)
+    prompts: list[tuple[str, AboutPrompt]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     sampled_tokens: int = 0
     prompt_tokens: int = 0
@@ -139,7 +139,7 @@ class Batch:
         )
         for request, own in zip(requests, torch.split(hidden, lengths), strict=True):
             if request.wants_prompt:
-                outcomes.prompts.append((request.request_id, *about_prompt(self._twin, request, own)))
+                outcomes.prompts.append((request.request_id, about_prompt(self._twin, request, own)))
         last = hidden[torch.tensor(lengths, device=device).cumsum(0) - 1]
         logits = self._twin.logits(last, spans_of((request, 1) for request in requests))
         counts = torch.tensor([len(runs) for _, runs in groups], device=device)

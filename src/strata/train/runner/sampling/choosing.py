@@ -88,20 +88,20 @@ def choose(logits: torch.Tensor, transform: Transform, uniform: torch.Tensor | N
     if not transform.draws or uniform is None:
         tokens = logits.argmax(-1)
     else:
-        tokens = _draw(distribution, uniform)
+        tokens = draw(distribution, uniform[:, None])[:, 0]
         if any(transform.greedy):
             tokens = torch.where(transform.is_greedy, logits.argmax(-1), tokens)
     return Chosen(tokens, distribution.gather(1, tokens[:, None])[:, 0], distribution)
 
 
-def _draw(distribution: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The token in whose part of the unit interval the number falls. Never one that has no part: `right` passes over
-    tokens of no probability, and the number is kept below the sum."""
+def draw(distribution: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """For each number of a row the token in whose part of the unit interval it falls. Never one that has no part:
+    `right` passes over tokens of no probability, and the number is kept below the sum."""
     steps = distribution.exp().cumsum(-1, dtype=torch.float64)
-    total = steps[:, -1]
+    total = steps[:, -1:]
     at = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     # Logits that are not numbers could point behind the last token; their log-probability tells.
-    return torch.searchsorted(steps, at[:, None], right=True)[:, 0].clamp_(max=distribution.shape[-1] - 1)
+    return torch.searchsorted(steps, at, right=True).clamp_(max=distribution.shape[-1] - 1)
 
 
 def _threshold(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int = HEAD) -> torch.Tensor:

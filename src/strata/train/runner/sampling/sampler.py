@@ -44,17 +44,17 @@ class Sampler:
         return sampler_id in self._samplers
 
     def open_base(self, sampler_id: str) -> None:
-        self._check_architecture()
+        self.check_architecture()
         self._samplers.open_base(sampler_id)
 
     def open_adapter(self, sampler_id: str, adapter: Adapter) -> None:
         """Of the adapter as it is now."""
-        self._check_architecture()
+        self.check_architecture()
         self._samplers.open_adapter(sampler_id, adapter)
 
     def open_whole(self, sampler_id: str, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
         """Of these parameters, else of the live ones, as they are now; sharded as the live ones are."""
-        self._check_architecture()
+        self.check_architecture()
         self._samplers.open_whole(sampler_id, parameters)
 
     def close(self, sampler_id: str) -> None:
@@ -66,10 +66,6 @@ class Sampler:
                 batch.drop(gone)
             self._closed += [(request_id, "its sampler was closed") for request_id in sorted(gone)]
         self._batches.pop(sampler_id, None)
-
-    def _check_architecture(self) -> None:
-        if self._trouble:
-            raise StrataError(Code.UNSUPPORTED, self._trouble)
 
     def spread(self) -> Spread:
         """For rank 0: how requests come to the ranks."""
@@ -131,9 +127,18 @@ class Sampler:
             place_length=self._terms.place_length(sample),
             stops=frozenset(params.stop_tokens) | (self._terms.ends if params.end_tokens else frozenset()),
             decode=self._terms.decoder() if params.stop_strings else None,
-            wants_prompt=added.prompt and (sample.prompt_logprobs or sample.topk_prompt_logprobs > 0),
+            wants_prompt=added.prompt and sample.wants_prompt,
         )
         self._batches[key].add(request, added.indices)
+
+    def kept(self) -> Iterator[tuple[str, Adapter | None, Mapping[str, torch.Tensor] | None]]:
+        """Every sampler with its adapter, or its whole model, or neither if it is the base."""
+        yield from self._samplers.kept()
+
+    def check_architecture(self) -> None:
+        """UNSUPPORTED if nothing can be sampled from this model."""
+        if self._trouble:
+            raise StrataError(Code.UNSUPPORTED, self._trouble)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that it keeps on the device."""

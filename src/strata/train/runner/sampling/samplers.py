@@ -74,6 +74,10 @@ class Samplers:
         whole = None if key == LIVE else self._samplers[key].whole
         return dict(self._base.lm.named_parameters()) if whole is None else whole
 
+    def kept(self) -> Iterator[tuple[str, Adapter | None, Mapping[str, torch.Tensor] | None]]:
+        """All of them, in the order they came."""
+        yield from ((name, weights.adapter, weights.whole) for name, weights in self._samplers.items())
+
     def tensors(self) -> Iterator[torch.Tensor]:
         for weights in self._samplers.values():
             if weights.adapter is not None:

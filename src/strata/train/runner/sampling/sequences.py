@@ -59,6 +59,11 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
 
+def chance_name(sample: Sample) -> str:
+    seed = sample.params.seed
+    return f"{sample.sampler_id}/{sample.seq_id}" if seed is None else f"seed/{seed}"
+
+
 @dataclass
 class Request:
     """A client's request, as far as this rank has to do with it."""
@@ -95,8 +100,7 @@ class SequenceRun:
         sample = self.request.sample
         params = sample.params
         if not is_greedy(params):
-            name = f"{sample.sampler_id}/{sample.seq_id}" if params.seed is None else f"seed/{params.seed}"
-            self.chance = Chance(f"{name}/{self.index}")
+            self.chance = Chance(f"{chance_name(sample)}/{self.index}")
         if params.stop_strings and self.request.decode is not None:
             prompt = self.request.prompt[-CONTEXT:].tolist()
             self.strings = StopStrings(self.request.decode, params.stop_strings, prompt)

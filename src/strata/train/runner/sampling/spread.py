@@ -22,9 +22,9 @@ from strata.train.core.sampling import (
     SampleFailed,
     SampleOutcome,
     SampleResult,
-    TopLogprobs,
 )
 from strata.train.runner.rows import OURS
+from strata.train.runner.sampling.prompts import AboutPrompt
 
 
 class RankAdded(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +50,7 @@ class RankSampled(msgspec.Struct, frozen=True, array_like=True):
     """What came of it."""
 
     sequences: Sequence[tuple[str, int, SampledSequence]]
-    prompts: Sequence[tuple[str, bytes | None, TopLogprobs | None]]
+    prompts: Sequence[tuple[str, AboutPrompt]]
     failed: Sequence[tuple[str, str]]
     running: int
     waiting: int
@@ -72,12 +72,12 @@ class _Request:
     cost: int
     """Of one sequence: the tokens that are reserved for it."""
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
-    prompt_logprobs: bytes | None = None
-    top_prompt: TopLogprobs | None = None
+    prompt: AboutPrompt = AboutPrompt()  # noqa: RUF009 - it is frozen
 
     def result(self) -> SampleResult:
         ordered = [self.sequences[index] for index in range(self.sample.num_samples)]
-        return SampleResult(ordered, self.prompt_logprobs, self.top_prompt)
+        prompt = self.prompt
+        return SampleResult(ordered, prompt.logprobs, prompt.top, prompt.targets, prompt.draws)
 
 
 class Spread:
@@ -153,10 +153,9 @@ class Spread:
         )
 
     def _take(self, report: RankSampled) -> None:
-        for request_id, logprobs, top in report.prompts:
+        for request_id, about in report.prompts:
             if request_id in self._requests:
-                self._requests[request_id].prompt_logprobs = logprobs
-                self._requests[request_id].top_prompt = top
+                self._requests[request_id].prompt = about
         for request_id, index, sequence in report.sequences:
             if request_id in self._requests:
                 self._requests[request_id].sequences[index] = sequence

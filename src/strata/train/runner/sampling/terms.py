@@ -58,6 +58,13 @@ class Terms:
         _require(0 < params.top_p <= 1, "top_p must be above 0 and at most 1")
         tops = (sample.topk_prompt_logprobs, sample.topk_sample_logprobs)
         _require(min(tops) >= 0 and max(tops) <= MOST_TOP, f"top-k logprobs are for 0 to {MOST_TOP} tokens")
+        last = sample.prompt_logprobs_last_n
+        _require(last is None or 1 <= last < sample.length, "prompt_logprobs_last_n must be 1 to all tokens but one")
+        _require(0 <= sample.prompt_draws <= MOST_TOP, f"prompt_alt_tokens_k must be 0 to {MOST_TOP}")
+        if sample.targets is not None:
+            targets = tokens_from(sample.targets.tokens)
+            known = bool(((targets >= -1) & (targets < self._vocabulary)).all())
+            _require(known, f"target_prompt_logprobs has tokens outside the vocabulary of {self._vocabulary}")
         _require("" not in params.stop_strings, "a stop string is empty")
         if params.stop_strings:
             self.decoder()

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from strata.base.errors import Code, StrataError
+from strata.train.layers import HEAD
 from strata.train.runner.experts import adapt_experts
-from strata.train.runner.lora import HEAD, Adapter, Adapters, Span, targets_of
+from strata.train.runner.lora import Adapter, Adapters, Span, targets_of
 
 ATTENTION: Final = "strata_sampling"
 

@@ -661,6 +661,8 @@ class SampleResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_CACHE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_ALT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_logprobs: _builtins.bytes
     """float32, one for each token of the prompt; not a number where there is none."""
     prompt_cache_hit_tokens: _builtins.int
@@ -673,6 +675,14 @@ class SampleResponse(_message.Message):
     def topk_prompt_logprobs(self) -> Global___TopkLogprobs:
         """The likeliest tokens at each place of the prompt."""
 
+    @_builtins.property
+    def target_prompt_logprobs(self) -> Global___Tensor:
+        """float32, as likely as the tokens that the request named: in its shape and layout, 0 where it named none."""
+
+    @_builtins.property
+    def prompt_alt_tokens(self) -> Global___PromptAltTokens:
+        """Tokens drawn in the places of the prompt."""
+
     def __init__(
         self,
         *,
@@ -680,21 +690,61 @@ class SampleResponse(_message.Message):
         prompt_logprobs: _builtins.bytes | None = ...,
         topk_prompt_logprobs: Global___TopkLogprobs | None = ...,
         prompt_cache_hit_tokens: _builtins.int = ...,
+        target_prompt_logprobs: Global___Tensor | None = ...,
+        prompt_alt_tokens: Global___PromptAltTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_topk_prompt_logprobs", b"_topk_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_alt_tokens", b"_prompt_alt_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_target_prompt_logprobs", b"_target_prompt_logprobs", "_topk_prompt_logprobs", b"_topk_prompt_logprobs", "prompt_alt_tokens", b"prompt_alt_tokens", "prompt_logprobs", b"prompt_logprobs", "target_prompt_logprobs", b"target_prompt_logprobs", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_topk_prompt_logprobs", b"_topk_prompt_logprobs", "prompt_cache_hit_tokens", b"prompt_cache_hit_tokens", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_alt_tokens", b"_prompt_alt_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_target_prompt_logprobs", b"_target_prompt_logprobs", "_topk_prompt_logprobs", b"_topk_prompt_logprobs", "prompt_alt_tokens", b"prompt_alt_tokens", "prompt_cache_hit_tokens", b"prompt_cache_hit_tokens", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "target_prompt_logprobs", b"target_prompt_logprobs", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_alt_tokens: _TypeAlias = _typing.Literal["prompt_alt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__prompt_alt_tokens: _TypeAlias = _typing.Literal["_prompt_alt_tokens", b"_prompt_alt_tokens"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__target_prompt_logprobs: _TypeAlias = _typing.Literal["target_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__target_prompt_logprobs: _TypeAlias = _typing.Literal["_target_prompt_logprobs", b"_target_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__topk_prompt_logprobs: _TypeAlias = _typing.Literal["topk_prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__topk_prompt_logprobs: _TypeAlias = _typing.Literal["_topk_prompt_logprobs", b"_topk_prompt_logprobs"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_alt_tokens) -> _WhichOneofReturnType__prompt_alt_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target_prompt_logprobs) -> _WhichOneofReturnType__target_prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__topk_prompt_logprobs) -> _WhichOneofReturnType__topk_prompt_logprobs | None: ...
 
 Global___SampleResponse: _TypeAlias = SampleResponse  # noqa: Y015
+
+@_typing.final
+class PromptAltTokens(_message.Message):
+    """Tokens drawn at each place of a prompt but the first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> Global___Tensor:
+        """int64, a row for each place."""
+
+    @_builtins.property
+    def logprobs(self) -> Global___Tensor:
+        """float32, the model's own."""
+
+    def __init__(
+        self,
+        *,
+        tokens: Global___Tensor | None = ...,
+        logprobs: Global___Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptAltTokens: _TypeAlias = PromptAltTokens  # noqa: Y015
 
 @_typing.final
 class SampledSequence(_message.Message):

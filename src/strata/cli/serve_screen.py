@@ -1,0 +1,194 @@
+"""The state of a training server as a screen: what it does first, then who waits, then what ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from strata.cli.fleet.asking import count, size_of
+from strata.cli.gang_layout import Cell, Column, Screen, Table
+from strata.cli.gang_words import age, names
+
+if TYPE_CHECKING:
+    from strata.train.core.status import RunningStatus, Status, TenantStatus, Timeline
+
+TENANTS: Final = 6
+"""Rows of tenants where all has to fit one screen."""
+LEAST: Final = 3
+NAME: Final = 16
+"""Characters of a name in a sentence."""
+_QUIET: Final = ("ready", "busy")
+_TENANT: Final = (
+    Column("TENANT", cuts=True),
+    Column("WAITING", number=True),
+    Column("HELD", number=True),
+    Column("TOKENS", number=True),
+    Column("RUNNING", number=True),
+    Column("SAMPLES", number=True),
+    Column("MODELS", number=True),
+    Column("ETA", number=True),
+)
+_ENDED: Final = (
+    Column("AGO", number=True),
+    Column("OPERATION", cuts=True),
+    Column("TENANT", cuts=True),
+    Column("WAITED", number=True),
+    Column("PACK", number=True),
+    Column("FWD", number=True),
+    Column("BWD", number=True),
+    Column("OTHER", number=True),
+)
+"""What is neither forward nor backward is what the operation is called: a step of the optimizer, saving, sampling."""
+_WIDE: Final = (Column("TOKENS", number=True), Column("DISPATCH", number=True), Column("FUTURE"))
+
+
+def screen(status: Status, *, wide: bool = False, rows: int | None = None) -> Screen:
+    """`rows`: how high it may be; then there are fewer of those that ended."""
+    lines = [Cell(_head(status), "bold"), *_trouble(status), *map(Cell, _sentences(status))]
+    most = len(status.tenants) if rows is None else TENANTS
+    left_out = len(status.tenants) - most
+    more = f"… and {left_out} more: -o wide shows all" if left_out > 0 else ""
+    tenants = Table(_TENANT, [_tenant(each) for each in status.tenants[:most]], more)
+    room = len(status.recent)
+    if rows is not None:
+        room = max(LEAST, rows - len(lines) - (tenants.height + 1 if tenants.rows else 0) - 3)
+    recent = [_ended(status, each, wide=wide) for each in status.recent[:room]]
+    ended = Table((*_ENDED, *(_WIDE if wide else ())), recent)
+    return Screen(lines, [table for table in (tenants, ended) if table.rows])
+
+
+def line(status: Status) -> str:
+    """All in a line, for a log."""
+    parts = [
+        _ranks(status),
+        f"{status.waiting} waiting",
+        f"{len(status.running)} running",
+        f"{status.samples_waiting + status.samples_running} samples",
+        f"dispatch {status.dispatched}",
+        f"{status.trained_tokens_per_s:,.0f} tokens/s trained",
+        f"{status.sampled_tokens_per_s:,.0f} sampled",
+    ]
+    return ", ".join(parts)
+
+
+def took(seconds: float) -> str:
+    """`0.4ms`, `35ms`, `1.2s`, `5m`."""
+    if seconds < 0.0095:
+        return f"{seconds * 1000:.1f}ms"
+    return f"{seconds * 1000:.0f}ms" if seconds < 0.9995 else age(seconds * 1000)
+
+
+def _head(status: Status) -> str:
+    described = [status.arch, status.training, _parameters(status.parameters)] if status.arch else [status.training]
+    return f"{status.base_model} ({', '.join(described)}): {_ranks(status)}"
+
+
+def _ranks(status: Status) -> str:
+    ranks = status.ranks
+    return f"{count(ranks.size, 'rank')} {ranks.state}" if ranks.size else f"the ranks are {ranks.state}"
+
+
+def _parameters(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit} parameters"
+    return count(number, "parameter")
+
+
+def _trouble(status: Status) -> list[Cell]:
+    ranks = status.ranks
+    found = [] if ranks.state in _QUIET else [Cell(f"! {ranks.reason}", "bold red")]
+    if ranks.state == "ready" and len(ranks.answered) < ranks.size:
+        missing = sorted(set(range(ranks.size)) - set(ranks.answered))
+        found.append(Cell(f"! no answer from rank {names([str(each) for each in missing])}", "bold red"))
+    return found
+
+
+def _sentences(status: Status) -> list[str]:
+    since_s = status.now_s - (status.ranks.attached_at_s or status.now_s)
+    group = f"group {status.ranks.group[:8]} for {age(since_s * 1000)}, " if status.ranks.group else ""
+    return [
+        f"running    {_running(status)}",
+        f"queue      {status.waiting} of {status.max_waiting} operations wait; "
+        f"{status.samples_running} samples run, {status.samples_waiting} wait",
+        f"speed      {status.trained_tokens_per_s:,.0f} tokens/s trained, "
+        f"{status.sampled_tokens_per_s:,.0f} sampled, in the last minute",
+        f"places     {status.models} of {status.slots} models, {status.samplers} of {status.sampler_places} samplers",
+        f"ranks      {group}{_recoveries(status)}",
+        f"snapshot   {_snapshot(status)}",
+        f"journal    {status.dispatched} {'dispatch' if status.dispatched == 1 else 'dispatches'}, "
+        f"generation {status.generation}, led for {age((status.now_s - status.leading_since_s) * 1000)}",
+    ]
+
+
+def _running(status: Status) -> str:
+    if not status.running:
+        return "nothing"
+    if not status.ranks.size:
+        return f"nothing; the ranks will be told again of {len(status.running)}"
+    first, *others = status.running
+    then = f"; {len(others)} behind" if others else ""
+    since = f", {took(max(status.now_s - first.since_s, 0.0))}" if first.since_s is not None else ""
+    return f"{_told(first)}{since}{then}"
+
+
+def _told(running: RunningStatus) -> str:
+    tokens = f", {running.tokens:,} tokens" if running.tokens else ""
+    return f"{running.kind}{_whose(running.tenants)}{tokens}"
+
+
+def _whose(tenants: Sequence[str]) -> str:
+    """As long as a line of 80 columns has room for."""
+    if len(tenants) != 1:
+        return f" of {len(tenants)} tenants" if tenants else ""
+    name = _name(tenants[0])
+    return f" of {name if len(name) <= NAME else name[: NAME - 1] + '…'}"
+
+
+def _recoveries(status: Status) -> str:
+    if not status.recoveries:
+        return "no recoveries"
+    last = f", the last in {took(status.recovery_s)}" if status.recovery_s is not None else ""
+    return f"recovered {count(status.recoveries, 'time')}{last}"
+
+
+def _snapshot(status: Status) -> str:
+    snapshot = status.snapshot
+    if snapshot is None:
+        return "none yet: ranks that start anew do everything again"
+    parts = [f"of dispatch {snapshot.number}", f"{snapshot.behind} changes since"]
+    if snapshot.at_s is not None:
+        parts.insert(1, f"{age((status.now_s - snapshot.at_s) * 1000)} old")
+    if snapshot.size is not None and snapshot.held_s is not None:
+        parts += [size_of(snapshot.size), f"held {took(snapshot.held_s)}"]
+    return ", ".join(parts)
+
+
+def _tenant(row: TenantStatus) -> list[Cell]:
+    numbers = (row.waiting, row.held, row.tokens, row.running, row.samples, row.models)
+    eta = "-" if row.eta_s is None else f"~{age(row.eta_s * 1000)}"
+    return [Cell(_name(row.tenant)), *(Cell(f"{number:,}" if number else "-") for number in numbers), Cell(eta)]
+
+
+def _ended(status: Status, ended: Timeline, *, wide: bool) -> list[Cell]:
+    phases = ended.phases()
+
+    def spent(*names: str) -> str:
+        seconds = sum(phases.get(name, 0.0) for name in names)
+        return took(seconds) if seconds else "-"
+
+    style = {"failed": "red", "cancelled": "yellow"}.get(ended.outcome, "")
+    other = spent("optimizer", "publish", "sample", "other") if ended.outcome == "finished" else ended.outcome
+    cells = [
+        Cell(age((status.now_s - (ended.ended_at_s or status.now_s)) * 1000)),
+        Cell(ended.kind, style),
+        Cell(_name(ended.tenant)),
+        Cell(spent("held", "queue", "behind")),
+        *(Cell(spent(name)) for name in ("pack", "forward", "backward")),
+        Cell(other, style),
+    ]
+    return [*cells, *([Cell(f"{ended.tokens:,}"), Cell(str(ended.number)), Cell(ended.future_id)] if wide else [])]
+
+
+def _name(tenant: str) -> str:
+    return tenant.removeprefix("key:")

@@ -1,0 +1,158 @@
+"""`strata serve status`: what a training server does, at a glance or live."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.gang_layout import Cell, Screen, render
+from strata.cli.gang_watch import UNLIMITED, console
+from strata.cli.gang_words import clock
+from strata.cli.output import Format, complain, output_option, printable, write
+from strata.cli.serve_screen import line, screen
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from strata.fleet.client import HubClient
+    from strata.train.core.status import Status
+
+EVERY_S: Final = 1.0
+ANSWER_S: Final = 15.0
+AWAY: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE, Code.EXHAUSTED})
+"""What passes: a watch goes on over restarts."""
+
+
+@click.command()
+@click.argument("server", required=False, metavar="[URL|CONFIG]")
+@click.option("-w", "--watch", is_flag=True, help="Follow it: a live screen, or a line for each change if piped.")
+@click.option(
+    "--key-file",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    metavar="FILE",
+    help="A file with a key for it, such as api.key in its data folder.",
+)
+@click.option("--context", metavar="NAME", help="A server that you logged in to; the one chosen last unless set.")
+@output_option
+def status(*, server: str | None, watch: bool, key_file: Path | None, context: str | None, output: Format) -> None:
+    """Show what a training server does, who waits for it, and what ended last.
+
+    The server is the one at URL, or the one that runs here with the settings of CONFIG; else the one that 'strata
+    login' chose. A key of an operator shows all tenants, any other itself and the sum of the others.
+    """
+    if watch and output is Format.JSON:
+        raise click.UsageError("-o json is one document: use -o jsonl with --watch")
+    with _connect(server, key_file, context) as client:
+        if watch:
+            _follow(_looks(client), output)
+        else:
+            _print(_look(client), output)
+
+
+def _connect(server: str | None, key_file: Path | None, context: str | None) -> HubClient:
+    from strata.sdk.fleet import client_settings, connect
+
+    if server is not None and Path(server).is_file():
+        server, found = _local(Path(server))
+        key_file = key_file or found
+    settings = client_settings(context=context, url=server, token_path=key_file)
+    return connect(settings, timeout_s=ANSWER_S)
+
+
+def _local(config: Path) -> tuple[str, Path]:
+    """Where the server of these settings listens, and the key of whoever may read its folder."""
+    from strata.train.settings import load_settings
+
+    data = load_settings(config).data
+    address = data / "api.address"
+    if not address.is_file():
+        raise StrataError(Code.UNAVAILABLE, f"no server has run in {data}", hint=f"strata serve {config}")
+    return address.read_text(encoding="utf-8").strip(), data / "operator.token"
+
+
+def _look(client: HubClient) -> Status:
+    from strata.train.core.status import Status
+
+    try:
+        return client.call("GET", "/api/v1/status", Status)
+    except StrataError as error:
+        if error.code is Code.NOT_FOUND:
+            raise StrataError(error.code, "there is no training server at this address") from error
+        raise
+
+
+def _looks(client: HubClient) -> Iterator[Status | StrataError]:
+    """Over and over. The first must succeed: later a server that is away may come back."""
+    yield _look(client)
+    while True:
+        time.sleep(EVERY_S)
+        try:
+            found: Status | StrataError = _look(client)
+        except StrataError as error:
+            if error.code not in AWAY:
+                raise
+            found = error
+        yield found
+
+
+def _print(found: Status, output: Format) -> None:
+    if output in (Format.JSON, Format.JSONL):
+        write(_json(found, indent=output is Format.JSON))
+        return
+    wide = output is Format.WIDE
+    to = console(width=UNLIMITED if wide else None)
+    with to.capture() as captured:
+        to.print(render(screen(found, wide=wide), to.width))
+    write("\n".join(each.rstrip() for each in captured.get().splitlines()))
+
+
+def _json(found: Status, *, indent: bool) -> str:
+    import msgspec
+
+    encoded = msgspec.json.encode(found)
+    return (msgspec.json.format(encoded, indent=2) if indent else encoded).decode()
+
+
+def _follow(looks: Iterator[Status | StrataError], output: Format) -> None:
+    to = console()
+    if output is not Format.JSONL and to.is_terminal and not to.is_dumb_terminal:
+        _live(looks, to, wide=output is Format.WIDE)
+        return
+    before, away = "", False
+    for found in looks:
+        if isinstance(found, StrataError):
+            if not away:
+                complain(f"strata serve: lost the server: {found.message}; trying again")
+            away = True
+            continue
+        if away:
+            complain("strata serve: connected again")
+        away = False
+        text = _json(found, indent=False) if output is Format.JSONL else line(found)
+        if text != before:
+            write(text if output is Format.JSONL else f"{_time(found)} {printable(text)}")
+        before = text
+
+
+def _live(looks: Iterator[Status | StrataError], to: Console, *, wide: bool) -> None:
+    from rich.live import Live
+
+    last: Status | None = None
+    with Live(console=to, auto_refresh=False, vertical_overflow="ellipsis") as live:
+        for found in looks:
+            if isinstance(found, StrataError):
+                head = Cell(f"NOT CONNECTED: {found.message}", "bold white on red")
+            else:
+                last, head = found, Cell(f"{_time(found)}  Ctrl-C ends", "dim")
+            shown = Screen([], []) if last is None else screen(last, wide=wide, rows=to.height - 1)
+            live.update(render(shown, to.width, before=[head]), refresh=True)
+
+
+def _time(found: Status) -> str:
+    now_ms = int(found.now_s * 1000)
+    return clock(now_ms, now_ms)

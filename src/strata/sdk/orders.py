@@ -1,0 +1,232 @@
+"""What is sent to a training server and what is read from its replies, as values: no connection is known here."""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypedDict, TypeVar
+
+import httpx
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.sdk.future import Flow, Send, call, post, wait
+from strata.train.core import ops
+from strata.train.wire import native
+
+T = TypeVar("T")
+Numbers = Sequence[float] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence: what the model reads, and per token what the loss needs. Position i predicts target i."""
+
+    tokens: Sequence[int]
+    targets: Sequence[int]
+    weights: Sequence[float] | None = None
+    """1 for every token unless given; any real numbers."""
+    advantages: Sequence[float] | None = None
+    logprobs: Sequence[float] | None = None
+    """Of the sampler that the tokens came from."""
+    more: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Inputs of a loss beyond these, one number per token."""
+
+    def wire(self) -> ops.Datum:
+        inputs: dict[str, ops.Tensor] = {"target_tokens": _dense(self.targets, "q", ops.DType.I64)}
+        named = {"weights": self.weights, "advantages": self.advantages, "logprobs": self.logprobs}
+        for name, values in {**named, **self.more}.items():
+            if values is not None:
+                inputs[name] = _dense(values, "f", ops.DType.F32)
+        return ops.Datum(tokens=_packed(self.tokens, "i"), inputs=inputs)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What came of a pass, in the order of the datums."""
+
+    metrics: Mapping[str, float]
+    outputs: Sequence[Mapping[str, array.array[float]]]
+
+    @property
+    def loss(self) -> float:
+        """The sum over all tokens, as every loss is one."""
+        return self.metrics["loss:sum"]
+
+    @property
+    def logprobs(self) -> Sequence[array.array[float]]:
+        return [each["logprobs"] for each in self.outputs]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation of a prompt."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    """Of each token, in the distribution that it was drawn from."""
+    stop_reason: str
+    """`stop` or `length`."""
+
+
+class SamplingParams(TypedDict, total=False):
+    """How a sampler draws. What is not given is the server's default: temperature 1, the model's end of text stops."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: Sequence[str | int]
+    """Strings and tokens beside the end of text; nothing stops it if this is empty."""
+
+
+@dataclass(frozen=True)
+class Order(Generic[T]):
+    """An operation as it is sent, and how its result is read."""
+
+    send: Send
+    read: Callable[[httpx.Response], T]
+    accept: str = "application/json"
+
+    def submit(self) -> Flow[str]:
+        future = yield from call(self.send)
+        return str(future["request_id"])
+
+    def result(self, request_id: str, timeout_s: float | None, poll_s: float | None) -> Flow[T]:
+        reply = yield from wait(request_id, self.accept, timeout_s=timeout_s, poll_s=poll_s)
+        return self.read(_checked(reply))
+
+
+def create_order(session_id: str, number: int, base_model: str, lora: ops.LoraConfig | None) -> Order[str]:
+    body = {
+        "session_id": session_id,
+        "model_seq_id": number,
+        "base_model": base_model,
+        "lora_config": None if lora is None else msgspec.to_builtins(lora),
+    }
+    return Order(post("/api/v1/create_model", body), lambda reply: str(reply.json()["model_id"]))
+
+
+def pass_order(
+    model_id: str, seq: int, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, forward_only: bool
+) -> Order[Pass]:
+    body = native.PassBody(
+        model_id=model_id,
+        seq_id=seq,
+        loss=loss,
+        config=config,
+        forward_only=forward_only,
+        datums=[datum.wire() for datum in data],
+    )
+    headers = {"Content-Type": native.MEDIA_TYPE}
+    return Order(Send("POST", "/api/v1/forward_backward", native.encode(body), headers), _pass, native.MEDIA_TYPE)
+
+
+def step_order(model_id: str, seq: int, adam: ops.AdamParams) -> Order[Mapping[str, float]]:
+    body = {"model_id": model_id, "seq_id": seq, "adam_params": msgspec.to_builtins(adam)}
+    return Order(post("/api/v1/optim_step", body), lambda reply: dict(reply.json()["metrics"]))
+
+
+def save_order(model_id: str, seq: int, name: str, *, overwrite: bool) -> Order[str]:
+    body = {"model_id": model_id, "seq_id": seq, "path": name, "overwrite": overwrite}
+    return Order(post("/api/v1/save_weights", body), lambda reply: str(reply.json()["path"]))
+
+
+def load_order(model_id: str, seq: int, path: str, *, optimizer: bool) -> Order[None]:
+    body = {"model_id": model_id, "seq_id": seq, "path": path, "optimizer": optimizer}
+    return Order(post("/api/v1/load_weights", body), lambda _: None)
+
+
+def abort_order(model_id: str, seq: int) -> Order[None]:
+    return Order(post("/api/v1/abort_gradient_epoch", {"model_id": model_id, "seq_id": seq}), lambda _: None)
+
+
+def copy_order(model_id: str, seq: int, number: int, read: Callable[[str], T]) -> Order[T]:
+    """A copy of the model in the server's memory; `read` makes of its id what the caller wants."""
+    body = {"model_id": model_id, "seq_id": seq, "sampling_session_seq_id": number}
+    send = post("/api/v1/save_weights_for_sampler", body)
+    return Order(send, lambda reply: read(str(reply.json()["sampling_session_id"])))
+
+
+def publish_order(model_id: str, seq: int, name: str, *, overwrite: bool) -> Order[str]:
+    body = {"model_id": model_id, "seq_id": seq, "path": name, "overwrite": overwrite}
+    return Order(post("/api/v1/save_weights_for_sampler", body), lambda reply: str(reply.json()["path"]))
+
+
+def sample_order(
+    sampler_id: str, seq: int, prompt: Sequence[int], num_samples: int, params: SamplingParams
+) -> Order[Sequence[Sample]]:
+    body = {**_asked(sampler_id, seq, prompt, params), "num_samples": num_samples}
+    return Order(post("/api/v1/asample", body), _samples)
+
+
+def logprobs_order(sampler_id: str, seq: int, tokens: Sequence[int]) -> Order[Sequence[float | None]]:
+    # Nobody wants the token that is sampled behind them, but the server samples at least one.
+    body = {**_asked(sampler_id, seq, tokens, {"max_tokens": 1}), "prompt_logprobs": True}
+    return Order(post("/api/v1/asample", body), lambda reply: list(reply.json()["prompt_logprobs"]))
+
+
+def opened_sampler(session_id: str, number: int, base_model: str | None, path: str | None) -> Flow[str]:
+    body = {
+        "session_id": session_id,
+        "sampling_session_seq_id": number,
+        "base_model": base_model,
+        "model_path": path,
+    }
+    sampler = yield from call(post("/api/v1/create_sampling_session", body))
+    return str(sampler["sampling_session_id"])
+
+
+def _asked(sampler_id: str, seq: int, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+    return {
+        "sampling_session_id": sampler_id,
+        "seq_id": seq,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
+        "sampling_params": params,
+    }
+
+
+def _samples(reply: httpx.Response) -> Sequence[Sample]:
+    found = reply.json()["sequences"]
+    return [Sample(each["tokens"], each["logprobs"], str(each["stop_reason"])) for each in found]
+
+
+def _checked(reply: httpx.Response) -> httpx.Response:
+    """The reply, unless it says that the operation failed."""
+    if reply.headers.get("content-type", "").startswith("application/json"):
+        found = reply.json()
+        if isinstance(found, dict) and "error" in found:
+            code = Code.INVALID if found.get("category") == "user" else Code.UNAVAILABLE
+            raise StrataError(code, found["error"], category=found.get("category"))
+    return reply
+
+
+def _pass(reply: httpx.Response) -> Pass:
+    result = ops.decode_pass_result(reply.content)
+    outputs = [{name: _floats(dense) for name, dense in each.fields.items()} for each in result.outputs]
+    return Pass(dict(result.metrics), outputs)
+
+
+def _floats(dense: ops.Dense) -> array.array[float]:
+    return _native(array.array("f", dense.data))
+
+
+def _dense(values: Numbers, typecode: str, dtype: ops.DType) -> ops.Dense:
+    return ops.Dense(dtype, (len(values),), _packed(values, typecode))
+
+
+def _packed(values: Numbers, typecode: str) -> bytes:
+    try:
+        return _native(array.array(typecode, values)).tobytes()
+    except (TypeError, OverflowError) as error:
+        raise StrataError(Code.INVALID, f"these numbers do not fit: {error}") from None
+
+
+def _native(numbers: array.array[Any]) -> array.array[Any]:
+    """Between this machine's order of bytes and the wire's, which is little-endian."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers

@@ -1,0 +1,159 @@
+"""Weights that leave the server and come to it, as archives of the files that everybody else reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from strata.base.digest import sha256_hex
+from strata.base.errors import Code, StrataError
+from strata.http.declare import KIB, PUBLIC, RESEARCHER, VIEWER, Answer, Endpoint
+from strata.http.errors import HttpRefusal
+from strata.train import adapters
+from strata.train.api.declare import BATCH, Raw
+from strata.train.api.signed import Grant, address, check, sign
+from strata.train.api.site import Call
+from strata.train.archive import MEDIA_TYPE, Archive, open_archive, read_members
+from strata.train.core import messages, ops
+from strata.train.core.state import IMPORTED
+from strata.train.layers import ADAPTER, ADAPTER_CONFIG
+from strata.train.runner.checkpoint import Manifest
+from strata.train.wire import bodies, replies
+
+DOWNLOAD: Final = "/api/v1/archive"
+IGNORED: Final = ("README.md",)
+"""What PEFT writes beside an adapter."""
+
+
+async def locate(call: Call) -> Answer:
+    """Where the archive of a checkpoint can be fetched for a while, as a redirect (302)."""
+    folder, expires_at_s = await _found(call)
+    # Now, and not only when it is fetched: whoever asks is told what is wrong, and not a stranger.
+    archive = await asyncio.to_thread(open_archive, call.site.settings.checkpoints / folder)
+    archive.closing.close()
+    headers = {
+        "Location": _address(call, Grant(folder, "", expires_at_s)),
+        "Expires": formatdate(expires_at_s, usegmt=True),
+        "Cache-Control": "no-store",
+    }
+    return Answer(b"", 302, headers=headers)
+
+
+async def locate_files(call: Call) -> replies.ExternalWeights:
+    """Where each file of a checkpoint can be fetched for a while."""
+    folder, expires_at_s = await _found(call)
+    archive = await asyncio.to_thread(open_archive, call.site.settings.checkpoints / folder)
+    archive.closing.close()
+    urls = {name: _address(call, Grant(folder, name, expires_at_s)) for name, _, _ in archive.files}
+    return replies.ExternalWeights(urls=urls, expires=replies.moment(expires_at_s))
+
+
+async def _found(call: Call) -> tuple[str, float]:
+    """The folder of the checkpoint that the path names, and until when addresses of it are good."""
+    kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
+    found = await call.look(messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.CheckpointView)
+    until_s = call.site.clock.wall_s() + call.site.settings.kept.archive_valid_s
+    return found.folder, until_s if found.expires_at_s is None else min(until_s, found.expires_at_s)
+
+
+def _address(call: Call, grant: Grant) -> str:
+    return address(call.headers, DOWNLOAD, token=sign(grant, call.site.signing_key))
+
+
+async def fetch(call: Call, query: bodies.Token) -> Answer:
+    """What such an address names: a tar file of PEFT's or Hugging Face's form, or one file of it."""
+    grant = check(query.token, call.site.signing_key, call.site.clock.wall_s())
+    archive = await asyncio.to_thread(open_archive, call.site.settings.checkpoints / grant.folder, grant.file or None)
+    name = grant.file or f"{grant.folder.replace('/', '-').replace('@', '-')}.tar"
+    headers = {
+        "Content-Length": str(archive.files[0][1] if grant.file else archive.size),
+        "Content-Disposition": f'attachment; filename="{name}"',
+        "Cache-Control": "no-store",
+    }
+    media_type = "application/octet-stream" if grant.file else MEDIA_TYPE
+    return Answer(_stream(archive, plain=bool(grant.file)), media_type=media_type, headers=headers)
+
+
+async def _stream(archive: Archive, *, plain: bool) -> AsyncIterator[bytes]:
+    parts = archive.content() if plain else archive.parts()
+    try:
+        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+            yield part
+    finally:
+        archive.closing.close()
+
+
+async def take(call: Call, query: bodies.ImportQuery, body: Raw) -> replies.Imported:
+    """Make a checkpoint of a PEFT adapter, sent as a tar file of its safetensors and its config."""
+    if body.media_type != MEDIA_TYPE:
+        raise HttpRefusal(415, Code.UNSUPPORTED, f"an adapter is read as {MEDIA_TYPE}, not as {body.media_type!r}")
+    site, tenant = call.site, await call.site.tenant(call.caller)
+    name = bodies.checkpoint_name(query.name)
+    server = await call.look(messages.DescribeServer(), messages.ServerView)
+    if server.full:
+        raise StrataError(Code.PRECONDITION, "this server trains the whole model: it has no adapters")
+    if not server.ready:
+        raise StrataError(Code.UNAVAILABLE, "the ranks are starting")
+    import_id = f"{site.number}.{site.ids.new('import')}"
+    folder = site.settings.imports / import_id
+    try:
+        run_id, lora = await asyncio.to_thread(_stage, call, body.content, (tenant, name, import_id), server)
+        asked = messages.ImportCheckpoint(import_id, name, run_id, server.base_model, lora, query.ttl_seconds)
+        await call.look(asked, messages.Done)
+    finally:
+        await asyncio.to_thread(_remove, folder)
+    return replies.Imported(path=f"tinker://{run_id}/weights/{name}")
+
+
+def _remove(folder: Path) -> None:
+    """At once out of the reach of an orchestrator that may take it at this moment: it gets all of it, or nothing."""
+    gone = folder.with_name(f"{folder.name}.gone")
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _stage(
+    call: Call, raw: bytes, whose: tuple[str, str, str], server: messages.ServerView
+) -> tuple[str, ops.LoraConfig]:
+    tenant, name, import_id = whose
+    settings = call.site.settings
+    files = read_members(raw, (ADAPTER, ADAPTER_CONFIG), IGNORED)
+    config = adapters.read_config(files[ADAPTER_CONFIG], settings.model.base_models, settings.model.max_lora_rank)
+    folder = settings.imports / import_id
+    folder.mkdir(parents=True, mode=0o700)
+    beside = folder / ADAPTER
+    beside.write_bytes(files[ADAPTER])
+    lora = adapters.examine(beside, config, Path(settings.model.path))
+    beside.unlink()
+    # The same again is the same run: a client that repeats an upload it has heard nothing of makes no second one.
+    content = "\n".join((tenant, name, *(sha256_hex(files[each]) for each in sorted(files))))
+    run_id = f"{IMPORTED}{sha256_hex(content.encode())[:24]}"
+    manifest = Manifest(
+        model_id=run_id, seq_id=0, kind="weights", base_model=server.base_model, arch=server.arch, lora=lora, steps=0
+    )
+    said = msgspec.json.decode(files[ADAPTER_CONFIG], type=dict[str, Any])
+    here = msgspec.json.encode(said | {"base_model_name_or_path": settings.model.path})
+    adapters.stage(folder / settings.staged, manifest, {**files, ADAPTER_CONFIG: here})
+    return run_id, lora
+
+
+ENDPOINTS = (
+    Endpoint("GET", DOWNLOAD, PUBLIC, fetch, KIB),
+    Endpoint("GET", "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/archive", VIEWER, locate, KIB),
+    Endpoint(
+        "GET",
+        "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/external_weights_urls",
+        VIEWER,
+        locate_files,
+        KIB,
+    ),
+    Endpoint("POST", "/api/v1/import_weights", RESEARCHER, take, BATCH),
+)

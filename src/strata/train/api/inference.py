@@ -1,0 +1,39 @@
+"""Inference engines beside this server. For operators: an engine serves what it is told to everybody who asks it."""
+
+from __future__ import annotations
+
+from strata.http.declare import KIB, OPERATOR, Endpoint
+from strata.train.api.site import Call
+from strata.train.core import messages, ops
+from strata.train.wire import inference
+
+
+async def add(call: Call, body: inference.AddEndpoint) -> inference.Added:
+    """An engine that is told of new weights, at a URL that the settings allow."""
+    question = body.question()
+    await call.look(question, messages.Done)
+    return inference.Added(name=question.name)
+
+
+async def remove(call: Call, body: inference.RemoveEndpoint) -> None:
+    """Tell an engine of nothing more; what it has, it keeps."""
+    await call.look(messages.RemoveEndpoint(body.name), messages.Done)
+
+
+async def listed(call: Call) -> inference.Endpoints:
+    """The engines, whether they answer, and which weights they have."""
+    return inference.endpoints_of(await call.look(messages.ListEndpoints(), messages.Endpoints))
+
+
+async def sync(call: Call, body: inference.SyncWeights) -> ops.SyncWeights:
+    """Save a model's weights for sampling and tell the engines of them."""
+    del call
+    return body.operation()
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/add_inference_endpoint", OPERATOR, add, 16 * KIB),
+    Endpoint("POST", "/remove_inference_endpoint", OPERATOR, remove, 4 * KIB),
+    Endpoint("GET", "/list_inference_endpoints", OPERATOR, listed, KIB),
+    Endpoint("POST", "/api/v1/sync_inference_weights", OPERATOR, sync, 16 * KIB),
+)

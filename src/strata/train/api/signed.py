@@ -1,0 +1,58 @@
+"""Addresses that anybody can use for a while who was given them: what they name is signed, and when they end."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import re
+from typing import Final
+from urllib.parse import urlencode
+
+import msgspec
+from starlette.datastructures import Headers
+
+from strata.base.errors import Code, StrataError
+
+_HOST: Final = re.compile(r"[A-Za-z0-9.\-_\[\]:]{1,255}")
+
+
+class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    folder: str
+    """Of a checkpoint, under that of all checkpoints."""
+    file: str
+    """One of its files; empty for all of it in an archive."""
+    expires_at_s: float
+
+
+def sign(grant: Grant, key: bytes) -> str:
+    said = msgspec.msgpack.encode(grant)
+    return base64.urlsafe_b64encode(_mac(said, key) + said).decode().rstrip("=")
+
+
+def check(token: str, key: bytes, now_s: float) -> Grant:
+    """FORBIDDEN in the same words for all that is wrong with it."""
+    refused = StrataError(Code.FORBIDDEN, "this address is not valid, or not any more", hint="ask for a new one")
+    try:
+        raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise refused from None
+    if not hmac.compare_digest(_mac(raw[32:], key), raw[:32]):
+        raise refused
+    grant = msgspec.msgpack.decode(raw[32:], type=Grant)
+    if grant.expires_at_s <= now_s:
+        raise refused
+    return grant
+
+
+def _mac(said: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, said, "sha256")
+
+
+def address(headers: Headers, path: str, **query: str) -> str:
+    """Of this server, as the caller reaches it."""
+    scheme = headers.get("x-forwarded-proto", "http")
+    host = headers.get("host", "")
+    if scheme not in ("http", "https") or not _HOST.fullmatch(host):
+        raise StrataError(Code.INVALID, "the Host of the request is not a name of this server")
+    return f"{scheme}://{host}{path}?{urlencode(query)}"

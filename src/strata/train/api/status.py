@@ -1,0 +1,52 @@
+"""How the server is doing: for people, for Prometheus, and operation by operation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from strata.http.declare import KIB, OPERATOR, VIEWER, Answer, Endpoint
+from strata.identity.roles import Role
+from strata.train.api.site import Call
+from strata.train.core import status
+from strata.train.metrics import MEDIA_TYPE
+from strata.train.wire.timeline import TimelineReply, timeline_reply
+from strata.train.wire.trace import chrome_trace
+
+
+def _everything(call: Call) -> bool:
+    """An operator sees all tenants. Everybody else sees itself, and all others in the sum."""
+    return call.caller.role is not None and call.caller.role >= Role.OPERATOR
+
+
+async def show(call: Call) -> status.Status:
+    """What the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by name"""
+    found = await call.look(status.DescribeStatus(_everything(call)), status.StatusView)
+    return found.status
+
+
+async def timeline(call: Call) -> TimelineReply:
+    """When an operation was where: held, queued, packed, at the ranks; 410 once that is not kept any longer"""
+    asked = status.DescribeTimeline(call.path["request_id"])
+    return timeline_reply((await call.look(asked, status.TimelineView)).timeline)
+
+
+async def trace(call: Call) -> Answer:
+    """The same of all operations that it is kept of, as a trace for Perfetto"""
+    found = await call.look(status.ListTimelines(), status.TimelinesView)
+    return Answer(await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(found.timelines))))
+
+
+async def metrics(call: Call) -> Answer:
+    """Metrics for Prometheus; queues of other tenants as one, for operators by name"""
+    found = await call.look(status.ReadMetrics(_everything(call)), status.MetricsView)
+    return Answer(found.text + call.site.requests.text(), media_type=MEDIA_TYPE)
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/api/v1/status", VIEWER, show, KIB),
+    Endpoint("GET", "/api/v1/futures/{request_id}/timeline", VIEWER, timeline, KIB),
+    Endpoint("GET", "/api/v1/trace", OPERATOR, trace, KIB),
+    Endpoint("GET", "/metrics", VIEWER, metrics, KIB),
+)

@@ -1,0 +1,79 @@
+"""Ranks that do again what others did before them: who may go on, what is left out, and whether it came out the same.
+
+A group counts as the server's own (`TrainState.group`) from when it has caught up. Until then it may have gone another
+way than the group before it without anybody having heard, and nobody goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import ops
+from strata.train.core.state import Dispatch, TrainState
+
+
+class Past(NamedTuple):
+    """A dispatch that has its results."""
+
+    dispatch: Dispatch
+    operations: Sequence[ops.Operation]
+    failed: Sequence[bool]
+    """Of each operation, whether its client was told that it failed."""
+
+
+def unfit(state: TrainState, group: str, applied: int) -> str | None:
+    """Why a group of ranks that has applied all up to this dispatch must not be spoken to."""
+    if state.spoiled and group == state.group:
+        return "it was given up"
+    if applied > state.dispatched:
+        return f"it has applied dispatch {applied}, and the journal knows of {state.dispatched}"
+    if 0 < applied < state.cut:
+        return f"it has applied dispatch {applied}, and what came after that was let go"
+    if applied and group != state.group:
+        return f"it has applied dispatch {applied}, and another took its place or nobody saw it catch up"
+    return None
+
+
+def left_out(past: Past) -> bool:
+    """Failed for the disk or a limit as they were then, without a trace: today it might succeed, and nobody knows.
+
+    Whatever else failed does so again, or its failing was a change, as that of a step that throws a gradient away.
+    """
+    return all(past.failed) and isinstance(past.operations[0], ops.CreateModel | ops.LoadWeights)
+
+
+def astray(past: Past, results: Sequence[ops.Result]) -> StrataError | None:
+    """What there is to say if the models are others now than those that clients were told of."""
+    dispatch = past.dispatch
+    if len(results) != len(past.operations):
+        wrong = f"the ranks gave {len(results)} results for {len(past.operations)} operations"
+        results = [ops.Failed("server", wrong)] * len(past.operations)
+    for operation, failed, result in zip(past.operations, past.failed, results, strict=True):
+        if isinstance(result, ops.Failed) and not failed and (remedy := _remedy(operation, dispatch.path)) is not None:
+            what = operation.__struct_config__.tag
+            return StrataError(
+                Code.CORRUPT,
+                f"dispatch {dispatch.number}, {what} of {getattr(operation, 'model_id', '')!r}, once succeeded and "
+                f"failed when new ranks did it again, so nothing is trained: {result.message}",
+                hint=f"{remedy}; it is tried again whenever the server or its ranks start",
+            )
+    return None
+
+
+def _remedy(operation: ops.Operation, path: str) -> str | None:
+    """What somebody can do about it; None if no model is another one for it."""
+    match operation:
+        case ops.CreateModel():
+            return "give the server the room back that it had: max_models and max_lora_rank of [model]"
+        case ops.LoadWeights():
+            return f"bring the files of checkpoint {path} back, from a backup or the object store"
+        case ops.SaveWeights() | ops.SyncWeights():
+            return f"see that the folder of checkpoint {path} can be written and its disk has room"
+        case ops.ForwardBackward() if operation.forward_only:
+            return None
+        case ops.ForwardBackward() | ops.OptimStep() | ops.AbortGradients():
+            return "start the server with the model and the settings that it had"
+        case _:
+            return None

@@ -1,0 +1,224 @@
+"""Weights on inference endpoints: which engine is to have which, and which samples they are asked for instead of ranks.
+
+A version is named after its model and the place in that model's order at which it was saved. So a name never means two
+things, an engine that is told twice has it once, and a sample that names its version is never of older weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, assert_never
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import ops, retention
+from strata.train.core.facts import (
+    EndpointAdded,
+    EndpointRemoved,
+    Fact,
+    Finished,
+    PushBegun,
+    PushEnded,
+    SampleReturned,
+    SampleRouted,
+)
+from strata.train.core.future import OPEN
+from strata.train.core.inputs import (
+    AddEndpoint,
+    AnswerRouted,
+    Done,
+    EndPush,
+    Outcome,
+    RemoveEndpoint,
+    ReturnRouted,
+    RouteSamples,
+)
+from strata.train.core.sampling import Sample
+from strata.train.core.state import Dispatch, Endpoint, Publication, Push, TrainState, is_name
+
+MAX_ENDPOINTS: Final = 64
+SAMPLING_ENGINES: Final = frozenset({"vllm"})
+"""Those that take tokens and give their log probabilities."""
+
+Input = AddEndpoint | RemoveEndpoint | EndPush | RouteSamples | AnswerRouted | ReturnRouted
+EndpointFact = EndpointAdded | EndpointRemoved | PushBegun | PushEnded | SampleRouted | SampleReturned
+
+
+def version_of(model_id: str, seq_id: int) -> str:
+    return f"{model_id.replace(':', '-')}-v{seq_id}"
+
+
+def decide(state: TrainState, given: Input) -> Outcome:  # noqa: PLR0911 - one arm per input
+    match given:
+        case AddEndpoint():
+            return _add(state, given)
+        case RemoveEndpoint():
+            if given.name not in state.endpoints:
+                raise StrataError(Code.NOT_FOUND, f"there is no inference endpoint {given.name!r}")
+            return Outcome(Done(), (EndpointRemoved(given.name),))
+        case EndPush():
+            return _end(state, given)
+        case RouteSamples():
+            return _route(state, given.limit)
+        case AnswerRouted():
+            # One that was given up meanwhile has its result already.
+            if given.future_id not in state.routed:
+                return Outcome(Done())
+            return Outcome(Done(), (Finished(given.future_id, given.result, given.at_s),), (given.future_id,))
+        case ReturnRouted():
+            return Outcome(Done(), (SampleReturned(given.future_id),) if given.future_id in state.routed else ())
+        case _:
+            assert_never(given)
+
+
+def _add(state: TrainState, given: AddEndpoint) -> Outcome:
+    if not is_name(given.name):
+        raise StrataError(Code.INVALID, f"{given.name!r} cannot name an endpoint: use letters, digits and . _ -")
+    known = state.endpoints.get(given.name)
+    if known is not None and (known.url, known.engine) != (given.url, given.engine):
+        raise StrataError(Code.CONFLICT, f"there is an inference endpoint {given.name!r} already, another one")
+    if known is not None and known.address == given.address:
+        return Outcome(Done())
+    if known is None and len(state.endpoints) >= MAX_ENDPOINTS:
+        raise StrataError(Code.EXHAUSTED, f"there are {MAX_ENDPOINTS} inference endpoints, which is all that may be")
+    return Outcome(Done(), (EndpointAdded(given.name, given.url, given.address, given.engine, given.at_s),))
+
+
+def saved(state: TrainState, dispatch: Dispatch, results: Sequence[ops.Result], at_s: float) -> PushBegun | None:
+    """What follows when the ranks have saved the weights of this dispatch; None if endpoints have no part in it."""
+    if len(results) != 1 or not isinstance(results[0], ops.WeightsSaved):
+        return None
+    future = state.futures.get(dispatch.future_ids[0])
+    operation = future.operation if future else None
+    if not isinstance(operation, ops.SyncWeights | ops.SaveWeights):
+        return None
+    named: Sequence[str] = ()
+    synced = False
+    if isinstance(operation, ops.SyncWeights):
+        named, synced = operation.endpoints, True
+    elif not (state.rules.push and operation.kind == "sampler_weights" and state.endpoints):
+        return None
+    return PushBegun(
+        path=dispatch.path,
+        version=version_of(operation.model_id, operation.seq_id),
+        model_id=operation.model_id,
+        seq_id=operation.seq_id,
+        endpoints=tuple(named or state.endpoints),
+        future_id=dispatch.future_ids[0] if synced else "",
+        number=dispatch.number,
+        at_s=at_s,
+    )
+
+
+def _end(state: TrainState, given: EndPush) -> Outcome:
+    push = state.pushes.get(given.path)
+    if push is None:
+        return Outcome(Done())
+    ended: list[Fact] = [PushEnded(given.path, given.outcomes, given.at_s)]
+    future = state.futures.get(push.future_id)
+    if future is None or future.status not in OPEN or not isinstance(future.operation, ops.SyncWeights):
+        return Outcome(Done(), tuple(ended))
+    weights = future.operation.save()
+    path = ops.SavedWeights(weights.model_id, weights.kind, weights.name).path
+    result = ops.WeightsSynced(path, push.version, given.outcomes)
+    ended.append(Finished(push.future_id, result, given.at_s))
+    return Outcome(Done(), tuple(ended), (push.future_id,))
+
+
+def routable(state: TrainState, future_id: str, sample: Sample) -> str | None:
+    """The endpoint that this sample is asked of.
+
+    Engines tell what the model says of a token. That is what is promised only where nothing bends the distribution, so
+    everything else is for the ranks, and so is what is asked of the prompt.
+    """
+    if not state.rules.route or not state.published or future_id in state.unroutable:
+        return None
+    params, sampler = sample.params, state.samplers.get(sample.sampler_id)
+    plain = params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p == 1)
+    extra = sample.wants_prompt or sample.topk_sample_logprobs
+    if sampler is None or not plain or extra or params.max_tokens is None or params.stop_strings:
+        return None
+    publication = state.published.get(sampler.folder)
+    if publication is None:
+        return None
+    able = [
+        name
+        for name in publication.endpoints
+        if name in state.endpoints and state.endpoints[name].engine in SAMPLING_ENGINES
+    ]
+    load = [endpoint for endpoint, _ in state.routed.values()]
+    return min(able, key=load.count, default=None)
+
+
+def _route(state: TrainState, limit: int) -> Outcome:
+    """One at a time, so that each goes where the fewest are."""
+    if len(state.routed) >= limit:
+        return Outcome(Done())
+    for future_id, sample in state.waiting.items():
+        endpoint = routable(state, future_id, sample)
+        if endpoint is not None:
+            return Outcome(Done(), (SampleRouted(future_id, endpoint),))
+    return Outcome(Done())
+
+
+def apply(state: TrainState, fact: EndpointFact) -> None:
+    match fact:
+        case EndpointAdded():
+            state.endpoints[fact.name] = Endpoint(fact.name, fact.url, fact.address, fact.engine, fact.at_s)
+        case EndpointRemoved():
+            state.endpoints.pop(fact.name, None)
+        case PushBegun():
+            _begin(state, fact)
+        case PushEnded():
+            push = state.pushes.pop(fact.path)
+            told = tuple(each.endpoint for each in fact.outcomes if each.ok)
+            if told and not state.models[push.model_id].unloaded:
+                _publish(state, push, told)
+        case SampleRouted():
+            sample = state.waiting.pop(fact.future_id)
+            state.futures.dispatch(fact.future_id, 0)
+            state.routed[fact.future_id] = fact.endpoint, sample
+        case SampleReturned():
+            _, sample = state.routed.pop(fact.future_id)
+            state.futures.give_back(fact.future_id)
+            state.unroutable.add(fact.future_id)
+            # It came before those that wait.
+            state.waiting = {fact.future_id: sample} | state.waiting
+        case _:
+            assert_never(fact)
+
+
+def _begin(state: TrainState, fact: PushBegun) -> None:
+    state.pushes[fact.path] = Push(fact.path, fact.version, fact.model_id, fact.seq_id, fact.endpoints, fact.future_id)
+    # The ranks are done with it; only the endpoints are not.
+    state.dispatches.pop(fact.number, None)
+    future = state.futures.get(fact.future_id)
+    if future is not None and isinstance(future.operation, ops.SyncWeights):
+        retention.end_save(state, future.operation.save(), fact.number, fact.at_s)
+
+
+def _publish(state: TrainState, push: Push, told: tuple[str, ...]) -> None:
+    before = state.published.pop(push.path, None)
+    names = tuple(dict.fromkeys((*(before.endpoints if before else ()), *told)))
+    state.published[push.path] = Publication(push.path, push.version, push.model_id, push.seq_id, names)
+    same = sorted(each.seq_id for each in state.published.values() if each.model_id == push.model_id)
+    kept = set(same[-state.rules.keep_versions :])
+    for each in [one for one in state.published.values() if one.model_id == push.model_id and one.seq_id not in kept]:
+        del state.published[each.path]
+
+
+def unknown(state: TrainState, operation: ops.SaveWeights | ops.SyncWeights) -> str | None:
+    """Why there is nobody to tell."""
+    named = operation.endpoints if isinstance(operation, ops.SyncWeights) else ()
+    strange = [each for each in named if each not in state.endpoints]
+    return f"there is no inference endpoint {strange[0]!r}" if strange else None
+
+
+def forget(state: TrainState, model_id: str) -> None:
+    """A model that is over: engines that lose its weights are not told of them again, and the ranks sample them."""
+    for each in [one for one in state.published.values() if one.model_id == model_id]:
+        del state.published[each.path]
+
+
+def as_save(operation: ops.SaveWeights | ops.SyncWeights) -> ops.SaveWeights:
+    """What the ranks do of it."""
+    return operation if isinstance(operation, ops.SaveWeights) else operation.save()

@@ -1,0 +1,187 @@
+"""What the server says of itself while it works: questions of API servers, and what is shown to people.
+
+Whoever may see everything is told of all tenants by name; others of themselves, and of all others in the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from strata.train.core.commands import Timing
+
+PHASES: Final = ("held", "queue", "pack", "behind", "forward", "backward", "optimizer", "publish", "sample", "other")
+"""Held until those before it had come; queued; packed, journaled and sent; behind another at the ranks; and there."""
+MOST_TENANTS: Final = 20
+"""That are told apart; the others are one."""
+OTHERS: Final = "other"
+RECENT: Final = 20
+
+
+class Timeline(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A moment is None until it has come. For a sample the last ones are of its first and its last quantum."""
+
+    future_id: str
+    tenant: str
+    model_id: str
+    kind: str
+    tokens: int
+    number: int = 0
+    """Of its dispatch."""
+    outcome: Literal["", "finished", "failed", "cancelled"] = ""
+    accepted_at_s: float
+    ready_at_s: float | None = None
+    dispatched_at_s: float | None = None
+    sent_at_s: float | None = None
+    begun_at_s: float | None = None
+    answered_at_s: float | None = None
+    ended_at_s: float | None = None
+    spent: Timing = Timing(0.0)
+    """Inside the ranks, by all operations of the same dispatch together."""
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase that there was."""
+        spent = self.spent
+        known = spent.forward_s + spent.backward_s + spent.optimizer_s + spent.publish_s
+        # Weights that endpoints are told of are saved first and end when all have heard.
+        told_s = _between(self.answered_at_s, self.ended_at_s) if self.kind == "sync_weights" else 0.0
+        # From its first quantum to its last; training may have gone on in between.
+        sampled_s = _between(self.begun_at_s, self.answered_at_s) if self.kind == "sample" else 0.0
+        found = dict(
+            zip(
+                PHASES,
+                (
+                    _between(self.accepted_at_s, self.ready_at_s),
+                    _between(self.ready_at_s, self.dispatched_at_s),
+                    _between(self.dispatched_at_s, self.sent_at_s),
+                    _between(self.sent_at_s, self.begun_at_s),
+                    spent.forward_s,
+                    spent.backward_s,
+                    spent.optimizer_s,
+                    spent.publish_s + told_s,
+                    sampled_s,
+                    max(spent.total_s - known, 0.0),
+                ),
+                strict=True,
+            )
+        )
+        return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def _between(first_s: float | None, then_s: float | None) -> float:
+    return 0.0 if first_s is None or then_s is None else max(then_s - first_s, 0.0)
+
+
+class DescribeStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_status"):
+    everything: bool
+
+
+class DescribeTimeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_timeline"):
+    future_id: str
+
+
+class ListTimelines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_timelines"):
+    """Of all tenants."""
+
+
+class ReadMetrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="read_metrics"):
+    everything: bool
+
+
+class TimelineView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="timeline"):
+    timeline: Timeline
+
+
+class TimelinesView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="timelines"):
+    timelines: Sequence[Timeline]
+
+
+class MetricsView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="metrics"):
+    text: bytes
+    """In the form of Prometheus."""
+
+
+class RanksStatus(msgspec.Struct, frozen=True, kw_only=True):
+    state: str
+    """`starting`, `catching up`, `ready`, `busy`, `asleep`, `unhealthy`."""
+    reason: str
+    size: int = 0
+    answered: Sequence[int] = ()
+    """Those that answered just now; ranks that are busy are not asked."""
+    group: str = ""
+    attached_at_s: float | None = None
+
+
+class RunningStatus(msgspec.Struct, frozen=True, kw_only=True):
+    number: int
+    kind: str
+    tenants: Sequence[str]
+    tokens: int
+    since_s: float | None
+    """When it began, or could have; None if it waits behind another."""
+
+
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
+    tenant: str
+    waiting: int = 0
+    """Operations, also those that a gap holds."""
+    held: int = 0
+    tokens: int = 0
+    running: int = 0
+    samples: int = 0
+    """Requests for samples that wait or run."""
+    models: int = 0
+    eta_s: float | None = None
+    """Until all that wait have begun, if nothing else came; None if that cannot be told."""
+
+
+class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
+    number: int
+    behind: int
+    """Dispatches since, that changed something."""
+    at_s: float | None = None
+    """None if it was there before this orchestrator."""
+    size: int | None = None
+    held_s: float | None = None
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    now_s: float
+    leading_since_s: float
+    generation: int
+    base_model: str
+    arch: str
+    training: str
+    parameters: int
+    ranks: RanksStatus
+    models: int
+    slots: int
+    samplers: int
+    sampler_places: int
+    waiting: int
+    max_waiting: int
+    samples_waiting: int
+    samples_running: int
+    running: Sequence[RunningStatus]
+    dispatched: int
+    trained_tokens_per_s: float
+    """Over the last minute, as the one below."""
+    sampled_tokens_per_s: float
+    snapshot: SnapshotStatus | None
+    recoveries: int
+    """Since this orchestrator leads: groups of ranks that took the place of others."""
+    recovery_s: float | None
+    """How long the last one took, from the loss to having caught up."""
+    tenants: Sequence[TenantStatus]
+    recent: Sequence[Timeline]
+    """The last that ended, newest first."""
+
+
+class StatusView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="status"):
+    status: Status
+
+
+Questions = DescribeStatus | DescribeTimeline | ListTimelines | ReadMetrics
+Views = StatusView | TimelineView | TimelinesView | MetricsView

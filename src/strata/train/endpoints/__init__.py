@@ -1,0 +1,1 @@
+"""Inference engines beside the server: told of new weights, and asked for samples of them."""

@@ -1,0 +1,154 @@
+"""Whole models as torch.distributed.checkpoint keeps them: every rank writes its own part, any number of them reads it.
+
+The storage is the engine's own of safetensors: what it would keep in a pickled `.metadata` is in the headers of the
+files instead. Its way of planning together pickles too, between the ranks, and is not used: each rank plans alone. A
+rank's shard is its own, so there is nothing to agree on; what it reads is found by the headers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from strata.base.errors import Code, StrataError
+from strata.train.runner.files import header_of
+
+SHARDS: Final = "shard-*.safetensors"
+SHARDING: Final = "DCP_SHARDING_INFO"
+DTYPE: Final = "F32"
+
+State = dict[str, torch.Tensor]
+
+
+class _Offsets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    saved_offsets: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    offsets: Sequence[int]
+    shape: Sequence[int]
+
+
+class _OwnShard(HuggingFaceStorageWriter):
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self.file = folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """The same file as the engine's, out of the memory the weights are in: it would make two copies on the way."""
+        tensors: State = {}
+        offsets: dict[str, _Offsets] = {}
+        for item in plan.items:
+            assert item.tensor_data is not None
+            name = item.index.fqn
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, torch.Tensor)
+            tensors[name] = tensor.detach().cpu().contiguous()
+            offsets[name] = _Offsets(list(item.tensor_data.chunk.offsets))
+        said = {SHARDING: msgspec.json.encode(offsets).decode(), "DCP_VERSION": "1.0", "format": "pt"}
+        save_file(tensors, self.file, said)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+
+class _OwnPlan(DefaultSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The engine would miss the other ranks' parts here. That none is missing is checked by whoever reads."""
+        return all_plans, Metadata({})
+
+
+def write(folder: Path, state: State, rank: int) -> Path:
+    """This rank's part of `state`; the file it is in now. Ranks do not wait for each other."""
+    writer = _OwnShard(folder, rank)
+    save(state, storage_writer=writer, planner=_OwnPlan(), use_collectives=False)
+    return writer.file
+
+
+def has_shards(folder: Path) -> bool:
+    return any(folder.glob(SHARDS))
+
+
+def fill(folder: Path, state: State) -> None:
+    """Read into the tensors of `state`, sharded ones too, whatever number of ranks wrote them."""
+    found = chunks_of(folder)
+    for name, tensor in state.items():
+        check_whole(name, found.get(name, ()), tensor.shape)
+    with warnings.catch_warnings():
+        # It says that it takes this for one process alone. That is how each rank reads.
+        warnings.simplefilter("ignore")
+        load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+def whole(folder: Path, wanted: Callable[[str], bool] = lambda _: True) -> State:
+    """What is wanted of the folder, put together, in this process."""
+    state = {
+        name: torch.empty([max(ends) for ends in zip(*map(_ends, chunks), strict=True)], dtype=torch.float32)
+        for name, chunks in chunks_of(folder).items()
+        if wanted(name)
+    }
+    fill(folder, state)
+    return state
+
+
+def chunks_of(folder: Path) -> Mapping[str, Sequence[Chunk]]:
+    found: dict[str, list[Chunk]] = {}
+    for file in sorted(folder.glob(SHARDS)):
+        header = header_of(file)
+        try:
+            offsets = msgspec.json.decode(header.metadata.get(SHARDING, "{}"), type=dict[str, _Offsets])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise _damaged(file.name, str(error)) from error
+        for name, stored in header.tensors.items():
+            own = offsets.get(name)
+            if own is None or len(own.saved_offsets) != len(stored.shape) or stored.dtype != DTYPE:
+                raise _damaged(file.name, f"{name} has no place in a model")
+            found.setdefault(name, []).append(Chunk(own.saved_offsets, stored.shape))
+    return found
+
+
+def check_whole(name: str, chunks: Sequence[Chunk], shape: Sequence[int]) -> None:
+    """Parts that leave no hole and do not overlap. The engine does not look; it would leave a hole as it was."""
+    there = sorted((chunk for chunk in chunks if math.prod(chunk.shape)), key=lambda chunk: list(chunk.offsets))
+    at = 0
+    for chunk in there:
+        # Ranks cut along the first dimension only.
+        first = [at, *[0] * (len(shape) - 1)] if shape else []
+        if list(chunk.offsets) != first or list(chunk.shape[1:]) != list(shape[1:]):
+            raise _damaged(name, "its parts do not fit together")
+        at += chunk.shape[0] if shape else 1
+    if not there or at != (shape[0] if shape else 1):
+        raise StrataError(Code.INVALID, f"{name} in the checkpoint is not that of the model")
+
+
+def _ends(chunk: Chunk) -> list[int]:
+    return [offset + length for offset, length in zip(chunk.offsets, chunk.shape, strict=True)]
+
+
+def _damaged(what: str, why: str) -> StrataError:
+    return StrataError(Code.CORRUPT, f"{what} is not part of a whole model: {why}")
+
+
+def empty_like(state: Mapping[str, Any]) -> State:
+    """With the same sharding, in memory of its own: the live ones are untouched until everything is there."""
+    return {name: torch.empty_like(tensor) for name, tensor in state.items()}

@@ -1,0 +1,1 @@
+"""Checkpoints in object storage, beside the folder of the server."""

@@ -1,0 +1,65 @@
+"""Inference endpoints as operators name them, and the order to tell them of a model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from strata.train.core import messages, ops
+from strata.train.wire.bodies import Name, Ordered, Seq, Text, checkpoint_name
+
+
+class AddEndpoint(Ordered, frozen=True, kw_only=True):
+    url: Text
+    engine: Literal["vllm", "transformers"] = "vllm"
+    name: Name | None = None
+    """Host and port unless given."""
+
+    def question(self) -> messages.AddEndpoint:
+        place = self.url.partition("://")[2].rstrip("/")
+        name = self.name if self.name is not None else "".join(each if each.isalnum() else "-" for each in place)
+        return messages.AddEndpoint(name.strip("-")[:128] if self.name is None else name, self.url, self.engine)
+
+
+class RemoveEndpoint(Ordered, frozen=True, kw_only=True):
+    name: Name
+
+
+class SyncWeights(Ordered, frozen=True, kw_only=True):
+    model_id: Name
+    seq_id: Seq
+    name: Name | None = None
+    """Of the saved weights; after the sequence number unless given."""
+    endpoints: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] = ()
+    """All of them unless given."""
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
+
+    def operation(self) -> ops.SyncWeights:
+        name = checkpoint_name(self.name) if self.name is not None else f"sync-{self.seq_id}"
+        return ops.SyncWeights(self.model_id, self.seq_id, name, self.endpoints, self.ttl_seconds)
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    url: str
+    address: str
+    engine: str
+    added_at_s: float
+    reachable: bool
+    message: str
+    versions: Sequence[str]
+    published: Sequence[str]
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    endpoints: Sequence[Endpoint]
+
+
+class Added(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+
+
+def endpoints_of(found: messages.Endpoints) -> Endpoints:
+    return Endpoints(endpoints=[Endpoint(**msgspec.structs.asdict(each)) for each in found.endpoints])

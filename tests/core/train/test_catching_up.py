@@ -1,0 +1,106 @@
+"""Ranks that do again what others did: which of them are used, what is left out, and what must come out the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from strata.base.errors import Code
+from strata.train.core import ops
+from strata.train.core.catching_up import Past, astray, left_out, unfit
+from strata.train.core.inputs import Greet
+from strata.train.core.state import Dispatch
+from tests.core.train.servers import LORA, Server, forward_backward, step
+
+MODEL = "session-alice:train:0"
+FAILED = ops.Failed("server", "input/output error")
+CREATE = ops.CreateModel(MODEL, "tiny", LORA)
+LOAD = ops.LoadWeights(MODEL, 1, MODEL, "weights", "mine", optimizer=True)
+SAVE = ops.SaveWeights(MODEL, 1, "weights", "mine")
+OPEN = ops.OpenSampler("session-alice:sample:0", "tiny", ops.SavedWeights(MODEL, "weights", "mine"))
+PASS = forward_backward(MODEL, 1)
+LOOK = forward_backward(MODEL, 1, forward_only=True)
+
+
+def past(*operations: ops.Operation, failed: bool = False) -> Past:
+    ids = [str(place) for place, _ in enumerate(operations)]
+    return Past(Dispatch(7, ids, path="run/weights/mine@1"), operations, [failed] * len(operations))
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        (CREATE, "max_models"),
+        (LOAD, "run/weights/mine@1"),
+        (SAVE, "run/weights/mine@1"),
+        (ops.SyncWeights(MODEL, 1, "mine"), "run/weights/mine@1"),
+        (PASS, "settings"),
+        (step(MODEL, 1), "settings"),
+        (ops.AbortGradients(MODEL, 1), "settings"),
+    ],
+)
+def test_what_changed_a_model_and_fails_when_it_is_done_again_is_told_with_what_to_do(
+    operation: ops.Operation, words: str
+) -> None:
+    error = astray(past(operation), [FAILED])
+    assert error is not None
+    assert error.code is Code.CORRUPT
+    assert "dispatch 7" in error.message
+    assert FAILED.message in error.message
+    assert words in str(error)
+    assert astray(past(operation), [ops.StepDone({})]) is None
+    assert astray(past(operation, failed=True), [FAILED]) is None
+
+
+@pytest.mark.parametrize("operation", [OPEN, ops.SaveSampler(MODEL, 1, OPEN.sampler_id), LOOK, ops.Sleep()])
+def test_what_changed_no_model_may_fail_when_it_is_done_again(operation: ops.Operation) -> None:
+    assert astray(past(operation), [FAILED]) is None
+
+
+def test_each_operation_of_a_shared_pass_has_to_come_out_as_it_did() -> None:
+    done = ops.PassDone(ops.Inline(b""))
+    shared = past(PASS, PASS)._replace(failed=[False, True])
+    assert astray(shared, [done, FAILED]) is None
+    assert astray(shared, [FAILED, FAILED]) is not None
+    assert astray(shared, [done]) is not None
+
+
+def test_a_create_or_a_load_that_failed_is_not_done_again_and_a_step_that_failed_is() -> None:
+    for operation in (CREATE, LOAD):
+        assert left_out(past(operation, failed=True))
+        assert not left_out(past(operation))
+    for other in (step(MODEL, 1), PASS, SAVE, OPEN):
+        assert not left_out(past(other, failed=True))
+
+
+def test_a_group_goes_on_only_if_it_is_the_one_that_caught_up_last() -> None:
+    server = Server()
+    server.ask(Greet("first"))
+    model = server.model()
+    server.accept(step(model, 1))
+    server.run_all()
+    done = server.state.dispatched
+    assert unfit(server.state, "first", done) is None
+    assert unfit(server.state, "second", 0) is None
+    assert "another took its place" in str(unfit(server.state, "second", done))
+    server.ask(Greet("second"))
+    assert unfit(server.state, "second", done) is None
+    assert unfit(server.state, "first", done) is not None
+    assert "the journal knows of" in str(unfit(server.state, "second", done + 1))
+
+
+@pytest.mark.parametrize("from_snapshot", [True, False])
+def test_a_group_that_was_told_what_was_given_up_is_not_used_also_when_another_was_there_since(
+    from_snapshot: bool,
+) -> None:
+    server = Server()
+    server.ask(Greet("first"))
+    model = server.model()
+    server.accept(step(model, 1))
+    dispatch = server.dispatch()
+    assert dispatch is not None
+    server.give_up(dispatch.number)
+    assert unfit(server.state, "first", dispatch.number) == "it was given up"
+    server.ask(Greet("second"))
+    server.restart(from_snapshot=from_snapshot)
+    assert unfit(server.state, "first", dispatch.number) is not None
+    assert unfit(server.state, "second", 0) is None

@@ -1,0 +1,256 @@
+"""Weights on endpoints, in the core: when a push begins and ends, and which samples go where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from strata.base.errors import Code
+from strata.train.core import ops
+from strata.train.core.future import FutureStatus
+from strata.train.core.inputs import (
+    Accept,
+    AddEndpoint,
+    AnswerRouted,
+    EndPush,
+    RemoveEndpoint,
+    ReturnRouted,
+    RouteSamples,
+)
+from strata.train.core.sampling import Layout, Sample, SampleParams, Targets
+from tests.core.train.servers import TENANT, Server, step
+
+DONE = ops.SampleDone(ops.Inline(b"sampled"))
+SAVED = ops.WeightsSaved("tinker://x")
+
+
+class Endpoints(Server):
+    """With a model, and endpoints `a` and `b`."""
+
+    def __init__(self, **rules: Any) -> None:
+        super().__init__(**({"route": True} | rules))
+        self.name = self.model()
+        for name in "ab":
+            self.ask(AddEndpoint(name, f"http://{name}:1", "10.0.0.1", "vllm", self.now_s))
+
+    def save(self, seq: int, operation: ops.Operation | None = None) -> str:
+        """The ranks have saved what this is about."""
+        (future,) = self.accept(operation or ops.SyncWeights(self.name, seq, f"w{seq}"))
+        dispatch = self.dispatch()
+        assert dispatch is not None
+        self.answer(dispatch, [SAVED])
+        return future
+
+    def push(self, *told: str) -> None:
+        """All that is on its way; these endpoints take it."""
+        for path, each in list(self.state.pushes.items()):
+            outcomes = [ops.EndpointOutcome(name, name in told, 0.1) for name in each.endpoints]
+            self.ask(EndPush(path, outcomes, self.now_s))
+
+    def sampler(self, name: str, number: int = 0) -> str:
+        session = self.name.partition(":")[0]
+        sampler = f"{session}:sample:{number}"
+        weights = ops.SavedWeights(self.name, "sampler_weights", name)
+        self.ask(Accept(TENANT, ops.OpenSampler(sampler, "tiny", weights), self.now_s, session))
+        dispatch = self.dispatch()
+        assert dispatch is not None
+        self.answer(dispatch, [ops.SamplerOpened(sampler)])
+        return sampler
+
+    def sample(self, sampler: str, seq: int = 0, **params: Any) -> str:
+        wanted = Sample(sampler, seq, b"abcd", SampleParams(**({"max_tokens": 8} | params)))
+        return self.accept(wanted)[0]
+
+    def route(self) -> dict[str, str]:
+        while self.ask(RouteSamples(8)).facts:
+            pass
+        return {future_id: endpoint for future_id, (endpoint, _) in self.state.routed.items()}
+
+
+@pytest.mark.parametrize("from_snapshot", [True, False])
+def test_a_sync_ends_with_its_endpoints_and_holds_up_nothing_of_its_model(from_snapshot: bool) -> None:
+    server = Endpoints()
+    synced = server.save(1)
+    assert server.future(synced).status is FutureStatus.DISPATCHED
+    assert server.state.settled == server.state.dispatched
+    (after,) = server.accept(step(server.name, 2))
+    assert server.run_all() == [after]
+    server.restart(from_snapshot=from_snapshot)
+    server.push("a")
+    result = server.result(synced)
+    assert isinstance(result, ops.WeightsSynced)
+    assert [(each.endpoint, each.ok) for each in result.endpoints] == [("a", True), ("b", False)]
+    assert result.version == f"{server.name.replace(':', '-')}-v1"
+    assert result.path == f"tinker://{server.name}/sampler_weights/w1"
+    assert (server.name, "sampler_weights", "w1") in server.state.checkpoints
+    assert not server.state.saving
+    assert server.ask(EndPush("gone", (), server.now_s)).facts == ()
+
+
+def test_weights_that_the_ranks_could_not_save_are_not_pushed() -> None:
+    server = Endpoints()
+    (synced,) = server.accept(ops.SyncWeights(server.name, 1, "w"))
+    dispatch = server.dispatch()
+    assert dispatch is not None
+    server.answer(dispatch, [ops.Failed("server", "the disk is full")])
+    assert server.result(synced) == ops.Failed("server", "the disk is full")
+    assert not server.state.pushes
+    assert not server.state.saving
+    assert not server.state.checkpoints
+
+
+def test_weights_that_endpoints_have_stay_when_those_to_take_their_name_are_not_saved() -> None:
+    server = Endpoints()
+    server.accept(
+        ops.SyncWeights(server.name, 1, "w"),
+        ops.SaveWeights(server.name, 2, "sampler_weights", "w", overwrite=True),
+    )
+    synced, saving = server.dispatch(), server.dispatch()
+    assert synced is not None
+    assert saving is not None
+    server.answer(synced, [SAVED])
+    server.push("a", "b")
+    server.answer(saving, [ops.Failed("server", "the disk is full")])
+    assert [each.path for each in server.state.checkpoints.values()] == [synced.path]
+    assert not server.state.saving
+
+
+def test_an_endpoint_is_what_it_was_added_as() -> None:
+    server = Endpoints()
+    assert server.ask(AddEndpoint("a", "http://a:1", "10.0.0.1", "vllm", 1.0)).facts == ()
+    assert server.refusal(AddEndpoint("a", "http://a:2", "10.0.0.1", "vllm", 1.0)).code is Code.CONFLICT
+    assert server.refusal(AddEndpoint("../a", "http://a:2", "10.0.0.1", "vllm", 1.0)).code is Code.INVALID
+    server.ask(AddEndpoint("a", "http://a:1", "10.0.0.2", "vllm", 1.0))
+    assert server.state.endpoints["a"].address == "10.0.0.2"
+    server.ask(RemoveEndpoint("a"))
+    assert server.refusal(RemoveEndpoint("a")).code is Code.NOT_FOUND
+    server.save(1)
+    assert [list(each.endpoints) for each in server.state.pushes.values()] == [["b"]]
+
+
+def test_samples_go_to_the_endpoint_with_the_fewest_and_never_to_other_weights() -> None:
+    server = Endpoints(keep_versions=2)
+    server.save(1)
+    server.push("a", "b")
+    first = server.sampler("w1")
+    asked = [server.sample(first, seq) for seq in range(4)]
+    assert server.dispatch() is None, "the ranks are not asked for what an endpoint is"
+    assert sorted(server.route().values()) == ["a", "a", "b", "b"]
+    for future in asked:
+        server.ask(AnswerRouted(future, DONE, server.now_s))
+        assert server.result(future) == DONE
+    for seq in (2, 3):
+        server.save(seq)
+        server.push("a", "b")
+    server.sample(first, 9)
+    assert server.route() == {}
+    assert server.dispatch() is not None
+
+
+def test_a_name_that_other_weights_get_does_not_change_what_a_sampler_samples() -> None:
+    server = Endpoints(push=True, keep_versions=1)
+    server.save(1, ops.SaveWeights(server.name, 1, "sampler_weights", "best"))
+    server.push("a", "b")
+    old = server.sampler("best", 0)
+    server.save(2, ops.SaveWeights(server.name, 2, "sampler_weights", "best", overwrite=True))
+    server.push("a", "b")
+    new = server.sampler("best", 1)
+    server.sample(old)
+    fresh = server.sample(new)
+    assert list(server.route()) == [fresh]
+
+
+def test_nothing_is_pushed_that_nobody_asked_for() -> None:
+    server = Endpoints(push=False)
+    server.save(1, ops.SaveWeights(server.name, 1, "sampler_weights", "best"))
+    assert not server.state.pushes
+    pushing = Endpoints(push=True)
+    pushing.save(1, ops.SaveWeights(pushing.name, 1, "weights", "state"))
+    assert not pushing.state.pushes
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"max_tokens": None},
+        {"stop_strings": ("\n",)},
+    ],
+)
+def test_what_an_engine_would_say_otherwise_is_for_the_ranks(params: dict[str, Any]) -> None:
+    server = Endpoints()
+    server.save(1)
+    server.push("a", "b")
+    sampler = server.sampler("w1")
+    plain = server.sample(sampler, 0)
+    bent = server.sample(sampler, 1, **params)
+    assert list(server.route()) == [plain]
+    quantum = server.dispatch()
+    assert quantum is not None
+    assert list(quantum.future_ids) == [bent]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt_logprobs": True},
+        {"topk_prompt_logprobs": 2},
+        {"topk_sample_logprobs": 2},
+        {"prompt_draws": 1},
+        {"targets": Targets(b"", Layout((0, 0)))},
+    ],
+)
+def test_what_is_asked_beside_the_tokens_is_for_the_ranks(more: dict[str, Any]) -> None:
+    server = Endpoints()
+    server.save(1)
+    server.push("a", "b")
+    server.accept(Sample(server.sampler("w1"), 1, b"abcd", SampleParams(max_tokens=8), **more))
+    assert server.route() == {}
+    assert server.dispatch() is not None
+
+
+@pytest.mark.parametrize("from_snapshot", [True, False])
+def test_what_an_endpoint_does_not_give_is_for_the_ranks_and_stays_so(from_snapshot: bool) -> None:
+    server = Endpoints()
+    server.save(1)
+    server.push("a")
+    future = server.sample(server.sampler("w1"))
+    server.route()
+    server.restart(from_snapshot=from_snapshot)
+    assert list(server.state.routed) == [future]
+    server.ask(ReturnRouted(future))
+    server.restart(from_snapshot=from_snapshot)
+    assert server.route() == {}
+    quantum = server.dispatch()
+    assert quantum is not None
+    assert list(quantum.future_ids) == [future]
+    assert server.ask(AnswerRouted(future, DONE, server.now_s)).facts == ()
+
+
+def test_a_sample_that_is_given_up_at_an_endpoint_has_ended() -> None:
+    server = Endpoints()
+    server.save(1)
+    server.push("a")
+    future = server.sample(server.sampler("w1"))
+    server.route()
+    server.abort(future)
+    assert server.future(future).status is FutureStatus.CANCELLED
+    assert server.state.routed == {}
+    assert server.ask(ReturnRouted(future)).facts == ()
+    assert server.ask(AnswerRouted(future, DONE, server.now_s)).facts == ()
+    assert server.dispatch() is None, "the ranks never heard of it"
+
+
+def test_a_model_that_was_unloaded_is_not_told_of_again() -> None:
+    server = Endpoints()
+    server.save(1)
+    server.push("a")
+    assert [each.seq_id for each in server.state.published.values()] == [1]
+    server.save(2)
+    server.accept(ops.UnloadModel(server.name))
+    server.run_all()
+    server.push("a")
+    assert server.state.published == {}

@@ -1,0 +1,148 @@
+"""What `strata serve status` makes of the state of a training server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from strata.cli.exits import Exit
+from strata.cli.gang_layout import render
+from strata.cli.main import run
+from strata.cli.serve_screen import line, screen, took
+from strata.train.core.commands import Timing
+from strata.train.core.status import RanksStatus, RunningStatus, SnapshotStatus, Status, TenantStatus, Timeline
+
+NOW_S: Final = 1_700_000_000.0
+LONG: Final = "key:a-tenant-with-a-name-that-somebody-thought-would-say-everything"
+
+
+def ended(number: int, **more: Any) -> Timeline:
+    given: dict[str, Any] = {
+        "future_id": f"session:train:0:{number}", "tenant": LONG, "model_id": "m", "kind": "forward_backward",
+        "tokens": 8_192, "outcome": "finished", "accepted_at_s": NOW_S - 9, "ready_at_s": NOW_S - 9,
+        "dispatched_at_s": NOW_S - 7, "sent_at_s": NOW_S - 6.9, "begun_at_s": NOW_S - 6, "answered_at_s": NOW_S - 2,
+        "ended_at_s": NOW_S - 2, "spent": Timing(4.0, 1.25, 2.5),
+    }  # fmt: skip
+    return Timeline(**(given | more))
+
+
+FULL: Final = Status(
+    now_s=NOW_S,
+    leading_since_s=NOW_S - 90_000,
+    generation=12,
+    base_model="Qwen/Qwen3-8B",
+    arch="qwen3",
+    training="lora",
+    parameters=8_190_000_000,
+    ranks=RanksStatus(state="busy", reason="with dispatch 123456", size=64, group="0123456789abcdef"),
+    models=8,
+    slots=8,
+    samplers=64,
+    sampler_places=64,
+    waiting=100,
+    max_waiting=100,
+    samples_waiting=1024,
+    samples_running=256,
+    running=[
+        RunningStatus(number=1, kind="forward_backward", tenants=[LONG, "key:b"], tokens=65_536, since_s=NOW_S - 4),
+        RunningStatus(number=2, kind="optim_step", tenants=[LONG], tokens=0, since_s=None),
+    ],
+    dispatched=123_456,
+    trained_tokens_per_s=123_456.7,
+    sampled_tokens_per_s=12_345.6,
+    snapshot=SnapshotStatus(number=123_000, behind=450, at_s=NOW_S - 180, size=17 << 30, held_s=0.0123),
+    recoveries=3,
+    recovery_s=17.4,
+    tenants=[TenantStatus(tenant=f"{LONG}-{place}", waiting=9, tokens=65_536, eta_s=12.0) for place in range(12)],
+    recent=[ended(number) for number in range(20)],
+)
+
+
+def changed(**more: Any) -> Status:
+    return msgspec.structs.replace(FULL, **more)
+
+
+def text(status: Status, columns: int = 80, rows: int | None = 23, *, wide: bool = False) -> list[str]:
+    console = Console(width=columns, color_system=None, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(render(screen(status, wide=wide, rows=rows), columns))
+    return [each.rstrip() for each in captured.get().splitlines()]
+
+
+def test_a_busy_server_fits_a_terminal_of_24_lines_and_80_columns() -> None:
+    lines = text(FULL)
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= 80
+    shown = "\n".join(lines)
+    for words in ("64 ranks busy", "100 of 100 operations wait", "8 of 8 models", "recovered 3 times", "3m old"):
+        assert words in shown
+    assert "… and 6 more" in shown
+    # Every sentence in a line of its own: none was folded.
+    assert [each.split()[0] for each in lines[1:8]] == [
+        "running", "queue", "speed", "places", "ranks", "snapshot", "journal"
+    ]  # fmt: skip
+
+
+def test_an_operation_shows_where_its_time_went() -> None:
+    (row,) = [each for each in text(changed(recent=[ended(1)])) if "forward_backward  " in each]
+    assert row.split()[-5:] == ["2.9s", "100ms", "1.2s", "2.5s", "250ms"]
+    (row,) = [each for each in text(changed(recent=[ended(1, outcome="failed")])) if "failed" in each]
+    assert row.endswith("failed")
+
+
+def test_a_wide_screen_leaves_nothing_out() -> None:
+    lines = text(FULL, 400, None, wide=True)
+    assert sum("session:train:0:" in each for each in lines) == 20
+    assert sum("~12s" in each for each in lines) == 12
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (RanksStatus(state="starting", reason="the ranks are starting"), "! the ranks are starting"),
+        (RanksStatus(state="catching up", reason="they do again", size=2), "! they do again"),
+        (RanksStatus(state="unhealthy", reason="rank 0 did not answer", size=2), "! rank 0 did not answer"),
+        (RanksStatus(state="ready", reason="", size=3, answered=[0, 2]), "! no answer from rank 1"),
+    ],
+)
+def test_what_needs_attention_stands_in_the_second_line(ranks: RanksStatus, words: str) -> None:
+    assert text(changed(ranks=ranks))[1] == words
+
+
+def test_nothing_is_called_running_while_there_are_no_ranks() -> None:
+    ranks = RanksStatus(state="starting", reason="the ranks are starting")
+    assert "nothing; the ranks will be told again of 2" in text(changed(ranks=ranks))[2]
+
+
+def test_a_server_that_has_done_nothing_is_told_in_whole_sentences() -> None:
+    quiet = changed(running=[], tenants=[], recent=[], snapshot=None, recoveries=0, recovery_s=None, dispatched=1)
+    shown = "\n".join(text(quiet))
+    assert "running    nothing" in shown
+    assert "none yet" in shown
+    assert "1 dispatch," in shown
+
+
+def test_all_of_it_is_one_line_for_a_log() -> None:
+    assert line(FULL) == (
+        "64 ranks busy, 100 waiting, 2 running, 1280 samples, dispatch 123456, 123,457 tokens/s trained, 12,346 sampled"
+    )
+
+
+def test_times_have_the_unit_that_suits_them() -> None:
+    assert [took(each) for each in (0.0004, 0.035, 0.9996, 12.3, 300)] == ["0.4ms", "35ms", "1.0s", "12s", "5m"]
+
+
+def test_a_file_of_settings_is_still_run_without_naming_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text("[server]\nport = -1\n")
+    assert run(["serve", str(file)]) == Exit.USAGE
+    assert "port" in capsys.readouterr().err
+    assert run(["serve", str(tmp_path / "missing.toml")]) == Exit.USAGE
+    assert "missing.toml" in capsys.readouterr().err
+    assert run(["serve", "status", str(file), "--watch", "-o", "json"]) == Exit.USAGE

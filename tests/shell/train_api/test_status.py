@@ -1,0 +1,204 @@
+"""What the server says of itself: times of operations, metrics, and `strata serve status`, of a server at work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from strata.base.settings import own_environment
+from strata.cli.main import run
+from strata.sdk.train import Datum, TrainingServer
+from strata.train.core.status import PHASES
+from tests.shell.train_api.processes import Processes, serving
+
+PAGE: Final = Path(__file__).parents[3] / "docs" / "training.md"
+TOKENS: Final = list(range(20))
+STEPS: Final = 3
+
+
+class Site:
+    """A server that two tenants have trained on, each for a little while."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
+        self.operator = {"X-Operator-Token": (processes.data / "operator.token").read_text().strip()}
+        self.keys: dict[str, str] = {}
+        self.last: dict[str, str] = {}
+
+    def get(self, path: str, tenant: str | None = None, status: int = 200) -> httpx.Response:
+        """Of the operator unless a tenant asks."""
+        headers = self.operator if tenant is None else {"X-API-Key": self.keys[tenant]}
+        reply = httpx.get(f"{self.processes.url}{path}", headers=headers, timeout=30)
+        assert reply.status_code == status, reply.text
+        return reply
+
+    def metrics(self, tenant: str | None = None) -> dict[str, Any]:
+        return {each.name: each for each in text_string_to_metric_families(self.get("/metrics", tenant).text)}
+
+    def train(self, tenant: str) -> None:
+        asked = {"name": tenant, "role": "researcher"}
+        made = httpx.post(f"{self.processes.url}/v1/keys", headers=self.operator, json=asked, timeout=30)
+        self.keys[tenant] = made.json()["secret"]
+        with TrainingServer(self.processes.url, self.keys[tenant]) as server:
+            model = server.create_model("tiny", rank=4)
+            for _ in range(STEPS):
+                self.last[tenant] = model.forward_backward([Datum(TOKENS[:-1], TOKENS[1:])]).request_id
+                model.optim_step(learning_rate=1e-3)
+            model.sampler().result().sample(TOKENS, max_tokens=5).result()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with serving(Path(tmp_path_factory.mktemp("t")), Path("pretended"), pretended=True) as processes:
+        site = Site(processes)
+        for tenant in ("alice", "bob"):
+            site.train(tenant)
+        yield site
+
+
+def test_the_times_of_an_operation_are_in_order_and_its_phases_are_what_lies_between(site: Site) -> None:
+    line = site.get(f"/api/v1/futures/{site.last['alice']}/timeline", "alice").json()
+    names = ("accepted", "ready", "dispatched", "sent", "begun", "answered", "ended")
+    moments = [line[f"{name}_at"] for name in names]
+    assert moments == sorted(moments)
+    assert (line["kind"], line["tokens"], line["outcome"]) == ("forward_backward", len(TOKENS) - 1, "finished")
+    assert set(line["phases"]) <= set(PHASES)
+    assert {"pack", "forward", "backward"} <= set(line["phases"])
+    assert sum(line["phases"].values()) == pytest.approx(line["answered_at"] - line["accepted_at"], abs=1e-5)
+
+
+def test_the_times_of_another_tenant_do_not_exist(site: Site) -> None:
+    theirs = site.get(f"/api/v1/futures/{site.last['alice']}/timeline", "bob", 404)
+    never = site.get("/api/v1/futures/nobody:train:0:1/timeline", "bob", 404)
+    assert theirs.text.replace(site.last["alice"], "nobody:train:0:1") == never.text
+
+
+def test_the_trace_has_every_operation_from_its_beginning_to_its_end(site: Site) -> None:
+    site.get("/api/v1/trace", "alice", 403)
+    events = site.get("/api/v1/trace").json()["traceEvents"]
+    begun = [each["id"] for each in events if each["ph"] == "b" and each["name"].endswith(each["id"])]
+    ended = [each["id"] for each in events if each["ph"] == "e" and each["name"].endswith(each["id"])]
+    assert sorted(begun) == sorted(ended)
+    assert set(site.last.values()) <= set(begun)
+    at_the_ranks = [each for each in events if each["ph"] == "X"]
+    assert sum(each["name"] == "optim_step" for each in at_the_ranks) == 2 * STEPS
+    assert all(each["dur"] >= 0 for each in at_the_ranks)
+
+
+def test_the_metrics_are_those_of_the_documentation(site: Site) -> None:
+    rows = re.findall(r"(?m)^\| `(strata_train_\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text("utf-8"))
+    served: dict[str, tuple[str, str]] = {}
+    labels: dict[str, set[str]] = {}
+    for family in site.metrics().values():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        served[name] = family.type, family.documentation
+        labels[name] = {label for sample in family.samples for label in sample.labels} - {"le"}
+    assert {name: (kind, text) for name, kind, _, text in rows} == served
+    # A label shows when something was counted under it; of some there was nothing here.
+    documented = {name: set(re.findall(r"`(\w+)`", named)) for name, _, named, _ in rows}
+    assert {name: documented[name] for name in labels if labels[name]} == {
+        name: labels[name] for name in labels if labels[name]
+    }
+    assert {name for name in documented if documented[name]} - {name for name in labels if labels[name]} <= {
+        "strata_train_snapshots_total", "strata_train_queue_length"
+    }  # fmt: skip
+
+
+def test_the_metrics_count_what_was_done(site: Site) -> None:
+    found = site.metrics()
+
+    def value(name: str, **labels: str) -> float:
+        samples = found[name].samples
+        (one,) = [each.value for each in samples if each.labels == labels and not each.name.endswith("_created")]
+        return float(one)
+
+    kinds = {"kind": "forward_backward"}
+    assert value("strata_train_operations_accepted", **kinds) == 2 * STEPS
+    assert value("strata_train_operations_ended", **kinds, outcome="finished") == 2 * STEPS
+    assert value("strata_train_trained_tokens") == 2 * STEPS * (len(TOKENS) - 1)
+    assert value("strata_train_sampled_tokens") > 0
+    assert value("strata_train_ranks") == 2
+    asked = {"server": "0", "method": "POST", "route": "/api/v1/optim_step", "status": "200"}
+    assert value("strata_train_http_requests", **asked) == 2 * STEPS
+
+
+def test_paths_that_are_no_routes_are_one_label(site: Site) -> None:
+    for path in ("/no", "/such", "/thing"):
+        site.get(path, status=404)
+    samples = site.metrics()["strata_train_http_requests"].samples
+    assert not {each.labels["route"] for each in samples} & {"/no", "/such", "/thing"}
+
+
+def test_the_status_tells_an_operator_of_all_tenants_and_a_tenant_of_itself(site: Site) -> None:
+    everything, own = site.get("/api/v1/status").json(), site.get("/api/v1/status", "bob").json()
+    assert (everything["ranks"]["state"], everything["ranks"]["answered"]) == ("ready", [0, 1])
+    assert {each["tenant"] for each in everything["recent"]} == {"key:alice", "key:bob"}
+    assert {each["tenant"] for each in own["recent"]} == {"key:bob"}
+    assert everything["trained_tokens_per_s"] > 0
+    assert "alice" not in json.dumps(own)
+    assert "alice" not in site.get("/metrics", "bob").text
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STRATA_URL", "STRATA_OPERATOR_TOKEN", "STRATA_OPERATOR_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("home")
+def test_the_command_line_shows_the_status_of_whoever_is_logged_in_to(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = site.processes.data / "operator.token"
+    assert run(["login", site.processes.url, "--token-file", str(token)]) == 0
+    assert run(["serve", "status"]) == 0
+    out = capsys.readouterr().out
+    assert "tiny (pretended, lora, 1 parameter): 2 ranks ready" in out
+    assert "alice" in out
+    assert run(["serve", "status", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["base_model"] == "tiny"
+
+
+@pytest.mark.usefixtures("home")
+def test_the_settings_of_a_server_that_runs_here_are_enough_to_find_it(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", "status", str(site.processes.data.parent / "strata.toml")]) == 0
+    assert "2 ranks ready" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("home")
+def test_a_key_in_a_file_shows_what_its_tenant_may_see(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(site.keys["bob"])
+    file.chmod(0o600)
+    assert run(["serve", "status", site.processes.url, "--key-file", str(file), "-o", "wide"]) == 0
+    out = capsys.readouterr().out
+    assert site.last["bob"] in out
+    assert "alice" not in out
+
+
+def test_a_watch_that_is_piped_prints_a_line_for_each_change(site: Site) -> None:
+    settings = site.processes.data.parent / "strata.toml"
+    command = [sys.executable, "-c", "from strata.cli.main import main; main()", "serve", "status", str(settings), "-w"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own_environment()) as watching:
+        assert watching.stdout is not None
+        assert re.match(r"\d\d:\d\d:\d\d 2 ranks ready, 0 waiting, .* tokens/s trained", watching.stdout.readline())
+        site.train("carol")
+        assert re.match(r"\d\d:\d\d:\d\d 2 ranks ", watching.stdout.readline())
+        os.kill(watching.pid, signal.SIGINT)
+        assert watching.wait(20) != 0

@@ -1,0 +1,59 @@
+"""The distance between sampler and trainer that every pass with sampled tokens measures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from strata.train.core.ops import LossName
+from strata.train.runner.losses import RULES, Inputs, combine, metrics_of
+
+
+def measured(trained: list[float], sampled: list[float], advantages: list[float]) -> dict[str, float]:
+    count = len(trained)
+    datum = Inputs(
+        tokens=torch.zeros(count, dtype=torch.int64),
+        targets=torch.zeros(count, dtype=torch.int64),
+        weights=torch.ones(count),
+        logprobs=torch.tensor(sampled),
+        advantages=torch.tensor(advantages),
+        low=0.8,
+        high=1.2,
+        beta=0.0,
+        mask=None,
+    )
+    logprobs = torch.tensor(trained, requires_grad=True)
+    return metrics_of(RULES[LossName.PPO].loss(logprobs, datum), datum, logprobs)
+
+
+def test_the_gap_is_over_the_sampled_tokens_of_all_datums() -> None:
+    """The first token is of a prompt: it has no advantage, and what is said of it means nothing."""
+    first = measured([-9.0, -1.0, -2.5], [0.0, -1.5, -2.0], [0.0, 1.0, -1.0])
+    second = measured([-3.0], [-2.75], [0.5])
+    found = combine([first, second])
+    assert found["sampled_tokens:sum"] == 3
+    assert found["sampler_gap:sum"] == pytest.approx(0.5 + 0.5 + 0.25)
+    assert found["sampler_gap:max"] == pytest.approx(0.5)
+    expected = sum(math.exp(each) - 1 - each for each in (0.5, -0.5, -0.25))
+    assert found["sampler_kl:sum"] == pytest.approx(expected)
+
+
+def test_the_same_numbers_are_no_gap_and_nothing_sampled_is_no_figure() -> None:
+    same = measured([-1.0, -2.0], [-1.0, -2.0], [1.0, 1.0])
+    assert (same["sampler_gap:max"], same["sampler_kl:sum"]) == (0.0, 0.0)
+    nothing = measured([-1.0], [-2.0], [0.0])
+    assert nothing["sampled_tokens:sum"] == 0
+    assert "sampler_gap:max" not in nothing
+
+
+def test_the_estimate_of_the_divergence_is_right_in_the_mean() -> None:
+    """Summed over everything that can be drawn, by how likely it is."""
+    sampler, trainer = [0.5, 0.3, 0.2], [0.25, 0.25, 0.5]
+    estimate = sum(
+        share * measured([math.log(p)], [math.log(share)], [1.0])["sampler_kl:sum"]
+        for share, p in zip(sampler, trainer, strict=True)
+    )
+    exact = sum(share * math.log(share / p) for share, p in zip(sampler, trainer, strict=True))
+    assert estimate == pytest.approx(exact, rel=1e-5)

@@ -1,0 +1,39 @@
+"""What goes wrong at an endpoint in a way that nobody foresaw is tried again, though no fact asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from strata.base.clock import ManualClock
+from strata.journal.memory import MemoryJournal
+from strata.train.core import ops
+from strata.train.endpoints.publisher import AGAIN_S, Publisher
+from tests.shell.train_orchestrator.leaders import leading, settings_in
+
+
+async def test_a_task_that_ends_in_an_unforeseen_way_is_looked_at_again_after_a_pause(tmp_path: Path) -> None:
+    clock = ManualClock()
+    ledger = await leading(MemoryJournal(clock), clock)
+
+    async def keep(result: ops.Result) -> ops.Result:
+        return result
+
+    async def fail() -> None:
+        raise LookupError("nobody foresaw this")
+
+    publisher = Publisher(settings_in(tmp_path), ledger, keep)
+    running = asyncio.create_task(publisher.run())
+    await clock.advance(0.0)
+    publisher._begin("push p", fail)
+    await clock.advance(AGAIN_S / 2)
+    looked = asyncio.create_task(ledger.news.wait())
+    await clock.advance(AGAIN_S / 4)
+    assert not looked.done()
+    await clock.advance(AGAIN_S / 2)
+    assert looked.done()
+    # And nothing is left when it is over, also of what ends in such a way just then.
+    publisher._begin("push q", fail)
+    running.cancel()
+    await asyncio.wait([running])
+    assert {each for each in asyncio.all_tasks() if "push" in each.get_name() or each.get_name() == "again"} == set()

@@ -1,0 +1,73 @@
+"""What the orchestrator tells of itself over the deaths of ranks and its own, and while something runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from strata.base.errors import Code
+from strata.train.core import messages, status
+from tests.shell.train_orchestrator.stacks import TENANT, Stack, running
+
+
+async def told(stack: Stack) -> status.Status:
+    return (await stack.look(status.StatusView, status.DescribeStatus(everything=True))).status
+
+
+async def metric(stack: Stack, name: str) -> float:
+    text = (await stack.look(status.MetricsView, status.ReadMetrics(everything=True))).text.decode()
+    return {each.name: each.value for family in text_string_to_metric_families(text) for each in family.samples}[name]
+
+
+async def test_the_loss_of_ranks_is_told_and_counted_when_others_have_caught_up(tmp_path: Path) -> None:
+    async with running(tmp_path, snapshots="every_dispatches = 3") as stack:
+        model = await stack.model()
+        for seq in (1, 2, 3, 4):
+            await stack.result(await stack.submit(stack.batch(model, seq, [[1, 2, 3]])))
+        before = await told(stack)
+        assert (before.ranks.state, before.recoveries, before.models) == ("ready", 0, 1)
+        assert before.snapshot is not None
+        assert before.snapshot.size
+        await stack.ranks.kill()
+        await stack.orchestrator.told("lost")
+        away = await told(stack)
+        assert (away.ranks.state, away.ranks.size, await metric(stack, "strata_train_ranks")) == ("starting", 0, 0)
+        await stack.start_ranks()
+        await stack.orchestrator.told("attached")
+        await stack.result(await stack.submit(stack.step(model, 5)))
+        after = await told(stack)
+        assert after.recoveries == await metric(stack, "strata_train_recovery_seconds_count") == 1
+        assert after.recovery_s is not None
+        assert await metric(stack, "strata_train_rank_groups_total") == 2
+        done_again = before.dispatched - before.snapshot.number
+        assert await metric(stack, "strata_train_replays_total") == done_again
+        assert after.ranks.group != before.ranks.group
+
+
+async def test_what_runs_is_told_with_what_waits_behind_it(tmp_path: Path) -> None:
+    async with running(tmp_path, limits="max_running_requests = 1") as stack:
+        model = await stack.model()
+        first = await stack.submit(stack.batch(model, 1, [[1, 2, 3]], pretend_s=1.0))
+        for seq in (2, 3, 9):
+            await stack.submit(stack.step(model, seq))
+        now = await told(stack)
+        assert (now.ranks.state, [each.kind for each in now.running]) == ("busy", ["forward_backward"])
+        (row,) = now.tenants
+        assert (row.tenant, row.waiting, row.held, row.running) == (TENANT, 3, 1, 1)
+        line = (await stack.look(status.TimelineView, status.DescribeTimeline(first))).timeline
+        assert (line.outcome, line.sent_at_s is not None, line.answered_at_s) == ("", True, None)
+
+
+async def test_of_an_operation_before_a_restart_there_is_a_result_and_no_times(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        model = await stack.model()
+        future_id = await stack.submit(stack.step(model, 1))
+        await stack.result(future_id)
+        # What comes later in the journal is durable only after it.
+        await stack.submit(stack.step(model, 2))
+        await stack.orchestrator.kill()
+        await stack.start_orchestrator()
+        await stack.result(future_id)
+        refused = await stack.look(messages.Refused, status.DescribeTimeline(future_id))
+        assert refused.code is Code.GONE

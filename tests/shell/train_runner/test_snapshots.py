@@ -1,0 +1,76 @@
+"""Snapshots of adapters and of a whole model, by two ranks and read by one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from strata.base.settings import own_environment
+
+ROOT: Final = Path(__file__).parents[3]
+LONGEST_S: Final = 240
+
+pytestmark = pytest.mark.timeout(2 * LONGEST_S + 20)
+
+
+def run(folder: Path, ranks: int) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {
+        **own_environment(),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    done = subprocess.run(
+        [*launcher, "-m", "tests.shell.train_runner.snapshots", str(folder)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    print(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("snapshots")
+    run(made, 2)
+    run(made, 1)
+    return made
+
+
+def found(folder: Path, training: str, life: str) -> str:
+    return (folder / f"{training}-{life}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("training", ["lora", "full"])
+def test_ranks_that_restore_a_snapshot_go_on_bit_for_bit_and_never_load_a_damaged_one(
+    training: str, folder: Path
+) -> None:
+    assert found(folder, training, "make_one") == ""
+    assert found(folder, training, "restore_it") == ""
+
+
+@pytest.mark.parametrize("training", ["lora", "full"])
+def test_a_snapshot_of_two_ranks_is_restored_by_one(training: str, folder: Path) -> None:
+    assert found(folder, training, "restore_on_fewer") == ""
+
+
+def test_a_writer_that_is_killed_anywhere_leaves_a_whole_snapshot_or_none(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.shell.train_runner.dying", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) >= 7

@@ -1,0 +1,237 @@
+"""What became durable, in order, watched as it happens: by whoever wrote it, and whatever became of that process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from strata.journal.memory import Appended, Frame, MemoryJournal
+from strata.journal.port import Batch
+from strata.train.core import commands, facts, ops
+from strata.train.core.future import Future
+from strata.train.core.sampling import Sample
+from strata.train.core.schedule import PER_TURN
+from strata.train.core.state import Rules, entry_of
+from tests.sim.train.wires import TrainWorld
+
+
+@dataclass
+class Awaited:
+    """An operation that may run, and what ran since then."""
+
+    fact: facts.Accepted
+    cost: int
+    own: int = 0
+    """Cost of it and of all of its tenant that could run before it came."""
+    excused: int = 0
+    """Turns that others had because the order of turns was lost, or one was spent on what could not run."""
+    others: Counter[str] = field(default_factory=Counter)
+
+
+class Audit:
+    def __init__(self, world: TrainWorld, rules: Rules, ranks: int) -> None:
+        self._world = world
+        self._rules = rules
+        self._ranks = ranks
+        self._position = 0
+        self._epoch = 0
+        self._bytes: dict[int, bytes] = {}
+        self.accepted: dict[str, facts.Accepted] = {}
+        self.dispatched: dict[int, facts.Dispatched] = {}
+        self.number_of: dict[str, int] = {}
+        self.results: dict[str, ops.Result] = {}
+        self.given_up: dict[int, str] = {}
+        self.expired = False
+        self._released: Counter[str] = Counter()
+        self._arrived: dict[str, set[int]] = {}
+        self._ready: dict[str, Awaited] = {}
+        self._pending: Counter[str] = Counter()
+        self._sampling: set[str] = set()
+        self._largest = 0
+        """What the dearest operation cost."""
+
+    def note(self, batch: Batch) -> None:
+        for position, encoded in enumerate(batch.facts, batch.first):
+            known = self._bytes.setdefault(position, encoded)
+            if known != encoded:
+                self._world.violated(f"fact {position} of the journal was replaced")
+            if position <= self._position:
+                continue
+            self._position = position
+            if batch.epoch != self._epoch:
+                self._epoch = batch.epoch
+                self._excuse()
+            self._take(facts.decode(encoded))
+
+    def _take(self, fact: facts.Fact) -> None:
+        match fact:
+            case facts.Accepted():
+                self._accept(fact)
+            case facts.Dispatched():
+                self._dispatch(fact)
+            case facts.Finished():
+                self._finish(fact.future_id, fact.result)
+            case facts.GivenUp():
+                self._give_up(fact)
+            case facts.RanksRenewed():
+                self._sampling.clear()
+            case _:
+                pass
+
+    def _give_up(self, fact: facts.GivenUp) -> None:
+        """A quantum with all that is being sampled."""
+        self.given_up[fact.number] = fact.reason
+        dispatch = self.dispatched[fact.number]
+        for future_id in list(self._sampling) if dispatch.quantum is not None else dispatch.future_ids:
+            self._finish(future_id, ops.Failed("server", fact.reason))
+
+    # What clients and ranks heard
+
+    def heard(self, future_id: str) -> None:
+        """A client was told that this was accepted."""
+        if future_id not in self.accepted:
+            self._world.violated(f"a client heard that {future_id} was accepted, which is in no journal")
+
+    def told(self, command: commands.Command, group: str) -> None:
+        """The ranks were told a dispatch."""
+        fact = self.dispatched.get(command.number)
+        if fact is None:
+            self._world.violated(f"{group} was told dispatch {command.number}, which is in no journal")
+            return
+        if command.number in self.given_up:
+            self._world.violated(f"{group} was told dispatch {command.number}, which was given up")
+        if isinstance(command.work, commands.Pass):
+            ids = [item.request_id for item in command.work.items]
+            if ids != list(fact.future_ids) or _plain(command.work.rows) != _plain(fact.rows):
+                self._world.violated(f"{group} was told dispatch {command.number} in another composition")
+
+    # What became true
+
+    def _accept(self, fact: facts.Accepted) -> None:
+        if fact.future_id in self.accepted:
+            self._world.violated(f"{fact.future_id} was accepted twice")
+        self.accepted[fact.future_id] = fact
+        operation = fact.operation
+        if isinstance(operation, Sample):
+            return
+        self._pending[fact.tenant] += 1
+        # One of each model that others of it wait for always comes in. A model comes with its first checkpoint and goes
+        # whenever it is told to.
+        models = sum(1 for each in self.accepted.values() if isinstance(each.operation, ops.CreateModel))
+        most = self._rules.tenant_quota + 2 * models + 1
+        if self._pending[fact.tenant] > most:
+            self._world.violated(f"{self._pending[fact.tenant]} operations of {fact.tenant} wait, more than {most}")
+        if not isinstance(operation, ops.Sequenced) or operation.seq_id == 0:
+            self._hand_on(fact)
+            return
+        model_id = operation.model_id
+        arrived = self._arrived.setdefault(model_id, set())
+        arrived.add(operation.seq_id)
+        while self._released[model_id] + 1 in arrived:
+            self._released[model_id] += 1
+            self._hand_on(self.accepted[f"{model_id}:{self._released[model_id]}"])
+
+    def _hand_on(self, fact: facts.Accepted) -> None:
+        if fact.future_id in self.results:
+            return
+        future = Future(fact.future_id, fact.tenant, "", fact.digest, fact.operation, fact.at_s)
+        cost = max(entry_of(future).tokens, self._quantum // PER_TURN, 1)
+        self._largest = max(self._largest, cost)
+        mine = sum(each.cost for each in self._ready.values() if each.fact.tenant == fact.tenant)
+        self._ready[fact.future_id] = Awaited(fact, cost, mine + cost)
+
+    @property
+    def _quantum(self) -> int:
+        return self._rules.max_tokens_per_row
+
+    def _dispatch(self, fact: facts.Dispatched) -> None:
+        if fact.number != len(self.dispatched) + 1:
+            self._world.violated(f"dispatch {fact.number} came after {len(self.dispatched)}")
+        self.dispatched[fact.number] = fact
+        for future_id in fact.future_ids:
+            self._may_run(future_id)
+            self.number_of[future_id] = fact.number
+        if fact.quantum is not None:
+            self._sampling.update(fact.future_ids)
+        if fact.quantum is not None or not fact.future_ids:
+            return
+        # The others go along in the same pass and take no time of anybody's.
+        leader = self._ready.get(fact.future_ids[0])
+        for future_id in fact.future_ids:
+            self._gone(future_id)
+        if leader is None:
+            return
+        for waiting in self._ready.values():
+            if waiting.fact.tenant != leader.fact.tenant:
+                waiting.others[leader.fact.tenant] += leader.cost
+                self._judge(waiting)
+
+    def _may_run(self, future_id: str) -> None:
+        fact = self.accepted.get(future_id)
+        if fact is None:
+            self._world.violated(f"{future_id} was dispatched, and never accepted")
+            return
+        if future_id in self.results:
+            self._world.violated(f"{future_id} was dispatched after its end")
+        operation = fact.operation
+        if isinstance(operation, Sample):
+            return
+        if future_id in self.number_of:
+            self._world.violated(f"{future_id} was dispatched twice")
+        if isinstance(operation, ops.Sequenced):
+            for before in range(1, operation.seq_id):
+                other = f"{operation.model_id}:{before}"
+                if other not in self.number_of and other not in self.results:
+                    self._world.violated(f"{future_id} was dispatched before {other}")
+
+    def _judge(self, waiting: Awaited) -> None:
+        """Deficit round-robin: so many turns until it has paid for itself, and in each of them a quantum for others."""
+        # Whoever went along with others may owe as much as a pass holds.
+        debts = self._ranks
+        turns = -(-waiting.own // self._quantum) + 1 + debts + waiting.excused
+        for tenant, cost in waiting.others.items():
+            if cost > turns * self._quantum + self._largest:
+                name, quantum = waiting.fact.future_id, self._quantum
+                self._world.violated(f"{name} waits while {tenant} had {cost} tokens in {turns} turns of {quantum}")
+                waiting.excused += 1000
+
+    def _excuse(self) -> None:
+        for waiting in self._ready.values():
+            waiting.excused += 1
+
+    def _gone(self, future_id: str) -> None:
+        gone = self._ready.pop(future_id, None)
+        if gone is not None:
+            self._pending[gone.fact.tenant] -= 1
+
+    def _finish(self, future_id: str, result: ops.Result) -> None:
+        fact = self.accepted.get(future_id)
+        if fact is None:
+            self._world.violated(f"{future_id} ended, and was never accepted")
+            return
+        if future_id in self.results:
+            self._world.violated(f"{future_id} ended twice")
+        self.results[future_id] = result
+        self._sampling.discard(future_id)
+        if future_id in self._ready:
+            self._gone(future_id)
+            # A turn was spent on it, and on whatever would have gone along.
+            self._excuse()
+        elif future_id not in self.number_of and not isinstance(fact.operation, Sample):
+            self._pending[fact.tenant] -= 1
+
+
+def _plain(rows: object) -> object:
+    return [[[(each.item, each.datum) for each in row] for row in rank] for rank in rows]  # type: ignore[attr-defined]
+
+
+def audited(audit: Audit) -> type[MemoryJournal]:
+    """A journal that is watched."""
+
+    class Audited(MemoryJournal):
+        def _take(self, frame: Frame) -> None:
+            super()._take(frame)
+            if isinstance(frame, Appended):
+                audit.note(frame.batch)
+
+    return Audited
