@@ -19,6 +19,7 @@ from soak.fleet_hub import postgres as hub_postgres
 from soak.train import kill as train_kill
 from tests.sim.coord import epochs, lineage
 from tests.sim.register import scenario as register
+from tests.sim.train import scenario as train
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -41,6 +42,11 @@ def run_lineage(seed: int) -> Finding:
 def run_epochs(seed: int) -> Finding:
     """The same with 64 workers, a thousand faults and 20 epochs."""
     return Finding(seed, epochs.run_history(seed))
+
+
+def run_train(seed: int) -> Finding:
+    """Orchestrators, ranks, API servers and clients of a training server, under every fault of the simulation."""
+    return Finding(seed, train.run_seed(seed).problem)
 
 
 def run_fleet(seed: int) -> Finding:
@@ -74,6 +80,7 @@ SIMULATED: Final = {
     "register": Simulated(run_register),
     "lineage": Simulated(run_lineage),
     "epochs": Simulated(run_epochs, chunk=1),
+    "train-sim": Simulated(run_train, chunk=10),
     "fleet-linear": Simulated(run_fleet, chunk=5),
     "fleet-linear-postgres": Simulated(run_fleet_postgres, chunk=5),
 }
@@ -86,7 +93,7 @@ REAL: Final = {
     "fleet-hub-postgres": Real(hub_postgres.run, times=20, workers=12, own_server=True),
     "fleet-agent-kill": Real(agent_kill.run, times=300, workers=3),
     "fleet-agent-zombie": Real(agent_zombie.run, times=100, workers=2),
-    "train-kill": Real(train_kill.run, times=100, workers=3),
+    "train-kill": Real(train_kill.run, times=120, workers=3),
 }
 
 

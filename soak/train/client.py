@@ -9,23 +9,42 @@ from typing import Any, Final
 import httpx
 
 from soak.coord.chance import chance
+from soak.train.progress import Heard
 
 GIVE_UP_S: Final = 240.0
 AGAIN_S: Final = 0.05
 WINDOW: Final = 4
 """Operations sent ahead, in any order."""
+LARGE_EVERY: Final = 8
+"""So often a step has more data than the journal takes, and it goes into a file."""
+LARGE: Final = (8, 900)
+"""Datums, and tokens of each."""
+
+
+def texts(place: int, number: int, *, large: bool = False) -> Sequence[list[int]]:
+    """What a model is trained on follows from its place and the number of the operation."""
+    dice = chance(1000 * place + number)
+    if large:
+        count, tokens = LARGE
+        return [[dice.randrange(300) for _ in range(tokens)] for _ in range(count)]
+    return [[dice.randrange(300) for _ in range(dice.randrange(4, 24))] for _ in range(3)]
 
 
 class Trainer:
-    """One model trained step by step. What it is trained on follows from its place and the number of the step."""
+    """One model trained step by step; what is sent ahead goes out of order, which no SDK does."""
 
-    def __init__(self, client: httpx.AsyncClient, place: int) -> None:
+    def __init__(self, client: httpx.AsyncClient, place: int, heard: Heard | None = None) -> None:
         self._client = client
         self._place = place
+        self._heard = heard or Heard()
         self._model_id = ""
         self.results: dict[int, Any] = {}
         """By the number of the operation."""
-        self.progressed = asyncio.Event()
+
+    @property
+    def operations(self) -> int:
+        """With its creation and its first checkpoint."""
+        return 2 + len(self.results)
 
     async def begin(self) -> None:
         session = (await self._post("create_session", {}))["session_id"]
@@ -37,19 +56,29 @@ class Trainer:
         if "error" in result:
             raise RuntimeError(f"no model: {result}")
 
+    async def save(self, name: str, number: int) -> str:
+        """The path of a checkpoint that is made at this place of the model's order."""
+        body = {"model_id": self._model_id, "seq_id": number, "path": name}
+        return str((await self._result((await self._post("save_weights", body))["request_id"]))["path"])
+
     async def train(self, until: asyncio.Event, most: int) -> int:
         """Steps until told, or so many; returns how many. Every one of them has its results then."""
-        steps = 0
+        first = steps = max(self.results, default=0) // 2
+        most += first
         while steps < most and not until.is_set():
             ahead = min(WINDOW // 2, most - steps)
             numbers = [*range(2 * steps + 1, 2 * (steps + ahead) + 1)]
+            sent_s = asyncio.get_running_loop().time()
             shuffled = chance(steps).sample(numbers, len(numbers))
             ids = dict(zip(shuffled, await asyncio.gather(*map(self._submit, shuffled)), strict=True))
             for number in numbers:
                 self.results[number] = await self._result(ids[number])
-                self.progressed.set()
+                self._heard.note(sent_s)
             steps += ahead
-        return steps
+        return steps - first
+
+    async def finish(self) -> None:
+        """Ranks that pretend have no weights to save."""
 
     async def _submit(self, number: int) -> str:
         head = {"model_id": self._model_id, "seq_id": number}
@@ -60,10 +89,8 @@ class Trainer:
         return str((await self._post("optim_step", body))["request_id"])
 
     def _data(self, number: int) -> Sequence[dict[str, Any]]:
-        dice = chance(1000 * self._place + number)
         made = []
-        for _ in range(3):
-            tokens = [dice.randrange(300) for _ in range(dice.randrange(4, 24))]
+        for tokens in texts(self._place, number):
             inputs = {
                 "target_tokens": {"data": [*tokens[1:], 7], "dtype": "int64", "shape": [len(tokens)]},
                 "weights": {"data": [1.0] * len(tokens), "dtype": "float32", "shape": [len(tokens)]},

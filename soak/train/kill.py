@@ -1,168 +1,267 @@
 """Kill the processes of a training server under clients that train, and see that nothing was lost or done twice.
 
-A round trains a few models while processes are killed at random moments. When all is done, every future has its result,
-what the ranks and the journal say they did is what was asked for, each once, and every result is bit by bit that of a
-second server on which the same was trained in peace.
+A round trains a few models while processes are killed: at random moments, and exactly where they come by a failpoint.
+When all is done, every future has its result, and what the ranks and the journal say they did is what was asked for,
+each once. Where models do not share passes, every result and every file of the last checkpoints is bit by bit that of a
+second server, on which the same was trained in peace and which never took a snapshot. Where they do, results depend on
+who came when: then the last checkpoints are those of new ranks that did the journal's dispatches again, in peace.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, get_args
 
 import httpx
 
 from soak.coord.chance import chance
-from soak.coord.figures import spread_s
 from soak.coord.result import Ask, Result, Tell
+from soak.train import armed, sdk
 from soak.train.client import Trainer
-from soak.train.server import Ranks, ServeProcess, Victim, make_model, serving
-from strata.train.core import facts, ops
-from strata.train.core.state import INITIAL
+from soak.train.compare import compare_counts, compare_files, compare_results, final_folder
+from soak.train.outcome import Outcome
+from soak.train.progress import Heard
+from soak.train.server import NO_SNAPSHOTS, START_S, Hurt, Ranks, ServeProcess, Victim, gone, make_model, serving, until
 
 ROUND: Final = 20
+KINDS: Final = 3
+"""The last of so many rounds lets models share passes."""
 ENDLESS: Final = 1 << 30
-RANK_EVERY: Final = 10
-"""So often a rank is killed instead: all of them start anew and do everything again."""
-VICTIMS: Final[Sequence[Victim]] = ("orchestrator", "api", "orchestrator", "orchestrator", "api")
+OFTEN: Final = "every_dispatches = 7\npayload_grace_s = 1"
+FEW_KEPT: Final = "[checkpoints]\nkeep = 2\nsweep_s = 1.0\n"
+REACHED_S: Final = 60.0
+VICTIMS: Final[Sequence[Victim]] = ("api", "rank 0", "orchestrator", "launcher", "rank 1")
+FIRST: Final = {
+    "train.snapshot.before_restore": "rank 1",
+    "train.snapshot.before_put": "rank 0",
+    "journal.replica.after_lead": "orchestrator",
+    "train.checkpoint.before_sweep": "train.checkpoint.before_manifest",
+}
+"""What must die for anybody to come by these."""
 
 
-@dataclass
-class Outcome:
-    times: int = 0
-    problems: list[str] = field(default_factory=list)
-    operations: int = 0
-    recovered_s: list[float] = field(default_factory=list)
-    """From a kill to the next result that a client heard."""
-    victims: Counter[str] = field(default_factory=Counter)
+@dataclass(frozen=True)
+class Round:
+    model: Path
+    ranks: Ranks
+    clients: int
+    packed: bool = False
+    seed: int = 0
 
-    def result(self) -> Result:
-        killed = ", ".join(f"{count} {name}" for name, count in sorted(self.victims.items()))
-        figures = f"{self.operations} operations; killed {killed}; kill to next result {spread_s(self.recovered_s)}"
-        worst_s = max(self.recovered_s, default=0.0)
-        return Result(times=self.times, problems=self.problems, figures=figures, worst_s=worst_s)
+    @property
+    def snapshots(self) -> str:
+        return NO_SNAPSHOTS if self.packed else OFTEN
 
 
 async def run(ask: Ask, tell: Tell) -> Result:
+    # The SDK reports to the server it trains on what it does, which would be one thing more to be retried.
+    os.environ["TINKER_TELEMETRY"] = "0"  # noqa: TID251 - of the SDK in this process
     model = ask.folder / "tiny"
     await asyncio.to_thread(make_model, model)
     outcome = Outcome()
-    while outcome.times < ask.times and not outcome.problems:
-        first = ask.first + outcome.times
-        numbers = range(first, first + min(ROUND, ask.times - outcome.times))
-        await hurt_round(ask.folder / f"round-{first}", model, "real", numbers, ask.workers, outcome)
-        tell(outcome.result())
-    return outcome.result()
+    every = armed.failpoints()
+    first, end = ask.first, ask.first + ask.times
+    while first < end and not outcome.problems:
+        numbers = range(first, min(first - first % ROUND + ROUND, end))
+        kind = Round(model, "real", ask.workers, _is_packed(first), first)
+        await hurt_round(ask.folder / f"round-{first}", kind, [*map(moment, numbers)], outcome)
+        tell(outcome.result(every))
+        first = numbers.stop
+    return outcome.result(every)
 
 
-async def hurt_round(
-    folder: Path, model: Path, ranks: Ranks, numbers: Sequence[int], clients: int, outcome: Outcome
-) -> None:
-    """One server that is hurt, and one on which the same is done in peace."""
-    async with serving(folder / "hurt", model, ranks) as server, _http(server) as http:
-        trainers = [Trainer(http, place) for place in range(clients)]
-        await asyncio.gather(*(each.begin() for each in trainers))
-        enough = asyncio.Event()
-        training = [asyncio.create_task(each.train(enough, ENDLESS)) for each in trainers]
-        try:
-            for number in numbers:
-                await _hurt(server, trainers, training, number, outcome)
-            enough.set()
-            steps = await asyncio.gather(*training)
-        finally:
-            for task in training:
-                task.cancel()
-        outcome.operations += 2 * sum(steps)
+def moment(number: int) -> str:
+    """Whom this trial kills, or at which failpoint somebody dies. With packing there are no snapshots, so that the
+    journal has everything: then it is always a process, at random."""
+    turn, place = divmod(number, ROUND)
+    if _is_packed(number):
+        return VICTIMS[number % len(VICTIMS)]
+    if place % 2 == 0:
+        return VICTIMS[place // 2 % len(VICTIMS)]
+    # Those of the rounds before that were not packed.
+    before = (turn - turn // KINDS) * (ROUND // 2)
+    every = armed.failpoints()
+    return every[(before + place // 2) % len(every)]
+
+
+def _is_packed(number: int) -> bool:
+    return number // ROUND % KINDS == KINDS - 1
+
+
+async def hurt_round(folder: Path, kind: Round, moments: Sequence[str], outcome: Outcome) -> None:
+    """One server that is hurt, and what it has to be compared with."""
+    hurt = Hurt(packed=kind.packed, more=FEW_KEPT, armed=True)
+    async with serving(folder / "hurt", kind.model, kind.ranks, snapshots=kind.snapshots, hurt=hurt) as server:
+        heard = Heard()
+        async with _training(server, kind, heard) as trainers:
+            numbered = dict(enumerate(moments, kind.seed))
+            steps = await _hurt_all(server, trainers, heard, numbered, outcome)
+        outcome.operations += sum(each.operations for each in trainers)
+        outcome.steps += sum(steps)
+        outcome.restored += server.restored()
+        await server.idle()
         applied = await server.applied()
         if await server.stop() != 0:
             outcome.problems.append("the launcher did not end in order")
-        _compare_counts(server, applied, await server.journaled(), steps, outcome)
-    async with serving(folder / "calm", model, ranks) as server, _http(server) as http:
-        calm = [Trainer(http, place) for place in range(clients)]
-        await asyncio.gather(*(each.begin() for each in calm))
-        await asyncio.gather(*(each.train(asyncio.Event(), count) for each, count in zip(calm, steps, strict=True)))
-    _compare_results(trainers, calm, outcome)
+    wanted = sum(each.operations for each in trainers)
+    compare_counts(server, applied, await server.journaled(), wanted, outcome)
+    if kind.packed:
+        if not outcome.shared:
+            outcome.problems.append("no two models shared a pass")
+        outcome.replayed += await _replay(folder / "again", kind, server, trainers, outcome)
+    else:
+        outcome.equal += await _repeat(folder / "calm", kind, server, trainers, steps, outcome)
 
 
-async def _hurt(
+AnyTrainer = Trainer | sdk.SdkTrainer
+
+
+async def _hurt_all(
+    server: ServeProcess, trainers: Sequence[AnyTrainer], heard: Heard, moments: Mapping[int, str], outcome: Outcome
+) -> list[int]:
+    enough = asyncio.Event()
+    training = [asyncio.create_task(each.train(enough, ENDLESS)) for each in trainers]
+    try:
+        for number, what in moments.items():
+            await asyncio.sleep(chance(number).uniform(0.0, 1.0))
+            await _while_training(training, _hurt(server, what, heard, outcome))
+            outcome.times += 1
+        enough.set()
+        steps = await asyncio.gather(*training)
+        await asyncio.gather(*(each.finish() for each in trainers))
+        return steps
+    finally:
+        for task in training:
+            task.cancel()
+
+
+async def _while_training(training: Sequence[asyncio.Task[int]], work: Coroutine[None, None, None]) -> None:
+    """A client that gives up ends the campaign."""
+    doing = asyncio.create_task(work)
+    await asyncio.wait([doing, *training], return_when=asyncio.FIRST_COMPLETED)
+    if not doing.done():
+        doing.cancel()
+        for task in training:
+            if task.done():
+                task.result()
+    await doing
+
+
+async def _hurt(server: ServeProcess, what: str, heard: Heard, outcome: Outcome) -> None:
+    clock = asyncio.get_running_loop().time
+    for victim in get_args(Victim):
+        if what == victim:
+            await server.there(victim)
+            started_s = clock()
+            left = await _kill(server, victim)
+            await heard.one_sent_after(started_s)
+            outcome.recovered(what, clock() - started_s)
+            if still := await gone(left):
+                outcome.problems.append(f"processes {still} outlived their launcher")
+            return
+    armed.order(server.orders, what)
+    if (first := FIRST.get(what)) is not None:
+        await _first(server, first, what, outcome)
+    victim = await _death(server)
+    if victim is None:
+        outcome.missed.append(what)
+        await _hurt(server, "orchestrator", heard, outcome)
+        return
+    started_s = clock()
+    await heard.one_sent_after(started_s)
+    outcome.recovered(victim, clock() - started_s)
+    outcome.reached[what] += 1
+
+
+async def _kill(server: ServeProcess, victim: Victim) -> Sequence[int]:
+    """Processes that have nobody left to end them."""
+    if victim == "launcher":
+        return await server.restart()
+    server.kill(victim)
+    return ()
+
+
+async def _first(server: ServeProcess, first: str, then: str, outcome: Outcome) -> None:
+    """A death that another one needs."""
+    for victim in get_args(Victim):
+        if first == victim:
+            await server.there(victim)
+            server.kill(victim)
+            outcome.victims[victim] += 1
+            return
+    armed.order(server.orders, first)
+    if (who := await _death(server)) is not None:
+        outcome.victims[who] += 1
+        outcome.reached[first] += 1
+        armed.order(server.orders, then)
+
+
+async def _death(server: ServeProcess) -> str | None:
+    """Who came by the failpoint; None if nobody did for long."""
+    for _ in range(int(REACHED_S / armed.LOOK_S)):
+        if (victim := armed.died(server.orders)) is not None:
+            return victim
+        await asyncio.sleep(armed.LOOK_S)
+    return None if armed.withdraw(server.orders) else "somebody"
+
+
+async def _repeat(
+    folder: Path,
+    kind: Round,
     server: ServeProcess,
-    trainers: Sequence[Trainer],
-    training: Sequence[asyncio.Task[int]],
-    number: int,
+    trainers: Sequence[AnyTrainer],
+    steps: Sequence[int],
     outcome: Outcome,
-) -> None:
-    dice = chance(number)
-    real = bool(server.pids("rank"))
-    victim: Victim = "rank" if real and number % RANK_EVERY == RANK_EVERY - 1 else VICTIMS[number % len(VICTIMS)]
-    await asyncio.sleep(dice.uniform(0.0, 1.0))
-    if not server.kill(victim):
+) -> int:
+    """The same in peace. How many models have the same files."""
+    equal = 0
+    async with serving(folder, kind.model, kind.ranks, hurt=Hurt(more=FEW_KEPT)) as calm:
+        async with _training(calm, kind, Heard()) as again:
+            work = [each.train(asyncio.Event(), count) for each, count in zip(again, steps, strict=True)]
+            await asyncio.gather(*work)
+            await asyncio.gather(*(each.finish() for each in again))
+        for place, (one, other) in enumerate(zip(trainers, again, strict=True)):
+            compare_results(place, one.results, other.results, outcome)
+            if isinstance(one, sdk.SdkTrainer) and isinstance(other, sdk.SdkTrainer):
+                found = final_folder(server, one.model_id, sdk.FINAL)
+                problem = compare_files(found, final_folder(calm, other.model_id, sdk.FINAL), one.steps)
+                equal += problem is None
+                outcome.problems += [f"model {place}: {problem}"] if problem else []
+    return equal
+
+
+async def _replay(
+    folder: Path, kind: Round, server: ServeProcess, trainers: Sequence[AnyTrainer], outcome: Outcome
+) -> int:
+    """New ranks that do the journal's dispatches again. How many models have the same files."""
+    equal = 0
+    hurt = Hurt(packed=True, more=FEW_KEPT, journal=server.settings.data)
+    async with serving(folder, kind.model, kind.ranks, hurt=hurt) as fresh:
+        for place, each in enumerate(trainers):
+            assert isinstance(each, sdk.SdkTrainer)
+            final = partial(final_folder, model_id=each.model_id, name=sdk.FINAL)
+            async with asyncio.timeout(START_S):
+                await until(partial(final, fresh))
+            problem = compare_files(final(server), final(fresh), each.steps)
+            equal += problem is None
+            outcome.problems += [f"model {place} done again: {problem}"] if problem else []
+    return equal
+
+
+@asynccontextmanager
+async def _training(server: ServeProcess, kind: Round, heard: Heard) -> AsyncIterator[Sequence[AnyTrainer]]:
+    if kind.ranks == "real":
+        async with sdk.trainers(server, kind.clients, heard) as made:
+            yield made
         return
-    for each in trainers:
-        each.progressed.clear()
-    started_s = asyncio.get_running_loop().time()
-    heard = [asyncio.create_task(each.progressed.wait()) for each in trainers]
-    await asyncio.wait([*heard, *training], return_when=asyncio.FIRST_COMPLETED)
-    for waiting in heard:
-        waiting.cancel()
-    for task in training:
-        if task.done():
-            task.result()
-    outcome.recovered_s.append(asyncio.get_running_loop().time() - started_s)
-    outcome.victims[victim] += 1
-    outcome.times += 1
-
-
-def _compare_counts(
-    server: ServeProcess, applied: int, journal: Sequence[facts.Fact], steps: Sequence[int], outcome: Outcome
-) -> None:
-    dispatched = [fact for fact in journal if isinstance(fact, facts.Dispatched)]
-    # Of each model its creation, its first checkpoint, and two operations a step.
-    wanted = sum(2 + 2 * each for each in steps)
-    told = Counter(future_id for fact in dispatched for future_id in fact.future_ids)
-    ended = Counter(fact.future_id for fact in journal if isinstance(fact, facts.Finished))
-    twice = [future_id for count in (told, ended) for future_id, times in count.items() if times > 1]
-    if twice:
-        outcome.problems.append(f"told or ended twice: {twice[:3]}")
-    if len(told) != wanted or len(ended) != wanted:
-        outcome.problems.append(f"{wanted} operations were asked for, {len(told)} told, {len(ended)} ended")
-    if applied != len(dispatched):
-        outcome.problems.append(f"rank 0 applied {applied} dispatches, and the journal has {len(dispatched)}")
-    failed = [fact for fact in journal if isinstance(fact, facts.Finished) and isinstance(fact.result, ops.Failed)]
-    if failed or any(isinstance(fact, facts.GivenUp) for fact in journal):
-        outcome.problems.append(f"operations failed: {failed[:1]}")
-    _compare_notes(server, told, outcome)
-
-
-def _compare_notes(server: ServeProcess, told: Counter[str], outcome: Outcome) -> None:
-    """Ranks that pretend write down what they do: the last group has done everything, once."""
-    if not server.applied_file.exists():
-        return
-    lines = [line.split(" ", 1) for line in server.applied_file.read_text(encoding="utf-8").splitlines()]
-    done = Counter(name for group, name in lines if group == lines[-1][0])
-    numbered = [name for name in told if name.rpartition(":")[2].isdecimal() and not name.endswith(f":{INITIAL}")]
-    wrong = [name for name in numbered if done[name] != 1]
-    if wrong or not numbered:
-        outcome.problems.append(f"the ranks did not do once: {wrong[:3]}")
-
-
-def _compare_results(hurt: Sequence[Trainer], calm: Sequence[Trainer], outcome: Outcome) -> None:
-    for place, (one, other) in enumerate(zip(hurt, calm, strict=True)):
-        differing = [number for number, result in one.results.items() if result != other.results.get(number)]
-        if differing or len(one.results) != len(other.results):
-            problem = f"model {place}: operation {min(differing, default=0)} differs from the one done in peace"
-            outcome.problems.append(problem)
-        _refuse_failures(one.results, place, outcome)
-
-
-def _refuse_failures(results: dict[int, Any], place: int, outcome: Outcome) -> None:
-    failed = [number for number, result in results.items() if "error" in result]
-    if failed:
-        outcome.problems.append(f"model {place}: operation {failed[0]} failed: {results[failed[0]]}")
-
-
-def _http(server: ServeProcess) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=server.url, headers={"X-API-Key": server.key}, timeout=30.0)
+    key = {"X-API-Key": server.key}
+    async with httpx.AsyncClient(base_url=server.url, headers=key, timeout=30.0) as http:
+        plain = [Trainer(http, place, heard) for place in range(kind.clients)]
+        await asyncio.gather(*(each.begin() for each in plain))
+        yield plain

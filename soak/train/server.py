@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+import httpx
 import zmq.asyncio
 
+from soak.train import armed
 from strata.base.clock import SystemClock
+from strata.base.settings import own_environment
 from strata.journal.open import open_journal
 from strata.journal.replay import replay
 from strata.testing.ports import port_of, reserve_port
@@ -23,14 +29,17 @@ from strata.train.launch.child import descendants
 from strata.train.link import Knock, keys_of, knock
 from strata.train.settings import ServerSettings, load_settings
 
-Victim = Literal["orchestrator", "api", "rank"]
+Victim = Literal["orchestrator", "api", "rank", "rank 0", "rank 1", "launcher"]
+"""`rank` is any of them."""
 Ranks = Literal["real", "pretending"]
 START_S: Final = 180.0
-_MODULES: Final = {
-    "orchestrator": "strata.train.orchestrator",
-    "api": "strata.train.api",
-    "rank": "strata.train.runner",
-}
+NO_SNAPSHOTS: Final = "every_dispatches = 0\nevery_s = 0\nevery_payload_mb = 0"
+THERE_S: Final = 60.0
+GONE_S: Final = 45.0
+"""How long what a dead launcher started may take to be gone: torchrun gives its ranks half a minute."""
+LOOK_S: Final = 0.02
+NOT_COPIED: Final = ("checkpoints", "snapshots", "run", "launcher.lock")
+"""What is made anew by a server that is to do everything again."""
 _TINY: Final = """
 import sys
 from pathlib import Path
@@ -44,10 +53,27 @@ def make_model(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", _TINY, str(folder)], check=True, timeout=START_S)
 
 
+@dataclass(frozen=True)
+class Hurt:
+    """A server for campaigns."""
+
+    packed: bool = False
+    """Operations of several models in one pass."""
+    more: str = ""
+    """Settings."""
+    armed: bool = False
+    """Its processes can be told to die at failpoints."""
+    journal: Path | None = None
+    """The data of a server that has ended, whose journal is done again from its first dispatch."""
+
+
+UNHURT: Final = Hurt()
+
+
 class ServeProcess:
     """Real ranks are the launcher's; those that pretend are started here, and the launcher connects to them."""
 
-    def __init__(self, folder: Path, model: Path, port: int, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, model: Path, port: int, ranks: Ranks, snapshots: str, hurt: Hurt) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.url = f"http://127.0.0.1:{port}"
@@ -58,35 +84,56 @@ class ServeProcess:
             f'[server]\ndata = "{folder}/d"\nport = {port}\npoll_s = 2.0\nlease_s = 1.0\n'
             f'[model]\npath = "{model}"\nname = "tiny"\nslots = 64\nmax_lora_rank = 8\n'
             f'[ranks]\nnproc = 2\nbackend = "gloo"\nmode = "{mode}"\n'
-            # Composition must not depend on who came when: results are compared bit by bit.
-            "[limits]\npack_tenants = false\n",
+            # Without packing nothing depends on who came when, and results can be compared bit by bit.
+            f"[limits]\npack_tenants = {str(hurt.packed).lower()}\n[snapshots]\n{snapshots}\n{hurt.more}",
             encoding="utf-8",
         )
         self.settings: ServerSettings = load_settings(self._file, environ={})
-        self._children: list[asyncio.subprocess.Process] = []
+        self.orders = folder / "armed"
+        self._environment = dict(own_environment())
+        if hurt.armed:
+            self._environment["PYTHONPATH"] = armed.prepare(self.orders)
+        self._pretending: asyncio.subprocess.Process | None = None
+        self._launcher: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        log = (self.folder / "serve.log").open("wb")
-        own = ("--settings", str(self._file))
-        with log:
-            if self._ranks == "pretending":
-                await self._spawn(log.fileno(), "strata.testing.fake_ranks", *own, "--applied", str(self.applied_file))
-            serve = await self._spawn(log.fileno(), "strata.cli.main", "serve", str(self._file))
+        if self._ranks == "pretending":
+            own = ("--settings", str(self._file), "--applied", str(self.applied_file))
+            self._pretending = await self._spawn("-m", "strata.testing.fake_ranks", *own)
+        await self._launch()
+
+    async def restart(self) -> list[int]:
+        """As whoever supervises it: at once when the launcher is dead, with all that it left behind still there.
+        Returns what it had started."""
+        left = descendants(self.launcher_pid)
+        os.kill(self.launcher_pid, signal.SIGKILL)
+        assert self._launcher is not None
+        await self._launcher.wait()
+        await self._launch()
+        return left
+
+    async def _launch(self) -> None:
+        log = self.folder / "serve.log"
+        before = log.stat().st_size if log.exists() else 0
+        code = "from strata.cli.main import main; main()"
+        self._launcher = await self._spawn("-c", code, "serve", str(self._file))
         async with asyncio.timeout(START_S):
             # The launcher says so when everything is there; its words are in the log.
-            while b"strata serve: http" not in (self.folder / "serve.log").read_bytes():
-                if serve.returncode is not None:
+            while b"strata serve: http" not in log.read_bytes()[before:]:
+                if self._launcher.returncode is not None:
                     raise RuntimeError(f"strata serve ended: {self.log_tail()}")
                 await asyncio.sleep(0.1)
 
-    async def _spawn(self, log: int, module: str, *arguments: str) -> asyncio.subprocess.Process:
-        if module == "strata.cli.main":
-            words = [sys.executable, "-c", "from strata.cli.main import main; main()", *arguments]
-        else:
-            words = [sys.executable, "-m", module, *arguments]
-        child = await asyncio.create_subprocess_exec(*words, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL)
-        self._children.append(child)
-        return child
+    async def _spawn(self, *arguments: str) -> asyncio.subprocess.Process:
+        with (self.folder / "serve.log").open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+            )
 
     @property
     def key(self) -> str:
@@ -100,15 +147,10 @@ class ServeProcess:
         return (self.folder / "serve.log").read_text(encoding="utf-8", errors="replace")[-3000:]
 
     def pids(self, victim: Victim) -> list[int]:
-        found = []
-        for pid in descendants(self.launcher_pid):
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if _MODULES[victim].encode() in words:
-                found.append(pid)
-        return found
+        if victim == "launcher":
+            return [self.launcher_pid]
+        module, _, rank = victim.partition(" ")
+        return [pid for pid in descendants(self.launcher_pid) if _runs(pid, armed.MODULES[module], rank)]
 
     def kill(self, victim: Victim) -> bool:
         """One process, now; False if there is none at this moment."""
@@ -117,15 +159,41 @@ class ServeProcess:
             return True
         return False
 
+    async def there(self, victim: Victim) -> None:
+        """What is being started may be missing for a moment."""
+        async with asyncio.timeout(THERE_S):
+            await until(lambda: self.pids(victim))
+
+    def kill_ranks(self) -> None:
+        """All of them at once."""
+        for pid in self.pids("rank"):
+            os.kill(pid, signal.SIGKILL)
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """What the processes said of this."""
+        lines = (self.folder / "serve.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{") and f'"{event}"' in line]
+
     @property
     def launcher_pid(self) -> int:
-        return self._children[-1].pid
+        assert self._launcher is not None
+        return self._launcher.pid
 
     def group(self) -> list[int]:
         """Which processes the ranks are."""
         if self._ranks == "pretending":
-            return [child.pid for child in self._children[:-1] if child.returncode is None]
+            there = self._pretending
+            return [there.pid] if there is not None and there.returncode is None else []
         return self.pids("rank")
+
+    async def idle(self) -> None:
+        """Nothing waits or runs any more."""
+        async with asyncio.timeout(START_S), httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
+            while True:
+                told = (await http.get("/api/v1/status", headers={"X-API-Key": self.key})).raise_for_status().json()
+                if not told["waiting"] and not told["running"]:
+                    return
+                await asyncio.sleep(LOOK_S)
 
     async def applied(self) -> int:
         """What rank 0 itself says it applied last. It is asked as by the next orchestrator, so this is the end."""
@@ -145,26 +213,67 @@ class ServeProcess:
 
     async def stop(self) -> int:
         """The status of the launcher after SIGTERM."""
-        *others, serve = self._children
-        if serve.returncode is None:
-            serve.terminate()
-        status = await serve.wait()
-        for child in others:
+        status = 0
+        if (serve := self._launcher) is not None:
+            if serve.returncode is None:
+                serve.terminate()
+            status = await serve.wait()
+        if (child := self._pretending) is not None:
             if child.returncode is None:
                 child.kill()
             await child.wait()
         return status
 
+    def restored(self) -> int:
+        """How often ranks that started anew began from a snapshot."""
+        return (self.folder / "serve.log").read_bytes().count(b"restored a snapshot of the models")
+
     async def journaled(self) -> list[facts.Fact]:
+        """What was not let go."""
         async with await open_journal(self.settings.database, SystemClock()) as journal:
-            batches = [batch async for batch in replay(journal, self.settings.stream)]
+            (floor,) = [each.floor for each in await journal.streams() if each.stream == self.settings.stream]
+            batches = [batch async for batch in replay(journal, self.settings.stream, floor)]
         return [facts.decode(fact) for batch in batches for fact in batch.facts]
 
 
+def _runs(pid: int, module: str, rank: str) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if rank else []
+    except OSError:
+        return False
+    return module.encode() in words and (not rank or f"RANK={rank}".encode() in variables)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Of other processes only this can be seen: what is there now."""
+    while not holds():  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(LOOK_S)
+
+
+async def gone(pids: Sequence[int]) -> list[int]:
+    """Those that are not, after some patience."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(GONE_S):
+            await until(lambda: not any(map(_is_running, pids)))
+    return [*filter(_is_running, pids)]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @asynccontextmanager
-async def serving(folder: Path, model: Path, ranks: Ranks) -> AsyncIterator[ServeProcess]:
+async def serving(
+    folder: Path, model: Path, ranks: Ranks, *, snapshots: str = NO_SNAPSHOTS, hurt: Hurt = UNHURT
+) -> AsyncIterator[ServeProcess]:
     with reserve_port() as reserved:
-        server = ServeProcess(folder, model, port_of(reserved), ranks)
+        server = ServeProcess(folder, model, port_of(reserved), ranks, snapshots, hurt)
+        if hurt.journal is not None:
+            shutil.copytree(hurt.journal, server.settings.data, ignore=shutil.ignore_patterns(*NOT_COPIED))
         try:
             await server.start()
             yield server
