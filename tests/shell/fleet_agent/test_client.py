@@ -24,7 +24,12 @@ OK = (
 def server(answer: Callable[[socket.socket, int], None]) -> Iterator[str]:
     """Calls `answer` with each connection and its number, from 0."""
     listener = socket.create_server(("127.0.0.1", 0))
-    held: list[socket.socket] = []
+    held: list[tuple[socket.socket, threading.Thread]] = []
+
+    def reply(connection: socket.socket, number: int) -> None:
+        # Whoever asked may be gone before it is told.
+        with suppress(OSError):
+            answer(connection, number)
 
     def serve() -> None:
         number = 0
@@ -33,8 +38,9 @@ def server(answer: Callable[[socket.socket, int], None]) -> Iterator[str]:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            held.append(connection)
-            threading.Thread(target=answer, args=(connection, number), daemon=True).start()
+            replying = threading.Thread(target=reply, args=(connection, number), daemon=True)
+            held.append((connection, replying))
+            replying.start()
             number += 1
 
     thread = threading.Thread(target=serve, daemon=True)
@@ -45,7 +51,10 @@ def server(answer: Callable[[socket.socket, int], None]) -> Iterator[str]:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         thread.join()
-        for connection in held:
+        for connection, replying in held:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            replying.join()
             connection.close()
 
 
