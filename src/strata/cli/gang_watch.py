@@ -42,10 +42,10 @@ def print_once(job: JobView, output: Format) -> None:
     write("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def as_json(job: JobView, *, indent: bool) -> str:
+def as_json(found: object, *, indent: bool) -> str:
     import msgspec
 
-    encoded = msgspec.json.encode(job)
+    encoded = msgspec.json.encode(found)
     return (msgspec.json.format(encoded, indent=2) if indent else encoded).decode()
 
 

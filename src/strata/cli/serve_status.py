@@ -11,7 +11,7 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.gang_layout import Cell, Screen, render
-from strata.cli.gang_watch import UNLIMITED, console
+from strata.cli.gang_watch import UNLIMITED, as_json, console
 from strata.cli.gang_words import clock
 from strata.cli.output import Format, complain, output_option, printable, write
 from strata.cli.serve_screen import line, screen
@@ -102,20 +102,13 @@ def _looks(client: HubClient) -> Iterator[Status | StrataError]:
 
 def _print(found: Status, output: Format) -> None:
     if output in (Format.JSON, Format.JSONL):
-        write(_json(found, indent=output is Format.JSON))
+        write(as_json(found, indent=output is Format.JSON))
         return
     wide = output is Format.WIDE
     to = console(width=UNLIMITED if wide else None)
     with to.capture() as captured:
         to.print(render(screen(found, wide=wide), to.width))
     write("\n".join(each.rstrip() for each in captured.get().splitlines()))
-
-
-def _json(found: Status, *, indent: bool) -> str:
-    import msgspec
-
-    encoded = msgspec.json.encode(found)
-    return (msgspec.json.format(encoded, indent=2) if indent else encoded).decode()
 
 
 def _follow(looks: Iterator[Status | StrataError], output: Format) -> None:
@@ -133,7 +126,7 @@ def _follow(looks: Iterator[Status | StrataError], output: Format) -> None:
         if away:
             complain("strata serve: connected again")
         away = False
-        text = _json(found, indent=False) if output is Format.JSONL else line(found)
+        text = as_json(found, indent=False) if output is Format.JSONL else line(found)
         if text != before:
             write(text if output is Format.JSONL else f"{_time(found)} {printable(text)}")
         before = text

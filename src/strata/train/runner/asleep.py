@@ -31,9 +31,9 @@ class Asleep:
         self.freed = sum(self._sizes)
         if any(storage.device.type == "cpu" for storage in self._storages):
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            save_file({str(number): _bytes(storage) for number, storage in enumerate(self._storages)}, file)
+            save_file({str(number): bytes_of(storage) for number, storage in enumerate(self._storages)}, file)
         else:
-            self._host = [_bytes(storage).cpu() for storage in self._storages]
+            self._host = [bytes_of(storage).cpu() for storage in self._storages]
         for storage in self._storages:
             storage.resize_(0)
 
@@ -41,16 +41,16 @@ class Asleep:
         if self._host:
             for storage, size, kept in zip(self._storages, self._sizes, self._host, strict=True):
                 storage.resize_(size)
-                _bytes(storage).copy_(kept)
+                bytes_of(storage).copy_(kept)
             return
         if not self._storages:
             return
         with safe_open(self._file, framework="pt") as kept:
             for number, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
                 storage.resize_(size)
-                _bytes(storage).copy_(kept.get_tensor(str(number)))
+                bytes_of(storage).copy_(kept.get_tensor(str(number)))
         self._file.unlink(missing_ok=True)
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load, save
 
 from strata.base import log
+from strata.train.runner.asleep import bytes_of
 from strata.train.runner.trained import Trained
 
 _log = log.get(__name__)
@@ -28,7 +29,7 @@ class Parked:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         found = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
         self._storages = list(found.values())
-        self._kept: list[torch.Tensor] = [_bytes(storage).to("cpu", copy=True) for storage in self._storages]
+        self._kept: list[torch.Tensor] = [bytes_of(storage).to("cpu", copy=True) for storage in self._storages]
         self._file: Path | None = None
         self._digest = b""
         for storage in self._storages:
@@ -63,7 +64,7 @@ class Parked:
             self._kept = [found[str(number)] for number in range(len(self._storages))]
         for storage, kept in zip(self._storages, self._kept, strict=True):
             storage.resize_(kept.numel())
-            _bytes(storage).copy_(kept)
+            bytes_of(storage).copy_(kept)
         self.forget()
 
     def forget(self) -> None:
@@ -140,7 +141,3 @@ class Slots:
             parked.to_disk(self._folder / f"{self._files}.safetensors")
         except OSError as error:
             _log.warning("a model that is not in use stays in memory", reason=str(error))
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

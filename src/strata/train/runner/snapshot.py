@@ -19,7 +19,7 @@ from strata.train.core import ops
 from strata.train.runner.lora import Adapter
 from strata.train.runner.optimizer import MOMENTS
 from strata.train.runner.snapshot_files import SHARED, Copied, Manifest, ModelPart, SamplerPart, own_file
-from strata.train.runner.trained import AdapterModel, Trained, WholeModel, local
+from strata.train.runner.trained import AdapterModel, Trained, WholeModel, local, sharded_like
 
 Tensors = Mapping[str, torch.Tensor]
 WEIGHTS = "weights"
@@ -167,7 +167,7 @@ def _restorer_of_whole(opened: Opened, head: str, steps: int, model: WholeModel)
             own.data.copy_(weight)
         model.optimizer.restore(moments, steps)
         for name, parameter in model.parameters.items():
-            parameter.grad = _like(parameter, gradients[name]) if name in gradients else None
+            parameter.grad = sharded_like(parameter, gradients[name]) if name in gradients else None
 
     return put
 
@@ -180,8 +180,8 @@ def sampled_from(opened: Opened, number: int, adapter: Adapter) -> Adapter:
 def sampled_whole(opened: Opened, number: int, live: Mapping[str, DTensor], dtype: torch.dtype) -> Tensors:
     found = {}
     for name, parameter in live.items():
-        like = _like(parameter, local(parameter).to(dtype))
-        found[name] = _like(parameter, _needed(f"samplers.{number}.{WEIGHTS}.{name}", opened, like))
+        like = sharded_like(parameter, local(parameter).to(dtype))
+        found[name] = sharded_like(parameter, _needed(f"samplers.{number}.{WEIGHTS}.{name}", opened, like))
     return found
 
 
@@ -210,12 +210,6 @@ def _fitting(name: str, found: torch.Tensor | None, like: torch.Tensor) -> torch
     if found is None or found.shape != like.shape or found.dtype != like.dtype:
         raise _wrong(name)
     return found
-
-
-def _like(parameter: DTensor, part: torch.Tensor) -> DTensor:
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _wrong(name: str) -> StrataError:

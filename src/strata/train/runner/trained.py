@@ -129,3 +129,10 @@ def sharded(packed: PackedModel) -> Iterator[tuple[str, DTensor]]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor, in the same memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_like(parameter: DTensor, part: torch.Tensor) -> DTensor:
+    """This rank's part of a tensor that is sharded as the parameter is."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -25,7 +25,7 @@ from strata.train.runner.lora import Adapter
 from strata.train.runner.model import Base, read, tokenizer_files
 from strata.train.runner.optimizer import MOMENTS
 from strata.train.runner.packed import PackedModel
-from strata.train.runner.trained import AdapterModel, WholeModel, local, sharded
+from strata.train.runner.trained import AdapterModel, WholeModel, local, sharded, sharded_like
 
 OPTIMIZER: Final = "optimizer.safetensors"
 
@@ -93,7 +93,7 @@ def whole_parameters(folder: Path, packed: PackedModel) -> dict[str, torch.Tenso
         shards.fill(folder, state)
         return state
     parts = _own_parts(str(folder), live)
-    return {name: _like(parameter, part) for (name, parameter), part in zip(live.items(), parts, strict=True)}
+    return {name: sharded_like(parameter, part) for (name, parameter), part in zip(live.items(), parts, strict=True)}
 
 
 def _flat(adapter: Adapter, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -178,7 +178,7 @@ def whole_state(model: WholeModel, *, optimizer: bool) -> dict[str, torch.Tensor
     state: dict[str, torch.Tensor] = {}
     for (name, parameter), own in zip(model.parameters.items(), model.optimizer.moments(), strict=True):
         state[name] = parameter.detach()
-        state |= {f"{part}.{name}": _like(parameter, own[part]) for part in MOMENTS if optimizer}
+        state |= {f"{part}.{name}": sharded_like(parameter, own[part]) for part in MOMENTS if optimizer}
     return state
 
 
@@ -190,12 +190,6 @@ def gather_whole(model: WholeModel, *, first: bool) -> dict[str, torch.Tensor]:
         if first:
             found[name] = whole
     return found
-
-
-def _like(parameter: DTensor, part: torch.Tensor) -> DTensor:
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole_writer(base: Base, found: dict[str, torch.Tensor]) -> Fill:
