@@ -6,6 +6,8 @@ a step of its optimizer of its own. All steps are handed in before the first is 
 
 - `tenants.N`: tokens of N tenants whose operations share passes, beside one tenant that brings the same documents in
   one operation. The ratio is what is left of the speed when the work belongs to N instead of one.
+- `narrow.8`: the same for eight with adapters of a small rank. Those of the others are, all together, larger than the
+  base of the quick run, and summing and stepping them is work that one tenant has not.
 - `slices.N`: the same N tenants beside the same N on a server that gives each operation a pass of its own, one after
   the other (`limits.pack_tenants = false`).
 - `snapshots`: eight tenants on a server that takes a snapshot of all models every so many dispatches, beside the same
@@ -21,6 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Final
@@ -43,6 +46,7 @@ GOAL_TENANTS: Final = 8
 GOAL: Final = 0.9
 SNAPSHOT_GOAL: Final = 0.97
 SAME_LOSS: Final = 1e-4
+NARROW_RANK: Final = 4
 SETTINGS: Final = """
 [server]
 port = 0
@@ -79,8 +83,8 @@ class Turns:
 
 SMALL: Final = Work(layers=4, hidden=256, vocabulary=2048, documents=8, length=256)
 LARGE: Final = Work(layers=11, hidden=640, vocabulary=8192, documents=8, length=512)
-QUICK: Final = Turns(steps=4, rounds=3, snapshot_steps=6, snapshot_rounds=3, snapshot_dispatches=50)
-LONG: Final = Turns(steps=4, rounds=6, snapshot_steps=8, snapshot_rounds=6, snapshot_dispatches=60)
+QUICK: Final = Turns(steps=6, rounds=3, snapshot_steps=24, snapshot_rounds=3, snapshot_dispatches=48)
+LONG: Final = Turns(steps=6, rounds=6, snapshot_steps=24, snapshot_rounds=6, snapshot_dispatches=48)
 
 
 @dataclass(frozen=True)
@@ -157,14 +161,16 @@ async def run(report: Report, *, quick: bool) -> None:
         report.progress("three groups of ranks start")
         async with AsyncExitStack() as stack:
 
-            async def tenancy(name: str, *, pack: bool, snapshots: int = 0, count: int = MOST) -> Tenancy:
-                return await _tenancy(stack, folder / name, work, pack=pack, snapshots=snapshots, count=count)
+            async def tenancy(name: str, ranks: Sequence[int], *, pack: bool, snapshots: int = 0) -> Tenancy:
+                return await _tenancy(stack, folder / name, work, ranks, pack=pack, snapshots=snapshots)
 
-            packed = await tenancy("p", pack=True)
-            sliced = await tenancy("s", pack=False)
-            guarded = await tenancy("g", pack=True, snapshots=turns.snapshot_dispatches, count=GOAL_TENANTS)
-            bench = _Bench(report, turns, work, f"{parameters / 1e6:.1f} M parameters", (packed, sliced, guarded))
-            await bench.run()
+            eight = [LORA_RANK] * GOAL_TENANTS
+            packed = await tenancy("p", [LORA_RANK] * MOST + [NARROW_RANK] * GOAL_TENANTS, pack=True)
+            narrow = Tenancy(packed.wires[MOST:], packed.data)
+            sliced = await tenancy("s", [LORA_RANK] * MOST, pack=False)
+            guarded = await tenancy("g", eight, pack=True, snapshots=turns.snapshot_dispatches)
+            about = f"{parameters / 1e6:.1f} M parameters"
+            await _Bench(report, turns, work, about, (packed, narrow, sliced, guarded)).run()
     finally:
         await asyncio.to_thread(shutil.rmtree, folder)
 
@@ -188,7 +194,7 @@ class _Side:
 class _Bench:
     def __init__(self, report: Report, turns: Turns, work: Work, about: str, tenancies: Sequence[Tenancy]) -> None:
         self._report, self._turns, self._work = report, turns, work
-        self._packed, self._sliced, self._guarded = tenancies
+        self._packed, self._narrow, self._sliced, self._guarded = tenancies
         self._batches = draw(work)
         documents = work.ranks * work.documents
         self._about = f"{work.ranks} ranks, {about}, {documents} documents of {work.length} tokens a step"
@@ -198,12 +204,16 @@ class _Bench:
         for count in TENANTS:
             self._report.progress(f"{count} tenants, {self._about}")
             goal = GOAL if count == GOAL_TENANTS else None
-            ours, one = self._side(self._packed, count), self._side(self._packed, 1)
-            await self._compare(f"tenants.{count}", ours, one, goal, f"rank {LORA_RANK}; {self._about}")
+            await self._beside_one(f"tenants.{count}", self._packed, count, LORA_RANK, goal)
             if count > 1:
                 ours, slices = self._side(self._packed, count), self._side(self._sliced, count)
                 await self._compare(f"slices.{count}", ours, slices, None, "beside a pass for each operation")
+        await self._beside_one(f"narrow.{GOAL_TENANTS}", self._narrow, GOAL_TENANTS, NARROW_RANK, GOAL)
         await self._snapshots()
+
+    async def _beside_one(self, case: str, tenancy: Tenancy, count: int, rank: int, goal: float | None) -> None:
+        ours, one = self._side(tenancy, count), self._side(tenancy, 1)
+        await self._compare(case, ours, one, goal, f"rank {rank}; {self._about}")
 
     async def _compare(self, case: str, ours: _Side, bare: _Side, goal: float | None, note: str) -> None:
         found = await interleave(ours.turn, bare.turn, self._turns.rounds, warm_up=False)
@@ -236,6 +246,7 @@ class _Bench:
         alone = self._packed.untrained_loss(self._batches, 1)
         cut = [
             self._packed.untrained_loss(self._batches, MOST),
+            self._narrow.untrained_loss(self._batches, GOAL_TENANTS),
             self._sliced.untrained_loss(self._batches, MOST),
             self._guarded.untrained_loss(self._batches, GOAL_TENANTS),
         ]
@@ -244,22 +255,24 @@ class _Bench:
 
 
 async def _tenancy(
-    stack: AsyncExitStack, folder: Path, work: Work, *, pack: bool, snapshots: int, count: int
+    stack: AsyncExitStack, folder: Path, work: Work, ranks: Sequence[int], *, pack: bool, snapshots: int
 ) -> Tenancy:
+    """`ranks` are those of the adapters, one of each tenant."""
     await asyncio.to_thread(folder.mkdir)
     settings = SETTINGS.format(
         folder=folder,
         model=folder.parent / "model",
         name=MODEL,
         row_tokens=work.row_tokens,
-        slots=MOST,
+        slots=len(ranks),
         ranks=work.ranks,
         pack=str(pack).lower(),
         snapshots=snapshots,
     )
     server = await stack.enter_async_context(served(folder, settings))
-    keys = await asyncio.to_thread(_keys, server, folder / "d", count)
-    wires = await asyncio.to_thread(lambda: [Wire(Server(server.url, key), "lora") for key in keys])
+    keys = await asyncio.to_thread(_keys, server, folder / "d", len(ranks))
+    made = [partial(Wire, Server(server.url, key), "lora", rank) for key, rank in zip(keys, ranks, strict=True)]
+    wires = await asyncio.to_thread(lambda: [make() for make in made])
     for wire in wires:
         wire.rest()
     return Tenancy(wires, folder / "d")

@@ -73,7 +73,7 @@ async def run(report: Report, *, quick: bool) -> None:
             runner.create_model(ops.CreateModel("m", "model", lora))
             trained = runner.models["m"]
             # Moments are there after a step, also after one that changes nothing.
-            trained.step(ops.AdamParams(learning_rate=0.0))
+            trained.start_step(ops.AdamParams(learning_rate=0.0))()
             side: Adapter | Whole
             side = Adapter(trained) if isinstance(trained, AdapterModel) else Whole(trained)  # type: ignore[arg-type]
             await measure(report, what, Path(name) / what, side, Ours(runner, trained, ranks), turns.rounds)

@@ -78,7 +78,7 @@ class PretendedSample:
     """Tokens that are still to come."""
 
 
-Single = commands.Step | commands.SaveState | commands.LoadState | commands.Manage | commands.MakeSampler
+Single = commands.SaveState | commands.LoadState | commands.Manage | commands.MakeSampler
 
 
 @dataclass
@@ -163,10 +163,13 @@ class FakeRanks:
             self.applied = command.number
         return msgspec.structs.replace(self.replies[command.number], generation=self.generation)
 
-    def _work(self, work: commands.Pass | Single) -> tuple[Sequence[ops.Result], int]:
+    def _work(self, work: commands.Pass | commands.Steps | Single) -> tuple[Sequence[ops.Result], int]:
         if isinstance(work, commands.Pass):
             self._note(item.request_id for item in work.items)
             return self._pass(work)
+        if isinstance(work, commands.Steps):
+            self._note(f"{each.model_id}:{each.seq_id}" for each in work.operations)
+            return [self._step(each) for each in work.operations], 0
         operation = work.operation
         name = getattr(operation, "model_id", "")
         self._note([f"{name}:{getattr(operation, 'seq_id', type(operation).__name__)}"])
@@ -225,8 +228,6 @@ class FakeRanks:
 
     def _operation(self, work: Single) -> ops.Result:
         match work:
-            case commands.Step():
-                return self._step(work.operation)
             case commands.SaveState():
                 return self._save(work.operation, Path(work.path))
             case commands.LoadState():
@@ -389,7 +390,7 @@ def _timing(work: commands.Work, total_s: float, tokens: int) -> commands.Timing
         forward_s=total_s / 2 if passed else 0.0,
         backward_s=total_s / 2 if isinstance(work, commands.Pass) and not work.forward_only else 0.0,
         tokens=tokens,
-        optimizer_s=total_s if isinstance(work, commands.Step) else 0.0,
+        optimizer_s=total_s if isinstance(work, commands.Steps) else 0.0,
         publish_s=total_s if isinstance(work, commands.Publishing) else 0.0,
     )
 

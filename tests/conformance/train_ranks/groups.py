@@ -167,7 +167,7 @@ class Speaker:
         return outputs(await self.one(self.passes([(model, tokens)], forward_only=forward_only)))
 
     async def step(self, model: str, seq: int = 1) -> ops.Result:
-        return await self.one(commands.Step(ops.OptimStep(model, seq, ops.AdamParams(learning_rate=0.01))))
+        return await self.one(commands.Steps([ops.OptimStep(model, seq, ops.AdamParams(learning_rate=0.01))]))
 
 
 def encoded(batch: Sequence[Sequence[int]]) -> bytes:

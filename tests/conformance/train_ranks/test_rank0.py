@@ -60,7 +60,7 @@ async def test_ranks_that_worked_for_one_run_take_no_orders_of_another(speaker: 
 async def test_a_dispatch_that_comes_again_is_answered_from_memory_and_not_done_again(speaker: Speaker) -> None:
     model = await speaker.create("once")
     before = await speaker.train(model, BATCH)
-    step = speaker.command(commands.Step(ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01))))
+    step = speaker.command(commands.Steps([ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01))]))
     first = await speaker.say(step, commands.Reply)
     again = await speaker.say(step, commands.Reply)
     assert again.results == first.results
@@ -75,7 +75,7 @@ async def test_a_dispatch_that_comes_again_is_answered_from_memory_and_not_done_
 async def test_a_reply_is_kept_for_the_next_generation_and_carries_its_number(speaker: Speaker) -> None:
     model = await speaker.create("kept")
     await speaker.train(model, BATCH)
-    work = commands.Step(ops.OptimStep(model, 2, ops.AdamParams()))
+    work = commands.Steps([ops.OptimStep(model, 2, ops.AdamParams())])
     first = await speaker.do(work)
     await speaker.attach()
     again = await speaker.say(speaker.command(work, speaker.group.number), commands.Reply)
@@ -114,6 +114,18 @@ async def test_every_item_of_a_pass_has_its_own_result_in_the_order_of_the_items
     assert [len(outputs(each).outputs) for each in reply.results[:2]] == [2, 3]
     assert isinstance(reply.results[2], ops.Failed)
     assert reply.timing.total_s > 0
+
+
+async def test_steps_of_several_models_each_have_their_own_result_and_are_those_made_alone(speaker: Speaker) -> None:
+    one, other, alone = [await speaker.create(name) for name in ("together-one", "together-other", "together-alone")]
+    for model in (one, other, alone):
+        await speaker.train(model, BATCH)
+    steps = [ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01)) for model in (one, "nobody", other)]
+    first, nobody, last = (await speaker.do(commands.Steps(steps))).results
+    assert isinstance(nobody, ops.Failed)
+    assert first == last == await speaker.step(alone, 2)
+    after = [await speaker.train(model, BATCH, forward_only=True) for model in (one, other, alone)]
+    assert after[0] == after[1] == after[2]
 
 
 async def test_a_forward_pass_leaves_the_gradients_alone_and_aborting_forgets_them(speaker: Speaker) -> None:
@@ -299,7 +311,7 @@ async def test_a_reply_says_what_the_time_was_spent_on(speaker: Speaker, tmp_pat
     wanted: list[tuple[commands.Work, set[str]]] = [
         (speaker.passes([(model, BATCH)]), {"forward_s", "backward_s"}),
         (speaker.passes([(model, BATCH)], forward_only=True), {"forward_s"}),
-        (commands.Step(ops.OptimStep(model, 2, ops.AdamParams())), {"optimizer_s"}),
+        (commands.Steps([ops.OptimStep(model, 2, ops.AdamParams())]), {"optimizer_s"}),
         (commands.SaveState(save, str(tmp_path / "timed")), {"publish_s"}),
         (commands.MakeSampler(ops.SaveSampler(model, 4, "timed:sample:0"), ""), {"publish_s"}),
         (commands.Manage(ops.AbortGradients(model, 5)), set()),

@@ -33,7 +33,7 @@ class Timed:
     def cost_s(self, dispatch: Dispatch) -> float:
         operations = [self.server.state.futures.get(each) for each in dispatch.future_ids]
         passes = [each.operation for each in operations if each and isinstance(each.operation, ops.ForwardBackward)]
-        return sum(sum(each.lengths) for each in passes) / TOKENS_PER_S if passes else STEP_S
+        return sum(sum(each.lengths) for each in passes) / TOKENS_PER_S if passes else STEP_S * len(operations)
 
     def advance(self) -> None:
         """Until the ranks have done one thing more."""

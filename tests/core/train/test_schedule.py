@@ -147,7 +147,7 @@ def lockstep(models: int, steps: int, late: int) -> list[tuple[Entry, ...]]:
             turn = (model * steps + step) * 2
             name = f"t{model}"
             scheduler.add(Entry(f"p{turn}", name, name, "forward_backward", tokens, turn, "forward_backward"))
-            scheduler.add(Entry(f"s{turn}", name, name, STEP, 0, turn + 1))
+            scheduler.add(Entry(f"s{turn}", name, name, STEP, 0, turn + 1, STEP))
 
     for model in range(models - late):
         submit(model)
@@ -161,13 +161,15 @@ def lockstep(models: int, steps: int, late: int) -> list[tuple[Entry, ...]]:
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 7))
 def test_models_that_take_turns_with_their_steps_meet_in_every_pass(models: int, steps: int, late: int) -> None:
-    passes = [chosen for chosen in lockstep(models, steps, min(late, models - 1)) if chosen[0].shares]
+    ran = lockstep(models, steps, min(late, models - 1))
     # Who comes late joins the second pass of those before it, and makes its last one after theirs.
-    assert len(passes) <= steps + (1 if late else 0)
+    most = steps + (1 if late else 0)
+    assert sum(chosen[0].shares != STEP for chosen in ran) <= most
+    assert sum(chosen[0].shares == STEP for chosen in ran) <= most
 
 
 @given(operations, st.integers(1, 300), st.integers(1, 300))
-def test_a_pass_waits_for_no_more_steps_than_there_is_room_for(
+def test_a_pass_waits_for_the_steps_that_there_is_room_for_and_for_all_of_them_at_once(
     given_operations: list[tuple[str, int, int, str]], tokens: int, room: int
 ) -> None:
     """Whatever else waits, and however many models have a step and a pass behind it."""
@@ -175,13 +177,25 @@ def test_a_pass_waits_for_no_more_steps_than_there_is_room_for(
     scheduler.add(Entry("first", "first", "first", "forward_backward", 1, 0, "pass"))
     turn = 1
     for number, (tenant, _, _, _) in enumerate(given_operations):
-        scheduler.add(Entry(f"s{turn}", tenant, f"m{number}", STEP, 0, turn))
+        scheduler.add(Entry(f"s{turn}", tenant, f"m{number}", STEP, 0, turn, STEP))
         scheduler.add(Entry(f"p{turn}", tenant, f"m{number}", "forward_backward", tokens, turn + 1, "pass"))
         turn += 2
-    waited = 0
-    while (chosen := scheduler.choose(budget_tokens=1 + room, share=True))[0].future_id != "first":
-        assert len(chosen) == 1
-        scheduler.remove(chosen[0].future_id)
-        waited += 1
-    assert waited <= room // tokens
-    assert len(chosen) == 1 + min(room // tokens, len(given_operations))
+    along = min(room // tokens, len(given_operations))
+    if along:
+        steps = scheduler.choose(budget_tokens=1 + room, share=True)
+        assert len(steps) == along
+        assert {entry.kind for entry in steps} == {STEP}
+        for entry in steps:
+            scheduler.remove(entry.future_id)
+    chosen = scheduler.choose(budget_tokens=1 + room, share=True)
+    assert chosen[0].future_id == "first"
+    assert len(chosen) == 1 + along
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_steps_that_wait_go_together_and_are_no_more_than_there_are_slots(models: int, slots: int) -> None:
+    scheduler = Scheduler(QUANTUM)
+    for number in range(models):
+        scheduler.add(Entry(f"s{number}", f"t{number % 3}", f"m{number}", STEP, 0, number, STEP))
+    assert len(scheduler.choose(budget_tokens=0, share=True, most=slots)) == min(models, slots)
+    assert len(scheduler.choose(budget_tokens=0, share=False, most=slots)) == 1

@@ -71,11 +71,37 @@ def a_step_with_numbers_that_are_none_is_refused_and_endless_gradients_too(drive
     model = trained(driver, "odd")
     before = driver.state(model)
     for adam in (ops.AdamParams(learning_rate=-1), ops.AdamParams(beta1=1.0), ops.AdamParams(eps=float("nan"))):
-        (result,) = driver.do(commands.Step(ops.OptimStep(model, 1, adam)))
+        (result,) = driver.do(commands.Steps([ops.OptimStep(model, 1, adam)]))
         assert isinstance(result, ops.Failed)
         assert result.category == "user"
     assert apart_by(before, driver.state(model)) == 0
     driver.unload(model)
+
+
+def steps_made_together_are_bit_for_bit_those_made_alone(driver: Driver, found: Found) -> None:
+    """Also beside one that is refused, and one of another size that has no gradient."""
+    names = ("first", "refused", "idle", "last")
+    states: list[dict[str, dict[str, torch.Tensor]]] = []
+    for together in (False, True):
+        for name in names:
+            driver.create(name, LARGER if name == "idle" else SMALL)
+        for number in range(2):
+            for place, name in enumerate(names):
+                if name != "idle":
+                    driver.train(name, batch(seed=10 * number + place))
+            orders = [
+                ops.OptimStep(name, number, ops.AdamParams(learning_rate=-1 if name == "refused" else 0.01))
+                for name in names
+            ]
+            works = [commands.Steps(orders)] if together else [commands.Steps([order]) for order in orders]
+            results = [result for work in works for result in driver.do(work)]
+            assert [isinstance(result, ops.Failed) for result in results] == [name == "refused" for name in names]
+        states.append({name: driver.state(name) for name in names})
+        for name in names:
+            driver.unload(name)
+    assert all(apart_by(states[0][name], states[1][name]) == 0 for name in names)
+    # They would also be equal if nothing had been done.
+    assert float(states[0]["first"]["exp_avg.lm_head.lora_A"].abs().max()) > 0
 
 
 def training_goes_on_from_a_checkpoint_bit_for_bit(driver: Driver, found: Found) -> None:
@@ -157,7 +183,7 @@ def sleep_frees_and_wake_restores_bit_for_bit(driver: Driver, found: Found) -> N
     assert isinstance(asleep, ops.Asleep)
     assert asleep.freed_bytes >= sum(part.numel() * part.element_size() for part in kept)
     assert all(part.untyped_storage().nbytes() == 0 for part in parts)
-    for work in (commands.Step(ops.OptimStep(model, 1, ops.AdamParams())), commands.Manage(ops.UnloadModel(model))):
+    for work in (commands.Steps([ops.OptimStep(model, 1, ops.AdamParams())]), commands.Manage(ops.UnloadModel(model))):
         _refuses(driver.do(work)[0], "server", "sleeps")
     _refuses(driver.passes((model, batch()))[0], "server", "sleeps")
     assert driver.do(commands.Manage(ops.Sleep())) == [ops.Asleep(0)]
@@ -185,6 +211,7 @@ def a_twin_from_a_sampler_checkpoint_says_the_same(driver: Driver, found: Found)
 CHECKS: tuple[Check, ...] = (
     steps_are_those_of_adamw,
     a_step_with_numbers_that_are_none_is_refused_and_endless_gradients_too,
+    steps_made_together_are_bit_for_bit_those_made_alone,
     training_goes_on_from_a_checkpoint_bit_for_bit,
     a_checkpoint_that_is_not_whole_or_does_not_fit_is_refused,
     saving_again_for_the_same_operation_changes_nothing,

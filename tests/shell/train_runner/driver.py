@@ -166,7 +166,7 @@ class Driver:
 
     def step(self, model: str, **adam: float) -> Mapping[str, float]:
         self.seq += 1
-        (result,) = self.do(commands.Step(ops.OptimStep(model, self.seq, ops.AdamParams(**adam))))
+        (result,) = self.do(commands.Steps([ops.OptimStep(model, self.seq, ops.AdamParams(**adam))]))
         assert isinstance(result, ops.StepDone), result
         return result.metrics
 

@@ -97,8 +97,8 @@ class Orchestrator:
         return reply
 
 
-def step(model: str) -> commands.Step:
-    return commands.Step(ops.OptimStep(model, 2, ops.AdamParams()))
+def step(model: str) -> commands.Steps:
+    return commands.Steps([ops.OptimStep(model, 2, ops.AdamParams())])
 
 
 def one_pass(model: str) -> commands.Pass:

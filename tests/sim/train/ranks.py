@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,10 @@ class SimRanks(FakeRanks):
         match work:
             case commands.Pass():
                 return self._chained(work), 0
-            case commands.Step():
-                return [self._changed(work.operation.model_id, lambda now: chain.stepped(now, work.operation.adam))], 0
+            case commands.Steps():
+                return [
+                    self._changed(each.model_id, partial(chain.stepped, adam=each.adam)) for each in work.operations
+                ], 0
             case commands.SaveState():
                 return [self._saved(work)], 0
             case commands.LoadState():

@@ -49,8 +49,10 @@ class Pass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="FORWARD
     rows: Sequence[Sequence[Row]]
 
 
-class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="OPTIM_STEP"):
-    operation: ops.OptimStep
+class Steps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="OPTIM_STEP"):
+    """Of different models, one after the other. What one of them fails for is no matter to the next."""
+
+    operations: Sequence[ops.OptimStep]
 
 
 class SaveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SAVE_STATE"):
@@ -96,7 +98,7 @@ class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SHU
     pass
 
 
-Work = Pass | Step | SaveState | LoadState | Manage | MakeSampler | Quantum | TakeSnapshot
+Work = Pass | Steps | SaveState | LoadState | Manage | MakeSampler | Quantum | TakeSnapshot
 Publishing = SaveState | MakeSampler
 """Work that makes weights for others."""
 
@@ -196,7 +198,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="reply"):
-    """The results of a dispatch, one per item of a pass in order, else one. A result payload comes inline.
+    """The results of a dispatch, one per item of a pass or step in order, else one. A result payload comes inline.
 
     A quantum has no results of its own but `sampled`, which says of whatever ended in it.
     """

@@ -21,10 +21,11 @@ class Pace:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
-    def note(self, kind: str, tokens: int, seconds: float) -> None:
+    def note(self, kind: str, amount: int, seconds: float) -> None:
+        """`amount` is of tokens, or of operations if they have none."""
         if seconds <= 0:
             return
-        measured = seconds / max(tokens, 1)
+        measured = seconds / max(amount, 1)
         known = self._seconds.get(kind)
         self._seconds[kind] = measured if known is None else known + WEIGHT * (measured - known)
 

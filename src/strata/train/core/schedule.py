@@ -15,7 +15,7 @@ PER_TURN: Final = 8
 """Operations that one turn of a tenant can hold at most: what has few tokens or none is not free either."""
 
 STEP: Final = "optim_step"
-"""The kind of what models do between their passes: it takes no longer than handing it on does."""
+"""What models do between their passes: it takes hardly longer than handing it on does."""
 
 
 class Entry(NamedTuple):
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     turn: int
     """Grows: who was handed on first."""
     shares: str = ""
-    """Operations of different models with the same text here may go into one pass; empty: runs alone."""
+    """Operations of different models with the same text here may go into one dispatch; empty: runs alone."""
 
 
 class Scheduler:
@@ -93,29 +93,31 @@ class Scheduler:
             if head.shares == first.shares and head.model_id not in chosen and head.tokens <= room_tokens:
                 chosen[head.model_id] = head
                 room_tokens -= head.tokens
-        full = most is not None and len(chosen) >= most
-        step = None if full else self._step_before(first.shares, room_tokens)
-        if step is not None:
+        places = None if most is None else most - len(chosen)
+        steps = () if first.shares == STEP else self._steps_before(first.shares, room_tokens, places)
+        if steps:
             self._saved[first.tenant] += self._cost(first)
-            self._saved[step.tenant] -= self._cost(step)
-            return (step,)
-        for head in chosen.values():
+        for head in steps or chosen.values():
             if head is not first:
                 # Into debt, if need be: it goes along for nothing now, and waits for it later.
                 self._saved[head.tenant] -= self._cost(head)
-        return tuple(chosen.values())
+        return steps or tuple(chosen.values())
 
-    def _step_before(self, shares: str, room_tokens: int) -> Entry | None:
-        """A step of a model whose next operation could then share the pass that is to come, and fits into it.
+    def _steps_before(self, shares: str, room_tokens: int, places: int | None) -> tuple[Entry, ...]:
+        """Steps of models whose next operations could then share the pass that is to come, and fit into it.
 
         Passes of models that take turns with their steps would otherwise never meet: whoever is done with its step
         first goes on alone. The pass waits for as many steps as there is room in it, and each takes some of that room.
         """
+        steps: list[Entry] = []
         for head in self._along():
+            if places is not None and len(steps) >= places:
+                break
             line = self._lines[head.tenant][head.model_id]
-            if head.kind == STEP and len(line) > 1 and line[1].shares == shares and line[1].tokens <= room_tokens:
-                return head
-        return None
+            if head.shares == STEP and len(line) > 1 and line[1].shares == shares and line[1].tokens <= room_tokens:
+                steps.append(head)
+                room_tokens -= line[1].tokens
+        return tuple(steps)
 
     def _along(self) -> Iterator[Entry]:
         """The first of each model, in the order in which they may go along."""

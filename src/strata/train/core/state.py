@@ -12,7 +12,7 @@ from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.future import Future, FutureStatus, FutureStore
 from strata.train.core.sampling import QuantumPlan, Sample
-from strata.train.core.schedule import Entry, Scheduler
+from strata.train.core.schedule import STEP, Entry, Scheduler
 from strata.train.core.sequence import Line
 
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
@@ -364,6 +364,8 @@ def entry_of(future: Future) -> Entry:
     if isinstance(operation, ops.ForwardBackward):
         tokens = sum(operation.lengths)
         shares = "forward" if operation.forward_only else "forward_backward"
+    elif isinstance(operation, ops.OptimStep):
+        shares = STEP
     return Entry(future.future_id, future.tenant, future.model_id, future.kind, tokens, future.turn, shares)
 
 

@@ -234,7 +234,7 @@ class Conversation:
             return
         if not self._told:
             self._since_s = parts.ledger.clock.monotonic_s()
-        self._told[dispatch.number] = _kind(dispatch, operations), sum(map(tokens_of, operations))
+        self._told[dispatch.number] = _kind(dispatch, operations), sum(map(tokens_of, operations)) or len(operations)
         self._moved.set()
         if dispatch.number > self._known:
             parts.ledger.figures.sent(parts.ledger.state, dispatch.number, dispatch.future_ids)

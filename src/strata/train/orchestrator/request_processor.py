@@ -47,13 +47,14 @@ class RequestProcessor:
             return await self._pass(dispatch, passes, ranks)
         if dispatch.quantum is not None:
             return _quantum(dispatch, dispatch.quantum, operations)
+        steps = [each for each in operations if isinstance(each, ops.OptimStep)]
+        if steps:
+            return commands.Steps(steps)
         (operation,) = operations
         path = str(self._checkpoints / dispatch.path)
         if self._bring is not None and dispatch.path and isinstance(operation, ops.LoadWeights | ops.OpenSampler):
             await self._bring(dispatch.path)
         match operation:
-            case ops.OptimStep():
-                return commands.Step(operation)
             case ops.SaveWeights():
                 return commands.SaveState(operation, path)
             case ops.SyncWeights():
@@ -62,7 +63,7 @@ class RequestProcessor:
                 return commands.LoadState(operation, path)
             case ops.SaveSampler() | ops.OpenSampler():
                 return commands.MakeSampler(operation, path, dispatch.close)
-            case ops.ForwardBackward() | ops.Unreadable() | Sample():
+            case ops.ForwardBackward() | ops.OptimStep() | ops.Unreadable() | Sample():
                 raise AssertionError(f"{type(operation).__name__} is not dispatched alone")
             case _:
                 return commands.Manage(operation)

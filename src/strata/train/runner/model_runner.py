@@ -11,9 +11,10 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Final, assert_never
+from typing import Final, TypeVar, assert_never
 
 import torch
 
@@ -35,11 +36,13 @@ from strata.train.runner.slots import Slots
 from strata.train.runner.snapshot_files import Copied, SnapshotWriter
 from strata.train.runner.trained import AdapterModel, Trained, WholeModel, local, sharded
 
-Single = commands.Step | commands.SaveState | commands.LoadState | commands.Manage | commands.MakeSampler
+Single = commands.SaveState | commands.LoadState | commands.Manage | commands.MakeSampler
+Executed = commands.Steps | Single
+Whole = Executed | commands.TakeSnapshot | commands.Restore
 """Work that every rank gets whole."""
-Whole = Single | commands.TakeSnapshot | commands.Restore
 MOST_SAMPLERS: Final = 1 << 20
 """The orchestrator decides who makes room for whom; what it was once told to open is opened again after a restart."""
+Made = TypeVar("Made")
 Managed = ops.CreateModel | ops.UnloadModel | ops.AbortGradients | ops.Sleep | ops.Wake
 
 
@@ -78,21 +81,30 @@ class ModelRunner:
         """Of the last pass."""
         return self._passes.times
 
-    def execute(self, work: Single) -> ops.Result:
-        """Do it, on all ranks together; what fails is a result too, and the same one everywhere."""
-        try:
-            return self._execute(work)
-        except StrataError as error:
-            return failed(error.code, str(error))
+    def execute(self, work: Executed) -> list[ops.Result]:
+        """Do it, on all ranks together: a result of each operation."""
+        if isinstance(work, commands.Steps):
+            return self._steps(work.operations)
+        return [_tried(partial(self._execute, work))]
+
+    def _steps(self, operations: Sequence[ops.OptimStep]) -> list[ops.Result]:
+        """All are begun before the first is ended: the sums of those behind it travel while it computes."""
+        if self._asleep is not None:
+            return [failed(_ASLEEP.code, str(_ASLEEP)) for _ in operations]
+        self._slots.use(each.model_id for each in operations if each.model_id in self.models)
+        # Also without a gradient: weights decay.
+        self._touched = True
+        begun = [_tried(partial(self._start_step, each)) for each in operations]
+        return [each if isinstance(each, ops.Failed) else _tried(each) for each in begun]
+
+    def _start_step(self, operation: ops.OptimStep) -> Callable[[], ops.StepDone]:
+        step = self._known(operation.model_id).start_step(operation.adam)
+        return lambda: ops.StepDone(step().metrics)
 
     def _execute(self, work: Single) -> ops.Result:
         if self._asleep is not None and not _may_sleep(work):
             raise _ASLEEP
         match work:
-            case commands.Step(operation):
-                # Also without a gradient: weights decay.
-                self._touched = True
-                return ops.StepDone(self._model(operation.model_id).step(operation.adam).metrics)
             case commands.SaveState(operation, path):
                 return self.save(operation, Path(path))
             case commands.LoadState(operation, path):
@@ -337,6 +349,14 @@ class ModelRunner:
 
 
 _ASLEEP = StrataError(Code.PRECONDITION, "the server sleeps; wake it first")
+
+
+def _tried(make: Callable[[], Made]) -> Made | ops.Failed:
+    """What fails is a result too, and the same one on all ranks."""
+    try:
+        return make()
+    except StrataError as error:
+        return failed(error.code, str(error))
 
 
 def _may_sleep(work: Single) -> bool:

@@ -5,7 +5,7 @@ Only tensors of bytes and numbers travel. Nothing here pickles, unlike the objec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Final
@@ -108,10 +108,16 @@ class Ranks:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return [bool(flag) for flag in found.tolist()]
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
+    def start_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Over the ranks, in place. What is returned waits for it; meanwhile others can be begun."""
+        travelling = dist.all_reduce(tensor, async_op=True) if self.size > 1 else None
+
+        def summed() -> torch.Tensor:
+            if travelling is not None:
+                travelling.wait()
+            return tensor
+
+        return summed
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from strata.base.failpoint import failpoint
 from strata.train.core import commands, ops
 from strata.train.core.sampling import Quantum, QuantumDone
 from strata.train.runner import rows
-from strata.train.runner.model_runner import ModelRunner, Single, Whole
+from strata.train.runner.model_runner import Executed, ModelRunner, Whole
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.sampling import spread
 
@@ -169,7 +169,7 @@ class RunnerDispatcher:
                 forward_s=times.forward_s if passed else 0.0,
                 backward_s=times.backward_s if passed else 0.0,
                 tokens=tokens,
-                optimizer_s=self._executed_s if isinstance(command.work, commands.Step) else 0.0,
+                optimizer_s=self._executed_s if isinstance(command.work, commands.Steps) else 0.0,
                 publish_s=self._executed_s if isinstance(command.work, commands.Publishing) else 0.0,
             )
             self._replies[command.number] = commands.Reply(self._generation, command.number, results, timing, sampled)
@@ -197,14 +197,14 @@ class RunnerDispatcher:
         self._ranks.announce(Kind.WORK, [len(data)] * self._ranks.size)
         self._ranks.send_to_all(data)
 
-    def _do(self, work: commands.Pass | Single) -> tuple[Sequence[ops.Result], int]:
+    def _do(self, work: commands.Pass | Executed) -> tuple[Sequence[ops.Result], int]:
         if isinstance(work, commands.Pass):
             return self._pass(work)
         self._tell_all(work)
         started = perf_counter()
-        result = self._runner.execute(work)
+        results = self._runner.execute(work)
         self._executed_s = perf_counter() - started
-        return [result], 0
+        return results, 0
 
     def _sample(self, work: Quantum) -> QuantumDone:
         """Rank 0 alone knows whole requests; each rank gets its own sequences of them."""

@@ -6,7 +6,7 @@ forgets them; a step uses the sum over the ranks once, and an `abort` forgets al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -31,7 +31,9 @@ class Trained(Protocol):
 
     def abort(self) -> None: ...
 
-    def step(self, adam: ops.AdamParams) -> Stepped: ...
+    def start_step(self, adam: ops.AdamParams) -> Callable[[], Stepped]:
+        """Begun is the sum over the ranks; what is returned makes the step with it, or says why it cannot be made."""
+        ...
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that it keeps on the device beside the base."""
@@ -57,12 +59,17 @@ class AdapterModel:
     def abort(self) -> None:
         self.adapter.gradient = None
 
-    def step(self, adam: ops.AdamParams) -> Stepped:
+    def start_step(self, adam: ops.AdamParams) -> Callable[[], Stepped]:
         """A rank that saw no token of this model adds nothing to the sum, but takes part in it."""
-        gradient = self.adapter.gradient
+        own = self.adapter.gradient
         self.adapter.gradient = None
-        gradient = self._ranks.sum_(torch.zeros_like(self.adapter.flat) if gradient is None else gradient)
-        return self.optimizer.step([gradient], float(torch.linalg.vector_norm(gradient)), adam)
+        summed = self._ranks.start_sum(torch.zeros_like(self.adapter.flat) if own is None else own)
+
+        def step() -> Stepped:
+            gradient = summed()
+            return self.optimizer.step([gradient], float(torch.linalg.vector_norm(gradient)), adam)
+
+        return step
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield self.adapter.flat
@@ -108,11 +115,12 @@ class WholeModel:
             for parameter in self.parameters.values()
         ]
 
-    def step(self, adam: ops.AdamParams) -> Stepped:
+    def start_step(self, adam: ops.AdamParams) -> Callable[[], Stepped]:
         gradients = self.gradients()
         self.abort()
         squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
-        return self.optimizer.step(gradients, float(self._ranks.sum_(squares).sqrt()), adam)
+        summed = self._ranks.start_sum(squares)
+        return lambda: self.optimizer.step(gradients, float(summed().sqrt()), adam)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None)
