@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from strata.train.core import ops
-from strata.train.core.schedule import PER_TURN
+from strata.train.core.schedule import CREDIT_TURNS, PER_TURN
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import Server, forward_backward, step
 
@@ -93,3 +93,49 @@ def test_ten_thousand_operations_of_one_tenant_do_not_make_another_wait_beyond_i
     assert most_s < FLOOD * tokens / TOKENS_PER_S / 50
     # The flood is held back, not stopped.
     assert server.state.futures.pending("flood") < FLOOD - PASSES
+
+
+def test_nobody_pays_for_operations_of_others_that_cannot_run() -> None:
+    """One tenant sends what is longer than the context. It could share a pass with the operations of a second tenant,
+    but not with those of a third: the second is not held back for it."""
+    server = Server(max_tokens_per_row=ROW_TOKENS, max_running=1, max_pending=FLOOD, max_pending_per_tenant=FLOOD)
+    server.ranks, server.max_context = 1, ROW_TOKENS - 10
+    small, large = 8, [(ROW_TOKENS - 6) // 2] * 2
+    quiet, rival = server.model(tenant="quiet"), server.model(tenant="rival")
+    unrunnable = [server.model(number, tenant="unrunnable") for number in range(100)]
+    for number in range(1, 20):
+        server.accept(forward_backward(quiet, number, [small]), tenant="quiet")
+        server.accept(forward_backward(rival, number, large), tenant="rival")
+    for model_id in unrunnable:
+        server.accept(forward_backward(model_id, 1, [server.max_context + 1]), tenant="unrunnable")
+    ran: list[str] = []
+    turn = ROW_TOKENS // small
+    while len(ran) <= turn:
+        dispatch = server.dispatch()
+        assert dispatch is not None
+        ran += dispatch.future_ids
+        server.answer(dispatch)
+    assert any(server.future(f"{each}:1", "unrunnable").result is not None for each in unrunnable)
+    assert sum(each.startswith(quiet) for each in ran) == turn
+
+
+def test_who_goes_along_with_others_gets_no_more_than_who_cannot() -> None:
+    """What goes along makes a pass longer for all that wait behind it."""
+    server = Server(max_tokens_per_row=ROW_TOKENS, max_running=1, max_pending=FLOOD, max_pending_per_tenant=FLOOD)
+    server.ranks = 1
+    small, large, apart = server.model(tenant="small"), server.model(tenant="large"), server.model(tenant="apart")
+    tokens = {small: 8, large: 48, apart: ROW_TOKENS}
+    for number in range(1, 500):
+        server.accept(forward_backward(small, number, [tokens[small]]), tenant="small")
+        server.accept(forward_backward(large, number, [tokens[large]]), tenant="large")
+        server.accept(forward_backward(apart, number, [tokens[apart]], forward_only=True), tenant="apart")
+    had = dict.fromkeys(tokens, 0)
+    for _ in range(300):
+        dispatch = server.dispatch()
+        assert dispatch is not None
+        for future_id in dispatch.future_ids:
+            model_id = future_id.rpartition(":")[0]
+            had[model_id] += tokens[model_id]
+        server.answer(dispatch)
+    assert had[large] > ROW_TOKENS * 10
+    assert max(had.values()) - min(had.values()) <= (CREDIT_TURNS + 1) * ROW_TOKENS + max(tokens.values())

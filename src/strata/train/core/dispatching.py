@@ -50,6 +50,8 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Outcome:
     for each in chosen:
         obstacle = _obstacle(state, each, given)
         if obstacle is not None:
+            # Else whoever sends what cannot run would have others pay each time.
+            state.scheduler.give_back(entry for entry in entries if entry.future_id != each.future_id)
             failed = Finished(each.future_id, ops.Failed("user", obstacle), given.at_s)
             return Outcome(Done(), (failed,), (each.future_id,))
     packed = _packed(state, chosen, given)

@@ -8,11 +8,14 @@ because another has more sessions, and new sessions do not go before old ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 PER_TURN: Final = 8
 """Operations that one turn of a tenant can hold at most: what has few tokens or none is not free either."""
+
+CREDIT_TURNS: Final = 2
+"""Turns that a tenant may owe for what it had by going along."""
 
 STEP: Final = "optim_step"
 """What models do between their passes: it takes hardly longer than handing it on does."""
@@ -41,6 +44,9 @@ class Scheduler:
         self._ring: deque[str] = deque()
         self._saved: dict[str, int] = {}
         self._where: dict[str, Entry] = {}
+        self._lowest = -CREDIT_TURNS * quantum_tokens
+        self._paid: dict[str, int] = {}
+        """By those that were chosen last."""
 
     def __len__(self) -> int:
         return len(self._where)
@@ -75,7 +81,8 @@ class Scheduler:
                 self._saved[self._ring[0]] += self._quantum
 
     def choose(self, *, budget_tokens: int, share: bool, most: int | None = None) -> tuple[Entry, ...]:
-        """What to run now, as one dispatch; empty if there is nothing. It stays here until it is removed.
+        """What to run now, as one dispatch; empty if there is nothing. It stays here until it is removed, and is paid
+        for already.
 
         With `share`, others that can go along do, as long as they fit into the budget and are no more than `most`; each
         is paid for by its own tenant, and none goes before its turn within its model.
@@ -85,25 +92,49 @@ class Scheduler:
             return ()
         if not share or not first.shares:
             return (first,)
-        chosen = {first.model_id: first}
-        room_tokens = budget_tokens - first.tokens
-        for head in self._along():
-            if most is not None and len(chosen) >= most:
-                break
-            if head.shares == first.shares and head.model_id not in chosen and head.tokens <= room_tokens:
-                chosen[head.model_id] = head
-                room_tokens -= head.tokens
-        places = None if most is None else most - len(chosen)
-        steps = () if first.shares == STEP else self._steps_before(first.shares, room_tokens, places)
-        if steps:
-            self._saved[first.tenant] += self._cost(first)
-        for head in steps or chosen.values():
-            if head is not first:
-                # Into debt, if need be: it goes along for nothing now, and waits for it later.
-                self._saved[head.tenant] -= self._cost(head)
-        return steps or tuple(chosen.values())
+        most = len(self) if most is None else most
+        chosen = self._together(first, budget_tokens, most)
+        if first.shares == STEP:
+            return chosen
+        room_tokens = budget_tokens - sum(entry.tokens for entry in chosen)
+        steps = self._steps_before(first.shares, room_tokens, most - len(chosen))
+        if not steps:
+            return chosen
+        self.give_back(chosen)
+        for step in steps:
+            self._pay(step)
+        return steps
 
-    def _steps_before(self, shares: str, room_tokens: int, places: int | None) -> tuple[Entry, ...]:
+    def give_back(self, entries: Iterable[Entry]) -> None:
+        """What they paid: they were chosen last, and are not run after all."""
+        for entry in entries:
+            self._saved[entry.tenant] += self._paid.pop(entry.future_id)
+
+    def _together(self, first: Entry, budget_tokens: int, most: int) -> tuple[Entry, ...]:
+        """The first, and those that go along: into debt, if need be, for which they wait later.
+
+        Who has no credit left goes along only if nobody waits who cannot: what it adds is time for all.
+        """
+        chosen = [first]
+        room_tokens = budget_tokens - first.tokens
+        left = [head for head in self._along() if head.shares == first.shares and head.model_id != first.model_id]
+        for on_credit in (True, False):
+            broke = []
+            for head in left:
+                if len(chosen) >= most or head.tokens > room_tokens:
+                    continue
+                if on_credit and self._saved[head.tenant] - self._cost(head) < self._lowest:
+                    broke.append(head)
+                    continue
+                self._pay(head)
+                room_tokens -= head.tokens
+                chosen.append(head)
+            left = broke
+            if not {entry.tenant for entry in (*chosen, *left)}.issuperset(self._ring):
+                break
+        return tuple(chosen)
+
+    def _steps_before(self, shares: str, room_tokens: int, places: int) -> tuple[Entry, ...]:
         """Steps of models whose next operations could then share the pass that is to come, and fit into it.
 
         Passes of models that take turns with their steps would otherwise never meet: whoever is done with its step
@@ -111,7 +142,7 @@ class Scheduler:
         """
         steps: list[Entry] = []
         for head in self._along():
-            if places is not None and len(steps) >= places:
+            if len(steps) >= places:
                 break
             line = self._lines[head.tenant][head.model_id]
             if head.shares == STEP and len(line) > 1 and line[1].shares == shares and line[1].tokens <= room_tokens:
@@ -140,9 +171,9 @@ class Scheduler:
         while self._ring:
             tenant = self._ring[0]
             head = self._heads(tenant)[0]
-            cost = self._cost(head)
-            if cost <= self._saved[tenant]:
-                self._saved[tenant] -= cost
+            if self._cost(head) <= self._saved[tenant]:
+                self._paid.clear()
+                self._pay(head)
                 return head
             self._ring.rotate(-1)
             self._saved[self._ring[0]] += self._quantum
@@ -151,6 +182,12 @@ class Scheduler:
     def _heads(self, tenant: str) -> list[Entry]:
         """The first of each model, oldest first."""
         return sorted((line[0] for line in self._lines[tenant].values()), key=lambda head: head.turn)
+
+    def _pay(self, entry: Entry) -> None:
+        """Nobody falls lower than its credit: else who went along while there was room would wait for it long after."""
+        before = self._saved[entry.tenant]
+        self._saved[entry.tenant] = max(before - self._cost(entry), min(before, self._lowest))
+        self._paid[entry.future_id] = before - self._saved[entry.tenant]
 
     def _cost(self, entry: Entry) -> int:
         return max(entry.tokens, self._quantum // PER_TURN, 1)
