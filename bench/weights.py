@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from bench.interleave import Measure, interleave
 from bench.report import Report
+from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import ops
 from strata.train.runner import saving, weights
-from strata.train.runner.checkpoint import Manifest
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.optimizer import MOMENTS
 from strata.train.runner.ranks import Ranks

@@ -11,8 +11,10 @@ import click
 from strata.base.errors import Code, StrataError
 from strata.cli.default import DefaultGroup
 from strata.cli.exits import Exit
-from strata.cli.gang_watch import follow, print_once
+from strata.cli.gang_screen import screen
+from strata.cli.gang_watch import follow
 from strata.cli.output import Column, Format, Rows, complain, output_option
+from strata.cli.terminal import print_once
 
 if TYPE_CHECKING:
     from strata.coord.rpc.operator import Issued, Operator, OperatorSettings
@@ -82,7 +84,8 @@ def show(job: str | None, watch: bool, output: Format, **given: Any) -> None:  #
 
     async def look(operator: Operator) -> None:
         if not watch:
-            print_once(await operator.job(history), output)
+            state = await operator.job(history)
+            print_once(state, screen(state, wide=output is Format.WIDE), output)
             return
         from contextlib import aclosing
 

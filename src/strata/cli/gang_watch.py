@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from strata.cli.gang_layout import Cell, Screen, render
 from strata.cli.gang_screen import screen
 from strata.cli.gang_words import attention, changes, clock, summary
 from strata.cli.output import Format, complain, printable, write
+from strata.cli.terminal import as_json, console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from strata.coord.rpc.operator import Broken
     from strata.coord.view import JobView
-
-UNLIMITED: Final = 1 << 16
-"""Columns where nobody looks at a terminal: a row is one line, for grep."""
-
-
-def console(width: int | None = None) -> Console:
-    """Colours and width of the terminal; none, and no limit, if there is none."""
-    from rich.console import Console
-
-    if width is None and not sys.stdout.isatty():
-        width = UNLIMITED
-    return Console(file=sys.stdout, highlight=False, emoji=False, width=width)
-
-
-def print_once(job: JobView, output: Format) -> None:
-    if output in (Format.JSON, Format.JSONL):
-        write(as_json(job, indent=output is Format.JSON))
-        return
-    wide = output is Format.WIDE
-    # A wide row is one line, and a terminal that is too narrow folds it.
-    found = console(width=UNLIMITED if wide else None)
-    with found.capture() as captured:
-        found.print(render(screen(job, wide=wide), found.width))
-    write("\n".join(line.rstrip() for line in captured.get().splitlines()))
-
-
-def as_json(found: object, *, indent: bool) -> str:
-    import msgspec
-
-    encoded = msgspec.json.encode(found)
-    return (msgspec.json.format(encoded, indent=2) if indent else encoded).decode()
 
 
 async def follow(states: AsyncIterator[JobView | Broken], output: Format) -> None:

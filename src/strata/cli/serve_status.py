@@ -11,10 +11,10 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.gang_layout import Cell, Screen, render
-from strata.cli.gang_watch import UNLIMITED, as_json, console
 from strata.cli.gang_words import clock
 from strata.cli.output import Format, complain, output_option, printable, write
 from strata.cli.serve_screen import line, screen
+from strata.cli.terminal import as_json, console, print_once
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +51,8 @@ def status(*, server: str | None, watch: bool, key_file: Path | None, context: s
         if watch:
             _follow(_looks(client), output)
         else:
-            _print(_look(client), output)
+            found = _look(client)
+            print_once(found, screen(found, wide=output is Format.WIDE), output)
 
 
 def _connect(server: str | None, key_file: Path | None, context: str | None) -> HubClient:
@@ -98,17 +99,6 @@ def _looks(client: HubClient) -> Iterator[Status | StrataError]:
                 raise
             found = error
         yield found
-
-
-def _print(found: Status, output: Format) -> None:
-    if output in (Format.JSON, Format.JSONL):
-        write(as_json(found, indent=output is Format.JSON))
-        return
-    wide = output is Format.WIDE
-    to = console(width=UNLIMITED if wide else None)
-    with to.capture() as captured:
-        to.print(render(screen(found, wide=wide), to.width))
-    write("\n".join(each.rstrip() for each in captured.get().splitlines()))
 
 
 def _follow(looks: Iterator[Status | StrataError], output: Format) -> None:

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 
 from strata.base.errors import Code, StrataError
+from strata.train.checkpoints import checkpoint
+from strata.train.checkpoints.files import header_of
 from strata.train.core import ops
 from strata.train.layers import ADAPTER, ADAPTER_CONFIG, ATTENTION, EXPERTS, HEAD, MLP, PREFIX, target_of
-from strata.train.runner import checkpoint
-from strata.train.runner.files import header_of
 
 CONFIG_LIMIT: Final = 1 << 20
 EMBEDDING: Final = "model.embed_tokens"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner import checkpoint
+from strata.train.checkpoints import checkpoint
 
 MEDIA_TYPE: Final = "application/x-tar"
 OPTIMIZER: Final = "optimizer"

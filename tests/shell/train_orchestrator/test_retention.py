@@ -13,11 +13,11 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code
 from strata.journal.memory import MemoryJournal
 from strata.train.adapters import stage
+from strata.train.checkpoints import checkpoint
+from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import messages, ops
 from strata.train.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.orchestrator.retention import Retention
-from strata.train.runner import checkpoint
-from strata.train.runner.checkpoint import Manifest
 from strata.train.settings import ServerSettings
 from tests.shell.train_orchestrator.leaders import leading, settings_in
 from tests.shell.train_orchestrator.stacks import Stack, running

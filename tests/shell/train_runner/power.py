@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import pytest
 
-from strata.train.runner import checkpoint
+from strata.train.checkpoints import checkpoint
 
 ROOT: Final = 0
 LOSSES: Final = ("kept", "half", "zeros", "nothing")

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from strata.base.failpoint import arm, kill
+from strata.train.checkpoints import checkpoint
+from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import ops
-from strata.train.runner import checkpoint
-from strata.train.runner.checkpoint import Manifest
 from tests.shell.train_runner.saved import contents
 
 

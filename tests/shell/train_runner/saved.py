@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner import checkpoint
+from strata.train.checkpoints import checkpoint
 
 
 def contents(number: int) -> dict[str, bytes]:

@@ -15,11 +15,11 @@ from strata.base.settings import own_environment
 from tests.shell.train_runner.saved import found, left_over
 
 ROOT: Final = Path(__file__).parents[3]
-RUNNER: Final = ROOT / "src/strata/train/runner"
+CHECKPOINTS: Final = ROOT / "src/strata/train/checkpoints"
 
 
 def failpoints() -> list[str]:
-    source = "".join((RUNNER / name).read_text(encoding="utf-8") for name in ("checkpoint.py", "files.py"))
+    source = "".join(file.read_text(encoding="utf-8") for file in CHECKPOINTS.glob("*.py"))
     return sorted(set(re.findall(r'failpoint\("([^"]+)"\)', source)))
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from strata.train.checkpoints import checkpoint
+from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import ops
-from strata.train.runner import checkpoint
-from strata.train.runner.checkpoint import Manifest
 
 
 def manifest(seq: int = 3) -> Manifest:

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from strata.base.digest import file_digest
 from strata.base.errors import StrataError
+from strata.train.checkpoints import checkpoint
+from strata.train.checkpoints.checkpoint import MANIFEST, Manifest
+from strata.train.checkpoints.files import HEADER_LIMIT, File
 from strata.train.core import ops
-from strata.train.runner import checkpoint
-from strata.train.runner.checkpoint import MANIFEST, Manifest
-from strata.train.runner.files import HEADER_LIMIT, File
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.tiny import TinyModel, make
 from tests.shell.train_runner.alone import driver_of, one_rank

@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from strata.base.settings import own_environment
+from strata.train.checkpoints import checkpoint
 from strata.train.core import commands, ops
-from strata.train.runner import checkpoint, shards
+from strata.train.runner import shards
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.tiny import TinyModel, make
 from tests.shell.train_runner.alone import driver_of, one_rank

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, Literal
 
@@ -26,6 +25,7 @@ from obstore.store import S3Store
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.database.objects import translated
 from strata.fleet.artifacts.disk import corrupt
 from strata.fleet.artifacts.manifest import Chunk
 from strata.fleet.artifacts.ports import Signer
@@ -199,17 +199,3 @@ async def _collect(chunk: Chunk, body: AsyncIterable[bytes]) -> bytes:
 
 async def _is(chunk: Chunk, content: bytes) -> bool:
     return len(content) == chunk.size and await asyncio.to_thread(sha256_hex, content) == chunk.digest
-
-
-@contextmanager
-def translated(key: str) -> Iterator[None]:
-    """What obstore raises, as our one error; only the first line of its messages is for people."""
-    try:
-        yield
-    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise StrataError(
-            Code.FORBIDDEN, "the object store refuses access: the hub's keys are wrong or may not do this", key=key
-        ) from error
-    except (exceptions.BaseError, OSError) as error:
-        said = str(error).partition("\n")[0]
-        raise StrataError(Code.UNAVAILABLE, f"the object store does not answer for {key}: {said}", key=key) from error

@@ -21,10 +21,10 @@ from strata.train.api.declare import BATCH, Raw
 from strata.train.api.signed import Grant, address, check, sign
 from strata.train.api.site import Call
 from strata.train.archive import MEDIA_TYPE, Archive, open_archive, read_members
+from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import messages, ops
 from strata.train.core.state import IMPORTED
 from strata.train.layers import ADAPTER, ADAPTER_CONFIG
-from strata.train.runner.checkpoint import Manifest
 from strata.train.wire import bodies, replies
 
 DOWNLOAD: Final = "/api/v1/archive"

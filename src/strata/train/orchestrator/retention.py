@@ -17,12 +17,12 @@ from typing import Final, get_args
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.train.checkpoints import checkpoint
+from strata.train.checkpoints.files import exchange, sync
 from strata.train.core import inputs, messages, ops
 from strata.train.core.retention import kept_folders
 from strata.train.core.state import IMPORTED, TrainState, folder_of, is_name, run_folder
 from strata.train.orchestrator.ledger import Ledger
-from strata.train.runner import checkpoint
-from strata.train.runner.files import exchange, sync
 from strata.train.settings import ServerSettings
 
 KINDS: Final = get_args(ops.WeightsKind)

@@ -1,4 +1,1 @@
-"""What runs on the ranks: the model, its adapters and losses, and rank 0's side of the link. The only user of torch.
-
-`checkpoint` and `files` do without it, and must: orchestrator and API server read checkpoints too.
-"""
+"""What runs on the ranks: the model, its adapters and losses, and rank 0's side of the link. The only user of torch."""

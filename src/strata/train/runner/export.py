@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.archive import published
+from strata.train.checkpoints import checkpoint
+from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.files import sync
 from strata.train.core.ops import LoraConfig
 from strata.train.layers import ADAPTER_CONFIG, HEAD
-from strata.train.runner import checkpoint, shards
-from strata.train.runner.checkpoint import Manifest
-from strata.train.runner.files import sync
+from strata.train.runner import shards
 from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model import read
 from strata.train.runner.optimizer import MOMENTS

@@ -15,10 +15,11 @@ import torch
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.train.checkpoints import checkpoint
+from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.files import File, seal
 from strata.train.core import ops
-from strata.train.runner import checkpoint, shards, weights
-from strata.train.runner.checkpoint import Manifest
-from strata.train.runner.files import File, seal
+from strata.train.runner import shards, weights
 from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model import Base
 from strata.train.runner.ranks import Ranks

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.files import header_of
+from strata.train.checkpoints.files import header_of
 
 SHARDS: Final = "shard-*.safetensors"
 SHARDING: Final = "DCP_SHARDING_INFO"

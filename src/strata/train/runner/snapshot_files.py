@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.train.checkpoints.files import File, check_header, digests, seal, sync
 from strata.train.core import ops
-from strata.train.runner.files import File, check_header, digests, seal, sync
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from strata.base.errors import Code, StrataError
+from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core.ops import LoraConfig
 from strata.train.core.state import IMPORTED
 from strata.train.layers import ADAPTER, ADAPTER_CONFIG, PREFIX, peft_layer
 from strata.train.runner import shards
-from strata.train.runner.checkpoint import Manifest
 from strata.train.runner.lora import Adapter
 from strata.train.runner.model import Base, read, tokenizer_files
 from strata.train.runner.optimizer import MOMENTS

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +19,9 @@ from obstore.store import S3Store
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.train.runner import checkpoint
-from strata.train.runner.files import File, allowed, sync
+from strata.database.objects import translated
+from strata.train.checkpoints import checkpoint
+from strata.train.checkpoints.files import File, allowed, sync
 from strata.train.settings import CheckpointSettings
 
 _NAMES: Final = 4
@@ -172,17 +171,3 @@ def _put_in_place(beside: Path, place: Path, manifest: bytes) -> None:
     beside.rename(place)
     for above in place.parents[:_NAMES]:
         sync(above)
-
-
-@contextmanager
-def translated(key: str) -> Iterator[None]:
-    """What obstore raises, as our one error; only the first line of its messages is for people."""
-    try:
-        yield
-    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise StrataError(
-            Code.FORBIDDEN, "the object store refuses access: the server's keys are wrong or may not do this", key=key
-        ) from error
-    except (exceptions.BaseError, OSError) as error:
-        said = str(error).partition("\n")[0]
-        raise StrataError(Code.UNAVAILABLE, f"the object store does not answer for {key}: {said}", key=key) from error

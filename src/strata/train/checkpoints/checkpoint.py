@@ -19,8 +19,8 @@ import msgspec
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.train.checkpoints.files import File, allowed, check_header, digests, exchange, seal, sync
 from strata.train.core import ops
-from strata.train.runner.files import File, allowed, check_header, digests, exchange, seal, sync
 
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 16 << 20
