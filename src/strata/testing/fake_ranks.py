@@ -243,6 +243,8 @@ class FakeRanks:
         model = self.models.get(operation.model_id)
         if model is None:
             return ops.Failed("user", f"there is no model {operation.model_id!r}")
+        if model.asleep:
+            return ops.Failed("server", "the server sleeps; wake it first")
         model.weight -= operation.adam.learning_rate * model.gradient
         model.gradient = 0.0
         model.steps += 1

@@ -125,6 +125,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Operations that were accepted and not dispatched, of all tenants."""
     max_pending_per_tenant: Count | None = None
     """Of these, of one tenant; half of all unless set, because those that a gap holds up may wait for ever."""
+    max_models_per_tenant: Count | None = None
+    """Of the places for models; as many as there are unless set."""
     operation_timeout_s: Positive = 1800.0
     """A dispatch that takes longer means that the ranks are stuck: they are started again, and it fails."""
     result_ttl_s: Positive = 86_400.0
@@ -142,10 +144,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     quantum_steps: Count = 32
     """Tokens of each sequence before training may go on in between."""
-    max_pending_requests: Count = 1024
-    """That are accepted and wait to be sampled; beyond, clients are told to come again."""
+    max_pending_requests: Count = 2048
+    """That are accepted and wait to be sampled, half of them of one tenant; beyond, clients are told to come again."""
     max_running_requests: Count = 256
-    """At the ranks at a time."""
+    """At the ranks at a time, three quarters of them of one tenant."""
     sequences: Count = 64
     """That each rank samples at once."""
     cached_tokens: Count = 32_768

@@ -117,15 +117,24 @@ async def test_every_item_of_a_pass_has_its_own_result_in_the_order_of_the_items
 
 
 async def test_steps_of_several_models_each_have_their_own_result_and_are_those_made_alone(speaker: Speaker) -> None:
-    one, other, alone = [await speaker.create(name) for name in ("together-one", "together-other", "together-alone")]
-    for model in (one, other, alone):
-        await speaker.train(model, BATCH)
-    steps = [ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01)) for model in (one, "nobody", other)]
+    batches = {"one": BATCH, "other": BATCH[:2]}
+    for name, batch in batches.items():
+        for model in (f"{name}-together", f"{name}-alone"):
+            await speaker.create(model)
+            await speaker.train(model, batch)
+    together = [f"{name}-together" for name in batches]
+    orders = [together[0], "nobody", together[1]]
+    steps = [ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01)) for model in orders]
     first, nobody, last = (await speaker.do(commands.Steps(steps))).results
     assert isinstance(nobody, ops.Failed)
-    assert first == last == await speaker.step(alone, 2)
-    after = [await speaker.train(model, BATCH, forward_only=True) for model in (one, other, alone)]
-    assert after[0] == after[1] == after[2]
+    assert [first, last] == [await speaker.step(f"{name}-alone", 2) for name in batches]
+    after = {}
+    for name in batches:
+        after[name], alone = [
+            await speaker.train(f"{name}-{how}", BATCH, forward_only=True) for how in ("together", "alone")
+        ]
+        assert after[name] == alone
+    assert after["one"] != after["other"]
 
 
 async def test_a_forward_pass_leaves_the_gradients_alone_and_aborting_forgets_them(speaker: Speaker) -> None:
@@ -142,6 +151,19 @@ async def test_a_forward_pass_leaves_the_gradients_alone_and_aborting_forgets_th
     losses = [(await speaker.train(model, BATCH, forward_only=True)).metrics["loss:sum"] for model in (plain, looked)]
     assert losses[0] == losses[1]
     assert (await speaker.train(forgot, BATCH, forward_only=True)).metrics["loss:sum"] == losses[0]
+
+
+async def test_ranks_that_sleep_let_go_of_models_and_do_nothing_else(speaker: Speaker) -> None:
+    gone, kept = await speaker.create("asleep-gone"), await speaker.create("asleep-kept")
+    before = await speaker.train(kept, BATCH)
+    assert isinstance(await speaker.one(commands.Manage(ops.Sleep())), ops.Asleep)
+    assert isinstance(await speaker.step(kept), ops.Failed)
+    assert await speaker.one(commands.Manage(ops.AbortGradients(kept, 3))) == ops.GradientsAborted()
+    assert await speaker.one(commands.Manage(ops.UnloadModel(gone))) == ops.ModelUnloaded(gone)
+    assert await speaker.one(commands.Manage(ops.Wake())) == ops.Awake()
+    assert isinstance(await speaker.step(gone), ops.Failed)
+    assert await speaker.create("asleep-gone")
+    assert await speaker.train(kept, BATCH) == before
 
 
 async def test_a_save_told_again_changes_nothing_and_a_load_brings_it_back(speaker: Speaker) -> None:

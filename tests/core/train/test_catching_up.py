@@ -51,6 +51,18 @@ def test_what_changed_a_model_and_fails_when_it_is_done_again_is_told_with_what_
     assert astray(past(operation, failed=True), [FAILED]) is None
 
 
+@pytest.mark.parametrize("operation", [PASS, step(MODEL, 1)])
+def test_what_changes_a_model_now_and_failed_for_its_client_is_told_too(operation: ops.Operation) -> None:
+    error = astray(past(operation, failed=True), [ops.StepDone({})])
+    assert error is not None
+    assert "once failed and succeeded" in error.message
+
+
+@pytest.mark.parametrize("operation", [SAVE, OPEN, LOOK])
+def test_what_failed_once_and_changes_no_model_may_succeed_now(operation: ops.Operation) -> None:
+    assert astray(past(operation, failed=True), [ops.StepDone({})]) is None
+
+
 @pytest.mark.parametrize("operation", [OPEN, ops.SaveSampler(MODEL, 1, OPEN.sampler_id), LOOK, ops.Sleep()])
 def test_what_changed_no_model_may_fail_when_it_is_done_again(operation: ops.Operation) -> None:
     assert astray(past(operation), [FAILED]) is None
@@ -64,8 +76,8 @@ def test_each_operation_of_a_shared_pass_has_to_come_out_as_it_did() -> None:
     assert astray(shared, [done]) is not None
 
 
-def test_a_create_or_a_load_that_failed_is_not_done_again_and_a_step_that_failed_is() -> None:
-    for operation in (CREATE, LOAD):
+def test_what_failed_without_a_trace_is_not_done_again_and_a_step_that_failed_is() -> None:
+    for operation in (CREATE, LOAD, ops.Sleep(), ops.AbortGradients(MODEL, 1)):
         assert left_out(past(operation, failed=True))
         assert not left_out(past(operation))
     for other in (step(MODEL, 1), PASS, SAVE, OPEN):

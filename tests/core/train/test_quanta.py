@@ -175,7 +175,7 @@ def test_a_quantum_that_ranks_do_not_survive_fails_what_was_in_it() -> None:
 
 
 def test_too_many_that_wait_are_refused_and_the_same_again_is_the_same() -> None:
-    server = Sampling(max_pending_samples=2)
+    server = Sampling(max_pending_samples=4)
     sampler = server.opened()
     server.sample(sampler, 0)
     server.sample(sampler, 1)

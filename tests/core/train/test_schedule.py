@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter, defaultdict
 
@@ -128,13 +129,55 @@ def test_who_cannot_share_a_pass_is_not_starved_by_those_who_do() -> None:
     raise AssertionError("it never ran")
 
 
-@given(operations)
-def test_what_is_foreseen_is_what_happens_if_nothing_else_comes(
-    given_operations: list[tuple[str, int, int, str]],
+@given(operations, st.lists(st.tuples(st.sampled_from(["choose", "give back", "remove"]), st.booleans()), max_size=20))
+def test_what_is_foreseen_is_what_happens_if_nothing_else_comes_whenever_it_is_asked(
+    given_operations: list[tuple[str, int, int, str]], changes: list[tuple[str, bool]]
 ) -> None:
-    scheduler, _ = filled(given_operations)
-    foreseen = scheduler.foreseen()
-    assert [entry for chosen in drain(scheduler) for entry in chosen] == foreseen
+    scheduler, entries = filled([])
+
+    def check() -> None:
+        drained = [entry for chosen in drain(copy.deepcopy(scheduler)) for entry in chosen]
+        foreseen = scheduler.foreseen()
+        assert foreseen.order == drained
+        assert foreseen.places == {entry.future_id: place for place, entry in enumerate(drained)}
+        for place, tenant in itertools.product(range(len(drained)), "abc"):
+            assert foreseen.others_before(place, tenant) == any(entry.tenant != tenant for entry in drained[:place])
+
+    for entry in filled(given_operations)[1]:
+        scheduler.add(entry)
+        entries.append(entry)
+        check()
+    for change, share in changes:
+        if change == "remove":
+            scheduler.remove(entries.pop().future_id if entries else "none")
+        elif chosen := scheduler.choose(budget_tokens=4 * QUANTUM, share=share):
+            check()
+            if change == "give back":
+                scheduler.give_back(chosen[1:])
+                check()
+            for entry in chosen:
+                scheduler.remove(entry.future_id)
+                check()
+        check()
+
+
+def test_who_asks_again_is_told_the_same_without_another_look_at_everything() -> None:
+    scheduler, _ = filled([("a", 0, 10, "")] * 3)
+    first = scheduler.foreseen()
+    scheduler.remove("one that is not here")
+    assert scheduler.foreseen() is first
+    scheduler.remove("f0")
+    assert scheduler.foreseen() is not first
+
+
+def test_what_is_given_back_moves_its_tenant_in_what_is_foreseen() -> None:
+    scheduler, (first, along, large, later) = filled(
+        [("a", 0, 10, "pass"), ("b", 0, 50, "pass"), ("a", 1, 95, ""), ("b", 1, 50, "")]
+    )
+    assert scheduler.choose(budget_tokens=QUANTUM, share=True) == (first, along)
+    assert scheduler.foreseen().order == [first, along, large, later]
+    scheduler.give_back([along])
+    assert scheduler.foreseen().order == [first, along, later, large]
 
 
 def lockstep(models: int, steps: int, late: int) -> list[tuple[Entry, ...]]:

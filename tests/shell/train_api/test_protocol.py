@@ -323,6 +323,21 @@ async def test_sessions_are_kept_alive_shown_finished_and_killed(server: Server)
     assert (await alice.get(f"session_info?session_id={second}"))["sessions"][0]["finished"] == "success"
 
 
+async def test_who_looks_at_a_session_by_its_name_keeps_it_alive(tmp_path: Path) -> None:
+    async with served(tmp_path, limits="silent_session_s = 3.0") as server:
+        # Whatever else is silent was so before the last.
+        for client in (server.bob, server.operator, server.alice):
+            await client.post("create_session", {"tags": [], "sdk_version": "1"})
+        by_bob, by_operator = [
+            (await client.get("sessions"))["sessions"][0] for client in (server.bob, server.operator)
+        ]
+        while (await server.alice.get("session_info"))["sessions"][0]["finished"] is None:
+            await server.bob.get(f"sessions/{by_bob}")
+            await server.operator.get(f"session_info?session_id={by_operator}")
+        for client in (server.bob, server.operator):
+            assert (await client.get("session_info"))["sessions"][0]["finished"] is None
+
+
 async def test_an_operation_that_was_not_begun_can_be_given_up(server: Server) -> None:
     alice = server.alice
     held = await alice.post("optim_step", alice.step(2))

@@ -139,6 +139,9 @@ async def test_what_cannot_be_sampled_is_refused_in_words(server: Server) -> Non
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, "has 1 numbers"),
         ({"target_prompt_logprobs": {"data": [1, -2], "dtype": "int64", "shape": [2, 1]}}, "no token"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"prompt": {"chunks": [{"tokens": [1] * 9_000}]}, "topk_prompt_logprobs": 1024}, "could have 70 MiB"),
+        ({"num_samples": 1024, "topk_sample_logprobs": 1024, "sampling_params": {"max_tokens": 9}}, "have 72 MiB"),
+        ({"num_samples": 1024, "sampling_params": {"max_tokens": 2**31 - 1}}, "up to 32766 tokens each"),
         ({"sampling_session_id": None}, "sampling session"),
     ):
         refused = await alice.post("asample", wanted(sampler) | wrong, status=400)

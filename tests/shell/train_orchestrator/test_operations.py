@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from strata.base.errors import Code
@@ -98,6 +100,18 @@ async def test_who_waits_is_told_their_place_how_long_and_what_runs(tmp_path: Pa
         held = await stack.submit(stack.step(model, 9))
         waiting = await stack.look(messages.Waiting, messages.WatchFuture(held, 0.0))
         assert waiting.reason == "held until operation 5 of this model comes"
+
+
+async def test_how_long_a_pass_without_its_way_back_takes_is_measured_by_itself(tmp_path: Path) -> None:
+    async with running(tmp_path, limits="max_running_requests = 1") as stack:
+        model = await stack.model()
+        passes = [stack.batch(model, seq, [[1]], pretend_s=pretend_s) for seq, pretend_s in ((1, 0.1), (2, 1.0))]
+        first, slow = (msgspec.structs.replace(each, forward_only=True) for each in passes)
+        await stack.result(await stack.submit(first))
+        await stack.submit(slow)
+        last = await stack.submit(stack.batch(model, 3, [[1]]))
+        waiting = await stack.look(messages.Waiting, messages.WatchFuture(last, 0.0))
+        assert re.fullmatch(rf"1st in queue, ~\d+ s, running {TENANT}/forward", waiting.reason)
 
 
 async def test_a_watcher_hears_of_the_result_without_asking_again(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-from strata.train.core import messages, ops
-from tests.shell.train_orchestrator.stacks import Stack, running
+from strata.base.errors import Code
+from strata.train.core import messages, ops, status
+from strata.train.core.messages import RequestType
+from tests.shell.train_orchestrator.stacks import ANSWER_S, Stack, running
 
 
 async def session_of(stack: Stack, tenant: str) -> messages.SessionView:
@@ -36,3 +39,41 @@ async def test_a_silent_session_is_finished_and_its_models_let_go_while_one_that
         assert (await session_of(stack, "bob")).finished is None
         first = await stack.submit(stack.step(alive, 1), "bob")
         assert isinstance(await stack.result(first, "bob"), ops.StepDone)
+
+
+async def test_every_question_that_names_something_of_a_session_is_a_sign_of_its_life_and_others_are_not(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, limits="silent_session_s = 3.0\ngap_s = 0") as stack, asyncio.timeout(ANSWER_S):
+        names = "given-up", "timed", "shown", "listed", "checkpoint", "forever"
+        models = {name: await stack.model(tenant=name) for name in names}
+        held = await stack.submit(stack.step(models["given-up"], 2), "given-up")
+        # There are none. Somebody asked all the same.
+        refused: dict[str, messages.Utility] = {
+            "checkpoint": messages.DescribeCheckpoint(models["checkpoint"], "weights", "none"),
+            "forever": messages.TimeCheckpoint(models["forever"], "weights", "none", None),
+        }
+        # Whatever else is silent was so before this one.
+        gone = await stack.model(tenant="gone")
+        while (await session_of(stack, "gone")).finished is None:
+            await stack.ask(messages.Done, RequestType.ABORT, "given-up", payload=messages.Abort(held))
+            await stack.look(status.TimelineView, status.DescribeTimeline(f"{models['timed']}:create"), "timed")
+            await stack.look(messages.Sessions, messages.ListSessions("session-shown"), "shown")
+            await stack.look(messages.Checkpoints, messages.ListCheckpoints(models["listed"]), "listed")
+            for tenant, asked in refused.items():
+                await stack.look(messages.Refused, asked, tenant)
+            await stack.look(messages.Refused, messages.DescribeModel(gone), "a stranger")
+            await stack.look(messages.Refused, messages.BeatSession("session-gone"), "a stranger")
+            await stack.look(messages.Checkpoints, messages.ListCheckpoints(), "gone")
+            await stack.look(messages.Models, messages.ListModels(), "gone")
+        assert [name for name in names if (await session_of(stack, name)).finished is not None] == []
+
+
+async def test_a_session_that_is_named_is_told_alone_and_only_to_who_has_it(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        for name in ("one", "other"):
+            await stack.look(messages.Done, messages.OpenSession(name))
+        found = await stack.look(messages.Sessions, messages.ListSessions("one"))
+        assert [each.session_id for each in found.sessions] == ["one"]
+        assert (await stack.look(messages.Refused, messages.ListSessions("one"), "bob")).code is Code.NOT_FOUND
+        assert (await stack.look(messages.Refused, messages.ListSessions("none"))).code is Code.NOT_FOUND

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -190,6 +191,82 @@ def a_broken_model_does_not_reach_its_neighbours(driver: Driver, found: Found) -
         driver.unload(model)
 
 
+def repeats(
+    driver: Driver, *items: tuple[str, list[ops.Datum]], times: Sequence[int], forward_only: bool = False
+) -> Sequence[ops.Result]:
+    """The results of one pass, of which rank 0 is to compute the documents of each item so many times."""
+    datums = [own for _, own in items]
+    results = driver.passes(*items, forward_only=forward_only)
+    row = packed(datums, driver.ranks)[0][0]
+    expected = sum(times[place.item] * datums[place.item][place.datum].length for place in row)
+    assert driver.dispatcher._runner.times.tokens == expected
+    return results
+
+
+def a_broken_model_is_computed_twice_and_its_neighbours_once(driver: Driver, found: Found) -> None:
+    """On whichever rank its only token is: the others have to know of it, and to meet that rank a second time. The same
+    pass again, as ranks that start anew do it, makes the same bits."""
+    mine, broken = trained(driver, "steady"), trained(driver, "broken")
+    driver.train(broken, batch())
+    driver.step(broken, learning_rate=1e36)
+    driver.train(mine, batch(3))
+    gradient = driver.gradient(mine)
+    shared = []
+    for first, forward_only in ((True, False), (True, True), (False, True), (False, False), (False, False)):
+        items = [(broken, [datum(1, 1)]), (mine, batch(3))][:: 1 if first else -1]
+        results = repeats(driver, *items, times=[2, 1] if first else [1, 2], forward_only=forward_only)
+        healthy, failed = results[:: -1 if first else 1]
+        outcome(healthy)
+        assert isinstance(failed, ops.Failed), failed
+        assert "datum 0: its loss is nan" in failed.message
+        if not forward_only:
+            shared.append(driver.gradient(mine))
+            assert apart_by(gradient, shared[-1]) < CLOSE
+    assert apart_by(shared[-2], shared[-1]) == 0
+    for model in (mine, broken):
+        driver.unload(model)
+
+
+def an_endless_loss_leaves_what_the_same_client_sent_beside_it(driver: Driver, found: Found) -> None:
+    mine, other = trained(driver, "mine"), trained(driver, "other", LARGER)
+    driver.train(mine, batch())
+    gradient = driver.gradient(mine)
+    driver.train(other, batch(3, seed=7))
+    theirs = driver.gradient(other)
+    endless = [*batch(1, seed=3), datum(5, 6, weights=np.full(6, 3e38))]
+    items = [(mine, batch()), (other, batch(3, seed=7)), (mine, endless)]
+    results = repeats(driver, *items, times=[2, 1, 2])
+    outcome(results[0])
+    outcome(results[1])
+    assert isinstance(results[2], ops.Failed), results[2]
+    assert results[2].message.startswith("datum 1: its loss is"), results[2]
+    assert apart_by(gradient, driver.gradient(mine)) < CLOSE
+    assert apart_by(theirs, driver.gradient(other)) < CLOSE
+    for model in (mine, other):
+        driver.unload(model)
+
+
+def gradients_that_are_not_finite_beside_a_broken_model_are_computed_again(driver: Driver, found: Found) -> None:
+    """The loss of such a pass is finite, so it is alone too, and the step says what is wrong with the gradients."""
+    mine, broken, steep = trained(driver, "steady"), trained(driver, "broken"), "steep"
+    driver.train(broken, batch())
+    driver.step(broken, learning_rate=1e36)
+    driver.create(steep, ops.LoraConfig(rank=4, alpha=4e20, seed=4))
+    driver.train(mine, batch())
+    gradient = driver.gradient(mine)
+    heavy = [datum(3, 8, weights=np.full(8, 1e30))]
+    results = repeats(driver, (steep, heavy), (mine, batch()), (broken, batch(2)), times=[2, 1, 2])
+    outcome(results[0])
+    outcome(results[1])
+    assert isinstance(results[2], ops.Failed), results[2]
+    assert apart_by(gradient, driver.gradient(mine)) < CLOSE
+    (stepped,) = driver.do(commands.Steps([ops.OptimStep(steep, 1, ops.AdamParams())]))
+    assert isinstance(stepped, ops.Failed), stepped
+    assert "the norm of the gradients is" in stepped.message
+    for model in (mine, broken, steep):
+        driver.unload(model)
+
+
 def a_request_that_cannot_be_computed_fails_alone(driver: Driver, found: Found) -> None:
     model = trained(driver, "alone")
     short = [*batch(2), datum(5, 6, weights=np.ones(5))]
@@ -292,6 +369,9 @@ CHECKS: tuple[Check, ...] = (
     aborted_gradients_are_gone,
     a_loss_that_is_not_finite_names_its_datum_and_adds_nothing,
     a_broken_model_does_not_reach_its_neighbours,
+    a_broken_model_is_computed_twice_and_its_neighbours_once,
+    an_endless_loss_leaves_what_the_same_client_sent_beside_it,
+    gradients_that_are_not_finite_beside_a_broken_model_are_computed_again,
     a_request_that_cannot_be_computed_fails_alone,
     the_same_again_is_the_same_bits,
     a_model_without_a_seed_begins_the_same_every_time_and_another_differently,

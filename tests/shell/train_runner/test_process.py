@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Self
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import pytest
 import zmq.asyncio
 
@@ -156,6 +157,26 @@ async def test_ranks_end_when_their_launcher_is_killed(folder: Path, model: Path
         async with asyncio.timeout(LONGEST_S):
             await orchestrator.connection.lost()
         orchestrator.connection.close()
+
+
+def test_ranks_end_when_their_launcher_is_killed_while_they_still_import_the_engine(folder: Path, model: Path) -> None:
+    with Ranks(folder, model) as ranks:
+        starting = importing(ranks.process.pid)
+        ranks.process.kill()
+        _, alive = psutil.wait_procs(starting, LONGEST_S)
+        assert not alive
+
+
+def importing(launcher: int) -> list[psutil.Process]:
+    """The ranks, as soon as each has begun to load the engine. (They need seconds more until they meet.)"""
+    while True:
+        found = [
+            each
+            for each in psutil.Process(launcher).children()
+            if "torch" in Path(f"/proc/{each.pid}/maps").read_text(encoding="utf-8")
+        ]
+        if len(found) == 2:
+            return found
 
 
 def test_a_rank_that_cannot_load_its_model_says_why_and_ends(folder: Path) -> None:

@@ -54,9 +54,15 @@ class Stage:
         self.outcomes: dict[str, SampleOutcome] = {}
 
     def quantum(
-        self, steps: int, add: Mapping[str, Sample] | None = None, cancel: Sequence[str] = (), *, eager: bool = False
+        self,
+        steps: int,
+        add: Mapping[str, Sample] | None = None,
+        cancel: Sequence[str] = (),
+        *,
+        eager: bool = False,
+        share: str = "",
     ) -> QuantumDone:
-        added = [Added(request_id, sample) for request_id, sample in (add or {}).items()]
+        added = [Added(request_id, sample, share) for request_id, sample in (add or {}).items()]
         parts = self.spread.cut(Quantum(steps, added, cancel, eager))
         encoded = [encode(part) for part in parts]
         if self.ranks.size > 1:

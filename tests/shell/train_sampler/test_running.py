@@ -28,6 +28,7 @@ from tests.shell.train_sampler.stage import (
     only,
     prompt_of,
     tokens_in,
+    top_in,
 )
 
 CLOSE = 2e-4
@@ -104,6 +105,26 @@ def test_the_samples_of_a_request_share_its_prompt(stage: Stage) -> None:
     done = stage.quantum(2, {"it": ask(prompt_of(1, 50), num=8, max_tokens=9)})
     assert done.prompt_tokens == 50
     assert done.running == 8
+
+
+def test_a_place_that_becomes_free_is_of_whoever_has_the_fewest(llama: Base, ranks: Ranks) -> None:
+    """However many samples another asked for before."""
+    stage = Stage(llama, ranks, sequences=4, cached_tokens=2048)
+    stage.sampler.open_base(BASE)
+    stage.quantum(1, {"flood": ask(prompt_of(1, 10), num=60, max_tokens=8, end_tokens=False)}, share="flood")
+    quiet = {f"quiet {number}": ask(prompt_of(2, 10), max_tokens=8, end_tokens=False) for number in range(3)}
+    stage.quantum(1, quiet, share="quiet")
+    # The flood has all four places for eight tokens; then each side has two of them.
+    stage.quantum(2 * 8)
+    assert [key in stage.outcomes for key in quiet] == [True, True, False]
+    stage.quantum(8)
+    assert set(quiet) <= set(stage.outcomes)
+    assert "flood" not in stage.outcomes
+    while stage.quantum(50).requests:
+        pass
+    found = stage.outcomes["flood"]
+    assert isinstance(found, SampleResult)
+    assert len(found.sequences) == 60
 
 
 @pytest.mark.parametrize("limits", [{"sequences": 3}, {"cached_tokens": 3 * 64}])
@@ -243,6 +264,8 @@ def test_the_context_is_the_limit_when_no_other_is_given(stage: Stage) -> None:
         (ask(prompt_of(1, 3), stop_strings=["a", ""]), "empty"),
         (ask(prompt_of(1, 3), prompt_logprobs=True, prompt_logprobs_last_n=3), "prompt_logprobs_last_n"),
         (ask(prompt_of(1, 3), prompt_draws=-1), "prompt_alt_tokens_k"),
+        (ask(prompt_of(1, 3), num=1024, topk_sample_logprobs=64), "num_samples 1024, up to 253 tokens each"),
+        (ask(prompt_of(1, 3), num=1024, topk_sample_logprobs=1024, max_tokens=9), "could have 72 MiB"),
         (ask(prompt_of(1, 2), targets=Targets(np.array([512], "<i4").tobytes(), Layout((1, 1)))), "target_prompt"),
     ],
 )
@@ -255,6 +278,25 @@ def test_a_request_that_cannot_work_fails_by_itself(sample: Sample, said: str, l
     assert isinstance(failed, SampleFailed)
     assert failed.category == "user"
     assert said in failed.message
+
+
+def test_who_asks_for_few_of_the_likeliest_tokens_keeps_no_more_beside_one_who_asks_for_many(stage: Stage) -> None:
+    few = greedy(prompt_of(1, 5), topk_sample_logprobs=2, end_tokens=False)
+    many = greedy(prompt_of(2, 9), topk_sample_logprobs=300, end_tokens=False)
+    alone = only(stage.all({"few": few})["few"])
+    stage.quantum(4, {"few": few, "many": many})
+    (batch,) = stage.sampler._batches.values()
+    kept = {run.request.request_id: len(run.top_tokens) + len(run.top_logprobs) for run in batch.running}
+    so_far = len(batch.running[0].tokens)
+    assert so_far > 1
+    assert kept == {"few": so_far * 2 * 8, "many": so_far * 300 * 8}
+    stage.quantum(100)
+    beside = only(stage.outcomes["few"])
+    np.testing.assert_array_equal(top_in(beside.top)[0], top_in(alone.top)[0])
+    np.testing.assert_allclose(top_in(beside.top)[1], top_in(alone.top)[1], atol=CLOSE)
+    tokens, logprobs = top_in(only(stage.outcomes["many"]).top)
+    assert tokens.shape == logprobs.shape == (12, 300)
+    assert (np.diff(logprobs, axis=1) <= 0).all()
 
 
 def test_more_requests_than_there_may_be_are_refused_for_now(llama: Base, ranks: Ranks) -> None:

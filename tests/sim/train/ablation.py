@@ -77,7 +77,10 @@ def _always_admitted(state: TrainState, tenant: str) -> None:
 
 def _first_come(self: Scheduler) -> Entry | None:
     heads = [head for tenant in self._ring for head in self._heads(tenant)]
-    return min(heads, key=lambda head: head.turn, default=None)
+    first = min(heads, key=lambda head: head.turn, default=None)
+    if first is not None:
+        self._pay(first)
+    return first
 
 
 def _soon_overdue(self: FutureStore, now_s: float, *, ttl_s: float, keep: int) -> float | None:
@@ -134,7 +137,7 @@ SEAMS: dict[str, list[Ablation]] = {
     "what was given up is told again": [(conversation, "dispatches", _given_up_too)],
     "ranks that start anew do not catch up": [(conversation, "dispatches", _nothing_of_old)],
     "rank 0 does again what it has done": [(FakeRanks, "_answer", _once_more)],
-    "a tenant may fill the queue": [(decide, "_admit", _always_admitted)],
+    "a tenant may fill the queue": [(decide, "admit", _always_admitted), (quanta, "admit", _always_admitted)],
     "first come, first served": [(Scheduler, "_next", _first_come)],
     "results go before their time": [(FutureStore, "overdue", _soon_overdue)],
     "what runs can be given up": [

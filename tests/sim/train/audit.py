@@ -98,7 +98,8 @@ class Audit:
         if fact is None:
             self._world.violated(f"{group} was told dispatch {command.number}, which is in no journal")
             return
-        if command.number in self.given_up:
+        unloads = isinstance(command.work, commands.Manage) and isinstance(command.work.operation, ops.UnloadModel)
+        if command.number in self.given_up and not unloads:
             self._world.violated(f"{group} was told dispatch {command.number}, which was given up")
         if isinstance(command.work, commands.Pass):
             ids = [item.request_id for item in command.work.items]

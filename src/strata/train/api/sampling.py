@@ -5,6 +5,7 @@ from __future__ import annotations
 from strata.http.declare import KIB, MIB, RESEARCHER, VIEWER, Endpoint
 from strata.train.api.site import Call
 from strata.train.core import messages, ops
+from strata.train.core.sampling import check_answer
 from strata.train.wire import sampling
 from strata.train.wire.arrays import refuse
 
@@ -16,6 +17,8 @@ async def sample(call: Call, body: sampling.SampleRequest) -> sampling.SampleFut
     if operation.length >= room:
         # Before it is made durable: what no rank can ever take does not belong into the journal.
         raise refuse("prompt", f"has {operation.length} tokens, and a rank has room for {room}")
+    # No rank samples more than it has room for. How many that are without a limit of the client's, the ranks know.
+    check_answer(operation, min(operation.params.max_tokens or 1, room - operation.length + 1))
     accepted = await call.submit(operation)
     sequences = [f"{accepted.future_id}:{place}" for place in range(operation.num_samples)]
     return sampling.SampleFuture(request_id=accepted.future_id, sample_sequence_ids=sequences)

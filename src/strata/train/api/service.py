@@ -62,7 +62,7 @@ async def telemetry(call: Call) -> replies.Accepted:
 
 
 async def sleep(call: Call) -> Answer:
-    """Free what the models hold on the devices."""
+    """Free what the models hold on the devices. Samples wait; what trains fails, but models can be unloaded."""
     return await _manage(call, ops.Sleep())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from strata.base.errors import Code, StrataError
 from strata.http.declare import KIB, RESEARCHER, VIEWER, Endpoint
 from strata.train.api.site import Call
 from strata.train.core import messages, ops
@@ -92,10 +91,8 @@ async def _sessions(call: Call) -> list[messages.SessionView]:
 
 
 async def _session(call: Call, session_id: str) -> messages.SessionView:
-    for session in await _sessions(call):
-        if session.session_id == session_id:
-            return session
-    raise StrataError(Code.NOT_FOUND, f"there is no session {session_id[:200]!r}")
+    (session,) = (await call.look(messages.ListSessions(session_id), messages.Sessions)).sessions
+    return session
 
 
 ENDPOINTS = (

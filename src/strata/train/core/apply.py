@@ -203,8 +203,8 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) 
             publishing.forget(state, operation.model_id)
         case ops.SaveSampler() | ops.OpenSampler() if isinstance(result, ops.Failed):
             _fail_sampler(state, operation.sampler_id, dispatched=future.number > 0)
-        case ops.Sleep() if isinstance(result, ops.Failed):
-            state.asleep = False
+        case ops.Sleep() | ops.Wake() if isinstance(result, ops.Failed):
+            state.asleep = isinstance(operation, ops.Wake)
         case Sample():
             _finish_sample(state, future_id, result)
         case _:

@@ -36,12 +36,18 @@ def unfit(state: TrainState, group: str, applied: int) -> str | None:
     return None
 
 
+def is_told_all_the_same(operations: Sequence[ops.Operation]) -> bool:
+    """Although it was given up: a model that is gone for its client would keep its place at the ranks for ever."""
+    return all(isinstance(each, ops.UnloadModel) for each in operations)
+
+
 def left_out(past: Past) -> bool:
     """Failed for the disk or a limit as they were then, without a trace: today it might succeed, and nobody knows.
 
     Whatever else failed does so again, or its failing was a change, as that of a step that throws a gradient away.
     """
-    return all(past.failed) and isinstance(past.operations[0], ops.CreateModel | ops.LoadWeights)
+    passing = ops.CreateModel | ops.LoadWeights | ops.Sleep | ops.AbortGradients
+    return all(past.failed) and isinstance(past.operations[0], passing)
 
 
 def astray(past: Past, results: Sequence[ops.Result]) -> StrataError | None:
@@ -51,14 +57,20 @@ def astray(past: Past, results: Sequence[ops.Result]) -> StrataError | None:
         wrong = f"the ranks gave {len(results)} results for {len(past.operations)} operations"
         results = [ops.Failed("server", wrong)] * len(past.operations)
     for operation, failed, result in zip(past.operations, past.failed, results, strict=True):
-        if isinstance(result, ops.Failed) and not failed and (remedy := _remedy(operation, dispatch.path)) is not None:
-            what = operation.__struct_config__.tag
-            return StrataError(
-                Code.CORRUPT,
-                f"dispatch {dispatch.number}, {what} of {getattr(operation, 'model_id', '')!r}, once succeeded and "
-                f"failed when new ranks did it again, so nothing is trained: {result.message}",
-                hint=f"{remedy}; it is tried again whenever the server or its ranks start",
-            )
+        fails = isinstance(result, ops.Failed)
+        # What else failed once and succeeds now has changed no model, or would have been left out.
+        matters = fails if not failed else not fails and isinstance(operation, ops.ForwardBackward | ops.OptimStep)
+        if not matters or (remedy := _remedy(operation, dispatch.path)) is None:
+            continue
+        before, now = ("failed", "succeeded") if failed else ("succeeded", "failed")
+        what = f"{operation.__struct_config__.tag} of {getattr(operation, 'model_id', '')!r}"
+        why = f": {result.message}" if isinstance(result, ops.Failed) else ""
+        return StrataError(
+            Code.CORRUPT,
+            f"dispatch {dispatch.number}, {what}, once {before} and {now} when new ranks did it again, so nothing is "
+            f"trained{why}",
+            hint=f"{remedy}; it is tried again whenever the server or its ranks start",
+        )
     return None
 
 

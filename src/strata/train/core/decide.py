@@ -14,6 +14,7 @@ import msgspec
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.train.core import dispatching, ops, publishing, quanta, retention, snapshots
+from strata.train.core.admission import admit, admit_model
 from strata.train.core.facts import (
     Accepted,
     Expired,
@@ -155,7 +156,7 @@ def _accept(state: TrainState, given: Accept) -> Outcome:  # noqa: PLR0911 - one
             facts, ended = _unload(state, model, given.at_s)
             return Outcome(taken, tuple(facts), tuple(ended))
         case ops.Sleep() | ops.Wake():
-            _admit(state, given.tenant)
+            admit(state, given.tenant)
             fact = _accepted(state, given.tenant, operation, given.at_s)
             return Outcome(Taken(fact.future_id, ""), (fact,))
         case ops.OpenSampler():
@@ -182,7 +183,8 @@ def _accept_model(state: TrainState, given: Accept, operation: ops.CreateModel) 
         raise StrataError(Code.PRECONDITION, f"session {session.session_id!r} is finished")
     _check_model_id(session, operation.model_id)
     _check_base(state, operation.base_model)
-    _admit(state, given.tenant)
+    admit(state, given.tenant)
+    admit_model(state, given.tenant)
     facts: list[Fact] = [fact]
     if state.rules.initial_checkpoint:
         first = ops.SaveWeights(model_id=operation.model_id, seq_id=0, kind="weights", name=INITIAL)
@@ -216,7 +218,7 @@ def _accept_sequenced(state: TrainState, given: Accept, operation: ops.Sequenced
     if model.unloading:
         raise StrataError(Code.GONE, f"model {model.model_id!r} was unloaded")
     if not _must_come_in(state, model, operation.seq_id):
-        _admit(state, given.tenant)
+        admit(state, given.tenant)
     return Outcome(taken, (fact,))
 
 
@@ -232,7 +234,7 @@ def _accept_first_load(state: TrainState, given: Accept, operation: ops.LoadWeig
         raise StrataError(Code.CONFLICT, f"model {model.model_id!r} began in another way")
     if model.unloading:
         raise StrataError(Code.GONE, f"model {model.model_id!r} was unloaded")
-    _admit(state, given.tenant)
+    admit(state, given.tenant)
     return Outcome(taken, (fact,))
 
 
@@ -245,21 +247,6 @@ def _must_come_in(state: TrainState, model: Model, seq: int) -> bool:
     last = state.futures.get(f"{model.model_id}:{model.line.released}")
     runs_out = last is None or last.status is not FutureStatus.PENDING
     return seq == model.line.wanted and bool(model.line.held) and runs_out
-
-
-def _admit(state: TrainState, tenant: str) -> None:
-    rules, pending = state.rules, state.futures.pending()
-    if pending >= rules.max_pending:
-        raise StrataError(
-            Code.EXHAUSTED, f"{pending} operations are waiting, which is all that may", hint="send it again later"
-        )
-    own = state.futures.pending(tenant)
-    if own >= rules.tenant_quota:
-        raise StrataError(
-            Code.EXHAUSTED,
-            f"{own} operations of {tenant} are waiting, which is all that may",
-            hint="send it again later",
-        )
 
 
 def _accepted(state: TrainState, tenant: str, operation: ops.Operation, at_s: float, session_id: str = "") -> Accepted:

@@ -20,6 +20,8 @@ from strata.train.core.state import (
 )
 
 _MAKES_SAMPLER: Final = (ops.SaveSampler, ops.OpenSampler)
+_WHILE_ASLEEP: Final = (ops.Sleep, ops.Wake, ops.UnloadModel, ops.AbortGradients)
+"""What wakes the ranks, or only lets go of something."""
 
 
 class _Chosen(NamedTuple):
@@ -48,7 +50,7 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Outcome:
     if not chosen:
         return Outcome(Done())
     for each in chosen:
-        obstacle = _obstacle(state, each, given)
+        obstacle = _asleep(state, each.operation) or _obstacle(state, each, given)
         if obstacle is not None:
             # Else whoever sends what cannot run would have others pay each time.
             state.scheduler.give_back(entry for entry in entries if entry.future_id != each.future_id)
@@ -71,6 +73,11 @@ def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Pa
     return pack(
         items, ranks=given.ranks, max_tokens_per_row=state.rules.max_tokens_per_row, max_context=given.max_context
     )
+
+
+def _asleep(state: TrainState, operation: ops.Operation) -> str | None:
+    """Said here, not by the ranks: others, told the same again, might be awake where these were not."""
+    return "the server sleeps; wake it first" if state.asleep and not isinstance(operation, _WHILE_ASLEEP) else None
 
 
 def _obstacle(state: TrainState, chosen: _Chosen, given: DispatchNext) -> str | None:

@@ -74,7 +74,7 @@ class Future(msgspec.Struct):
 
     @property
     def kind(self) -> str:
-        return "" if self.operation is None else str(self.operation.__struct_config__.tag)
+        return "" if self.operation is None else ops.kind_of(self.operation)
 
 
 class FutureStore:
@@ -100,6 +100,9 @@ class FutureStore:
 
     def get(self, future_id: str) -> Future | None:
         return self._futures.get(future_id)
+
+    def tenant_of(self, future_id: str) -> str:
+        return self._futures[future_id].tenant
 
     def pending(self, tenant: str | None = None) -> int:
         """Accepted and not dispatched, held or not; of one tenant or of all. Samples have a queue of their own."""

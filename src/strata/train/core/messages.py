@@ -80,7 +80,9 @@ class ListModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="l
 
 
 class ListSessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_sessions"):
-    pass
+    """Of this tenant, all or the one that is named."""
+
+    session_id: str | None = None
 
 
 class ListCheckpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_checkpoints"):

@@ -265,6 +265,13 @@ Sequenced = (
 Operation = Sequenced | CreateModel | UnloadModel | Sleep | Wake | OpenSampler | Sample
 
 
+def kind_of(operation: Operation) -> str:
+    """What people are told it is, and what its pace is measured as: a pass without its way back takes less time."""
+    if isinstance(operation, ForwardBackward) and operation.forward_only:
+        return "forward"
+    return str(operation.__struct_config__.tag)
+
+
 class ModelCreated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="create_model"):
     model_id: str
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -9,7 +10,7 @@ import msgspec
 
 from strata.train.core import ops
 from strata.train.core.future import Future
-from strata.train.core.pace import Pace
+from strata.train.core.pace import Pace, at_ranks_s
 from strata.train.core.state import Dispatch, Model, TrainState
 from strata.train.core.status import OTHERS, RECENT, RunningStatus, TenantStatus, Timeline
 from strata.train.core.views import tokens_of
@@ -56,12 +57,17 @@ def tenants(state: TrainState, pace: Pace) -> list[TenantStatus]:
         add(future.tenant, running=not one_of_samples(state, future))
     for future in _known(state, [*state.waiting, *state.sampling, *state.routed]):
         add(future.tenant, samples=1)
-    ahead_s: float | None = _running_s(state, pace)
-    for entry in state.scheduler.foreseen():
-        add(entry.tenant, tokens=entry.tokens, held=-1)
-        rows[entry.tenant] = msgspec.structs.replace(rows[entry.tenant], eta_s=ahead_s)
-        took_s = pace.expected_s(entry.kind, entry.tokens)
-        ahead_s = None if ahead_s is None or took_s is None else ahead_s + took_s
+    running_s, order = at_ranks_s(state, pace), state.scheduler.foreseen().order
+    queued: Counter[str] = Counter(entry.tenant for entry in order)
+    tokens: Counter[str] = Counter()
+    last_s: dict[str, float | None] = {}
+    for entry, begins_s in zip(order, pace.begins_s(order), strict=True):
+        tokens[entry.tenant] += entry.tokens
+        last_s[entry.tenant] = begins_s
+    for tenant, begins_s in last_s.items():
+        add(tenant, tokens=tokens[tenant], held=-queued[tenant])
+        eta_s = None if begins_s is None or running_s is None else running_s + begins_s
+        rows[tenant] = msgspec.structs.replace(rows[tenant], eta_s=eta_s)
     busy = [each for each in rows.values() if each != msgspec.structs.replace(NOBODY, tenant=each.tenant)]
     return sorted(busy, key=lambda each: (-each.waiting - each.running - each.samples, each.tenant))
 
@@ -81,17 +87,6 @@ def placed(state: TrainState) -> Iterator[Model]:
 
 def _known(state: TrainState, future_ids: Iterable[str]) -> Iterator[Future]:
     yield from (future for each in future_ids if (future := state.futures.get(each)) is not None)
-
-
-def _running_s(state: TrainState, pace: Pace) -> float | None:
-    """What the ranks have before them already."""
-    waits = [
-        pace.expected_s(future.kind, tokens_of(future.operation))
-        for dispatch in state.dispatches.values()
-        for future in _known(state, dispatch.future_ids)
-        if future.operation is not None and dispatch.quantum is None
-    ]
-    return None if None in waits else sum(each for each in waits if each is not None)
 
 
 def running(state: TrainState, first_since_s: float | None, *, own: str | None = None) -> list[RunningStatus]:

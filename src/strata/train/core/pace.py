@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from strata.train.core.future import Future, FutureStatus
@@ -20,6 +21,9 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._order: Sequence[Entry] | None = None
+        self._begins_s: list[float | None] = []
+        """Of that order, kept until something is measured: many ask where they stand in the same."""
 
     def note(self, kind: str, amount: int, seconds: float) -> None:
         """`amount` is of tokens, or of operations if they have none."""
@@ -28,11 +32,23 @@ class Pace:
         measured = seconds / max(amount, 1)
         known = self._seconds.get(kind)
         self._seconds[kind] = measured if known is None else known + WEIGHT * (measured - known)
+        self._order = None
 
     def expected_s(self, kind: str, tokens: int) -> float | None:
         """None before anything of the kind was measured."""
         known = self._seconds.get(kind)
         return None if known is None else known * max(tokens, 1)
+
+    def begins_s(self, order: Sequence[Entry]) -> Sequence[float | None]:
+        """Of each, how long those before it take; None if anything of them was never measured."""
+        if self._order is not order:
+            self._order, self._begins_s = order, []
+            ahead_s: float | None = 0.0
+            for entry in order:
+                self._begins_s.append(ahead_s)
+                took_s = self.expected_s(entry.kind, entry.tokens)
+                ahead_s = None if ahead_s is None or took_s is None else ahead_s + took_s
+        return self._begins_s
 
 
 def describe(state: TrainState, future: Future, pace: Pace, *, attached: bool) -> Waiting:
@@ -51,13 +67,14 @@ def describe(state: TrainState, future: Future, pace: Pace, *, attached: bool) -
         # Clients show the reason only of what is paused, and this one waits for something that may never come.
         return Waiting(QueueState.PAUSED_CAPACITY, f"held until operation {wanted} of this model comes")
     foreseen = state.scheduler.foreseen()
-    place = next((place for place, entry in enumerate(foreseen) if entry.future_id == future.future_id), 0)
+    place = foreseen.places[future.future_id]
     words = [f"{_ordinal(place + 1)} in queue"]
-    wait_s = _wait_s(state, foreseen[:place], pace)
-    if wait_s is not None:
-        words.append(f"~{wait_s:.0f} s")
+    wait_s, running_s = pace.begins_s(foreseen.order)[place], at_ranks_s(state, pace)
+    # Zero if nothing is before it, or only a quantum, which takes nobody knows how long.
+    if wait_s is not None and running_s is not None and wait_s + running_s > 0:
+        words.append(f"~{wait_s + running_s:.0f} s")
     words.append(_running(state))
-    others = any(entry.tenant != future.tenant for entry in foreseen[:place]) or _others_run(state, future.tenant)
+    others = foreseen.others_before(place, future.tenant) or _others_run(state, future.tenant)
     return Waiting(QueueState.PAUSED_CAPACITY if others else QueueState.ACTIVE, ", ".join(words))
 
 
@@ -78,15 +95,17 @@ def _others_run(state: TrainState, tenant: str) -> bool:
     return any(future is not None and future.tenant != tenant for future in running)
 
 
-def _wait_s(state: TrainState, ahead: list[Entry], pace: Pace) -> float | None:
-    waits = [pace.expected_s(entry.kind, entry.tokens) for entry in ahead]
-    for dispatch in state.dispatches.values():
-        for future_id in dispatch.future_ids:
-            future = state.futures.get(future_id)
-            if future is not None and future.operation is not None:
-                waits.append(pace.expected_s(future.kind, tokens_of(future.operation)))
+def at_ranks_s(state: TrainState, pace: Pace) -> float | None:
+    """What the ranks have before them already. Not their quanta: what a sample costs is not known before it ends."""
+    waits = [
+        pace.expected_s(future.kind, tokens_of(future.operation))
+        for dispatch in state.dispatches.values()
+        if dispatch.quantum is None
+        for each in dispatch.future_ids
+        if (future := state.futures.get(each)) is not None and future.operation is not None
+    ]
     known = [wait_s for wait_s in waits if wait_s is not None]
-    return sum(known) if known and len(known) == len(waits) else None
+    return sum(known) if len(known) == len(waits) else None
 
 
 def _running(state: TrainState) -> str:

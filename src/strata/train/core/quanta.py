@@ -8,10 +8,11 @@ given to them as new.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops, publishing
+from strata.train.core.admission import admit, admit_sample
 from strata.train.core.facts import Accepted, Dispatched, Fact, Finished, QuantumEnded, RanksRenewed
 from strata.train.core.inputs import Accept, AnswerQuantum, Dispatching, Done, Greet, Outcome, Taken
 from strata.train.core.sampling import QuantumPlan, Sample
@@ -33,6 +34,7 @@ def accept_sampler(state: TrainState, given: Accept, operation: ops.OpenSampler,
     obstacle = unopenable(state, operation, given.tenant)
     if obstacle is not None:
         raise StrataError(Code.NOT_FOUND, obstacle)
+    admit(state, given.tenant)
     return Outcome(Taken(future_id, ""), (Accepted(future_id, given.tenant, operation, digest, given.at_s),))
 
 
@@ -44,12 +46,7 @@ def accept_sample(state: TrainState, given: Accept, sample: Sample, digest: str)
     sampler = find_sampler(state, given.tenant, sample.sampler_id)
     if state.sessions[sampler.session_id].finished is not None:
         raise StrataError(Code.PRECONDITION, f"session {sampler.session_id!r} is finished")
-    if len(state.waiting) >= state.rules.max_pending_samples:
-        raise StrataError(
-            Code.EXHAUSTED,
-            f"{len(state.waiting)} requests wait to be sampled, which is all that may",
-            hint="send it again later",
-        )
+    admit_sample(state, given.tenant)
     return Outcome(Taken(future_id, ""), (Accepted(future_id, given.tenant, sample, digest, given.at_s),))
 
 
@@ -81,8 +78,7 @@ def next_quantum(state: TrainState, at_s: float) -> Outcome:
     if failed:
         result = ops.Failed("user", "its sampler could not be made, or has made room for others")
         return Outcome(Done(), tuple(Finished(each, result, at_s) for each in failed), tuple(failed))
-    room = max(state.rules.max_running_samples - len(state.sampling), 0)
-    added = _fairly(state, list(ready))[:room]
+    added = _fairly(state, ready)
     plan = QuantumPlan(state.rules.quantum_steps, tuple(sorted(state.cancels)), eager=len(ready) > len(added))
     number = state.dispatched + 1
     dispatch = Dispatch(number, tuple(added), quantum=plan)
@@ -94,16 +90,22 @@ def _is_open(state: TrainState, sample: Sample) -> bool:
     return sampler is not None and sampler.status is SamplerStatus.OPEN
 
 
-def _fairly(state: TrainState, future_ids: Sequence[str]) -> list[str]:
-    """The first of every tenant, then the second of every tenant, and so on."""
-    seen: Counter[str] = Counter()
+def _fairly(state: TrainState, future_ids: Iterable[str]) -> list[str]:
+    """As many as there is room for at the ranks, of those first who have the fewest there.
+
+    Some room is left by whoever is alone: for who comes next, and would have to wait until something ends.
+    """
+    rules = state.rules
+    running = Counter(map(state.futures.tenant_of, state.sampling))
     places = []
     for future_id in future_ids:
-        future = state.futures.get(future_id)
-        assert future is not None
-        places.append((seen[future.tenant], future_id))
-        seen[future.tenant] += 1
-    return [future_id for _, future_id in sorted(places, key=lambda each: each[0])]
+        tenant = state.futures.tenant_of(future_id)
+        if running[tenant] < rules.running_quota:
+            places.append((running[tenant], future_id))
+            running[tenant] += 1
+    places.sort(key=lambda each: each[0])
+    room = max(rules.max_running_samples - len(state.sampling), 0)
+    return [future_id for _, future_id in places[:room]]
 
 
 def answer_quantum(state: TrainState, given: AnswerQuantum) -> Outcome:

@@ -12,8 +12,13 @@ from typing import Final, Literal
 
 import msgspec
 
+from strata.base.errors import Code, StrataError
+
 MISSING_LOGPROB: Final = -99999.0
 """In a place of a `TopLogprobs` that holds no token; the token there is 0."""
+MOST_ANSWER_BYTES: Final = 64 << 20
+"""What one request can be answered. Rank 0 has it in memory until the last of its samples has ended, and it goes to the
+client in one piece. 64 samples of 4096 tokens, each with the 20 likeliest, are two thirds of it."""
 
 
 class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,10 +145,34 @@ class SampleFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 SampleOutcome = SampleResult | SampleFailed
 
+_PAIR: Final = 8
+"""Bytes of a token with its log-probability."""
+
+
+def answer_bytes(sample: Sample, tokens: int) -> int:
+    """How large the result of a request is, if each of its samples has so many tokens."""
+    sampled = sample.num_samples * tokens * _PAIR * (1 + sample.topk_sample_logprobs)
+    per_place = _PAIR * (sample.topk_prompt_logprobs + sample.prompt_draws) + (4 if sample.prompt_logprobs else 0)
+    return sampled + sample.length * per_place + (0 if sample.targets is None else len(sample.targets.tokens))
+
+
+def check_answer(sample: Sample, tokens: int) -> None:
+    """INVALID if the result could be larger than it may be, where each sample has at most so many tokens."""
+    size = answer_bytes(sample, tokens)
+    if size > MOST_ANSWER_BYTES:
+        asked = f"num_samples {sample.num_samples}, up to {tokens} tokens each, a prompt of {sample.length}"
+        raise StrataError(
+            Code.INVALID,
+            f"the answer could have {size >> 20} MiB ({asked}), and {MOST_ANSWER_BYTES >> 20} MiB is the most",
+            hint="set max_tokens, or ask for fewer samples or for top-k log-probabilities of fewer tokens",
+        )
+
 
 class Added(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str
     sample: Sample
+    share: str = ""
+    """Requests with the same text here share what is theirs of the places: those of one tenant."""
 
 
 class Quantum(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SAMPLE"):

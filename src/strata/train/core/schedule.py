@@ -8,7 +8,9 @@ because another has more sessions, and new sessions do not go before old ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from typing import Final, NamedTuple
 
 PER_TURN: Final = 8
@@ -35,6 +37,20 @@ class Entry(NamedTuple):
     """Operations of different models with the same text here may go into one dispatch; empty: runs alone."""
 
 
+class Foreseen:
+    """Everything that waits in the order it would run if nothing else came: for telling people where they stand."""
+
+    def __init__(self, order: Sequence[Entry]) -> None:
+        self.order = order
+        self.places = {entry.future_id: place for place, entry in enumerate(order)}
+        differ = (place for place, entry in enumerate(order) if entry.tenant != order[0].tenant)
+        self._second = next(differ, len(order))
+        """The first place of another tenant than that of the first."""
+
+    def others_before(self, place: int, tenant: str) -> bool:
+        return place > 0 and (self.order[0].tenant != tenant or place > self._second)
+
+
 class Scheduler:
     """Operations that may run, and what each tenant has saved up. Only the second is lost with the process."""
 
@@ -47,12 +63,15 @@ class Scheduler:
         self._lowest = -CREDIT_TURNS * quantum_tokens
         self._paid: dict[str, int] = {}
         """By those that were chosen last."""
+        self._foreseen: Foreseen | None = None
+        """Until something changes: many may ask in between, and it takes a look at everything that waits."""
 
     def __len__(self) -> int:
         return len(self._where)
 
     def add(self, entry: Entry) -> None:
         """After all others of its model."""
+        self._foreseen = None
         lines = self._lines.get(entry.tenant)
         if lines is None:
             lines = self._lines[entry.tenant] = {}
@@ -67,6 +86,7 @@ class Scheduler:
         entry = self._where.pop(future_id, None)
         if entry is None:
             return
+        self._foreseen = None
         lines = self._lines[entry.tenant]
         line = lines[entry.model_id]
         line.remove(entry)
@@ -90,6 +110,7 @@ class Scheduler:
         first = self._next()
         if first is None:
             return ()
+        self._foreseen = None
         if not share or not first.shares:
             return (first,)
         most = len(self) if most is None else most
@@ -107,6 +128,7 @@ class Scheduler:
 
     def give_back(self, entries: Iterable[Entry]) -> None:
         """What they paid: they were chosen last, and are not run after all."""
+        self._foreseen = None
         for entry in entries:
             self._saved[entry.tenant] += self._paid.pop(entry.future_id)
 
@@ -155,15 +177,34 @@ class Scheduler:
         for tenant in [*self._ring]:
             yield from self._heads(tenant)
 
-    def foreseen(self) -> list[Entry]:
-        """Everything here in the order it would run if nothing else came: for telling people where they stand."""
-        copy = Scheduler(self._quantum)
-        copy._lines = {tenant: {m: deque(q) for m, q in lines.items()} for tenant, lines in self._lines.items()}
-        copy._ring, copy._saved, copy._where = deque(self._ring), dict(self._saved), dict(self._where)
+    def foreseen(self) -> Foreseen:
+        """One after the other; what goes along with others comes earlier. The same one until something changes."""
+        if self._foreseen is None:
+            self._foreseen = Foreseen(self._one_by_one())
+        return self._foreseen
+
+    def _one_by_one(self) -> list[Entry]:
+        """As `_next` and `remove` would take them. Heaps of the heads, as this goes through everything."""
+        ring, saved = deque(self._ring), dict(self._saved)
+        heads = {tenant: _by_age(lines.values()) for tenant, lines in self._lines.items()}
         order: list[Entry] = []
-        while (entry := copy._next()) is not None:
-            copy.remove(entry.future_id)
-            order.append(entry)
+        while ring:
+            tenant = ring[0]
+            _, number, head, rest = heads[tenant][0]
+            if (cost := self._cost(head)) > saved[tenant]:
+                ring.rotate(-1)
+                saved[ring[0]] += self._quantum
+                continue
+            saved[tenant] -= cost
+            order.append(head)
+            if (after := next(rest, None)) is not None:
+                heapreplace(heads[tenant], (after.turn, number, after, rest))
+                continue
+            heappop(heads[tenant])
+            if not heads[tenant]:
+                ring.popleft()
+                if ring:
+                    saved[ring[0]] += self._quantum
         return order
 
     def _next(self) -> Entry | None:
@@ -191,3 +232,10 @@ class Scheduler:
 
     def _cost(self, entry: Entry) -> int:
         return max(entry.tokens, self._quantum // PER_TURN, 1)
+
+
+def _by_age(lines: Iterable[deque[Entry]]) -> list[tuple[int, int, Entry, islice[Entry]]]:
+    """A heap of the first of each model, with those behind it."""
+    heap = [(line[0].turn, number, line[0], islice(line, 1, None)) for number, line in enumerate(lines)]
+    heapify(heap)
+    return heap

@@ -41,7 +41,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     result_ttl_s: float = 86_400.0
     max_kept_results: int = 200_000
     max_samplers: int = 64
-    max_pending_samples: int = 1024
+    max_models_per_tenant: int | None = None
+    max_pending_samples: int = 2048
     """Requests for samples that are accepted and not yet at the ranks."""
     max_running_samples: int = 256
     """Requests for samples at the ranks."""
@@ -62,6 +63,14 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tenant_quota(self) -> int:
         return self.max_pending_per_tenant or max(self.max_pending // 2, 1)
+
+    @property
+    def sample_quota(self) -> int:
+        return max(self.max_pending_samples // 2, 1)
+
+    @property
+    def running_quota(self) -> int:
+        return max(self.max_running_samples * 3 // 4, 1)
 
 
 class Session(msgspec.Struct):

@@ -116,12 +116,11 @@ class Timelines:
 
 
 def _begun(future: Future, operation: ops.Operation) -> Timeline:
-    forward = isinstance(operation, ops.ForwardBackward) and operation.forward_only
     return Timeline(
         future_id=future.future_id,
         tenant=future.tenant,
         model_id=future.model_id,
-        kind="forward" if forward else future.kind,
+        kind=future.kind,
         tokens=tokens_of(operation),
         accepted_at_s=future.accepted_at_s,
     )

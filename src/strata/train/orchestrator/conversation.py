@@ -247,8 +247,10 @@ class Conversation:
         parts = self._parts
         if dispatch.snapshot:
             return commands.TakeSnapshot(str(parts.settings.snapshot_folder / dispatch.path))
+        futures = parts.ledger.state.futures
+        tenants = [futures.tenant_of(each) for each in dispatch.future_ids] if dispatch.quantum is not None else ()
         return await waited_for(
-            lambda: parts.processor.work(dispatch, operations, self._attached.world_size),
+            lambda: parts.processor.work(dispatch, operations, self._attached.world_size, tenants),
             parts.ledger.clock,
             parts.settings.limits.operation_timeout_s,
         )
@@ -341,7 +343,7 @@ class Conversation:
 def _kind(dispatch: Dispatch, operations: Sequence[ops.Operation]) -> str:
     if dispatch.snapshot:
         return SNAPSHOT
-    return "quantum" if dispatch.quantum is not None else str(operations[0].__struct_config__.tag)
+    return "quantum" if dispatch.quantum is not None else ops.kind_of(operations[0])
 
 
 def _results(reply: commands.Reply) -> Sequence[ops.Result]:

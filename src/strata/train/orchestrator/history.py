@@ -8,7 +8,7 @@ from strata.base.errors import Code, StrataError
 from strata.journal.port import Journal
 from strata.journal.replay import replay
 from strata.train.core import facts, ops
-from strata.train.core.catching_up import Past, left_out
+from strata.train.core.catching_up import Past, is_told_all_the_same, left_out
 from strata.train.core.state import Dispatch
 
 
@@ -73,7 +73,9 @@ class _Reading:
         self._expected += 1
         # What was sampled is a result, or is sampled anew, and a snapshot is taken of what there is: neither changed a
         # model.
-        if fact.quantum is not None or fact.snapshot or fact.number in self._given_up:
+        if fact.quantum is not None or fact.snapshot:
+            return
+        if fact.number in self._given_up and not is_told_all_the_same(found):
             return
         if len(found) != len(fact.future_ids):
             raise StrataError(Code.CORRUPT, f"operations of dispatch {fact.number} of {self._stream!r} are missing")

@@ -283,6 +283,7 @@ def rules_of(settings: ServerSettings) -> Rules:
         max_running=limits.max_running_requests,
         max_pending=limits.max_pending_requests,
         max_pending_per_tenant=limits.max_pending_per_tenant,
+        max_models_per_tenant=limits.max_models_per_tenant,
         base_models=settings.model.base_models,
         max_tokens_per_row=settings.model.max_tokens_per_row,
         pack_tenants=limits.pack_tenants,

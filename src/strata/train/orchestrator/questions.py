@@ -82,19 +82,22 @@ class Questions:
                 given = inputs.Accept(tenant, request.operation, self._now_s(), request.session_id)
                 outcome = await self._ledger.commit(given)
                 assert isinstance(outcome.reply, inputs.Taken)
-                self.silence.hear(outcome.reply.future_id)
+                self.silence.hear(tenant, outcome.reply.future_id)
                 return messages.Accepted(outcome.reply.future_id, outcome.reply.model_id)
             case messages.RequestType.ABORT:
                 if not isinstance(request.payload, messages.Abort):
                     raise StrataError(Code.INVALID, "there is no future in the request")
+                self.silence.hear_question(tenant, request.payload)
                 await self._ledger.commit(inputs.Abort(tenant, request.payload.future_id, self._now_s()))
                 return messages.Done()
             case messages.RequestType.UTILITY:
                 if request.payload is None or isinstance(request.payload, messages.Abort):
                     raise StrataError(Code.INVALID, "there is no question in the request")
-                found = await self._look(tenant, request.payload)
-                self.silence.hear_question(request.payload)
-                return found
+                try:
+                    return await self._look(tenant, request.payload)
+                finally:
+                    # Also what is refused was asked. Not before: a session is there after it was opened.
+                    self.silence.hear_question(tenant, request.payload)
 
     async def _look(self, tenant: str, asked: messages.Utility) -> messages.Output:  # noqa: C901, PLR0911, PLR0912
         state = self._ledger.state
@@ -124,9 +127,9 @@ class Questions:
                 mine = [view_model(each, base) for each in state.models.values() if each.tenant == tenant]
                 return messages.Models(mine)
             case messages.ListSessions():
-                return messages.Sessions(
-                    [view_session(state, each) for each in state.sessions.values() if each.tenant == tenant]
-                )
+                named = asked.session_id
+                sessions = [find_session(state, tenant, named)] if named is not None else state.sessions.values()
+                return messages.Sessions([view_session(state, each) for each in sessions if each.tenant == tenant])
             case messages.TimeCheckpoint():
                 await self.retention.retain()
                 given = inputs.TimeCheckpoint(tenant, asked.run_id, asked.kind, asked.name, asked.ttl_s, self._now_s())
@@ -163,7 +166,7 @@ class Questions:
             if future.ended_at_s + self._parts.settings.limits.result_ttl_s <= self._now_s():
                 await self._ledger.expire()
                 find_future(self._ledger.state, tenant, asked.future_id)
-            if isinstance(future.result, ops.Failed | ops.WeightsSynced) or not future.number:
+            if isinstance(future.result, ops.Failed | ops.WeightsSynced | ops.SampleDone) or not future.number:
                 await self._settled()
             return messages.Finished(future.result)
         attached = self._attached() is not None
@@ -185,7 +188,7 @@ class Questions:
                 await ledger.ended(target, min(asked.wait_s, MAX_WAIT_S))
                 ended, cursor = ledger.endings.after(target, asked.cursor)
         views = [view_sampled(state, each) for each in ended]
-        if any(each.size is None for each in views) or state.rules.route:
+        if views:
             await self._settled()
         return messages.SamplesEnded(views, cursor)
 
@@ -211,7 +214,7 @@ class Questions:
         return await self._parts.processor.keep(result, inline_bytes=min(ops.INLINE_BYTES, room))
 
     async def _settled(self) -> None:
-        """A failure that is told and then lost with the lead would be followed by a result."""
+        """A failure that is told and then lost with the lead would be followed by a result, and a sample by another."""
         try:
             await self._ledger.settled()
         except StrataError as error:

@@ -39,14 +39,14 @@ class RequestProcessor:
         self._bring = bring
 
     async def work(  # noqa: PLR0911 - one arm per kind
-        self, dispatch: Dispatch, operations: Sequence[ops.Operation], ranks: int
+        self, dispatch: Dispatch, operations: Sequence[ops.Operation], ranks: int, tenants: Sequence[str] = ()
     ) -> commands.Work:
         """The same for the same dispatch, whenever it is asked for. NOT_FOUND or CORRUPT if a payload is lost."""
         passes = [each for each in operations if isinstance(each, ops.ForwardBackward)]
         if passes:
             return await self._pass(dispatch, passes, ranks)
         if dispatch.quantum is not None:
-            return _quantum(dispatch, dispatch.quantum, operations)
+            return _quantum(dispatch, dispatch.quantum, operations, tenants)
         steps = [each for each in operations if isinstance(each, ops.OptimStep)]
         if steps:
             return commands.Steps(steps)
@@ -106,11 +106,13 @@ async def waited_for(make: Callable[[], Awaitable[Made]], clock: Clock, limit_s:
         await clock.sleep(AGAIN_S)
 
 
-def _quantum(dispatch: Dispatch, plan: QuantumPlan, operations: Sequence[ops.Operation]) -> Quantum:
+def _quantum(
+    dispatch: Dispatch, plan: QuantumPlan, operations: Sequence[ops.Operation], tenants: Sequence[str]
+) -> Quantum:
     added = []
-    for future_id, operation in zip(dispatch.future_ids, operations, strict=True):
+    for future_id, operation, tenant in zip(dispatch.future_ids, operations, tenants, strict=True):
         assert isinstance(operation, Sample), f"{future_id} is no sample"
-        added.append(Added(future_id, operation))
+        added.append(Added(future_id, operation, tenant))
     return Quantum(plan.steps, added, plan.cancel, plan.eager)
 
 

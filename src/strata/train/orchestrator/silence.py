@@ -1,17 +1,17 @@
 """Clients that are gone without a word: what they left behind is let go after a while.
 
-Anything a client asks about one of its sessions is a sign of life, not only its heartbeat: some have none. Time counts
-from what this process heard, on a clock that nobody sets: a new orchestrator gives everybody the whole time again.
+Anything a client asks about one of its sessions by name is a sign of life, not only its heartbeat: some have none. Time
+counts from what this process heard, on a clock that nobody sets: a new orchestrator gives everybody all of it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from strata.base import log
 from strata.base.clock import Clock
-from strata.train.core import inputs, messages
+from strata.train.core import inputs, messages, status
 from strata.train.core.future import FutureStatus
 from strata.train.core.state import TrainState
 from strata.train.orchestrator.ledger import Ledger
@@ -41,25 +41,17 @@ class Silence:
         given = [limit_s for limit_s in (self._limits.silent_session_s, self._limits.gap_s) if limit_s]
         return min(given, default=86_400.0) / 4
 
-    def hear(self, name: str) -> None:
-        """Of a session, or of anything that is named after one."""
+    def hear(self, tenant: str, name: str) -> None:
+        """Of a session, or of anything that is named after one. What others say of it is no sign of its life."""
         session_id = name.partition(":")[0]
         session = self._ledger.state.sessions.get(session_id)
-        if session is not None and session.finished is None:
+        if session is not None and session.tenant == tenant and session.finished is None:
             self._heard_s[session_id] = self._clock.monotonic_s()
 
-    def hear_question(self, asked: messages.Utility) -> None:
-        match asked:
-            case messages.OpenSession() | messages.BeatSession():
-                self.hear(asked.session_id)
-            case messages.WatchFuture():
-                self.hear(asked.future_id)
-            case messages.WatchSamples() | messages.JoinSampler() | messages.DescribeSampler():
-                self.hear(asked.sampler_id)
-            case messages.DescribeModel():
-                self.hear(asked.model_id)
-            case _:
-                pass
+    def hear_question(self, tenant: str, asked: messages.Abort | messages.Utility) -> None:
+        name = _named(asked)
+        if name is not None:
+            self.hear(tenant, name)
 
     async def run_once(self) -> None:
         now_s = self._clock.monotonic_s()
@@ -97,3 +89,33 @@ class Silence:
                 continue
             if now_s - self._heard_s.setdefault(session.session_id, now_s) >= limit_s:
                 yield inputs.FinishSession(session.tenant, session.session_id, SILENT, self._clock.wall_s())
+
+
+def _named(asked: messages.Abort | messages.Utility) -> str | None:
+    """What the question is about; None if it is about none in particular, as every list is."""
+    match asked:
+        case messages.OpenSession() | messages.BeatSession() | messages.FinishSession() | messages.ListSessions():
+            return asked.session_id
+        case messages.WatchFuture() | messages.Abort() | status.DescribeTimeline():
+            return asked.future_id
+        case messages.WatchSamples() | messages.JoinSampler() | messages.DescribeSampler():
+            return asked.sampler_id
+        case messages.DescribeModel() | messages.ListCheckpoints():
+            return asked.model_id
+        case messages.DescribeCheckpoint() | messages.DeleteCheckpoint() | messages.TimeCheckpoint():
+            return asked.run_id
+        case (
+            messages.ListModels()
+            | messages.ImportCheckpoint()
+            | messages.DescribeServer()
+            | messages.CheckHealth()
+            | messages.AddEndpoint()
+            | messages.RemoveEndpoint()
+            | messages.ListEndpoints()
+            | status.DescribeStatus()
+            | status.ListTimelines()
+            | status.ReadMetrics()
+        ):
+            return None
+        case _:
+            assert_never(asked)

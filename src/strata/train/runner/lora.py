@@ -113,6 +113,10 @@ class Adapter:
         for name, view in self.views(self._staged).items():
             self._leaves[name].grad = view
 
+    def is_finite(self) -> bool:
+        """Whether all gradients of the pass are."""
+        return self._staged is None or bool(self._staged.isfinite().all())
+
     def commit(self) -> None:
         assert self._staged is not None
         self.gradient = self._staged if self.gradient is None else self.gradient.add_(self._staged)

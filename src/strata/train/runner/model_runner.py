@@ -20,10 +20,10 @@ import torch
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import commands, ops
 from strata.train.runner import saving, snapshot, snapshot_files, weights
 from strata.train.runner.asleep import Asleep
-from strata.train.runner.checkpoint import Manifest
 from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model import DTYPES, Base, try_out
 from strata.train.runner.passes import PassRunner, Times
@@ -123,7 +123,7 @@ class ModelRunner:
             case ops.UnloadModel(model_id):
                 return self.unload(model_id)
             case ops.AbortGradients(model_id):
-                self._model(model_id).abort()
+                self._known(model_id).abort()
                 return ops.GradientsAborted()
             case ops.Sleep():
                 return self.sleep()
@@ -360,4 +360,6 @@ def _tried(make: Callable[[], Made]) -> Made | ops.Failed:
 
 
 def _may_sleep(work: Single) -> bool:
-    return isinstance(work, commands.Manage) and isinstance(work.operation, ops.Sleep | ops.Wake)
+    """Also what only lets go of something: a model whose unloading failed would keep its place for ever."""
+    may = ops.Sleep | ops.Wake | ops.UnloadModel | ops.AbortGradients
+    return isinstance(work, commands.Manage) and isinstance(work.operation, may)

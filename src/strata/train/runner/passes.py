@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -43,6 +43,8 @@ class Document:
 class Attempt:
     computed: list[Computed] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
+    spoiled: frozenset[int] = frozenset()
+    """Items of which nothing counts and nothing was added: the same on all ranks."""
 
 
 class PassRunner:
@@ -55,8 +57,9 @@ class PassRunner:
     def run(self, work: RankPass) -> RankReport:
         """Items that cannot be computed are left out, on all ranks; the others are computed as if alone.
 
-        A loss that is not finite may come from another item of the same row (a product of zero and infinity). Then each
-        item is computed by itself, and those that fail so have only themselves to blame.
+        A loss that is not finite may come from another item of the same row (a product of zero and infinity). So such
+        an item is computed once more by itself; if it fails so, it has only itself to blame. What was finite, also on
+        the way back, was not reached by it and counts: a broken model costs its company no more than its own time.
         """
         self.times = Times()
         rows, refused = self._prepare(work)
@@ -65,16 +68,14 @@ class PassRunner:
         live = [item for item, flag in enumerate(flags) if not flag]
         if not live:
             return RankReport((), refused)
-        attempt, failed = self._attempt(work, rows, live)
-        if not failed:
-            return RankReport(attempt.computed, refused)
+        together = self._attempt(work, rows, live)
+        computed = [one for one in together.computed if one.item not in together.spoiled]
         if len(live) == 1:
-            return RankReport((), [*refused, *attempt.refused])
-        computed: list[Computed] = []
-        for item in live:
-            attempt, failed = self._attempt(work, rows, [item])
-            refused += attempt.refused
-            computed += [] if failed else attempt.computed
+            return RankReport(computed, [*refused, *together.refused])
+        for item in sorted(together.spoiled):
+            alone = self._attempt(work, rows, [item])
+            refused += alone.refused
+            computed += [] if alone.spoiled else alone.computed
         return RankReport(computed, refused)
 
     def _prepare(self, work: RankPass) -> tuple[list[list[Document]], list[Refused]]:
@@ -115,22 +116,34 @@ class PassRunner:
         if length > self._base.max_context:
             raise StrataError(Code.INVALID, f"it has {length} tokens where the model takes {self._base.max_context}")
 
-    def _attempt(self, work: RankPass, rows: Sequence[Sequence[Document]], live: Sequence[int]) -> tuple[Attempt, bool]:
-        """All ranks together. The flag says whether something was not finite on any of them; nothing is added then."""
-        models = [] if work.forward_only else [self._models[name] for name in _names(work.items, live)]
+    def _attempt(self, work: RankPass, rows: Sequence[Sequence[Document]], live: Sequence[int]) -> Attempt:
+        """All ranks together. Gradients are added to the models of which everything was finite on all of them."""
+        models = {} if work.forward_only else {name: self._models[name] for name in _names(work.items, live)}
         attempt = Attempt()
-        for model in models:
+        for model in models.values():
             model.begin()
         for documents in rows:
             own = _by_model([document for document in documents if document.item in live])
             self._row(own, attempt, backward=not work.forward_only)
-        failed = self._ranks.any_of([bool(attempt.refused)])[0]
-        for model in models:
-            if failed:
+        bad = {one.item for one in attempt.refused}
+        flags = self._ranks.any_of([item in bad for item in live])
+        attempt.spoiled = frozenset(item for item, flag in zip(live, flags, strict=True) if flag)
+        broken = self._broken(models, {work.items[item].model_id for item in attempt.spoiled})
+        for name, model in models.items():
+            if name in broken:
                 model.discard()
             else:
                 model.commit()
-        return attempt, failed
+        attempt.spoiled |= {item for item in live if work.items[item].model_id in broken}
+        return attempt
+
+    def _broken(self, models: Mapping[str, Trained], spoiled: Set[str]) -> Set[str]:
+        """The models whose gradients of this pass cannot be used, since some item of theirs is spoiled: they are one
+        sum. And any other that something not finite came to on the way back."""
+        if not models or not spoiled:
+            return frozenset()
+        flags = self._ranks.any_of([name in spoiled or not model.is_finite() for name, model in models.items()])
+        return {name for name, flag in zip(models, flags, strict=True) if flag}
 
     def _row(self, documents: Sequence[Document], attempt: Attempt, *, backward: bool) -> None:
         """Also a row of nothing is computed: the other ranks meet this one in every layer."""

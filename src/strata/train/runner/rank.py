@@ -1,4 +1,4 @@
-"""`torchrun … -m strata.train.runner --settings FILE`: one rank. Rank 0 also talks to the orchestrator.
+"""One rank, from its start to its end. Rank 0 also talks to the orchestrator.
 
 FILE is the server's settings file. Keys of the link are read from the file that the settings name; none is ever an
 argument. The engine finds its rank and its peers in the environment that torchrun makes.
@@ -7,13 +7,9 @@ argument. The engine finds its rank and its peers in the environment that torchr
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
-import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -31,14 +27,12 @@ from strata.train.settings import ServerSettings, load_settings
 from strata.train.sockets import keys_of
 
 _log = log.get(__name__)
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m strata.train.runner", description="One rank of a training server.")
     parser.add_argument("--settings", type=Path, required=True, metavar="FILE", help="The server's settings, TOML.")
     arguments = parser.parse_args()
-    end_with_parent()
     settings = load_settings(arguments.settings)
     log.configure(settings.server.log_format or "json", settings.server.log_level, colour=False)
     own = runner_settings(settings)
@@ -52,12 +46,6 @@ def main() -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
-
-
-def end_with_parent() -> None:
-    """A rank whose torchrun was killed has nobody left who would end it, and would keep the socket for ever."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def join(settings: RunnerSettings, meeting_place: Path) -> torch.device:
@@ -96,7 +84,3 @@ def serve(settings: ServerSettings, own: RunnerSettings, ranks: Ranks) -> None:
         RunnerDispatcher(runner, ranks, link, os.urandom(8).hex()).run()
     finally:
         link.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

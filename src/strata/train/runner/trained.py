@@ -25,6 +25,10 @@ class Trained(Protocol):
 
     def begin(self) -> None: ...
 
+    def is_finite(self) -> bool:
+        """Whether all gradients are that this rank has of the pass."""
+        ...
+
     def commit(self) -> None: ...
 
     def discard(self) -> None: ...
@@ -49,6 +53,9 @@ class AdapterModel:
 
     def begin(self) -> None:
         self.adapter.begin()
+
+    def is_finite(self) -> bool:
+        return self.adapter.is_finite()
 
     def commit(self) -> None:
         self.adapter.commit()
@@ -91,6 +98,9 @@ class WholeModel:
     def begin(self) -> None:
         self._kept = {name: parameter.grad for name, parameter in self.parameters.items()}
         self.abort()
+
+    def is_finite(self) -> bool:
+        return all(bool(gradient.isfinite().all()) for gradient in self.gradients())
 
     def commit(self) -> None:
         for name, parameter in self.parameters.items():

@@ -7,7 +7,7 @@ to the rows of the second is made when somebody comes or goes, not with every to
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -69,23 +69,32 @@ class Batch:
     def __init__(self, key: str, cache: Cache, twin: Twin, prompt_tokens: int) -> None:
         self.key = key
         self.running: list[SequenceRun] = []
-        self.waiting: deque[tuple[Request, int]] = deque()
+        self._waiting: dict[str, deque[tuple[Request, int]]] = {}
+        """By share."""
         self._cache = cache
         self._twin = twin
         self._prompt_tokens = prompt_tokens
         self._on: dict[Shelf, list[SequenceRun]] = {}
         self._rows: Rows | None = None
 
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
     def requests(self) -> Iterator[Request]:
         yield from (run.request for run in self.running)
-        yield from (request for request, _ in self.waiting)
+        yield from (request for line in self._waiting.values() for request, _ in line)
 
     def add(self, request: Request, indices: Iterable[int]) -> None:
-        self.waiting.extend((request, index) for index in indices)
+        self._waiting.setdefault(request.share, deque()).extend((request, index) for index in indices)
 
     def drop(self, request_ids: set[str]) -> None:
         """Forget all sequences of these requests; their places are free."""
-        self.waiting = deque(one for one in self.waiting if one[0].request_id not in request_ids)
+        kept = {
+            share: deque(one for one in line if one[0].request_id not in request_ids)
+            for share, line in self._waiting.items()
+        }
+        self._waiting = {share: line for share, line in kept.items() if line}
         for run in [run for run in self.running if run.request.request_id in request_ids]:
             self._remove(run)
 
@@ -97,26 +106,35 @@ class Batch:
             self._go_on(outcomes)
 
     def _admit(self) -> list[tuple[Request, list[SequenceRun]]]:
-        """In the order they came, as long as there is room; samples of one request share the pass over its prompt."""
-        groups: list[tuple[Request, list[SequenceRun]]] = []
+        """As long as there is room: of the share with the fewest places the one that came first. Nobody goes before one
+        that is too large for the room there is. Samples of one request share the pass over its prompt."""
+        groups: dict[str, tuple[Request, list[SequenceRun]]] = {}
+        places = Counter(run.request.share for run in self.running)
         tokens = 0
-        while self.waiting:
-            request, index = self.waiting[0]
-            new = not groups or groups[-1][0] is not request
+        while self._waiting:
+            share = min(self._waiting, key=places.__getitem__)
+            request, index = self._waiting[share][0]
+            new = request.request_id not in groups
             full = new and groups and tokens + len(request.prompt) > self._prompt_tokens
             if full or not self._cache.fits(request.place_length):
                 break
-            self.waiting.popleft()
+            self._waiting[share].popleft()
+            if not self._waiting[share]:
+                del self._waiting[share]
+            places[share] += 1
             if new:
-                groups.append((request, []))
+                groups[request.request_id] = request, []
                 tokens += len(request.prompt)
-            shelf, place = self._cache.take(self.key, request.place_length)
-            run = SequenceRun(request, index, shelf, place, length=len(request.prompt))
-            groups[-1][1].append(run)
-            self.running.append(run)
-            self._on.setdefault(shelf, []).append(run)
-            self._rows = None
-        return groups
+            groups[request.request_id][1].append(self._start(request, index))
+        return list(groups.values())
+
+    def _start(self, request: Request, index: int) -> SequenceRun:
+        shelf, place = self._cache.take(self.key, request.place_length)
+        run = SequenceRun(request, index, shelf, place, length=len(request.prompt))
+        self.running.append(run)
+        self._on.setdefault(shelf, []).append(run)
+        self._rows = None
+        return run
 
     def _begin(self, groups: list[tuple[Request, list[SequenceRun]]], outcomes: Outcomes) -> None:
         """Compute the prompts, and the first token of each sample."""
@@ -189,8 +207,7 @@ class Batch:
         most = max(runs[row].request.sample.topk_sample_logprobs for row in rows)
         tokens, values = top_of(chosen.distribution[rows], most)
         for place, row in enumerate(rows):
-            k = runs[row].request.sample.topk_sample_logprobs
-            runs[row].tops.append((tokens[place, :k], values[place, :k]))
+            runs[row].note_top(tokens[place], values[place])
 
     def _remove(self, run: SequenceRun) -> None:
         neighbours = self._on[run.shelf]

@@ -105,7 +105,7 @@ class Sampler:
             prompts=outcomes.prompts,
             failed=outcomes.failed,
             running=sum(len(batch.running) for batch in batches),
-            waiting=sum(len(batch.waiting) for batch in batches),
+            waiting=sum(batch.waiting for batch in batches),
             free_sequences=self.limits.sequences - self._cache.sequences,
             free_tokens=self.limits.cached_tokens - self._cache.tokens,
             sampled_tokens=outcomes.sampled_tokens,
@@ -128,6 +128,7 @@ class Sampler:
             stops=frozenset(params.stop_tokens) | (self._terms.ends if params.end_tokens else frozenset()),
             decode=self._terms.decoder() if params.stop_strings else None,
             wants_prompt=added.prompt and sample.wants_prompt,
+            share=added.share,
         )
         self._batches[key].add(request, added.indices)
 

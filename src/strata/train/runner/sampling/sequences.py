@@ -79,6 +79,8 @@ class Request:
     decode: Decode | None
     wants_prompt: bool
     """Whether this rank is the one to say something of the prompt."""
+    share: str
+    """Whose it is, as far as places go."""
 
 
 @dataclass(eq=False)
@@ -92,7 +94,8 @@ class SequenceRun:
     """Tokens that its place remembers."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    top_tokens: bytearray = field(default_factory=bytearray)
+    top_logprobs: bytearray = field(default_factory=bytearray)
     chance: Chance | None = None
     strings: StopStrings | None = None
 
@@ -113,10 +116,16 @@ class SequenceRun:
             return "stop"
         return "length" if len(self.tokens) >= self.request.limit else None
 
+    def note_top(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """The likeliest in one place, as many as were asked for. Copied: the tensors of a step are as wide as the most
+        that anybody in the batch asked for, and would be kept as a whole."""
+        k = self.request.sample.topk_sample_logprobs
+        self.top_tokens += tokens[:k].numpy().tobytes()
+        self.top_logprobs += logprobs[:k].numpy().tobytes()
+
     def result(self, reason: Literal["stop", "length"]) -> SampledSequence:
-        top = None
-        if self.request.sample.topk_sample_logprobs:
-            top = top_logprobs(torch.stack([one[0] for one in self.tops]), torch.stack([one[1] for one in self.tops]))
+        k = self.request.sample.topk_sample_logprobs
+        top = TopLogprobs(bytes(self.top_tokens), bytes(self.top_logprobs), k, len(self.tokens)) if k else None
         return SampledSequence(
             tokens=np.asarray(self.tokens, dtype="<i4").tobytes(),
             logprobs=np.asarray(self.logprobs, dtype="<f4").tobytes(),

@@ -14,6 +14,7 @@ import msgspec
 
 from strata.base.errors import StrataError
 from strata.train.core.sampling import (
+    Added,
     Ended,
     Quantum,
     QuantumDone,
@@ -34,6 +35,7 @@ class RankAdded(msgspec.Struct, frozen=True, array_like=True):
     """Which of the request's samples are this rank's."""
     prompt: bool
     """Whether it is also to say what was asked of the prompt."""
+    share: str = ""
 
 
 class RankQuantum(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +102,7 @@ class Spread:
         for one in quantum.add:
             # The same again is the same request.
             if one.request_id not in self._requests:
-                self._add(one.request_id, one.sample, adds)
+                self._add(one, adds)
         for request_id in quantum.cancel:
             if request_id in self._requests:
                 self._end(request_id, SampleFailed("cancelled", "it was cancelled"))
@@ -112,7 +114,8 @@ class Spread:
             for add, cancel in zip(adds, cancels, strict=True)
         ]
 
-    def _add(self, request_id: str, sample: Sample, adds: list[list[RankAdded]]) -> None:
+    def _add(self, one: Added, adds: list[list[RankAdded]]) -> None:
+        request_id, sample = one.request_id, one.sample
         try:
             cost = self._cost(sample)
         except StrataError as error:
@@ -130,7 +133,7 @@ class Spread:
             ranks.setdefault(rank, []).append(index)
         self._requests[request_id] = _Request(sample, ranks, cost)
         for rank, indices in ranks.items():
-            adds[rank].append(RankAdded(request_id, sample, indices, indices[0] == 0))
+            adds[rank].append(RankAdded(request_id, sample, indices, indices[0] == 0, one.share))
 
     def put_together(self, reports: Sequence[RankSampled]) -> QuantumDone:
         for report in reports:

@@ -1,0 +1,110 @@
+"""No tenant alone takes all the room: of operations, of samplers, of samples that wait or run, of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import ops
+from strata.train.core.inputs import Accept, AnswerQuantum, Dispatching, DispatchNext, Greet, OpenSession
+from strata.train.core.sampling import Sample, SampleParams
+from strata.train.core.state import Dispatch
+from tests.core.train.servers import LORA, Server, forward_backward
+
+DONE = ops.SampleDone(ops.Inline(b"sampled"))
+
+
+class Shared(Server):
+    """Tenants by name, each with a session of its own and a sampler."""
+
+    def __init__(self, **rules: int) -> None:
+        super().__init__(**rules)
+        self.ask(Greet("g"))
+        self.asked = 0
+
+    def sampler(self, tenant: str, number: int = 0) -> str:
+        self.ask(OpenSession(tenant, tenant, self.now_s))
+        sampler_id = f"{tenant}:sample:{number}"
+        self.ask(Accept(tenant, ops.OpenSampler(sampler_id, "tiny"), self.now_s, tenant))
+        return sampler_id
+
+    def sample(self, tenant: str) -> None:
+        self.asked += 1
+        wanted = Sample(f"{tenant}:sample:0", self.asked, b"abcd", SampleParams(max_tokens=4))
+        self.ask(Accept(tenant, wanted, self.now_s))
+
+    def quantum(self) -> Dispatch:
+        outcome = self.ask(DispatchNext(2, 1000, self.now_s))
+        assert isinstance(outcome.reply, Dispatching)
+        assert outcome.reply.dispatch.quantum is not None
+        return outcome.reply.dispatch
+
+    def end(self, quantum: Dispatch, *future_ids: str) -> None:
+        ended = tuple((each, DONE) for each in future_ids)
+        self.ask(AnswerQuantum(quantum.number, ended, len(self.state.sampling) - len(ended), self.now_s))
+
+
+def until_refused(ask: Callable[[int], object]) -> int:
+    """How often it could be asked for."""
+    taken: list[int] = []
+
+    def ask_on() -> None:
+        for number in range(1_000):
+            ask(number)
+            taken.append(number)
+
+    with pytest.raises(StrataError) as refused:
+        ask_on()
+    assert refused.value.code is Code.EXHAUSTED
+    return len(taken)
+
+
+def test_samplers_that_one_tenant_opens_count_as_operations_and_leave_room_for_others() -> None:
+    server = Shared(max_pending=10)
+    quiet = server.model(tenant="quiet")
+    assert until_refused(lambda number: server.sampler("flood", number)) == 5
+    server.accept(forward_backward(quiet, 1), tenant="quiet")
+    assert server.sampler("quiet") in server.state.samplers
+
+
+def test_samples_of_one_tenant_that_wait_leave_room_for_others() -> None:
+    server = Shared(max_pending_samples=10)
+    server.sampler("flood")
+    server.sampler("quiet")
+    assert until_refused(lambda _: server.sample("flood")) == 5
+    server.sample("quiet")
+    assert until_refused(lambda _: server.sample("quiet")) == 4
+
+
+def test_who_has_the_fewest_samples_at_the_ranks_comes_next_and_who_is_alone_leaves_room() -> None:
+    server = Shared(max_running_samples=8)
+    server.sampler("flood")
+    server.sampler("quiet")
+    server.run_all()
+    for _ in range(20):
+        server.sample("flood")
+    first = server.quantum()
+    assert [each.partition(":")[0] for each in first.future_ids] == ["flood"] * 6
+    server.end(first)
+    for _ in range(5):
+        server.sample("quiet")
+    second = server.quantum()
+    assert [each.partition(":")[0] for each in second.future_ids] == ["quiet"] * 2
+    server.end(second, *first.future_ids[:3])
+    # Three of the flood are left and two of the other: these are made equal, and then they take turns.
+    assert [each.partition(":")[0] for each in server.quantum().future_ids] == ["quiet", "flood", "quiet"]
+
+
+@pytest.mark.parametrize("from_snapshot", [False, True])
+def test_models_of_one_tenant_are_no_more_than_it_may_have(from_snapshot: bool) -> None:
+    server = Shared(max_models_per_tenant=2)
+    models = [server.model(number, tenant="many") for number in range(2)]
+    server.restart(from_snapshot=from_snapshot)
+    third = Accept("many", ops.CreateModel("session-many:train:2", "tiny", LORA), server.now_s, "session-many")
+    assert server.refusal(third).code is Code.PRECONDITION
+    assert server.model(tenant="other")
+    server.accept(ops.UnloadModel(models[0]), tenant="many")
+    server.run_all()
+    assert server.ask(third).facts
