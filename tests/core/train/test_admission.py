@@ -8,7 +8,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.inputs import Accept, AnswerQuantum, Dispatching, DispatchNext, Greet, OpenSession
+from strata.train.core.inputs import Accept, AnswerQuantum, Dispatching, DispatchNext, Expire, Greet, OpenSession
 from strata.train.core.sampling import Sample, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import LORA, Server, forward_backward
@@ -108,3 +108,17 @@ def test_models_of_one_tenant_are_no_more_than_it_may_have(from_snapshot: bool) 
     server.accept(ops.UnloadModel(models[0]), tenant="many")
     server.run_all()
     assert server.ask(third).facts
+
+
+@pytest.mark.parametrize("from_snapshot", [False, True])
+def test_a_model_that_was_refused_takes_no_place_also_when_nobody_remembers_the_refusal(from_snapshot: bool) -> None:
+    server = Shared(max_models_per_tenant=1, result_ttl_s=60)
+    server.model(tenant="many", done=False)
+    creating = server.dispatch()
+    assert creating is not None
+    server.answer(creating, [ops.Failed("user", "all places are taken")])
+    server.now_s += 61
+    server.ask(Expire(server.now_s))
+    server.restart(from_snapshot=from_snapshot)
+    second = ops.CreateModel("session-many:train:1", "tiny", LORA)
+    assert server.ask(Accept("many", second, server.now_s, "session-many")).facts

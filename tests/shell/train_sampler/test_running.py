@@ -107,6 +107,18 @@ def test_the_samples_of_a_request_share_its_prompt(stage: Stage) -> None:
     assert done.running == 8
 
 
+def test_nobody_waits_for_ever_if_there_are_fewer_places_than_tenants(llama: Base, ranks: Ranks) -> None:
+    stage = Stage(llama, ranks, sequences=1, cached_tokens=2048)
+    stage.sampler.open_base(BASE)
+    shares = ("first", "second", "third")
+    for share in shares:
+        asked = {f"{share} {number}": ask(prompt_of(1, 5), max_tokens=9, end_tokens=False) for number in range(3)}
+        stage.quantum(1, asked, share=share)
+    ended = [one.request_id.partition(" ")[0] for _ in range(9) for one in stage.quantum(100, eager=True).ended]
+    # The first was alone at the beginning; from then on they take turns.
+    assert [sorted(ended[turn : turn + 3]) for turn in (1, 4)] == [sorted(shares)] * 2
+
+
 def test_a_place_that_becomes_free_is_of_whoever_has_the_fewest(llama: Base, ranks: Ranks) -> None:
     """However many samples another asked for before."""
     stage = Stage(llama, ranks, sequences=4, cached_tokens=2048)

@@ -198,6 +198,8 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) 
             retention.end_save(state, operation, future.number, None if isinstance(result, ops.Failed) else at_s)
         case ops.SyncWeights() if isinstance(result, ops.Failed):
             retention.end_save(state, operation.save(), future.number, None)
+        case ops.CreateModel() if isinstance(result, ops.Failed):
+            state.models[operation.model_id].refused = True
         case ops.UnloadModel():
             state.models[operation.model_id].unloaded = True
             publishing.forget(state, operation.model_id)

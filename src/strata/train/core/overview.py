@@ -8,7 +8,6 @@ from typing import Final
 
 import msgspec
 
-from strata.train.core import ops
 from strata.train.core.future import Future
 from strata.train.core.pace import Pace, at_ranks_s
 from strata.train.core.state import Dispatch, Model, TrainState
@@ -79,9 +78,7 @@ def one_of_samples(state: TrainState, future: Future) -> bool:
 def placed(state: TrainState) -> Iterator[Model]:
     """Models that have a place at the ranks, or will have."""
     for model in state.models.values():
-        created = state.futures.get(f"{model.model_id}:create")
-        refused = created is not None and isinstance(created.result, ops.Failed)
-        if not model.unloaded and not refused:
+        if not model.unloaded and not model.refused:
             yield model
 
 

@@ -79,7 +79,9 @@ def next_quantum(state: TrainState, at_s: float) -> Outcome:
         result = ops.Failed("user", "its sampler could not be made, or has made room for others")
         return Outcome(Done(), tuple(Finished(each, result, at_s) for each in failed), tuple(failed))
     added = _fairly(state, ready)
-    plan = QuantumPlan(state.rules.quantum_steps, tuple(sorted(state.cancels)), eager=len(ready) > len(added))
+    # Not for one that its quota holds back: a sample that ends need not be one of its tenant.
+    full = len(state.sampling) + len(added) >= state.rules.max_running_samples
+    plan = QuantumPlan(state.rules.quantum_steps, tuple(sorted(state.cancels)), eager=full and len(ready) > len(added))
     number = state.dispatched + 1
     dispatch = Dispatch(number, tuple(added), quantum=plan)
     return Outcome(Dispatching(dispatch, 1.0), (Dispatched(number, tuple(added), quantum=plan),))

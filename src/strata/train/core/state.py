@@ -94,6 +94,8 @@ class Model(msgspec.Struct):
     line: Line
     done: int = 0
     """The last operation, by number, of which the result is there."""
+    refused: bool = False
+    """The ranks never had it: what it was created with cannot be, or there was no place."""
     unloading: bool = False
     unloaded: bool = False
 

@@ -70,7 +70,7 @@ class Batch:
         self.key = key
         self.running: list[SequenceRun] = []
         self._waiting: dict[str, deque[tuple[Request, int]]] = {}
-        """By share."""
+        """By share, in the order in which they come next."""
         self._cache = cache
         self._twin = twin
         self._prompt_tokens = prompt_tokens
@@ -118,9 +118,11 @@ class Batch:
             full = new and groups and tokens + len(request.prompt) > self._prompt_tokens
             if full or not self._cache.fits(request.place_length):
                 break
-            self._waiting[share].popleft()
-            if not self._waiting[share]:
-                del self._waiting[share]
+            line = self._waiting.pop(share)
+            line.popleft()
+            if line:
+                # Behind those with as few places: else they would never have one if there are more shares than places.
+                self._waiting[share] = line
             places[share] += 1
             if new:
                 groups[request.request_id] = request, []
