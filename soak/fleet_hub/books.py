@@ -74,8 +74,12 @@ class Books:
 
     def queued(self, job_id: str) -> None:
         with self.lock:
-            self.jobs.setdefault(job_id, Job())
+            self._job(job_id)
             self.counted["jobs"] += 1
+
+    def _job(self, job_id: str) -> Job:
+        """A host may have ended it before the answer to whoever queued it came."""
+        return self.jobs.setdefault(job_id, Job())
 
     def close_round(self) -> None:
         """Everything was compared: begin anew, and keep what was counted."""
@@ -155,13 +159,11 @@ class Books:
     def completed(self, key: Key, artifact: str, metric: float, answer: wire.Job) -> None:
         with self.lock:
             job_id, epoch = key
-            hold, job = self.holds[key], self.jobs.get(job_id)
+            hold, job = self.holds[key], self._job(job_id)
             hold.result = (artifact, metric)
             self.counted["completed"] += 1
             if (answer.status, answer.epoch, answer.artifact) != (Status.COMPLETED, epoch, artifact):
                 self.problem(f"{_name(key)} completed with {artifact}; the answer: {answer.status} {answer.artifact}")
-            if job is None:
-                return
             if job.completed_by and job.completed_by != epoch:
                 self.problem(f"{_name(key)} completed, and attempt {job.completed_by} had completed it before")
             self._ended(job_id, Status.COMPLETED)
@@ -190,9 +192,7 @@ class Books:
             self._ended(job_id, Status.CANCELLED)
 
     def _ended(self, job_id: str, status: Status) -> None:
-        job = self.jobs.get(job_id)
-        if job is None:
-            return
+        job = self._job(job_id)
         if job.final not in (None, status):
             self.problem(f"{job_id[:14]} was {job.final}, and is {status} now")
         job.final = status
