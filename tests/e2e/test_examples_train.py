@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -16,6 +14,7 @@ import pytest
 
 from strata.base.settings import own_environment
 from tests.e2e.blocks import blocks
+from tests.e2e.served import served
 
 pytestmark = pytest.mark.timeout(300)
 ROOT: Final = Path(__file__).parents[2]
@@ -50,17 +49,8 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert started[0] == started[1], "one server does for all examples"
     make, serve = ([str(BIN / command[0]), *command[1:]] for command in started[0])
     subprocess.run(make, cwd=folder, env=environment(), check=True, timeout=120)
-    with subprocess.Popen(serve, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        for line in server.stderr:
-            if line.startswith("strata serve: "):
-                break
-        # A pipe that nobody reads fills up, and whoever writes to it stops.
-        reading = threading.Thread(target=server.stderr.read)
-        reading.start()
+    with served(serve, folder, environment()):
         yield folder
-        server.send_signal(signal.SIGTERM)
-        reading.join(60)
 
 
 def told(folder: Path, example: str, sdk: str) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -18,6 +16,7 @@ from strata.train.api.table import TABLE
 from strata.train.core.ops import LossName
 from strata.train.runner.losses import RULES
 from tests.e2e.blocks import blocks
+from tests.e2e.served import served
 
 pytestmark = pytest.mark.timeout(300)
 PAGE: Final = Path(__file__).parents[2] / "docs" / "training.md"
@@ -42,17 +41,8 @@ def lived(page: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         if block.title is not None:
             (folder / block.title).write_text(block.body, encoding="utf-8")
     subprocess.run(make, cwd=folder, env=environment, check=True, timeout=120)
-    with subprocess.Popen(serve, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        for line in server.stderr:
-            if line.startswith("strata serve: "):
-                break
-        # A pipe that nobody reads fills up, and whoever writes to it stops.
-        reading = threading.Thread(target=server.stderr.read)
-        reading.start()
+    with served(serve, folder, environment):
         yield folder
-        server.send_signal(signal.SIGTERM)
-        reading.join(60)
 
 
 @pytest.mark.parametrize("name", ["sft.py", "sft_tinker.py"])

@@ -244,7 +244,7 @@ class FakeRanks:
         if model is None:
             return ops.Failed("user", f"there is no model {operation.model_id!r}")
         if model.asleep:
-            return ops.Failed("server", "the server sleeps; wake it first")
+            return ops.Failed("server", ops.ASLEEP)
         model.weight -= operation.adam.learning_rate * model.gradient
         model.gradient = 0.0
         model.steps += 1

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from strata.base.settings import own_environment
+from tests.support.torchrun import run_on_ranks
 
-ROOT: Final = Path(__file__).parents[3]
 LONGEST_S: Final = 240
 
 pytestmark = pytest.mark.timeout(LONGEST_S + 20)
@@ -25,23 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_kit(folder: Path, name: str, ranks: int, *options: str) -> dict[str, Any]:
     out = folder / f"{name}.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {
-        **own_environment(),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    done = subprocess.run(
-        [*launcher, "-m", "tests.shell.train_runner.kit", str(out), *options],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_on_ranks("tests.shell.train_runner.kit", ranks, str(out), *options, within_s=LONGEST_S)
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found
 

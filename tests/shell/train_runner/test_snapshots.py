@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from strata.base.settings import own_environment
+from tests.support.torchrun import run_on_ranks
 
 ROOT: Final = Path(__file__).parents[3]
 LONGEST_S: Final = 240
@@ -18,24 +18,7 @@ pytestmark = pytest.mark.timeout(2 * LONGEST_S + 20)
 
 
 def run(folder: Path, ranks: int) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {
-        **own_environment(),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    done = subprocess.run(
-        [*launcher, "-m", "tests.shell.train_runner.snapshots", str(folder)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    print(done.stdout)
+    print(run_on_ranks("tests.shell.train_runner.snapshots", ranks, str(folder), within_s=LONGEST_S))
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,31 +9,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from strata.base.settings import own_environment
 from strata.train.core.sampling import Added, Quantum, SampledSequence, SampleFailed, SampleParams, SampleResult
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.sampling.spread import RankSampled, Spread
 from tests.shell.train_sampler.on_ranks import scenes
 from tests.shell.train_sampler.stage import ask, prompt_of
+from tests.support.torchrun import run_on_ranks
 
-ROOT: Final = Path(__file__).parents[3]
 LONGEST_S: Final = 200
 
 
 @pytest.mark.timeout(LONGEST_S + 60)
 def test_two_ranks_sample_what_one_does(models: Path, ranks: Ranks, tmp_path: Path) -> None:
     out = tmp_path / "two.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.shell.train_sampler.on_ranks", str(models), str(out)],
-        cwd=ROOT,
-        env={**own_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_on_ranks("tests.shell.train_sampler.on_ranks", 2, str(models), str(out), within_s=LONGEST_S)
     two: dict[str, Any] = msgspec.json.decode(out.read_bytes())
     one = scenes(models, ranks)
     assert one.keys() == two.keys() == {"adapted", "whole"}

@@ -20,8 +20,6 @@ from strata.train.core.state import (
 )
 
 _MAKES_SAMPLER: Final = (ops.SaveSampler, ops.OpenSampler)
-_WHILE_ASLEEP: Final = (ops.Sleep, ops.Wake, ops.UnloadModel, ops.AbortGradients)
-"""What wakes the ranks, or only lets go of something."""
 
 
 class _Chosen(NamedTuple):
@@ -77,7 +75,7 @@ def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Pa
 
 def _asleep(state: TrainState, operation: ops.Operation) -> str | None:
     """Said here, not by the ranks: others, told the same again, might be awake where these were not."""
-    return "the server sleeps; wake it first" if state.asleep and not isinstance(operation, _WHILE_ASLEEP) else None
+    return ops.ASLEEP if state.asleep and not isinstance(operation, ops.WHILE_ASLEEP) else None
 
 
 def _obstacle(state: TrainState, chosen: _Chosen, given: DispatchNext) -> str | None:

@@ -263,6 +263,9 @@ Sequenced = (
 )
 """Operations of one model, done strictly in the order of their `seq_id`."""
 Operation = Sequenced | CreateModel | UnloadModel | Sleep | Wake | OpenSampler | Sample
+WHILE_ASLEEP: Final = (Sleep, Wake, UnloadModel, AbortGradients)
+"""What wakes the ranks, or only lets go: a model whose unloading failed would keep its place for ever."""
+ASLEEP: Final = "the server sleeps; wake it first"
 
 
 def kind_of(operation: Operation) -> str:

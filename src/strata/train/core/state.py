@@ -12,7 +12,7 @@ from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.future import Future, FutureStatus, FutureStore
 from strata.train.core.sampling import QuantumPlan, Sample
-from strata.train.core.schedule import STEP, Entry, Scheduler
+from strata.train.core.schedule import Entry, Scheduler
 from strata.train.core.sequence import Line
 
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
@@ -371,12 +371,8 @@ def folder_of(operation: ops.SaveWeights) -> str:
 def entry_of(future: Future) -> Entry:
     operation = future.operation
     assert operation is not None, f"{future.future_id} has ended"
-    tokens, shares = 0, ""
-    if isinstance(operation, ops.ForwardBackward):
-        tokens = sum(operation.lengths)
-        shares = "forward" if operation.forward_only else "forward_backward"
-    elif isinstance(operation, ops.OptimStep):
-        shares = STEP
+    tokens = sum(operation.lengths) if isinstance(operation, ops.ForwardBackward) else 0
+    shares = future.kind if isinstance(operation, ops.ForwardBackward | ops.OptimStep) else ""
     return Entry(future.future_id, future.tenant, future.model_id, future.kind, tokens, future.turn, shares)
 
 

@@ -348,7 +348,7 @@ class ModelRunner:
         return model
 
 
-_ASLEEP = StrataError(Code.PRECONDITION, "the server sleeps; wake it first")
+_ASLEEP = StrataError(Code.PRECONDITION, ops.ASLEEP)
 
 
 def _tried(make: Callable[[], Made]) -> Made | ops.Failed:
@@ -360,6 +360,4 @@ def _tried(make: Callable[[], Made]) -> Made | ops.Failed:
 
 
 def _may_sleep(work: Single) -> bool:
-    """Also what only lets go of something: a model whose unloading failed would keep its place for ever."""
-    may = ops.Sleep | ops.Wake | ops.UnloadModel | ops.AbortGradients
-    return isinstance(work, commands.Manage) and isinstance(work.operation, may)
+    return isinstance(work, commands.Manage) and isinstance(work.operation, ops.WHILE_ASLEEP)
