@@ -9,7 +9,7 @@ A test that sends many variants counts them with the fixture `tries`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,16 +49,16 @@ def _recorded_attack(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def tries(request: pytest.FixtureRequest) -> Iterator[Callable[[int], None]]:
+def tries(request: pytest.FixtureRequest) -> Callable[[int], None]:
     """Call it with the number of requests, files or messages that were tried; a test without it counts one."""
-    total = 0
+    properties = request.node.user_properties
 
     def count(more: int) -> None:
-        nonlocal total
-        total += more
+        # At once: the report of the call is made before a fixture ends.
+        total = dict(properties).get("tries", 0) + more
+        properties[:] = [*(each for each in properties if each[0] != "tries"), ("tries", total)]
 
-    yield count
-    request.node.user_properties.append(("tries", total))
+    return count
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,9 +22,11 @@ T = TypeVar("T")
 
 MAX_DEPTH: Final = 64
 MAX_QUERY: Final = 16_384
-_STRINGS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_BRACKETS: Final = re.compile(rb"[][{}]")
+JSON: Final = "application/json"
+# A string that does not end is consumed once, to the end: possessive, so that no byte is looked at twice.
+_MARKS: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[][{}]', re.DOTALL)
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_MAX_SPLIT: Final = 1 << 20
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,20 +84,31 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes, told: Callable[[str], s
         raise StrataError(Code.INVALID, f"the body is not JSON: {error}") from None
 
 
+def check_media_type(headers: Headers) -> None:
+    """Refuse a body that does not say it is JSON: a page in a browser cannot say so to another origin unasked."""
+    empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+    given = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != JSON and not empty:
+        raise HttpRefusal(415, Code.UNSUPPORTED, f"the body of this request is {JSON}, not {given[:80]!r}")
+
+
 def check_depth(raw: bytes) -> None:
     """Refuse what is nested deeper than anything we exchange: some later step might recurse over it."""
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH or _shallow(raw):
         return
     depth = 0
-    for bracket in _BRACKETS.finditer(_STRINGS.sub(b"", raw)):
-        depth += 1 if bracket[0] in b"[{" else -1
+    for mark in _MARKS.finditer(raw):
+        depth += _STEP[raw[mark.start()]]
         if depth > MAX_DEPTH:
             raise StrataError(Code.INVALID, f"the body is nested more than {MAX_DEPTH} deep")
 
 
+_STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1, ord('"'): 0}
+
+
 def _shallow(raw: bytes) -> bool:
     """Whether this is surely not nested deep. Long lists of small things are what clients send all the time."""
-    if b"\\" in raw:
+    if b"\\" in raw or raw.count(b'"') > _MAX_SPLIT:
         return False
     # Without a backslash every second piece between quotes is outside of a string.
     brackets = b"".join(raw.split(b'"')[::2]).translate(None, _NO_BRACKETS)

@@ -19,6 +19,7 @@ from strata.http.declare import Upload
 from tests.shell.fleet_http.running import Running, ok, refused, running
 from tests.shell.fleet_http.test_access import url
 
+JSON = {"Content-Type": "application/json"}
 JSON_ROUTES = [endpoint for endpoint in TABLE if endpoint.signature().body not in (None, Upload)]
 
 
@@ -40,20 +41,21 @@ async def test_every_route_that_reads_json_refuses_what_is_none(site: Running) -
         client = host.http if endpoint.need.role is None and not endpoint.need.public else operator
         for body in bodies:
             if len(body) < endpoint.limit:
-                reply = await client.request(endpoint.method, url(endpoint.path), content=body)
+                reply = await client.request(endpoint.method, url(endpoint.path), content=body, headers=JSON)
                 assert refused(reply) == (400, "invalid"), (endpoint.path, body[:40], reply.text)
 
 
 async def test_a_body_has_a_limit_whether_it_tells_its_length_or_not(site: Running) -> None:
     host = await site.host("anna")
     large = b'{"claim_id": "' + b"x" * 70_000 + b'"}'
-    assert refused(await host.http.post("/v1/job/claim", content=large)) == (413, "invalid")
+    assert refused(await host.http.post("/v1/job/claim", content=large, headers=JSON)) == (413, "invalid")
 
     async def parts() -> object:
         for start in range(0, len(large), 1000):
             yield large[start : start + 1000]
 
-    assert refused(await host.http.post("/v1/job/claim", content=parts())) == (413, "invalid")  # type: ignore[arg-type]
+    undeclared = await host.http.post("/v1/job/claim", content=parts(), headers=JSON)  # type: ignore[arg-type]
+    assert refused(undeclared) == (413, "invalid")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ async def test_a_value_that_cannot_be_kept_exactly_is_refused(site: Running, hyp
     researcher = await site.with_role("researcher")
     trainer = '{"name": "t", "command": ["x"], "directory": "/d"}'
     body = f'{{"spec": {{"model": "m", "trainer": "t", "hyper": {hyper}}}, "trainer": {trainer}}}'
-    reply = await researcher.post("/v1/jobs", content=body.encode())
+    reply = await researcher.post("/v1/jobs", content=body.encode(), headers=JSON)
     assert refused(reply) == (400, "invalid"), reply.text
 
 
@@ -170,7 +172,7 @@ async def test_a_body_that_trickles_is_not_waited_for(tmp_path: Path) -> None:
         host = await site.host("anna")
         reader, writer = await open_raw(site)
         head = f"POST /v1/job/claim HTTP/1.1\r\nHost: x\r\nAuthorization: {host.http.headers['authorization']}\r\n"
-        writer.write(head.encode() + b"Content-Length: 1000\r\n\r\n{")
+        writer.write(head.encode() + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{")
         answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
         assert b" 408 " in answer
         writer.close()

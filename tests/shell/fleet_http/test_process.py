@@ -105,7 +105,7 @@ def test_no_request_makes_the_hub_unpickle_anything_and_no_secret_reaches_its_lo
             host.put(f"/v1/job/{job.id}/{path}", params={"epoch": 1, "offset": 0}, content=evil)
             operator.get(f"/v1/job/{job.id}/{path}")
         for path in ("/v1/jobs", "/v1/manifest", "/v1/join", "/v1/keys"):
-            operator.post(path, content=evil)
+            operator.post(path, content=evil, headers={"Content-Type": "application/json"})
         sha = hashlib.sha256(evil).hexdigest()
         ok(host.put(f"/v1/model/{sha}", params={"job_id": job.id, "epoch": 1}, content=evil), wire.CommitReply)
         assert operator.get(f"/v1/model/{sha}").content == evil

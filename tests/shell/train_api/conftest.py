@@ -53,7 +53,9 @@ class Reached:
     keys: dict[Role, str]
 
     async def ask(self, method: str, path: str, role: Role | None = Role.RESEARCHER, **more: Any) -> httpx.Response:
-        headers = {**more.pop("headers", {}), **({} if role is None else {"X-API-Key": self.keys[role]})}
+        """Bytes are sent as JSON unless the headers say otherwise."""
+        kind = {"Content-Type": "application/json"} if "content" in more else {}
+        headers = {**kind, **more.pop("headers", {}), **({} if role is None else {"X-API-Key": self.keys[role]})}
         return await self.http.request(method, path, headers=headers, **more)
 
 

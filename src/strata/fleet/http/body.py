@@ -19,10 +19,10 @@ _BIG: Final = 256 * 1024
 
 
 async def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
-    return await asyncio.to_thread(_decode, decoder, raw) if len(raw) > _BIG else _decode(decoder, raw)
+    return await asyncio.to_thread(decode_now, decoder, raw) if len(raw) > _BIG else decode_now(decoder, raw)
 
 
-def _decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
+def decode_now(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
     value = body.decode(decoder, raw)
     if b"\\u0000" in raw:
         _refuse_nul(msgspec.json.decode(raw))

@@ -15,7 +15,7 @@ from strata.base.failpoint import failpoint
 from strata.fleet.http.body import QueryReader, decode
 from strata.fleet.http.call import Call
 from strata.fleet.http.site import Site
-from strata.http.body import Incoming
+from strata.http.body import Incoming, check_media_type
 from strata.http.declare import Endpoint, Upload
 from strata.http.errors import HttpRefusal
 from strata.http.reply import response
@@ -47,6 +47,7 @@ class Served:
         if self._body is Upload:
             given["body"] = incoming
         elif self._decoder is not None:
+            check_media_type(headers)
             given["body"] = await decode(self._decoder, await incoming.whole() or b"{}")
         elif await incoming.whole():
             raise StrataError(Code.INVALID, "this takes no body")

@@ -84,7 +84,7 @@ TABLE: Final = (
     Endpoint("POST", "/v1/keys", ADMIN, identities.add_key),
     Endpoint("GET", "/v1/keys", ADMIN, identities.keys),
     Endpoint("POST", "/v1/key/{id}/revoke", ADMIN, identities.revoke_key),
-    Endpoint("POST", "/v1/join", PUBLIC, identities.join),
+    Endpoint("POST", "/v1/join", PUBLIC, identities.join, 20 * KIB),
     Endpoint("GET", "/v1/ca", PUBLIC, identities.authority),
     Endpoint("GET", "/v1/health", PUBLIC, about.health),
     Endpoint("GET", "/v1/openapi.json", READER, about.openapi),

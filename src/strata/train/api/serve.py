@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.http.body import check_media_type
 from strata.http.declare import Endpoint
 from strata.http.reply import response
 from strata.http.root import CALLER
@@ -44,6 +45,8 @@ def served(site: Site, endpoint: Endpoint) -> Callable[[Request], Awaitable[Resp
         given: dict[str, Any] = {}
         if shape.query is not None:
             given["query"] = read_query(shape.query, request.scope["query_string"])
+        if decoder is not None:
+            check_media_type(request.headers)
         raw = await read_body(request.receive, request.headers, limit, site.pace)
         if durable:
             return await _operate(endpoint, call, raw, lambda: _body(shape.body, decoder, raw, request))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from strata.base.errors import Code
+from strata.http.body import JSON
 from strata.http.declare import KIB, RESEARCHER, VIEWER, Endpoint
 from strata.http.errors import HttpRefusal
 from strata.train.api.declare import BATCH, Raw
@@ -40,7 +41,7 @@ def _pass(site: Site, body: Raw, *, forward_only: bool) -> ops.ForwardBackward |
         found = tinker.read_pass(body.content)
     elif body.media_type == native.MEDIA_TYPE and not forward_only:
         found = native_reader.read_pass(body.content)
-    elif body.media_type in ("application/json", ""):
+    elif body.media_type == JSON:
         found = json_era.read_pass(body.content, forward_only=forward_only)
     else:
         raise HttpRefusal(415, Code.UNSUPPORTED, f"a batch is read as protobuf or JSON, not as {body.media_type!r}")
