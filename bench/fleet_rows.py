@@ -148,7 +148,7 @@ class BareSqlite:
             ).fetchone()
             db.execute("INSERT INTO lease VALUES (?, ?, ?, 45.0, 0)", (job_id, host, epoch))
             db.execute(
-                "INSERT INTO attempt VALUES (?, ?, ?, ?, 1.0, NULL, NULL, '', '', '', '', '', x'7b7d')",
+                "INSERT INTO attempt VALUES (?, ?, ?, ?, 1.0, NULL, NULL, '', '', '', '', '', x'7b7d', 1)",
                 (job_id, epoch, host, f"c{self._number}"),
             )
             db.execute(
@@ -189,7 +189,7 @@ WITH chosen AS (
 ), leased AS (
   INSERT INTO lease SELECT id, host, epoch, 45.0, false FROM moved
 ), tried AS (
-  INSERT INTO attempt SELECT id, epoch, host, claim, 1.0, NULL, NULL, '', '', '', '', '', '{{}}' FROM moved
+  INSERT INTO attempt SELECT id, epoch, host, claim, 1.0, NULL, NULL, '', '', '', '', '', '{{}}', 1 FROM moved
 ), told AS (
   INSERT INTO event (at, actor, kind, subject, body)
   SELECT 1.0, 'host:' || host, 'job.claimed', id, '{{"epoch":1}}' FROM moved

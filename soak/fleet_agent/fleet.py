@@ -117,7 +117,7 @@ class Operator:
     def stream(self, job_id: str, epoch: int, name: str) -> bytes:
         whole = b""
         while True:
-            query = wire.StreamQuery(epoch=epoch, offset=len(whole), limit=_PAGE)
+            query = wire.StreamQuery(attempt=epoch, offset=len(whole), limit=_PAGE)
             piece = self.client.fetch(f"/v1/job/{job_id}/{name}", query=query).content
             whole += piece
             if not piece:

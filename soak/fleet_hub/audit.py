@@ -151,7 +151,7 @@ def _check_events(books: Books, job: wire.Job, holds: Mapping[Key, Hold], events
 
 def _check_bytes(client: HubClient, books: Books, job: wire.Job, holds: Mapping[Key, Hold]) -> None:
     for (_, epoch), hold in holds.items():
-        query = wire.StreamQuery(epoch=epoch)
+        query = wire.StreamQuery(attempt=epoch)
         stored = client.fetch(f"/v1/job/{job.id}/log", query=query).content if hold.log else b""
         # What was not confirmed may be there as well.
         if not stored.startswith(hold.log):

@@ -70,7 +70,7 @@ def content(hub: HubProcess, artifact: str, path: str) -> bytes:
 
 
 def losses(hub: HubProcess, job_id: str, epoch: int) -> dict[int, Any]:
-    query = wire.StreamQuery(epoch=epoch, limit=4 * 1024 * 1024)
+    query = wire.StreamQuery(attempt=epoch, limit=4 * 1024 * 1024)
     lines = hub.operator.fetch(f"/v1/job/{job_id}/metrics", query=query).content.splitlines()
     reports = [json.loads(line) for line in lines]
     return {each["step"]: each["values"] for each in reports if each["type"] == "metrics" and "step" in each}

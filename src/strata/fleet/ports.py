@@ -34,7 +34,9 @@ class JobRow:
     class_id: int
     status: Status
     epoch: int
-    """The number of its last attempt; 0 when nobody has claimed it yet."""
+    """The fence: grows with every claim, and by a leap when the database is restored."""
+    attempts: int
+    """How many there were, which is the number of the last one; 0 when no host has claimed it yet."""
     created_at_s: float
     changed_at_s: float
     not_before_s: float = 0.0
@@ -54,7 +56,10 @@ class JobRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRow:
     job_id: str
+    number: int
+    """1, 2, 3 … of its job: what people call it."""
     epoch: int
+    """The fence of what its host writes."""
     host_id: str
     claimed_at_s: float
     started_at_s: float | None = None

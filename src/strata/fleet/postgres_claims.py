@@ -99,11 +99,11 @@ TAKE: Final = f"""
 WITH given AS MATERIALIZED ({{given}}), gone AS (
   DELETE FROM ready USING given WHERE ready.seq = given.seq
 ), moved AS (
-  UPDATE job SET status = '{target(Event.CLAIM)}', epoch = epoch + 1, changed_at = %(now)s, host_id = given.host,
-    reason = '',
+  UPDATE job SET status = '{target(Event.CLAIM)}', epoch = epoch + 1, attempts = attempts + 1, changed_at = %(now)s,
+    host_id = given.host, reason = '',
     lost = lost + CASE epoch WHEN 0 THEN 0 ELSE (SELECT count(*) FROM lease WHERE job_id = job.id) END
   FROM given WHERE job.seq = given.seq
-  RETURNING id, epoch, spec, checkpoint, trainer, given.place, given.host, given.claim
+  RETURNING id, epoch, attempts, spec, checkpoint, trainer, given.place, given.host, given.claim
 ), replaced AS (
   UPDATE attempt SET ended_at = %(now)s, outcome = 'lost', cause = 'host_lost'
   WHERE job_id = ANY (ARRAY(SELECT id FROM moved WHERE moved.epoch > 1))
@@ -114,7 +114,8 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
   ON CONFLICT (job_id) DO UPDATE SET host_id = excluded.host_id, epoch = excluded.epoch,
     expires_at = excluded.expires_at, expired = false
 ), tried AS (
-  INSERT INTO attempt SELECT id, epoch, host, claim, %(now)s, NULL, NULL, '', '', '', '', '', '{{{{}}}}' FROM moved
+  INSERT INTO attempt
+  SELECT id, epoch, host, claim, %(now)s, NULL, NULL, '', '', '', '', '', '{{{{}}}}', attempts FROM moved
 ), told AS (
   INSERT INTO event (at, actor, kind, subject, body)
   SELECT %(now)s, 'host:' || host, 'job.claimed', id, convert_to('{{{{"epoch":' || epoch || '}}}}', 'UTF8') FROM moved

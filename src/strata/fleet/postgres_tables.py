@@ -79,6 +79,17 @@ COMPONENT: Final = Component(
             AND NOT EXISTS (SELECT FROM attempt WHERE claim_id = its_claim AND host_id = its_host);
         END $$;
         """,
+        # The number of an attempt (1, 2, 3 …) is for people; its epoch is the fence, and a restore leaves gaps in it.
+        """
+        ALTER TABLE attempt ADD COLUMN number integer NOT NULL DEFAULT 0;
+        ALTER TABLE job ADD COLUMN attempts integer NOT NULL DEFAULT 0;
+        UPDATE attempt SET number = a.number FROM (
+          SELECT job_id, epoch, row_number() OVER (PARTITION BY job_id ORDER BY epoch) AS number FROM attempt
+        ) AS a WHERE attempt.job_id = a.job_id AND attempt.epoch = a.epoch;
+        UPDATE job SET attempts = a.attempts FROM (
+          SELECT job_id, count(*) AS attempts FROM attempt GROUP BY job_id
+        ) AS a WHERE job.id = a.job_id;
+        """,
     ),
 )
 

@@ -16,10 +16,11 @@ from strata.fleet.ports import AttemptRow, Hold, HostRow, JobRow, Lease
 
 JOB: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
-    " orphaned, waits_for"
+    " orphaned, waits_for, attempts"
 )
 ATTEMPT: Final = (
-    "job_id, epoch, host_id, claimed_at, started_at, ended_at, outcome, cause, error, artifact, checkpoint, facts"
+    "job_id, number, epoch, host_id, claimed_at, started_at, ended_at, outcome, cause, error, artifact, checkpoint,"
+    " facts"
 )
 HOST: Final = "id, name, capability, registered_at, state, state_reason, coalesce(seen, 0), agent_version, pool"
 
@@ -38,13 +39,14 @@ def class_keys(specs: Iterable[JobSpec]) -> dict[bytes, str]:
 
 def job_of(row: Sequence[Any]) -> JobRow:
     (id_, spec, class_id, status, epoch, created, changed, not_before, host, reason, artifact, declared, orphaned,
-     waits_for) = row  # fmt: skip
+     waits_for, attempts) = row  # fmt: skip
     return JobRow(
         id=id_,
         spec=decode_spec(spec),
         class_id=class_id,
         status=Status(status),
         epoch=epoch,
+        attempts=attempts,
         created_at_s=created,
         changed_at_s=changed,
         not_before_s=not_before,
@@ -58,9 +60,10 @@ def job_of(row: Sequence[Any]) -> JobRow:
 
 
 def attempt_of(row: Sequence[Any]) -> AttemptRow:
-    job_id, epoch, host, claimed, started, ended, outcome, cause, error, artifact, checkpoint, facts = row
+    job_id, number, epoch, host, claimed, started, ended, outcome, cause, error, artifact, checkpoint, facts = row
     return AttemptRow(
         job_id=job_id,
+        number=number,
         epoch=epoch,
         host_id=host,
         claimed_at_s=claimed,

@@ -51,7 +51,7 @@ ON r.seq = (SELECT seq FROM ready WHERE class_id = c.value ORDER BY priority DES
 """The best of each class. The order of the join is said aloud: the other way it reads the whole queue."""
 
 LOAD: Final = """
-SELECT j.seq, j.id, j.epoch, j.spec, j.checkpoint, t.spec, l.job_id IS NOT NULL
+SELECT j.seq, j.id, j.epoch, j.attempts, j.spec, j.checkpoint, t.spec, l.job_id IS NOT NULL
 FROM json_each(?) AS s CROSS JOIN job AS j ON j.seq = s.value
 LEFT JOIN trainer AS t ON t.name = j.trainer LEFT JOIN lease AS l ON l.job_id = j.id
 """
@@ -139,20 +139,22 @@ def _take(db: sqlite3.Connection, taken: Sequence[tuple[_Name, int]], lease_s: f
     attempts: list[tuple[Any, ...]] = []
     replaced: list[tuple[int, str, int]] = []
     for (host_id, claim_id), seq in taken:
-        job_id, epoch, spec, checkpoint, trainer, leased = rows[seq]
+        job_id, epoch, attempts_before, spec, checkpoint, trainer, leased = rows[seq]
         if leased:
             replaced.append((seq, job_id, epoch))
         leases.append(lease_of(job_id, epoch + 1, (host_id, until_s, spec, checkpoint, trainer)))
         moves.append((_CLAIMED, epoch + 1, now_s, host_id, seq))
-        attempts.append((job_id, epoch + 1, host_id, claim_id, now_s))
+        attempts.append((job_id, epoch + 1, host_id, claim_id, now_s, attempts_before + 1))
     db.executemany("DELETE FROM ready WHERE seq = ?", [(seq,) for seq in seqs])
     db.executemany(
-        "UPDATE job SET status = ?, epoch = ?, changed_at = ?, host_id = ?, reason = '' WHERE seq = ?", moves
+        "UPDATE job SET status = ?, epoch = ?, attempts = attempts + 1, changed_at = ?, host_id = ?, reason = ''"
+        " WHERE seq = ?",
+        moves,
     )
     if replaced:
         _lose(db, replaced, now_s)
     db.executemany(LEASE, [(each.job_id, each.host_id, each.epoch, until_s) for each in leases])
-    db.executemany("INSERT INTO attempt VALUES (?, ?, ?, ?, ?, NULL, NULL, '', '', '', '', '', x'7b7d')", attempts)
+    db.executemany("INSERT INTO attempt VALUES (?, ?, ?, ?, ?, NULL, NULL, '', '', '', '', '', x'7b7d', ?)", attempts)
     record_sqlite(
         db,
         [Record(now_s, f"host:{each.host_id}", "job.claimed", each.job_id, {"epoch": each.epoch}) for each in leases],

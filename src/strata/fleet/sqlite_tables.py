@@ -61,6 +61,15 @@ COMPONENT: Final = Component(
         DROP INDEX attempt_host;
         CREATE INDEX attempt_host ON attempt (host_id, ended_at) WHERE ended_at IS NOT NULL;
         """,
+        # The number of an attempt (1, 2, 3 …) is for people; its epoch is the fence, and a restore leaves gaps in it.
+        """
+        ALTER TABLE attempt ADD COLUMN number INTEGER NOT NULL DEFAULT 0;
+        ALTER TABLE job ADD COLUMN attempts INTEGER NOT NULL DEFAULT 0;
+        UPDATE attempt SET number = (
+          SELECT count(*) FROM attempt AS a WHERE a.job_id = attempt.job_id AND a.epoch <= attempt.epoch
+        );
+        UPDATE job SET attempts = (SELECT count(*) FROM attempt WHERE job_id = job.id);
+        """,
     ),
 )
 

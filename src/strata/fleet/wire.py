@@ -146,6 +146,9 @@ class Job(Reply, frozen=True, kw_only=True):
     status: Status
     spec: JobSpec
     epoch: int
+    """The fence of what hosts write; not the number of an attempt."""
+    attempt: int = 0
+    """The number of the last attempt, from 1; 0 when no host has claimed it yet."""
     created_at_s: float
     changed_at_s: float
     not_before_s: float = 0.0
@@ -158,6 +161,8 @@ class Job(Reply, frozen=True, kw_only=True):
 
 
 class Attempt(Reply, frozen=True, kw_only=True):
+    attempt: int = 0
+    """Its number: 1, 2, 3 … of its job."""
     epoch: int
     host_id: str
     claimed_at_s: float
@@ -304,8 +309,8 @@ class PieceReply(Reply, frozen=True, kw_only=True):
 
 
 class StreamQuery(Message, frozen=True, kw_only=True):
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)] = 0
-    """0: the last attempt."""
+    attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    """The number of an attempt; 0: the last one."""
     offset: Offset = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=4 * 1024 * 1024)] = 1024 * 1024
     wait_s: WaitS = 0.0

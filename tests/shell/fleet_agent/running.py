@@ -31,8 +31,9 @@ PLANTED: Final = "planted-credential-4711"
 class HubProcess:
     """`strata hub` on a port that stays its own, so that it can be killed and started again."""
 
-    def __init__(self, folder: Path, *, stale_after_s: float = 45.0) -> None:
+    def __init__(self, folder: Path, *, stale_after_s: float = 45.0, database: str = "") -> None:
         self.data = folder / "hub"
+        self._database = ["--database", database] if database else []
         self._guard = reserve_port()
         self.url = f"http://127.0.0.1:{port_of(self._guard)}"
         self._said = (folder / "hub.log").open("ab")
@@ -45,7 +46,7 @@ class HubProcess:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [STRATA, "hub", "--listen", self.url.removeprefix("http://"), "--data", str(self.data)],
+            [STRATA, "hub", "--listen", self.url.removeprefix("http://"), "--data", str(self.data), *self._database],
             env=self._environ,
             stderr=self._said,
             stdout=self._said,
@@ -111,7 +112,7 @@ class HubProcess:
         return eventually(ended, within_s)
 
     def log(self, job_id: str, epoch: int = 0) -> str:
-        query = wire.StreamQuery(epoch=epoch, limit=4 * 1024 * 1024)
+        query = wire.StreamQuery(attempt=epoch, limit=4 * 1024 * 1024)
         return self.operator.fetch(f"/v1/job/{job_id}/log", query=query).content.decode()
 
     def says(self, job_id: str, text: str, epoch: int = 0, within_s: float = 60.0) -> str:

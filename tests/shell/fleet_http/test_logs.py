@@ -64,8 +64,8 @@ async def test_a_job_that_never_ran_has_an_empty_log_and_unknown_attempts_none(s
     viewer = await site.with_role("viewer")
     (job_id,) = await site.add(JobSpec(model="m"))
     reply = await viewer.get(f"/v1/job/{job_id}/log")
-    assert (reply.status_code, reply.content, reply.headers["x-strata-epoch"]) == (200, b"", "0")
-    assert refused(await viewer.get(f"/v1/job/{job_id}/log", params={"epoch": 3})) == (404, "not_found")
+    assert (reply.status_code, reply.content, reply.headers["x-strata-attempt"]) == (200, b"", "0")
+    assert refused(await viewer.get(f"/v1/job/{job_id}/log", params={"attempt": 3})) == (404, "not_found")
 
 
 async def test_a_host_that_was_replaced_still_writes_its_own_log_and_never_its_successors(site: Running) -> None:
@@ -78,4 +78,4 @@ async def test_a_host_that_was_replaced_still_writes_its_own_log_and_never_its_s
     await put(host, job_id, 0, b"last words")
     second = await host.http.put(f"/v1/job/{job_id}/log", params={"epoch": 2, "offset": 0}, content=b"x")
     assert refused(second) == (404, "not_found")
-    assert (await viewer.get(f"/v1/job/{job_id}/log", params={"epoch": 1})).content == b"last words"
+    assert (await viewer.get(f"/v1/job/{job_id}/log", params={"attempt": 1})).content == b"last words"

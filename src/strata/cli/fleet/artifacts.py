@@ -85,7 +85,7 @@ def artifact_row(made: wire.Made) -> dict[str, Any]:
         "model": lineage.model or None,
         "mode": lineage.mode or None,
         "job_id": lineage.job_id or None,
-        "attempt": lineage.epoch or None,
+        "epoch": lineage.epoch or None,
         "host_id": lineage.host_id or None,
         "size": made.size,
         "metrics": dict(lineage.metrics),

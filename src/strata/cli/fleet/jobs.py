@@ -98,7 +98,7 @@ def _failures(client: HubClient) -> list[dict[str, Any]]:
             {
                 "id": job.id,
                 "job": job.spec.label,
-                "attempt": job.epoch,
+                "attempt": job.attempt,
                 "cause": cause,
                 "error": error or job.reason,
                 "reason": job.reason,
@@ -139,7 +139,7 @@ def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
         "id": job.id,
         "job": job.spec.label,
         "status": job.status,
-        "attempt": job.epoch,
+        "attempt": job.attempt,
         "host": hosts.get(job.host_id, job.host_id) or None,
         "host_id": job.host_id or None,
         "model": job.spec.model,
@@ -158,7 +158,7 @@ def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
-    return {"id": short(job.id), "age": span(now_s - job.changed_at_s), "attempt": job.epoch or None}
+    return {"id": short(job.id), "age": span(now_s - job.changed_at_s), "attempt": job.attempt or None}
 
 
 @click.command()
@@ -214,7 +214,8 @@ def _since(job: wire.Job, now_s: float) -> str:
 
 def _attempt_row(attempt: wire.Attempt, hosts: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "attempt": attempt.epoch,
+        "attempt": attempt.attempt,
+        "epoch": attempt.epoch,
         "host": hosts.get(attempt.host_id, attempt.host_id),
         "host_id": attempt.host_id,
         "claimed_at_s": attempt.claimed_at_s,
@@ -236,7 +237,7 @@ def _show_attempt(attempt: wire.Attempt, hosts: Mapping[str, str], now_s: float)
     took = span((attempt.ended_at_s or now_s) - begun_s)
     write("")
     host = printable(hosts.get(attempt.host_id, attempt.host_id))
-    write(f"attempt {attempt.epoch} on {host}: {outcome}{cause} after {took}")
+    write(f"attempt {attempt.attempt} on {host}: {outcome}{cause} after {took}")
     for line in attempt.error.rstrip().splitlines():
         write(f"  {printable(line)}")
 

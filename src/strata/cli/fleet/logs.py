@@ -44,28 +44,28 @@ def logs(
     """
     with asking(context) as client:
         found = job_named(client, job).job
-        if not found.epoch and not follow:
+        if not found.attempt and not follow:
             raise StrataError(Code.NOT_FOUND, f"{found.spec.label} has not begun", hint=f"strata why {job}")
-        Follower(client, found.id, attempt or found.epoch).run(follow=follow, tail=tail, pinned=attempt is not None)
+        Follower(client, found.id, attempt or found.attempt).run(follow=follow, tail=tail, pinned=attempt is not None)
 
 
 class Follower:
     """Where it is in the stream is its own knowledge, so a hub that comes back is asked for the rest."""
 
-    def __init__(self, client: HubClient, job_id: str, epoch: int) -> None:
+    def __init__(self, client: HubClient, job_id: str, attempt: int) -> None:
         self._client = client
         self._job_id = job_id
-        self._epoch = epoch
+        self._attempt = attempt
         self._offset = 0
         self._away = False
         self._out = Printer()
 
     def run(self, *, follow: bool, tail: int | None = None, pinned: bool = False) -> None:
-        if tail is not None and self._epoch:
+        if tail is not None and self._attempt:
             self._print_tail(tail)
         while True:
             try:
-                if self._epoch and not self._print_piece(FOLLOW_S if follow else 0.0, follow=follow):
+                if self._attempt and not self._print_piece(FOLLOW_S if follow else 0.0, follow=follow):
                     continue
                 if not follow or pinned or not self._next_attempt():
                     break
@@ -90,7 +90,7 @@ class Follower:
     def _read(self, offset: int, wait_s: float) -> Reply:
         from strata.fleet import wire
 
-        query = wire.StreamQuery(epoch=self._epoch, offset=offset, wait_s=wait_s)
+        query = wire.StreamQuery(attempt=self._attempt, offset=offset, wait_s=wait_s)
         return self._client.fetch(f"/v1/job/{self._job_id}/log", query=query, timeout_s=wait_s + 15.0)
 
     def _print_tail(self, lines: int) -> None:
@@ -106,10 +106,10 @@ class Follower:
 
         while True:
             job = self._client.call("GET", f"/v1/job/{self._job_id}", wire.JobReply).job
-            if job.epoch > self._epoch:
-                if self._epoch:
-                    complain(f"strata: attempt {self._epoch} has ended, attempt {job.epoch} begins")
-                self._epoch, self._offset = job.epoch, 0
+            if job.attempt > self._attempt:
+                if self._attempt:
+                    complain(f"strata: attempt {self._attempt} has ended, attempt {job.attempt} begins")
+                self._attempt, self._offset = job.attempt, 0
                 return True
             if job.status in _ENDED:
                 return False

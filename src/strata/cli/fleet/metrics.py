@@ -118,11 +118,11 @@ def _reports(client: HubClient, job: wire.Job) -> list[dict[str, Any]]:
     from strata.fleet import wire
     from strata.fleet.core.report import Metrics, parse_lines
 
-    if not job.epoch:
+    if not job.attempt:
         return []
     content, offset = b"", 0
     while True:
-        query = wire.StreamQuery(epoch=job.epoch, offset=offset)
+        query = wire.StreamQuery(attempt=job.attempt, offset=offset)
         piece = client.fetch(f"/v1/job/{job.id}/metrics", query=query).content
         if not piece:
             break

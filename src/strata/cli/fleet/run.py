@@ -70,7 +70,7 @@ def run(  # noqa: PLR0913 (the options of the command)
             return
         from strata.cli.fleet.logs import Follower
 
-        Follower(client, job.id, job.epoch).run(follow=True)
+        Follower(client, job.id, job.attempt).run(follow=True)
         ended = job_named(client, job.id).job
     if ended.status != "completed":
         complain(f"strata: {label} is {ended.status}: {ended.reason}", hint=f"strata show {short(ended.id)}")

@@ -39,7 +39,7 @@ def standing(status: Status, *, current: tuple[int, str], claimed: tuple[int, st
 def stale(job_id: str, epoch: int, current: int) -> StrataError:
     return StrataError(
         Code.STALE,
-        f"attempt {epoch} of {job_id} is over; the job is at attempt {current}",
+        f"epoch {epoch} of {job_id} is over; the job is at epoch {current}",
         hint="stop the child and drop its result",
         epoch=current,
     )

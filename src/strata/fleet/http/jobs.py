@@ -91,6 +91,7 @@ def shown(row: JobRow) -> wire.Job:
         status=row.status,
         spec=row.spec,
         epoch=row.epoch,
+        attempt=row.attempts,
         created_at_s=row.created_at_s,
         changed_at_s=row.changed_at_s,
         not_before_s=row.not_before_s,
@@ -105,6 +106,7 @@ def shown(row: JobRow) -> wire.Job:
 
 def _attempt(row: AttemptRow) -> wire.Attempt:
     return wire.Attempt(
+        attempt=row.number,
         epoch=row.epoch,
         host_id=row.host_id,
         claimed_at_s=row.claimed_at_s,

@@ -10,6 +10,7 @@ from strata.fleet.http.call import Call
 from strata.fleet.http.naming import job_of
 from strata.fleet.http.site import Site
 from strata.fleet.http.watch import either, patiently
+from strata.fleet.ports import AttemptRow
 from strata.fleet.streams import Name
 from strata.http.declare import Answer, Upload
 
@@ -45,7 +46,7 @@ async def _append(site: Site, call: Call, name: Name, body: Upload, query: wire.
     host_id = call.caller.need_host()
     if await site.attempts.host(site.fleet.store, job_id, query.epoch) != host_id:
         # Somebody else's attempt is no different from none.
-        raise StrataError(Code.NOT_FOUND, f"this host has no attempt {query.epoch} of {job_id}")
+        raise StrataError(Code.NOT_FOUND, f"this host has no attempt of {job_id} with the epoch {query.epoch}")
     site.fleet.heard(host_id)
     piece = b"".join([part async for part in body])
     size = await site.streams.append(job_id, query.epoch, name, query.offset, piece, last=query.last)
@@ -55,16 +56,14 @@ async def _append(site: Site, call: Call, name: Name, body: Upload, query: wire.
 
 async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> Answer:
     job_id = await job_of(site, call)
-    row = await site.fleet.store.job(job_id)
-    epoch = query.epoch or row.epoch
+    attempt = await _attempt(site, job_id, query.attempt)
     content, ended = b"", True
-    if epoch:
-        content, ended = await _look(site, job_id, epoch, name, query)
+    if attempt is not None:
+        content, ended = await _look(site, attempt, name, query)
         if not content and not ended and query.wait_s:
-            following = _follow(site, job_id, epoch, name, query)
-            content, ended = await patiently(call, site.stopping, following)
+            content, ended = await patiently(call, site.stopping, _follow(site, attempt, name, query))
     headers = {
-        "X-Strata-Epoch": str(epoch),
+        "X-Strata-Attempt": str(attempt.number if attempt else 0),
         "X-Strata-Offset": str(query.offset),
         "X-Strata-Next": str(query.offset + len(content)),
         "X-Strata-Ended": "true" if ended and not content else "false",
@@ -73,22 +72,30 @@ async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> 
     return Answer(content, media_type=media_type, headers=headers)
 
 
-async def _follow(site: Site, job_id: str, epoch: int, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
+async def _attempt(site: Site, job_id: str, number: int) -> AttemptRow | None:
+    """The attempt of this number, or the last one for 0; None if there was none yet."""
+    attempts = await site.fleet.store.attempts(job_id)
+    if not number:
+        return attempts[-1] if attempts else None
+    found = next((each for each in attempts if each.number == number), None)
+    if found is None:
+        raise StrataError(Code.NOT_FOUND, f"{job_id} has no attempt {number}")
+    return found
+
+
+async def _follow(site: Site, attempt: AttemptRow, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
     until_s = site.clock.monotonic_s() + query.wait_s
     while True:
-        appended = site.watch.next((job_id, epoch, name))
-        content, ended = await _look(site, job_id, epoch, name, query)
+        appended = site.watch.next((attempt.job_id, attempt.epoch, name))
+        now = await _attempt(site, attempt.job_id, attempt.number)
+        content, ended = await _look(site, now or attempt, name, query)
         left_s = until_s - site.clock.monotonic_s()
         if content or ended or left_s <= 0:
             return content, ended
         await either(appended, min(left_s, POLL_S))
 
 
-async def _look(site: Site, job_id: str, epoch: int, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
-    """What is there, and whether nothing follows it. In this order: what comes before the end is not missed."""
-    attempts = await site.fleet.store.attempts(job_id)
-    attempt = next((each for each in attempts if each.epoch == epoch), None)
-    if attempt is None:
-        raise StrataError(Code.NOT_FOUND, f"{job_id} has no attempt {epoch}")
-    content = await site.streams.read(job_id, epoch, name, query.offset, query.limit)
+async def _look(site: Site, attempt: AttemptRow, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
+    """What is there, and whether nothing follows it: read after the attempt, so what came before its end is there."""
+    content = await site.streams.read(attempt.job_id, attempt.epoch, name, query.offset, query.limit)
     return content, attempt.ended_at_s is not None

@@ -1,0 +1,84 @@
+"""Tables of an older version, with rows in them, become those of today: in both databases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from strata.database import events
+from strata.database.migrations import Component, SqliteComponents, upgrade_postgres
+from strata.database.postgres import Connections
+from strata.database.sqlite import SqliteThread
+from strata.fleet import postgres_tables, sqlite_tables
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.ports import Store
+from strata.fleet.postgres import PostgresStore
+from strata.fleet.rows import encode
+from strata.fleet.sqlite import SqliteStore
+
+BEFORE_NUMBERS: Final = 2
+"""Steps of `fleet` before attempts had numbers."""
+TRIED: Final = JobSpec(model="tried")
+NEW: Final = JobSpec(model="new")
+_JOB: Final = (
+    "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact,"
+    " declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint)"
+    " VALUES ({mark}, {mark}, 1, 'pending', {mark}, 0, 0, 0, '', '', '', {yes}, {no}, 0, '', '', 0, '', 0, 0, 0, '')"
+)
+_ATTEMPT: Final = (
+    "INSERT INTO attempt VALUES ({mark}, {mark}, 'host_a', {mark}, 0, NULL, NULL, '', '', '', '', '', {mark})"
+)
+_ROWS: Final[list[tuple[str, tuple[Any, ...]]]] = [
+    ("INSERT INTO req_class (key, spec) VALUES ({mark}, {mark})", ("k", encode(TRIED.requirement))),
+    (_JOB, (TRIED.id, encode(TRIED), 1_000_001)),
+    (_JOB, (NEW.id, encode(NEW), 0)),
+    (_ATTEMPT, (TRIED.id, 1, "c1", b"{}")),
+    (_ATTEMPT, (TRIED.id, 2, "c2", b"{}")),
+    (_ATTEMPT, (TRIED.id, 1_000_001, "c3", b"{}")),
+]
+
+
+def older(component: Component, steps: int) -> Component:
+    return Component(component.name, component.steps[:steps])
+
+
+async def upgraded_sqlite(path: Path) -> Store:
+    before = SqliteComponents([events.SQLITE, older(sqlite_tables.COMPONENT, BEFORE_NUMBERS)])
+    thread = await SqliteThread.open(path, before)
+    for statement, values in _ROWS:
+        text = statement.format(mark="?", yes="1", no="0")
+        await thread.write(lambda db, text=text, values=values: db.execute(text, values))  # type: ignore[misc]
+    await thread.close()
+    now = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT])
+    return SqliteStore(await SqliteThread.open(path, now))
+
+
+async def upgraded_postgres(url: str) -> Store:
+    connections = Connections(url, 8, 5.0, what="hub")
+    async with connections.use() as connection:
+        before = older(postgres_tables.COMPONENT, BEFORE_NUMBERS)
+        await upgrade_postgres(connection, [events.POSTGRES, before])
+    async with connections.transaction() as connection:
+        for statement, values in _ROWS:
+            await connection.execute(statement.format(mark="%s", yes="true", no="false"), values)
+    async with connections.use() as connection:
+        await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
+    return PostgresStore(connections)
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+async def test_attempts_of_older_tables_are_numbered_in_their_order(
+    request: pytest.FixtureRequest, tmp_path: Path, database: str
+) -> None:
+    if database == "sqlite":
+        store = await upgraded_sqlite(tmp_path / "hub.db")
+    else:
+        store = await upgraded_postgres(request.getfixturevalue("postgres_url"))
+    try:
+        attempts = await store.attempts(TRIED.id)
+        assert [(each.number, each.epoch) for each in attempts] == [(1, 1), (2, 2), (3, 1_000_001)]
+        assert ((await store.job(TRIED.id)).attempts, (await store.job(NEW.id)).attempts) == (3, 0)
+    finally:
+        await store.close()
