@@ -82,7 +82,7 @@ def _counts(reporter: Any) -> tuple[dict[str, dict[str, int]], int]:
             row = areas.setdefault(area, {})
             key = "BROKEN" if outcome in ("failed", "error") else kind
             row[key] = row.get(key, 0) + 1
-            tries += properties.get("tries", 1)
+            tries += sum(more for key, more in report.user_properties if key == "tries") or 1
     return areas, tries
 
 

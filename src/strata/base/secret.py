@@ -21,15 +21,20 @@ class Secret:
     Encoders that do not know it refuse it; `mask_hook` makes msgspec and json show `***`.
     """
 
-    __slots__ = ("_revealed",)
+    __slots__ = ("_file", "_revealed")
 
-    def __init__(self, revealed: str) -> None:
+    def __init__(self, revealed: str, file: Path | None = None) -> None:
         if not revealed:
             raise StrataError(Code.INVALID, "a secret cannot be empty")
         self._revealed = revealed
+        self._file = file
 
     def reveal(self) -> str:
         return self._revealed
+
+    def read_again(self) -> Secret:
+        """What its file holds now; itself if it did not come from a file."""
+        return self if self._file is None else read_secret(self._file)
 
     def __repr__(self) -> str:
         return f"Secret({MASK})"
@@ -74,7 +79,7 @@ def read_secret(path: Path) -> Secret:
     revealed = text.removesuffix("\n").removesuffix("\r")
     if not revealed:
         raise StrataError(Code.INVALID, f"the secret file {path} is empty")
-    return Secret(revealed)
+    return Secret(revealed, path)
 
 
 def _refuse_unless_private(path: Path, status: os.stat_result) -> None:

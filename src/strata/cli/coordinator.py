@@ -67,18 +67,31 @@ def _run(config: Path | None, flags: dict[str, str | None]) -> None:
 @click.option(
     "--ttl", default="24h", show_default=True, metavar="TIME", help="How long it is good for: 90s, 30m, 24h, 7d."
 )
-def token(config: Path | None, job: str, worker: str, role: str, ttl: str) -> None:
+@click.option(
+    "--renew-for",
+    default="30d",
+    show_default=True,
+    metavar="TIME",
+    help="How long heartbeats renew a worker's token; 0s for never.",
+)
+@click.option(
+    "--id", "token_id", metavar="NAME", help="What to revoke it by; made up unless set, and written to stderr."
+)
+def token(config: Path | None, token_id: str | None, **wanted: str) -> None:
     """Print a token for workers or operators of a job.
+
+    A running worker gets a new one before its own expires, for the time given by --renew-for.
 
     The secret comes from FILE (token_secret = { file = "…" }) or from the file named by
     STRATA_COORDINATOR_TOKEN_SECRET_FILE, never from the command line.
     """
     from strata.base.clock import SystemClock
+    from strata.base.ids import Ids
     from strata.base.settings import load
     from strata.coord.settings import SECTION, CoordinatorSettings
     from strata.coord.tokens import Claims, Role, Tokens
 
-    expires_s = SystemClock().wall_s() + _seconds(ttl)
+    ttl_s, renew_s = _seconds(wanted["ttl"]), _seconds(wanted["renew_for"], least=0)
     secret = load(CoordinatorSettings, section=SECTION, file=config, flags={}).token_secret
     if secret is None:
         raise StrataError(
@@ -86,11 +99,50 @@ def token(config: Path | None, job: str, worker: str, role: str, ttl: str) -> No
             "there is no secret to sign tokens with",
             hint="set STRATA_COORDINATOR_TOKEN_SECRET_FILE, or token_secret in the file given by --config",
         )
-    write(Tokens(secret).issue(Claims(job=job, role=Role(role), expires_s=round(expires_s), worker=worker)))
+    clock = SystemClock()
+    now_s, role = round(clock.wall_s()), Role(wanted["role"])
+    claims = Claims(
+        job=wanted["job"],
+        role=role,
+        expires_s=now_s + ttl_s,
+        worker=wanted["worker"],
+        id=token_id or Ids(clock).new("token"),
+        issued_s=now_s,
+        renew_until_s=now_s + max(ttl_s, renew_s) if renew_s and role is Role.WORKER else 0,
+    )
+    made = Tokens(secret).issue(claims)
+    if token_id is None:
+        complain(f"strata coordinator: token {claims.id}; 'strata coordinator revoke {claims.id}' ends it")
+    write(made)
 
 
-def _seconds(ttl: str) -> int:
+@coordinator.command()
+@_config
+@click.argument("token_id")
+def revoke(config: Path | None, token_id: str) -> None:
+    """Refuse a token and all its renewals from now on.
+
+    Adds its id to the file that the setting revoked_tokens names; every coordinator that reads the file follows within
+    a second, and ends the streams that the token opened.
+    """
+    from strata.base.settings import load
+    from strata.coord.settings import SECTION, CoordinatorSettings
+
+    file = load(CoordinatorSettings, section=SECTION, file=config, flags={}).revoked_tokens
+    if file is None:
+        raise StrataError(
+            Code.INVALID,
+            "there is no file of revoked tokens",
+            hint="set revoked_tokens in the settings of the coordinator, and restart it once",
+        )
+    if not token_id or token_id.split() != [token_id]:
+        raise StrataError(Code.INVALID, f"{token_id!r} is not the id of a token")
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(f"{token_id}\n")
+
+
+def _seconds(ttl: str, least: int = 1) -> int:
     found = _DURATION.fullmatch(ttl)
-    if found is None or int(found[1]) == 0:
+    if found is None or int(found[1]) < least:
         raise StrataError(Code.INVALID, f"{ttl!r} is not a time", hint="write 90s, 30m, 24h or 7d")
     return int(found[1]) * _UNITS[found[2]]

@@ -18,7 +18,8 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True):
-    """PEM files. With `client_ca` only clients with a certificate of that authority are let in."""
+    """PEM files. With `client_ca` only clients with a certificate of that authority may connect; a token says which job
+    and role they have."""
 
     certificate: Path
     key: Path
@@ -38,7 +39,9 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long calls may take to finish when the process is told to end."""
     tls: Tls | None = None
     token_secret: Secret | None = None
-    """Signs the tokens of jobs. Without it nobody needs a token, which only a loopback address or mTLS allows."""
+    """Signs the tokens of jobs. Without it no call needs a token, which only a loopback address allows."""
+    revoked_tokens: Path | None = None
+    """A file with the ids of tokens that are refused before they expire, one on a line; read again when it changes."""
     log_format: Literal["json", "console"] | None = None
     """None: console on a terminal, JSON elsewhere."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -56,11 +59,11 @@ def check_exposure(settings: CoordinatorSettings) -> None:
             f"{settings.listen} can be reached from other machines, and everything would be sent in the clear",
             hint="set coordinator.tls.certificate and coordinator.tls.key, or listen on 127.0.0.1",
         )
-    if settings.token_secret is None and settings.tls.client_ca is None:
+    if settings.token_secret is None:
         raise StrataError(
             Code.INVALID,
-            f"{settings.listen} can be reached from other machines, and nobody would have to say who they are",
-            hint="set coordinator.token_secret (tokens) or coordinator.tls.client_ca (mTLS)",
+            f"{settings.listen} can be reached from other machines, and every caller would be operator of all jobs",
+            hint="set coordinator.token_secret; a client certificate (tls.client_ca) names no job and no role",
         )
 
 

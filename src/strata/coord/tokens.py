@@ -9,10 +9,13 @@ import base64
 import binascii
 import hmac
 from enum import StrEnum
+from math import inf
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 
@@ -20,6 +23,7 @@ PREFIX: Final = "strata1"
 MIN_SECRET: Final = 32
 """Characters: a shorter secret could be guessed from one token."""
 MAX_TOKEN: Final = 4_096
+REVOKED_CHECK_S: Final = 1.0
 
 
 class Role(StrEnum):
@@ -34,6 +38,20 @@ class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Wall time."""
     worker: str = ""
     """Empty: any worker of the job."""
+    id: str = ""
+    """What it is revoked by; a renewed token keeps it. Empty: it cannot be revoked."""
+    issued_s: int = 0
+    """Wall time."""
+    renew_until_s: int = 0
+    """Wall time: no renewal is good for longer than this. 0: it is not renewed."""
+
+    def renewed(self, wall_s: float) -> Claims | None:
+        """The claims of its successor, once half of its time has passed; None: not yet, or never."""
+        halfway_s = (self.issued_s + self.expires_s) / 2
+        expires_s = min(round(wall_s) + self.expires_s - self.issued_s, self.renew_until_s)
+        if wall_s < halfway_s or expires_s <= self.expires_s:
+            return None
+        return msgspec.structs.replace(self, issued_s=round(wall_s), expires_s=expires_s)
 
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -79,6 +97,39 @@ class Tokens:
 
     def _sign(self, head: str) -> bytes:
         return hmac.digest(self._key, head.encode("utf-8", "surrogatepass"), "sha256")
+
+
+class RevokedTokens:
+    """The ids in a file, one on a line, read again within a second of a change."""
+
+    def __init__(self, file: Path, clock: Clock) -> None:
+        self._file = file
+        self._clock = clock
+        self._looked_s = -inf
+        self._stamp: tuple[int, int] | None = None
+        self._ids: frozenset[str] = frozenset()
+        self._look()
+
+    def __contains__(self, token_id: object) -> bool:
+        if self._clock.monotonic_s() >= self._looked_s + REVOKED_CHECK_S:
+            self._look()
+        return token_id in self._ids
+
+    def _look(self) -> None:
+        self._looked_s = self._clock.monotonic_s()
+        try:
+            status = self._file.stat()
+            stamp = status.st_mtime_ns, status.st_size
+            if stamp != self._stamp:
+                self._ids = frozenset(self._file.read_text(encoding="utf-8").split())
+                self._stamp = stamp
+        except FileNotFoundError:
+            # Nothing has been revoked yet. A file that vanishes later revokes what it did.
+            return
+        except OSError as error:
+            raise StrataError(
+                Code.UNAVAILABLE, f"cannot read the revoked tokens in {self._file}: {error.strerror}"
+            ) from error
 
 
 def _unknown() -> StrataError:

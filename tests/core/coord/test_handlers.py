@@ -10,7 +10,7 @@ import grpc
 from strata.base.clock import ManualClock
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.rpc.gate import Gate
-from strata.coord.rpc.handlers import GenericOnly, coordinator_handler
+from strata.coord.rpc.handlers import CoordinatorHandler, GenericOnly
 from strata.coord.rpc.servicer import Servicer
 from strata.coord.service import CoordinatorService, Options
 from strata.journal.memory import MemoryJournal
@@ -27,8 +27,8 @@ class Details:
 def handler_of(name: str) -> Any:
     clock = ManualClock()
     service = CoordinatorService(MemoryJournal(clock), clock, Options())
-    calls = Servicer(service, Gate(None, clock)).calls
-    return coordinator_handler(calls).service(Details(f"/{SERVICE.full_name}/{name}"))  # type: ignore[arg-type]
+    servicer = Servicer(service, Gate(None, clock))
+    return CoordinatorHandler(servicer.calls, servicer.admit).service(Details(f"/{SERVICE.full_name}/{name}"))  # type: ignore[arg-type]
 
 
 def test_every_call_of_the_contract_is_answered_as_the_contract_says() -> None:

@@ -49,7 +49,7 @@ def test_another_definition_under_the_same_name_is_refused(field: dict[str, Any]
         ({"dataset_id": ""}, "a dataset needs a name"),
         ({"samples": 0}, "a dataset needs at least one sample"),
         ({"shard_size": 0}, "a shard needs at least one sample"),
-        ({"samples": 100_000_001, "shard_size": 1}, "more than 100,000,000 shards"),
+        ({"samples": 1_000_001, "shard_size": 1}, "more than 1,000,000 shards"),
         ({"buckets": 0}, "buckets must be a power of two up to 65536"),
         ({"buckets": 12}, "buckets must be a power of two up to 65536"),
         ({"buckets": 1 << 17}, "buckets must be a power of two up to 65536"),

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Container, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,7 @@ async def in_process(
     job: JobConfig = QUICK,
     *,
     tokens: Tokens | None = None,
+    revoked: Container[str] = frozenset(),
     tls: Tls | None = None,
     credentials: grpc.ChannelCredentials | None = None,
     standby: bool = False,
@@ -65,7 +66,7 @@ async def in_process(
         await journal.lead(options.stream, "somebody-else", 3_600)
     service = CoordinatorService(journal, clock, options)
     settings = CoordinatorSettings(listen="127.0.0.1:0", drain_s=0, tls=tls)
-    server = Server(service, Gate(tokens, clock), settings)
+    server = Server(service, Gate(tokens, clock, revoked), settings)
     await server.start(lambda line: None)
     stop = asyncio.Event()
     serving = asyncio.create_task(server.serve_until(stop))

@@ -187,7 +187,13 @@ TLS = Tls(certificate=Path("c"), key=Path("k"))
         (CoordinatorSettings(listen="[::]:7070"), "in the clear"),
         (CoordinatorSettings(listen="example.org:7070"), "in the clear"),
         (CoordinatorSettings(listen="0.0.0.0:7070", token_secret=Secret("s" * 32)), "in the clear"),
-        (CoordinatorSettings(listen="0.0.0.0:7070", tls=TLS), "who they are"),
+        (CoordinatorSettings(listen="0.0.0.0:7070", tls=TLS), "operator of all jobs"),
+        (
+            CoordinatorSettings(
+                listen="0.0.0.0:7070", tls=Tls(certificate=Path("c"), key=Path("k"), client_ca=Path("a"))
+            ),
+            "names no job and no role",
+        ),
         (CoordinatorSettings(listen="7070"), "HOST:PORT"),
     ],
 )
@@ -204,7 +210,6 @@ def test_an_address_that_others_reach_is_refused_unless_guarded(settings: Coordi
         CoordinatorSettings(listen="[::1]:7070"),
         CoordinatorSettings(listen="localhost:7070"),
         CoordinatorSettings(listen="0.0.0.0:7070", tls=TLS, token_secret=Secret("s" * 32)),
-        CoordinatorSettings(listen="0.0.0.0:7070", tls=Tls(certificate=Path("c"), key=Path("k"), client_ca=Path("a"))),
     ],
 )
 def test_a_guarded_address_is_fine(settings: CoordinatorSettings) -> None:

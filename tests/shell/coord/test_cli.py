@@ -39,15 +39,30 @@ def secret_file(tmp_path: Path) -> Path:
 
 
 def test_a_token_is_all_that_is_printed(secret_file: Path) -> None:
-    args = ["token", "--job", "j", "--worker", "w", "--ttl", "30m"]
+    args = ["token", "--job", "j", "--worker", "w", "--ttl", "30m", "--id", "t1", "--renew-for", "0s"]
     done = strata(*args, STRATA_COORDINATOR_TOKEN_SECRET_FILE=str(secret_file))
     assert (done.returncode, done.stderr) == (0, "")
     tokens = Tokens(Secret(SECRET))
     claims = tokens.read(done.stdout.strip(), time.time())
-    assert claims == Claims("j", Role.WORKER, claims.expires_s, "w")
+    assert claims == Claims("j", Role.WORKER, claims.expires_s, "w", id="t1", issued_s=claims.issued_s)
     assert abs(claims.expires_s - time.time() - 1_800) < 60
     with pytest.raises(StrataError, match="expired"):
         tokens.read(done.stdout.strip(), time.time() + 1_900)
+
+
+def test_a_token_is_renewed_for_a_month_and_says_what_it_is_revoked_by(tmp_path: Path, secret_file: Path) -> None:
+    environment = {"STRATA_COORDINATOR_TOKEN_SECRET_FILE": str(secret_file)}
+    done = strata("token", "--job", "j", **environment)
+    claims = Tokens(Secret(SECRET)).read(done.stdout.strip(), time.time())
+    assert claims.renew_until_s - claims.issued_s == 30 * 86_400
+    assert f"revoke {claims.id}" in done.stderr
+    refused = strata("revoke", claims.id, **environment)
+    assert (refused.returncode, "revoked_tokens" in refused.stderr) == (Exit.USAGE, True)
+    file = tmp_path / "revoked"
+    for token_id in (claims.id, "another"):
+        done = strata("revoke", token_id, STRATA_COORDINATOR_REVOKED_TOKENS=str(file), **environment)
+        assert done.returncode == 0
+    assert file.read_text(encoding="utf-8").split() == [claims.id, "another"]
 
 
 def test_the_secret_may_stand_in_the_settings_file(tmp_path: Path, secret_file: Path) -> None:

@@ -16,11 +16,14 @@ import grpc
 import pytest
 
 import strata.coord.worker as strata
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.coord.core.facts import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.tokens import Claims, RevokedTokens, Role
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, Running, in_process
-from tests.shell.coord.test_access import SECRET, bearer, certificate, tls_files, token
+from tests.shell.coord.test_access import LATER, SECRET, bearer, certificate, tls_files, token
 from tests.shell.coord_worker.test_calls import worker
 
 
@@ -77,6 +80,61 @@ async def test_who_is_not_let_in_is_told_why(tmp_path: Path, mutual: bool) -> No
         assert error.code is Code.FORBIDDEN
         assert (await refusal(running, given | {"id": "w7"})).code is Code.UNAUTHENTICATED
         assert not running.service.state.jobs
+
+
+async def outlives(running: Running, given: dict[str, Any], seconds: float) -> None:
+    """A worker that reads one shard every 0.2 s for so long."""
+    async with worker(running, **given, patience_s=5) as found:
+        await found.dataset("corpus", samples=2_000, shard_size=10)
+        until_s = time.monotonic() + seconds
+        async for _ in found.shards("corpus", 0, prefetch=0):
+            if time.monotonic() > until_s:
+                break
+            await asyncio.sleep(0.2)
+
+
+BRISK = JobConfig(settle_s=0.05, heartbeat_interval_s=0.3)
+
+
+async def test_a_run_that_is_longer_than_its_token_is_renewed_by_heartbeats() -> None:
+    now_s = round(time.time())
+    claims = Claims("j", Role.WORKER, now_s + 3, "w7", id="t1", issued_s=now_s, renew_until_s=now_s + 60)
+    async with in_process(BRISK, tokens=SECRET) as running:
+        await outlives(running, {"id": "", "token": SECRET.issue(claims)}, 5)
+
+
+async def test_a_token_that_is_not_renewed_ends_the_worker_when_it_expires() -> None:
+    now_s = round(time.time())
+    async with in_process(BRISK, tokens=SECRET) as running:
+        with pytest.raises(StrataError, match="expired") as caught:
+            await outlives(running, {"id": "", "token": SECRET.issue(Claims("j", Role.WORKER, now_s + 2, "w7"))}, 5)
+        assert caught.value.code is Code.UNAUTHENTICATED
+
+
+async def test_a_token_file_that_is_replaced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.touch(0o600)
+    now_s = round(time.time())
+    file.write_text(SECRET.issue(Claims("j", Role.WORKER, now_s + 2, "w7")), encoding="utf-8")
+    monkeypatch.setenv("STRATA_WORKER_TOKEN_FILE", str(file))
+    async with in_process(BRISK, tokens=SECRET) as running:
+        working = asyncio.create_task(outlives(running, {"id": ""}, 5))
+        await asyncio.sleep(1)
+        file.write_text(SECRET.issue(Claims("j", Role.WORKER, LATER, "w7")), encoding="utf-8")
+        await working
+
+
+async def test_a_revoked_token_ends_its_worker_and_its_renewals(tmp_path: Path) -> None:
+    now_s = round(time.time())
+    claims = Claims("j", Role.WORKER, now_s + 2, "w7", id="t1", issued_s=now_s, renew_until_s=now_s + 60)
+    file = tmp_path / "revoked"
+    async with in_process(BRISK, tokens=SECRET, revoked=RevokedTokens(file, SystemClock())) as running:
+        working = asyncio.create_task(outlives(running, {"id": "", "token": SECRET.issue(claims)}, 10))
+        await asyncio.sleep(3)
+        assert not working.done()
+        file.write_text("another\nt1\n", encoding="utf-8")
+        with pytest.raises(StrataError, match="revoked"):
+            await working
 
 
 async def test_a_stranger_to_the_authority_is_not_connected_to(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from strata.coord.core.picker import Picker
 from strata.coord.core.placement import Scheme, place
 from strata.coord.core.state import ACKS_KEPT, CoordState, JobState, Live, Member, Placed
 
-MAX_SHARDS: Final = 100_000_000
 MAX_BUCKETS: Final = 1 << 16
 MAX_COUNT: Final = ACKS_KEPT
 """Shards in one answer, and acks in one call: a repeated one is recognised as a whole."""
@@ -42,16 +41,18 @@ def register_dataset(state: CoordState, given: RegisterDataset) -> tuple[list[Fa
         if known.dataset != dataset:
             raise StrataError(Code.CONFLICT, f"dataset {dataset.dataset_id!r} is registered with another definition")
         return [], Registered(created=False, shards=dataset.shards)
-    _check(dataset)
+    _check(dataset, job.config.max_shards)
     return [DatasetRegistered(job.job, dataset)], Registered(created=True, shards=dataset.shards)
 
 
-def _check(dataset: Dataset) -> None:
+def _check(dataset: Dataset, max_shards: int) -> None:
     problems = {
         "a dataset needs a name": not dataset.dataset_id,
         "a dataset needs at least one sample": dataset.samples < 1,
         "a shard needs at least one sample": dataset.shard_size < 1,
-        f"more than {MAX_SHARDS:,} shards": dataset.shard_size > 0 and dataset.shards > MAX_SHARDS,
+        f"more than {max_shards:,} shards; choose a larger shard_size, or raise max_shards of the job": (
+            dataset.shard_size > 0 and dataset.shards > max_shards
+        ),
         f"buckets must be a power of two up to {MAX_BUCKETS}": not 1 <= dataset.buckets <= MAX_BUCKETS
         or dataset.buckets & (dataset.buckets - 1) != 0,
         "a file cannot have fewer samples than none": any(file.samples < 0 for file in dataset.files),

@@ -732,6 +732,7 @@ class HeartbeatResponse(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     command: Global___CommandKind.ValueType
     """The most urgent of `commands`, or nothing."""
     generation: _builtins.int
@@ -740,6 +741,8 @@ class HeartbeatResponse(_message.Message):
     """Send the next Heartbeat after this time."""
     leader_epoch: _builtins.int
     """As in WorkerConfig; a new one means that another coordinator took over."""
+    token: _builtins.str
+    """The successor of the caller's token, once half of its time has passed: use it in all later calls."""
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___Command]:
         """All that the worker has not acknowledged, oldest first."""
@@ -752,10 +755,11 @@ class HeartbeatResponse(_message.Message):
         generation: _builtins.int = ...,
         heartbeat_interval_ms: _builtins.int = ...,
         leader_epoch: _builtins.int = ...,
+        token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "commands", b"commands", "generation", b"generation", "heartbeat_interval_ms", b"heartbeat_interval_ms", "leader_epoch", b"leader_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "commands", b"commands", "generation", b"generation", "heartbeat_interval_ms", b"heartbeat_interval_ms", "leader_epoch", b"leader_epoch", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1713,6 +1717,9 @@ class HeartbeatBatchResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    """As in HeartbeatResponse, of the token that sent the batch."""
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeartbeatOutcome]:
         """The answers."""
@@ -1721,10 +1728,11 @@ class HeartbeatBatchResponse(_message.Message):
         self,
         *,
         outcomes: _abc.Iterable[Global___HeartbeatOutcome] | None = ...,
+        token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
-from math import inf
 from typing import Final
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
-from strata.coord.tokens import Role, Tokens
+from strata.coord.tokens import Claims, Role, Tokens
 from strata.coord.wire import Identity
 
 ANY: Final = frozenset(Role)
@@ -26,17 +26,17 @@ class _Known:
     """What a set of metadata was found to mean."""
 
     identity: Identity
-    role: Role | None
+    claims: Claims | None
     """None: no token is needed."""
-    expires_s: float
 
 
 class Gate:
     """Remembers whom it let in: a worker sends the same metadata with every call."""
 
-    def __init__(self, tokens: Tokens | None, clock: Clock) -> None:
+    def __init__(self, tokens: Tokens | None, clock: Clock, revoked: Container[str] = frozenset()) -> None:
         self._tokens = tokens
         self._clock = clock
+        self._revoked = revoked
         self._known: dict[Metadata, _Known] = {}
 
     @property
@@ -47,12 +47,25 @@ class Gate:
     def identify(self, metadata: Metadata, roles: frozenset[Role]) -> Identity:
         """The caller, if its token (where tokens are needed) has one of the roles."""
         known = self._known.get(metadata)
-        if known is None or (known.role is not None and self._clock.wall_s() >= known.expires_s):
+        if known is None or (known.claims is not None and self._clock.wall_s() >= known.claims.expires_s):
             known = self._remember(metadata)
-        if known.role is not None and known.role not in roles:
+        claims = known.claims
+        if claims is None:
+            return known.identity
+        if claims.id and claims.id in self._revoked:
+            raise StrataError(Code.UNAUTHENTICATED, "the token has been revoked")
+        if claims.role not in roles:
             wanted = " or ".join(sorted(role.value for role in roles))
-            raise StrataError(Code.FORBIDDEN, f"this call needs the token of a {wanted}, not of a {known.role.value}")
+            raise StrataError(Code.FORBIDDEN, f"this call needs the token of a {wanted}, not of a {claims.role.value}")
         return known.identity
+
+    def renewal(self, metadata: Metadata) -> str | None:
+        """The successor of the token that an identified caller sent, once it is due."""
+        known = self._known.get(metadata)
+        if self._tokens is None or known is None or known.claims is None or not known.claims.renew_until_s:
+            return None
+        claims = known.claims.renewed(self._clock.wall_s())
+        return None if claims is None else self._tokens.issue(claims)
 
     def _remember(self, metadata: Metadata) -> _Known:
         self._known.pop(metadata, None)
@@ -67,7 +80,7 @@ class Gate:
         said = {key: value for key, value in metadata if isinstance(value, str)}
         job, worker_id = said.get("strata-job", ""), said.get("strata-worker", "")
         if self._tokens is None:
-            return _Known(Identity(job, worker_id), None, inf)
+            return _Known(Identity(job, worker_id), None)
         bearer = said.get("authorization", "")
         if not bearer.lower().startswith(_BEARER):
             raise StrataError(
@@ -79,4 +92,4 @@ class Gate:
         identity.job_of(job)
         if worker_id:
             identity.worker_of(worker_id)
-        return _Known(identity, claims.role, claims.expires_s)
+        return _Known(identity, claims)

@@ -111,6 +111,8 @@ class Operator:
                         yield view
             except grpc.aio.AioRpcError as error:
                 failure = error_of(error)
+                if failure.code is Code.UNAUTHENTICATED and self._link.read_token_again():
+                    continue
             except TimeoutError:
                 failure = StrataError(Code.UNAVAILABLE, f"nothing was heard of it for {SILENT_S:g} s")
             else:

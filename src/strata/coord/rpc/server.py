@@ -18,11 +18,11 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.rpc.gate import Gate
-from strata.coord.rpc.handlers import GenericOnly, coordinator_handler
+from strata.coord.rpc.handlers import CoordinatorHandler, GenericOnly
 from strata.coord.rpc.servicer import Servicer
 from strata.coord.service import CoordinatorService, Options
 from strata.coord.settings import CoordinatorSettings, Tls, check_exposure
-from strata.coord.tokens import Tokens
+from strata.coord.tokens import RevokedTokens, Tokens
 from strata.journal.open import open_journal
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
@@ -32,8 +32,9 @@ GC_THRESHOLDS: Final = (50_000, 20, 20)
 OPTIONS: Final = (
     # Two coordinators on one port would each get some of the workers.
     ("grpc.so_reuseport", 0),
+    # Of one connection. A host with more workers than this waits in its own client.
+    ("grpc.max_concurrent_streams", 4_096),
     # The defaults lose a herd: of 10,000 simultaneous calls nearly half were cancelled.
-    ("grpc.max_concurrent_streams", 1 << 20),
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 200_000),
     # A frozen peer answers no ping. Without ping_timeout_ms that is never noticed.
@@ -73,6 +74,7 @@ async def _serve(settings: CoordinatorSettings, announce: Callable[[str], None])
         loop.add_signal_handler(number, stop.set)
     clock = SystemClock()
     tokens = Tokens(settings.token_secret) if settings.token_secret else None
+    revoked = RevokedTokens(settings.revoked_tokens, clock) if settings.revoked_tokens else frozenset[str]()
     async with await open_journal(settings.database, clock) as journal:
         service = CoordinatorService(
             journal,
@@ -84,7 +86,7 @@ async def _serve(settings: CoordinatorSettings, announce: Callable[[str], None])
                 job=settings.job,
             ),
         )
-        server = Server(service, Gate(tokens, clock), settings)
+        server = Server(service, Gate(tokens, clock, revoked), settings)
         await server.start(announce)
         await server.serve_until(stop)
 
@@ -101,7 +103,8 @@ class Server:
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
         add_reflection(reflection.aio.ReflectionServicer(names), others)
-        handlers = (coordinator_handler(Servicer(service, gate).calls), *others.handlers)
+        servicer = Servicer(service, gate)
+        handlers = (CoordinatorHandler(servicer.calls, servicer.admit), *others.handlers)
         self._server = grpc.aio.server(handlers=handlers, options=OPTIONS)
         self.port = 0
 
@@ -155,8 +158,7 @@ class Server:
         transport = "no TLS" if tls is None else "TLS" if tls.client_ca is None else "mTLS"
         if self._settings.token_secret is not None:
             return f"{transport}, tokens required"
-        why = "mTLS says who calls" if tls is not None and tls.client_ca is not None else "loopback only"
-        return f"{transport}, no tokens required ({why})"
+        return f"{transport}, no tokens required: every user of this machine may call as any worker or operator"
 
 
 def _credentials(tls: Tls) -> grpc.ServerCredentials:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NoReturn, TypeVar, cast
 
@@ -27,6 +28,8 @@ from strata.coord.wire_job import job_state
 MAX_WAIT_S: Final = 60.0
 """A call for shards waits no longer than this, so that its answer still finds the caller."""
 WATCH_S: Final = 0.5
+VALID_CHECK_S: Final = 1.0
+"""How long a stream may outlive its token."""
 REFRESH_S: Final = 2.0
 """Telemetry alone is no change, but people want to see it."""
 
@@ -48,24 +51,33 @@ class Servicer:
         self._gate = gate
         self._released: tuple[BarrierState | None, bytes] = None, b""
         heartbeats = Heartbeats(service)
+        self._roles: dict[str, frozenset[Role]] = {}
         self.calls: Final[Mapping[str, Handler]] = {
-            "RegisterWorker": self._answering(WORKER, self._register),
-            "Heartbeat": self._answering(WORKER, heartbeats.one, heartbeats.plain if gate.is_open else None),
-            "HeartbeatBatch": self._answering(WORKER, heartbeats.batch),
-            "GetNextShards": self._answering(WORKER, self._next_shards),
-            "AckDataset": self._answering(WORKER, self._ack_dataset),
-            "Barrier": self._answering(WORKER, self._barrier),
-            "ReportCheckpoint": self._answering(WORKER, self._report),
-            "RequestRecovery": self._answering(WORKER, self._recover),
-            "LeaveWorker": self._answering(WORKER, self._leave),
-            "Attach": self._answering(WORKER, self._attach),
-            "GetJob": self._answering(ANY, self._get_job),
-            "WatchJob": self._answering(ANY, self._watch_job),
-            "IssueCommand": self._answering(OPERATOR, self._issue),
+            "RegisterWorker": self._serving("RegisterWorker", WORKER, self._register),
+            "Heartbeat": self._serving(
+                "Heartbeat", WORKER, self._renewing(heartbeats.one), heartbeats.plain if gate.is_open else None
+            ),
+            "HeartbeatBatch": self._serving("HeartbeatBatch", WORKER, self._renewing(heartbeats.batch)),
+            "GetNextShards": self._serving("GetNextShards", WORKER, self._next_shards),
+            "AckDataset": self._serving("AckDataset", WORKER, self._ack_dataset),
+            "Barrier": self._serving("Barrier", WORKER, self._barrier),
+            "ReportCheckpoint": self._serving("ReportCheckpoint", WORKER, self._report),
+            "RequestRecovery": self._serving("RequestRecovery", WORKER, self._recover),
+            "LeaveWorker": self._serving("LeaveWorker", WORKER, self._leave),
+            "Attach": self._serving("Attach", WORKER, self._while_valid(WORKER, self._attach)),
+            "GetJob": self._serving("GetJob", ANY, self._get_job),
+            "WatchJob": self._serving("WatchJob", ANY, self._while_valid(ANY, self._watch_job)),
+            "IssueCommand": self._serving("IssueCommand", OPERATOR, self._issue),
         }
 
-    def _answering(
+    def admit(self, name: str, metadata: Metadata) -> None:
+        """Raise unless the metadata may make this call; before its message is read."""
+        if not self._gate.is_open:
+            self._gate.identify(metadata, self._roles[name])
+
+    def _serving(
         self,
+        name: str,
         roles: frozenset[Role],
         work: Callable[[Request, Identity, Context], Awaitable[Reply]],
         at_once: Callable[[Request], Reply | None] | None = None,
@@ -74,8 +86,11 @@ class Servicer:
 
         `at_once` answers without asking who calls, if it can.
         """
+        self._roles[name] = roles
 
-        async def answer(request: Request, context: Context) -> Reply:
+        async def answer(request: Request | StrataError, context: Context) -> Reply:
+            if isinstance(request, StrataError):
+                await self._abort(context, request)
             try:
                 if at_once is not None and (reply := at_once(request)) is not None:
                     return reply
@@ -87,6 +102,44 @@ class Servicer:
                 raise AssertionError("abort always raises") from error
 
         return answer
+
+    def _while_valid(
+        self, roles: frozenset[Role], work: Callable[[Request, Identity, Context], Awaitable[None]]
+    ) -> Callable[[Request, Identity, Context], Awaitable[None]]:
+        """A stream ends with the token that opened it, at its expiry or when it is revoked."""
+        if self._gate.is_open:
+            return work
+
+        async def stream(request: Request, who: Identity, context: Context) -> None:
+            metadata = cast(Metadata, context.invocation_metadata() or ())
+            streaming = asyncio.ensure_future(work(request, who, context))
+            try:
+                while not (await asyncio.wait({streaming}, timeout=VALID_CHECK_S))[0]:
+                    self._gate.identify(metadata, roles)
+                streaming.result()
+            finally:
+                streaming.cancel()
+                await asyncio.wait({streaming})
+
+        return stream
+
+    def _renewing(
+        self, work: Callable[[Request, Identity, Context], Awaitable[Message | bytes]]
+    ) -> Callable[[Request, Identity, Context], Awaitable[Message | bytes]]:
+        """A heartbeat brings the successor of the worker's token once that is due."""
+        if self._gate.is_open:
+            return work
+
+        async def renew(request: Request, who: Identity, context: Context) -> Message | bytes:
+            reply = await work(request, who, context)
+            token = self._gate.renewal(cast(Metadata, context.invocation_metadata() or ()))
+            if token is None:
+                return reply
+            encoded = reply if isinstance(reply, bytes) else reply.SerializeToString()
+            # Messages on the wire are merged by putting one after the other; both replies have the token in field 14.
+            return encoded + pb.HeartbeatResponse(token=token).SerializeToString()
+
+        return renew
 
     async def _abort(self, context: Context, error: Exception) -> NoReturn:
         if not isinstance(error, StrataError):

@@ -17,6 +17,7 @@ from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
+from strata.base.secret import Secret
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.worker.commands import Command, Commands
@@ -347,6 +348,8 @@ class Life:
             raise
         self.commands.to_ack.difference_update(message.acked_command_ids)
         self._interval_s = reply.heartbeat_interval_ms / 1000
+        if reply.token:
+            self._link.use_token(Secret(reply.token))
         self._hear(reply.generation, reply.leader_epoch, reply.commands)
         if self._reattach_to > self._leader_epoch:
             # Another coordinator leads: tell it what we hold, and hear what of it is lost.
@@ -412,6 +415,8 @@ class Life:
                 _log.debug("the presence stream broke", code=failure.code.value, reason=failure.message)
                 if failure.code is Code.UNAVAILABLE:
                     self._link.try_next(index)
+                elif failure.code is Code.UNAUTHENTICATED and self._link.read_token_again():
+                    continue
                 else:
                     # Heartbeats find out what it means.
                     self._beat_soon.set()

@@ -18,6 +18,7 @@ import grpc
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.worker.settings import Tls, WorkerSettings
 
@@ -116,10 +117,30 @@ class Link:
         self._chance = random.SystemRandom()
         self._stubs: dict[int, tuple[grpc.aio.Channel, pb_grpc.CoordinatorAsyncStub]] = {}
         self._index = 0
-        said = {"strata-job": settings.job, "strata-worker": worker_id}
-        if settings.token is not None:
-            said["authorization"] = f"Bearer {settings.token.reveal()}"
-        self.metadata = tuple((key, value) for key, value in said.items() if value)
+        self._names = {"strata-job": settings.job, "strata-worker": worker_id}
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        self.use_token(settings.token)
+
+    def use_token(self, token: Secret | None) -> None:
+        """In all later calls."""
+        self._token = token
+        bearer = {"authorization": f"Bearer {token.reveal()}"} if token is not None else {}
+        self.metadata = tuple((key, value) for key, value in (self._names | bearer).items() if value)
+
+    def read_token_again(self) -> bool:
+        """Whether the file of the token has another one now than the one that was refused."""
+        if self._settings.token is None:
+            return False
+        try:
+            found = self._settings.token.read_again()
+        except StrataError as error:
+            _log.warning("token_file_unreadable", reason=error.message)
+            return False
+        if found in (self._token, self._settings.token):
+            return False
+        _log.info("token_replaced", source="file")
+        self.use_token(found)
+        return True
 
     async def close(self) -> None:
         stubs, self._stubs = self._stubs, {}
@@ -149,6 +170,8 @@ class Link:
                 answer = await method(self.stub())(request, timeout=within.timeout_s, metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
                 failure = error_of(error)
+                if failure.code is Code.UNAUTHENTICATED and self.read_token_again():
+                    continue
                 if not _may_pass(failure, within):
                     raise failure from None
             else:
