@@ -28,7 +28,7 @@ ACCELERATE := 1.15.0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test e2e bench soak docs services constraints proto contract diagrams format clean installed
+.PHONY: help setup check lint rules test e2e nightly bench soak docs services constraints proto contract diagrams format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,9 +60,18 @@ rules: installed ## the tests of the rules that the tree itself has to keep
 test: installed ## the tests; SUITE=tests/core for one suite, ARGS= for pytest
 	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=10 $(or $(SUITE),tests --ignore=tests/rules --ignore=tests/e2e --ignore=tests/engines) $(ARGS)
 
-# CI runs tests/e2e alone: the engines and the other machine take minutes and the network.
-e2e: installed ## the end-to-end tests, real processes and real servers, also vLLM; then an agent on arm64 under qemu, as root
-	$(PYTEST) --durations=10 tests/e2e tests/engines $(ARGS)
+e2e: installed ## the end-to-end tests: real processes and real servers
+	$(PYTEST) --durations=10 tests/e2e $(ARGS)
+
+# What is too long for every change: run it before an issue is closed. The campaigns add what they showed to docs/proof.md.
+nightly: installed ## inference engines (vLLM), long kill campaigns, an agent on arm64 under qemu; as root, hours on two cores
+	$(PYTEST) --durations=10 tests/engines $(ARGS)
+	$(BIN)/python -m soak train-kill --kills 40
+	$(BIN)/python -m soak coordinator-kill --kills 40
+	$(BIN)/python -m soak fleet-hub-kill --kills 40
+	$(BIN)/python -m soak fleet-agent-kill --kills 20
+	$(BIN)/python -m soak lineage --seeds 2000
+	$(BIN)/python -m soak train-sim --seeds 1000
 	scripts/e2e-arm64.sh
 
 bench: installed ## a benchmark; BENCH=journal ARGS=--quick
