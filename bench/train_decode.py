@@ -12,14 +12,14 @@ from time import perf_counter
 from typing import Final
 
 import numpy as np
-import zstandard
 
 from bench.interleave import Measure, interleave
 from bench.report import Report
+from strata.base import zstd
 from strata.train.core.ops import Unreadable
 from strata.train.wire import tinker
+from strata.train.wire.packed import decompress
 from strata.train.wire.pb import tinker_pb2 as pb
-from strata.train.wire.request import decompress
 
 DATUMS: Final = 64
 TOKENS: Final = 4096
@@ -64,7 +64,7 @@ def decode_bare(content: bytes) -> None:
 
 async def run(report: Report, *, rounds: int) -> None:
     plain = body()
-    packed = zstandard.ZstdCompressor().compress(plain)
+    packed = zstd.compress(plain)
     size_mb = len(plain) / 1e6
 
     def rate(work: Callable[[], None]) -> Measure:
@@ -81,7 +81,7 @@ async def run(report: Report, *, rounds: int) -> None:
     limit = 2 * len(plain)
     found = await interleave(
         rate(lambda: decode_ours(decompress(packed, limit))),
-        rate(lambda: decode_bare(zstandard.ZstdDecompressor().decompress(packed))),
+        rate(lambda: decode_bare(zstd.decompress(packed))),
         rounds,
     )
     report.add("decode.zstd", "MB/s", found, note=f"{note}, {len(packed) / 1e6:.2f} MB compressed")

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import zstandard
 
+from strata.base import zstd
 from strata.base.secret import read_secret
 from strata.fleet import wire
 from strata.fleet.client import HubClient, TlsFiles
@@ -186,7 +186,7 @@ def test_a_host_connects_and_is_connected_to_by_nobody(fleet: Fleet) -> None:
 
 
 def unpacked(bundle: bytes) -> dict[str, bytes]:
-    plain = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(bundle)).read()
+    plain = zstd.decompress(bundle)
     with tarfile.open(fileobj=io.BytesIO(plain)) as archive:
         opened = {member.name: archive.extractfile(member) for member in archive}
         return {name: file.read() for name, file in opened.items() if file is not None}

@@ -11,6 +11,7 @@ from strata.base.errors import Code, StrataError
 DISTRIBUTION: Final = "strata-train"
 
 DISTRIBUTION_OF: Final[Mapping[str, str]] = {
+    "backports": "backports-zstd",
     "cryptography": "cryptography",
     "fastapi": "fastapi",
     "google": "protobuf",
@@ -32,7 +33,6 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "uvicorn": "uvicorn",
     "uvloop": "uvloop",
     "zmq": "pyzmq",
-    "zstandard": "zstandard",
 }
 """Import name to distribution. A package that is absent cannot say which distribution it came from; a test compares
 this table with the extras of the project."""

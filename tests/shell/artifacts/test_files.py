@@ -171,7 +171,7 @@ def test_a_file_that_grows_while_it_is_read_is_noticed(folder: Path, monkeypatch
 def test_the_agents_side_loads_no_database_no_web_and_no_object_store() -> None:
     code = (
         "import sys, strata.fleet.artifacts.files;"
-        "print([m for m in ('obstore','psycopg','zstandard','starlette','sqlite3','asyncio') if m in sys.modules])"
+        "print([m for m in ('obstore','psycopg','backports.zstd','starlette','sqlite3','asyncio') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -14,8 +14,11 @@ import pytest
 from strata.base.clock import SystemClock
 from strata.identity.enroll import make_key
 from strata.identity.roles import OPERATOR, Role
+from strata.train.api.app import application
 from strata.train.api.identity import open_identity
 from strata.train.api.server import APIServer
+from strata.train.api.site import Site
+from strata.train.api.table import TABLE
 from strata.train.link import OrchestratorClient
 from strata.train.settings import Limits, ModelSettings, Ranks, Server, ServerSettings
 
@@ -51,6 +54,7 @@ class Reached:
 
     http: httpx.AsyncClient
     keys: dict[Role, str]
+    site: Site
 
     async def ask(self, method: str, path: str, role: Role | None = Role.RESEARCHER, **more: Any) -> httpx.Response:
         """Bytes are sent as JSON unless the headers say otherwise."""
@@ -63,10 +67,10 @@ class Reached:
 async def reach(settings: ServerSettings, answer_s: float = 10.0) -> AsyncIterator[Reached]:
     keys = await keys_in(settings)
     server = APIServer(settings, SystemClock(), answer_s=answer_s)
-    async with OrchestratorClient(settings) as orchestrator, server.application(orchestrator) as app:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with OrchestratorClient(settings) as orchestrator, server.open_site(orchestrator) as site:
+        transport = httpx.ASGITransport(application(site, TABLE), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
-            yield Reached(http, keys)
+            yield Reached(http, keys, site)
 
 
 @pytest.fixture

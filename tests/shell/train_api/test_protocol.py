@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import zstandard
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
+from strata.base import zstd
 from strata.base.clock import SystemClock
 from strata.http.root import Root
 from strata.train.api.server import APIServer
@@ -151,7 +151,7 @@ async def test_a_batch_in_protobuf_compressed_and_large_goes_through_a_file(serv
     message = pb.ForwardBackwardRequest(model_id=server.alice.model, seq_id=1, loss_fn="cross_entropy")
     for _ in range(20):
         message.data.add().model_input.add().encoded_text.tokens = np.arange(3000, dtype="<i4").tobytes()
-    body = zstandard.ZstdCompressor().compress(message.SerializeToString())
+    body = zstd.compress(message.SerializeToString())
     headers = {"content-type": tinker.MEDIA_TYPE, "content-encoding": "zstd"}
     sent = await server.alice.send("POST", "/api/v1/forward_backward", content=body, headers=headers)
     outputs = (await server.alice.done(sent.json()))["loss_fn_outputs"]

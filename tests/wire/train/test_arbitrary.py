@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.wire import json_era, native_reader, tinker
+from strata.train.wire.packed import decompress
 from strata.train.wire.pb import tinker_pb2 as pb
-from strata.train.wire.request import PassRequest, decompress
+from strata.train.wire.request import PassRequest
 
 dtypes = st.integers(-1, 5)
 sizes = st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 4)

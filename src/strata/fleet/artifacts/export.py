@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 import msgspec
-import zstandard
 
 from strata.base.errors import Code, StrataError
+from strata.base.zstd import CompressionParameter, ZstdCompressor
 from strata.fleet.artifacts.manifest import File, Kind, Manifest
 from strata.fleet.artifacts.ports import LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH, Artifacts
@@ -80,7 +80,9 @@ async def bundle(artifacts: Artifacts, artifact_id: str) -> AsyncIterator[bytes]
         async for part in artifacts.stream(file, 0, file.size):
             yield part
         return
-    compressor = zstandard.ZstdCompressor(level=LEVEL, threads=0, write_checksum=True).compressobj()
+    compressor = ZstdCompressor(
+        options={CompressionParameter.compression_level: LEVEL, CompressionParameter.checksum_flag: 1}
+    )
     written = 0
     async for part in _tar(artifacts, manifest):
         written += len(part)

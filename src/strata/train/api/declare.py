@@ -10,13 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from starlette.requests import Request
+from starlette.datastructures import Headers
 
 from strata.http.declare import Content, Signature, options
+from strata.train import archive
 from strata.train.core import ops
+from strata.train.wire import native, tinker
 
 BATCH: Final = 0
 """A limit that is the server's setting."""
+BINARY: Final = frozenset({tinker.MEDIA_TYPE, native.MEDIA_TYPE, archive.MEDIA_TYPE})
+"""What becomes about as much in memory as it is on the way."""
 _OPERATIONS: Final = set(options(ops.Operation))
 
 
@@ -32,5 +36,5 @@ def operates(shape: Signature) -> bool:
     return shape.reply is not None and set(options(shape.reply)) <= _OPERATIONS
 
 
-def media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def media_type(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -47,19 +47,21 @@ def served(site: Site, endpoint: Endpoint) -> Callable[[Request], Awaitable[Resp
             given["query"] = read_query(shape.query, request.scope["query_string"])
         if decoder is not None:
             check_media_type(request.headers)
-        raw = await read_body(request.receive, request.headers, limit, site.pace)
-        if durable:
-            return await _operate(endpoint, call, raw, lambda: _body(shape.body, decoder, raw, request))
-        if shape.body is not None:
-            given["body"] = await in_thread(raw, lambda: _body(shape.body, decoder, raw, request))
-        return response(await endpoint.handler(call, **given))
+        tenant = "" if endpoint.need.public else await site.tenant(caller)
+        with site.bodies.hold(tenant) as hold:
+            raw = await read_body(request.receive, request.headers, limit, site.pace, hold)
+            if durable:
+                return await _operate(endpoint, call, raw, lambda: _body(shape.body, decoder, raw, request))
+            if shape.body is not None:
+                given["body"] = await in_thread(raw, lambda: _body(shape.body, decoder, raw, request))
+            return response(await endpoint.handler(call, **given))
 
     return answer
 
 
 def _body(kind: Any, decoder: msgspec.json.Decoder[Any] | None, raw: bytes, request: Request) -> Any:
     if kind is Raw:
-        return Raw(raw, media_type(request))
+        return Raw(raw, media_type(request.headers))
     return None if decoder is None else decode(decoder, raw)
 
 

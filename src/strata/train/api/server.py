@@ -17,6 +17,7 @@ from strata.base.ids import Ids
 from strata.base.loopback import is_loopback_host
 from strata.http import server
 from strata.http.body import Pace
+from strata.http.budget import BodyBudget
 from strata.http.protocol import HEADER_S, protocol
 from strata.http.root import Root
 from strata.http.server import config, listen, new_loop, stop_on_signals, url_of
@@ -59,6 +60,11 @@ class APIServer:
 
     @asynccontextmanager
     async def application(self, orchestrator: Orchestrator) -> AsyncIterator[Root]:
+        async with self.open_site(orchestrator) as site:
+            yield application(site, TABLE)
+
+    @asynccontextmanager
+    async def open_site(self, orchestrator: Orchestrator) -> AsyncIterator[Site]:
         settings, clock = self._settings, self._clock
         make_private(settings.data, "the server's files")
         # Uploads that the last one died with.
@@ -68,7 +74,7 @@ class APIServer:
             if not settings.server.identity_database:
                 await first_key(identity, clock, settings.data)
             token = settings.server.operator_token or operator_token(settings.data)
-            site = Site(
+            yield Site(
                 settings=settings,
                 orchestrator=orchestrator,
                 payloads=Payloads(settings.payloads),
@@ -78,11 +84,11 @@ class APIServer:
                 ids=Ids(clock),
                 answer_s=self._answer_s,
                 pace=self._pace,
+                bodies=BodyBudget(largest=settings.server.max_body_bytes),
                 number=self._number,
                 # The same in all API servers: what one has signed, the others let in.
                 signing_key=hmac.digest(token.reveal().encode(), b"addresses of archives", "sha256"),
             )
-            yield application(site, TABLE)
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Answer on this socket until `stop`. `ready` is called when everything is there that an answer needs."""

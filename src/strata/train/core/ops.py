@@ -33,11 +33,16 @@ class DType(StrEnum):
         return {DType.F32: 4, DType.I64: 8, DType.I32: 4, DType.BF16: 2}[self]
 
 
+MAX_DATUMS: Final = 1 << 16
+MAX_INPUTS: Final = 64
+MAX_DIMENSIONS: Final = 8
+
+
 class Dense(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):
     """Numbers in row-major order, little-endian."""
 
     dtype: DType
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     data: bytes
 
 
@@ -59,7 +64,7 @@ class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tokens: bytes
     """int32, little-endian."""
-    inputs: Mapping[str, Tensor]
+    inputs: Annotated[Mapping[str, Tensor], msgspec.Meta(max_length=MAX_INPUTS)]
 
     @property
     def length(self) -> int:

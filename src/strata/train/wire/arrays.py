@@ -13,12 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.ops import Datum, Dense, DType, Sparse, Tensor
+from strata.train.core.ops import (
+    MAX_DATUMS,
+    MAX_DIMENSIONS,
+    MAX_INPUTS,
+    Datum,
+    Dense,
+    DType,
+    Sparse,
+    Tensor,
+)
 
-MAX_DATUMS: Final = 1 << 16
-MAX_INPUTS: Final = 64
 MAX_NAME: Final = 256
-MAX_DIMENSIONS: Final = 8
 MAX_DENSE_BYTES: Final = 1 << 30
 """Of a sparse matrix when it is written out: a few bytes must not become all the memory of a rank."""
 

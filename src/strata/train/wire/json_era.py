@@ -13,12 +13,14 @@ import numpy.typing as npt
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.ops import DType
-from strata.train.wire.arrays import MAX_DATUMS, NUMPY, numbers, refuse, widened
+from strata.train.core.ops import MAX_DATUMS, DType
+from strata.train.wire.arrays import NUMPY, numbers, refuse, widened
 from strata.train.wire.request import PassRequest, Place, checked
 from strata.train.wire.tinker import OUTPUT_TYPE
 
 T = TypeVar("T")
+MAX_NUMBERS: Final = 1 << 22
+"""Of a batch in JSON. They are counted by their commas, before one of them is an object."""
 _DTYPES: Final = {"float32": DType.F32, "int64": DType.I64}
 
 
@@ -71,6 +73,8 @@ def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.Unreadabl
     head = _decoded(_heads, body, "")
     place = Place.of(head.model_id, head.seq_id)
     try:
+        if (count := body.count(b",")) > MAX_NUMBERS:
+            raise refuse("data", f"has {count} values; a batch in JSON takes at most {MAX_NUMBERS}")
         found = _decoded(_bodies, body, "")
         given = found.forward_input if forward_only else found.forward_backward_input
         if given is None:

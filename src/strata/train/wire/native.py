@@ -6,7 +6,7 @@ Results come back as the bytes that the ranks made. Nothing is imported here tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -21,7 +21,7 @@ class PassBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss: str
     config: Mapping[str, float | str] = {}
     forward_only: bool = False
-    datums: Sequence[ops.Datum]
+    datums: Annotated[Sequence[ops.Datum], msgspec.Meta(max_length=ops.MAX_DATUMS)]
 
 
 encode: Final = msgspec.msgpack.Encoder().encode

@@ -1,4 +1,4 @@
-"""A pass as a client asked for it, however it was written down; and the reading of its body."""
+"""A pass as a client asked for it, however it was written down."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import zstandard
-
-from strata.base.errors import Code, StrataError
+from strata.base.errors import StrataError
 from strata.base.suggest import suggestion
 from strata.train.core import ops
 from strata.train.wire.arrays import MAX_NAME, check_datums, refuse
@@ -89,17 +87,3 @@ def _checked_config(config: Mapping[str, float | str]) -> Mapping[str, float]:
             raise refuse(path, f"{value} is not a number that a loss can use")
         numbers[name] = float(value)
     return numbers
-
-
-def decompress(body: bytes, limit: int) -> bytes:
-    """The content of a zstd body; never more than `limit` bytes of it are made."""
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body, read_across_frames=True)
-    try:
-        content = reader.read(limit + 1)
-    except zstandard.ZstdError as error:
-        raise StrataError(Code.INVALID, f"the body is not zstd: {error}") from None
-    if len(content) > limit:
-        raise StrataError(Code.INVALID, f"the body has more than {limit} bytes when it is unpacked")
-    if body and not content:
-        raise StrataError(Code.INVALID, "the zstd body is empty or cut off")
-    return content

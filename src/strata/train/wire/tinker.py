@@ -11,8 +11,9 @@ from google.protobuf.message import DecodeError
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.ops import DType
-from strata.train.wire.arrays import MAX_DATUMS, MAX_DIMENSIONS, refuse
+from strata.train.core.ops import MAX_DATUMS, MAX_DIMENSIONS, DType
+from strata.train.wire.arrays import refuse
+from strata.train.wire.elements import check_elements
 from strata.train.wire.pb import tinker_pb2 as pb
 from strata.train.wire.request import PassRequest, Place, checked
 
@@ -29,6 +30,7 @@ _THEIRS: Final = {own: theirs for theirs, own in _OWN.items()}
 
 def read_pass(body: bytes) -> PassRequest | ops.Unreadable:
     """INVALID is raised only where not even the place of the operation can be read."""
+    check_elements(body, pb.ForwardBackwardRequest.DESCRIPTOR)
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
