@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, LiteralString
 
+from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.database.sqlite import is_empty, run_script
@@ -59,6 +60,8 @@ class SqliteComponents:
             component.due(versions.get(component.name, 0))
 
     def upgrade(self, db: sqlite3.Connection) -> None:
+        # PostgreSQL has it; steps that give rows an identity need it.
+        db.create_function("sha256_hex", 1, sha256_hex, deterministic=True)
         db.execute(
             "CREATE TABLE IF NOT EXISTS strata_schema"
             " (component TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID, STRICT"

@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 from strata.database.events import Recorded
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, Status
-from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
-from strata.fleet.core.plan import Plan, Present
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.plan import Plan, Policy, Present, Registered
 from strata.fleet.core.requirement import RequirementClass
 
 
@@ -51,6 +51,10 @@ class JobRow:
     """The last manifest did not have it any more; it stays until it is cancelled."""
     waits_for: int = 0
     """How many of `spec.after` are not completed yet."""
+    trainer_digest: str = ""
+    """The trainer of its next attempt; of a completed job, the one that made its result. Empty: it is not known."""
+    submitted_by: str = ""
+    """Who queued it, as events name the caller: the key that submitted it, or that applied its manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,8 @@ class AttemptRow:
     """The artifact a later attempt may resume from."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Recorded by the agent for the lineage: code commit, lock hash, data digest, versions."""
+    trainer_digest: str = ""
+    """The trainer that the host was given for this attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +88,10 @@ class Lease:
     expires_at_s: float
     spec: JobSpec
     trainer: TrainerSpec | None
-    """None when the trainer was removed since; the agent refuses such a job as `infra`."""
+    """The one with the digest that the job carries; None where it is not known, and the agent refuses the job."""
     checkpoint: str = ""
     """The newest checkpoint of any earlier attempt."""
+    trainer_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +187,10 @@ class Store(Protocol):
         """All of the plan or nothing of it. A new job is pending; a changed one keeps its status and its attempts, and
         moves to its new class and priority if it waits. An empty plan changes nothing and writes no event.
 
+        Each job gets the digest that its trainer's name has in the plan's project from now on: a new one, one that is
+        changed in that and not completed, and one that is requeued. CONFLICT when a policy belongs to another project
+        and the plan does not take it over.
+
         `declared` is False for jobs that were submitted one by one: no manifest misses those.
         """
 
@@ -188,9 +199,13 @@ class Store(Protocol):
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]: ...
 
-    async def policies(self) -> Mapping[str, HostSpec]: ...
+    async def policies(self) -> Mapping[str, Policy]:
+        """By the name of the host."""
 
-    async def trainers(self) -> Mapping[str, TrainerSpec]: ...
+    async def trainers(self) -> Mapping[tuple[str, str], Registered]:
+        """By project and name. Trainers that are no longer declared are kept for the jobs that carry their digest."""
+
+    async def trainer(self, digest: str) -> TrainerSpec: ...
 
     async def register_host(self, host: HostRow, actor: str) -> HostRow:
         """New or again; the state stays what the operator made it, a host that had left is active again."""

@@ -14,8 +14,8 @@ from strata.fleet import postgres_claims, postgres_plan
 from strata.fleet import postgres_leases as leases
 from strata.fleet import postgres_tables as sql
 from strata.fleet.core.job import Status
-from strata.fleet.core.jobspec import HostSpec, TrainerSpec
-from strata.fleet.core.plan import Plan, Present
+from strata.fleet.core.jobspec import TrainerSpec
+from strata.fleet.core.plan import Plan, Policy, Present, Registered
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.ports import (
     AttemptRow,
@@ -32,7 +32,22 @@ from strata.fleet.ports import (
     Renewal,
     Renewed,
 )
-from strata.fleet.rows import ATTEMPT, HOST, JOB, attempt_of, decode_spec, encode, host_of, job_of
+from strata.fleet.rows import (
+    ATTEMPT,
+    HOST,
+    JOB,
+    POLICIES,
+    PRESENT,
+    TRAINERS,
+    attempt_of,
+    encode,
+    host_of,
+    job_of,
+    policies_of,
+    present_of,
+    trainer_of,
+    trainers_of,
+)
 
 APPLY_S: Final = 120.0
 """A plan may have tens of thousands of jobs, and is one transaction."""
@@ -50,11 +65,8 @@ class PostgresStore:
             await postgres_plan.apply(connection, plan, actor, now_s, source=source, declared=declared)
 
     async def present(self) -> Mapping[str, Present]:
-        rows = await self._connections.run("SELECT id, spec, status, declared FROM job", {})
-        return {
-            id_: Present(spec=decode_spec(spec), status=Status(status), declared=declared)
-            for id_, spec, status, declared in rows
-        }
+        rows = await self._connections.run(f"SELECT id, {PRESENT} FROM job", {})
+        return {id_: present_of(rest) for id_, *rest in rows}
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
         select = "SELECT id, spec FROM req_class WHERE id > %(after)s ORDER BY id"
@@ -62,15 +74,15 @@ class PostgresStore:
         rows = await self._connections.run(select, {"after": after_id})
         return [ClassRow(id=id_, requirement=decode(spec)) for id_, spec in rows]
 
-    async def policies(self) -> Mapping[str, HostSpec]:
-        decode = msgspec.json.Decoder(HostSpec).decode
-        rows = await self._connections.run("SELECT host, spec FROM policy", {})
-        return {host: decode(spec) for host, spec in rows}
+    async def policies(self) -> Mapping[str, Policy]:
+        return policies_of(await self._connections.run(POLICIES, {}))
 
-    async def trainers(self) -> Mapping[str, TrainerSpec]:
-        decode = msgspec.json.Decoder(TrainerSpec).decode
-        rows = await self._connections.run("SELECT name, spec FROM trainer", {})
-        return {name: decode(spec) for name, spec in rows}
+    async def trainers(self) -> Mapping[tuple[str, str], Registered]:
+        return trainers_of(await self._connections.run(TRAINERS, {}))
+
+    async def trainer(self, digest: str) -> TrainerSpec:
+        select = "SELECT spec FROM trainer WHERE digest = %(digest)s"
+        return trainer_of(await self._connections.run(select, {"digest": digest}), digest)
 
     async def register_host(self, host: HostRow, actor: str) -> HostRow:
         async with self._connections.transaction() as connection:
@@ -78,7 +90,8 @@ class PostgresStore:
             before = await (await connection.execute(select, (host.id,))).fetchone()
             capability = encode(host.capability)
             await connection.execute(
-                "INSERT INTO host VALUES (%s, %s, %s, %s, 'active', '', %s, %s) ON CONFLICT (id) DO UPDATE SET"
+                "INSERT INTO host (id, name, capability, registered_at, state, state_reason, agent_version, pool)"
+                " VALUES (%s, %s, %s, %s, 'active', '', %s, %s) ON CONFLICT (id) DO UPDATE SET"
                 " name = excluded.name, capability = excluded.capability, agent_version = excluded.agent_version,"
                 " pool = excluded.pool, state = CASE host.state WHEN 'left' THEN 'active' ELSE host.state END",
                 (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool),

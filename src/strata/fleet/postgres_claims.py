@@ -103,7 +103,7 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
     host_id = given.host, reason = '',
     lost = lost + CASE epoch WHEN 0 THEN 0 ELSE (SELECT count(*) FROM lease WHERE job_id = job.id) END
   FROM given WHERE job.seq = given.seq
-  RETURNING id, epoch, attempts, spec, checkpoint, trainer, given.place, given.host, given.claim
+  RETURNING id, epoch, attempts, spec, checkpoint, trainer_digest, given.place, given.host, given.claim
 ), replaced AS (
   UPDATE attempt SET ended_at = %(now)s, outcome = 'lost', cause = 'host_lost'
   WHERE job_id = ANY (ARRAY(SELECT id FROM moved WHERE moved.epoch > 1))
@@ -114,23 +114,24 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
   ON CONFLICT (job_id) DO UPDATE SET host_id = excluded.host_id, epoch = excluded.epoch,
     expires_at = excluded.expires_at, expired = false
 ), tried AS (
-  INSERT INTO attempt
-  SELECT id, epoch, host, claim, %(now)s, NULL, NULL, '', '', '', '', '', '{{{{}}}}', attempts FROM moved
+  INSERT INTO attempt (job_id, epoch, host_id, claim_id, claimed_at, number, trainer_digest,
+    outcome, cause, error, artifact, checkpoint, facts)
+  SELECT id, epoch, host, claim, %(now)s, attempts, trainer_digest, '', '', '', '', '', '{{{{}}}}' FROM moved
 ), told AS (
   INSERT INTO event (at, actor, kind, subject, body)
   SELECT %(now)s, 'host:' || host, 'job.claimed', id, convert_to('{{{{"epoch":' || epoch || '}}}}', 'UTF8') FROM moved
 )
-SELECT host, claim, id, epoch, %(until)s::float8, moved.spec, checkpoint, trainer.spec
-FROM moved LEFT JOIN trainer ON trainer.name = moved.trainer ORDER BY place
+SELECT host, claim, id, epoch, %(until)s::float8, moved.spec, checkpoint, trainer_digest, trainer.spec
+FROM moved LEFT JOIN trainer ON trainer.digest = moved.trainer_digest ORDER BY place
 """
 """A claim is the end of a place in the queue and the beginning of a lease and an attempt, in one statement."""
 
 GIVEN: Final = """
-SELECT a.host_id, a.claim_id, a.job_id, a.epoch, l.expires_at, j.spec, j.checkpoint, t.spec
+SELECT a.host_id, a.claim_id, a.job_id, a.epoch, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec
 FROM unnest(%(hosts)s::text[], %(claims)s::text[]) AS w (host, claim)
 JOIN attempt a ON a.claim_id = w.claim AND a.host_id = w.host
 JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch
-JOIN job j ON j.id = a.job_id LEFT JOIN trainer t ON t.name = j.trainer
+JOIN job j ON j.id = a.job_id LEFT JOIN trainer t ON t.digest = a.trainer_digest
 ORDER BY j.priority DESC, j.seq
 """
 """What claims of these names were given before and still hold."""

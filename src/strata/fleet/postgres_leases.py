@@ -89,7 +89,12 @@ async def complete(connection: Connection, hold: Hold, completion: Completion, n
     facts = {**completion.facts, "metrics": dict(completion.metrics)}
     async with connection.pipeline():
         await _move(connection, job, Event.COMPLETE, now_s, "")
-        await connection.execute("UPDATE job SET artifact = %s WHERE seq = %s", (completion.artifact, job.seq))
+        # The trainer may have been changed since this attempt began: the result is of the one that it was given.
+        await connection.execute(
+            "UPDATE job SET artifact = %s, trainer_digest = a.trainer_digest FROM attempt a"
+            " WHERE job.seq = %s AND a.job_id = job.id AND a.epoch = %s",
+            (completion.artifact, job.seq, hold.epoch),
+        )
         await _end_attempt(connection, hold.job_id, hold.epoch, now_s, "completed")
         await _note(connection, hold, artifact=completion.artifact, facts=encode(facts))
         await connection.execute("DELETE FROM lease WHERE job_id = %s", (hold.job_id,))

@@ -13,7 +13,7 @@ from strata.fleet.core.hold import outdated_plan
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import Plan
-from strata.fleet.postgres_leases import Connection, enqueue, record
+from strata.fleet.postgres_leases import Connection, enqueue, record, requeue
 from strata.fleet.rows import class_keys, encode
 
 PLAN_LOCK: Final = 0x5354_5241_5441_0004
@@ -26,18 +26,23 @@ async def apply(connection: Connection, plan: Plan, actor: str, now_s: float, *,
     there = await cursor.fetchone()
     if there is not None:
         raise outdated_plan(there[0])
-    changed = {change.job_id: change.spec for change in plan.changed}
+    changed = plan.requeued | {change.job_id: change.spec for change in plan.changed}
+    takers = [*plan.requeued, *(change.job_id for change in plan.changed if "trainer" in change.kinds)]
     await _await_ends(connection, {needed for spec in [*plan.new.values(), *changed.values()] for needed in spec.after})
+    await _put_trainers(connection, plan)
+    await _put_policies(connection, plan)
     classes = await _classes(connection, class_keys([*plan.new.values(), *changed.values()]))
-    await _add(connection, plan.new, classes, now_s, declared=declared)
+    await _add(connection, plan, classes, actor, now_s, declared=declared)
     await _change(connection, changed, classes, now_s)
+    for job_id in sorted(plan.requeued):
+        await requeue(connection, job_id, actor, now_s)
+    # What made the result that does not count made this as well.
+    await connection.execute("UPDATE job SET checkpoint = '' WHERE id = ANY(%s)", (list(plan.requeued),))
+    await _take_trainers(connection, takers)
     # Only now is every job there that another one may come after.
     await _order(connection, plan.new, changed, now_s)
     if declared:
         await _adopt(connection, [*plan.unchanged, *changed], plan.orphaned)
-    await _put(connection, "trainer (name, spec)", [(name, encode(spec)) for name, spec in plan.trainers.items()])
-    await _put(connection, "policy (host, spec)", [(name, encode(spec)) for name, spec in plan.hosts.items()])
-    await connection.execute("DELETE FROM policy WHERE host = ANY(%s)", (list(plan.released_hosts),))
     told = [Record(now_s, actor, "job.created", id_, {"model": s.model, "mode": s.mode}) for id_, s in plan.new.items()]
     told += [Record(now_s, actor, "job.changed", each.job_id, {"kinds": each.kinds}) for each in plan.changed]
     await record_postgres(connection, told)
@@ -75,20 +80,25 @@ async def _known(connection: Connection, keys: list[str]) -> dict[str, int]:
 
 
 async def _add(
-    connection: Connection, jobs: Mapping[str, JobSpec], classes: Mapping[bytes, int], now_s: float, *, declared: bool
+    connection: Connection, plan: Plan, classes: Mapping[bytes, int], actor: str, now_s: float, *, declared: bool
 ) -> None:
-    if not jobs:
+    if not plan.new:
         return
-    rows = [(id_, encode(spec), classes[encode(spec.requirement)], *_sorted_by(spec)) for id_, spec in jobs.items()]
+    rows = [
+        (id_, encode(spec), classes[encode(spec.requirement)], *_sorted_by(spec), spec.project)
+        for id_, spec in plan.new.items()
+    ]
     # One statement for all, in the order of the manifest: the older of two equal jobs is claimed first.
     await connection.execute(
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
-        " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint)"
+        " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint,"
+        " submitted_by, project, trainer_digest)"
         f" SELECT n.id, n.spec, n.class_id, '{Status.PENDING}', 0, %s, %s, 0, '', '', '', %s, false, 0,"
-        " n.model, n.sweep, n.priority, n.trainer, 0, 0, 0, ''"
-        " FROM unnest(%s::text[], %s::bytea[], %s::bigint[], %s::text[], %s::text[], %s::int[], %s::text[])"
-        " WITH ORDINALITY AS n (id, spec, class_id, model, sweep, priority, trainer, place) ORDER BY n.place",
-        (now_s, now_s, declared, *(list(column) for column in zip(*rows, strict=True))),
+        " n.model, n.sweep, n.priority, n.trainer, 0, 0, 0, '', %s, n.project, coalesce(t.digest, '')"
+        " FROM unnest(%s::text[], %s::bytea[], %s::bigint[], %s::text[], %s::text[], %s::int[], %s::text[], %s::text[])"
+        " WITH ORDINALITY AS n (id, spec, class_id, model, sweep, priority, trainer, project, place)"
+        " LEFT JOIN trainer_name t ON t.project = n.project AND t.name = n.trainer ORDER BY n.place",
+        (now_s, now_s, declared, actor, *(list(column) for column in zip(*rows, strict=True))),
     )
 
 
@@ -128,17 +138,45 @@ async def _order(
     await enqueue(connection, [seq for seq, _, status in rows if status == Status.PENDING], now_s)
 
 
-async def _adopt(connection: Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:
+async def _take_trainers(connection: Connection, jobs: Iterable[str]) -> None:
+    """What their trainers' names stand for now. A result that came in since the plan was made keeps its own."""
     await connection.execute(
-        "UPDATE job SET declared = true, orphaned = false WHERE id = ANY(%s) AND (orphaned OR NOT declared)",
+        "UPDATE job SET trainer_digest = coalesce("
+        "  (SELECT digest FROM trainer_name t WHERE t.project = job.project AND t.name = job.trainer), '')"
+        " WHERE id = ANY(%s) AND status <> 'completed'",
+        (list(jobs),),
+    )
+
+
+async def _adopt(connection: Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:
+    """The manifest has these jobs from now on. An attempt from before may still end in a result that is not its own."""
+    await connection.execute(
+        "UPDATE job SET declared = true, orphaned = false, checkpoint = CASE WHEN declared THEN checkpoint ELSE '' END"
+        " WHERE id = ANY(%s) AND (orphaned OR NOT declared)"
+        " AND (declared OR NOT EXISTS (SELECT 1 FROM lease WHERE lease.job_id = job.id))",
         (list(kept),),
     )
     await connection.execute("UPDATE job SET orphaned = true WHERE id = ANY(%s)", (list(orphaned),))
 
 
-async def _put(connection: Connection, table: str, rows: list[tuple[str, bytes]]) -> None:
-    key = table.split("(")[1].split(",", maxsplit=1)[0]
-    for row in rows:
+async def _put_trainers(connection: Connection, plan: Plan) -> None:
+    """A trainer is never changed: its name gets another digest, and jobs keep the one they carry."""
+    for name, spec in sorted(plan.trainers.items()):
+        digest = spec.digest
+        await connection.execute("INSERT INTO trainer VALUES (%s, %s) ON CONFLICT DO NOTHING", (digest, spec.encode()))
         await connection.execute(
-            f"INSERT INTO {table} VALUES (%s, %s) ON CONFLICT ({key}) DO UPDATE SET spec = excluded.spec", row
+            "INSERT INTO trainer_name VALUES (%s, %s, %s)"
+            " ON CONFLICT (project, name) DO UPDATE SET digest = excluded.digest",
+            (plan.project, name, digest),
         )
+
+
+async def _put_policies(connection: Connection, plan: Plan) -> None:
+    for name, spec in sorted(plan.hosts.items()):
+        changed = await connection.execute(
+            "INSERT INTO policy (host, spec, project) VALUES (%s, %s, %s) ON CONFLICT (host) DO UPDATE"
+            " SET spec = excluded.spec, project = excluded.project WHERE policy.project = excluded.project OR %s",
+            (name, encode(spec), plan.project, plan.take_over),
+        )
+        if not changed.rowcount:
+            raise outdated_plan(f"the policy of {name}")

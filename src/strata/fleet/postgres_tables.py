@@ -90,6 +90,26 @@ COMPONENT: Final = Component(
           SELECT job_id, count(*) AS attempts FROM attempt GROUP BY job_id
         ) AS a WHERE job.id = a.job_id;
         """,
+        """
+        ALTER TABLE trainer RENAME TO trainer_by_name;
+        CREATE TABLE trainer (digest text PRIMARY KEY, spec bytea NOT NULL);
+        CREATE TABLE trainer_name (
+          project text NOT NULL, name text NOT NULL, digest text NOT NULL REFERENCES trainer,
+          PRIMARY KEY (project, name)
+        );
+        INSERT INTO trainer SELECT 'trainer1_' || encode(sha256(spec), 'hex'), spec FROM trainer_by_name;
+        INSERT INTO trainer_name
+          SELECT 'default', name, 'trainer1_' || encode(sha256(spec), 'hex') FROM trainer_by_name;
+        DROP TABLE trainer_by_name;
+        ALTER TABLE job ADD COLUMN project text NOT NULL DEFAULT 'default';
+        ALTER TABLE job ADD COLUMN trainer_digest text NOT NULL DEFAULT '';
+        ALTER TABLE job ADD COLUMN submitted_by text NOT NULL DEFAULT '';
+        UPDATE job SET trainer_digest = t.digest FROM trainer_name t WHERE t.name = job.trainer;
+        ALTER TABLE attempt ADD COLUMN trainer_digest text NOT NULL DEFAULT '';
+        UPDATE attempt SET trainer_digest = job.trainer_digest FROM job WHERE job.id = attempt.job_id;
+        ALTER TABLE policy ADD COLUMN project text NOT NULL DEFAULT 'default';
+        ALTER TABLE host ADD COLUMN labels bytea NOT NULL DEFAULT '{}';
+        """,
     ),
 )
 

@@ -64,7 +64,7 @@ class Roster:
             self._classes[row.id] = row.requirement
             if row.requirement.needs.prefer_wait_s:
                 self._picky[row.id] = row.requirement
-        self._policies = await self._store.policies()
+        self._policies = {host: policy.spec for host, policy in (await self._store.policies()).items()}
         self._hosts = {host.id: host for host in await self._store.hosts()}
         self._profiles = {}
         self._served = {host_id: served for host_id, served in self._served.items() if host_id in self._hosts}

@@ -7,26 +7,33 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from strata.base.errors import Code, StrataError
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.hold import Standing, standing
 from strata.fleet.core.job import CHARGED, Cause, Status
-from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.lease import Tally
+from strata.fleet.core.plan import Policy, Present, Registered
 from strata.fleet.ports import AttemptRow, Hold, HostRow, JobRow, Lease
 
 JOB: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
-    " orphaned, waits_for, attempts"
+    " orphaned, waits_for, attempts, trainer_digest, submitted_by"
 )
 ATTEMPT: Final = (
     "job_id, number, epoch, host_id, claimed_at, started_at, ended_at, outcome, cause, error, artifact, checkpoint,"
-    " facts"
+    " facts, trainer_digest"
 )
 HOST: Final = "id, name, capability, registered_at, state, state_reason, coalesce(seen, 0), agent_version, pool"
 
+PRESENT: Final = "spec, status, declared, trainer_digest"
+POLICIES: Final = "SELECT host, spec, project FROM policy"
+TRAINERS: Final = "SELECT n.project, n.name, n.digest, t.spec FROM trainer_name n JOIN trainer t ON t.digest = n.digest"
+
 encode: Final = msgspec.json.Encoder().encode
 decode_spec: Final = msgspec.json.Decoder(JobSpec).decode
-_trainer: Final = msgspec.json.Decoder(TrainerSpec).decode
+decode_trainer: Final = msgspec.json.Decoder(TrainerSpec).decode
+_policy: Final = msgspec.json.Decoder(HostSpec).decode
 _capability: Final = msgspec.json.Decoder(Capability).decode
 _facts: Final = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -39,7 +46,7 @@ def class_keys(specs: Iterable[JobSpec]) -> dict[bytes, str]:
 
 def job_of(row: Sequence[Any]) -> JobRow:
     (id_, spec, class_id, status, epoch, created, changed, not_before, host, reason, artifact, declared, orphaned,
-     waits_for, attempts) = row  # fmt: skip
+     waits_for, attempts, trainer_digest, submitted_by) = row  # fmt: skip
     return JobRow(
         id=id_,
         spec=decode_spec(spec),
@@ -56,11 +63,14 @@ def job_of(row: Sequence[Any]) -> JobRow:
         declared=bool(declared),
         orphaned=bool(orphaned),
         waits_for=waits_for,
+        trainer_digest=trainer_digest,
+        submitted_by=submitted_by,
     )
 
 
 def attempt_of(row: Sequence[Any]) -> AttemptRow:
-    job_id, number, epoch, host, claimed, started, ended, outcome, cause, error, artifact, checkpoint, facts = row
+    (job_id, number, epoch, host, claimed, started, ended, outcome, cause, error, artifact, checkpoint, facts,
+     trainer_digest) = row  # fmt: skip
     return AttemptRow(
         job_id=job_id,
         number=number,
@@ -75,7 +85,32 @@ def attempt_of(row: Sequence[Any]) -> AttemptRow:
         artifact=artifact,
         checkpoint=checkpoint,
         facts=_facts(facts),
+        trainer_digest=trainer_digest,
     )
+
+
+def present_of(row: Sequence[Any]) -> Present:
+    """From `PRESENT`."""
+    spec, status, declared, digest = row
+    return Present(spec=decode_spec(spec), status=Status(status), declared=bool(declared), trainer=digest)
+
+
+def policies_of(rows: Iterable[Sequence[Any]]) -> dict[str, Policy]:
+    """From `POLICIES`."""
+    return {host: Policy(spec=_policy(spec), project=project) for host, spec, project in rows}
+
+
+def trainers_of(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], Registered]:
+    """From `TRAINERS`."""
+    return {
+        (project, name): Registered(digest=digest, spec=decode_trainer(spec)) for project, name, digest, spec in rows
+    }
+
+
+def trainer_of(rows: Sequence[Sequence[Any]], digest: str) -> TrainerSpec:
+    if not rows:
+        raise StrataError(Code.NOT_FOUND, f"there is no trainer {digest[:100]!r}")
+    return decode_trainer(rows[0][0])
 
 
 def host_of(row: Sequence[Any]) -> HostRow:
@@ -95,15 +130,16 @@ def host_of(row: Sequence[Any]) -> HostRow:
 
 def lease_of(job_id: str, epoch: int, row: Sequence[Any]) -> Lease:
     """From `LEASE`."""
-    host_id, expires_at_s, spec, checkpoint, trainer = row
+    host_id, expires_at_s, spec, checkpoint, digest, trainer = row
     return Lease(
         job_id=job_id,
         epoch=epoch,
         host_id=host_id,
         expires_at_s=expires_at_s,
         spec=decode_spec(spec),
-        trainer=None if trainer is None else _trainer(trainer),
+        trainer=None if trainer is None else decode_trainer(trainer),
         checkpoint=checkpoint,
+        trainer_digest=digest,
     )
 
 

@@ -24,7 +24,7 @@ from strata.fleet.core.hyper import Schema
 from strata.fleet.core.job import HELD, Cause, Status
 from strata.fleet.core.lease import LEASE_S, may_sweep, quarantine
 from strata.fleet.core.manifest import Digests, read_manifest
-from strata.fleet.core.plan import Plan, plan
+from strata.fleet.core.plan import ApplyOptions, Plan, plan
 from strata.fleet.core.why import Question, Waiting, Why, why
 from strata.fleet.ports import (
     Claim,
@@ -157,14 +157,17 @@ class Fleet:
         *,
         schemas: Mapping[str, Schema] | None = None,
         digests: Mapping[str, Digests] | None = None,
+        options: ApplyOptions | None = None,
     ) -> Plan:
         """What applying this manifest would change; INVALID with all that is wrong with it."""
         manifest = read_manifest(text, source, schemas=schemas, digests=digests)
+        registered = await self.store.trainers()
         return plan(
             manifest,
             await self.store.present(),
-            trainers=await self.store.trainers(),
+            trainers={name: each for (project, name), each in registered.items() if project == manifest.project},
             hosts=await self.store.policies(),
+            options=options,
         )
 
     async def apply(self, wanted: Plan, actor: str, *, source: str, declared: bool = True) -> None:

@@ -13,9 +13,8 @@ from strata.database import events
 from strata.database.sqlite import SqliteThread
 from strata.fleet import sqlite_claims, sqlite_plan
 from strata.fleet import sqlite_leases as leases
-from strata.fleet.core.job import Status
-from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
-from strata.fleet.core.plan import Plan, Present
+from strata.fleet.core.jobspec import TrainerSpec
+from strata.fleet.core.plan import Plan, Policy, Present, Registered
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.ports import (
     AttemptRow,
@@ -32,7 +31,22 @@ from strata.fleet.ports import (
     Renewal,
     Renewed,
 )
-from strata.fleet.rows import ATTEMPT, HOST, JOB, attempt_of, encode, host_of, job_of
+from strata.fleet.rows import (
+    ATTEMPT,
+    HOST,
+    JOB,
+    POLICIES,
+    PRESENT,
+    TRAINERS,
+    attempt_of,
+    encode,
+    host_of,
+    job_of,
+    policies_of,
+    present_of,
+    trainer_of,
+    trainers_of,
+)
 from strata.fleet.sqlite_tables import read_job
 
 
@@ -46,32 +60,29 @@ class SqliteStore:
         await self._thread.write(lambda db: sqlite_plan.apply(db, plan, actor, now_s, source=source, declared=declared))
 
     async def present(self) -> Mapping[str, Present]:
-        rows = await self._rows("SELECT id, spec, status, declared FROM job", ())
-        decode = msgspec.json.Decoder(JobSpec).decode
-        return {
-            id_: Present(spec=decode(spec), status=Status(status), declared=bool(declared))
-            for id_, spec, status, declared in rows
-        }
+        return {id_: present_of(rest) for id_, *rest in await self._rows(f"SELECT id, {PRESENT} FROM job", ())}
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
         rows = await self._rows("SELECT id, spec FROM req_class WHERE id > ? ORDER BY id", (after_id,))
         decode = msgspec.json.Decoder(RequirementClass).decode
         return [ClassRow(id=id_, requirement=decode(spec)) for id_, spec in rows]
 
-    async def policies(self) -> Mapping[str, HostSpec]:
-        decode = msgspec.json.Decoder(HostSpec).decode
-        return {host: decode(spec) for host, spec in await self._rows("SELECT host, spec FROM policy", ())}
+    async def policies(self) -> Mapping[str, Policy]:
+        return policies_of(await self._rows(POLICIES, ()))
 
-    async def trainers(self) -> Mapping[str, TrainerSpec]:
-        decode = msgspec.json.Decoder(TrainerSpec).decode
-        return {name: decode(spec) for name, spec in await self._rows("SELECT name, spec FROM trainer", ())}
+    async def trainers(self) -> Mapping[tuple[str, str], Registered]:
+        return trainers_of(await self._rows(TRAINERS, ()))
+
+    async def trainer(self, digest: str) -> TrainerSpec:
+        return trainer_of(await self._rows("SELECT spec FROM trainer WHERE digest = ?", (digest,)), digest)
 
     async def register_host(self, host: HostRow, actor: str) -> HostRow:
         def register(db: sqlite3.Connection) -> HostRow:
             before = db.execute("SELECT capability, state FROM host WHERE id = ?", (host.id,)).fetchone()
             capability = encode(host.capability)
             db.execute(
-                "INSERT INTO host VALUES (?, ?, ?, ?, 'active', '', ?, ?) ON CONFLICT (id) DO UPDATE SET"
+                "INSERT INTO host (id, name, capability, registered_at, state, state_reason, agent_version, pool)"
+                " VALUES (?, ?, ?, ?, 'active', '', ?, ?) ON CONFLICT (id) DO UPDATE SET"
                 " name = excluded.name, capability = excluded.capability, agent_version = excluded.agent_version,"
                 " pool = excluded.pool, state = CASE state WHEN 'left' THEN 'active' ELSE state END",
                 (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool),

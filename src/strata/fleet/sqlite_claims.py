@@ -34,9 +34,10 @@ CROSS JOIN host AS h ON h.id = w.host
 """Of each claim, whether its host may take anything, and whether it was answered before."""
 
 GIVEN: Final = """
-SELECT a.job_id, a.epoch, l.host_id, l.expires_at, j.spec, j.checkpoint, t.spec
+SELECT a.job_id, a.epoch, l.host_id, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec
 FROM attempt a JOIN job j ON j.id = a.job_id JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch
-LEFT JOIN trainer t ON t.name = j.trainer WHERE a.host_id = ? AND a.claim_id = ? ORDER BY j.priority DESC, j.seq
+LEFT JOIN trainer t ON t.digest = a.trainer_digest WHERE a.host_id = ? AND a.claim_id = ?
+ORDER BY j.priority DESC, j.seq
 """
 """What a claim was given before and still holds."""
 
@@ -51,14 +52,20 @@ ON r.seq = (SELECT seq FROM ready WHERE class_id = c.value ORDER BY priority DES
 """The best of each class. The order of the join is said aloud: the other way it reads the whole queue."""
 
 LOAD: Final = """
-SELECT j.seq, j.id, j.epoch, j.attempts, j.spec, j.checkpoint, t.spec, l.job_id IS NOT NULL
+SELECT j.seq, j.id, j.epoch, j.attempts, j.spec, j.checkpoint, j.trainer_digest, t.spec, l.job_id IS NOT NULL
 FROM json_each(?) AS s CROSS JOIN job AS j ON j.seq = s.value
-LEFT JOIN trainer AS t ON t.name = j.trainer LEFT JOIN lease AS l ON l.job_id = j.id
+LEFT JOIN trainer AS t ON t.digest = j.trainer_digest LEFT JOIN lease AS l ON l.job_id = j.id
 """
 
 LEASE: Final = """
 INSERT INTO lease VALUES (?, ?, ?, ?, 0) ON CONFLICT (job_id) DO UPDATE
 SET host_id = excluded.host_id, epoch = excluded.epoch, expires_at = excluded.expires_at, expired = 0
+"""
+
+ATTEMPT: Final = """
+INSERT INTO attempt (job_id, epoch, host_id, claim_id, claimed_at, number, trainer_digest,
+  outcome, cause, error, artifact, checkpoint, facts)
+VALUES (?, ?, ?, ?, ?, ?, ?, '', '', '', '', '', x'7b7d')
 """
 
 
@@ -139,12 +146,12 @@ def _take(db: sqlite3.Connection, taken: Sequence[tuple[_Name, int]], lease_s: f
     attempts: list[tuple[Any, ...]] = []
     replaced: list[tuple[int, str, int]] = []
     for (host_id, claim_id), seq in taken:
-        job_id, epoch, attempts_before, spec, checkpoint, trainer, leased = rows[seq]
+        job_id, epoch, attempts_before, spec, checkpoint, digest, trainer, leased = rows[seq]
         if leased:
             replaced.append((seq, job_id, epoch))
-        leases.append(lease_of(job_id, epoch + 1, (host_id, until_s, spec, checkpoint, trainer)))
+        leases.append(lease_of(job_id, epoch + 1, (host_id, until_s, spec, checkpoint, digest, trainer)))
         moves.append((_CLAIMED, epoch + 1, now_s, host_id, seq))
-        attempts.append((job_id, epoch + 1, host_id, claim_id, now_s, attempts_before + 1))
+        attempts.append((job_id, epoch + 1, host_id, claim_id, now_s, attempts_before + 1, digest))
     db.executemany("DELETE FROM ready WHERE seq = ?", [(seq,) for seq in seqs])
     db.executemany(
         "UPDATE job SET status = ?, epoch = ?, attempts = attempts + 1, changed_at = ?, host_id = ?, reason = ''"
@@ -154,7 +161,7 @@ def _take(db: sqlite3.Connection, taken: Sequence[tuple[_Name, int]], lease_s: f
     if replaced:
         _lose(db, replaced, now_s)
     db.executemany(LEASE, [(each.job_id, each.host_id, each.epoch, until_s) for each in leases])
-    db.executemany("INSERT INTO attempt VALUES (?, ?, ?, ?, ?, NULL, NULL, '', '', '', '', '', x'7b7d', ?)", attempts)
+    db.executemany(ATTEMPT, attempts)
     record_sqlite(
         db,
         [Record(now_s, f"host:{each.host_id}", "job.claimed", each.job_id, {"epoch": each.epoch}) for each in leases],

@@ -104,7 +104,12 @@ def complete(db: sqlite3.Connection, hold: Hold, completion: Completion, now_s: 
         return _late_result(db, hold, completion, job)
     _alive(db, hold.job_id, job, now_s)
     _move(db, _need(db, hold.job_id), Event.COMPLETE, now_s, "")
-    db.execute("UPDATE job SET artifact = ? WHERE seq = ?", (completion.artifact, job.seq))
+    # The trainer may have been changed since this attempt began: the result is of the one that it was given.
+    db.execute(
+        "UPDATE job SET artifact = ?, trainer_digest ="
+        " (SELECT trainer_digest FROM attempt WHERE job_id = job.id AND epoch = ?) WHERE seq = ?",
+        (completion.artifact, hold.epoch, job.seq),
+    )
     _end_attempt(db, hold.job_id, hold.epoch, now_s, "completed")
     facts = {**completion.facts, "metrics": dict(completion.metrics)}
     _note(db, hold, artifact=completion.artifact, facts=encode(facts))

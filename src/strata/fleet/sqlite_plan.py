@@ -9,29 +9,37 @@ from strata.base.failpoint import failpoint
 from strata.fleet.core.hold import outdated_plan
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.core.plan import Change, Plan
+from strata.fleet.core.plan import Plan
 from strata.fleet.rows import class_keys, encode
-from strata.fleet.sqlite_leases import enqueue, record
+from strata.fleet.sqlite_leases import enqueue, record, requeue
 
 
 def apply(db: sqlite3.Connection, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool) -> None:
     for job_id in plan.new:
         if db.execute("SELECT 1 FROM job WHERE id = ?", (job_id,)).fetchone():
             raise outdated_plan(job_id)
-    classes = _classes(db, class_keys([*plan.new.values(), *(change.spec for change in plan.changed)]))
+    _put_trainers(db, plan)
+    _put_policies(db, plan)
+    written = plan.new | plan.requeued | {change.job_id: change.spec for change in plan.changed}
+    classes = _classes(db, class_keys(written.values()))
     for job_id, spec in plan.new.items():
-        _add(db, job_id, spec, classes[encode(spec.requirement)], now_s, declared=declared)
+        _add(db, job_id, spec, classes[encode(spec.requirement)], now_s, actor, declared=declared)
         record(db, now_s, actor, "job.created", job_id, model=spec.model, mode=spec.mode)
     for change in plan.changed:
-        _change(db, change, classes[encode(change.spec.requirement)], now_s)
+        _change(db, change.job_id, change.spec, classes[encode(change.spec.requirement)], now_s)
+        if "trainer" in change.kinds:
+            _take_trainer(db, change.job_id)
         record(db, now_s, actor, "job.changed", change.job_id, kinds=change.kinds)
+    for job_id, spec in plan.requeued.items():
+        _change(db, job_id, spec, classes[encode(spec.requirement)], now_s)
+        requeue(db, job_id, actor, now_s)
+        # What made the result that does not count made this as well.
+        db.execute("UPDATE job SET checkpoint = '' WHERE id = ?", (job_id,))
+        _take_trainer(db, job_id)
     # Only now is every job there that another one may come after.
-    _order(db, plan.new | {change.job_id: change.spec for change in plan.changed}, now_s)
+    _order(db, written, now_s)
     if declared:
-        _adopt(db, [*plan.unchanged, *(change.job_id for change in plan.changed)], plan.orphaned)
-    _put(db, "trainer", ((name, encode(spec)) for name, spec in plan.trainers.items()))
-    _put(db, "policy", ((name, encode(spec)) for name, spec in plan.hosts.items()))
-    db.executemany("DELETE FROM policy WHERE host = ?", ((name,) for name in plan.released_hosts))
+        _adopt(db, [*plan.unchanged, *plan.requeued, *(change.job_id for change in plan.changed)], plan.orphaned)
     if not plan.empty:
         record(db, now_s, actor, "manifest.applied", source, summary=plan.summary())
     failpoint("fleet.apply.written")
@@ -48,11 +56,15 @@ def _classes(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes, i
     return found
 
 
-def _add(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, now_s: float, *, declared: bool) -> None:
+def _add(  # noqa: PLR0913 (the columns of a job that are not in its spec)
+    db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, now_s: float, actor: str, *, declared: bool
+) -> None:
     db.execute(
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
-        " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint)"
-        " VALUES (?, ?, ?, ?, 0, ?, ?, 0, '', '', '', ?, 0, 0, ?, ?, ?, ?, 0, 0, 0, '')",
+        " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint,"
+        " project, submitted_by, trainer_digest)"
+        " VALUES (?, ?, ?, ?, 0, ?, ?, 0, '', '', '', ?, 0, 0, ?, ?, ?, ?, 0, 0, 0, '', ?, ?,"
+        "  coalesce((SELECT digest FROM trainer_name WHERE project = ? AND name = ?), ''))",
         (
             job_id,
             encode(spec),
@@ -65,12 +77,15 @@ def _add(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, now_
             spec.sweep,
             spec.priority,
             spec.trainer,
+            spec.project,
+            actor,
+            spec.project,
+            spec.trainer,
         ),
     )
 
 
-def _change(db: sqlite3.Connection, change: Change, class_id: int, now_s: float) -> None:
-    spec = change.spec
+def _change(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, now_s: float) -> None:
     db.execute(
         "UPDATE job SET spec = ?, class_id = ?, changed_at = ?, sweep = ?, priority = ?, trainer = ? WHERE id = ?",
         (
@@ -80,8 +95,18 @@ def _change(db: sqlite3.Connection, change: Change, class_id: int, now_s: float)
             spec.sweep,
             spec.priority,
             spec.trainer,
-            change.job_id,
+            job_id,
         ),
+    )
+
+
+def _take_trainer(db: sqlite3.Connection, job_id: str) -> None:
+    """What its trainer's name stands for now. A result that came in since the plan was made keeps its own."""
+    db.execute(
+        "UPDATE job SET trainer_digest = coalesce("
+        "  (SELECT digest FROM trainer_name t WHERE t.project = job.project AND t.name = job.trainer), '')"
+        " WHERE id = ? AND status <> 'completed'",
+        (job_id,),
     )
 
 
@@ -102,12 +127,34 @@ def _order(db: sqlite3.Connection, jobs: Mapping[str, JobSpec], now_s: float) ->
 
 
 def _adopt(db: sqlite3.Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:
+    """The manifest has these jobs from now on. An attempt from before may still end in a result that is not its own."""
     db.executemany(
-        "UPDATE job SET declared = 1, orphaned = 0 WHERE id = ? AND (orphaned OR NOT declared)",
+        "UPDATE job SET declared = 1, orphaned = 0, checkpoint = CASE declared WHEN 1 THEN checkpoint ELSE '' END"
+        " WHERE id = ? AND (orphaned OR NOT declared)"
+        " AND (declared OR NOT EXISTS (SELECT 1 FROM lease WHERE lease.job_id = job.id))",
         ((job_id,) for job_id in kept),
     )
     db.executemany("UPDATE job SET orphaned = 1 WHERE id = ?", ((job_id,) for job_id in orphaned))
 
 
-def _put(db: sqlite3.Connection, table: str, rows: Iterable[tuple[str, bytes]]) -> None:
-    db.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?, ?)", rows)
+def _put_trainers(db: sqlite3.Connection, plan: Plan) -> None:
+    """A trainer is never changed: its name gets another digest, and jobs keep the one they carry."""
+    db.executemany(
+        "INSERT INTO trainer VALUES (?, ?) ON CONFLICT DO NOTHING",
+        ((spec.digest, spec.encode()) for spec in plan.trainers.values()),
+    )
+    db.executemany(
+        "INSERT INTO trainer_name VALUES (?, ?, ?) ON CONFLICT (project, name) DO UPDATE SET digest = excluded.digest",
+        ((plan.project, name, spec.digest) for name, spec in plan.trainers.items()),
+    )
+
+
+def _put_policies(db: sqlite3.Connection, plan: Plan) -> None:
+    for name, spec in plan.hosts.items():
+        changed = db.execute(
+            "INSERT INTO policy (host, spec, project) VALUES (?, ?, ?) ON CONFLICT (host) DO UPDATE"
+            " SET spec = excluded.spec, project = excluded.project WHERE policy.project = excluded.project OR ?",
+            (name, encode(spec), plan.project, plan.take_over),
+        )
+        if not changed.rowcount:
+            raise outdated_plan(f"the policy of {name}")

@@ -70,6 +70,26 @@ COMPONENT: Final = Component(
         );
         UPDATE job SET attempts = (SELECT count(*) FROM attempt WHERE job_id = job.id);
         """,
+        """
+        ALTER TABLE trainer RENAME TO trainer_by_name;
+        CREATE TABLE trainer (digest TEXT PRIMARY KEY, spec BLOB NOT NULL) WITHOUT ROWID, STRICT;
+        CREATE TABLE trainer_name (
+          project TEXT NOT NULL, name TEXT NOT NULL, digest TEXT NOT NULL REFERENCES trainer,
+          PRIMARY KEY (project, name)
+        ) WITHOUT ROWID, STRICT;
+        INSERT INTO trainer SELECT 'trainer1_' || sha256_hex(spec), spec FROM trainer_by_name;
+        INSERT INTO trainer_name SELECT 'default', name, 'trainer1_' || sha256_hex(spec) FROM trainer_by_name;
+        DROP TABLE trainer_by_name;
+        ALTER TABLE job ADD COLUMN project TEXT NOT NULL DEFAULT 'default';
+        ALTER TABLE job ADD COLUMN trainer_digest TEXT NOT NULL DEFAULT '';
+        ALTER TABLE job ADD COLUMN submitted_by TEXT NOT NULL DEFAULT '';
+        UPDATE job SET trainer_digest = coalesce((SELECT digest FROM trainer_name t WHERE t.name = job.trainer), '');
+        ALTER TABLE attempt ADD COLUMN trainer_digest TEXT NOT NULL DEFAULT '';
+        UPDATE attempt SET trainer_digest =
+          coalesce((SELECT trainer_digest FROM job WHERE job.id = attempt.job_id), '');
+        ALTER TABLE policy ADD COLUMN project TEXT NOT NULL DEFAULT 'default';
+        ALTER TABLE host ADD COLUMN labels BLOB NOT NULL DEFAULT x'7b7d';
+        """,
     ),
 )
 

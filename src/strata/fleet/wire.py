@@ -83,9 +83,10 @@ class LeaseGiven(Reply, frozen=True, kw_only=True):
     expires_in_s: float
     spec: JobSpec
     trainer: TrainerSpec | None = None
-    """None when the trainer was removed since: fail the attempt as `infra`."""
+    """The one with the digest that the job carries. None where it is not known: fail the attempt as `infra`."""
     checkpoint: str = ""
     """The artifact to resume from, if there is one."""
+    trainer_digest: str = ""
 
 
 class ClaimReply(Reply, frozen=True, kw_only=True):
@@ -158,6 +159,9 @@ class Job(Reply, frozen=True, kw_only=True):
     declared: bool = True
     orphaned: bool = False
     waits_for: int = 0
+    trainer_digest: str = ""
+    """The trainer of its next attempt; of a completed job, the one that made its result."""
+    submitted_by: str = ""
 
 
 class Attempt(Reply, frozen=True, kw_only=True):
@@ -174,6 +178,8 @@ class Attempt(Reply, frozen=True, kw_only=True):
     artifact: str = ""
     checkpoint: str = ""
     facts: dict[str, Any] = {}
+    trainer_digest: str = ""
+    """The trainer that its host was given."""
 
 
 class JobReply(Reply, frozen=True, kw_only=True):
@@ -230,6 +236,12 @@ class ManifestRequest(Message, frozen=True, kw_only=True):
     """JSON Schema of the hyper-parameters, by trainer; those of trainers that are not named stay."""
     digests: dict[Word, Digests] = {}
     dry_run: bool = False
+    accept: bool = False
+    """Let results count that were made before a manifest had the job."""
+    retrain: bool = False
+    """Run completed jobs again whose result an earlier trainer made."""
+    take_over: bool = False
+    """Take the policies of these hosts from the project they belong to."""
 
 
 class PlannedJob(Reply, frozen=True, kw_only=True):
@@ -252,19 +264,27 @@ class ManifestReply(Reply, frozen=True, kw_only=True):
     changed: tuple[PlannedChange, ...] = ()
     unchanged: int = 0
     orphaned: tuple[str, ...] = ()
+    project: str = "default"
     trainers: tuple[str, ...] = ()
+    takers: int = 0
+    """How many unfinished jobs take another trainer."""
+    requeued: tuple[PlannedJob, ...] = ()
+    """Completed jobs that run again, because their result does not count."""
+    outdated: tuple[str, ...] = ()
+    """Completed jobs whose result an earlier trainer made; they stay completed."""
     hosts: tuple[str, ...] = ()
-    released_hosts: tuple[str, ...] = ()
 
 
 class Trainer(Reply, frozen=True, kw_only=True):
     spec: TrainerSpec
+    digest: str = ""
     params: Any = None
     """The JSON Schema of `hyper`; null where nobody gave one."""
 
 
 class TrainersReply(Reply, frozen=True, kw_only=True):
     trainers: dict[str, Trainer]
+    """By name; those of other projects than the default one by `project/name`."""
 
 
 # Hosts, for people

@@ -7,7 +7,7 @@ from dataclasses import replace
 from strata.base.errors import Code
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import HostSpec, TrainerSpec
-from strata.fleet.core.plan import Change, Plan
+from strata.fleet.core.plan import Change, Plan, Policy, Registered
 from strata.fleet.ports import Completion, JobFilter, Store
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, kinds, marker, needs, plan, refusal
 from tests.support.feed import told_before
@@ -21,15 +21,16 @@ async def test_a_plan_is_kept_whole(store: Store) -> None:
     await store.apply(whole, "operator", 7.0, source="manifest.toml")
     row = await store.job(spec.id)
     assert (row.spec, row.status, row.epoch, row.created_at_s, row.declared) == (spec, Status.PENDING, 0, 7.0, True)
-    assert await store.trainers() == {"default": trainer}
-    assert await store.policies() == {"anna": policy}
+    assert row.trainer_digest == trainer.digest
+    assert row.submitted_by == "operator"
+    assert await store.trainers() == {("default", "default"): Registered(digest=trainer.digest, spec=trainer)}
+    assert await store.trainer(trainer.digest) == trainer
+    assert await store.policies() == {"anna": Policy(spec=policy)}
     assert (await store.present())[spec.id].spec == spec
     assert await kinds(store, "manifest.toml") == ["manifest.applied"]
     await add_host(store)
     (lease,) = await claim(store)
-    assert lease.trainer == trainer
-    await store.apply(Plan(released_hosts=("anna",)), "operator", 8.0, source="manifest.toml")
-    assert await store.policies() == {}
+    assert (lease.trainer, lease.trainer_digest) == (trainer, trainer.digest)
 
 
 async def test_an_empty_plan_writes_nothing(store: Store) -> None:

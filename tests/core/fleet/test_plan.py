@@ -11,7 +11,7 @@ from strata.base.errors import StrataError
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import Manifest
-from strata.fleet.core.plan import KINDS, Plan, Present, plan
+from strata.fleet.core.plan import KINDS, ApplyOptions, Plan, Policy, Present, Registered, plan
 from strata.fleet.core.requirement import Needs
 
 specs = st.builds(
@@ -25,7 +25,9 @@ specs = st.builds(
     trainer=st.sampled_from(["t", "u"]),
 )
 trainers = st.dictionaries(
-    st.sampled_from(["t", "u"]), st.sampled_from(["x", "y"]).map(lambda word: TrainerSpec(name="t", command=(word,)))
+    st.sampled_from(["t", "u"]),
+    st.sampled_from(["x", "y"]).map(lambda word: TrainerSpec(name="t", command=(word,))),
+    min_size=2,
 )
 hosts = st.dictionaries(st.sampled_from(["h", "i"]), st.builds(HostSpec, name=st.just("h"), slots=st.integers(1, 2)))
 
@@ -41,18 +43,28 @@ class Fleet:
 
     def __init__(self) -> None:
         self.jobs: dict[str, Present] = {}
-        self.trainers: dict[str, TrainerSpec] = {}
-        self.hosts: dict[str, HostSpec] = {}
+        self.trainers: dict[str, Registered] = {}
+        self.hosts: dict[str, Policy] = {}
 
     def plan(self, manifest: Manifest) -> Plan:
         return plan(manifest, self.jobs, trainers=self.trainers, hosts=self.hosts)
 
     def apply(self, made: Plan) -> None:
-        self.jobs |= {job: Present(spec=spec, status=Status.PENDING) for job, spec in made.new.items()}
+        self.trainers |= {name: registered(spec) for name, spec in made.trainers.items()}
+        for job, spec in made.new.items():
+            self.jobs[job] = Present(spec=spec, status=Status.PENDING, trainer=self.digest(spec))
         for change in made.changed:
-            self.jobs[change.job_id] = msgspec.structs.replace(self.jobs[change.job_id], spec=change.spec)
-        self.trainers |= made.trainers
-        self.hosts = {name: spec for name, spec in self.hosts.items() if name not in made.released_hosts} | made.hosts
+            here = self.jobs[change.job_id]
+            digest = self.digest(change.spec) if "trainer" in change.kinds else here.trainer
+            self.jobs[change.job_id] = msgspec.structs.replace(here, spec=change.spec, trainer=digest)
+        self.hosts |= {name: Policy(spec=spec) for name, spec in made.hosts.items()}
+
+    def digest(self, spec: JobSpec) -> str:
+        return self.trainers[spec.trainer].digest if spec.trainer in self.trainers else ""
+
+
+def registered(spec: TrainerSpec) -> Registered:
+    return Registered(digest=spec.digest, spec=spec)
 
 
 @given(st.lists(st.tuples(manifests(), st.sampled_from(Status)), max_size=4), manifests())
@@ -68,15 +80,21 @@ def test_applying_twice_changes_nothing_and_no_job_is_ever_taken_away(
     fleet.apply(made)
     assert set(fleet.jobs) == {*before, *last.jobs}
     assert all(fleet.jobs[job].status is here.status for job, here in before.items())
-    assert {job: fleet.jobs[job].spec for job in last.jobs} == last.jobs
+    for job, spec in last.jobs.items():
+        # A completed job keeps the trainer that made its result.
+        kept = before[job].spec.trainer if job in before and before[job].status is Status.COMPLETED else spec.trainer
+        assert fleet.jobs[job].spec == msgspec.structs.replace(spec, trainer=kept)
+        if kept == spec.trainer and job not in made.outdated:
+            assert fleet.jobs[job].trainer == fleet.trainers[spec.trainer].digest
     again = fleet.plan(last)
     assert again.empty
+    assert again.outdated == made.outdated
     assert set(again.unchanged) == set(last.jobs)
     assert len(made.new) + len(made.changed) + len(made.unchanged) == len(last.jobs)
 
 
 def test_every_field_of_a_job_makes_its_id_or_can_change() -> None:
-    identity = {"model", "mode", "hyper", "split_recipe", "train_hosts", "seed"}
+    identity = {"model", "mode", "hyper", "split_recipe", "train_hosts", "seed", "project"}
     recorded = {"code", "data"}
     changing = {name for fields in KINDS.values() for name in fields}
     assert changing | identity | recorded == {field.name for field in msgspec.structs.fields(JobSpec)}
@@ -146,9 +164,63 @@ def test_a_circle_through_another_manifest_is_refused() -> None:
         )
 
 
-def test_a_policy_that_is_no_longer_written_is_released() -> None:
+def test_a_host_that_the_manifest_does_not_name_keeps_its_policy() -> None:
     host = HostSpec(name="h", slots=3)
-    made = plan(manifest_of(), {}, trainers={}, hosts={"h": host})
-    assert made.released_hosts == ("h",)
-    assert not made.empty
-    assert plan(manifest_of(hosts={"h": host}), {}, trainers={}, hosts={"h": host}).empty
+    made = plan(manifest_of(), {}, trainers={}, hosts={"h": Policy(spec=host)})
+    assert made.empty
+    assert plan(manifest_of(hosts={"h": host}), {}, trainers={}, hosts={"h": Policy(spec=host)}).empty
+    opened = manifest_of(hosts={"h": HostSpec(name="h")})
+    assert plan(opened, {}, trainers={}, hosts={"h": Policy(spec=host)}).hosts == {"h": HostSpec(name="h")}
+
+
+def test_a_policy_of_another_project_is_changed_only_where_the_operator_takes_it_over() -> None:
+    there = {"h": Policy(spec=HostSpec(name="h", slots=3), project="a")}
+    wanted = manifest_of(hosts={"h": HostSpec(name="h", slots=1)}, project="b")
+    with pytest.raises(StrataError, match="its policy belongs to project 'a'") as refused:
+        plan(wanted, {}, trainers={}, hosts=there)
+    assert "--take-over" in str(refused.value.hint)
+    taken = plan(wanted, {}, trainers={}, hosts=there, options=ApplyOptions(take_over=True))
+    assert (taken.hosts, taken.take_over, taken.project) == ({"h": HostSpec(name="h", slots=1)}, True, "b")
+    same = manifest_of(hosts={"h": HostSpec(name="h", slots=3)}, project="b")
+    assert plan(same, {}, trainers={}, hosts=there).empty
+
+
+OLD, NEW = (TrainerSpec(name="default", command=("python", script), directory="/t") for script in ("a.py", "b.py"))
+
+
+def with_trainer(status: Status, *, declared: bool = True, **options: bool) -> Plan:
+    """The plan of a manifest whose trainer was changed since job A was queued, or done, with the old one."""
+    jobs = {A.id: Present(spec=A, status=status, declared=declared, trainer=OLD.digest)}
+    wanted = manifest_of(A, trainers={"default": NEW})
+    there = {"default": registered(OLD)}
+    return plan(wanted, jobs, trainers=there, hosts={}, options=ApplyOptions(**options))
+
+
+def test_jobs_that_wait_take_a_changed_trainer_as_an_entry_of_the_plan() -> None:
+    made = with_trainer(Status.PENDING)
+    assert made.summary() == "~1 trainer (1 queued job takes it)"
+    assert [(change.kinds, change.deferred) for change in made.changed] == [(("trainer",), False)]
+    assert [change.deferred for change in with_trainer(Status.RUNNING).changed] == [True]
+    failed = with_trainer(Status.FAILED)
+    assert ([change.ended for change in failed.changed], failed.summary()) == ([True], "~1 trainer")
+
+
+def test_a_completed_job_keeps_the_trainer_that_made_its_result() -> None:
+    made = with_trainer(Status.COMPLETED)
+    assert (made.changed, made.requeued, made.outdated) == ((), {}, (A.id,))
+    assert made.summary() == "~1 trainer  =1 unchanged  =1 of an earlier trainer, kept"
+    again = with_trainer(Status.COMPLETED, retrain=True)
+    assert (again.requeued, again.outdated, again.summary()) == ({A.id: A}, (), "~1 trainer  ~1 requeued")
+
+
+def test_a_result_from_before_a_manifest_had_the_job_counts_only_if_it_is_accepted() -> None:
+    assert with_trainer(Status.COMPLETED, declared=False).requeued == {A.id: A}
+    accepted = with_trainer(Status.COMPLETED, declared=False, accept=True)
+    assert (accepted.requeued, accepted.unchanged, accepted.outdated) == ({}, (A.id,), (A.id,))
+
+
+def test_jobs_of_another_project_are_no_orphans_and_no_changes() -> None:
+    foreign = JobSpec(model="a", project="x")
+    jobs = {foreign.id: Present(spec=foreign, status=Status.PENDING, trainer=OLD.digest)}
+    made = plan(manifest_of(A, trainers={"default": NEW}), jobs, trainers={}, hosts={})
+    assert (made.orphaned, made.changed, list(made.new)) == ((), (), [A.id])

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from strata.fleet.client import HubClient
 
 MOST_SHOWN: Final = 10
-"""Of the changes that somebody is asked about."""
+"""Of the changes that the caller is asked about."""
+_REQUEUED: Final = "runs again, its result was made by another trainer or outside a manifest"
 
 
 @click.command()
@@ -26,6 +27,9 @@ MOST_SHOWN: Final = 10
 @click.option("--dry-run", is_flag=True, help="Show the plan and change nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before jobs that are there are changed.")
 @click.option("--wait", "waits", is_flag=True, help="Stay until every job of the manifest has ended; see strata wait.")
+@click.option("--accept", is_flag=True, help="Let results count that were made before a manifest had their job.")
+@click.option("--retrain", is_flag=True, help="Run completed jobs again whose result an earlier trainer made.")
+@click.option("--take-over", is_flag=True, help="Take the policies of [hosts.NAME] from the project that has them.")
 @click.option("--describe/--no-describe", default=True, help="Run each trainer with --describe for its parameters.")
 @hub_option
 @output_option
@@ -35,27 +39,33 @@ def apply(  # noqa: PLR0913 (the options of the command)
     dry_run: bool,
     yes: bool,
     waits: bool,
+    accept: bool,
+    retrain: bool,
+    take_over: bool,
     describe: bool,
     context: str | None,
     output: Format,
 ) -> None:
     """Queue the jobs of MANIFEST, and change those that differ.
 
-    Nothing is taken away: jobs that are no longer in it stay until you cancel them. A trainer's folder that is relative
-    to MANIFEST is sent along, without what .strataignore or .gitignore names, caches, virtual environments and .env.
+    Nothing is taken away: jobs that are no longer in it stay until you cancel them, and hosts that it does not name
+    keep their policies. Only trainers and jobs of the manifest's own project are changed. Jobs that wait take a changed
+    trainer; completed jobs stay as they are, unless you --retrain them. A trainer's folder that is relative to MANIFEST
+    is sent along, without what .strataignore or .gitignore names, caches, virtual environments and .env.
     Each trainer there is run with --describe, so that a misspelt parameter is found now.
     """
     from strata.cli.fleet.source import prepare_manifest
 
     prepared = prepare_manifest(manifest, lambda line: complain(f"strata: {line}"), describe=describe)
+    options = {"accept": accept, "retrain": retrain, "take_over": take_over}
     with asking(context, timeout_s=120.0) as client:
-        plan = _send(client, prepared, dry_run=True)
+        plan = _send(client, prepared, options, dry_run=True)
         if not dry_run:
             if _asks(plan) and not yes and sys.stdin.isatty() and sys.stderr.isatty():
                 _show_changes(plan)
                 click.confirm(f"{plan.summary}\nApply?", default=True, abort=True, err=True)
             _upload(client, prepared)
-            plan = _send(client, prepared, dry_run=False)
+            plan = _send(client, prepared, options, dry_run=False)
         _show(plan, prepared, output, applied=not dry_run)
         if waits and not dry_run:
             ended = wait_for(client, prepared.job_ids, only_news=True)
@@ -74,7 +84,7 @@ def reload(context: str | None, output: Format) -> None:
     _show(plan, None, output, applied=True)
 
 
-def _send(client: HubClient, prepared: Prepared, *, dry_run: bool) -> wire.ManifestReply:
+def _send(client: HubClient, prepared: Prepared, options: dict[str, bool], *, dry_run: bool) -> wire.ManifestReply:
     from strata.fleet import wire
 
     body = wire.ManifestRequest(
@@ -83,6 +93,7 @@ def _send(client: HubClient, prepared: Prepared, *, dry_run: bool) -> wire.Manif
         schemas=prepared.schemas,
         digests=prepared.digests,
         dry_run=dry_run,
+        **options,
     )
     return client.call("POST", "/v1/manifest", wire.ManifestReply, body=body)
 
@@ -103,7 +114,7 @@ def _upload(client: HubClient, prepared: Prepared) -> None:
 
 def _asks(plan: wire.ManifestReply) -> bool:
     """New jobs do no harm; whoever changes what is there is asked."""
-    return bool(plan.changed or plan.orphaned or plan.released_hosts)
+    return bool(plan.changed or plan.orphaned or plan.requeued)
 
 
 def _show_changes(plan: wire.ManifestReply) -> None:
@@ -116,8 +127,10 @@ def _show_changes(plan: wire.ManifestReply) -> None:
         complain(f"  \N{MINUS SIGN} {short(job_id)}: no longer in the manifest, kept")
     if len(plan.orphaned) > MOST_SHOWN:
         complain(f"  \N{MINUS SIGN} and {len(plan.orphaned) - MOST_SHOWN} more")
-    for host in plan.released_hosts:
-        complain(f"  ~ host {host}: no longer in the manifest, may take everything")
+    for job in plan.requeued[:MOST_SHOWN]:
+        complain(f"  ~ {short(job.id)}  {job.label}: {_REQUEUED}")
+    if len(plan.requeued) > MOST_SHOWN:
+        complain(f"  ~ and {len(plan.requeued) - MOST_SHOWN} more run again")
 
 
 def _show(plan: wire.ManifestReply, prepared: Prepared | None, output: Format, *, applied: bool) -> None:
@@ -133,5 +146,9 @@ def _show(plan: wire.ManifestReply, prepared: Prepared | None, output: Format, *
             write(f"  + {short(job.id)}  {printable(job.label)}")
         for change in plan.changed:
             write(f"  ~ {short(change.id)}  {printable(change.label)}: {', '.join(change.kinds)}")
+        for job in plan.requeued:
+            write(f"  ~ {short(job.id)}  {printable(job.label)}: {_REQUEUED}")
+        for job_id in plan.outdated:
+            write(f"  = {short(job_id)}  completed by an earlier trainer; --retrain runs it again")
     if not applied:
         complain("strata: a dry run, nothing is changed")

@@ -55,5 +55,5 @@ def already_ended(job_id: str, status: Status) -> StrataError:
     )
 
 
-def outdated_plan(job_id: str) -> StrataError:
-    return StrataError(Code.CONFLICT, f"{job_id} was added by somebody else since this was planned", hint="apply again")
+def outdated_plan(what: str) -> StrataError:
+    return StrataError(Code.CONFLICT, f"{what} was added by another caller since this was planned", hint="apply again")

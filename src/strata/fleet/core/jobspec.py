@@ -8,6 +8,7 @@ train_hosts and seed, and of nothing else: the same manifest read again, or writ
 - `train_hosts` is a set: order and repetition make no difference. Every other list keeps its order.
 - Code and data enter only where `retrain_on` asks for them, so that a new commit does not retrain everything.
 - The trainer, priority, constraints and limits are how a job is done and not what it is: changing them keeps the id.
+- A project other than `default` adds its name as one more field: two projects never share a job.
 
 A change of these rules needs a new version in the prefix. Ids are in databases, so the tests hold golden ones.
 """
@@ -18,12 +19,15 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.ids import content_id
 from strata.fleet.core.lease import MAX_ATTEMPTS, MAX_LOST, Budget
 from strata.fleet.core.requirement import Count, Gib, Label, LabelValue, Name, Needs, RequirementClass, Seconds, Slots
 
 MAX_PRIORITY: Final = 1_000_000
+DEFAULT_PROJECT: Final = "default"
+"""The project of a manifest that names none, and of jobs that were submitted one by one."""
 DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
@@ -50,6 +54,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The digest of the trainer's source, if `retrain_on` has "code"."""
     data: Text = ""
 
+    project: Name = DEFAULT_PROJECT
     trainer: Name = "default"
     name: Text = ""
     """What the manifest calls it, for people and for `after`."""
@@ -103,6 +108,8 @@ def job_id(spec: JobSpec) -> str:
                     f'{spec.label}: retrain_on has "{part}", but the digest of the {part} is not known',
                 )
             what[part] = digest
+    if spec.project != DEFAULT_PROJECT:
+        what["project"] = spec.project
     return content_id("job", 1, what)
 
 
@@ -132,6 +139,18 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     data: dict[Label, DataSource] = {}
     params: Text = ""
     """The file with the JSON Schema of `hyper`, beside the manifest; or empty."""
+
+    def encode(self) -> bytes:
+        """As the stores keep it: fields in the order above, tables by key. What is at its default is left out."""
+        return _encode(self)
+
+    @property
+    def digest(self) -> str:
+        """The identity of this trainer: a changed trainer is another one, and jobs name the one they are run with."""
+        return f"trainer1_{sha256_hex(self.encode())}"
+
+
+_encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
 class QuietHours(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -39,7 +39,7 @@ from strata.fleet.core.sweep_plan import (
 MAX_JOBS: Final = 200_000
 
 _NEEDS: Final = kinds_of(Needs)
-_OWN: Final = kinds_of(JobSpec, without=("needs", "code", "data", "sweep"))
+_OWN: Final = kinds_of(JobSpec, without=("needs", "code", "data", "sweep", "project"))
 _JOB: Final[dict[str, Any]] = (
     _OWN | _NEEDS | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "workers": int}
 )
@@ -51,6 +51,7 @@ class Context:
     """What jobs are read against."""
 
     problems: Problems
+    project: str
     trainers: Mapping[str, TrainerSpec]
     trainer_names: tuple[str, ...]
     """All that are declared, also those that could not be read: their jobs are read all the same."""
@@ -129,7 +130,8 @@ def _job(context: Context, place: Place, table: dict[str, Any], kinds: Mapping[s
         fields["code"] = (declared.commit if declared else "") or context.code.get(trainer, "")
     if "data" in retrain_on:
         fields["data"] = context.data.get(trainer, "")
-    return JobSpec(**fields | {"trainer": trainer, "retrain_on": retrain_on, "needs": Needs(**needs)})
+    own = {"project": context.project, "trainer": trainer, "retrain_on": retrain_on, "needs": Needs(**needs)}
+    return JobSpec(**fields | own)
 
 
 def _trainer(context: Context, place: Place, name: str | None, *, given: bool) -> str | None:

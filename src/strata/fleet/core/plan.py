@@ -5,19 +5,28 @@ until somebody cancels it, and a job that ended stays ended. Applying a plan and
 
 A change of a job that a host holds does not reach that host: it counts from the next attempt on (`deferred`). The
 requirement class is one of these: a pending job moves to its new class at once, a held one when it is pending again.
+So is the trainer: a job carries the digest of the one it was queued with, and takes another only by a manifest of its
+own project, as an entry of the plan.
+
+A completed job keeps its result and the trainer that made it. A result of an earlier trainer of the project is counted
+as such (`outdated`) and stays, unless `retrain` is asked for. A result from before a manifest had the job is anybody's:
+the job runs again (`requeued`), unless the operator accepts it.
+
+A plan is of one project. It cannot name a job or a trainer of another one, and takes a host's policy from another one
+only where the operator says so (`take_over`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.job import HELD, TERMINAL, Status
-from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import Manifest
 from strata.fleet.core.order import cycle
 
@@ -32,7 +41,30 @@ KINDS: Final = {
 }
 """The kinds of change, as the summary counts them. What is not here is part of the id, so it cannot change."""
 
-_Named = TypeVar("_Named", TrainerSpec, HostSpec)
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A trainer as the last manifest of its project declared it."""
+
+    digest: str
+    spec: TrainerSpec
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The policy of a host, and whose manifest wrote it."""
+
+    spec: HostSpec
+    project: str = DEFAULT_PROJECT
+
+
+class ApplyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the operator allows beyond the manifest."""
+
+    accept: bool = False
+    """Results from before a manifest had the job count."""
+    retrain: bool = False
+    """Completed jobs whose result an earlier trainer made run again."""
+    take_over: bool = False
+    """Policies of hosts that belong to another project become this one's."""
 
 
 class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +74,8 @@ class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     status: Status
     declared: bool = True
     """It came from a manifest. Others were submitted one by one, and no manifest misses them."""
+    trainer: str = ""
+    """The digest of the trainer that its next attempt is run with; of a completed job, of the one that made it."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,9 +87,12 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Its requirement class is another one."""
     deferred: bool
     """A host holds it: the change counts from the next attempt on."""
+    ended: bool = False
+    """It counts when the job is requeued."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    project: str = DEFAULT_PROJECT
     new: dict[str, JobSpec] = {}
     changed: tuple[Change, ...] = ()
     unchanged: tuple[str, ...] = ()
@@ -63,67 +100,158 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Unfinished jobs of an earlier manifest that this one does not have; kept."""
     trainers: dict[str, TrainerSpec] = {}
     """New or changed. Those the manifest does not have stay, for the jobs that name them."""
+    requeued: dict[str, JobSpec] = {}
+    """Completed jobs that run again, because their result does not count."""
+    outdated: tuple[str, ...] = ()
+    """Completed jobs whose result an earlier trainer made; they stay completed."""
     hosts: dict[str, HostSpec] = {}
-    """New or changed policies."""
-    released_hosts: tuple[str, ...] = ()
-    """Hosts whose policy is no longer written: they fall back to the default one."""
+    """New or changed policies. Hosts that the manifest does not name keep theirs."""
+    take_over: bool = False
+    """Some of these policies belong to another project."""
 
     @property
     def empty(self) -> bool:
-        return not (self.new or self.changed or self.trainers or self.hosts or self.released_hosts)
+        return not (self.new or self.changed or self.trainers or self.requeued or self.hosts)
+
+    @property
+    def takers(self) -> int:
+        """How many unfinished jobs take another trainer."""
+        return sum("trainer" in change.kinds and not change.ended for change in self.changed)
 
     def summary(self) -> str:
         """One line for a person, as in `+3 new  ~1 priority  =10 unchanged`, with what is orphaned at the end."""
         parts = [f"+{len(self.new)} new"] if self.new else []
         counted = Counter(kind for change in self.changed for kind in change.kinds)
-        parts += [f"~{counted[kind]} {kind}" for kind in KINDS if counted[kind]]
-        parts += [f"~{_count(len(self.trainers), 'trainer')}"] if self.trainers else []
-        policies = len(self.hosts) + len(self.released_hosts)
-        parts += [f"~{_count(policies, 'host')}"] if policies else []
+        parts += [f"~{counted[kind]} {kind}" for kind in KINDS if counted[kind] and kind != "trainer"]
+        parts += self._trainer_parts()
+        parts += [f"~{len(self.requeued)} requeued"] if self.requeued else []
+        parts += [f"~{_count(len(self.hosts), 'host')}"] if self.hosts else []
         parts += [f"={len(self.unchanged)} unchanged"] if self.unchanged else []
+        parts += [f"={len(self.outdated)} of an earlier trainer, kept"] if self.outdated else []
         # U+2212: it is as wide as the plus above it.
         parts += [f"\N{MINUS SIGN}{len(self.orphaned)} orphaned, kept"] if self.orphaned else []
         return "  ".join(parts) or "nothing declared, nothing there"
+
+    def _trainer_parts(self) -> list[str]:
+        if not self.trainers:
+            return [f"~{_count(self.takers, 'job')} of another trainer"] if self.takers else []
+        take = "takes" if self.takers == 1 else "take"
+        taken = f" ({_count(self.takers, 'queued job')} {take} it)" if self.takers else ""
+        return [f"~{_count(len(self.trainers), 'trainer')}{taken}"]
 
 
 def plan(
     manifest: Manifest,
     jobs: Mapping[str, Present],
     *,
-    trainers: Mapping[str, TrainerSpec],
-    hosts: Mapping[str, HostSpec],
+    trainers: Mapping[str, Registered],
+    hosts: Mapping[str, Policy],
+    options: ApplyOptions | None = None,
 ) -> Plan:
-    """The difference between `manifest` and the jobs, trainers and policies that are there."""
+    """The difference between `manifest` and the jobs, policies and trainers (of its project) that are there."""
+    options = options or ApplyOptions()
     _check_order(manifest, jobs)
-    changed, unchanged = [], []
+    _check_owners(manifest, jobs, hosts, options)
+    digests = {name: _digest(spec, trainers.get(name)) for name, spec in manifest.trainers.items()}
+    changed: list[Change] = []
+    unchanged: list[str] = []
+    requeued: dict[str, JobSpec] = {}
+    outdated: list[str] = []
     for job_id, spec in manifest.jobs.items():
         here = jobs.get(job_id)
-        if here is not None:
-            change = _change(job_id, here, spec)
-            if change is None:
-                unchanged.append(job_id)
-            else:
-                changed.append(change)
-    orphaned = [
-        job_id
-        for job_id, here in jobs.items()
-        if here.declared and here.status not in TERMINAL and job_id not in manifest.jobs
-    ]
+        if here is None:
+            continue
+        digest = digests.get(spec.trainer, here.trainer)
+        if here.status is Status.COMPLETED:
+            if _runs_again(here, digest, options):
+                requeued[job_id] = spec
+                continue
+            if here.trainer != digest:
+                outdated.append(job_id)
+            change = _change(job_id, here, msgspec.structs.replace(spec, trainer=here.spec.trainer), here.trainer)
+        else:
+            change = _change(job_id, here, spec, digest)
+        if change is None:
+            unchanged.append(job_id)
+        else:
+            changed.append(change)
     return Plan(
+        project=manifest.project,
         new={job_id: spec for job_id, spec in manifest.jobs.items() if job_id not in jobs},
         changed=tuple(changed),
         unchanged=tuple(unchanged),
-        orphaned=tuple(sorted(orphaned)),
-        trainers=_differing(manifest.trainers, trainers),
-        hosts=_differing(manifest.hosts, hosts),
-        released_hosts=tuple(sorted(name for name in hosts if name not in manifest.hosts)),
+        orphaned=_orphaned(manifest, jobs),
+        trainers={name: spec for name, spec in manifest.trainers.items() if not _same(spec, trainers.get(name))},
+        requeued=requeued,
+        outdated=tuple(outdated),
+        hosts=_policies(manifest, hosts, options),
+        take_over=options.take_over,
     )
 
 
-def _change(job_id: str, here: Present, wanted: JobSpec) -> Change | None:
+def _runs_again(here: Present, digest: str, options: ApplyOptions) -> bool:
+    if not here.declared:
+        return not options.accept
+    return options.retrain and here.trainer != digest
+
+
+def _digest(spec: TrainerSpec, there: Registered | None) -> str:
+    """Of an equal trainer the digest that it has: one from before digests may be spelt in another order."""
+    return there.digest if there is not None and there.spec == spec else spec.digest
+
+
+def _same(spec: TrainerSpec, there: Registered | None) -> bool:
+    return there is not None and there.spec == spec
+
+
+def _orphaned(manifest: Manifest, jobs: Mapping[str, Present]) -> tuple[str, ...]:
+    return tuple(
+        sorted(
+            job_id
+            for job_id, here in jobs.items()
+            if here.spec.project == manifest.project
+            and here.declared
+            and here.status not in TERMINAL
+            and job_id not in manifest.jobs
+        )
+    )
+
+
+def _policies(manifest: Manifest, hosts: Mapping[str, Policy], options: ApplyOptions) -> dict[str, HostSpec]:
+    changed = {}
+    for name, spec in manifest.hosts.items():
+        there = hosts.get(name)
+        taken = there is not None and there.project != manifest.project and options.take_over
+        if there is None or there.spec != spec or taken:
+            changed[name] = spec
+    return changed
+
+
+def _check_owners(
+    manifest: Manifest, jobs: Mapping[str, Present], hosts: Mapping[str, Policy], options: ApplyOptions
+) -> None:
+    """A manifest changes nothing that belongs to another project."""
+    for job_id in manifest.jobs:
+        here = jobs.get(job_id)
+        if here is not None and here.spec.project != manifest.project:
+            raise StrataError(Code.CONFLICT, f"{manifest.source}: {job_id} is a job of project {here.spec.project!r}")
+    problems = [
+        f"{manifest.source}: hosts.{name}: its policy belongs to project {there.project!r}"
+        for name, there in hosts.items()
+        if name in manifest.hosts and there.project != manifest.project and there.spec != manifest.hosts[name]
+    ]
+    if problems and not options.take_over:
+        hint = "leave these [hosts.…] out, or take them over: strata apply --take-over"
+        raise StrataError(Code.CONFLICT, "\n".join(problems), hint=hint, problems=tuple(problems))
+
+
+def _change(job_id: str, here: Present, wanted: JobSpec, digest: str) -> Change | None:
     old = here.spec
     kinds = tuple(
-        kind for kind, fields in KINDS.items() if any(getattr(old, field) != getattr(wanted, field) for field in fields)
+        kind
+        for kind, fields in KINDS.items()
+        if any(getattr(old, field) != getattr(wanted, field) for field in fields)
+        or (kind == "trainer" and here.trainer != digest)
     )
     if not kinds:
         return None
@@ -133,6 +261,7 @@ def _change(job_id: str, here: Present, wanted: JobSpec) -> Change | None:
         kinds=kinds,
         reclassed=old.requirement != wanted.requirement,
         deferred=here.status in HELD,
+        ended=here.status in TERMINAL,
     )
 
 
@@ -150,10 +279,6 @@ def _check_order(manifest: Manifest, jobs: Mapping[str, Present]) -> None:
         problems.append(f"{manifest.source}: the order goes in a circle: {' after '.join(ring)}")
     if problems:
         raise StrataError(Code.INVALID, "\n".join(problems), problems=tuple(problems))
-
-
-def _differing(wanted: Mapping[str, _Named], there: Mapping[str, _Named]) -> dict[str, _Named]:
-    return {name: spec for name, spec in wanted.items() if there.get(name) != spec}
 
 
 def _count(number: int, what: str) -> str:

@@ -8,10 +8,11 @@ from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.hyper import Schema
-from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.why import Why
 from strata.fleet.http.call import Call
+from strata.fleet.http.manifests import qualified
 from strata.fleet.http.naming import job_of
 from strata.fleet.http.site import Site
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow
@@ -70,7 +71,7 @@ async def submit(site: Site, call: Call, body: wire.SubmitRequest) -> wire.Submi
     job_id = spec.id
     new = not await _exists(site, job_id)
     if new:
-        plan = Plan(new={job_id: spec}, trainers=trainers)
+        plan = Plan(project=spec.project, new={job_id: spec}, trainers=trainers)
         await site.fleet.apply(plan, call.actor, source="submitted", declared=False)
     return wire.SubmitReply(job=shown(await site.fleet.store.job(job_id)), new=new)
 
@@ -101,6 +102,8 @@ def shown(row: JobRow) -> wire.Job:
         declared=row.declared,
         orphaned=row.orphaned,
         waits_for=row.waits_for,
+        trainer_digest=row.trainer_digest,
+        submitted_by=row.submitted_by,
     )
 
 
@@ -118,6 +121,7 @@ def _attempt(row: AttemptRow) -> wire.Attempt:
         artifact=row.artifact,
         checkpoint=row.checkpoint,
         facts=dict(row.facts),
+        trainer_digest=row.trainer_digest,
     )
 
 
@@ -133,10 +137,12 @@ async def _exists(site: Site, job_id: str) -> bool:
 
 async def _trainers(site: Site, spec: JobSpec, given: TrainerSpec | None) -> dict[str, TrainerSpec]:
     """The trainer to add with the job. Nobody changes by a job how the jobs of others are run."""
-    there = (await site.fleet.store.trainers()).get(spec.trainer)
+    registered = (await site.fleet.store.trainers()).get((spec.project, spec.trainer))
+    there = None if registered is None else registered.spec
     if given is None:
         if there is None:
-            raise StrataError(Code.INVALID, f"there is no trainer {spec.trainer!r}", hint="send it with the job")
+            whose = "" if spec.project == DEFAULT_PROJECT else f" of project {spec.project!r}"
+            raise StrataError(Code.INVALID, f"there is no trainer {spec.trainer!r}{whose}", hint="send it with the job")
         return {}
     if given.name != spec.trainer:
         raise StrataError(Code.INVALID, f"the job names the trainer {spec.trainer!r}, not {given.name!r}")
@@ -153,7 +159,7 @@ def _check_trainer(trainer: TrainerSpec) -> None:
 
 
 async def _check_hyper(site: Site, spec: JobSpec) -> None:
-    schema: Any = (await site.schemas.schemas()).get(spec.trainer)
+    schema: Any = (await site.schemas.schemas()).get(qualified(spec.project, spec.trainer))
     if schema is None:
         return
     findings = Schema(schema, source=spec.trainer).check(spec.hyper)

@@ -125,6 +125,7 @@ def _given(site: Site, lease: Lease) -> wire.LeaseGiven:
         spec=lease.spec,
         trainer=lease.trainer,
         checkpoint=lease.checkpoint,
+        trainer_digest=lease.trainer_digest,
     )
 
 

@@ -12,9 +12,9 @@ from strata.base.digest import digest
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.hyper import Schema
-from strata.fleet.core.jobspec import TrainerSpec
-from strata.fleet.core.manifest import MAX_BYTES, Digests, peek_trainers
-from strata.fleet.core.plan import Plan
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, TrainerSpec
+from strata.fleet.core.manifest import MAX_BYTES, Digests, peek_project, peek_trainers
+from strata.fleet.core.plan import ApplyOptions, Plan
 from strata.fleet.http.call import Call
 from strata.fleet.http.site import Site
 
@@ -37,21 +37,36 @@ async def trainers(site: Site, call: Call) -> wire.TrainersReply:
     """How jobs are run, and the hyper-parameters that each trainer takes."""
     del call
     params = await site.schemas.schemas()
-    found = await site.fleet.store.trainers()
+    found = {qualified(project, name): each for (project, name), each in (await site.fleet.store.trainers()).items()}
     return wire.TrainersReply(
-        trainers={name: wire.Trainer(spec=spec, params=params.get(name)) for name, spec in sorted(found.items())}
+        trainers={
+            name: wire.Trainer(spec=each.spec, digest=each.digest, params=params.get(name))
+            for name, each in sorted(found.items())
+        }
     )
+
+
+def qualified(project: str, trainer: str) -> str:
+    """How the trainers of all projects are told apart; those of the default project go by their own names."""
+    return trainer if project == DEFAULT_PROJECT else f"{project}/{trainer}"
 
 
 async def _apply(site: Site, call: Call, wanted: wire.ManifestRequest) -> wire.ManifestReply:
     declared = peek_trainers(wanted.text, wanted.source)
-    known = {**await site.schemas.schemas(), **wanted.schemas}
-    schemas = {name: Schema(known[name], source=f"schema of {name}") for name in declared if name in known}
+    project = peek_project(wanted.text, wanted.source)
+    given = {qualified(project, name): schema for name, schema in wanted.schemas.items()}
+    known = {**await site.schemas.schemas(), **given}
+    schemas = {
+        name: Schema(known[key], source=f"schema of {name}")
+        for name, key in ((name, qualified(project, name)) for name in declared)
+        if key in known
+    }
     digests = {name: _digests(spec) for name, spec in declared.items()} | wanted.digests
-    plan = await site.fleet.plan_manifest(wanted.text, wanted.source, schemas=schemas, digests=digests)
+    options = ApplyOptions(accept=wanted.accept, retrain=wanted.retrain, take_over=wanted.take_over)
+    plan = await site.fleet.plan_manifest(wanted.text, wanted.source, schemas=schemas, digests=digests, options=options)
     if not wanted.dry_run:
-        if wanted.schemas:
-            await site.schemas.put_schemas(wanted.schemas)
+        if given:
+            await site.schemas.put_schemas(given)
         await site.fleet.apply(plan, call.actor, source=wanted.source)
     return _told(plan, applied=not wanted.dry_run)
 
@@ -59,6 +74,7 @@ async def _apply(site: Site, call: Call, wanted: wire.ManifestRequest) -> wire.M
 def _told(plan: Plan, *, applied: bool) -> wire.ManifestReply:
     return wire.ManifestReply(
         applied=applied,
+        project=plan.project,
         summary=plan.summary(),
         new=tuple(wire.PlannedJob(id=job_id, label=spec.label) for job_id, spec in plan.new.items()),
         changed=tuple(
@@ -68,8 +84,10 @@ def _told(plan: Plan, *, applied: bool) -> wire.ManifestReply:
         unchanged=len(plan.unchanged),
         orphaned=plan.orphaned,
         trainers=tuple(plan.trainers),
+        takers=plan.takers,
+        requeued=tuple(wire.PlannedJob(id=job_id, label=spec.label) for job_id, spec in plan.requeued.items()),
+        outdated=plan.outdated,
         hosts=tuple(plan.hosts),
-        released_hosts=plan.released_hosts,
     )
 
 

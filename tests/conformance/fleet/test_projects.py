@@ -1,0 +1,134 @@
+"""Trainers are immutable and named per project; a job carries the digest of the one it was queued with."""
+
+from __future__ import annotations
+
+from strata.base.errors import Code
+from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
+from strata.fleet.core.plan import Change, Plan, Policy
+from strata.fleet.ports import Completion, Failure, Store
+from tests.conformance.fleet.fleet import add_host, claim, hold, job, plan, refusal
+
+
+def trainer(script: str, name: str = "default") -> TrainerSpec:
+    return TrainerSpec(name=name, command=("python", script), directory="/t")
+
+
+OLD, NEW = trainer("old.py"), trainer("new.py")
+
+
+async def apply(store: Store, wanted: Plan, now_s: float = 0.0, *, declared: bool = True) -> None:
+    await store.apply(wanted, "operator", now_s, source="m", declared=declared)
+
+
+def taking(spec: JobSpec, **fields: bool) -> Change:
+    return Change(job_id=spec.id, spec=spec, kinds=("trainer",), reclassed=False, deferred=False, **fields)
+
+
+async def test_a_job_runs_with_the_trainer_of_its_own_project_whoever_applies_after_it(store: Store) -> None:
+    await add_host(store)
+    mine, theirs = job("a"), job("a", project="b")
+    await apply(store, plan(mine, trainers={"default": OLD}))
+    await apply(store, plan(theirs, project="b", trainers={"default": NEW}))
+    leases = {lease.job_id: lease for lease in await claim(store, count=2)}
+    assert (leases[mine.id].trainer, leases[theirs.id].trainer) == (OLD, NEW)
+    assert {row.job_id: row.trainer_digest for each in leases for row in await store.attempts(each)} == {
+        mine.id: OLD.digest,
+        theirs.id: NEW.digest,
+    }
+
+
+async def test_a_job_that_no_plan_names_keeps_its_trainer_when_the_name_gets_another(store: Store) -> None:
+    await add_host(store)
+    spec = job("a")
+    await apply(store, plan(spec, trainers={"default": OLD}))
+    await apply(store, Plan(trainers={"default": NEW}))
+    (lease,) = await claim(store)
+    assert lease.trainer == OLD
+    await store.complete(hold(lease), Completion(), 1.0)
+    await store.requeue(spec.id, "operator", 2.0)
+    (again,) = await claim(store, claim_id="c2", now_s=3.0)
+    assert again.trainer == OLD
+
+
+async def test_a_pending_job_takes_another_trainer_only_where_the_plan_says_so(store: Store) -> None:
+    await add_host(store)
+    taker, keeper = job("a"), job("b")
+    await apply(store, plan(taker, keeper, trainers={"default": OLD}))
+    await apply(store, Plan(trainers={"default": NEW}, changed=(taking(taker),), unchanged=(keeper.id,)))
+    leases = {lease.job_id: lease.trainer for lease in await claim(store, count=2)}
+    assert leases == {taker.id: NEW, keeper.id: OLD}
+
+
+async def test_an_attempt_keeps_the_trainer_it_was_given_and_its_result_says_so(store: Store) -> None:
+    await add_host(store)
+    spec = job("a")
+    await apply(store, plan(spec, trainers={"default": OLD}))
+    (lease,) = await claim(store)
+    await apply(store, Plan(trainers={"default": NEW}, changed=(taking(spec),)))
+    # The reply was lost: the same claim gets the same trainer.
+    (same,) = await claim(store)
+    assert (same.trainer, same.trainer_digest) == (OLD, OLD.digest)
+    assert (await store.job(spec.id)).trainer_digest == NEW.digest
+    done = await store.complete(hold(lease), Completion(), 1.0)
+    assert done.trainer_digest == OLD.digest
+    assert [row.trainer_digest for row in await store.attempts(spec.id)] == [OLD.digest]
+
+
+async def test_the_next_attempt_has_the_trainer_that_the_plan_gave_the_job(store: Store) -> None:
+    await add_host(store)
+    spec = job("a")
+    await apply(store, plan(spec, trainers={"default": OLD}))
+    (lease,) = await claim(store)
+    await apply(store, Plan(trainers={"default": NEW}, changed=(taking(spec),)))
+    await store.fail(hold(lease), Failure(cause=Cause.USER_ERROR, error="x"), 1.0, chance=0.5)
+    await store.ripen(1000.0)
+    (again,) = await claim(store, claim_id="c2", now_s=1000.0)
+    assert again.trainer == NEW
+    assert [row.trainer_digest for row in await store.attempts(spec.id)] == [OLD.digest, NEW.digest]
+
+
+async def test_a_result_that_came_in_after_the_plan_keeps_its_trainer(store: Store) -> None:
+    await add_host(store)
+    spec = job("a")
+    await apply(store, plan(spec, trainers={"default": OLD}))
+    (lease,) = await claim(store)
+    await store.complete(hold(lease), Completion(), 1.0)
+    await apply(store, Plan(trainers={"default": NEW}, changed=(taking(spec),)))
+    assert (await store.job(spec.id)).trainer_digest == OLD.digest
+
+
+async def test_a_job_whose_result_does_not_count_runs_again_from_the_beginning(store: Store) -> None:
+    await add_host(store)
+    spec = job("a")
+    await apply(store, plan(spec, trainers={"default": OLD}), declared=False)
+    (lease,) = await claim(store)
+    await store.checkpointed(hold(lease), "artifact1_" + "c" * 64, 1.0)
+    await store.complete(hold(lease), Completion(), 1.0)
+    await apply(store, Plan(trainers={"default": NEW}, requeued={spec.id: spec}), 2.0)
+    row = await store.job(spec.id)
+    assert (row.status, row.artifact, row.declared) == (Status.PENDING, "", True)
+    (again,) = await claim(store, claim_id="c2", now_s=3.0)
+    assert (again.trainer, again.checkpoint) == (NEW, "")
+
+
+async def test_a_job_that_runs_is_not_the_manifests_before_it_has_ended(store: Store) -> None:
+    await add_host(store)
+    spec = job("a")
+    await apply(store, plan(spec, trainers={"default": OLD}), declared=False)
+    (lease,) = await claim(store)
+    await apply(store, Plan(trainers={"default": NEW}, changed=(taking(spec),)))
+    await store.complete(hold(lease), Completion(), 1.0)
+    row = await store.job(spec.id)
+    assert (row.declared, row.trainer_digest) == (False, OLD.digest)
+
+
+async def test_a_policy_of_another_project_is_not_changed_by_a_plan_that_does_not_know_of_it(store: Store) -> None:
+    mine, theirs = HostSpec(name="desk", slots=2), HostSpec(name="desk", slots=3)
+    await apply(store, Plan(project="a", hosts={"desk": mine}))
+    refused = await refusal(apply(store, Plan(project="b", trainers={"default": NEW}, hosts={"desk": theirs})))
+    assert (refused.code, refused.hint) == (Code.CONFLICT, "apply again")
+    assert await store.policies() == {"desk": Policy(spec=mine, project="a")}
+    assert await store.trainers() == {}
+    await apply(store, Plan(project="b", hosts={"desk": theirs}, take_over=True))
+    assert await store.policies() == {"desk": Policy(spec=theirs, project="b")}
