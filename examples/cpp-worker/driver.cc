@@ -148,7 +148,9 @@ class Driver {
     settings.worker_id = given.value("worker_id", settings.worker_id);
     settings.elastic = given.value("elastic", settings.elastic);
     worker_ = std::make_unique<Worker>(settings);
-    return identity();
+    json answer = identity();
+    answer["start"] = worker_->start() ? shown(*worker_->start()) : json(nullptr);
+    return answer;
   }
 
   json state(const json&) {

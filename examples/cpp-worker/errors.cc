@@ -5,10 +5,11 @@
 namespace strata {
 namespace {
 
-constexpr std::array<std::pair<Reason, const char*>, 9> kWords{{
+constexpr std::array<std::pair<Reason, const char*>, 10> kWords{{
     {Reason::kNone, ""},
     {Reason::kNotRegistered, "not-registered"},
     {Reason::kMembershipChanged, "stale-generation"},
+    {Reason::kRecoverFirst, "recover-first"},
     {Reason::kReplaced, "stale-incarnation"},
     {Reason::kLeaseLost, "lease-lost"},
     {Reason::kEvicted, "evicted"},

@@ -20,6 +20,7 @@ enum class Reason {
   kNone,
   kNotRegistered,      // not-registered
   kMembershipChanged,  // stale-generation: recover() goes back with everybody, follow() goes on as it is
+  kRecoverFirst,       // recover-first: the job has moved or went back without this worker; recover() says what to load
   kReplaced,           // stale-incarnation: another process of this worker id has joined; this one must end
   kEvicted,            // evicted: taken for dead; everything held is somebody else's
   kUnknownWorker,      // unknown-worker

@@ -198,6 +198,11 @@ std::map<std::string, std::string> Life::parameters() const {
   return parameters_;
 }
 
+bool Life::recover_first() const {
+  const std::lock_guard lock(mutex_);
+  return recover_first_;
+}
+
 void Life::set_status(v1::WorkerStatus status) {
   const std::lock_guard lock(mutex_);
   status_ = status;
@@ -231,6 +236,7 @@ void Life::register_worker(bool adopt_place, Background* background) {
       identity_.job = found.job_id();
       identity_.incarnation = found.incarnation();
       parameters_ = {found.training_parameters().begin(), found.training_parameters().end()};
+      recover_first_ = found.recover_first();
       interval_ = Milliseconds(found.heartbeat_interval_ms());
       leader_epoch_ = std::max(leader_epoch_, found.leader_epoch());
       heard_epoch_ = std::max(heard_epoch_, found.leader_epoch());
@@ -256,6 +262,7 @@ v1::WorkerConfig Life::registered(Background* background) {
   info.set_gpu_count(settings_.gpus);
   if (settings_.weight) info.set_weight(*settings_.weight);
   info.set_hostname(hostname());
+  info.set_elastic(settings_.elastic);
   info.set_sdk_version("strata-cpp/1");
   for (const std::uint64_t lease_id : leases.ids()) info.add_held_leases(lease_id);
   const auto until = std::chrono::steady_clock::now() + settings_.patience;

@@ -63,6 +63,8 @@ class Life {
 
   Identity identity() const;
   std::map<std::string, std::string> parameters() const;
+  // Whether the last registration said that this life has to ask where to start.
+  bool recover_first() const;
   bool stopping() const;
   bool draining() const;
   bool waits(CommandKind kind) const;
@@ -109,6 +111,7 @@ class Life {
   bool attached_ = false;
   Identity identity_;
   std::map<std::string, std::string> parameters_;
+  bool recover_first_ = false;
   std::uint64_t current_ = 0;  // the job's generation as last heard of; the worker's own may be older
   std::uint32_t leader_epoch_ = 0;
   std::uint32_t heard_epoch_ = 0;  // newer than ours: another coordinator leads, and has to hear what we hold

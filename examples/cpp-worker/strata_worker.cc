@@ -75,7 +75,12 @@ struct Worker::Known {
   std::uint64_t num_shards = 0;
 };
 
-Worker::Worker(const Settings& settings) : life_(std::make_unique<Life>(settings)) { life_->begin(); }
+Worker::Worker(const Settings& settings) : life_(std::make_unique<Life>(settings)) {
+  life_->begin();
+  if (!life_->recover_first()) return;
+  start_ = recover("start");
+  start_taken_ = !start_;
+}
 
 Worker::~Worker() {
   if (left_) return;
@@ -84,6 +89,18 @@ Worker::~Worker() {
   } catch (const Error&) {
     // The coordinator will notice the silence.
   }
+}
+
+const std::optional<Manifest>& Worker::start() {
+  start_taken_ = true;
+  return start_;
+}
+
+void Worker::check_started() const {
+  if (start_taken_) return;
+  throw Error(grpc::StatusCode::FAILED_PRECONDITION,
+              "the job starts from checkpoint " + start_->checkpoint_id +
+                  ", and this program has not looked at it: load start() before the first shard");
 }
 
 void Worker::leave(const std::string& reason) {
@@ -127,6 +144,7 @@ void Worker::for_each_shard(const std::string& dataset_id, std::uint32_t epoch,
 void Worker::restart(const std::string& dataset_id, std::uint32_t epoch) { life_->leases.restart(dataset_id, epoch); }
 
 std::optional<Shard> Worker::next_shard(const std::string& dataset_id, std::uint32_t epoch, std::uint32_t at_once) {
+  check_started();
   for (;;) {
     life_->settle();
     // Leaving acks what is consumed.
@@ -180,6 +198,7 @@ void Worker::flush() {
 }
 
 std::vector<Shard> Worker::step_shards(const std::string& dataset_id, std::uint64_t step) {
+  check_started();
   const auto known = datasets_.find(dataset_id);
   if (known == datasets_.end() || known->second.message.global_batch_shards() == 0) {
     throw Error(grpc::StatusCode::FAILED_PRECONDITION,
@@ -293,6 +312,7 @@ std::optional<Manifest> Worker::recover(const std::string& reason, const std::st
     std::this_thread::sleep_for(Milliseconds(reply.retry_after_ms()));
   }
   life_->adopt(reply.generation(), reply.rank(), reply.world_size());
+  start_taken_ = true;
   for (const auto& [dataset_id, known] : datasets_) confirm(dataset_id);
   return reply.has_checkpoint() ? std::optional(manifest_of(reply.checkpoint())) : std::nullopt;
 }

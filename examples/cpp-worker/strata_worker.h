@@ -1,6 +1,7 @@
 // A worker of a job: what a training loop in C++ does with the coordinator.
 //
 //   strata::Worker worker(strata::settings_from_environment());        // joined; heartbeats go on in a thread of their own
+//   if (worker.start()) load(*worker.start());                         // a start is a recovery; nothing: from the beginning
 //   worker.dataset({"corpus", {"a.txt", "b.txt"}});
 //   worker.for_each_shard("corpus", 0, [&](const strata::Shard& shard) { train(strata::lines_of(shard)); });
 //   worker.barrier("epoch_0");
@@ -107,6 +108,10 @@ class Worker {
   ~Worker();
   Worker(const Worker&) = delete;
 
+  // The checkpoint to load before the first shard; nothing: start from the beginning. A process that joins a job whose data has
+  // moved went back to it, with everybody. No shard comes before it was looked at.
+  const std::optional<Manifest>& start();
+
   // Goes on purpose, with the last acks.
   void leave(const std::string& reason = "");
 
@@ -157,11 +162,14 @@ class Worker {
 
  private:
   struct Known;
+  void check_started() const;
   void confirm(const std::string& dataset_id);
   bool ask(const std::string& dataset_id, std::uint32_t epoch, std::uint32_t count, Milliseconds wait);
 
   std::unique_ptr<Life> life_;
   std::map<std::string, Known> datasets_;
+  std::optional<Manifest> start_;
+  bool start_taken_ = true;
   bool left_ = false;
 };
 

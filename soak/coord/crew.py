@@ -173,7 +173,7 @@ class Crew:
         return asyncio.create_task(live())
 
     async def _register(self, worker: LogicalWorker) -> pb.WorkerConfig:
-        given = pb.WorkerInfo(worker_id=worker.worker_id, incarnation=worker.incarnation)
+        given = pb.WorkerInfo(worker_id=worker.worker_id, incarnation=worker.incarnation, elastic=True)
         found: pb.WorkerConfig = await self._call(worker.channel, "RegisterWorker", given, SHORT)
         return found
 

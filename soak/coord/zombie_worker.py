@@ -56,7 +56,9 @@ class Zombie:
         """Again while there is no answer: its connection may have broken while it was frozen."""
         while True:
             try:
-                config: pb.WorkerConfig = self._stub.RegisterWorker(pb.WorkerInfo(**self._who), timeout=TIMEOUT_S)
+                config: pb.WorkerConfig = self._stub.RegisterWorker(
+                    pb.WorkerInfo(**self._who, elastic=True), timeout=TIMEOUT_S
+                )
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise

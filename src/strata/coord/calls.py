@@ -62,7 +62,7 @@ async def register(service: CoordinatorService, given: Register) -> tuple[JobSta
             left_s = deadline_s - service.clock.monotonic_s()
             if left_s <= 0:
                 service.watch(given.job).unplaced.add(caller.worker_id)
-                return job, Place(0, -1, 0, place.incarnation)
+                return job, replace(place, generation=0, rank=-1, world_size=0)
             with service.open_call(caller):
                 await until(formed, left_s)
             if formed.cancelled():

@@ -104,6 +104,7 @@ def worker(message: pb.WorkerInfo, identity: Identity, incarnation: str) -> inpu
             gpus=message.gpu_count,
             weight=weight,
             labels=dict(message.labels),
+            elastic=message.elastic,
         ),
     )
 
@@ -122,6 +123,7 @@ def config(state: CoordState, job: JobState, place: inputs.Place) -> pb.WorkerCo
         incarnation=place.incarnation,
         job_id=job.job,
         leader_epoch=state.leader_epoch,
+        recover_first=place.recover_first,
     )
 
 

@@ -79,6 +79,19 @@ def shown(shard: strata.Shard) -> Answer:
     }
 
 
+def manifest(found: strata.Manifest | None) -> Answer | None:
+    if found is None:
+        return None
+    return {
+        "checkpoint_id": found.checkpoint_id,
+        "step": found.step,
+        "generation": found.generation,
+        "parts": [
+            {"rank": each.rank, "uri": each.uri, "size": each.size, "digest": each.digest} for each in found.parts
+        ],
+    }
+
+
 def call(given: Given) -> Answer:
     """One message exactly as it is given, without any of the SDK's care: how the contract itself is tested."""
     settings = load(strata.WorkerSettings, section=SECTION, file=None, flags={})
@@ -173,7 +186,7 @@ class Driver:
         named = {"job": "job", "worker_id": "id", "elastic": "elastic"}
         joining = strata.join(**{named[name]: given[name] for name in given if name in named})
         self._worker = joining.__enter__()
-        return self.identity()
+        return {**self.identity(), "start": manifest(self._worker.start)}
 
     def state(self, given: Given) -> Answer:
         worker = self.worker
@@ -227,15 +240,7 @@ class Driver:
 
     def recover(self, given: Given) -> Answer:
         found = self.worker.recover(given.get("reason", ""), bad_checkpoint_id=given.get("bad_checkpoint_id", ""))
-        checkpoint = found and {
-            "checkpoint_id": found.checkpoint_id,
-            "step": found.step,
-            "generation": found.generation,
-            "parts": [
-                {"rank": each.rank, "uri": each.uri, "size": each.size, "digest": each.digest} for each in found.parts
-            ],
-        }
-        return {**self.identity(), "checkpoint": checkpoint}
+        return {**self.identity(), "checkpoint": manifest(found)}
 
     def follow(self, given: Given) -> Answer:
         self.worker.follow()

@@ -104,7 +104,7 @@ async def test_an_ack_counts_only_under_the_current_lease(fleet: Fleet, sdk: str
     # More than a JSON number can say exactly in every language.
     assert int(old["lease_id"]) > 2**32
     # The same worker in a new life, which holds nothing: its shards went back.
-    await driver.call("RegisterWorker", {"worker_id": "w", "incarnation": "second"}, **who)
+    await driver.call("RegisterWorker", {"worker_id": "w", "incarnation": "second", "elastic": True}, **who)
     late = await driver.call("GetNextShards", {**ask, "acks": [{"lease_id": old["lease_id"]}]}, **who)
     assert late["rejected_leases"] == [old["lease_id"]]
     assert late["lease_id"] != old["lease_id"]

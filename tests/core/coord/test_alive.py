@@ -179,7 +179,7 @@ def test_a_life_that_comes_back_is_known_by_what_it_acked() -> None:
     job.ack("w0", Ack(lease))
     job.run(LIMIT_S + 1.0, beating=["w1"])
     job.restart()
-    job.register("w0")
+    job.register("w0", elastic=True)
     job.settle()
     assert lease in job.job.members["w0"].acked
     assert job.ack("w0", Ack(lease)).stale == ()

@@ -187,9 +187,10 @@ def test_the_parts_of_a_checkpoint_that_was_never_committed_are_deleted_once_it_
     job.checkpoint(1)
     job.report("w0", 2)
     if ended_by == "a new generation":
-        job.join("w2")
+        job.join("w2", elastic=True)
     elif ended_by == "a recovery":
         job.recover("w1")
+        job.recover("w0")
     else:
         job.checkpoint(3)
     if ended_by != "a later checkpoint":
@@ -303,7 +304,8 @@ def test_one_that_finds_only_later_that_the_checkpoint_is_bad_takes_all_further_
 
 
 def test_one_that_slept_until_its_recovery_was_forgotten_is_not_sent_to_the_start() -> None:
-    job = training(config=JobConfig(keep_checkpoints=1))
+    job = Job(JobConfig(keep_checkpoints=1))
+    job.join("w0", "w1", elastic=True)
     job.checkpoint(1)
     job.recover("w0", 1)
     job.checkpoint(2)

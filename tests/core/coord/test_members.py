@@ -396,6 +396,7 @@ job.run(3.0, beating=["w1"])
 job.run(20.0, beating=["w1", "w2"])
 job.checkpoint(1)
 job.recover("w1")
+job.recover("w2")
 job.read("w2")
 print(hashlib.sha256(b"".join(job.journal)).hexdigest(), len(job.journal))
 """

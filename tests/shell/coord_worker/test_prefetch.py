@@ -139,7 +139,7 @@ async def test_a_change_of_members_is_raised_to_the_loop_and_not_swallowed_by_pr
         await found.dataset("corpus", samples=100, shard_size=10)
         shard = await first(found)
         await granted(running, 2)
-        async with worker(running, "other") as other:
+        async with worker(running, "other", elastic=True) as other:
             await seen(running, lambda job: job.world_size == 2)
             shard.done()
             with pytest.raises(StrataError) as caught:

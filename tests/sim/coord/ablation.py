@@ -44,6 +44,14 @@ def _position_at_commit(datasets: DatasetLedger, read_until: dict[int, int], lat
     return _position(datasets, {}, late)
 
 
+def _anybody_starts(job: JobState, member: Member) -> None:
+    return
+
+
+def _everybody_shares(job: JobState, member: Member, given: Recover) -> bool:
+    return member.recover_first or given.observed_generation < job.recovered_generation
+
+
 def _nobody_missing(job: JobState, *rest: Any) -> tuple[int, ...]:
     return ()
 
@@ -62,9 +70,8 @@ def _ledger_not_rewound(datasets: DatasetLedger, to: DatasetPosition) -> None:
         del number
 
 
-def _rewind_for_everybody(state: CoordState, given: Recover) -> Any:
-    job = state.jobs[given.caller.job]
-    return _recover(state, Recover(given.caller, job.generation, given.bad_checkpoint_id))
+def _nobody_shares(job: JobState, member: Member, given: Recover) -> bool:
+    return False
 
 
 def _leases_stay(state: EpochLedger, worker_id: str) -> None:
@@ -106,7 +113,6 @@ _member_of = members.member_of
 _settle_acks = shards._settle_acks
 _position = ledger.position
 _rewind = ledger.rewind
-_recover = checkpoints.recover
 _apply_to_job = applying._apply_to_job
 _close_finished = ledger.close_finished
 _ack = applying._ack
@@ -123,7 +129,12 @@ EVERY: dict[str, list[Ablation]] = {
     "a checkpoint is committed without all ranks": [(checkpoints, "_missing", _nobody_missing)],
     "recovery leaves old leases valid": [(ledger, "rewind", _keep_leases)],
     "recovery does not rewind the ledger": [(ledger, "rewind", _ledger_not_rewound)],
-    "every caller rewinds": [(checkpoints, "recover", _rewind_for_everybody)],
+    "every caller rewinds": [(checkpoints, "_shares", _nobody_shares)],
+    "a process that starts gets shards before it has recovered": [
+        (shards, "check_recovered", _anybody_starts),
+        (checkpoints, "check_recovered", _anybody_starts),
+    ],
+    "a recovery is shared after its workers are lost": [(checkpoints, "_shares", _everybody_shares)],
     "a finished epoch is forgotten": [(ledger, "close_finished", _finished_forgotten)],
     "a repeated ack is not recognised": [(applying, "_ack", _acked_leases_forgotten)],
     "a lost answer is not repeated": [(shards, "next_shards", _lost_answers_stay_lost)],

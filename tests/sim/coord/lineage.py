@@ -1,7 +1,8 @@
 """Random histories of one job, judged by the model they train: every sample's gradient once per epoch.
 
 Workers read samples into their part of the model, ack, take checkpoints, crash, freeze and come back as zombies;
-replies get lost; the coordinator dies and starts again from its journal. There are two kinds of job:
+replies get lost; the coordinator dies and starts again from its journal; all workers of the job are killed and started
+again with empty state. There are two kinds of job:
 
 - *synchronous*: whenever the members change, all go back to the last checkpoint. A model is the multiset of samples in
   it; after a recovery it is what the checkpoint saved. In the end each (epoch, sample) is in it exactly once.
@@ -204,6 +205,7 @@ class History:
             (self._join, 1),
             (self._replace, 1),
             (self._restart, 2),
+            (self._restart_job, 1),
             (self._snapshot, 1),
         ]
 
@@ -229,6 +231,7 @@ class History:
             (self._join, 3),
             (self._replace, 1),
             (self._restart, 3),
+            (self._restart_job, 1),
             (self._snapshot, 1),
         ]
 
@@ -378,12 +381,26 @@ class History:
             if self.rng.random() < 0.5:
                 del self.workers[old.worker_id]
 
+    def _restart_job(self) -> None:
+        """Every process is killed and started again under the same names: fewer or more, with empty state."""
+        self.faults["job restarted"] += 1
+        names = list(self.workers)
+        self.workers.clear()
+        for name in names[self.rng.randint(0, 1) if len(names) > 1 else 0 :]:
+            self._register(name)
+        if self.rng.random() < 0.3:
+            self._join()
+
     def _register(self, worker_id: str) -> None:
+        """A process starts. What the answer says of it is lost now and then; it goes on as if nothing had been said."""
         self.next_worker += 1
         worker = SimWorker(worker_id, f"life-{self.next_worker}")
         self.workers[worker.worker_id] = worker
-        given = inputs.Register(JOB, Worker(worker_id=worker.worker_id, incarnation=worker.incarnation))
-        self._send(given)
+        self._send(
+            inputs.Register(
+                JOB, Worker(worker_id=worker.worker_id, incarnation=worker.incarnation, elastic=self.elastic)
+            )
+        )
         dataset = Dataset(dataset_id=DATASET, samples=self.samples, shard_size=4, buckets=8)
         self._send(inputs.RegisterDataset(Caller(JOB, worker.worker_id, worker.incarnation), dataset))
 
@@ -418,8 +435,9 @@ class History:
 
     def _ask_for(self, worker: SimWorker, foreign: int | None = None) -> None:
         if worker.generation == 0:
-            # It has nothing yet: it loads the checkpoint like everybody when a generation begins.
-            self._catch_up(worker)
+            # It takes the place that its registration gave it, with empty state: only a refusal makes it recover.
+            worker.generation = self._generation_of(worker)
+            worker.rank = self.coordinator.state.jobs[JOB].ranks.get(worker.worker_id, -1)
             return
         # Between taking its part of a checkpoint and reporting it a worker acks nothing.
         acks = [] if worker.saved else [Ack(lease_id) for lease_id in worker.read]

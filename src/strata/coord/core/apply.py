@@ -26,6 +26,7 @@ from strata.coord.core.facts import (
     WorkerJoined,
     WorkerJudged,
     WorkerLost,
+    WorkerRecovered,
 )
 from strata.coord.core.ledger import DatasetLedger, EpochLedger
 from strata.coord.core.state import (
@@ -96,6 +97,8 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
             _commit(job, fact)
         case Recovered():
             _recover(job, fact)
+        case WorkerRecovered():
+            job.members[fact.worker_id].recover_first = False
         case CommandIssued():
             _command(job, fact)
         case CommandAcked():
@@ -108,7 +111,8 @@ def _join(job: JobState, fact: WorkerJoined) -> None:
     worker_id, incarnation = fact.worker.worker_id, fact.worker.incarnation
     before = job.evicted.pop(worker_id, None)
     acked = job.parted.pop(worker_id, [])
-    job.members[worker_id] = Member(fact.worker, acked=acked if before == incarnation else [])
+    acked = acked if before == incarnation else []
+    job.members[worker_id] = Member(fact.worker, acked=acked, recover_first=fact.recover_first)
     if before not in (None, incarnation):
         fenced = job.fenced.pop(worker_id, [])
         job.fenced[worker_id] = [*fenced, before][-FENCED_KEPT:]
@@ -243,6 +247,7 @@ def _recover(job: JobState, fact: Recovered) -> None:
         ledgers.rewind(dataset, known or ledgers.DatasetPosition((), ()))
     for member in job.members.values():
         member.acked = []
+        member.recover_first = not member.worker.elastic
     job.parted = {}
     job.recovered_generation = job.generation + 1
     job.recovered_to = fact.checkpoint_id

@@ -7,10 +7,10 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core.barriers import end_all
-from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Fact, Recovered
+from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Fact, Recovered, WorkerRecovered
 from strata.coord.core.inputs import Caller, CheckpointState, Place, Recover, Recovery, Report
-from strata.coord.core.members import formed, job_of, member_of, settled_member, stale_generation
-from strata.coord.core.state import Checkpoint, Collecting, CoordState, Graves, JobState, Live
+from strata.coord.core.members import check_recovered, formed, job_of, settled_member, stale_generation
+from strata.coord.core.state import Checkpoint, Collecting, CoordState, Graves, JobState, Live, Member
 
 MISSING_NAMED: Final = 64
 """Ranks in the answer to one that reports: all of them in each of ten thousand answers would be fifty million."""
@@ -18,7 +18,7 @@ MISSING_NAMED: Final = 64
 
 def report(state: CoordState, given: Report) -> tuple[list[Fact], CheckpointState]:
     job = job_of(state, given.caller)
-    settled_member(job, given.caller)
+    check_recovered(job, settled_member(job, given.caller))
     worker_id, live = given.caller.worker_id, state.live_of(job.job)
     committed = job.checkpoint(given.checkpoint_id)
     collecting = job.collecting.get(given.checkpoint_id)
@@ -119,18 +119,17 @@ def _missing(
 
 
 def recover(state: CoordState, given: Recover) -> tuple[list[Fact], Recovery]:
-    """Who observed a generation from before the last recovery is told of that one; the first after it rewinds."""
+    """One rewind for all members of a generation: the first caller rewinds, the others share where it went."""
     job = job_of(state, given.caller)
-    member_of(job, given.caller)
-    settled_member(job, _at_any_generation(given))
+    member = settled_member(job, _at_any_generation(given))
     worker_id = given.caller.worker_id
-    spoilt = given.bad_checkpoint_id is not None and given.bad_checkpoint_id == job.recovered_to
-    if given.observed_generation < job.recovered_generation and not spoilt:
+    if _shares(job, member, given):
         checkpoint = job.checkpoint(job.recovered_to)
         if checkpoint is None and job.recovered_to is not None:
             # The others are so far that it is kept no longer. To say nothing of it would mean the start.
             raise stale_generation(job, given.observed_generation)
-        return [], Recovery(_place(job, worker_id, job.generation), checkpoint, rewound=False)
+        started: list[Fact] = [WorkerRecovered(job.job, worker_id)] if member.recover_first else []
+        return started, Recovery(_place(job, worker_id, job.generation), checkpoint, rewound=False)
     usable = [each for each in job.checkpoints if each.checkpoint_id != given.bad_checkpoint_id]
     checkpoint = usable[-1] if usable else None
     to = checkpoint.checkpoint_id if checkpoint else None
@@ -138,11 +137,24 @@ def recover(state: CoordState, given: Recover) -> tuple[list[Fact], Recovery]:
     facts: list[Fact] = [
         *end_all(job, live),
         Recovered(job.job, to, given.bad_checkpoint_id),
+        WorkerRecovered(job.job, worker_id),
         *formed(job, list(job.ranks)),
     ]
     live.pickers.clear()
     live.read_until.clear()
     return facts, Recovery(_place(job, worker_id, job.generation + 1), checkpoint, rewound=True)
+
+
+def _shares(job: JobState, member: Member, given: Recover) -> bool:
+    """Whether the last recovery is the one that this caller needs.
+
+    Not after somebody came or went since: a worker that is lost took samples of that lineage with it.
+    """
+    if job.generation != job.recovered_generation:
+        return False
+    if given.bad_checkpoint_id is not None and given.bad_checkpoint_id == job.recovered_to:
+        return False
+    return member.recover_first or given.observed_generation < job.recovered_generation
 
 
 def _at_any_generation(given: Recover) -> Caller:

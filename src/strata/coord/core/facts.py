@@ -122,6 +122,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 0
     weight: float = 1.0
     labels: dict[str, str] = {}
+    elastic: bool = False
+    """What it makes of a shard outlives it: it needs no checkpoint to go on where the ledger stands."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -163,6 +165,8 @@ class JobCreated(msgspec.Struct, frozen=True, tag=True):
 class WorkerJoined(msgspec.Struct, frozen=True, tag=True):
     job: str
     worker: Worker
+    recover_first: bool = False
+    """The ledger has moved: it gets no shard before it knows which checkpoint to start from."""
 
 
 class WorkerLost(msgspec.Struct, frozen=True, tag=True):
@@ -268,6 +272,13 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
     bad_checkpoint_id: str | None = None
 
 
+class WorkerRecovered(msgspec.Struct, frozen=True, tag=True):
+    """It knows where the job went back to, and may have shards again."""
+
+    job: str
+    worker_id: str
+
+
 class CommandIssued(msgspec.Struct, frozen=True, tag=True):
     """To these workers. The same id again is the same command, to more of them than one fact could name."""
 
@@ -302,6 +313,7 @@ Fact = (
     | CheckpointReported
     | CheckpointCommitted
     | Recovered
+    | WorkerRecovered
     | CommandIssued
     | CommandAcked
 )

@@ -182,6 +182,7 @@ class Place:
     rank: int
     world_size: int
     incarnation: str
+    recover_first: bool = False
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,17 @@ def settled_member(job: JobState, caller: Caller) -> Member:
     return member
 
 
+def check_recovered(job: JobState, member: Member) -> None:
+    """A start is a recovery: whoever does not know the job's checkpoint would train the rest on empty state."""
+    if member.recover_first:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"the data of job {job.job!r} has moved, and worker {member.worker.worker_id!r} has not recovered",
+            hint="call RequestRecovery and load the checkpoint that it names, then ask for shards",
+            reason="recover-first",
+        )
+
+
 def stale_generation(job: JobState, generation: int) -> StrataError:
     return StrataError(
         Code.PRECONDITION,
@@ -107,10 +118,11 @@ def stale_generation(job: JobState, generation: int) -> StrataError:
 
 
 def place_of(job: JobState, worker_id: str) -> Place:
-    incarnation = job.members[worker_id].worker.incarnation
+    member = job.members[worker_id]
+    incarnation = member.worker.incarnation
     if worker_id not in job.ranks or not job.settled:
-        return Place(0, -1, 0, incarnation)
-    return Place(job.generation, job.ranks[worker_id], len(job.ranks), incarnation)
+        return Place(0, -1, 0, incarnation, member.recover_first)
+    return Place(job.generation, job.ranks[worker_id], len(job.ranks), incarnation, member.recover_first)
 
 
 def create(state: CoordState, given: CreateJob) -> list[Fact]:
@@ -178,7 +190,8 @@ def register(state: CoordState, given: Register, now_s: float) -> list[Fact]:
         facts += _lost(job, live, given.worker.worker_id, "replaced", now_s)
         alive.see(live, given.worker.worker_id, now_s)
     _change(live, now_s)
-    return [*facts, WorkerJoined(given.job, given.worker)]
+    recover_first = job is not None and job.has_moved and not given.worker.elastic
+    return [*facts, WorkerJoined(given.job, given.worker, recover_first)]
 
 
 def beat(state: CoordState, given: Beat, now_s: float) -> tuple[list[Fact], Pulse]:

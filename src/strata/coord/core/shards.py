@@ -20,7 +20,7 @@ from strata.coord.core.facts import (
 )
 from strata.coord.core.inputs import Ack, Assignment, Leased, NextShards, RegisterDataset, Registered
 from strata.coord.core.ledger import DatasetLedger, EpochLedger, Lease, Rest
-from strata.coord.core.members import job_of, member_of, settled_member
+from strata.coord.core.members import check_recovered, job_of, member_of, settled_member
 from strata.coord.core.permutation import order_of, slice_of
 from strata.coord.core.picker import Picker
 from strata.coord.core.placement import Scheme, place
@@ -69,6 +69,7 @@ def _check(dataset: Dataset, max_shards: int) -> None:
 def next_shards(state: CoordState, given: NextShards) -> tuple[list[Fact], Assignment]:
     job = job_of(state, given.caller)
     member = settled_member(job, given.caller)
+    check_recovered(job, member)
     dataset = job.datasets.get(given.dataset_id)
     if dataset is None:
         raise StrataError(

@@ -46,6 +46,8 @@ class Member(msgspec.Struct):
     share: float = 1.0
     """What its registered weight is multiplied with, because it was found slow."""
     rung: Rung = Rung.NONE
+    recover_first: bool = False
+    """It has not asked which checkpoint to start from, and the ledger stands elsewhere than at the beginning."""
 
 
 class Decided(msgspec.Struct, frozen=True):
@@ -134,6 +136,12 @@ class JobState(msgspec.Struct):
     last_command: int = 0
     requests: dict[str, Requested] = {}
     """By the operators' own ids; oldest first."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a process that starts with empty state would miss something."""
+        begun = any(dataset.finished or dataset.epochs for dataset in self.datasets.values())
+        return begun or bool(self.checkpoints)
 
     def checkpoint(self, checkpoint_id: str | None) -> Checkpoint | None:
         return next((each for each in self.checkpoints if each.checkpoint_id == checkpoint_id), None)

@@ -6,13 +6,14 @@ The contract between the workers of a job and the coordinator that keeps them to
 A worker in any language needs this file, gRPC and nothing else. The life of one:
 
   RegisterWorker            who I am; the answer has the interval of heartbeats, my rank and the generation
+  RequestRecovery           (if the answer says `recover_first`) where do I start: a checkpoint to load, or the beginning
   Attach                    (optional) one open stream: my death is noticed at once, commands reach me at once
   AckDataset                this is the dataset; the first one to say so defines it
   loop GetNextShards        the next range of samples, leased to me; I acknowledge what I have consumed
   Heartbeat                 every interval, beside all of this; the answer may have commands
   Barrier                   wait for the others
   ReportCheckpoint          my part is stored; committed when every rank has stored its part of the same step
-  RequestRecovery           something broke; which checkpoint do we all go back to
+  RequestRecovery           something broke, or members came or went: which checkpoint do we all go back to
   LeaveWorker               I am done (a worker that just vanishes is noticed too, later)
 
 WORDS. A job is one training run. Its workers at one moment are a generation: a number that grows whenever a worker joins
@@ -20,6 +21,11 @@ or is lost, with a rank for each member. A worker_id is a name that survives a r
 A shard is a range of samples of a dataset. A lease is the right to consume one shard, named by a lease_id:
 `leader_epoch << 32 | counter`. Only the current lease of a shard can acknowledge it, so a worker that was taken for dead and
 wakes up changes nothing.
+
+A START IS A RECOVERY. A process that starts has empty state, and most of a job's data may be consumed already. So an incarnation
+that registers after shards were handed out or a checkpoint was committed gets FAILED_PRECONDITION, `recover-first`, from
+GetNextShards and ReportCheckpoint until it has called RequestRecovery; so does every member after another one went back. The answer
+names the checkpoint to load, or none: start from the beginning. Only a worker that registers as `elastic` is excepted.
 
 IDENTITY. Every request has room for job_id, worker_id and incarnation. Where a field is empty the coordinator takes, in
 this order, the metadata key `strata-job` or `strata-worker` of the call, then what the bearer token says (metadata key
@@ -32,11 +38,13 @@ THE MINIMAL WORKER sets only fields numbered 1 to 9 and sends `strata-worker` or
   (of the same dataset and epoch) the shards, the next Heartbeat the commands;
 - Barrier blocks, and expects all members of the generation;
 - a checkpoint without a step belongs to the highest step that its worker has named in Barrier or Heartbeat.
-If it does not know whether an answer of GetNextShards got lost, it calls RegisterWorker again: that returns its shards.
+If it does not know whether an answer of GetNextShards got lost, it calls RegisterWorker and RequestRecovery again: without an
+incarnation of its own it cannot be told from a process that has just started, and what it held goes back.
 
 STATUS CODES
   FAILED_PRECONDITION   any call but RegisterWorker and Heartbeat by a worker_id never seen: register first
   FAILED_PRECONDITION   the generation of the request is not the current one: take the new one, or RequestRecovery
+  FAILED_PRECONDITION   the worker has not been told which checkpoint to start from: RequestRecovery, load it, call again
   FAILED_PRECONDITION   another incarnation of this worker_id has registered: this process was replaced and must stop; so does
                         RegisterWorker answer it, also after the other one has gone
   NOT_FOUND             Heartbeat of an unknown worker_id, any call of an evicted one: register again; unknown dataset or job
@@ -49,7 +57,7 @@ STATUS CODES
   PERMISSION_DENIED     the token is for another job, worker or role
 Trailing metadata, all values decimal or lower-case words:
   strata-retry-after-ms   with UNAVAILABLE and RESOURCE_EXHAUSTED: wait this long
-  strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation` or `stale-incarnation`;
+  strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation`, `stale-incarnation` or `recover-first`;
                           with NOT_FOUND: `evicted`, `unknown-worker`, `unknown-dataset` or `unknown-job`
   strata-generation       with `stale-generation`: the current one
 A call that got no answer may have taken effect. Sending the same message again is safe for every RPC, but for GetNextShards and
@@ -438,6 +446,7 @@ class WorkerInfo(_message.Message):
     HOSTNAME_FIELD_NUMBER: _builtins.int
     SDK_VERSION_FIELD_NUMBER: _builtins.int
     INCLUDE_MEMBERS_FIELD_NUMBER: _builtins.int
+    ELASTIC_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique in the job, the same after a restart of the worker."""
     ip: _builtins.str
@@ -458,6 +467,10 @@ class WorkerInfo(_message.Message):
     """Name and version of the client library, such as `strata-python/0.3.0`."""
     include_members: _builtins.bool
     """Fill WorkerConfig.members, which is long in a large job."""
+    elastic: _builtins.bool
+    """What the worker makes of a shard outlives the worker, and members may come and go without anybody going back. Such a worker
+    goes on where the data stands; it is never asked to recover first. False: it has state in memory that a restart loses.
+    """
     @_builtins.property
     def held_leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Leases from before a re-attach that the worker still works on: the answer names those that it lost meanwhile. Others that
@@ -483,10 +496,11 @@ class WorkerInfo(_message.Message):
         hostname: _builtins.str = ...,
         sdk_version: _builtins.str = ...,
         include_members: _builtins.bool = ...,
+        elastic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "gpu_count", b"gpu_count", "held_leases", b"held_leases", "hostname", b"hostname", "incarnation", b"incarnation", "include_members", b"include_members", "ip", b"ip", "job_id", b"job_id", "labels", b"labels", "port", b"port", "sdk_version", b"sdk_version", "weight", b"weight", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "elastic", b"elastic", "gpu_count", b"gpu_count", "held_leases", b"held_leases", "hostname", b"hostname", "incarnation", b"incarnation", "include_members", b"include_members", "ip", b"ip", "job_id", b"job_id", "labels", b"labels", "port", b"port", "sdk_version", b"sdk_version", "weight", b"weight", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
@@ -530,6 +544,7 @@ class WorkerConfig(_message.Message):
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     LOST_LEASES_FIELD_NUMBER: _builtins.int
+    RECOVER_FIRST_FIELD_NUMBER: _builtins.int
     heartbeat_interval_ms: _builtins.int
     """Send a Heartbeat this often; 5000 in a small job, longer in a large one."""
     rank: _builtins.int
@@ -544,6 +559,8 @@ class WorkerConfig(_message.Message):
     """The job that the worker is now in."""
     leader_epoch: _builtins.int
     """Grows with every coordinator that takes over; the upper half of new lease ids."""
+    recover_first: _builtins.bool
+    """Shards have been handed out or a checkpoint is committed: RequestRecovery comes before GetNextShards and ReportCheckpoint."""
     @_builtins.property
     def training_parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """System-wide training parameters: the same for all workers of the job."""
@@ -569,10 +586,11 @@ class WorkerConfig(_message.Message):
         leader_epoch: _builtins.int = ...,
         members: _abc.Iterable[Global___Member] | None = ...,
         lost_leases: _abc.Iterable[_builtins.int] | None = ...,
+        recover_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "job_id", b"job_id", "leader_epoch", b"leader_epoch", "lost_leases", b"lost_leases", "members", b"members", "rank", b"rank", "training_parameters", b"training_parameters", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "job_id", b"job_id", "leader_epoch", b"leader_epoch", "lost_leases", b"lost_leases", "members", b"members", "rank", b"rank", "recover_first", b"recover_first", "training_parameters", b"training_parameters", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,13 +6,14 @@ The contract between the workers of a job and the coordinator that keeps them to
 A worker in any language needs this file, gRPC and nothing else. The life of one:
 
   RegisterWorker            who I am; the answer has the interval of heartbeats, my rank and the generation
+  RequestRecovery           (if the answer says `recover_first`) where do I start: a checkpoint to load, or the beginning
   Attach                    (optional) one open stream: my death is noticed at once, commands reach me at once
   AckDataset                this is the dataset; the first one to say so defines it
   loop GetNextShards        the next range of samples, leased to me; I acknowledge what I have consumed
   Heartbeat                 every interval, beside all of this; the answer may have commands
   Barrier                   wait for the others
   ReportCheckpoint          my part is stored; committed when every rank has stored its part of the same step
-  RequestRecovery           something broke; which checkpoint do we all go back to
+  RequestRecovery           something broke, or members came or went: which checkpoint do we all go back to
   LeaveWorker               I am done (a worker that just vanishes is noticed too, later)
 
 WORDS. A job is one training run. Its workers at one moment are a generation: a number that grows whenever a worker joins
@@ -20,6 +21,11 @@ or is lost, with a rank for each member. A worker_id is a name that survives a r
 A shard is a range of samples of a dataset. A lease is the right to consume one shard, named by a lease_id:
 `leader_epoch << 32 | counter`. Only the current lease of a shard can acknowledge it, so a worker that was taken for dead and
 wakes up changes nothing.
+
+A START IS A RECOVERY. A process that starts has empty state, and most of a job's data may be consumed already. So an incarnation
+that registers after shards were handed out or a checkpoint was committed gets FAILED_PRECONDITION, `recover-first`, from
+GetNextShards and ReportCheckpoint until it has called RequestRecovery; so does every member after another one went back. The answer
+names the checkpoint to load, or none: start from the beginning. Only a worker that registers as `elastic` is excepted.
 
 IDENTITY. Every request has room for job_id, worker_id and incarnation. Where a field is empty the coordinator takes, in
 this order, the metadata key `strata-job` or `strata-worker` of the call, then what the bearer token says (metadata key
@@ -32,11 +38,13 @@ THE MINIMAL WORKER sets only fields numbered 1 to 9 and sends `strata-worker` or
   (of the same dataset and epoch) the shards, the next Heartbeat the commands;
 - Barrier blocks, and expects all members of the generation;
 - a checkpoint without a step belongs to the highest step that its worker has named in Barrier or Heartbeat.
-If it does not know whether an answer of GetNextShards got lost, it calls RegisterWorker again: that returns its shards.
+If it does not know whether an answer of GetNextShards got lost, it calls RegisterWorker and RequestRecovery again: without an
+incarnation of its own it cannot be told from a process that has just started, and what it held goes back.
 
 STATUS CODES
   FAILED_PRECONDITION   any call but RegisterWorker and Heartbeat by a worker_id never seen: register first
   FAILED_PRECONDITION   the generation of the request is not the current one: take the new one, or RequestRecovery
+  FAILED_PRECONDITION   the worker has not been told which checkpoint to start from: RequestRecovery, load it, call again
   FAILED_PRECONDITION   another incarnation of this worker_id has registered: this process was replaced and must stop; so does
                         RegisterWorker answer it, also after the other one has gone
   NOT_FOUND             Heartbeat of an unknown worker_id, any call of an evicted one: register again; unknown dataset or job
@@ -49,7 +57,7 @@ STATUS CODES
   PERMISSION_DENIED     the token is for another job, worker or role
 Trailing metadata, all values decimal or lower-case words:
   strata-retry-after-ms   with UNAVAILABLE and RESOURCE_EXHAUSTED: wait this long
-  strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation` or `stale-incarnation`;
+  strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation`, `stale-incarnation` or `recover-first`;
                           with NOT_FOUND: `evicted`, `unknown-worker`, `unknown-dataset` or `unknown-job`
   strata-generation       with `stale-generation`: the current one
 A call that got no answer may have taken effect. Sending the same message again is safe for every RPC, but for GetNextShards and

@@ -32,6 +32,7 @@ _REASONS: Final = (
     "not-registered",
     "stale-generation",
     "stale-incarnation",
+    "recover-first",
     "evicted",
     "unknown-worker",
     "unknown-dataset",

@@ -15,6 +15,7 @@ from strata.coord.worker.client import AsyncWorker
 from strata.coord.worker.commands import Command
 from strata.coord.worker.datasets import DatasetOptions
 from strata.coord.worker.held import Capture
+from strata.coord.worker.reasons import RECOVERABLE, reason_of
 from strata.coord.worker.shard import Shard
 from strata.coord.worker.tombstones import Swept
 
@@ -122,6 +123,21 @@ class Worker:
     @property
     def should_checkpoint(self) -> bool:
         return self._open().should_checkpoint
+
+    @property
+    def start(self) -> Manifest | None:
+        return self._open().start
+
+    def run(self, train: Callable[[Manifest | None], Result]) -> Result:
+        start, failure = self.start, ""
+        while True:
+            try:
+                start = self.recover(failure) if failure else start
+                return train(start)
+            except StrataError as error:
+                if reason_of(error) not in RECOVERABLE:
+                    raise
+                failure = error.message
 
     def commands(self) -> list[Command]:
         return self._open().commands()

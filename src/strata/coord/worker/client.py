@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
@@ -22,6 +22,7 @@ from strata.coord.worker.held import Capture, Held
 from strata.coord.worker.life import ATTEMPT_S, Life, OnCommand
 from strata.coord.worker.prefetch import Prefetch
 from strata.coord.worker.readers import Readers
+from strata.coord.worker.reasons import RECOVERABLE, reason_of
 from strata.coord.worker.saving import Saving
 from strata.coord.worker.settings import WorkerSettings
 from strata.coord.worker.shard import Shard, pieces
@@ -30,6 +31,8 @@ from strata.coord.worker.tombstones import Swept, Tombstones
 
 WAIT_S: Final = 2.0
 """How long one call waits for a shard that others may give back."""
+
+Result = TypeVar("Result")
 
 
 class AsyncWorker:
@@ -55,11 +58,16 @@ class AsyncWorker:
         self._finished: dict[str, set[int]] = {}
         self._shards: dict[str, int] = {}
         self._step_at_s: float | None = None
+        self._start: Manifest | None = None
+        self._start_taken = True
 
     async def __aenter__(self) -> Self:
         begun = False
         try:
             await self._life.begin()
+            if self._life.recover_first:
+                self._start = await self.recover("start")
+                self._start_taken = self._start is None
             begun = True
         finally:
             if not begun:
@@ -117,6 +125,42 @@ class AsyncWorker:
     def commands(self) -> list[Command]:
         """Those that wait for this loop (CHECKPOINT_NOW, RELOAD); taking them acknowledges them."""
         return self._life.commands.take()
+
+    # Where to start
+
+    @property
+    def start(self) -> Manifest | None:
+        """The checkpoint to load before the first shard; None: start from the beginning.
+
+        A start is a recovery: a process that joins a job whose data has moved went back to it, with everybody.
+        """
+        self._start_taken = True
+        return self._start
+
+    def _check_started(self) -> None:
+        if not self._start_taken:
+            assert self._start is not None
+            raise StrataError(
+                Code.PRECONDITION,
+                f"job {self.job!r} starts from checkpoint {self._start.checkpoint_id} of step {self._start.step},"
+                " and this program has not looked at it: its model would lack everything before",
+                hint="load worker.start before the first shard, or use worker.run",
+            )
+
+    async def run(self, train: Callable[[Manifest | None], Awaitable[Result]]) -> Result:
+        """Call `train` with the checkpoint to load (None: the beginning), and again after every recovery.
+
+        Until it returns, or raises anything else than that members came or went, or that it lost shards.
+        """
+        start, failure = self.start, ""
+        while True:
+            try:
+                start = await self.recover(failure) if failure else start
+                return await train(start)
+            except StrataError as error:
+                if reason_of(error) not in RECOVERABLE:
+                    raise
+                failure = error.message
 
     # Data
 
@@ -194,6 +238,7 @@ class AsyncWorker:
         Not to `wait` gives None also while others, or this worker, hold all that is left; `is_finished` tells.
         """
         life = self._life
+        self._check_started()
         with self._doing(pb.WORKER_STATUS_LOADING_DATA, then=pb.WORKER_STATUS_TRAINING):
             while True:
                 await life.settle()
@@ -257,6 +302,7 @@ class AsyncWorker:
 
     async def step_shards(self, dataset_id: str, step: int) -> list[Shard]:
         """This rank's shards of a global step of a DETERMINISTIC dataset; they need no acks."""
+        self._check_started()
         batch = self._datasets[dataset_id].global_batch_shards if dataset_id in self._datasets else 0
         if not batch:
             raise StrataError(
@@ -394,6 +440,7 @@ class AsyncWorker:
             await asyncio.sleep(reply.retry_after_ms / 1000)
         life.ledger.clear()
         life.adopt(reply.generation, reply.rank, reply.world_size)
+        self._start_taken = True
         for dataset_id in self._datasets:
             await self._confirm(dataset_id)
         return checkpoints.manifest(reply.checkpoint) if reply.HasField("checkpoint") else None

@@ -52,6 +52,8 @@ class Life:
         self.rank = 0
         self.world_size = 0
         self.parameters: dict[str, str] = {}
+        self.recover_first = False
+        """Whether the last registration said that this life has to ask where to start."""
         self.ledger = Ledger()
         self.commands = Commands()
         self.status: pb.WorkerStatus.ValueType = pb.WORKER_STATUS_INITIALIZING
@@ -284,6 +286,7 @@ class Life:
                 self._show_life()
                 self.job, self.incarnation = found.job_id, found.incarnation
                 self.parameters = dict(found.training_parameters)
+                self.recover_first = found.recover_first
                 self._interval_s = found.heartbeat_interval_ms / 1000
                 self._leader_epoch = self._reattach_to = max(self._leader_epoch, found.leader_epoch)
                 self.ledger.forfeit(found.lost_leases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Final
 
 from strata.base.errors import Code, StrataError
 
@@ -13,12 +14,18 @@ class Reason(StrEnum):
 
     MEMBERSHIP_CHANGED = "stale-generation"
     """Members came or went: `recover` goes back to the last checkpoint with everybody, `follow` goes on as it is."""
+    RECOVER_FIRST = "recover-first"
+    """The job has moved or went back without this worker: `recover` says which checkpoint to load."""
     LEASE_LOST = "lease-lost"
     """Shards of this worker are somebody else's now: what it made of them must not count. It may ask for more."""
     EVICTED = "evicted"
     """The coordinator took this worker for dead. Everything it held is somebody else's; it has to join again."""
     REPLACED = "stale-incarnation"
     """Another process of the same worker id has joined: this one must end."""
+
+
+RECOVERABLE: Final = frozenset({Reason.MEMBERSHIP_CHANGED, Reason.RECOVER_FIRST, Reason.LEASE_LOST})
+"""After these, `recover` and go on; after the others this process has to end."""
 
 
 def reason_of(error: BaseException) -> Reason | None:

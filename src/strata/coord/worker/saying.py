@@ -20,6 +20,7 @@ def info(settings: WorkerSettings, job: str, incarnation: str, held: Iterable[in
         incarnation=incarnation,
         weight=settings.weight,
         held_leases=held,
+        elastic=settings.elastic,
         hostname=socket.gethostname(),
         sdk_version=f"strata-python/{strata.__version__}",
     )
