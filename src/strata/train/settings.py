@@ -84,6 +84,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: Count = 64
     max_tokens_per_row: Count = 4096
     """Datums are packed into sequences of so many tokens; a longer one gets a sequence of its own."""
+    row_tokens: Count | None = None
+    """Tokens of one row that fit into the memory of a rank; the ranks measure it when they start unless set. An
+    operation with a longer datum fails before it is dispatched."""
     activation_checkpointing: bool = False
     initial_checkpoint: bool = True
     """Save every new model as `000000` before anything is trained."""

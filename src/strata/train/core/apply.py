@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from strata.train.core import ops, publishing, retention, snapshots
+from strata.train.core import memory, ops, publishing, retention, snapshots
 from strata.train.core.facts import (
     Accepted,
     CheckpointDeleted,
@@ -191,8 +191,8 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) 
     operation = before.operation if before else None
     future = state.futures.end(future_id, result, at_s)
     dispatch = state.dispatches.get(future.number)
-    if dispatch is not None and dispatch.quantum is None and future_id == dispatch.future_ids[-1]:
-        del state.dispatches[future.number]
+    if dispatch is not None and dispatch.quantum is None:
+        _end_in(state, dispatch, future_id, result)
     match operation:
         case ops.SaveWeights() if future.number:
             retention.end_save(state, operation, future.number, None if isinstance(result, ops.Failed) else at_s)
@@ -213,6 +213,15 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) 
             pass
     if isinstance(operation, ops.Sequenced):
         _count_on(state, state.models[operation.model_id])
+
+
+def _end_in(state: TrainState, dispatch: Dispatch, future_id: str, result: ops.Result) -> None:
+    """A dispatch is over with its last operation. One that did not fit into the memory is no part of it any longer."""
+    if isinstance(result, ops.Failed) and result.memory:
+        dispatch = state.dispatches[dispatch.number] = memory.without(dispatch, {future_id})
+    known = [state.futures.get(each) for each in dispatch.future_ids]
+    if not any(future is not None and future.status in OPEN for future in known):
+        del state.dispatches[dispatch.number]
 
 
 def _fail_sampler(state: TrainState, sampler_id: str, *, dispatched: bool) -> None:

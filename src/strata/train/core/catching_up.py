@@ -44,8 +44,11 @@ def is_told_all_the_same(operations: Sequence[ops.Operation]) -> bool:
 def left_out(past: Past) -> bool:
     """Failed for the disk or a limit as they were then, without a trace: today it might succeed, and nobody knows.
 
-    Whatever else failed does so again, or its failing was a change, as that of a step that throws a gradient away.
+    So did one of which nothing is left, because nothing of it fitted into the memory of the ranks. Whatever else failed
+    does so again, or its failing was a change, as that of a step that throws a gradient away.
     """
+    if not past.operations:
+        return True
     passing = ops.CreateModel | ops.LoadWeights | ops.Sleep | ops.AbortGradients
     return all(past.failed) and isinstance(past.operations[0], passing)
 

@@ -120,6 +120,19 @@ class Attached(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="att
     model: ModelInfo
     written: SnapshotWritten | None = None
     """The last one, of which whoever spoke before may not have heard."""
+    exhausted: Exhausted | None = None
+    """What the group before this one ran out of memory at, if it did."""
+
+
+class Exhausted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row for which the memory of a rank did not do."""
+
+    rank: int
+    model_id: str
+    """Whose tokens are most of the row."""
+    tokens: int
+    limit: int
+    """Tokens that a row may have by what was measured; 0 if nothing was."""
 
 
 class SnapshotWritten(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="snapshot_written"):
@@ -149,6 +162,8 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_lora_rank: int
     slots: int
     parameters: int
+    row_tokens: int = 0
+    """Tokens of one row that fit into the memory of every rank: measured, or told by the settings; 0 if unknown."""
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="command"):

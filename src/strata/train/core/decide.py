@@ -13,7 +13,7 @@ import msgspec
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.train.core import dispatching, ops, publishing, quanta, retention, snapshots
+from strata.train.core import dispatching, memory, ops, publishing, quanta, retention, snapshots
 from strata.train.core.admission import admit, admit_model
 from strata.train.core.facts import (
     Accepted,
@@ -51,6 +51,7 @@ from strata.train.core.inputs import (
     Retain,
     ReturnRouted,
     RouteSamples,
+    RunOut,
     Taken,
     TimeCheckpoint,
 )
@@ -85,6 +86,8 @@ def decide(state: TrainState, given: Input) -> Outcome:  # noqa: C901, PLR0911, 
             return snapshots.refuse(state, given)
         case Greet():
             return quanta.greet(state, given)
+        case RunOut():
+            return memory.run_out(state, given)
         case GiveUp():
             return _give_up(state, given)
         case Abort():

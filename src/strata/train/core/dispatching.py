@@ -68,9 +68,8 @@ def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Pa
     items = [each.operation.lengths for each in chosen if isinstance(each.operation, ops.ForwardBackward)]
     if not items:
         return Packed((), 1.0)
-    return pack(
-        items, ranks=given.ranks, max_tokens_per_row=state.rules.max_tokens_per_row, max_context=given.max_context
-    )
+    capacity = min(state.rules.max_tokens_per_row, given.row_tokens or state.rules.max_tokens_per_row)
+    return pack(items, ranks=given.ranks, max_tokens_per_row=capacity, max_context=given.max_context)
 
 
 def _asleep(state: TrainState, operation: ops.Operation) -> str | None:
@@ -85,7 +84,7 @@ def _obstacle(state: TrainState, chosen: _Chosen, given: DispatchNext) -> str | 
         case ops.Unreadable():
             return operation.message
         case ops.ForwardBackward():
-            return _unpackable(operation, given.max_context)
+            return _unpackable(operation, given)
         case ops.SaveWeights() | ops.SyncWeights():
             return publishing.unknown(state, operation) or _unsavable(state, publishing.as_save(operation))
         case ops.LoadWeights():
@@ -96,9 +95,9 @@ def _obstacle(state: TrainState, chosen: _Chosen, given: DispatchNext) -> str | 
             return None
 
 
-def _unpackable(operation: ops.ForwardBackward, max_context: int) -> str | None:
+def _unpackable(operation: ops.ForwardBackward, given: DispatchNext) -> str | None:
     try:
-        check([operation.lengths], max_context)
+        check([operation.lengths], given.max_context, given.row_tokens)
     except StrataError as error:
         return error.message
     return None

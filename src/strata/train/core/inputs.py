@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from strata.train.core import ops
+from strata.train.core.commands import Exhausted
 from strata.train.core.facts import Fact
 from strata.train.core.state import Dispatch
 
@@ -46,6 +47,8 @@ class DispatchNext:
     ranks: int
     max_context: int
     at_s: float
+    row_tokens: int = 0
+    """That fit into the memory of a rank; 0 is any number."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,15 @@ class Greet:
 class GiveUp:
     number: int
     reason: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class RunOut:
+    """A group of ranks died of a row of this dispatch, for want of memory."""
+
+    number: int
+    exhausted: Exhausted
     at_s: float
 
 
@@ -215,6 +227,7 @@ Input = (
     | RefuseSnapshot
     | Greet
     | GiveUp
+    | RunOut
     | Abort
     | DeleteCheckpoint
     | TimeCheckpoint

@@ -368,6 +368,9 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="faile
 
     category: Literal["user", "server", "cancelled"]
     message: str
+    memory: bool = False
+    """It did not fit into the ranks' memory as it was then, and changed nothing. No rank is told of it again: with more
+    memory it would succeed."""
 
 
 Result = (

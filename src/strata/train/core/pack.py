@@ -37,7 +37,8 @@ def pack(items: Sequence[Sequence[int]], *, ranks: int, max_tokens_per_row: int,
     return _spread(bins, length_of, ranks)
 
 
-def check(items: Sequence[Sequence[int]], max_context: int) -> None:
+def check(items: Sequence[Sequence[int]], max_context: int, row_tokens: int = 0) -> None:
+    """INVALID if a datum is longer than the model can take, or than the memory of a rank holds (0: any length)."""
     for lengths in items:
         if not lengths:
             raise StrataError(Code.INVALID, "there is nothing to train on: the batch is empty")
@@ -48,6 +49,12 @@ def check(items: Sequence[Sequence[int]], max_context: int) -> None:
                 raise StrataError(
                     Code.INVALID,
                     f"datum {datum} has {length:,} tokens, and the model takes at most {max_context:,}",
+                    datum=datum,
+                )
+            if row_tokens and length > row_tokens:
+                raise StrataError(
+                    Code.INVALID,
+                    f"datum {datum} has {length:,} tokens, and the memory of the ranks holds about {row_tokens:,}",
                     datum=datum,
                 )
 

@@ -84,9 +84,11 @@ class Spoiled:
 
 
 class Conversation:
-    def __init__(self, parts: Parts, attached: commands.Attached) -> None:
+    def __init__(self, parts: Parts, attached: commands.Attached, row_tokens: int) -> None:
         self._parts = parts
         self._attached = attached
+        self._row_tokens = row_tokens
+        """That fit into the memory of a rank; 0 is any number."""
         self._applied = attached.applied
         self._known = parts.ledger.state.settled
         """Results up to this dispatch are there: what is told again before it has to come out the same."""
@@ -143,7 +145,8 @@ class Conversation:
         while True:
             parts.ledger.changed.clear()
             now_s = parts.ledger.clock.wall_s()
-            outcome = await parts.ledger.commit(DispatchNext(ranks, self._attached.model.max_context, now_s))
+            given = DispatchNext(ranks, self._attached.model.max_context, now_s, self._row_tokens)
+            outcome = await parts.ledger.commit(given)
             if isinstance(outcome.reply, Dispatching):
                 failpoint("train.orchestrator.dispatch_durable")
                 await self._send(*self._complete(outcome.reply.dispatch))

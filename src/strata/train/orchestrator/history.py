@@ -9,6 +9,7 @@ from strata.journal.port import Journal
 from strata.journal.replay import replay
 from strata.train.core import facts, ops
 from strata.train.core.catching_up import Past, is_told_all_the_same, left_out
+from strata.train.core.memory import without
 from strata.train.core.state import Dispatch
 
 
@@ -104,11 +105,15 @@ class _Unanswered:
         self._fact = fact
         self._operations = operations
         self._failed: dict[str, bool] = {}
+        self._exhausted: set[str] = set()
+        """Operations that did not fit into the memory of the ranks."""
 
     def hear(self, fact: facts.Fact) -> None:
         match fact:
             case facts.Finished() if fact.future_id in self._fact.future_ids:
                 self._failed[fact.future_id] = isinstance(fact.result, ops.Failed)
+                if isinstance(fact.result, ops.Failed) and fact.result.memory:
+                    self._exhausted.add(fact.future_id)
             case facts.PushBegun() | facts.GivenUp() if fact.number == self._fact.number:
                 # Saved; when endpoints have been told of it is not for the ranks to wait for.
                 self._failed = dict.fromkeys(self._fact.future_ids, isinstance(fact, facts.GivenUp))
@@ -120,7 +125,15 @@ class _Unanswered:
         if len(self._failed) < len(fact.future_ids):
             return None
         dispatch = Dispatch(fact.number, fact.future_ids, fact.rows, fact.path, fact.close)
-        return Past(dispatch, self._operations, [self._failed[each] for each in fact.future_ids])
+        operations = self._operations
+        if self._exhausted:
+            dispatch = without(dispatch, self._exhausted)
+            operations = [
+                operation
+                for future_id, operation in zip(fact.future_ids, self._operations, strict=True)
+                if future_id not in self._exhausted
+            ]
+        return Past(dispatch, operations, [self._failed[each] for each in dispatch.future_ids])
 
 
 async def position_of(journal: Journal, stream: str, number: int) -> int | None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
@@ -14,7 +16,7 @@ from strata.journal.port import Journal
 from strata.journal.replica import Replica
 from strata.train.core import commands, messages
 from strata.train.core.catching_up import unfit
-from strata.train.core.inputs import GiveUp, RefuseSnapshot
+from strata.train.core.inputs import GiveUp, RefuseSnapshot, RunOut
 from strata.train.core.machine import TrainMachine
 from strata.train.core.pace import Pace
 from strata.train.core.state import Rules
@@ -71,6 +73,8 @@ class Orchestrator:
         self._died_in = 0
         """The last dispatch that a group may have died of."""
         self._condemned: set[str] = set()
+        self._too_long = 0
+        """The shortest row that a group of ranks died of, for want of memory; 0 if none did."""
         self._answering: set[asyncio.Task[None]] = set()
         self._storage: Storage | None = None
 
@@ -205,7 +209,7 @@ class Orchestrator:
             parts.ledger.figures.attached(attached.group)
             self._tell(f"attached {attached.group}")
             try:
-                end = await Conversation(parts, attached).hold()
+                end = await Conversation(parts, attached, self._row_tokens(attached.model)).hold()
             finally:
                 self._attached = None
                 parts.ledger.figures.lost()
@@ -221,6 +225,8 @@ class Orchestrator:
         suspect, self._suspect = self._suspect, None
         if suspect is not None and suspect[1] != attached.group and suspect[0] in state.dispatches:
             number = suspect[0]
+            if attached.exhausted is not None and await self._run_out(parts, number, attached.exhausted):
+                return None
             # A quantum is not told again but made anew: those that groups die of one after the other count as one.
             quantum = state.dispatches[number].quantum is not None
             counted = QUANTUM if quantum else number
@@ -233,6 +239,20 @@ class Orchestrator:
                 reason = f"{DEADLY} groups of ranks died in this operation"
                 await parts.ledger.commit(GiveUp(number, reason, self._clock.wall_s()))
         return None
+
+    async def _run_out(self, parts: Parts, number: int, exhausted: commands.Exhausted) -> bool:
+        """Whether it was a row of this dispatch. One death is enough then: others would die of it as well."""
+        outcome = await parts.ledger.commit(RunOut(number, exhausted, self._clock.wall_s()))
+        if not outcome.facts:
+            return False
+        _log.error("the ranks ran out of memory", dispatch=number, **msgspec.structs.asdict(exhausted))
+        self._too_long = min(self._too_long or exhausted.tokens, exhausted.tokens)
+        return True
+
+    def _row_tokens(self, model: commands.ModelInfo) -> int:
+        """The limit of a row: what the ranks say, and less than what one of them died of."""
+        known = [limit for limit in (model.row_tokens, self._too_long - 1) if limit > 0]
+        return min(known, default=0)
 
     async def _after(self, parts: Parts, attached: commands.Attached, end: Lost | Stuck | Spoiled) -> None:
         if end.restoring and end.doing is not None:

@@ -25,6 +25,7 @@ from strata.train.core import commands, ops
 from strata.train.runner import saving, snapshot, snapshot_files, weights
 from strata.train.runner.asleep import Asleep
 from strata.train.runner.lora import Adapter, targets_of
+from strata.train.runner.memory import RowMemory
 from strata.train.runner.model import DTYPES, Base, try_out
 from strata.train.runner.passes import PassRunner, Times
 from strata.train.runner.ranks import Ranks
@@ -52,6 +53,7 @@ class ModelRunner:
         self.ranks = ranks
         self.base = Base(settings, ranks)
         try_out(self.base, ranks.device)
+        self.memory = RowMemory(self.base, ranks, settings.sleep_folder / f"rank-{ranks.rank}.row")
         self.models: dict[str, Trained] = {}
         self._asleep: Asleep | None = None
         self._touched = False
@@ -67,7 +69,7 @@ class ModelRunner:
                 requests=MOST_SAMPLERS,
             ),
         )
-        self._passes = PassRunner(self.base, ranks, self.models)
+        self._passes = PassRunner(self.base, ranks, self.models, self.memory)
         self._slots = Slots(
             self.models,
             settings.sleep_folder / f"rank-{ranks.rank}-idle",

@@ -11,8 +11,10 @@ import torch
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.core.memory import too_many
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.losses import RULES, Inputs, check_config, inputs_of, metrics_of
+from strata.train.runner.memory import RowMemory, is_out_of_memory
 from strata.train.runner.model import Base
 from strata.train.runner.packed import Row
 from strata.train.runner.ranks import Ranks
@@ -48,9 +50,10 @@ class Attempt:
 
 
 class PassRunner:
-    def __init__(self, base: Base, ranks: Ranks, models: Mapping[str, Trained]) -> None:
+    def __init__(self, base: Base, ranks: Ranks, models: Mapping[str, Trained], memory: RowMemory) -> None:
         self._base = base
         self._ranks = ranks
+        self._memory = memory
         self._models = models
         self.times = Times()
 
@@ -63,6 +66,7 @@ class PassRunner:
         """
         self.times = Times()
         rows, refused = self._prepare(work)
+        refused += self._too_long(rows)
         bad = {one.item for one in refused}
         flags = self._ranks.any_of([item in bad for item in range(len(work.items))])
         live = [item for item, flag in enumerate(flags) if not flag]
@@ -97,15 +101,33 @@ class PassRunner:
                 try:
                     inputs = inputs_of(item.loss, item.config, placed.content, self._base.vocabulary)
                     self._check_length(len(inputs.tokens))
+                    here = inputs.to(self._ranks.device)
                 except StrataError as error:
                     refused.append(Refused(placed.item, placed.datum, error.code, error.message))
                     continue
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    message = too_many(placed.content.length, self._memory.limit)
+                    refused.append(Refused(placed.item, -1, Code.EXHAUSTED, message, memory=True))
+                    continue
                 model = self._models[item.model_id]
                 adapter = model.adapter if isinstance(model, AdapterModel) else None
-                here = inputs.to(self._ranks.device)
                 documents.append(Document(placed.item, placed.datum, item.loss, here, adapter))
             rows.append(documents)
         return rows, refused
+
+    def _too_long(self, rows: Sequence[Sequence[Document]]) -> list[Refused]:
+        """Of each row for which there is no memory now, the item with the most tokens, until the rest fits."""
+        refused: list[Refused] = []
+        for row in rows:
+            left = _tokens_by_item(row)
+            while (tokens := sum(left.values())) and not self._memory.fits(tokens):
+                item = max(left, key=lambda each: left[each])
+                message = too_many(tokens, min(self._memory.limit, tokens - 1))
+                refused.append(Refused(item, -1, Code.EXHAUSTED, message, memory=True))
+                del left[item]
+        return refused
 
     def _check(self, item: Item) -> None:
         if item.model_id not in self._models:
@@ -124,7 +146,11 @@ class PassRunner:
             model.begin()
         for documents in rows:
             own = _by_model([document for document in documents if document.item in live])
-            self._row(own, attempt, backward=not work.forward_only)
+            of_items = _tokens_by_item(own)
+            longest = max(of_items, key=lambda item: of_items[item], default=None)
+            name = "" if longest is None else work.items[longest].model_id
+            with self._memory.computing(name, sum(of_items.values())):
+                self._row(own, attempt, backward=not work.forward_only)
         bad = {one.item for one in attempt.refused}
         flags = self._ranks.any_of([item in bad for item in live])
         attempt.spoiled = frozenset(item for item, flag in zip(live, flags, strict=True) if flag)
@@ -179,6 +205,13 @@ class PassRunner:
             output = ops.DatumOutput({"logprobs": dense_of(shaped)})
             attempt.computed.append(Computed(document.item, document.datum, output, metrics))
         return torch.stack(losses).sum()
+
+
+def _tokens_by_item(documents: Sequence[Document]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for document in documents:
+        found[document.item] = found.get(document.item, 0) + len(document.inputs.tokens)
+    return found
 
 
 def _names(items: Sequence[Item], live: Sequence[int]) -> list[str]:

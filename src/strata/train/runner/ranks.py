@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from strata.base.errors import Code, StrataError
+from strata.base.settings import own_environment
 from strata.train.runner.tensors import bytes_tensor
 
 IDLE: Final = timedelta(days=3650)
@@ -40,6 +41,8 @@ class Ranks:
     def __init__(self, device: torch.device) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self.here = int(own_environment().get("LOCAL_WORLD_SIZE", self.size))
+        """How many of them are on this machine."""
         self.device = device
         self._idle = dist.new_group(backend="gloo", timeout=IDLE)
 
@@ -138,11 +141,11 @@ class Ranks:
         if not self.any_of([own is not None])[0]:
             return
         trouble = [] if own is None else [Trouble(own.code, str(own))]
-        everybodys = self._share(_encode(trouble))
+        everybodys = self.share(_encode(trouble))
         found = next(one for said in everybodys for one in _decode(said))
         raise StrataError(found.code, found.message) from own
 
-    def _share(self, data: bytes) -> list[bytes]:
+    def share(self, data: bytes) -> list[bytes]:
         """What each rank said, on every rank."""
         if self.size == 1:
             return [data]

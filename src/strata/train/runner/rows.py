@@ -50,6 +50,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
     datum: int
     code: Code
     message: str
+    memory: bool = False
+    """It does not fit into the memory of the ranks, as it is now."""
 
     @property
     def sentence(self) -> str:
@@ -128,7 +130,9 @@ def put_together(made: Cut, reports: Sequence[RankReport]) -> list[ops.Result]:
     results: list[ops.Result] = []
     for item, count in enumerate(made.datums):
         if item in refused:
-            results.append(failed(refused[item].code, refused[item].sentence))
+            found = refused[item]
+            memory = ops.Failed("user", found.sentence, memory=True)
+            results.append(memory if found.memory else failed(found.code, found.sentence))
             continue
         own = [computed[item, datum] for datum in range(count)]
         result = ops.PassResult([one.output for one in own], combine([one.metrics for one in own]))

@@ -144,8 +144,9 @@ class RunnerDispatcher:
             group=self._group,
             world_size=self._ranks.size,
             applied=self._applied,
-            model=self._runner.base.info(),
+            model=msgspec.structs.replace(self._runner.base.info(), row_tokens=self._runner.memory.row_tokens),
             written=self._written,
+            exhausted=self._runner.memory.exhausted,
         )
 
     def _answer(self, command: commands.Command) -> commands.Reply:

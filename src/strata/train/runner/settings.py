@@ -30,6 +30,8 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of those that wait; the others wait on the disk."""
     max_lora_rank: int = 64
     max_tokens_per_row: int = 4096
+    row_tokens: int | None = None
+    """That fit into the memory of a rank; None: to be measured."""
     activation_checkpointing: bool = False
     logits_bytes: int = LOGITS_BYTES
     sleep_folder: Path
@@ -59,6 +61,7 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         models_in_memory=model.models_in_memory,
         max_lora_rank=model.max_lora_rank,
         max_tokens_per_row=model.max_tokens_per_row,
+        row_tokens=model.row_tokens,
         activation_checkpointing=model.activation_checkpointing,
         sleep_folder=settings.data / "asleep",
         collective_timeout_s=settings.ranks.collective_timeout_s,

@@ -1,0 +1,133 @@
+"""Operations that do not fit into the memory of the ranks: rejected, or failed alone, and never told to ranks again."""
+
+from __future__ import annotations
+
+import pytest
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import facts, ops
+from strata.train.core.catching_up import Past, left_out
+from strata.train.core.commands import Exhausted, Segment
+from strata.train.core.inputs import Dispatching, DispatchNext, RunOut
+from strata.train.core.memory import without
+from strata.train.core.pack import check
+from strata.train.core.state import Dispatch
+from tests.core.train.servers import Server, forward_backward, step
+
+LIMIT = 500
+
+
+def exhausted(model_id: str, tokens: int = 700) -> Exhausted:
+    return Exhausted(rank=1, model_id=model_id, tokens=tokens, limit=LIMIT)
+
+
+def shared_pass(server: Server) -> tuple[Dispatch, str, str]:
+    """One dispatch with operations of two tenants: those of `alice` are long."""
+    alice, bob = server.model(), server.model(tenant="bob")
+    (long,) = server.accept(forward_backward(alice, 1, [700, 40]))
+    (short,) = server.accept(forward_backward(bob, 1, [30]), tenant="bob")
+    dispatch = server.dispatch()
+    assert dispatch is not None
+    assert set(dispatch.future_ids) == {long, short}
+    return dispatch, long, short
+
+
+def test_a_datum_beyond_the_limit_fails_with_tokens_and_limit_before_anything_is_dispatched() -> None:
+    server = Server()
+    (future_id,) = server.accept(forward_backward(server.model(), 1, [20, 700]))
+    dispatched = server.state.dispatched
+    outcome = server.ask(DispatchNext(2, 1_000, 0.0, LIMIT))
+    assert not isinstance(outcome.reply, Dispatching)
+    assert server.state.dispatched == dispatched
+    result = server.result(future_id)
+    assert isinstance(result, ops.Failed)
+    assert result.category == "user"
+    assert "datum 1 has 700 tokens" in result.message
+    assert "about 500" in result.message
+
+
+def test_rows_are_packed_within_the_limit_and_journaled_before_they_run() -> None:
+    server = Server(max_tokens_per_row=1_000)
+    server.accept(forward_backward(server.model(), 1, [300, 300, 300, 300]))
+    reply = server.ask(DispatchNext(1, 1_000, 0.0, LIMIT)).reply
+    assert isinstance(reply, Dispatching)
+    assert [[len(row) for row in rank] for rank in reply.dispatch.rows] == [[1, 1, 1, 1]]
+    fact = facts.decode(server.journal[-1])
+    assert isinstance(fact, facts.Dispatched)
+    assert [list(rank) for rank in fact.rows] == [[list(row) for row in rank] for rank in reply.dispatch.rows]
+
+
+def test_no_limit_is_any_length_up_to_that_of_the_model() -> None:
+    check([[999]], 1_000)
+    with pytest.raises(StrataError, match="999 tokens") as caught:
+        check([[999]], 1_000, 998)
+    assert caught.value.code is Code.INVALID
+
+
+def test_one_death_for_want_of_memory_fails_the_operation_whose_row_it_was_and_no_other() -> None:
+    server = Server()
+    dispatch, long, short = shared_pass(server)
+    outcome = server.ask(RunOut(dispatch.number, exhausted(server.future(long).model_id), server.now_s))
+    assert list(outcome.ended) == [long]
+    result = server.result(long)
+    assert isinstance(result, ops.Failed)
+    assert (result.category, result.memory) == ("user", True)
+    assert "700 tokens" in result.message
+    assert "about 500" in result.message
+    left = server.state.dispatches[dispatch.number]
+    assert list(left.future_ids) == [short]
+    assert [segment for rank in left.rows for row in rank for segment in row] == [Segment(0, 0)]
+    server.answer(left, [ops.PassDone(ops.Inline(b""))])
+    assert isinstance(server.result(short, "bob"), ops.PassDone)
+    assert not server.state.dispatches
+
+
+@pytest.mark.parametrize("from_snapshot", [True, False])
+def test_what_is_left_of_a_dispatch_is_the_same_after_a_restart_of_the_orchestrator(from_snapshot: bool) -> None:
+    server = Server()
+    dispatch, long, _ = shared_pass(server)
+    server.ask(RunOut(dispatch.number, exhausted(server.future(long).model_id), server.now_s))
+    before = server.state.dispatches[dispatch.number]
+    server.restart(from_snapshot=from_snapshot)
+    after = server.state.dispatches[dispatch.number]
+    assert list(after.future_ids) == list(before.future_ids)
+    assert [[list(row) for row in rank] for rank in after.rows] == [[list(row) for row in rank] for rank in before.rows]
+
+
+def test_the_next_operation_of_the_model_goes_on() -> None:
+    server = Server()
+    model = server.model()
+    (long,) = server.accept(forward_backward(model, 1, [700]))
+    dispatch = server.dispatch()
+    assert dispatch is not None
+    server.ask(RunOut(dispatch.number, exhausted(model), server.now_s))
+    assert not server.state.dispatches
+    (after,) = server.accept(step(model, 2))
+    assert server.run_all() == [after]
+    assert isinstance(server.result(long), ops.Failed)
+
+
+def test_a_row_of_another_model_says_nothing_of_this_dispatch() -> None:
+    server = Server()
+    dispatch, long, short = shared_pass(server)
+    assert not server.ask(RunOut(dispatch.number, exhausted("session-eve:train:0"), server.now_s)).facts
+    assert not server.ask(RunOut(99, exhausted(server.future(long).model_id), server.now_s)).facts
+    assert set(server.state.dispatches[dispatch.number].future_ids) == {long, short}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_operation_that_the_ranks_rejected_for_memory_ends_with_the_others_of_its_pass(first: int) -> None:
+    server = Server()
+    dispatch, _, _ = shared_pass(server)
+    results: list[ops.Result] = [ops.Failed("user", "out of memory", memory=True), ops.PassDone(ops.Inline(b""))]
+    server.answer(dispatch, results if first else results[::-1])
+    assert not server.state.dispatches
+
+
+def test_what_did_not_fit_is_no_part_of_what_is_replayed() -> None:
+    rows = (((Segment(0, 0), Segment(1, 0)), (Segment(2, 1),)), ((Segment(2, 0),), ()))
+    left = without(Dispatch(7, ("a", "b", "c"), rows), {"b"})
+    assert left.future_ids == ["a", "c"]
+    assert left.rows == [[(Segment(0, 0),), (Segment(1, 1),)], [(Segment(1, 0),), ()]]
+    nothing = without(Dispatch(7, ("a",), (((Segment(0, 0),),),)), {"a"})
+    assert left_out(Past(nothing, (), ()))

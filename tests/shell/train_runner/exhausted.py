@@ -1,0 +1,80 @@
+"""Two ranks of which the second has hardly any memory left: `torchrun … -m tests.shell.train_runner.exhausted OUT`."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from strata.train.core import commands, ops
+from strata.train.runner import memory
+from strata.train.runner.model_runner import ModelRunner
+from strata.train.runner.ranks import Ranks
+from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
+from strata.train.runner.settings import RunnerSettings
+from strata.train.runner.tiny import TinyModel, make
+from tests.shell.train_runner.driver import Driver, Memory, datum
+
+LONG: Final = 12_000
+LEFT: Final = 100 << 20
+"""Bytes that the second rank may still allocate: too few for the long row, more than enough for the short ones."""
+
+
+class Outcome(msgspec.Struct):
+    together: list[ops.Result]
+    """Of a pass with the long row of one model and a short one of another."""
+    after: list[ops.Result]
+    """Of the same short rows, of both models."""
+    gradients: list[float]
+    """The norm of each model's gradients in the step after both passes."""
+    row_tokens: int
+
+
+def main(out: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.set_num_threads(1)
+    ranks = Ranks(torch.device("cpu"))
+    folder = out.parent / "model"
+    with ranks.in_step():
+        if ranks.first:
+            make(folder, TinyModel(context=20_000))
+    runner = ModelRunner(RunnerSettings(model=str(folder), sleep_folder=out.parent / "asleep"), ranks)
+    if not ranks.first:
+        taken = memory._status("VmData")
+        resource.setrlimit(resource.RLIMIT_DATA, (taken + LEFT, resource.RLIM_INFINITY))
+        follow(runner, ranks)
+        return
+    link = Memory()
+    dispatcher = RunnerDispatcher(runner, ranks, link, "exhausted")
+    driver = Driver(dispatcher, link, ranks.size, out.parent / "files")
+    driver.create("greedy", ops.LoraConfig(rank=4, seed=1))
+    driver.create("modest", ops.LoraConfig(rank=4, seed=2))
+    long, short = datum(1, LONG), datum(2, 20)
+    segment = commands.Segment
+
+    def passed(greedy: ops.Datum) -> list[ops.Result]:
+        items = [
+            commands.PassItem(
+                f"{name}:1", name, ops.LossName.CROSS_ENTROPY, {}, ops.encode_pass_data(ops.PassData([one]))
+            )
+            for name, one in (("greedy", greedy), ("modest", short))
+        ]
+        # The first rank has the short row, the second both.
+        return [*driver.do(commands.Pass(False, items, [[[]], [[segment(0, 0), segment(1, 0)]]]))]
+
+    together, after = passed(long), passed(short)
+    steps = driver.do(commands.Steps([ops.OptimStep(name, 2, ops.AdamParams()) for name in ("greedy", "modest")]))
+    norms = [one.metrics["grad_norm"] if isinstance(one, ops.StepDone) else -1.0 for one in steps]
+    outcome = Outcome(together, after, norms, runner.memory.row_tokens)
+    out.write_bytes(msgspec.msgpack.encode(outcome))
+    dispatcher.run_once(commands.Ask(driver.generation, 1, commands.Shutdown()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

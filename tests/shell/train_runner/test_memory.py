@@ -1,0 +1,56 @@
+"""A rank that has no memory for its row says so before the ranks communicate, and all of them go on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import pytest
+import torch
+
+from strata.train.core import ops
+from strata.train.runner.memory import is_out_of_memory
+from tests.shell.train_runner.exhausted import LONG, Outcome
+from tests.support.torchrun import run_on_ranks
+
+LONGEST_S: Final = 200
+pytestmark = pytest.mark.timeout(LONGEST_S + 20)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    out = tmp_path_factory.mktemp("exhausted") / "out"
+    run_on_ranks("tests.shell.train_runner.exhausted", 2, str(out), within_s=LONGEST_S)
+    return msgspec.msgpack.decode(out.read_bytes(), type=Outcome)
+
+
+def test_the_operation_whose_row_does_not_fit_fails_on_all_ranks_with_tokens_and_limit(outcome: Outcome) -> None:
+    rejected, _ = outcome.together
+    assert isinstance(rejected, ops.Failed)
+    assert (rejected.category, rejected.memory) == ("user", True)
+    assert f"{LONG + 20:,} tokens" in rejected.message
+    assert "holds about" in rejected.message
+
+
+def test_another_model_in_the_same_row_is_computed(outcome: Outcome) -> None:
+    assert isinstance(outcome.together[1], ops.PassDone)
+
+
+def test_the_ranks_go_on_and_nothing_of_the_failed_pass_is_in_the_gradients(outcome: Outcome) -> None:
+    assert [type(each) for each in outcome.after] == [ops.PassDone, ops.PassDone]
+    greedy, modest = outcome.gradients
+    # One pass of twenty tokens against two: twelve thousand tokens would be far above both.
+    assert 0 < greedy < modest
+
+
+def test_the_limit_was_measured(outcome: Outcome) -> None:
+    assert outcome.row_tokens > LONG
+
+
+def test_every_form_of_running_out_of_memory_is_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
