@@ -79,7 +79,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_files: int = 100_000
     max_bytes: int = 1 << 40
-    max_manifest_bytes: int = 64 << 20
+    max_manifest_bytes: int = 16 << 20
+    max_path_characters: int = 8 << 20
+    """Of all paths together."""
 
 
 class Kind(StrEnum):
@@ -134,6 +136,8 @@ def check_manifest(manifest: Manifest, limits: Limits) -> Manifest:
     files = manifest.files
     if not files or len(files) > limits.max_files:
         raise StrataError(Code.INVALID, f"a manifest of {len(files)} files; 1 to {limits.max_files} are allowed")
+    if sum(len(file.path) for file in files) > limits.max_path_characters:
+        raise StrataError(Code.INVALID, f"all paths of a manifest have at most {limits.max_path_characters} characters")
     sizes: dict[str, int] = {}
     before = ""
     for file in files:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from strata.base.errors import Code, StrataError
@@ -17,8 +17,10 @@ MAX_PATH_BYTES: Final = 1024
 MAX_NAME_BYTES: Final = 255
 MAX_DEPTH: Final = 32
 
+# Marks that change the order in which a name is shown, so that one file looks like another.
+_BIDI: Final = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 # Windows: separators, drive letters and streams (`:`), wildcards, redirections; everywhere: control characters.
-_FORBIDDEN: Final = re.compile(r'[\x00-\x1f\x7f-\x9f\\:<>"|?*]')
+_FORBIDDEN: Final = re.compile(rf'[\x00-\x1f\x7f-\x9f\\:<>"|?*{_BIDI}]')
 # Devices, whatever extension follows; Windows reads superscript digits as digits.
 _DEVICE: Final = re.compile(r"(?:con|prn|aux|nul|conin\$|conout\$|(?:com|lpt)[0-9\u00b9\u00b2\u00b3])(?:[ .].*)?", re.I)
 
@@ -32,23 +34,43 @@ def check_path(path: str) -> str:
 
 
 def check_together(paths: Iterable[str]) -> None:
-    """INVALID if two of these cannot lie in one folder of a file system that ignores the case of letters."""
-    spellings: dict[str, str] = {}
-    files: set[str] = set()
-    folders: set[str] = set()
+    """INVALID if two of these cannot lie in one folder of a file system that ignores the case of letters.
+
+    One entry for each folder and file, by the entry above it and its folded name: linear in the length of all paths.
+    """
+    entries: dict[tuple[int, str], int] = {}
+    names: list[str] = [""]
+    parents: list[int] = [0]
+    files: set[int] = set()
+    folders: set[int] = set()
+    folded: dict[str, str] = {}
     for path in paths:
-        parts = path.split("/")
-        for depth in range(1, len(parts) + 1):
-            spelled = "/".join(parts[:depth])
-            folded = fold(spelled)
-            other = spellings.setdefault(folded, spelled)
-            if other != spelled:
-                raise _clash(other, spelled, "they differ only in the case of letters")
-            (files if depth == len(parts) else folders).add(folded)
-        if fold(path) in folders:
-            raise _clash(path, f"{path}/…", "a file cannot be a folder too")
-    for folded in files & folders:
-        raise _clash(spellings[folded], f"{spellings[folded]}/…", "a file cannot be a folder too")
+        above = 0
+        for name in path.split("/"):
+            folders.add(above)
+            if name not in folded:
+                folded[name] = fold(name)
+            entry = entries.setdefault((above, folded[name]), len(names))
+            if entry == len(names):
+                names.append(name)
+                parents.append(above)
+            elif names[entry] != name:
+                before = _spelled(entry, names, parents)
+                spelled = f"{before.rpartition('/')[0]}/{name}".lstrip("/")
+                raise _clash(before, spelled, "they differ only in the case of letters")
+            above = entry
+        files.add(above)
+    for entry in files & folders:
+        both = _spelled(entry, names, parents)
+        raise _clash(both, f"{both}/…", "a file cannot be a folder too")
+
+
+def _spelled(entry: int, names: Sequence[str], parents: Sequence[int]) -> str:
+    parts = []
+    while entry:
+        parts.append(names[entry])
+        entry = parents[entry]
+    return "/".join(reversed(parts))
 
 
 def fold(path: str) -> str:
@@ -68,7 +90,7 @@ def _refusal(path: str) -> str | None:  # noqa: PLR0911 - one return for each re
     if not path or len(encoded) > MAX_PATH_BYTES:
         return f"it is {len(encoded)} bytes long; 1 to {MAX_PATH_BYTES} are allowed"
     if found := _FORBIDDEN.search(path):
-        return f"it has the character {found[0]!r}"
+        return f"it has the character {found[0]!a}"
     if unicodedata.normalize("NFC", path) != path:
         return "it is not in Unicode's composed form (NFC)"
     if path.startswith("/"):

@@ -118,7 +118,8 @@ class Artifacts:
 
         With a hold, the lineage's job, epoch and host are those of the hold, whatever the sender wrote.
         """
-        return await self._commit(check_manifest(manifest, self.limits), lineage, actor, hold, owner)
+        checked = await asyncio.to_thread(check_manifest, manifest, self.limits)
+        return await self._commit(checked, lineage, actor, hold, owner)
 
     async def put_blob(
         self, sha256: str, body: AsyncIterable[bytes], lineage: Lineage, actor: str, *, hold: Hold | None = None

@@ -36,8 +36,8 @@ TABLE: Final = (
     # Bytes
     Endpoint("PUT", "/v1/chunk/{digest}", UPLOADER, artifacts.put_chunk, 8 * MIB),
     Endpoint("GET", "/v1/chunk/{digest}", READER, artifacts.get_chunk),
-    Endpoint("POST", "/v1/chunks/missing", UPLOADER, artifacts.missing, 32 * MIB),
-    Endpoint("POST", "/v1/artifacts", UPLOADER, artifacts.commit, 64 * MIB),
+    Endpoint("POST", "/v1/chunks/missing", UPLOADER, artifacts.missing, 16 * MIB),
+    Endpoint("POST", "/v1/artifacts", UPLOADER, artifacts.commit, 16 * MIB),
     Endpoint("PUT", "/v1/model/{id}", HOST, artifacts.put_model, _BLOB),
     Endpoint("GET", "/v1/model/{id}", READER, artifacts.get_model),
     Endpoint("PUT", "/v1/source/{id}", RESEARCHER, artifacts.put_source, _BLOB),
