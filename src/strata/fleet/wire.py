@@ -77,14 +77,14 @@ class ClaimRequest(Message, frozen=True, kw_only=True):
 
 
 class LeaseGiven(Reply, frozen=True, kw_only=True):
-    job_id: str
-    epoch: int
+    job_id: JobId
+    epoch: Epoch
     """Goes with everything the host says about this attempt."""
     expires_in_s: float
     spec: JobSpec
     trainer: TrainerSpec | None = None
     """The one with the digest that the job carries. None where it is not known: fail the attempt as `infra`."""
-    checkpoint: str = ""
+    checkpoint: Annotated[str, msgspec.Meta(pattern=r"\A(artifact1_[0-9a-f]{64})?\Z")] = ""
     """The artifact to resume from, if there is one."""
     trainer_digest: str = ""
 

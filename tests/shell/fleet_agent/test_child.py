@@ -16,24 +16,10 @@ from strata.fleet.agent import child, waiter
 from strata.fleet.agent.child import Exit, Lost, Run
 from strata.fleet.agent.disk import private_folder, write_json
 from strata.fleet.agent.lock import try_lock
-from strata.fleet.agent.workdir import Owner, give, owner_of
+from strata.fleet.agent.workdir import Owner, owner_of
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 
 SLEEP = "import time; print('up', flush=True); time.sleep(300)"
-# One grandchild in the child's group, one that left it, one whose parent has gone; their numbers are printed.
-FAMILY = """
-import os, subprocess, sys, time
-sleeper = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"]
-same = subprocess.Popen(sleeper)
-apart = subprocess.Popen(sleeper, start_new_session=True)
-middle = subprocess.Popen(
-    [sys.executable, "-c", "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], start_new_session=True,"
-     " stdout=subprocess.DEVNULL).pid)", *sleeper],
-    stdout=subprocess.PIPE,
-)
-orphan = int(middle.communicate()[0])
-print("pids", same.pid, apart.pid, orphan, flush=True)
-"""
 
 
 class Trial:
@@ -141,18 +127,6 @@ def test_a_child_that_takes_too_long_is_ended(trial: Trial) -> None:
     assert (seen.timed_out, seen.stopped, seen.status) == (True, False, -signal.SIGTERM)
 
 
-@pytest.mark.parametrize("how", ["it ends", "it is stopped"])
-def test_all_that_a_child_started_ends_with_it_wherever_it_went(trial: Trial, how: str) -> None:
-    trial.start(FAMILY + ("" if how == "it ends" else "time.sleep(300)"))
-    said = trial.says("pids").partition("pids")[2].split()
-    pids = [int(word) for word in said[:3]]
-    if how == "it is stopped":
-        assert all(map(is_alive, pids))
-        child.stop(trial.folder, 0.1)
-    trial.exit()
-    eventually(lambda: not any(map(is_alive, pids)))
-
-
 def test_a_waiter_that_is_killed_takes_the_child_along_and_is_missed(trial: Trial) -> None:
     trial.start(SLEEP)
     trial.says("up")
@@ -246,7 +220,7 @@ def test_a_job_that_runs_as_somebody_else_cannot_read_what_is_the_agents(trial: 
     assert owner.uid == pwd.getpwnam("nobody").pw_uid
     for folder in [trial.cwd, *trial.cwd.parents][:3]:
         folder.chmod(0o755)
-    give(trial.cwd, owner)
+    os.chown(trial.cwd, owner.uid, owner.gid)
     secret = trial.folder / "secret"
     secret.write_text("hst-secret")
     code = (

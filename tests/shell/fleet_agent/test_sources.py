@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent.sources import provide
+from strata.fleet.agent.sources import Fetch, provide
+from strata.fleet.agent.workdir import Place
 from tests.core.fleet_agent.leases import a_trainer
 
 ENVIRON = {"PATH": "/usr/bin:/bin", "GIT_CONFIG_GLOBAL": "/dev/null"}
@@ -42,12 +43,15 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def fetched(trainer: Any, tmp_path: Path, name: str = "a", **fetch: Any) -> Path:
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("nothing is to be fetched")
+def refuse(*_: Any) -> Any:
+    raise AssertionError("nothing is to be fetched")
 
-    given = {"fetch_artifact": refuse, "fetch_blob": refuse} | fetch
-    return provide(trainer, tmp_path / name, tmp_path / "cache", environ=ENVIRON, **given)
+
+def fetched(trainer: Any, tmp_path: Path, name: str = "a", fetch_blob: Any = refuse) -> Path:
+    place = Place(tmp_path / name)
+    for folder in (place.source, place.tmp):
+        folder.mkdir(parents=True)
+    return provide(trainer, place, tmp_path / "cache", Fetch(refuse, fetch_blob), environ=ENVIRON)
 
 
 def test_each_attempt_gets_its_own_copy_of_the_commit(repository: Path, tmp_path: Path) -> None:
@@ -143,5 +147,5 @@ def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
     content = b"not a tar file"
     with pytest.raises(StrataError, match="cannot be unpacked"):
         fetched(a_trainer(bundle=hashlib.sha256(content).hexdigest()), tmp_path, fetch_blob=lambda _: content)
-    with pytest.raises(StrataError, match="not an uploaded source"):
-        fetched(a_trainer(bundle="../../etc"), tmp_path)
+    with pytest.raises(StrataError, match="is not an uploaded source"):
+        fetched(a_trainer(bundle="../../etc"), tmp_path, "b")

@@ -7,11 +7,9 @@ the metrics, then the files, then `complete` or `fail`; while the hub is away it
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +18,7 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet import wire
-from strata.fleet.agent import child
+from strata.fleet.agent import child, workdir
 from strata.fleet.agent.checkpoints import newest
 from strata.fleet.agent.outcome import outcome_of
 from strata.fleet.agent.patience import BACKOFF, TRANSIENT, Patience, Threads, sleeps, within
@@ -30,6 +28,7 @@ from strata.fleet.agent.sources import code_of
 from strata.fleet.agent.state import Outcome, Phase, Record, State, Stop
 from strata.fleet.agent.transfer import upload
 from strata.fleet.agent.workdir import Place
+from strata.fleet.artifacts.files import Tree
 from strata.fleet.artifacts.manifest import Kind, Lineage
 from strata.fleet.core.job import Cause
 
@@ -210,7 +209,7 @@ class Attempt:
             return
         artifact = ""
         try:
-            artifact = await within(self._threads.work, self._upload, self._place.checkpoints / name, Kind.CHECKPOINT)
+            artifact = await within(self._threads.work, self._upload, ("checkpoints", name), Kind.CHECKPOINT)
         except StrataError as error:
             if error.code is not Code.INVALID:
                 raise
@@ -242,9 +241,7 @@ class Attempt:
         metrics = await within(self._threads.work, last_metrics, self._place.metrics)
         for _ in range(_ROUNDS):
             try:
-                artifact = await self._patiently(
-                    "the result", lambda: self._upload(self._place.output, Kind.RESULT, metrics)
-                )
+                artifact = await self._patiently("the result", lambda: self._upload(("output",), Kind.RESULT, metrics))
             except StrataError as error:
                 if error.code is Code.STALE:
                     raise
@@ -290,10 +287,10 @@ class Attempt:
         known = {"code": self.record.code, "checkpoint": self.record.checkpoint}
         return outcome.facts | {name: value for name, value in known.items() if value}
 
-    def _upload(self, folder: Path, kind: Kind, metrics: dict[str, float] | None = None) -> str:
+    def _upload(self, inside: tuple[str, ...], kind: Kind, metrics: dict[str, float] | None = None) -> str:
         return upload(
             self._site.calls,
-            folder,
+            Tree(self._place.folder, inside, uid=self._site.uid),
             self.record.lease,
             self._lineage(kind, metrics or {}),
             wanted=lambda: not self._unwanted.is_set(),
@@ -336,4 +333,7 @@ class Attempt:
 
     def _clean(self) -> None:
         self._state.remove(self.record)
-        shutil.rmtree(self._place.folder, ignore_errors=True)
+        try:
+            workdir.remove(self._place.folder)
+        except StrataError as error:
+            _log.warning("the folder of an attempt stays", job=self.record.lease.job_id, reason=error.message)

@@ -6,15 +6,16 @@ then rename. What has its final name is never touched again.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
+
+from strata.fleet.artifacts.files import Tree, open_folder
 
 
 def newest(folder: Path, sent: Collection[str]) -> str:
     """The name of the newest checkpoint that is whole; empty if it was sent already, or if there is none."""
     try:
-        with os.scandir(folder) as entries:
+        with open_folder(Tree(folder)) as entries:
             found = [
                 (entry.stat(follow_symlinks=False).st_mtime_ns, entry.name)
                 for entry in entries

@@ -45,11 +45,7 @@ def environment(
     devices: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """`inherited` is what `allowed` let through; `home` that of another user, if the job runs as one."""
-    made = dict(inherited)
-    if home:
-        for name in ("USER", "LOGNAME", "SHELL", "HF_HOME", "TORCH_HOME"):
-            made.pop(name, None)
-        made["HOME"] = home
+    made = of_user(inherited, home)
     made |= {"TMPDIR": str(place.tmp), "PYTHONUNBUFFERED": "1"}
     if devices is not None:
         made["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
@@ -59,6 +55,16 @@ def environment(
         made["PATH"] = os.pathsep.join(filter(None, (str(programs), made.get("PATH", ""))))
     made |= {name: value for name, value in trainer.env.items() if not name.startswith("STRATA_")}
     return made | ours(lease, place)
+
+
+def of_user(inherited: Mapping[str, str], home: str) -> dict[str, str]:
+    """What was inherited, without what belongs to the agent's own user if `home` is that of another one."""
+    made = dict(inherited)
+    if home:
+        for name in ("USER", "LOGNAME", "SHELL", "HF_HOME", "TORCH_HOME"):
+            made.pop(name, None)
+        made["HOME"] = home
+    return made
 
 
 def ours(lease: LeaseGiven, place: Place) -> dict[str, str]:

@@ -16,7 +16,7 @@ import msgspec
 from strata.base.errors import StrataError
 from strata.fleet.agent import child
 from strata.fleet.agent.disk import private_folder
-from strata.fleet.agent.workdir import Owner, give
+from strata.fleet.agent.workdir import Owner
 
 GIB: Final = 1024**3
 STARTING_S: Final = 20.0
@@ -91,7 +91,7 @@ def _runs_and_ends(state: Path, work: Path, owner: Owner | None) -> Finding:
         private_folder(folder)
         place.mkdir(mode=0o700)
         if owner is not None:
-            give(place, owner)
+            os.lchown(place, owner.uid, owner.gid)
         run = child.Run(
             command=[sys.executable, "-I", "-S", "-c", _SLEEPER],
             cwd=str(place),

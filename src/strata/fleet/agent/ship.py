@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.agent.calls import PIECE, Calls, Stream
+from strata.fleet.artifacts.files import Tree, open_regular
 from strata.fleet.core.report import MAX_LINE_BYTES, Metrics, parse_lines
 from strata.fleet.wire import LeaseGiven
 
 _TAIL: Final = 65_536
+_LINES: Final = 16
 
 
 class Shipper:
@@ -58,7 +60,7 @@ class Shipper:
 
     def _read(self, offset: int) -> bytes:
         try:
-            with self._path.open("rb") as file:
+            with open_regular(Tree(self._path.parent), self._path.name) as file:
                 file.seek(offset)
                 return file.read(PIECE)
         except FileNotFoundError:
@@ -76,12 +78,22 @@ def tail_of(path: Path) -> str:
         return ""
 
 
+def _lines(file: BinaryIO) -> list[bytes]:
+    """Some lines; of one that is too long as much as shows that it is."""
+    lines: list[bytes] = []
+    while len(lines) < _LINES and (line := file.readline(MAX_LINE_BYTES + 2)):
+        lines.append(line)
+        while line and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES)
+    return lines
+
+
 def last_metrics(path: Path) -> dict[str, float]:
     """The last value of each metric that is a number: what a completed job is compared by."""
     found: dict[str, float] = {}
     try:
-        with path.open("rb") as file:
-            while lines := file.readlines(16 * MAX_LINE_BYTES):
+        with open_regular(Tree(path.parent), path.name) as file:
+            while lines := _lines(file):
                 reports, _ = parse_lines(lines)
                 for report in reports:
                     if isinstance(report, Metrics):

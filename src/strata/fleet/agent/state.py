@@ -20,10 +20,9 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.agent.disk import private_folder, read_json, write_json
+from strata.fleet.agent.lease_paths import PathName, attempt_name
 from strata.fleet.core.job import Cause
 from strata.fleet.wire import LeaseGiven
-
-_KEY_DIGITS = 16
 
 
 class Phase(StrEnum):
@@ -69,9 +68,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The artifact of the last of them."""
 
     @property
-    def key(self) -> str:
-        """Short, because it is part of paths and sockets have short ones."""
-        return f"{self.lease.job_id.rpartition('_')[2][:_KEY_DIGITS]}-{self.lease.epoch}"
+    def key(self) -> PathName:
+        return attempt_name(self.lease.job_id, self.lease.epoch)
 
 
 class Claiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.agent.calls import Calls
-from strata.fleet.artifacts.files import materialise, pieces, read_piece, scan
-from strata.fleet.artifacts.manifest import Lineage, Manifest
+from strata.fleet.artifacts.files import Tree, fetch_file, has_files, pieces, read_piece, scan
+from strata.fleet.artifacts.manifest import Limits, Lineage, Manifest, check_manifest
 from strata.fleet.wire import LeaseGiven
 
 _ROUNDS = 3
 
 
 def upload(
-    calls: Calls, folder: Path, lease: LeaseGiven, lineage: Lineage, *, wanted: Callable[[], bool] = lambda: True
+    calls: Calls, folder: Tree, lease: LeaseGiven, lineage: Lineage, *, wanted: Callable[[], bool] = lambda: True
 ) -> str:
     """The id of the artifact, or empty if the folder has no file. `wanted` is asked before each chunk."""
-    if not any(path.is_file() and not path.is_symlink() for path in folder.rglob("*")):
+    if not has_files(folder):
         return ""
     # A link in an output folder is a shortcut of the trainer's, to a checkpoint of its own perhaps; files are results.
     manifest = scan(folder, links="skip")
@@ -36,7 +37,7 @@ def upload(
     return calls.commit(lease, manifest, lineage)
 
 
-def send(calls: Calls, folder: Path, manifest: Manifest, wanted: Callable[[], bool]) -> None:
+def send(calls: Calls, folder: Path | Tree, manifest: Manifest, wanted: Callable[[], bool]) -> None:
     missing = {chunk.digest: chunk for chunk in calls.missing(manifest.chunks())}
     for piece in pieces(manifest, missing):
         if not wanted():
@@ -45,7 +46,14 @@ def send(calls: Calls, folder: Path, manifest: Manifest, wanted: Callable[[], bo
         failpoint("agent.upload.chunk")
 
 
-def download(calls: Calls, artifact_id: str, target: Path) -> None:
-    """The files of an artifact in a folder that appears whole, or not at all."""
-    found = calls.artifact(artifact_id)
-    materialise(found.manifest, lambda digest, _: calls.chunk(digest, found.urls.get(digest, "")), target)
+def download(calls: Calls, artifact_id: str) -> Iterator[bytes]:
+    """The files of an artifact as a tar file, for the process of the job's user to unpack. Every byte is verified."""
+    reply = calls.artifact(artifact_id)
+    manifest = check_manifest(reply.manifest, Limits())
+    for file in manifest.files:
+        member = tarfile.TarInfo(file.path)
+        member.size, member.mode = file.size, int(file.mode, 8)
+        yield member.tobuf(tarfile.PAX_FORMAT)
+        yield from fetch_file(file, lambda digest, _: calls.chunk(digest, reply.urls.get(digest, "")))
+        yield bytes(-file.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)

@@ -56,7 +56,8 @@ def main(folder: Path) -> int:
     began_s = time.monotonic()
     try:
         child = _start(spec)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        # ValueError: a name or a value that no environment can hold.
         log.finish()
         write(folder / "exit.json", {"started": False, "error": f"cannot start {spec['command'][0]!r}: {error}"})
         return 0

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.wire import LeaseGiven
+
+_REMOVALS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +69,20 @@ class Place:
         return self.folder / "metrics.jsonl"
 
 
-def make(place: Place, lease: LeaseGiven, trainer: TrainerSpec) -> None:
-    """An empty place with what the job is told; an earlier, unfinished one is thrown away."""
-    shutil.rmtree(place.folder, ignore_errors=True)
+def make(place: Place, lease: LeaseGiven, trainer: TrainerSpec, owner: Owner | None = None) -> None:
+    """A place with what the job is told and empty folders for the rest; an earlier, unfinished one is thrown away.
+
+    With an owner: what is in the place is the owner's, and not the place itself, so that its user cannot put a link
+    where the agent reads a result. Nobody else can enter until all of it, empty or ours, is handed over.
+    """
+    remove(place.folder)
     place.folder.mkdir(mode=0o700, parents=True)
-    for folder in (place.output, place.checkpoints, place.tmp):
+    folders = [place.output, place.checkpoints, place.tmp]
+    folders += [place.source] if not trainer.directory else []
+    folders += [place.resume] if lease.checkpoint else []
+    for folder in folders:
         folder.mkdir(mode=0o700)
-    place.metrics.touch(mode=0o600)
+    place.metrics.touch(mode=0o600, exist_ok=False)
     told = msgspec.to_builtins(lease.spec) | {
         "id": lease.job_id,
         "epoch": lease.epoch,
@@ -79,21 +91,26 @@ def make(place: Place, lease: LeaseGiven, trainer: TrainerSpec) -> None:
     for path, value in ((place.spec, told), (place.hyper, lease.spec.hyper)):
         path.write_bytes(msgspec.json.encode(value))
         path.chmod(0o600)
+    if owner is not None:
+        for path in (*folders, place.metrics, place.spec, place.hyper):
+            os.lchown(path, owner.uid, owner.gid)
+        place.folder.chmod(0o711)
 
 
-def hand_over(place: Place, owner: Owner) -> None:
-    """What is in the place, and not the place itself: its user cannot put a link where the agent reads a result."""
-    place.folder.chmod(0o711)
-    for part in place.folder.iterdir():
-        give(part, owner)
-
-
-def give(folder: Path, owner: Owner) -> None:
-    """All of it to another user; links themselves and not what they point to."""
-    os.lchown(folder, owner.uid, owner.gid)
-    for parent, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            os.lchown(Path(parent) / name, owner.uid, owner.gid)
+def remove(folder: Path) -> None:
+    """A place and all that its job left in it, however deep. UNAVAILABLE if something of it comes back each time."""
+    for _ in range(_REMOVALS):
+        with suppress(FileNotFoundError):
+            # Other jobs of the same user cannot come in any more.
+            folder.chmod(0o700)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except RecursionError:
+            # Deeper than Python's own way goes. Like that one, it does not follow links.
+            subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.DEVNULL, check=False)
+        if not folder.exists():
+            return
+    raise StrataError(Code.UNAVAILABLE, f"{folder} cannot be removed")
 
 
 def owner_of(user: str) -> Owner | None:
@@ -108,6 +125,8 @@ def owner_of(user: str) -> Owner | None:
         entry = pwd.getpwnam(user)
     except KeyError:
         raise StrataError(Code.INVALID, f"run_as: there is no user {user!r}") from None
+    if entry.pw_uid == 0:
+        raise StrataError(Code.INVALID, "run_as: root is not another user", hint="leave run_as out, or name a user")
     if os.geteuid() != 0:
         if entry.pw_uid == os.geteuid():
             return None

@@ -36,6 +36,10 @@ Seed = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 JobId = Annotated[str, msgspec.Meta(pattern=r"\Ajob1_[0-9a-f]{64}\Z")]
 JobPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Commit = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{40}|[0-9a-f]{64})?\Z")]
+Bundle = Annotated[str, msgspec.Meta(pattern=r"\A((sha256:)?[0-9a-f]{64}|artifact1_[0-9a-f]{64})?\Z")]
+"""A file or an artifact that was uploaded. Hosts make names of files of it: it can be nothing else."""
+VariableName = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[A-Za-z_][A-Za-z0-9_]*\Z")]
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -151,6 +155,27 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 _encode: Final = msgspec.json.Encoder(order="deterministic").encode
+
+
+class _Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """What hosts make names of files and variables of. Not in the type of the field: what is stored stays readable."""
+
+    commit: Commit
+    bundle: Bundle
+    env: dict[VariableName, Text]
+
+
+def check_trainer(trainer: TrainerSpec) -> None:
+    """INVALID unless a host could run it."""
+    sources = [name for name in ("directory", "git", "bundle") if getattr(trainer, name)]
+    if len(sources) != 1 or not trainer.command:
+        raise StrataError(Code.INVALID, "a trainer has a command and exactly one of directory, git and bundle")
+    if bool(trainer.git) != bool(trainer.commit):
+        raise StrataError(Code.INVALID, "git and commit belong together: a branch would be another code tomorrow")
+    try:
+        msgspec.convert({"commit": trainer.commit, "bundle": trainer.bundle, "env": dict(trainer.env)}, _Checked)
+    except msgspec.ValidationError as error:
+        raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: {error}") from error
 
 
 class QuietHours(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -51,6 +51,14 @@ def _check_source(problems: Problems, place: Place, table: dict[str, Any]) -> No
         problems.add((*place, "commit"), "there is no git repository it could be of")
     if isinstance(commit, str) and not (len(commit) in (40, 64) and _HEX.issuperset(commit)):
         problems.add((*place, "commit"), f"expected the full hash of a commit, found {found(commit)}")
+    bundle = table.get("bundle")
+    if isinstance(bundle, str) and bundle and not _is_bundle(bundle):
+        problems.add((*place, "bundle"), f"expected the digest or the artifact of an upload, found {found(bundle)}")
+
+
+def _is_bundle(text: str) -> bool:
+    digest = text.removeprefix("artifact1_") if text.startswith("artifact1_") else text.removeprefix("sha256:")
+    return len(digest) == 64 and _HEX.issuperset(digest)
 
 
 def _check_env(problems: Problems, place: Place, env: Any) -> None:

@@ -8,7 +8,7 @@ from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.hyper import Schema
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.why import Why
 from strata.fleet.http.call import Call
@@ -146,16 +146,10 @@ async def _trainers(site: Site, spec: JobSpec, given: TrainerSpec | None) -> dic
         return {}
     if given.name != spec.trainer:
         raise StrataError(Code.INVALID, f"the job names the trainer {spec.trainer!r}, not {given.name!r}")
-    _check_trainer(given)
+    check_trainer(given)
     if there is not None and there != given:
         raise StrataError(Code.CONFLICT, f"another trainer is called {given.name!r}", hint="give this one another name")
     return {} if there == given else {given.name: given}
-
-
-def _check_trainer(trainer: TrainerSpec) -> None:
-    sources = [name for name in ("directory", "git", "bundle") if getattr(trainer, name)]
-    if len(sources) != 1 or not trainer.command:
-        raise StrataError(Code.INVALID, "a trainer has a command and exactly one of directory, git and bundle")
 
 
 async def _check_hyper(site: Site, spec: JobSpec) -> None:

@@ -1,0 +1,55 @@
+"""The one place where a field of a lease becomes a name in a path: by full match, and made of what matched.
+
+`tests/rules` holds the rest of the agent to it: a path is joined with a constant or with what comes from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Final, NewType
+
+from strata.base.errors import Code, StrataError
+
+PathName = NewType("PathName", str)
+"""One component of a path: no separator, not `..`, not empty."""
+
+_JOB: Final = re.compile(r"job[0-9]{1,4}_([0-9a-f]{16})[0-9a-f]{48}")
+_ARTIFACT: Final = re.compile(r"artifact1_[0-9a-f]{64}")
+_BLOB: Final = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_MAX_EPOCH: Final = 2**53
+
+
+def attempt_name(job_id: str, epoch: int) -> PathName:
+    """Of the folders of an attempt. Short, because it is part of paths and sockets have short ones."""
+    match = _JOB.fullmatch(job_id)
+    if match is None or type(epoch) is not int or not 0 < epoch < _MAX_EPOCH:
+        raise StrataError(Code.INVALID, f"{job_id[:80]!r} at epoch {epoch!r} is not an attempt of a job")
+    return PathName(f"{match[1]}-{epoch}")
+
+
+def blob_digest(bundle: str) -> str:
+    """The SHA-256 of a bundle that was uploaded as one file; empty if it is not one."""
+    match = _BLOB.fullmatch(bundle)
+    return "" if match is None else match[1]
+
+
+def artifact_id(text: str) -> str:
+    match = _ARTIFACT.fullmatch(text)
+    if match is None:
+        raise StrataError(Code.PRECONDITION, f"{text[:80]!r} is not an uploaded source or artifact")
+    return match[0]
+
+
+def bundle_name(bundle: str) -> PathName:
+    """Of the file that keeps a bundle."""
+    return PathName(f"{blob_digest(bundle) or artifact_id(bundle)}.tar")
+
+
+def commit_name(url: str, commit: str) -> PathName:
+    """Of the file that keeps the files of a commit."""
+    match = _COMMIT.fullmatch(commit)
+    if match is None:
+        raise StrataError(Code.INVALID, f"{url[:200]!r} at {commit[:80]!r} is no commit of a repository")
+    return PathName(f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{match[0]}.tar")

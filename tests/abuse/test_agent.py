@@ -1,0 +1,473 @@
+"""What a job, or whoever submits one, may try on the host that runs it: with a real second user and real races."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
+from strata.fleet import wire
+from strata.fleet.agent import child
+from strata.fleet.agent.attempt import Attempt
+from strata.fleet.agent.calls import Calls
+from strata.fleet.agent.lease_paths import attempt_name
+from strata.fleet.agent.patience import Threads
+from strata.fleet.agent.prepare import Site, prepare
+from strata.fleet.agent.ship import last_metrics
+from strata.fleet.agent.state import Record, State
+from strata.fleet.agent.transfer import send
+from strata.fleet.agent.workdir import Place, remove
+from strata.fleet.artifacts.files import Tree, scan
+from strata.fleet.artifacts.manifest import Kind, Lineage
+from strata.fleet.client import HubClient
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.wire import LeaseGiven
+from tests.abuse.second_user import (
+    EXCHANGE,
+    HOST_KEY,
+    a_bundle,
+    a_host,
+    as_user,
+    host_key,
+    is_untouched,
+    owner,
+    said_by_user,
+    send_bundle,
+)
+from tests.core.fleet_agent.leases import a_trainer, lease
+from tests.shell.fleet_agent.running import PLANTED, HubProcess, agent
+from tests.shell.fleet_agent.test_child import Trial
+from tests.shell.fleet_agent.waiting import eventually, is_alive
+
+AREA = "agent"
+ARTIFACT = "artifact1_" + "a" * 64
+COMMIT = "1" * 40
+RACE_S = 2.0
+OTHER_UID = 65_533
+"""A second user without a name, who is not the job's."""
+# One grandchild in the child's group, one that left it, one whose parent has gone; their numbers are printed.
+FAMILY = """
+import os, subprocess, sys, time
+sleeper = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"]
+same = subprocess.Popen(sleeper)
+apart = subprocess.Popen(sleeper, start_new_session=True)
+middle = subprocess.Popen(
+    [sys.executable, "-c", "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], start_new_session=True,"
+     " stdout=subprocess.DEVNULL).pid)", *sleeper],
+    stdout=subprocess.PIPE,
+)
+orphan = int(middle.communicate()[0])
+print("pids", same.pid, apart.pid, orphan, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
+    made = HubProcess(tmp_path_factory.mktemp("hub"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    made = Trial(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def host() -> Iterator[Site]:
+    with a_host() as site:
+        yield site
+
+
+@pytest.fixture
+def host_with_hub(hub: HubProcess) -> Iterator[Site]:
+    with a_host(hub.operator) as site:
+        yield site
+
+
+def a_place(site: Site, given: LeaseGiven) -> Place:
+    return Place(site.attempts / attempt_name(given.job_id, given.epoch))
+
+
+def prepared(site: Site, trainer: TrainerSpec) -> Place:
+    given = lease(trainer)
+    place = a_place(site, given)
+    prepare(site, given, place, None)
+    return place
+
+
+def holds(folder: Path, text: str) -> bool:
+    return any(text.encode() in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+# What the agent gives to a job, and what ends with it
+
+
+@pytest.mark.attack(AREA, "secrets of the agent's environment in the job's, in logs and in arguments")
+def test_no_secret_of_the_agent_is_in_its_log_its_arguments_or_what_a_job_is_given(
+    hub: HubProcess, tmp_path: Path
+) -> None:
+    with agent(hub, tmp_path, "ruth", log_level="debug") as ruth:
+        release = tmp_path / "release"
+        job = hub.submit("ruth", "held", release=str(release))
+        hub.says(job, "held")
+        secret = ruth.secret.rpartition("-")[2]
+        pids = [ruth.pid, *(pid for each in ruth.children().values() for pid in (each["waiter"], each["child"]))]
+        for pid in pids:
+            assert secret not in Path(f"/proc/{pid}/cmdline").read_text()
+        for pid in pids[1:]:
+            given = Path(f"/proc/{pid}/environ").read_text()
+            assert secret not in given
+            assert PLANTED not in given
+        written = [path for path in ruth.state.rglob("*") if path.is_file() and path.parent.name != "identity"]
+        assert written
+        assert not [path for path in written if secret.encode() in path.read_bytes()]
+        assert not [path for path in ruth.work.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+        release.touch()
+        hub.until(job, "completed")
+        assert secret not in ruth.said()
+        assert secret not in hub.log(job)
+
+
+@pytest.mark.attack(AREA, "the trainer overrides STRATA_*; LD_PRELOAD and PYTHONPATH towards the waiter")
+def test_variables_of_a_trainer_reach_the_job_and_not_the_process_that_watches_it(
+    trial: Trial, tmp_path: Path, tries: Callable[[int], None]
+) -> None:
+    hostile = {"LD_PRELOAD": "/tmp/evil.so", "PYTHONPATH": "/tmp", "STRATA_JOB": "another", "STRATA_OUTPUT": "/etc"}
+    with a_host() as site:
+        given = lease(a_trainer(directory="/", env=hostile))
+        run = prepare(site, given, a_place(site, given), None)
+        assert run.env["STRATA_JOB"] == given.job_id
+        assert run.env["STRATA_OUTPUT"].startswith(str(site.attempts))
+    trial.start("import time; print('up', flush=True); time.sleep(300)", env=hostile | {"PATH": "/usr/bin:/bin"})
+    trial.says("up")
+    pids = child.pids(trial.folder)
+    assert pids is not None
+    assert Path(f"/proc/{pids.waiter}/environ").read_bytes() == b""
+    tries(len(hostile))
+
+
+@pytest.mark.attack(AREA, "commands: a line for a shell, an option, a folder, 800 KB of arguments")
+@pytest.mark.parametrize("command", [["touch x; touch y"], ["--help"], ["/tmp"], ["true", "x" * 800_000]])
+def test_a_command_is_a_program_and_its_arguments_and_never_a_line_for_a_shell(
+    trial: Trial, command: list[str]
+) -> None:
+    trial.start("", command=command)
+    seen = trial.exit()
+    assert not seen.started
+    assert "cannot start" in seen.error
+    assert not list(trial.cwd.iterdir())
+
+
+@pytest.mark.attack(AREA, "processes that leave their group and ignore SIGTERM")
+@pytest.mark.parametrize("how", ["it ends", "it is stopped"])
+def test_all_that_a_child_started_ends_with_it_wherever_it_went(trial: Trial, how: str) -> None:
+    trial.start(FAMILY + ("" if how == "it ends" else "time.sleep(300)"))
+    said = trial.says("pids").partition("pids")[2].split()
+    pids = [int(word) for word in said[:3]]
+    if how == "it is stopped":
+        assert all(map(is_alive, pids))
+        child.stop(trial.folder, 0.1)
+    trial.exit()
+    eventually(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.attack(AREA, "a variable whose name has an equals sign, or a NUL in its value")
+@pytest.mark.parametrize("env", [{"A=B": "x"}, {"A": "x\0y"}, {"": "x"}])
+def test_a_variable_that_no_process_can_have_is_refused_and_the_waiter_lives(
+    trial: Trial, hub: HubProcess, env: dict[str, str]
+) -> None:
+    trial.start("pass", env=env)
+    seen = trial.exit()
+    assert not seen.started or "" in env
+    if "A" not in env:
+        trainer = TrainerSpec(name="odd", command=("true",), directory="/", env=env)
+        with pytest.raises(StrataError) as refused:
+            hub.submit_with(trainer, JobSpec(model="odd", trainer="odd"))
+        assert refused.value.code is Code.INVALID
+
+
+# Sources
+
+
+TRAVERSALS = [
+    f"{ARTIFACT}/../../../state/identity",
+    f"{ARTIFACT}/../../../../state/identity",
+    f"{ARTIFACT}/..",
+    f"{ARTIFACT}\n",
+    "artifact1_../../state/identity",
+    "artifact1_",
+    "../../state/identity",
+    "/etc",
+    "sha256:" + "a" * 64 + "/../../state",
+    "a" * 64 + "/../../../state/identity",
+]
+
+
+@pytest.mark.attack(AREA, "C1: a bundle that is a path into the host, with run_as")
+@pytest.mark.parametrize("bundle", TRAVERSALS)
+def test_a_bundle_that_is_a_path_is_refused_by_the_host(host: Site, bundle: str) -> None:
+    # The first part is there, as after a job of that source: without it the path leads nowhere.
+    for name in (ARTIFACT, "a" * 64, "sha256:" + "a" * 64):
+        (host.cache / name).mkdir(parents=True)
+    given = lease(a_trainer(bundle=bundle))
+    with pytest.raises(StrataError, match="is not an uploaded source"):
+        prepare(host, given, a_place(host, given), None)
+    assert not holds(host.attempts, HOST_KEY)
+    assert is_untouched(host)
+
+
+@pytest.mark.attack(AREA, "C1: a bundle, a commit or an id that is a path, sent to the hub")
+def test_a_trainer_with_a_path_for_a_digest_is_refused_by_the_hub(
+    hub: HubProcess, tries: Callable[[int], None]
+) -> None:
+    hostile = [{"bundle": bundle} for bundle in TRAVERSALS]
+    hostile += [{"git": "https://example.org/r", "commit": commit} for commit in ("HEAD", "../x", COMMIT + "/..", "-x")]
+    for fields in hostile:
+        trainer = msgspec.convert({"name": "path", "command": ["true"], **fields}, TrainerSpec)
+        with pytest.raises(StrataError) as refused:
+            hub.submit_with(trainer, JobSpec(model="path", trainer="path"))
+        assert refused.value.code is Code.INVALID, fields
+    tries(len(hostile))
+
+
+@pytest.mark.attack(AREA, "an id or an epoch of a lease that is a path")
+def test_a_lease_with_a_path_for_an_id_names_no_folder(host: Site, tries: Callable[[int], None]) -> None:
+    good = lease(a_trainer(directory="/"))
+    hostile = ["job1_" + "a" * 64 + "/../..", "../../state", "job1_", "job1_" + "a" * 63, "job1_" + "A" * 64, "x\0y"]
+    for job_id in hostile:
+        with pytest.raises(StrataError, match="is not an attempt"):
+            Record(lease=msgspec.structs.replace(good, job_id=job_id), claimed_at_s=0.0).key  # noqa: B018
+        encoded = msgspec.json.encode(msgspec.structs.replace(good, job_id=job_id))
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(encoded, type=LeaseGiven)
+    with pytest.raises(StrataError):
+        attempt_name(good.job_id, -1)
+    tries(len(hostile) + 1)
+
+
+@pytest.mark.attack(AREA, "git: programs, options, descriptors and protocols that are not https or ssh")
+@pytest.mark.parametrize("run_as", [True, False])
+def test_git_fetches_over_https_and_ssh_alone(run_as: bool, tries: Callable[[int], None]) -> None:
+    hostile = [
+        "ext::sh -c touch% {mark}", "--upload-pack=touch {mark}", "ssh://-oProxyCommand=touch%20{mark}/x",
+        "-oProxyCommand=touch:x", "ftp://127.0.0.1:9/x", "http://127.0.0.1:9/x", "git://127.0.0.1:9/x",
+        "https://127.0.0.1:9/x\n--upload-pack=touch", "fd::0", "transport::address", "./relative", "user@-host:x",
+    ]  # fmt: skip
+    with a_host() as site:
+        host = site if run_as else Site(site.settings, site.calls, site.environ, None)
+        mark = site.settings.work_folder / "touched"
+        began_s = time.monotonic()
+        for url in hostile:
+            given = lease(a_trainer(git=url.format(mark=mark), commit=COMMIT))
+            with pytest.raises(StrataError) as refused:
+                prepare(host, given, a_place(host, given), None)
+            assert refused.value.code is Code.PRECONDITION
+        assert time.monotonic() - began_s < 60.0
+        assert not list(site.settings.work_folder.rglob("touched"))
+    tries(len(hostile))
+
+
+@pytest.mark.attack(AREA, "L4: git fd::17 holds a slot for ten minutes")
+def test_a_git_address_that_is_a_descriptor_is_refused_at_once(tmp_path: Path) -> None:
+    with a_host() as site:
+        for host in (site, Site(site.settings, site.calls, site.environ, None)):
+            given = lease(a_trainer(git="fd::17", commit=COMMIT))
+            began_s = time.monotonic()
+            with pytest.raises(StrataError, match="not an address of a git repository"):
+                prepare(host, given, a_place(host, given), None)
+            assert time.monotonic() - began_s < 10.0
+
+
+@pytest.mark.attack(AREA, "M14: git by path, a repository in a folder of root's, with run_as")
+@pytest.mark.parametrize("form", ["{path}", "file://{path}", "localhost:{path}"])
+def test_a_repository_that_only_root_can_read_is_not_fetched_for_a_job(host: Site, form: str) -> None:
+    repository = host.settings.state_folder / "repository"
+    repository.mkdir(mode=0o700)
+    (repository / "secret.txt").write_text(HOST_KEY)
+    for args in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", *identity, *args], cwd=repository, check=True, env={"PATH": "/usr/bin:/bin"})
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, check=True, text=True)
+    given = lease(a_trainer(git=form.format(path=repository), commit=head.stdout.strip()))
+    with pytest.raises(StrataError):
+        prepare(host, given, a_place(host, given), None)
+    assert not holds(host.attempts, HOST_KEY)
+    assert not holds(host.cache, HOST_KEY)
+
+
+@pytest.mark.attack(AREA, "a folder of root's as the source, with run_as")
+def test_a_folder_that_the_jobs_user_cannot_reach_is_not_there_for_it(host: Site) -> None:
+    given = lease(a_trainer(directory=str(host_key(host).parent)))
+    with pytest.raises(StrataError, match="is not on this host"):
+        prepare(host, given, a_place(host, given), None)
+
+
+@pytest.mark.attack(AREA, "what root makes of a source: every file of an attempt is the job's user's from the start")
+def test_a_source_is_unpacked_by_the_jobs_user_and_kept_by_root_as_it_came(host_with_hub: Site) -> None:
+    site = host_with_hub
+    digest = send_bundle(site.calls.client, a_bundle("pkg/", "pkg/a.py", "run.sh"))
+    place = prepared(site, a_trainer(bundle=digest))
+    found = list(place.source.rglob("*"))
+    assert len(found) == 3
+    assert {path.lstat().st_uid for path in found} == {owner(site).uid}
+    assert [(path.name, path.stat().st_uid) for path in site.cache.iterdir()] == [(f"{digest}.tar", 0)]
+    assert site.cache.stat().st_mode & 0o077 == 0
+
+
+# Races of the job's user with root
+
+
+@pytest.mark.attack(AREA, "H2: swap folders for links while the agent hands an attempt over")
+def test_no_file_of_root_changes_hands_while_an_attempt_is_prepared(
+    host_with_hub: Site, tries: Callable[[int], None]
+) -> None:
+    site = host_with_hub
+    digest = send_bundle(site.calls.client, a_bundle(*(f"d{number:03}/f" for number in range(300))))
+    given = lease(a_trainer(bundle=digest))
+    place = a_place(site, given)
+    baits = site.settings.work_folder / "baits"
+    baits.mkdir()
+    os.chown(baits, owner(site).uid, owner(site).gid)
+    (baits / "link").symlink_to(site.settings.state_folder)
+    with as_user(EXCHANGE, place.source / "d299", baits / "link") as racer:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == b"up\n"
+        for _ in range(3):
+            # A source that was swapped away may fail to be unpacked; root's files are what counts.
+            with suppress(StrataError):
+                prepare(site, given, place, None)
+            assert is_untouched(site)
+    tries(3)
+
+
+@pytest.mark.attack(AREA, "H3: swap a checkpoint for a link while it is uploaded")
+def test_no_file_of_root_is_sent_as_a_checkpoint(host_with_hub: Site, tries: Callable[[int], None]) -> None:
+    site = host_with_hub
+    given = lease(a_trainer(directory="/"))
+    place = a_place(site, given)
+    prepare(site, given, place, None)
+    plant = (
+        "import os, sys\ncheckpoints, identity = sys.argv[1:]\nos.mkdir(checkpoints + '/c')\n"
+        "open(checkpoints + '/c/host.key', 'w').write('mine')\nos.symlink(identity, checkpoints + '/.link')\n"
+    )
+    assert said_by_user(plant, place.checkpoints, host_key(site).parent) == ""
+    record = Record(lease=given, claimed_at_s=0.0)
+    attempt = Attempt(record, State(site.settings.state_folder), site, Threads())
+    count = 0
+    with as_user(EXCHANGE, place.checkpoints / "c", place.checkpoints / ".link") as racer:
+        assert racer.stdout is not None
+        racer.stdout.readline()
+        until_s = time.monotonic() + RACE_S
+        while time.monotonic() < until_s:
+            count += 1
+            # The chunks are sent; the commit is refused, for the hub knows no such attempt.
+            with suppress(StrataError):
+                attempt._upload(("checkpoints", "c"), Kind.CHECKPOINT)
+    tries(count)
+    digests = {hashlib.sha256(text.encode()).hexdigest(): len(text) for text in (HOST_KEY, "mine")}
+    missing = [chunk.digest for chunk in site.calls.missing(digests)]
+    assert missing == [hashlib.sha256(HOST_KEY.encode()).hexdigest()], "the key was sent, or nothing was ever read"
+
+
+@pytest.mark.attack(AREA, "a hard link to a file of root's among the results")
+def test_a_result_that_belongs_to_another_user_is_refused(host: Site) -> None:
+    place = prepared(host, a_trainer(directory="/"))
+    # As on a machine without fs.protected_hardlinks: root makes the link that the job could make there.
+    os.link(host_key(host), place.output / "model.bin")
+    with pytest.raises(StrataError, match="belongs to another user"):
+        scan(Tree(place.folder, ("output",), uid=owner(host).uid), links="skip")
+
+
+@pytest.mark.attack(AREA, "run_as: read the state, /proc of the agent and cached sources; move what the agent reads")
+def test_the_jobs_user_reaches_nothing_of_the_agents(host_with_hub: Site, tries: Callable[[int], None]) -> None:
+    site = host_with_hub
+    place = prepared(site, a_trainer(bundle=send_bundle(site.calls.client, a_bundle("a"))))
+    key, metrics = host_key(site), place.metrics
+    attacks = [
+        f"open({str(key)!r}).read()",
+        f"os.listdir({str(site.settings.state_folder)!r})",
+        f"os.listdir({str(site.cache)!r})",
+        f"os.listdir({str(site.attempts)!r})",
+        f"open('/proc/{os.getpid()}/environ').read()",
+        f"os.listdir('/proc/{os.getpid()}/fd')",
+        f"os.rename({str(metrics)!r}, {str(place.output / 'x')!r})",
+        f"os.unlink({str(metrics)!r})",
+        f"os.rename({str(place.output)!r}, {str(place.tmp / 'x')!r})",
+        f"os.link({str(key)!r}, {str(place.output / 'y')!r})",
+        f"open({str(place.folder / 'z')!r}, 'w')",
+    ]
+    for attack in attacks:
+        said = said_by_user(f"import os\ntry:\n    {attack}\nexcept PermissionError:\n    print('refused')")
+        assert said == "refused\n", (attack, said)
+    tries(len(attacks))
+
+
+@pytest.mark.attack(AREA, "another user than the job's reads or writes an attempt")
+def test_a_third_user_reaches_nothing_of_an_attempt(host: Site, tries: Callable[[int], None]) -> None:
+    place = prepared(host, a_trainer(directory="/"))
+    attacks = [f"open({str(place.spec)!r}).read()", f"os.listdir({str(place.output)!r})",
+               f"open({str(place.output / 'x')!r}, 'w')", f"open({str(place.metrics)!r}, 'a')"]  # fmt: skip
+    for attack in attacks:
+        code = f"import os\ntry:\n    {attack}\nexcept PermissionError:\n    print('refused')"
+        assert said_by_user(code, uid=OTHER_UID) == "refused\n", attack
+    tries(len(attacks))
+
+
+@pytest.mark.attack(AREA, "a pipe instead of the metrics, to make the agent wait for ever")
+def test_a_pipe_where_the_agent_reads_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(StrataError, match="is not a file"):
+        last_metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.attack(AREA, "folders in folders, deeper than a recursion, among the results and to be removed")
+def test_folders_without_end_are_refused_as_a_result_and_removed(host: Site) -> None:
+    place = prepared(host, a_trainer(directory="/"))
+    dig = "import os, sys\nos.chdir(sys.argv[1])\nfor _ in range(1200):\n    os.mkdir('dd')\n    os.chdir('dd')\n"
+    assert said_by_user(dig, place.output) == ""
+    with pytest.raises(StrataError, match="folders deep"):
+        scan(Tree(place.folder, ("output",), uid=owner(host).uid), links="skip")
+    remove(place.folder)
+    assert not place.folder.exists()
+
+
+@pytest.mark.attack(AREA, "a job without run_as reads the host's key", by_design=(
+    "docs/operations.md",
+    "**By default they run as the agent's user and can read its credentials**: whoever may submit jobs can act as that"
+    " host.",
+))  # fmt: skip
+def test_a_job_without_run_as_is_its_host(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "opal") as opal:
+        identity = opal.state / "identity"
+        code = f"import os; print('read', sorted(os.listdir({str(identity)!r})))"
+        trainer = TrainerSpec(name="reads", command=("python", "-c", code), directory="/")
+        job = hub.submit_with(trainer, JobSpec(model="reads", trainer="reads"))
+        hub.until(job, "completed")
+        assert "read [" in hub.log(job)
+
+
+@pytest.mark.attack(AREA, "M2: a host reads artifacts that none of its leases names", known_open="M2")
+def test_a_host_reads_only_what_its_leases_name(hub: HubProcess, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a").write_text("of somebody else")
+    manifest = scan(source)
+    send(Calls(hub.operator), source, manifest, lambda: True)
+    body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=Kind.SOURCE))
+    artifact = hub.operator.call("POST", "/v1/artifacts", wire.CommitReply, body=body).artifact_id
+    made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=wire.LocalHostRequest(name="curious"))
+    with HubClient(hub.url, bearer=Secret(made.secret)) as host, pytest.raises(StrataError) as refused:
+        host.call("GET", f"/v1/artifact/{artifact}", wire.ArtifactReply)
+    assert refused.value.code in (Code.FORBIDDEN, Code.NOT_FOUND)
