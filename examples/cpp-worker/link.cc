@@ -74,9 +74,7 @@ Link::Link(const Settings& settings)
       stubs_(settings.addresses.size()),
       chance_(std::random_device{}()) {
   check_settings(settings);
-  if (!settings.job.empty()) metadata_.emplace_back("strata-job", settings.job);
-  if (!settings.worker_id.empty()) metadata_.emplace_back("strata-worker", settings.worker_id);
-  if (!settings.token.empty()) metadata_.emplace_back("authorization", "Bearer " + settings.token);
+  token_ = settings.token;
 }
 
 std::pair<std::size_t, v1::Coordinator::Stub*> Link::stub() {
@@ -88,8 +86,16 @@ std::pair<std::size_t, v1::Coordinator::Stub*> Link::stub() {
   return {index_, stubs_[index_].get()};
 }
 
-void Link::identify(grpc::ClientContext* context) const {
-  for (const auto& [key, value] : metadata_) context->AddMetadata(key, value);
+void Link::identify(grpc::ClientContext* context) {
+  if (!settings_.job.empty()) context->AddMetadata("strata-job", settings_.job);
+  if (!settings_.worker_id.empty()) context->AddMetadata("strata-worker", settings_.worker_id);
+  const std::lock_guard lock(mutex_);
+  if (!token_.empty()) context->AddMetadata("authorization", "Bearer " + token_);
+}
+
+void Link::use_token(const std::string& token) {
+  const std::lock_guard lock(mutex_);
+  token_ = token;
 }
 
 void Link::try_next(std::size_t failed) {

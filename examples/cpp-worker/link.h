@@ -64,7 +64,9 @@ class Link {
   }
 
   std::pair<std::size_t, v1::Coordinator::Stub*> stub();
-  void identify(grpc::ClientContext* context) const;
+  void identify(grpc::ClientContext* context);
+  // In all later calls: the successor that a heartbeat brings before the token expires.
+  void use_token(const std::string& token);
   // Others may have moved on already from the address that failed.
   void try_next(std::size_t failed);
   // How long to wait after a failed attempt, counted from 0: as told, or longer and longer, scattered so that no herd forms.
@@ -78,8 +80,8 @@ class Link {
                                 std::size_t* index);
 
   const Settings settings_;
-  std::vector<std::pair<std::string, std::string>> metadata_;
   std::mutex mutex_;
+  std::string token_;
   std::size_t index_ = 0;
   // One for each address, connected when it is first needed.
   std::vector<std::shared_ptr<grpc::Channel>> channels_;

@@ -75,6 +75,7 @@ void Life::beat_once() {
     for (const std::uint64_t command_id : request.acked_command_ids()) to_ack_.erase(command_id);
     interval_ = Milliseconds(reply.heartbeat_interval_ms());
   }
+  if (!reply.token().empty()) link_.use_token(reply.token());
   hear(reply.generation(), reply.leader_epoch(), reply.commands());
   // A call that is under way may bring a lease that would not be named, and so go to somebody else: then later.
   const std::unique_lock lock(asking, std::try_to_lock);
