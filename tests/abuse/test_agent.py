@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 import os
+import resource
 import subprocess
+import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -47,11 +51,21 @@ from tests.core.fleet_agent.leases import a_trainer, lease
 from tests.shell.fleet_agent.running import PLANTED, HubProcess, agent
 from tests.shell.fleet_agent.test_child import Trial
 from tests.shell.fleet_agent.waiting import eventually, is_alive
+from tests.support.archives import header, pax_archive
 
 AREA = "agent"
 ARTIFACT = "artifact1_" + "a" * 64
 COMMIT = "1" * 40
 RACE_S = 2.0
+# Reads an archive as the process of the job's user does, and prints the most memory it took, in KiB.
+PEAK = """
+import contextlib, pathlib, sys
+from strata.base.errors import StrataError
+from strata.base.tar import TarReader, decompressed
+with contextlib.suppress(StrataError):
+    list(TarReader(decompressed(sys.stdin.buffer)))
+print(pathlib.Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+"""
 OTHER_UID = 65_533
 """A second user without a name, who is not the job's."""
 # One grandchild in the child's group, one that left it, one whose parent has gone; their numbers are printed.
@@ -324,6 +338,49 @@ def test_a_source_is_unpacked_by_the_jobs_user_and_kept_by_root_as_it_came(host_
     assert {path.lstat().st_uid for path in found} == {owner(site).uid}
     assert [(path.name, path.stat().st_uid) for path in site.cache.iterdir()] == [(f"{digest}.tar", 0)]
     assert site.cache.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.attack(AREA, "M15: a 62 KB bundle with a pax header of digits")
+def test_a_pax_header_of_digits_stops_nobody(host_with_hub: Site, tries: Callable[[int], None]) -> None:
+    for records in (b"1" * 62_000, b"%d comment=%s\n" % (62_000, b"1" * 61_985)):
+        bundle = send_bundle(host_with_hub.calls.client, pax_archive(records))
+        given = lease(a_trainer(bundle=bundle))
+        own_s, children_s = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        with suppress(StrataError):
+            prepare(host_with_hub, given, a_place(host_with_hub, given), None)
+        assert time.process_time() - own_s < 1.0, "the agent itself reads nothing of a bundle"
+        assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - children_s < 3.0
+        tries(1)
+
+
+@pytest.mark.attack(AREA, "M15: a 312 KB xz bundle with a pax header of 2 GiB")
+def test_a_pax_header_of_two_gib_is_refused_before_it_is_read(host_with_hub: Site) -> None:
+    compressor = lzma.LZMACompressor()
+    content = compressor.compress(header("pax", 2 << 30, kind=b"x"))
+    # Of the same shape as 2 GiB of zeros, which take too long to compress here: the header alone has to be enough.
+    content += compressor.compress(bytes(64 << 20)) + compressor.flush()
+    given = lease(a_trainer(bundle=send_bundle(host_with_hub.calls.client, content)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(StrataError, match="at most 65536 are allowed"):
+        prepare(host_with_hub, given, a_place(host_with_hub, given), None)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    watched = subprocess.run(
+        [sys.executable, "-c", PEAK], input=content, capture_output=True, check=True, timeout=60
+    ).stdout
+    assert int(watched) < 100 << 10, "KiB at the peak"
+
+
+@pytest.mark.attack(AREA, "a bundle whose compression asks for a window of gigabytes")
+def test_an_unpacking_that_asks_for_too_much_memory_ends_and_nothing_else(host_with_hub: Site) -> None:
+    content = bytearray(lzma.compress(a_bundle("a"), filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 16}]))
+    # The size of the window is one byte of the block's header: 40 asks for 4 GiB. Its checksum is made right again.
+    at = content.index(bytes([lzma.FILTER_LZMA2, 1]), 12)
+    content[at + 2] = 40
+    size = (content[12] + 1) * 4
+    content[12 + size - 4 : 12 + size] = zlib.crc32(bytes(content[12 : 12 + size - 4])).to_bytes(4, "little")
+    given = lease(a_trainer(bundle=send_bundle(host_with_hub.calls.client, bytes(content))))
+    with pytest.raises(StrataError, match="memory"):
+        prepare(host_with_hub, given, a_place(host_with_hub, given), None)
 
 
 # Races of the job's user with root

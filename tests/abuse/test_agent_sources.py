@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.agent.unpack import UnpackLimits, unpack
 from strata.fleet.artifacts.files import materialise, scan
 from strata.fleet.artifacts.manifest import File, Manifest
+from strata.train.archive import read_members
+from tests.support.archives import pax_archive
 
 AREA = "agent: sources and results"
 LINK, HARD, DEVICE, PIPE = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE
@@ -135,3 +139,14 @@ def test_a_result_is_files_of_its_folder_and_nothing_that_a_link_points_to(tmp_p
     assert [file.path for file in scan(output, links="skip").files] == ["model"]
     with pytest.raises(StrataError):
         scan(output)
+
+
+@pytest.mark.attack("training server: content", "import_weights: 51 KB tar with a pax header of digits")
+def test_an_import_with_a_pax_header_of_digits_takes_no_time(tries: Callable[[int], None]) -> None:
+    for records in (b"1" * 51_000, b"%d comment=%s\n" % (51_000, b"1" * 50_985)):
+        began_s = time.process_time()
+        with pytest.raises(StrataError) as refused:
+            read_members(pax_archive(records), ["adapter_model.safetensors"])
+        assert refused.value.code is Code.INVALID
+        assert time.process_time() - began_s < 0.5
+        tries(1)

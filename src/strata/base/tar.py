@@ -146,7 +146,7 @@ class TarReader:
         others = sum(block[:148]) + sum(block[156:]) + 8 * ord(" ")
         signed = _SIGNED.unpack(block)
         if told not in (others, sum(signed[:148]) + sum(signed[156:]) + 8 * ord(" ")):
-            raise _refusal("a header is damaged")
+            raise _refusal("a header is damaged, or the archive is compressed in a way that is not known here")
         return block
 
     def _extension(self, block: bytes, what: str) -> bytes:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from strata.base.errors import Code, StrataError
+from strata.base.tar import TarKind, TarReader
 from strata.train.checkpoints import checkpoint
 
 MEDIA_TYPE: Final = "application/x-tar"
@@ -92,25 +93,19 @@ def _head(name: str, size: int) -> bytes:
 def read_members(raw: bytes, wanted: Collection[str], ignored: Collection[str] = ()) -> Mapping[str, bytes]:
     """The plain files of a tar that is not compressed. INVALID if anything else is in it, or something missing."""
     found: dict[str, bytes] = {}
-    try:
-        with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
-            for count, member in enumerate(archive):
-                name = member.name.removeprefix("./")
-                if count >= MEMBERS or name in found:
-                    raise StrataError(Code.INVALID, f"the archive has more files than {', '.join(sorted(wanted))}")
-                if member.isdir() and name in ("", "."):
-                    continue
-                # A sparse one is as long as it says, with zeros that were never sent.
-                if member.issparse() or member.size > len(raw):
-                    raise StrataError(Code.INVALID, f"{name[:200]!r} would be longer than the archive")
-                if not member.isreg() or name not in (*wanted, *ignored):
-                    raise StrataError(Code.INVALID, f"{name[:200]!r} is none of {', '.join(sorted(wanted))}")
-                file = archive.extractfile(member)
-                assert file is not None, "it is a plain file"
-                if name in wanted:
-                    found[name] = file.read()
-    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        raise StrataError(Code.INVALID, f"the body is not a tar file: {error}", hint="do not compress it") from error
+    archive = TarReader(io.BytesIO(raw))
+    for count, member in enumerate(archive):
+        name = member.name.removeprefix("./")
+        if count >= MEMBERS or name in found:
+            raise StrataError(Code.INVALID, f"the archive has more files than {', '.join(sorted(wanted))}")
+        if member.kind is TarKind.FOLDER and name in ("", ".", "/"):
+            continue
+        if member.size > len(raw):
+            raise StrataError(Code.INVALID, f"{name[:200]!r} would be longer than the archive")
+        if member.kind is not TarKind.FILE or name not in (*wanted, *ignored):
+            raise StrataError(Code.INVALID, f"{name[:200]!r} is none of {', '.join(sorted(wanted))}")
+        if name in wanted:
+            found[name] = b"".join(archive.pieces())
     if missing := sorted(set(wanted) - found.keys()):
         raise StrataError(Code.INVALID, f"there is no {missing[0]} in the archive")
     return found

@@ -6,6 +6,8 @@ import hashlib
 import io
 import subprocess
 import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,46 @@ def test_an_address_cannot_be_an_option_or_a_program(tmp_path: Path, url: str) -
     with pytest.raises(StrataError):
         fetched(a_trainer(git=url, commit="1" * 40), tmp_path)
     assert not list(tmp_path.rglob("hooked"))
+
+
+def at_once(trainer: Any, tmp_path: Path, fetch_blob: Any = refuse, jobs: int = 4) -> list[Path]:
+    """What each of several slots gets that start jobs of one new source at the same moment."""
+    start = threading.Barrier(jobs)
+
+    def one(number: int) -> Path:
+        start.wait(30)
+        return fetched(trainer, tmp_path, f"slot{number}", fetch_blob)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, range(jobs)))
+
+
+def test_several_slots_can_start_jobs_of_one_new_bundle_at_once(tmp_path: Path) -> None:
+    content = a_tar(*((f"d{number}/train.py", b"print(3)" * 1000) for number in range(100)))
+    trainer = a_trainer(bundle=hashlib.sha256(content).hexdigest())
+    for folder in at_once(trainer, tmp_path, lambda _: content):
+        assert len(list(folder.rglob("train.py"))) == 100
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"{trainer.bundle}.tar"]
+
+
+def test_several_slots_can_start_jobs_of_one_new_commit_at_once(repository: Path, tmp_path: Path) -> None:
+    trainer = a_trainer(git=str(repository), commit=git(repository, "rev-parse", "HEAD"))
+    for folder in at_once(trainer, tmp_path):
+        assert (folder / "train.py").read_text() == "print(1)"
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_source_whose_download_breaks_off_is_fetched_again(tmp_path: Path) -> None:
+    content = a_tar(("train.py", b"print(3)"))
+    trainer = a_trainer(bundle=hashlib.sha256(content).hexdigest())
+
+    def breaks_off(_: str) -> bytes:
+        raise StrataError(Code.UNAVAILABLE, "the hub went away")
+
+    with pytest.raises(StrataError, match="went away"):
+        fetched(trainer, tmp_path, "a", breaks_off)
+    assert not list((tmp_path / "cache").iterdir())
+    assert (fetched(trainer, tmp_path, "b", lambda _: content) / "train.py").exists()
 
 
 def a_tar(*members: tuple[str, bytes | None]) -> bytes:
