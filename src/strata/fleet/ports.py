@@ -9,7 +9,7 @@ A method that a host calls takes the epoch of its attempt and raises STALE when 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -105,6 +105,8 @@ class Claim:
     count: int = 1
     held_back: Mapping[int, float] = field(default_factory=dict)
     """Classes that would rather run elsewhere: of these only jobs that have waited since this time, or longer."""
+    refusing: bool = False
+    """The host is excluded for some jobs, so it shares no statement with other hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +232,14 @@ class Store(Protocol):
     async def complete(self, hold: Hold, completion: Completion, now_s: float) -> JobRow:
         """Again with the same epoch and content: the same answer. After another end: kept as an orphan, CONFLICT."""
 
-    async def fail(self, hold: Hold, failure: Failure, now_s: float, *, chance: float) -> JobRow:
-        """What becomes of it is `core.lease.after_failure`'s ruling. Again with the same epoch: the same answer."""
+    async def fail(
+        self, hold: Hold, failure: Failure, now_s: float, *, chance: float, eligible: Collection[str] = ()
+    ) -> JobRow:
+        """What becomes of it is `core.lease.after_failure`'s ruling. Again with the same epoch: the same answer.
+
+        After a setup error the host is excluded: its claims pass over the job until that has ended or is requeued.
+        `eligible` are the hosts that may take the job by what they are; when all have refused it, it fails.
+        """
 
     async def checkpointed(self, hold: Hold, artifact: str, now_s: float) -> None: ...
 
@@ -254,6 +262,15 @@ class Store(Protocol):
     async def jobs(self, wanted: JobFilter) -> Sequence[JobRow]: ...
 
     async def attempts(self, job_id: str) -> Sequence[AttemptRow]: ...
+
+    async def refusals(self, job_id: str) -> Sequence[str]:
+        """The hosts that could not set this job up."""
+
+    async def refusing_hosts(self) -> Collection[str]:
+        """The hosts that are excluded for any job."""
+
+    async def unfinished_classes(self) -> Collection[int]:
+        """The requirement classes of jobs that have not ended."""
 
     async def infra_jobs(self, host_id: str) -> Sequence[str]:
         """The jobs that ended with `infra` on this host since its last completed one."""

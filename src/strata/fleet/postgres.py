@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -13,7 +13,7 @@ from strata.database.postgres import Connections
 from strata.fleet import postgres_claims, postgres_plan
 from strata.fleet import postgres_leases as leases
 from strata.fleet import postgres_tables as sql
-from strata.fleet.core.job import Status
+from strata.fleet.core.job import UNFINISHED, Status
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import Plan, Policy, Present, Registered
 from strata.fleet.core.requirement import RequirementClass
@@ -150,9 +150,11 @@ class PostgresStore:
             raise done
         return done
 
-    async def fail(self, hold: Hold, failure: Failure, now_s: float, *, chance: float) -> JobRow:
+    async def fail(
+        self, hold: Hold, failure: Failure, now_s: float, *, chance: float, eligible: Collection[str] = ()
+    ) -> JobRow:
         async with self._connections.transaction() as connection:
-            return await leases.fail(connection, hold, failure, now_s, chance)
+            return await leases.fail(connection, hold, failure, now_s, chance, eligible)
 
     async def checkpointed(self, hold: Hold, artifact: str, now_s: float) -> None:
         async with self._connections.transaction() as connection:
@@ -226,6 +228,19 @@ class PostgresStore:
         await self.job(job_id)
         select = f"SELECT {ATTEMPT} FROM attempt WHERE job_id = %(id)s ORDER BY epoch"
         return [attempt_of(row) for row in await self._connections.run(select, {"id": job_id})]
+
+    async def refusals(self, job_id: str) -> Sequence[str]:
+        select = "SELECT r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.id = %(id)s ORDER BY 1"
+        return [host_id for (host_id,) in await self._connections.run(select, {"id": job_id})]
+
+    async def refusing_hosts(self) -> Collection[str]:
+        rows = await self._connections.run("SELECT DISTINCT host_id FROM job_refusal", {})
+        return {host_id for (host_id,) in rows}
+
+    async def unfinished_classes(self) -> Collection[int]:
+        select = "SELECT DISTINCT class_id FROM job WHERE status = ANY(%(unfinished)s)"
+        rows = await self._connections.run(select, {"unfinished": list(UNFINISHED)})
+        return {class_id for (class_id,) in rows}
 
     async def infra_jobs(self, host_id: str) -> Sequence[str]:
         rows = await self._connections.run(

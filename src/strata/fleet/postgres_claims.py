@@ -24,8 +24,8 @@ from strata.fleet.rows import lease_of
 
 _Name = tuple[str, str]
 """Of a claim: its host, and what the host calls it."""
-_Menu = tuple[tuple[int, ...], tuple[float, ...]]
-"""Classes, and since when at the latest a job of each has to wait."""
+_Menu = tuple[tuple[int, ...], tuple[float, ...], str]
+"""Classes; since when at the latest a job of each has to wait; and the host, if it is excluded for any job."""
 
 LOCK: Final = """
 SELECT pg_advisory_xact_lock(key) FROM (
@@ -38,9 +38,15 @@ SELECT pg_advisory_xact_lock(key) FROM (
 IS_NEW: Final = "SELECT is_new_claim(%(host)s, %(claim)s)"
 NEW: Final = "SELECT place, host, claim FROM new_claims(%(hosts)s::text[], %(claims)s::text[])"
 
+MINE: Final = """
+(SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = ANY(%(hosts)s::text[])) = 0
+"""
+"""What no host of this statement is excluded for."""
+
 ONE: Final = """
   SELECT r.seq, 1 AS place, %(host)s::text AS host, %(claim)s::text AS claim FROM ready r JOIN job j USING (seq)
   WHERE r.class_id = %(class)s AND r.since <= %(latest)s AND ({new})
+    AND (SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = %(host)s) = 0
   ORDER BY r.priority DESC, r.seq LIMIT 1 FOR UPDATE OF r, j SKIP LOCKED
 """
 """A host that takes one job of one class, which is what most of them ask for: without arrays and without sorting."""
@@ -50,43 +56,43 @@ SEVERAL: Final = """
   SELECT chosen.seq, asking.place, asking.host, asking.claim FROM chosen JOIN asking USING (place)
 """
 
-FIRST: Final = """
+FIRST: Final = f"""
     SELECT r.seq, r.priority FROM ready r JOIN job j USING (seq)
-    WHERE r.class_id = (%(classes)s::bigint[])[1] AND r.since <= (%(latest)s::float8[])[1]
-    ORDER BY r.priority DESC, r.seq LIMIT {count} FOR UPDATE OF r, j SKIP LOCKED
+    WHERE r.class_id = (%(classes)s::bigint[])[1] AND r.since <= (%(latest)s::float8[])[1] AND {MINE}
+    ORDER BY r.priority DESC, r.seq LIMIT {{count}} FOR UPDATE OF r, j SKIP LOCKED
 """
 """Of one class: the index is walked until enough are found that nobody else is at."""
 
-BEST: Final = """
+BEST: Final = f"""
     SELECT b.seq, b.priority FROM (
       SELECT o.seq, o.priority, o.class_id FROM (
         SELECT wanted.class_id, wanted.latest
         FROM unnest(%(classes)s::bigint[], %(latest)s::float8[]) AS wanted (class_id, latest)
         CROSS JOIN LATERAL (
           SELECT r.seq, r.priority FROM ready r
-          WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest
+          WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest AND {MINE}
           ORDER BY r.priority DESC, r.seq LIMIT 1
         ) AS head
-        ORDER BY head.priority DESC, head.seq LIMIT {spare}
+        ORDER BY head.priority DESC, head.seq LIMIT {{spare}}
       ) AS ahead CROSS JOIN LATERAL (
         SELECT r.seq, r.priority, r.class_id FROM ready r
-        WHERE r.class_id = ahead.class_id AND r.since <= ahead.latest
-        ORDER BY r.priority DESC, r.seq LIMIT {spare}
+        WHERE r.class_id = ahead.class_id AND r.since <= ahead.latest AND {MINE}
+        ORDER BY r.priority DESC, r.seq LIMIT {{spare}}
       ) AS o
-      ORDER BY o.priority DESC, o.seq LIMIT {spare}
+      ORDER BY o.priority DESC, o.seq LIMIT {{spare}}
     ) AS b JOIN ready r ON r.seq = b.seq AND r.class_id = b.class_id JOIN job j ON j.seq = b.seq
-    ORDER BY b.priority DESC, b.seq LIMIT {count} FOR UPDATE OF r, j SKIP LOCKED
+    ORDER BY b.priority DESC, b.seq LIMIT {{count}} FOR UPDATE OF r, j SKIP LOCKED
 """
 """Of many classes: their heads are compared unlocked, since a claim that locked one job of each class would hide all of
 them from everybody else. The best n jobs are in the n classes with the best heads, so only those are looked into. The
 spare ones make up for those that others have locked meanwhile."""
 
-OFFERED: Final = """
+OFFERED: Final = f"""
 SELECT r.seq, wanted.slots
 FROM unnest(%(classes)s::bigint[], %(slots)s::int[], %(latest)s::float8[]) AS wanted (class_id, slots, latest)
 CROSS JOIN LATERAL (
   SELECT r.seq, r.priority FROM ready r JOIN job j USING (seq)
-  WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest
+  WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest AND {MINE}
   ORDER BY r.priority DESC, r.seq LIMIT %(count)s FOR UPDATE SKIP LOCKED
 ) AS r
 ORDER BY r.priority DESC, r.seq
@@ -150,7 +156,8 @@ async def claim(
             found += await _fit(connections, each, slots, times)
         elif slots:
             latest = each.held_back.get
-            menu = (tuple(slots), tuple([latest(class_id, math.inf) for class_id in slots]))
+            alone = name[0] if each.refusing else ""
+            menu = (tuple(slots), tuple([latest(class_id, math.inf) for class_id in slots]), alone)
             alike.setdefault(menu, []).extend([name] * _count(each, slots))
     found += await _take(connections, alike, times)
     given: dict[_Name, list[Lease]] = {name: [] for name in named}
@@ -191,7 +198,7 @@ async def _take(connections: Connections, alike: dict[_Menu, list[_Name]], times
 
 def _asked(menu: _Menu, places: Sequence[_Name], times: dict[str, float]) -> tuple[str, dict[str, Any]]:
     """The statement for claims that may take the same, each named as often as it may take a job, and its values."""
-    classes, latest = menu
+    classes, latest, _ = menu
     if len(places) == len(classes) == 1:
         ((host, claim),) = places
         return _statement(1, "one"), {"class": classes[0], "latest": latest[0], "host": host, "claim": claim, **times}
@@ -218,6 +225,7 @@ async def _fit(connections: Connections, wanted: Claim, slots: dict[int, int], t
         "slots": _numbers(list(slots.values())),
         "latest": _numbers([wanted.held_back.get(class_id, math.inf) for class_id in slots]),
         "count": wanted.count,
+        **_names(name),
     }
     async with connections.transaction() as connection:
         await connection.execute(LOCK, _names(name))

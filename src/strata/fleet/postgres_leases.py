@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from strata.base.errors import StrataError
@@ -11,10 +11,10 @@ from strata.database.events import Event as Record
 from strata.database.events import record_postgres
 from strata.fleet import postgres_tables as sql
 from strata.fleet.core.hold import ALIVE, Standing, already_ended, stale, unknown_job
-from strata.fleet.core.job import Cause, Event, Status, advance
-from strata.fleet.core.lease import Ruling, after_expiry, after_failure
+from strata.fleet.core.job import TERMINAL, Cause, Event, Status, advance
+from strata.fleet.core.lease import Ruling, after_expiry, after_failure, counted
 from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
-from strata.fleet.rows import HELD, JOB, Held, counted, encode, held_of, job_of
+from strata.fleet.rows import HELD, JOB, Held, encode, held_of, job_of
 
 Connection = Any
 """A psycopg connection: only the adapters of `strata.database` know its type."""
@@ -124,7 +124,9 @@ async def _late_result(connection: Connection, hold: Hold, completion: Completio
     return stale(hold.job_id, hold.epoch, job.epoch)
 
 
-async def fail(connection: Connection, hold: Hold, failure: Failure, now_s: float, chance: float) -> JobRow:
+async def fail(
+    connection: Connection, hold: Hold, failure: Failure, now_s: float, chance: float, eligible: Collection[str]
+) -> JobRow:
     job = await need(connection, hold.job_id)
     stands = job.standing(hold)
     if stands not in ALIVE:
@@ -134,7 +136,18 @@ async def fail(connection: Connection, hold: Hold, failure: Failure, now_s: floa
         raise already_ended(hold.job_id, job.status) if ended else stale(hold.job_id, hold.epoch, job.epoch)
     await _alive(connection, hold.job_id, job, now_s)
     job = await need(connection, hold.job_id)
-    ruling = after_failure(failure.cause, job.tally, job.spec.budget, now_s=now_s, chance=chance)
+    if failure.cause is Cause.SETUP_ERROR:
+        insert = "INSERT INTO job_refusal VALUES (%s, %s) ON CONFLICT DO NOTHING"
+        await connection.execute(insert, (hold.host_id, job.seq))
+    cursor = await connection.execute("SELECT host_id FROM job_refusal WHERE seq = %s", (job.seq,))
+    ruling = after_failure(
+        failure.cause,
+        job.tally,
+        job.spec.budget,
+        now_s=now_s,
+        chance=chance,
+        hosts_left=len(set(eligible) - {host for (host,) in await cursor.fetchall()}),
+    )
     await _note(connection, hold, error=failure.error, facts=encode(dict(failure.facts)))
     await _rule(connection, hold.job_id, job, ruling, now_s, f"host:{hold.host_id}")
     failpoint("fleet.fail.written")
@@ -181,7 +194,8 @@ async def requeue(connection: Connection, job_id: str, actor: str, now_s: float)
     job = await need(connection, job_id)
     await _move(connection, job, Event.REQUEUE, now_s, "requeued")
     await connection.execute(
-        "UPDATE job SET charged = 0, lost = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = %s", (job.seq,)
+        "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = %s",
+        (job.seq,),
     )
     await enqueue(connection, [job.seq], now_s)
     await record(connection, now_s, actor, "job.requeued", job_id)
@@ -254,6 +268,8 @@ async def record(connection: Connection, at_s: float, actor: str, kind: str, sub
 
 async def _move(connection: Connection, job: Held, event: Event, now_s: float, reason: str) -> Status:
     status = advance(job.status, event)
+    if status in TERMINAL:
+        await connection.execute("DELETE FROM job_refusal WHERE seq = %s", (job.seq,))
     await connection.execute(
         "UPDATE job SET status = %s, changed_at = %s, reason = %s WHERE seq = %s", (status, now_s, reason, job.seq)
     )

@@ -43,6 +43,10 @@ async def apply(connection: Connection, plan: Plan, actor: str, now_s: float, *,
     await _order(connection, plan.new, changed, now_s)
     if declared:
         await _adopt(connection, [*plan.unchanged, *changed], plan.orphaned)
+    # With another command, source or class, a host that could not set a job up may do so now.
+    await connection.execute(
+        "DELETE FROM job_refusal USING job WHERE job.seq = job_refusal.seq AND id = ANY(%s)", (list(changed),)
+    )
     told = [Record(now_s, actor, "job.created", id_, {"model": s.model, "mode": s.mode}) for id_, s in plan.new.items()]
     told += [Record(now_s, actor, "job.changed", each.job_id, {"kinds": each.kinds}) for each in plan.changed]
     await record_postgres(connection, told)

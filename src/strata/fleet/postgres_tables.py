@@ -110,6 +110,12 @@ COMPONENT: Final = Component(
         ALTER TABLE policy ADD COLUMN project text NOT NULL DEFAULT 'default';
         ALTER TABLE host ADD COLUMN labels bytea NOT NULL DEFAULT '{}';
         """,
+        # Hosts that could not set a job up: claims pass over it for them.
+        """
+        ALTER TABLE job ADD COLUMN infra integer NOT NULL DEFAULT 0;
+        CREATE TABLE job_refusal (host_id text NOT NULL, seq bigint NOT NULL, PRIMARY KEY (host_id, seq));
+        CREATE INDEX job_refusal_job ON job_refusal (seq);
+        """,
     ),
 )
 

@@ -7,7 +7,7 @@ changed them and every few seconds besides: another hub on the same database may
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +29,8 @@ class Menu:
     classes: Mapping[int, int]
     """Ids of classes and the slots a job of each takes."""
     held_back: Mapping[int, float]
+    refusing: bool = False
+    """The host is excluded for some jobs of these classes."""
 
 
 class Roster:
@@ -39,6 +41,7 @@ class Roster:
         self._picky: dict[int, RequirementClass] = {}
         self._hosts: dict[str, HostRow] = {}
         self._policies: Mapping[str, HostSpec] = {}
+        self._refusing: Collection[str] = ()
         self._served: dict[str, tuple[Profile, int, Mapping[int, int]]] = {}
         self._profiles: dict[str, tuple[HostRow, Profile]] = {}
         self._read_at_s = float("-inf")
@@ -65,6 +68,7 @@ class Roster:
             if row.requirement.needs.prefer_wait_s:
                 self._picky[row.id] = row.requirement
         self._policies = {host: policy.spec for host, policy in (await self._store.policies()).items()}
+        self._refusing = await self._store.refusing_hosts()
         self._hosts = {host.id: host for host in await self._store.hosts()}
         self._profiles = {}
         self._served = {host_id: served for host_id, served in self._served.items() if host_id in self._hosts}
@@ -108,7 +112,7 @@ class Roster:
             # As for a job that was queued just now; the time beside it lets through those that have waited.
             and holds_back(requirement, own, waited_s=0.0, best_online=self._best_online(id_, requirement, now_s))
         }
-        return Menu(classes, held_back)
+        return Menu(classes, held_back, refusing=host_id in self._refusing)
 
     def quiet(self, host: HostRow, now_s: float) -> str:
         """The quiet hours this host is in; empty when it is not."""
@@ -119,7 +123,7 @@ class Roster:
     def online(self, host: HostRow, now_s: float) -> bool:
         return now_s - host.seen_at_s < self._online_s
 
-    def state(self, host: HostRow, now_s: float, held_slots: int) -> HostState:
+    def state(self, host: HostRow, now_s: float, held_slots: int, *, refused: str = "") -> HostState:
         own = self.profile(host)
         return HostState(
             profile=own,
@@ -128,6 +132,7 @@ class Roster:
             quarantined=(host.state_reason or "quarantined") if host.state == "quarantined" else "",
             quiet=self.quiet(host, now_s),
             free_slots=max(0, own.slots - held_slots),
+            refused=refused,
         )
 
     def _best_online(self, class_id: int, requirement: RequirementClass, now_s: float) -> float:

@@ -10,7 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.hold import Standing, standing
-from strata.fleet.core.job import CHARGED, Cause, Status
+from strata.fleet.core.job import Cause, Status
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.lease import Tally
 from strata.fleet.core.plan import Policy, Present, Registered
@@ -159,15 +159,10 @@ class Held(NamedTuple):
         return standing(self.status, current=(self.epoch, self.host_id), claimed=claimed, leased=self.leased)
 
 
-HELD: Final = "seq, status, epoch, host_id, spec, charged, lost, excused"
+HELD: Final = "seq, status, epoch, host_id, spec, charged, lost, infra, excused"
 
 
 def held_of(row: Sequence[Any], *, leased: bool) -> Held:
-    seq, status, epoch, host_id, spec, charged, lost, excused = row
-    tally = Tally(charged=charged, lost=lost, excused=excused)
+    seq, status, epoch, host_id, spec, charged, lost, infra, excused = row
+    tally = Tally(charged=charged, lost=lost, infra=infra, excused=excused)
     return Held(seq, Status(status), epoch, host_id, leased, decode_spec(spec), tally)
-
-
-def counted(cause: Cause) -> str:
-    """The column of `job` that counts attempts which ended so."""
-    return "charged" if cause in CHARGED else "lost" if cause is Cause.HOST_LOST else "excused"

@@ -106,6 +106,7 @@ class Fleet:
                 slots=sum(sorted(menu.classes.values())[-1:]) * count if slots is None else slots,
                 count=count,
                 held_back=menu.held_back,
+                refusing=menu.refusing,
             )
             leases = await self._claims.ask(wanted)
             left_s = until_s - self.now_s()
@@ -132,10 +133,13 @@ class Fleet:
 
     async def fail(self, hold: Hold, failure: Failure) -> JobRow:
         self.heard(hold.host_id)
-        row = await self.store.fail(hold, failure, self.now_s(), chance=self._chance())
+        eligible = await self._eligible(hold.job_id) if failure.cause is Cause.SETUP_ERROR else ()
+        row = await self.store.fail(hold, failure, self.now_s(), chance=self._chance(), eligible=eligible)
         failpoint("fleet.fail.committed")
         if failure.cause is Cause.INFRA:
             await self._judge_host(hold.host_id)
+        elif failure.cause is Cause.SETUP_ERROR:
+            self._roster.forget()
         self._changes.tell()
         return row
 
@@ -213,8 +217,19 @@ class Fleet:
             ),
         )
         held = await self.held_slots()
-        states = [self._roster.state(host, self.now_s(), held.get(host.id, 0)) for host in self._roster.hosts()]
+        refused = await self._refused(job_id)
+        states = [
+            self._roster.state(host, self.now_s(), held.get(host.id, 0), refused=refused.get(host.id, ""))
+            for host in self._roster.hosts()
+            if host.state != "left"
+        ]
         return why(question, states, now_s=self.now_s())
+
+    async def _refused(self, job_id: str) -> Mapping[str, str]:
+        """The hosts that are excluded for this job, each with the error of its last attempt."""
+        hosts = await self.store.refusals(job_id)
+        errors = {each.host_id: each.error for each in await self.store.attempts(job_id)} if hosts else {}
+        return {host: (errors.get(host) or "").strip().partition("\n")[0] or "unknown" for host in hosts}
 
     async def held_slots(self) -> Mapping[str, int]:
         """How many slots of each host are taken."""
@@ -262,6 +277,14 @@ class Fleet:
             self._seen = seen | self._seen
             raise
 
+    async def _eligible(self, job_id: str) -> Sequence[str]:
+        """The hosts that may take this job by what they are and by policy, also those that are away just now."""
+        row = await self.store.job(job_id)
+        self._roster.forget()
+        await self._roster.refresh(self.now_s())
+        hosts = [host for host in self._roster.hosts() if host.state != "left"]
+        return [host.id for host in hosts if row.class_id in self._roster.serves(host)]
+
     async def _judge_host(self, host_id: str) -> None:
         """Quarantine a host whose infra failures are its own and not those of one job."""
         await self._roster.refresh(self.now_s())
@@ -274,6 +297,8 @@ class Fleet:
             if host.id != host_id and host.state == "active" and self._roster.online(host, self.now_s())
         ]
         troubled = await self.store.infra_jobs(host_id)
-        verdict = quarantine(troubled, serves=self._roster.serves(hosts[host_id]), others_serve=others)
+        unfinished = await self.store.unfinished_classes()
+        serves = [class_id for class_id in self._roster.serves(hosts[host_id]) if class_id in unfinished]
+        verdict = quarantine(troubled, serves=serves, others_serve=others)
         if verdict.quarantined:
             await self.set_host_state(host_id, "quarantined", verdict.reason, "hub")

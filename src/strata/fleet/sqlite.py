@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from strata.database import events
 from strata.database.sqlite import SqliteThread
 from strata.fleet import sqlite_claims, sqlite_plan
 from strata.fleet import sqlite_leases as leases
+from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import Plan, Policy, Present, Registered
 from strata.fleet.core.requirement import RequirementClass
@@ -123,8 +124,10 @@ class SqliteStore:
             raise done
         return done
 
-    async def fail(self, hold: Hold, failure: Failure, now_s: float, *, chance: float) -> JobRow:
-        return await self._thread.write(lambda db: leases.fail(db, hold, failure, now_s, chance))
+    async def fail(
+        self, hold: Hold, failure: Failure, now_s: float, *, chance: float, eligible: Collection[str] = ()
+    ) -> JobRow:
+        return await self._thread.write(lambda db: leases.fail(db, hold, failure, now_s, chance, eligible))
 
     async def checkpointed(self, hold: Hold, artifact: str, now_s: float) -> None:
         await self._thread.write(lambda db: leases.checkpointed(db, hold, artifact, now_s))
@@ -181,6 +184,18 @@ class SqliteStore:
         await self.job(job_id)
         select = f"SELECT {ATTEMPT} FROM attempt WHERE job_id = ? ORDER BY epoch"
         return [attempt_of(row) for row in await self._rows(select, (job_id,))]
+
+    async def refusals(self, job_id: str) -> Sequence[str]:
+        select = "SELECT r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.id = ? ORDER BY 1"
+        rows = await self._rows(select, (job_id,))
+        return [host_id for (host_id,) in rows]
+
+    async def refusing_hosts(self) -> Collection[str]:
+        return {host_id for (host_id,) in await self._rows("SELECT DISTINCT host_id FROM job_refusal", ())}
+
+    async def unfinished_classes(self) -> Collection[int]:
+        select = f"SELECT DISTINCT class_id FROM job WHERE status IN ({', '.join('?' * len(UNFINISHED))})"
+        return {class_id for (class_id,) in await self._rows(select, UNFINISHED)}
 
     async def infra_jobs(self, host_id: str) -> Sequence[str]:
         rows = await self._rows(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from strata.base.failpoint import failpoint
@@ -16,22 +17,25 @@ from strata.database.events import Event as Record
 from strata.database.events import record_sqlite
 from strata.fleet.core.fit import fitting
 from strata.fleet.core.job import Cause, Event, target
+from strata.fleet.core.lease import counted
 from strata.fleet.ports import Claim, Lease
-from strata.fleet.rows import counted, encode, lease_of
+from strata.fleet.rows import encode, lease_of
 
 _Name = tuple[str, str]
 """Of a claim: its host, and what the host calls it."""
-_Menu = tuple[tuple[int, ...], tuple[tuple[int, float], ...]]
-"""Classes, and of some of them since when at the latest a job has to wait."""
+_Menu = tuple[tuple[int, ...], tuple[tuple[int, float], ...], str]
+"""Classes; of some of them since when at the latest a job has to wait; and the host, if it is excluded for any job."""
 
 _CLAIMED: Final = target(Event.CLAIM)
 
 ASKING: Final = """
-SELECT h.id, w.claim, h.state = 'active', EXISTS (SELECT 1 FROM attempt WHERE host_id = h.id AND claim_id = w.claim)
+SELECT h.id, w.claim, h.state = 'active', EXISTS (SELECT 1 FROM attempt WHERE host_id = h.id AND claim_id = w.claim),
+  EXISTS (SELECT 1 FROM job_refusal WHERE host_id = h.id)
 FROM (SELECT json_extract(value, '$[0]') AS host, json_extract(value, '$[1]') AS claim FROM json_each(?)) AS w
 CROSS JOIN host AS h ON h.id = w.host
 """
-"""Of each claim, whether its host may take anything, and whether it was answered before."""
+"""Of each claim, whether its host may take anything, whether it was answered before, and whether there are jobs that
+its host is excluded for."""
 
 GIVEN: Final = """
 SELECT a.job_id, a.epoch, l.host_id, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec
@@ -42,14 +46,18 @@ ORDER BY j.priority DESC, j.seq
 """What a claim was given before and still holds."""
 
 OFFERED: Final = """
-SELECT -priority, seq FROM ready WHERE class_id = ? AND since <= ? ORDER BY priority DESC, seq LIMIT ?
+SELECT -priority, seq FROM ready WHERE class_id = :class AND since <= :latest {mine}
+ORDER BY priority DESC, seq LIMIT :count
 """
 
 HEADS: Final = """
-SELECT -r.priority, r.seq, c.value FROM json_each(?) AS c CROSS JOIN ready AS r
-ON r.seq = (SELECT seq FROM ready WHERE class_id = c.value ORDER BY priority DESC, seq LIMIT 1)
+SELECT -r.priority, r.seq, c.value FROM json_each(:classes) AS c CROSS JOIN ready AS r
+ON r.seq = (SELECT seq FROM ready WHERE class_id = c.value {mine} ORDER BY priority DESC, seq LIMIT 1)
 """
 """The best of each class. The order of the join is said aloud: the other way it reads the whole queue."""
+
+_MINE: Final = "AND NOT EXISTS (SELECT 1 FROM job_refusal WHERE host_id = :host AND job_refusal.seq = ready.seq)"
+"""For a host that is excluded for some jobs."""
 
 LOAD: Final = """
 SELECT j.seq, j.id, j.epoch, j.attempts, j.spec, j.checkpoint, j.trainer_digest, t.spec, l.job_id IS NOT NULL
@@ -73,15 +81,16 @@ def claim(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s
     named = {(each.host_id, each.claim_id): each for each in claims}
     given: dict[_Name, list[Lease]] = {name: [] for name in named}
     alike: dict[_Menu, list[_Name]] = {}
-    for host_id, claim_id, active, answered in db.execute(ASKING, (encode(list(named)),)).fetchall():
+    for host_id, claim_id, active, answered, refusing in db.execute(ASKING, (encode(list(named)),)).fetchall():
+        host = host_id if refusing else ""
         name = (host_id, claim_id)
         wanted = named[name]
         if answered:
             given[name] = _held(db, name)
         elif active and wanted.count == 1:
-            alike.setdefault(_menu(wanted), []).append(name)
+            alike.setdefault(_menu(wanted, host), []).append(name)
         elif active:
-            given[name] = _take(db, [(name, seq) for seq in _several(db, wanted)], lease_s, now_s)
+            given[name] = _take(db, [(name, seq) for seq in _several(db, wanted, host)], lease_s, now_s)
     for menu, names in alike.items():
         taken = list(zip(names, _best(db, menu, len(names)), strict=False))
         for (name, _), lease in zip(taken, _take(db, taken, lease_s, now_s), strict=True):
@@ -93,45 +102,60 @@ def _held(db: sqlite3.Connection, name: _Name) -> list[Lease]:
     return [lease_of(job_id, epoch, rest) for job_id, epoch, *rest in db.execute(GIVEN, name)]
 
 
-def _menu(wanted: Claim) -> _Menu:
+def _menu(wanted: Claim, host: str) -> _Menu:
     classes, slots, held_back = wanted.classes, wanted.slots, wanted.held_back
     fits = tuple([class_id for class_id, takes in classes.items() if takes <= slots])
-    return fits, tuple([(class_id, held_back[class_id]) for class_id in fits if class_id in held_back])
+    return fits, tuple([(class_id, held_back[class_id]) for class_id in fits if class_id in held_back]), host
 
 
 def _best(db: sqlite3.Connection, menu: _Menu, count: int) -> list[int]:
     """The best waiting jobs: they are in as many classes at most, and those have the best heads."""
-    classes, held_back = menu
+    classes, held_back, host = menu
     latest = dict(held_back)
     if len(classes) > 1:
         free = [class_id for class_id in classes if class_id not in latest]
-        heads = db.execute(HEADS, (encode(free),)).fetchall()
+        heads = db.execute(_for(host, HEADS), {"classes": encode(free), "host": host}).fetchall()
         for class_id, latest_s in held_back:
-            heads += [(*head, class_id) for head in db.execute(OFFERED, (class_id, latest_s, 1))]
+            heads += [(*head, class_id) for head in _offered(db, class_id, latest_s, 1, host)]
         best = sorted(heads)[:count]
         if count == 1:
             return [seq for _, seq, _ in best]
         classes = tuple([class_id for _, _, class_id in best])
-    offers = sorted(_offers(db, dict.fromkeys(classes, 0), latest, count))
+    offers = sorted(_offers(db, dict.fromkeys(classes, 0), latest, count, host))
     return [seq for _, seq, _ in offers[:count]]
 
 
-def _several(db: sqlite3.Connection, wanted: Claim) -> list[int]:
+def _several(db: sqlite3.Connection, wanted: Claim, host: str) -> list[int]:
     """For a host that takes many at once: what is too large for it lets a smaller job pass."""
     classes = {class_id: takes for class_id, takes in wanted.classes.items() if takes <= wanted.slots}
-    offers = sorted(_offers(db, classes, wanted.held_back, wanted.count))
+    offers = sorted(_offers(db, classes, wanted.held_back, wanted.count, host))
     return fitting(((seq, takes) for _, seq, takes in offers), slots=wanted.slots, count=wanted.count)
 
 
 def _offers(
-    db: sqlite3.Connection, classes: Mapping[int, int], held_back: Mapping[int, float], count: int
+    db: sqlite3.Connection, classes: Mapping[int, int], held_back: Mapping[int, float], count: int, host: str
 ) -> list[tuple[int, int, int]]:
     """Of each class its best few: order, job, slots."""
     offers: list[tuple[int, int, int]] = []
     for class_id, takes in classes.items():
-        rows = db.execute(OFFERED, (class_id, held_back.get(class_id, math.inf), count))
+        rows = _offered(db, class_id, held_back.get(class_id, math.inf), count, host)
         offers += [(order, seq, takes) for order, seq in rows]
     return offers
+
+
+def _offered(db: sqlite3.Connection, class_id: int, latest_s: float, count: int, host: str) -> list[tuple[int, int]]:
+    """Order and job of the best few of a class."""
+    values = {"class": class_id, "latest": latest_s, "count": count, "host": host}
+    return db.execute(_for(host, OFFERED), values).fetchall()
+
+
+@lru_cache(8)
+def _statement(text: str, *, mine: bool) -> str:
+    return text.format(mine=_MINE if mine else "")
+
+
+def _for(host: str, text: str) -> str:
+    return _statement(text, mine=bool(host))
 
 
 def _take(db: sqlite3.Connection, taken: Sequence[tuple[_Name, int]], lease_s: float, now_s: float) -> list[Lease]:

@@ -7,7 +7,7 @@ transaction with others.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from strata.base.errors import StrataError
@@ -15,10 +15,10 @@ from strata.base.failpoint import failpoint
 from strata.database.events import Event as Record
 from strata.database.events import record_sqlite
 from strata.fleet.core.hold import ALIVE, Standing, already_ended, stale, unknown_job
-from strata.fleet.core.job import Cause, Event, Status, advance
-from strata.fleet.core.lease import Ruling, after_expiry, after_failure
+from strata.fleet.core.job import TERMINAL, Cause, Event, Status, advance
+from strata.fleet.core.lease import Ruling, after_expiry, after_failure, counted
 from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
-from strata.fleet.rows import HELD, Held, counted, encode, held_of
+from strata.fleet.rows import HELD, Held, encode, held_of
 from strata.fleet.sqlite_tables import read_job
 
 EXTENDED: Final = """
@@ -134,7 +134,9 @@ def _late_result(db: sqlite3.Connection, hold: Hold, completion: Completion, job
     return stale(hold.job_id, hold.epoch, job.epoch)
 
 
-def fail(db: sqlite3.Connection, hold: Hold, failure: Failure, now_s: float, chance: float) -> JobRow:
+def fail(
+    db: sqlite3.Connection, hold: Hold, failure: Failure, now_s: float, chance: float, eligible: Collection[str]
+) -> JobRow:
     job = _need(db, hold.job_id)
     stands = job.standing(hold)
     if stands not in ALIVE:
@@ -144,7 +146,17 @@ def fail(db: sqlite3.Connection, hold: Hold, failure: Failure, now_s: float, cha
         raise already_ended(hold.job_id, job.status) if ended else stale(hold.job_id, hold.epoch, job.epoch)
     _alive(db, hold.job_id, job, now_s)
     job = _need(db, hold.job_id)
-    ruling = after_failure(failure.cause, job.tally, job.spec.budget, now_s=now_s, chance=chance)
+    if failure.cause is Cause.SETUP_ERROR:
+        db.execute("INSERT OR IGNORE INTO job_refusal VALUES (?, ?)", (hold.host_id, job.seq))
+    refused = {host for (host,) in db.execute("SELECT host_id FROM job_refusal WHERE seq = ?", (job.seq,))}
+    ruling = after_failure(
+        failure.cause,
+        job.tally,
+        job.spec.budget,
+        now_s=now_s,
+        chance=chance,
+        hosts_left=len(set(eligible) - refused),
+    )
     _note(db, hold, error=failure.error, facts=encode(dict(failure.facts)))
     _rule(db, hold.job_id, job, ruling, now_s, f"host:{hold.host_id}")
     failpoint("fleet.fail.written")
@@ -182,7 +194,8 @@ def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> Jo
     job = _need(db, job_id)
     _move(db, job, Event.REQUEUE, now_s, "requeued")
     db.execute(
-        "UPDATE job SET charged = 0, lost = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = ?", (job.seq,)
+        "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = ?",
+        (job.seq,),
     )
     enqueue(db, job.seq, now_s)
     record(db, now_s, actor, "job.requeued", job_id)
@@ -243,6 +256,8 @@ def record(db: sqlite3.Connection, at_s: float, actor: str, kind: str, subject: 
 
 def _move(db: sqlite3.Connection, job: Held, event: Event, now_s: float, reason: str) -> Status:
     status = advance(job.status, event)
+    if status in TERMINAL:
+        db.execute("DELETE FROM job_refusal WHERE seq = ?", (job.seq,))
     db.execute("UPDATE job SET status = ?, changed_at = ?, reason = ? WHERE seq = ?", (status, now_s, reason, job.seq))
     return status
 

@@ -40,6 +40,9 @@ def apply(db: sqlite3.Connection, plan: Plan, actor: str, now_s: float, *, sourc
     _order(db, written, now_s)
     if declared:
         _adopt(db, [*plan.unchanged, *plan.requeued, *(change.job_id for change in plan.changed)], plan.orphaned)
+    # With another command, source or class, a host that could not set a job up may do so now.
+    mended = ((change.job_id,) for change in plan.changed)
+    db.executemany("DELETE FROM job_refusal WHERE seq = (SELECT seq FROM job WHERE id = ?)", mended)
     if not plan.empty:
         record(db, now_s, actor, "manifest.applied", source, summary=plan.summary())
     failpoint("fleet.apply.written")

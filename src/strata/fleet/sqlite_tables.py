@@ -90,6 +90,14 @@ COMPONENT: Final = Component(
         ALTER TABLE policy ADD COLUMN project TEXT NOT NULL DEFAULT 'default';
         ALTER TABLE host ADD COLUMN labels BLOB NOT NULL DEFAULT x'7b7d';
         """,
+        # Hosts that could not set a job up: claims pass over it for them.
+        """
+        ALTER TABLE job ADD COLUMN infra INTEGER NOT NULL DEFAULT 0;
+        CREATE TABLE job_refusal (
+          host_id TEXT NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (host_id, seq)
+        ) WITHOUT ROWID, STRICT;
+        CREATE INDEX job_refusal_job ON job_refusal (seq);
+        """,
     ),
 )
 

@@ -83,7 +83,7 @@ class LeaseGiven(Reply, frozen=True, kw_only=True):
     expires_in_s: float
     spec: JobSpec
     trainer: TrainerSpec | None = None
-    """The one with the digest that the job carries. None where it is not known: fail the attempt as `infra`."""
+    """The one with the digest that the job carries. None where it is not known: fail the attempt as `setup_error`."""
     checkpoint: Annotated[str, msgspec.Meta(pattern=r"\A(artifact1_[0-9a-f]{64})?\Z")] = ""
     """The artifact to resume from, if there is one."""
     trainer_digest: str = ""

@@ -8,6 +8,7 @@ import pytest
 
 from strata.base.errors import Code
 from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.plan import Change, Plan
 from strata.fleet.ports import Claim, Completion, Failure, Hold, Renewal, Store
 from tests.conformance.fleet.fleet import (
     LEASE_S,
@@ -240,6 +241,88 @@ async def test_trouble_of_the_host_costs_the_job_no_attempt(store: Store) -> Non
     (lease,) = await claim(store, claim_id="c9", now_s=now_s)
     await store.complete(hold(lease), DONE, now_s)
     assert await store.infra_jobs("host_a") == []
+
+
+NO_FOLDER = Failure(cause=Cause.SETUP_ERROR, error="the folder /x is not on this host")
+
+
+async def test_trouble_of_hosts_ends_a_job_at_its_cap(store: Store) -> None:
+    await add_host(store)
+    (job_id,) = await add(store, job("a", max_infra=2))
+    for n, status in enumerate((Status.PENDING, Status.FAILED)):
+        (lease,) = await claim(store, claim_id=f"c{n}", now_s=100.0 * n)
+        row = await store.fail(hold(lease), Failure(cause=Cause.INFRA, error="disk full"), 100.0 * n, chance=0.0)
+        assert row.status is status
+        await store.ripen(100.0 * n + 99)
+    assert "max_infra is 2" in (await store.job(job_id)).reason
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_host_that_could_not_set_a_job_up_is_excluded_and_another_takes_it(store: Store, count: int) -> None:
+    hosts = [await add_host(store, "host_a"), await add_host(store, "host_b")]
+    (job_id,) = await add(store, job("a", max_attempts=1))
+    (lease,) = await claim(store, "host_a", claim_id="c1")
+    row = await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
+    assert (row.status, row.not_before_s) == (Status.PENDING, 1.0)
+    assert (await store.refusals(job_id), await store.refusing_hosts()) == (["host_a"], {"host_a"})
+    assert await claim(store, "host_a", claim_id="c2", now_s=1.0, count=count) == []
+    (other,) = await add(store, job("b", priority=-1))
+    assert [each.job_id for each in await claim(store, "host_a", claim_id="c3", now_s=1.0, count=count)] == [other]
+    assert [each.job_id for each in await claim(store, "host_b", claim_id="c1", now_s=1.0, count=count)] == [job_id]
+    assert await store.infra_jobs("host_a") == []
+
+
+async def test_an_excluded_host_is_passed_over_in_a_batch_and_the_others_are_served(store: Store) -> None:
+    hosts = [await add_host(store, f"host_{name}") for name in "abc"]
+    first, second = await add(store, job("a", priority=5), job("a", seed=2))
+    (lease,) = await claim(store, "host_a", claim_id="c1")
+    assert lease.job_id == first
+    await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
+    classes = await all_classes(store)
+    refusing = await store.refusing_hosts()
+    asked = [
+        Claim(host_id=host, claim_id="c2", classes=classes, slots=1, count=1, refusing=host in refusing)
+        for host in hosts
+    ]
+    given = await store.claim(asked, LEASE_S, 2.0)
+    assert [lease.job_id for lease in given[0]] in ([second], [])
+    assert sorted(lease.job_id for leases in given for lease in leases) == sorted([first, second])
+
+
+async def test_a_job_that_every_eligible_host_refused_has_failed_and_a_requeue_forgets_it(store: Store) -> None:
+    hosts = [await add_host(store, "host_a"), await add_host(store, "host_b")]
+    (job_id,) = await add(store, job("a"))
+    for host, status in zip(hosts, (Status.PENDING, Status.FAILED), strict=True):
+        (lease,) = await claim(store, host, now_s=1.0)
+        row = await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
+        assert row.status is status
+        again = await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
+        assert again == row, "the same report again gets the same answer"
+    assert (await store.job(job_id)).reason == "setup_error: no eligible host could set it up"
+    assert await store.refusals(job_id) == []
+    await store.requeue(job_id, "operator", 2.0)
+    assert [lease.job_id for lease in await claim(store, "host_a", claim_id="c9", now_s=2.0)] == [job_id]
+
+
+async def test_a_job_that_is_declared_otherwise_is_open_to_hosts_that_refused_it(store: Store) -> None:
+    hosts = [await add_host(store, "host_a"), await add_host(store, "host_b")]
+    (job_id,) = await add(store, job("a"))
+    (lease,) = await claim(store, "host_a")
+    await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
+    changed = Change(job_id=job_id, spec=job("a", priority=3), kinds=("priority",), reclassed=False, deferred=False)
+    await store.apply(Plan(changed=(changed,)), "operator", 2.0, source="manifest")
+    assert await store.refusals(job_id) == []
+
+
+async def test_unfinished_classes_are_those_of_jobs_that_have_not_ended(store: Store) -> None:
+    await add_host(store)
+    await add(store, job("a", priority=1), job("b"))
+    by_model = {row.requirement.model: row.id for row in await store.classes()}
+    assert await store.unfinished_classes() == set(by_model.values())
+    (lease,) = await claim(store)
+    assert await store.unfinished_classes() == set(by_model.values())
+    await store.complete(hold(lease), DONE, 1.0)
+    assert await store.unfinished_classes() == {by_model["b"]}
 
 
 async def test_a_job_that_loses_its_hosts_ends(store: Store) -> None:

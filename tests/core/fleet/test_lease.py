@@ -29,9 +29,9 @@ def test_the_third_failure_of_the_jobs_own_making_is_the_last(cause: Cause) -> N
     assert [ruled(cause, [cause] * before).event for before in range(3)] == [Event.RETRY, Event.RETRY, Event.FAIL]
 
 
-@given(st.lists(st.sampled_from([Cause.INFRA, Cause.PREEMPTED]), max_size=200), chances)
-def test_what_is_not_the_jobs_fault_never_ends_it(before: list[Cause], chance: float) -> None:
-    ruling = ruled(Cause.INFRA, before, chance=chance)
+@given(st.lists(st.sampled_from([Cause.INFRA, Cause.PREEMPTED, Cause.HOST_LOST]), max_size=200), chances)
+def test_a_host_that_is_wanted_back_never_ends_a_job(before: list[Cause], chance: float) -> None:
+    ruling = ruled(Cause.PREEMPTED, before, chance=chance)
     assert ruling.event is Event.RETRY
     assert NOW_S < ruling.not_before_s <= NOW_S + Backoff().most_s
 
@@ -45,6 +45,36 @@ def test_only_the_jobs_own_failures_are_charged(before: list[Cause]) -> None:
 def test_a_job_that_loses_its_hosts_ends_at_max_lost() -> None:
     events = [after_expiry(Tally(lost=lost), Budget(), now_s=NOW_S).event for lost in range(5)]
     assert events == [Event.EXPIRE] * 4 + [Event.FAIL]
+
+
+def test_a_job_whose_hosts_fail_ends_at_max_infra() -> None:
+    events = [ruled(Cause.INFRA, [Cause.INFRA] * before).event for before in range(10)]
+    assert events == [Event.RETRY] * 9 + [Event.FAIL]
+    mixed = [Cause.INFRA, Cause.SETUP_ERROR]
+    assert "max_infra is 3" in ruled(Cause.INFRA, mixed, budget=Budget(max_infra=3)).reason
+
+
+def set_up(hosts_left: int, before: int = 0) -> Ruling:
+    tally = Tally(infra=before)
+    return after_failure(Cause.SETUP_ERROR, tally, Budget(), now_s=NOW_S, chance=0.5, hosts_left=hosts_left)
+
+
+def test_a_job_that_one_host_cannot_set_up_goes_to_another_at_once() -> None:
+    assert (set_up(2).event, set_up(2).not_before_s) == (Event.RETRY, NOW_S)
+    assert "2 other eligible hosts may take it" in set_up(2).reason
+
+
+def test_a_job_that_no_eligible_host_can_set_up_has_failed() -> None:
+    assert set_up(0) == Ruling(
+        event=Event.FAIL,
+        cause=Cause.SETUP_ERROR,
+        not_before_s=NOW_S,
+        reason="setup_error: no eligible host could set it up",
+    )
+
+
+def test_setup_errors_end_a_job_at_max_infra_however_many_hosts_are_left() -> None:
+    assert [set_up(50, before).event for before in range(10)] == [Event.RETRY] * 9 + [Event.FAIL]
 
 
 def test_an_expired_job_waits_for_nothing() -> None:

@@ -11,6 +11,12 @@ from strata.fleet.core.job import Cause
 
 PREEMPTED = Stop(cause=Cause.PREEMPTED, reason="the agent was stopped")
 STALE = Stop(cause=Cause.CANCELLED, reason="another attempt has begun", drop=True)
+NO_TORCH = """\
+Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+    import torch
+ModuleNotFoundError: No module named 'torch'
+"""
 CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
@@ -27,7 +33,12 @@ CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
         (Exit(started=True, status=1), "MemoryError\n", None, Cause.OOM),
         (Exit(started=True, status=1), "x = MemoryErrors()", None, Cause.USER_ERROR),
         (Exit(started=True, status=0), CUDA, None, None),
-        (Exit(started=False, error="no such file"), "", None, Cause.INFRA),
+        (Exit(started=False, error="no such file", setup=True), "", None, Cause.SETUP_ERROR),
+        (Exit(started=False, error="cannot allocate memory"), "", None, Cause.INFRA),
+        (Exit(started=True, status=1), NO_TORCH, None, Cause.SETUP_ERROR),
+        (Exit(started=True, status=1), f"{NO_TORCH}Retrying\n", None, Cause.USER_ERROR),
+        (Exit(started=True, status=2), NO_TORCH, None, Cause.USER_ERROR),
+        (Exit(started=True, status=1), NO_TORCH.splitlines()[-1], None, Cause.USER_ERROR),
         (Exit(started=True, status=-9, timed_out=True), "", None, Cause.TIMEOUT),
         (Exit(started=True, status=-15, stopped=True), "", PREEMPTED, Cause.PREEMPTED),
         (Exit(started=True, status=0, stopped=True), "", PREEMPTED, Cause.PREEMPTED),

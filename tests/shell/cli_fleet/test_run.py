@@ -8,6 +8,7 @@ import pytest
 
 from strata.cli.exits import Exit
 from tests.shell.cli_fleet.driving import HostByHand, Person
+from tests.shell.fleet_agent.running import HubProcess, agent
 
 
 @pytest.fixture
@@ -43,3 +44,33 @@ def test_the_host_gets_the_command_and_the_folder_and_the_person_the_outcome(
     person.says("cancel", person.says("run", "-d", "--seed", "2", "--", "python", "train.py").out.strip())
     done = person.says("run", "--seed", "2", "--", "python", "train.py")
     assert (done.status, "my-project is cancelled" in done.err) == (Exit.CANCELLED, True)
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (("nosuchprog",), "cannot start 'nosuchprog'"),
+        (("python", "-c", "import nosuchmodule"), "No module named 'nosuchmodule'"),
+    ],
+)
+def test_a_command_that_no_host_can_start_ends_with_its_reason(
+    person: Person, hub: HubProcess, here: Path, tmp_path: Path, command: tuple[str, ...], error: str
+) -> None:
+    del here
+    with agent(hub, tmp_path, "here"):
+        done = person.says("run", "--", *command)
+    assert done.status == Exit.FAILED
+    last = done.err.splitlines()[-2]
+    assert last.startswith("strata: my-project is failed: setup_error: no eligible host could set it up: ")
+    assert error in last
+    assert len(person.says("show", "my-project", "-o", "json").value["attempts"]) == 1
+
+
+def test_the_last_error_of_a_job_that_waits_is_shown(person: Person, host: HostByHand, here: Path) -> None:
+    del here
+    person.says("run", "-d", "--", "python", "train.py")
+    host.fails("Traceback (most recent call last):\nValueError: too small")
+    told = person.says("why", "my-project")
+    assert "last error: ValueError: too small" in told.out
+    shown = person.says("status").out
+    assert "ValueError: too small" in shown.partition("WAITS")[2]

@@ -289,6 +289,49 @@ async def test_the_last_host_that_could_do_it_is_not_quarantined(site: Site) -> 
     assert [host.state for host in await site.fleet.hosts()] == ["active"]
 
 
+async def test_a_host_that_once_had_a_class_of_its_own_can_be_quarantined(site: Site) -> None:
+    anna = await site.host("anna")
+    await site.host("bob")
+    own = JobSpec(model="own", needs=Needs(allowed_hosts=("anna",)))
+    await site.add(own)
+    (lease,) = await site.fleet.claim(anna, "c0")
+    await site.fleet.complete(hold(lease), Completion())
+    await site.pass_time(1.0)
+    await break_three_jobs(site, anna)
+    assert {host.name: host.state for host in await site.fleet.hosts()}["anna"] == "quarantined"
+
+
+async def test_setup_errors_do_not_quarantine_a_host_and_the_last_one_fails_the_job(site: Site) -> None:
+    hosts = [await site.host("anna"), await site.host("bob")]
+    specs = [JobSpec(model="a", seed=n) for n in range(4)]
+    await site.add(*specs)
+    for host in hosts:
+        for lease in await site.fleet.claim(host, "c1", count=4):
+            failure = Failure(cause=Cause.SETUP_ERROR, error="cannot start 'nosuchprog'\nsecond line")
+            await site.fleet.fail(hold(lease), failure)
+        if host == hosts[0]:
+            told = await site.fleet.why(specs[0].id)
+            assert told.schedulable
+            (refusal,) = [each for each in told.obstacles if each.what == "setup_error"]
+            assert refusal.detail == "1 eligible host could not set it up: anna: cannot start 'nosuchprog'"
+    assert [host.state for host in await site.fleet.hosts()] == ["active", "active"]
+    for spec in specs:
+        row = await site.fleet.store.job(spec.id)
+        assert (row.status, row.reason) == (Status.FAILED, "setup_error: no eligible host could set it up")
+
+
+async def test_a_job_that_waits_for_a_host_that_is_away_says_what_the_others_lacked(site: Site) -> None:
+    anna = await site.host("anna")
+    bob = await site.host("bob")
+    spec = JobSpec(model="a")
+    await site.add(spec)
+    (lease,) = await site.fleet.claim(anna, "c1")
+    await site.fleet.fail(hold(lease), Failure(cause=Cause.SETUP_ERROR, error="no folder"))
+    await site.fleet.set_host_state(bob, "left", "it left", "operator")
+    told = await site.fleet.why(spec.id)
+    assert (told.schedulable, told.headline) == (False, "no eligible host could set it up: no folder")
+
+
 async def test_why_names_what_is_in_the_way(site: Site) -> None:
     await site.host("cpu")
     spec = JobSpec(model="a", needs=Needs(require_cuda=True))

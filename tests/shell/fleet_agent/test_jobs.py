@@ -124,13 +124,16 @@ def test_a_source_that_was_uploaded_is_run_and_a_result_that_is_a_link_is_not_ke
         assert [file.path for file in files] == ["where"]
 
 
-def test_a_trainer_that_this_host_does_not_have_is_the_hosts_failure(hub: HubProcess, tmp_path: Path) -> None:
-    with agent(hub, tmp_path, "gina"):
+def test_a_trainer_that_no_eligible_host_has_fails_after_one_attempt_on_each(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "gina"), agent(hub, tmp_path, "gerd"):
+        eventually(lambda: len(hub.operator.call("GET", "/v1/workers", wire.HostsReply).hosts) >= 2)
         trainer = TrainerSpec(name="elsewhere", command=("python", "x.py"), directory="/no/such/folder")
-        spec = JobSpec(model="e", trainer="elsewhere", needs=Needs(allowed_hosts=("gina",)))
-        attempt = hub.until_tried(hub.submit_with(trainer, spec))
-        assert attempt.cause is Cause.INFRA
-        assert "/no/such/folder is not on this host" in attempt.error
+        spec = JobSpec(model="e", trainer="elsewhere", needs=Needs(allowed_hosts=("gina", "gerd")))
+        seen = hub.until(hub.submit_with(trainer, spec), "failed")
+        assert seen.job.reason == "setup_error: no eligible host could set it up"
+        assert [each.cause for each in seen.attempts] == [Cause.SETUP_ERROR] * 2
+        assert len({each.host_id for each in seen.attempts}) == 2
+        assert "/no/such/folder is not on this host" in seen.attempts[0].error
 
 
 def test_slots_bound_what_runs_at_once(hub: HubProcess, tmp_path: Path) -> None:

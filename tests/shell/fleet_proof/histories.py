@@ -74,7 +74,7 @@ async def _found(store: Store, seed: int) -> Site:
     rng = random.Random(seed)
     for host in (*HOSTS, HEALER):
         await add_host(store, host)
-    budget = {"max_attempts": BUDGET.max_attempts, "max_lost": BUDGET.max_lost}
+    budget = {"max_attempts": BUDGET.max_attempts, "max_lost": BUDGET.max_lost, "max_infra": BUDGET.max_infra}
     specs = [job(f"m{n % 2}", seed=n, priority=rng.randrange(2), **budget) for n in range(rng.randrange(2, 5))]
     jobs = await add(store, *specs)
     return Site(store, rng, jobs, {row.id: row.requirement.needs.slots for row in await store.classes()}, 1000.0)

@@ -10,12 +10,14 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, assert_never
 
+import msgspec
+
 from strata.fleet.core.job import CHARGED, HELD, TERMINAL, Cause, Event, Status
 from strata.fleet.core.lease import Budget, Ruling, Tally, after_expiry, after_failure
 from strata.testing.history import Outcome, Returned
 
 LEASE_S = 10.0
-BUDGET = Budget(max_attempts=2, max_lost=2)
+BUDGET = Budget(max_attempts=2, max_lost=2, max_infra=3)
 CHANCE = 0.5
 
 
@@ -112,8 +114,7 @@ class Job(NamedTuple):
     expired: bool = False
     queued: bool = True
     not_before_s: float = 0.0
-    tally: tuple[int, int, int] = (0, 0, 0)
-    """Charged, lost, excused."""
+    tally: Tally = Tally()
     claims: frozenset[tuple[str, str, int]] = frozenset()
     told: frozenset[Told] = frozenset()
     """The ends that were reported and taken: epoch, host, and the words."""
@@ -180,7 +181,7 @@ class FleetModel:
     def _expire(self, job: Job, given: Expire) -> Next:
         due = job.until_s is not None and not job.expired and job.until_s <= given.now_s
         if due:
-            yield _ruled(job, after_expiry(_tally(job), BUDGET, now_s=given.now_s), given.now_s), True
+            yield _ruled(job, after_expiry(job.tally, BUDGET, now_s=given.now_s), given.now_s), True
         if not due or not self.strict:
             yield job, False
 
@@ -198,7 +199,6 @@ def _take(job: Job, given: Take) -> Next:
         if job.epoch == epoch and job.until_s is not None:
             yield job, epoch
     if job.queued and not before:
-        charged, lost, excused = job.tally
         epoch = job.epoch + 1
         yield (
             job._replace(
@@ -208,7 +208,7 @@ def _take(job: Job, given: Take) -> Next:
                 until_s=given.now_s + LEASE_S,
                 expired=False,
                 queued=False,
-                tally=(charged, lost + (job.until_s is not None), excused),
+                tally=job.tally if job.until_s is None else _counted(job.tally, Cause.HOST_LOST),
                 claims=job.claims | {(given.host, given.claim, epoch)},
             ),
             epoch,
@@ -252,7 +252,7 @@ def _fail(job: Job, given: Fail) -> tuple[Job, Answer]:
     words = (given.epoch, given.host, given.cause, given.error)
     if not _alive(job, given.host, given.epoch):
         return job, "ok" if words in job.told else _refused(job, given.host, given.epoch)
-    ruling = after_failure(given.cause, _tally(job), BUDGET, now_s=given.now_s, chance=CHANCE)
+    ruling = after_failure(given.cause, job.tally, BUDGET, now_s=given.now_s, chance=CHANCE)
     return _ruled(job, ruling, given.now_s)._replace(told=job.told | {words}), "ok"
 
 
@@ -269,7 +269,7 @@ def _requeue(job: Job) -> tuple[Job, Answer]:
     if job.status not in TERMINAL:
         return job, "precondition"
     return job._replace(
-        status=Status.PENDING, artifact="", queued=True, not_before_s=0.0, tally=(0, 0, 0), until_s=None
+        status=Status.PENDING, artifact="", queued=True, not_before_s=0.0, tally=Tally(), until_s=None
     ), "ok"
 
 
@@ -289,13 +289,6 @@ def _ruled(job: Job, ruling: Ruling, now_s: float) -> Job:
     return after._replace(until_s=None, expired=False, not_before_s=ruling.not_before_s, tally=tally)
 
 
-def _counted(tally: tuple[int, int, int], cause: Cause) -> tuple[int, int, int]:
-    charged, lost, excused = tally
-    if cause in CHARGED:
-        return charged + 1, lost, excused
-    return (charged, lost + 1, excused) if cause is Cause.HOST_LOST else (charged, lost, excused + 1)
-
-
-def _tally(job: Job) -> Tally:
-    charged, lost, excused = job.tally
-    return Tally(charged=charged, lost=lost, excused=excused)
+def _counted(tally: Tally, cause: Cause) -> Tally:
+    column = "charged" if cause in CHARGED else {Cause.HOST_LOST: "lost", Cause.INFRA: "infra"}.get(cause, "excused")
+    return msgspec.structs.replace(tally, **{column: getattr(tally, column) + 1})

@@ -45,6 +45,7 @@ _LIST: Final = (
     Column("reason", wide=True),
 )
 _FAILED: Final = (Column("id"), Column("failed", cut=18), Column("attempt", number=True), Column("error", cut=38))
+_RETRIED: Final = (Column("id"), Column("waits", cut=18), Column("attempt", number=True), Column("error", cut=38))
 
 
 @click.command()
@@ -57,11 +58,13 @@ def status(context: str | None, output: Format) -> None:
 
         counts = client.call("GET", "/v1/status", wire.StatusReply)
         hosts = all_hosts(client)
-        failed = _failures(client) if counts.by_status.get("failed") else []
+        failed = _failures(client, "failed") if counts.by_status.get("failed") else []
+        retried = _failures(client, "pending") if counts.by_status.get("pending") else []
     by_status = {name: counts.by_status.get(name, 0) for name in STATUSES}
     if output in (Format.JSON, Format.JSONL):
         shown = [{"id": host.id, "name": host.name, "state": host.state, "presence": host.presence} for host in hosts]
-        value = {"jobs": by_status, "ready": counts.ready, "hosts": shown, "failed": failed, "version": counts.version}
+        value = {"jobs": by_status, "ready": counts.ready, "hosts": shown, "failed": failed, "retried": retried}
+        value["version"] = counts.version
         show_one(value, output)
         return
     total = sum(by_status.values())
@@ -75,6 +78,9 @@ def status(context: str | None, output: Format) -> None:
         show_rows(output, _FAILED, rows)
         if by_status["failed"] > len(failed):
             write(f"and {by_status['failed'] - len(failed)} more: strata list --status failed")
+    if retried:
+        write("")
+        show_rows(output, _RETRIED, [(row, {"id": short(row["id"]), "waits": row["job"]}) for row in retried])
     if by_status["pending"] and not by_status["running"] + by_status["claimed"]:
         complain("strata: nothing runs at the moment; 'strata why JOB' explains what a pending job waits for")
 
@@ -84,11 +90,13 @@ def _in_a_word(host: wire.Host) -> str:
     return f"{printable(host.name)} ({state})"
 
 
-def _failures(client: HubClient) -> list[dict[str, Any]]:
+def _failures(client: HubClient, status: str) -> list[dict[str, Any]]:
+    """The last errors of jobs that failed, or that wait for another attempt."""
     from strata.fleet import wire
     from strata.fleet.core.job import Status
 
-    jobs = sorted(all_jobs(client, wire.JobsQuery(status=(Status.FAILED,)), pages=1), key=lambda job: -job.changed_at_s)
+    tried = [job for job in all_jobs(client, wire.JobsQuery(status=(Status(status),)), pages=1) if job.attempt]
+    jobs = sorted(tried, key=lambda job: -job.changed_at_s)
     found = []
     for job in jobs[:FAILURES]:
         attempts = client.call("GET", f"/v1/job/{job.id}", wire.JobReply).attempts

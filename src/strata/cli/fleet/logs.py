@@ -12,10 +12,11 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.exits import Exit
-from strata.cli.fleet.asking import asking, hub_option, job_named
-from strata.cli.output import complain
+from strata.cli.fleet.asking import asking, error_line, hub_option, job_named
+from strata.cli.output import complain, printable
 
 if TYPE_CHECKING:
+    from strata.fleet import wire
     from strata.fleet.client import HubClient, Reply
 
 FOLLOW_S: Final = 20.0
@@ -105,10 +106,12 @@ class Follower:
         from strata.fleet import wire
 
         while True:
-            job = self._client.call("GET", f"/v1/job/{self._job_id}", wire.JobReply).job
+            reply = self._client.call("GET", f"/v1/job/{self._job_id}", wire.JobReply)
+            job = reply.job
             if job.attempt > self._attempt:
                 if self._attempt:
-                    complain(f"strata: attempt {self._attempt} has ended, attempt {job.attempt} begins")
+                    ended = _how_it_ended(reply, self._attempt)
+                    complain(f"strata: attempt {self._attempt} has ended{ended}; attempt {job.attempt} begins")
                 self._attempt, self._offset = job.attempt, 0
                 return True
             if job.status in _ENDED:
@@ -120,6 +123,14 @@ class Follower:
             complain(f"strata: {reason}; waiting for it")
         self._away = True
         time.sleep(1.0)
+
+
+def _how_it_ended(reply: wire.JobReply, number: int) -> str:
+    found = next((each for each in reply.attempts if each.attempt == number and each.cause), None)
+    if found is None:
+        return ""
+    error = error_line(found.error)
+    return f" ({found.cause}: {printable(error)})" if error else f" ({found.cause})"
 
 
 class Printer:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from strata.cli.exits import Exit
-from strata.cli.fleet.asking import asking, count, hub_option, job_named, short, size_of
-from strata.cli.output import complain, write
+from strata.cli.fleet.asking import asking, count, error_line, hub_option, job_named, short, size_of
+from strata.cli.output import complain, printable, write
 
 if TYPE_CHECKING:
     from strata.cli.fleet.bundle import Bundle
@@ -58,10 +58,12 @@ def run(  # noqa: PLR0913 (the options of the command)
 
         needs = Needs(require_cuda=cuda, min_vram_gib=vram, min_ram_gib=ram, allowed_hosts=hosts)
         client.send("PUT", f"/v1/source/{bundle.sha256}", bundle.content, wire.CommitReply)
-        reply = client.call("POST", "/v1/jobs", wire.SubmitReply, body=_request(command, label, seed, needs, bundle))
-        job = reply.job
+        submitted = client.call(
+            "POST", "/v1/jobs", wire.SubmitReply, body=_request(command, label, seed, needs, bundle)
+        )
+        job = submitted.job
         sent = f"{count(bundle.files, 'file')}, {size_of(len(bundle.content))}"
-        if reply.new:
+        if submitted.new:
             complain(f"strata: {label} is job {short(job.id)} ({sent} sent)")
         else:
             complain(f"strata: this is job {short(job.id)}, which is {job.status}", hint="strata requeue, or --seed N")
@@ -71,9 +73,12 @@ def run(  # noqa: PLR0913 (the options of the command)
         from strata.cli.fleet.logs import Follower
 
         Follower(client, job.id, job.attempt).run(follow=True)
-        ended = job_named(client, job.id).job
+        reply = job_named(client, job.id)
+    ended = reply.job
     if ended.status != "completed":
-        complain(f"strata: {label} is {ended.status}: {ended.reason}", hint=f"strata show {short(ended.id)}")
+        error = error_line(reply.attempts[-1].error) if reply.attempts and ended.status == "failed" else ""
+        reason = f"{ended.reason}: {error}" if error else ended.reason
+        complain(f"strata: {label} is {ended.status}: {printable(reason)}", hint=f"strata show {short(ended.id)}")
     click.get_current_context().exit(_ENDS.get(ended.status, Exit.UNFINISHED))
 
 

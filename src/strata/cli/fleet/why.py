@@ -61,6 +61,9 @@ def _show_why(asked: wire.JobReply, answer: Why) -> None:
         write(wrapped(f"{obstacle.what}: {obstacle.detail}", "  ", "    "))
         if obstacle.fix:
             write(wrapped(f"fix: {obstacle.fix}", "    ", "      "))
+    error = error_line(asked.attempts[-1].error) if asked.attempts and job.status == "pending" else ""
+    if error:
+        write(wrapped(f"last error: {error}", "  ", "    "))
     if answer.eligible_hosts:
         write(wrapped(f"eligible: {', '.join(answer.eligible_hosts)}", "  ", "    "))
     if len(answer.nearest_fix) > 1:

@@ -7,6 +7,7 @@ the metrics, then the files, then `complete` or `fail`; while the hub is away it
 from __future__ import annotations
 
 import asyncio
+import errno
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,6 +43,19 @@ _ROUNDS: Final = 3
 _MAX_ERROR: Final = 65_536
 _OVER: Final = frozenset({Code.STALE, Code.NOT_FOUND, Code.CONFLICT})
 """What the next renewal will say as well, in so many words."""
+_OF_THE_SOURCE: Final = frozenset(
+    {
+        errno.ENAMETOOLONG,
+        errno.EINVAL,
+        errno.EILSEQ,
+        errno.ELOOP,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENOTDIR,
+        errno.EISDIR,
+    }
+)
+"""What names and links in a source can bring about on a host that is well."""
 _log = log.get(__name__)
 
 
@@ -140,7 +154,14 @@ class Attempt:
                 lambda: prepare(self._site, lease, self._place, self.record.devices),
             )
         except StrataError as error:
-            self._finish(self._unless_stopped(Outcome(cause=Cause.INFRA, error=f"cannot prepare: {error}")))
+            # A hub or a network that is away is waited for; what else is missing is missing on this host.
+            cause = Cause.INFRA if error.code in TRANSIENT else Cause.SETUP_ERROR
+            self._finish(self._unless_stopped(Outcome(cause=cause, error=f"cannot prepare: {error}")))
+            return
+        except OSError as error:
+            if error.errno not in _OF_THE_SOURCE:
+                raise
+            self._finish(self._unless_stopped(Outcome(cause=Cause.SETUP_ERROR, error=f"cannot prepare: {error}")))
             return
         if self.record.stop is not None:
             self._finish(self._unless_stopped(Outcome(cause=Cause.INFRA)))

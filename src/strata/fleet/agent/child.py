@@ -42,6 +42,8 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     started: bool
     error: str = ""
     """Why it could not be started."""
+    setup: bool = False
+    """It could not be started because its program, folder or environment cannot be used on this host."""
     status: int = 0
     """As subprocess has it: the exit code, or minus the signal."""
     stopped: bool = False

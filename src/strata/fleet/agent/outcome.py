@@ -19,6 +19,9 @@ _OUT_OF_MEMORY: Final = re.compile(
     re.MULTILINE,
 )
 
+_TRACEBACK: Final = "Traceback (most recent call last):"
+_IMPORT: Final = re.compile(r"(?:ModuleNotFoundError|ImportError): ")
+
 
 def outcome_of(seen: Exit | Lost, tail: str, *, stop: Stop | None, timeout_s: float) -> Outcome:
     """`tail` is the end of the child's output, `stop` what this agent asked for, if anything."""
@@ -29,7 +32,7 @@ def outcome_of(seen: Exit | Lost, tail: str, *, stop: Stop | None, timeout_s: fl
     if stop is not None and (seen.stopped or stop.drop):
         return _stopped(stop, facts)
     cause, words = _cause(seen, tail, timeout_s)
-    if cause in (Cause.TIMEOUT, Cause.OOM, Cause.USER_ERROR):
+    if seen.started and cause in (Cause.TIMEOUT, Cause.OOM, Cause.USER_ERROR, Cause.SETUP_ERROR):
         words = _with_tail(words, tail)
     return Outcome(cause=cause, error=words, facts=facts)
 
@@ -41,15 +44,22 @@ def _stopped(stop: Stop, facts: dict[str, Any]) -> Outcome:
 def _cause(seen: Exit, tail: str, timeout_s: float) -> tuple[Cause | None, str]:
     ended = spell(seen.status)
     judged: tuple[tuple[bool, Cause | None, str], ...] = (
-        (not seen.started, Cause.INFRA, seen.error),
+        (not seen.started, Cause.SETUP_ERROR if seen.setup else Cause.INFRA, seen.error),
         (seen.timed_out, Cause.TIMEOUT, f"ran longer than timeout_s = {timeout_s:g}"),
         # Somebody told the waiter and not the agent: the system is going down.
         (seen.stopped, Cause.PREEMPTED, "the host is stopping"),
         (seen.status == 0, None, ""),
         (_out_of_memory(seen, tail), Cause.OOM, f"out of memory: {ended}"),
+        (_import_failed(seen, tail), Cause.SETUP_ERROR, f"a module is missing: {ended}"),
         (True, Cause.USER_ERROR, ended),
     )
     return next((cause, words) for applies, cause, words in judged if applies)
+
+
+def _import_failed(seen: Exit, tail: str) -> bool:
+    """Python ended with a traceback of a failed import, as its very last words: on this host it will do so again."""
+    last = tail.rstrip().rpartition("\n")[2]
+    return seen.status == 1 and _TRACEBACK in tail and _IMPORT.match(last) is not None
 
 
 def spell(status: int) -> str:

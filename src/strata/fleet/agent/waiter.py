@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -36,6 +37,12 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _KILLING_S: Final = 10.0
+_UNUSABLE: Final = frozenset(
+    {
+        errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,
+        errno.ENAMETOOLONG, errno.E2BIG, errno.EINVAL,
+    }
+)  # fmt: skip
 
 
 def main(folder: Path) -> int:
@@ -56,10 +63,11 @@ def main(folder: Path) -> int:
     began_s = time.monotonic()
     try:
         child = _start(spec)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         # ValueError: a name or a value that no environment can hold.
         log.finish()
-        write(folder / "exit.json", {"started": False, "error": f"cannot start {spec['command'][0]!r}: {error}"})
+        said = f"cannot start {spec['command'][0]!r}: {error}"
+        write(folder / "exit.json", {"started": False, "error": said, "setup": _is_setup_error(error)})
         return 0
     write(
         folder / "pid.json",
@@ -242,6 +250,11 @@ def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
         bufsize=0,
         **options,
     )
+
+
+def _is_setup_error(error: Exception) -> bool:
+    """Whether command, folder or environment cannot be used on this host, rather than the host being out of order."""
+    return isinstance(error, ValueError) or getattr(error, "errno", None) in _UNUSABLE
 
 
 def _before_exec() -> Callable[[], None]:

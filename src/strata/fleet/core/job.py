@@ -65,13 +65,17 @@ class Cause(StrEnum):
     """The host was drained or wanted back by its owner."""
     CANCELLED = "cancelled"
     INFRA = "infra"
-    """The host could not do its part: no disk space, no checkout, a broken driver."""
+    """The host could not do its part: no disk space, a broken driver, a waiter that was killed."""
+    SETUP_ERROR = "setup_error"
+    """What the job asks for is not on this host: program, folder, commit, interpreter, module, source. The host is well
+    and stays in service; it is excluded for this job."""
 
 
 CHARGED: Final = frozenset({Cause.USER_ERROR, Cause.OOM, Cause.TIMEOUT})
 """The causes that are the job's own and consume `max_attempts`."""
 
 TERMINAL: Final = frozenset({Status.COMPLETED, Status.FAILED, Status.CANCELLED})
+UNFINISHED: Final = tuple(status for status in Status if status not in TERMINAL)
 HELD: Final = frozenset({Status.CLAIMED, Status.RUNNING})
 """A host holds a lease that has not run out."""
 

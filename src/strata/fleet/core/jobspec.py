@@ -22,7 +22,7 @@ import msgspec
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.ids import content_id
-from strata.fleet.core.lease import MAX_ATTEMPTS, MAX_LOST, Budget
+from strata.fleet.core.lease import MAX_ATTEMPTS, MAX_INFRA, MAX_LOST, Budget
 from strata.fleet.core.requirement import Count, Gib, Label, LabelValue, Name, Needs, RequirementClass, Seconds, Slots
 
 MAX_PRIORITY: Final = 1_000_000
@@ -68,6 +68,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Jobs that must be completed first."""
     max_attempts: Attempts = MAX_ATTEMPTS
     max_lost: Attempts = MAX_LOST
+    max_infra: Attempts = MAX_INFRA
+    """How many attempts may end because hosts could not do their part."""
     timeout_s: Seconds = 0.0
     """Of one attempt. 0: as long as it takes."""
     sweep: Text = ""
@@ -87,7 +89,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def budget(self) -> Budget:
-        return Budget(max_attempts=self.max_attempts, max_lost=self.max_lost)
+        return Budget(max_attempts=self.max_attempts, max_lost=self.max_lost, max_infra=self.max_infra)
 
     @property
     def label(self) -> str:
@@ -176,6 +178,9 @@ def check_trainer(trainer: TrainerSpec) -> None:
         msgspec.convert({"commit": trainer.commit, "bundle": trainer.bundle, "env": dict(trainer.env)}, _Checked)
     except msgspec.ValidationError as error:
         raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: {error}") from error
+    texts = (*trainer.command, *trainer.env.values(), trainer.directory, trainer.interpreter, trainer.venv)
+    if any("\0" in text for text in texts):
+        raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: a NUL character is in it")
 
 
 class QuietHours(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

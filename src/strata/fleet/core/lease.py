@@ -4,11 +4,14 @@ Every function returns its reason in words: the event log, the API and `strata w
 
 An attempt is charged to the job (`max_attempts`) only for what the job did itself. A lost host has its own, larger cap,
 because a job that kills its hosts must end as well, while a network that is down for a night must not use the job up.
-What the host could not do (`infra`), or was not allowed to finish (`preempted`), never ends a job.
+What hosts could not do (`infra`, `setup_error`) has its own cap too (`max_infra`). A host that cannot set a job up is
+excluded for that job, and when all eligible hosts have refused it, it fails. What a host was not allowed to finish
+(`preempted`) never ends a job.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Final
 
@@ -22,6 +25,7 @@ SUSPECT_S: Final = 15.0
 """A host that was silent for so long is shown as suspect."""
 MAX_ATTEMPTS: Final = 3
 MAX_LOST: Final = 5
+MAX_INFRA: Final = 10
 QUARANTINE_JOBS: Final = 3
 
 
@@ -41,6 +45,7 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_attempts: int = MAX_ATTEMPTS
     max_lost: int = MAX_LOST
+    max_infra: int = MAX_INFRA
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,19 +53,23 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     charged: int = 0
     lost: int = 0
+    infra: int = 0
+    """What hosts could not do: `infra` and `setup_error`."""
     excused: int = 0
 
     @classmethod
     def of(cls, causes: Iterable[Cause]) -> Tally:
-        charged = lost = excused = 0
-        for cause in causes:
-            if cause in CHARGED:
-                charged += 1
-            elif cause is Cause.HOST_LOST:
-                lost += 1
-            else:
-                excused += 1
-        return cls(charged=charged, lost=lost, excused=excused)
+        counts = Counter(map(counted, causes))
+        return cls(**counts)
+
+
+def counted(cause: Cause) -> str:
+    """The count of `Tally`, and the column of `job`, in which an attempt that ended so is counted."""
+    if cause in CHARGED:
+        return "charged"
+    if cause is Cause.HOST_LOST:
+        return "lost"
+    return "infra" if cause in (Cause.INFRA, Cause.SETUP_ERROR) else "excused"
 
 
 class Ruling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,14 +82,22 @@ class Ruling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def after_failure(
-    cause: Cause, before: Tally, budget: Budget, *, now_s: float, chance: float, backoff: Backoff | None = None
+    cause: Cause, before: Tally, budget: Budget, *, now_s: float, chance: float, hosts_left: int = 1
 ) -> Ruling:
-    """A host reported that its attempt ended with `cause`."""
-    backoff = backoff or Backoff()
+    """A host reported that its attempt ended with `cause`.
+
+    `hosts_left` counts the eligible hosts, without this one, that have not refused the job; it matters to setup errors.
+    """
+    backoff = Backoff()
     if cause is Cause.CANCELLED:
         return Ruling(event=Event.CANCEL, cause=cause, not_before_s=now_s, reason="the host reports it cancelled")
     if cause is Cause.HOST_LOST:
         return after_expiry(before, budget, now_s=now_s)
+    if cause in (Cause.INFRA, Cause.SETUP_ERROR) and before.infra + 1 >= budget.max_infra:
+        reason = f"{cause}: {before.infra + 1} attempts failed by their hosts, and max_infra is {budget.max_infra}"
+        return Ruling(event=Event.FAIL, cause=cause, not_before_s=now_s, reason=reason)
+    if cause is Cause.SETUP_ERROR:
+        return _after_setup_error(hosts_left, now_s)
     if cause in CHARGED:
         used = before.charged + 1
         if used >= budget.max_attempts:
@@ -92,11 +109,24 @@ def after_failure(
             )
         wait_s = backoff.delay_s(used, chance)
         tried = f"{cause}: attempt {used} of {budget.max_attempts} failed"
+    elif cause is Cause.INFRA:
+        wait_s = backoff.delay_s(before.infra + 1, chance)
+        tried = f"{cause}: the host failed, not the job ({before.infra + 1} of {budget.max_infra})"
     else:
         wait_s = backoff.delay_s(before.excused + 1, chance)
         tried = f"{cause}: not the job's fault, no attempt is charged"
     reason = f"{tried}; again in {wait_s:.0f} s"
     return Ruling(event=Event.RETRY, cause=cause, not_before_s=now_s + wait_s, reason=reason)
+
+
+def _after_setup_error(hosts_left: int, now_s: float) -> Ruling:
+    """There is no back-off: this host is excluded for the job, and another one may do better at once."""
+    if hosts_left == 0:
+        reason = "setup_error: no eligible host could set it up"
+        return Ruling(event=Event.FAIL, cause=Cause.SETUP_ERROR, not_before_s=now_s, reason=reason)
+    others = "1 other eligible host" if hosts_left == 1 else f"{hosts_left} other eligible hosts"
+    reason = f"setup_error: the host could not set it up and is excluded; {others} may take it"
+    return Ruling(event=Event.RETRY, cause=Cause.SETUP_ERROR, not_before_s=now_s, reason=reason)
 
 
 def after_expiry(before: Tally, budget: Budget, *, now_s: float) -> Ruling:

@@ -34,7 +34,7 @@ KINDS: Final = {
     "priority": ("priority",),
     "constraints": ("needs",),
     "order": ("after",),
-    "limits": ("max_attempts", "max_lost", "timeout_s"),
+    "limits": ("max_attempts", "max_lost", "max_infra", "timeout_s"),
     "trainer": ("trainer",),
     "retrain_on": ("retrain_on",),
     "name": ("name", "sweep"),

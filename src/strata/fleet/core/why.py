@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -10,6 +11,8 @@ from strata.fleet.core.capability import Profile
 from strata.fleet.core.job import HELD, TERMINAL, Status
 from strata.fleet.core.match import Reason, Verdict, eligible
 from strata.fleet.core.requirement import RequirementClass
+
+_REFUSED: Final = "excluded"
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +27,8 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     quiet: str = ""
     """The quiet hours it is in, if it is."""
     free_slots: int = 1
+    refused: str = ""
+    """Why it could not set this job up, if it could not: it is excluded for it."""
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,7 +87,8 @@ def why(job: Question, hosts: Sequence[HostState], *, now_s: float) -> Why:
     if not fitting:
         return _unschedulable(verdicts, own)
     busy = list(_availability(job.requirement, fitting))
-    blocked = any(each.status in TERMINAL for each in job.after)
+    refusing = all(host.refused for host in fitting)
+    blocked = refusing or any(each.status in TERMINAL for each in job.after)
     names = tuple(sorted(host.profile.host for host in fitting))
     free = len(fitting) - sum(each.hosts for each in busy)
     obstacles = tuple(own + busy)
@@ -91,6 +97,8 @@ def why(job: Question, hosts: Sequence[HostState], *, now_s: float) -> Why:
     elif free:
         ahead = f"; {job.ahead} jobs are before it" if job.ahead else ""
         headline = f"{free} of {len(fitting)} eligible hosts could take it now{ahead}"
+    elif refusing:
+        headline = f"no eligible host could set it up: {fitting[0].refused}"
     else:
         headline = f"none of the {len(fitting)} eligible hosts can take it now"
     return Why(headline=headline, obstacles=obstacles, eligible_hosts=names, schedulable=not blocked)
@@ -115,6 +123,13 @@ def _availability(requirement: RequirementClass, fitting: Sequence[HostState]) -
         if reason:
             stopped.setdefault(reason, []).append(host.profile.host)
     fixes = {"paused": "resume it", "quarantined": "mend it, then resume it", "offline": "start its agent"}
+    refused = stopped.pop(_REFUSED, [])
+    if refused:
+        what = "eligible host" if len(refused) == 1 else "eligible hosts"
+        errors = sorted({host.refused for host in fitting if host.refused})
+        detail = f"{len(refused)} {what} could not set it up: {_some(refused)}: {errors[0]}"
+        fix = "mend the trainer or the host, then requeue it"
+        yield Obstacle(what="setup_error", detail=detail, hosts=len(refused), of=len(fitting), fix=fix)
     for reason, names in sorted(stopped.items()):
         what = "eligible host is" if len(names) == 1 else "eligible hosts are"
         detail = f"{len(names)} {what} {reason}: {_some(names)}"
@@ -123,6 +138,8 @@ def _availability(requirement: RequirementClass, fitting: Sequence[HostState]) -
 
 def unavailable(requirement: RequirementClass, host: HostState) -> str:
     """Why an eligible host cannot take the job just now, in a word; empty if it can."""
+    if host.refused:
+        return _REFUSED
     if not host.online:
         return "offline"
     if host.quarantined:
