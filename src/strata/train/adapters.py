@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,17 +20,19 @@ from strata.base.errors import Code, StrataError
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.files import header_of
 from strata.train.core import ops
-from strata.train.layers import ADAPTER, ADAPTER_CONFIG, ATTENTION, EXPERTS, HEAD, MLP, PREFIX, target_of
+from strata.train.layers import ADAPTER, ADAPTER_CONFIG, EXPERTS, HEAD, PREFIX, Kind, kind_of, target_of
 
 CONFIG_LIMIT: Final = 1 << 20
-EMBEDDING: Final = "model.embed_tokens"
+EMBEDDINGS: Final = ("model.embed_tokens", "transformer.wte")
 """Of a model whose head is not a weight of its own."""
+TURNED: Final = frozenset({"c_attn", "c_fc", "c_proj"})
+"""Layers that some families store as (inputs, outputs)."""
 WITHOUT_EFFECT: Final = frozenset(
     {
-        "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "inference_mode", "init_lora_weights",
-        "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type",
-        "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "target_parameters",
-        "task_type",
+        "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out", "inference_mode",
+        "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
+        "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules",
+        "target_parameters", "task_type",
     }
 )  # fmt: skip
 """Read below, or saying nothing that the names in the file do not say. Everything else must be off."""
@@ -42,7 +44,6 @@ _EXPERT: Final = re.compile(rf"(.+\{EXPERTS})\.(\d+)\.(gate|up|down)_proj")
 _PARTS: Final = ("lora_A", "lora_B")
 
 Shape = tuple[int, ...]
-Kind = Literal["attn", "mlp", "unembed"]
 
 
 class PeftConfig(msgspec.Struct, frozen=True):
@@ -164,14 +165,10 @@ def _layer(name: str) -> tuple[str, str]:
 
 
 def _kind(target: str) -> Kind:
-    last = target.rpartition(".")[2]
-    if last in ATTENTION:
-        return "attn"
-    if last in MLP:
-        return "mlp"
-    if last == HEAD:
-        return "unembed"
-    raise _invalid(ADAPTER, f"{target[:200]!r} is no layer that is trained here")
+    kind = kind_of(target)
+    if kind is None:
+        raise _invalid(ADAPTER, f"{target[:200]!r} is no layer that is trained here")
+    return kind
 
 
 def _read_base(base: Path) -> _Base | None:
@@ -198,8 +195,9 @@ def _read_base(base: Path) -> _Base | None:
         elif len(shape) == 2:
             found[name] = (1, shape[0], shape[1])
             other_experts |= f"{EXPERTS}." in name
-    if EMBEDDING in found:
-        found.setdefault(HEAD, found[EMBEDDING])
+    for embedding in EMBEDDINGS:
+        if embedding in found:
+            found.setdefault(HEAD, found[embedding])
     return _Base(found, other_experts) if found else None
 
 
@@ -210,7 +208,8 @@ def _check_shapes(target: str, parts: Mapping[str, Shape], base: _Base, rank: in
         raise _invalid(ADAPTER, f"the base has no layer {target[:200]!r}")
     count, rows, columns = base.targets[target]
     expected = {"lora_A": (rank * count, columns), "lora_B": (rows, rank * count)}
-    if parts != expected:
+    turned = {"lora_A": (rank * count, rows), "lora_B": (columns, rank * count)}
+    if parts != expected and not (target.rpartition(".")[2] in TURNED and parts == turned):
         raise _invalid(ADAPTER, f"{target} is {dict(parts)}, and the base needs {expected} for r = {rank}")
 
 

@@ -1,11 +1,23 @@
-"""Which layers of a model can have an adapter, by the last part of their names, and what PEFT calls them."""
+"""Which layers of a model can have an adapter, by their names, and what PEFT calls them."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
-ATTENTION: Final = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
-MLP: Final = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+Kind = Literal["attn", "mlp", "unembed"]
+
+ATTENTION: Final = frozenset({"attention", "attn", "self_attention", "self_attn"})
+"""What families call the module of a layer's attention. Every linear layer inside is a projection of it."""
+MLP: Final = frozenset(
+    {
+        "c_fc", "c_proj", "dense_4h_to_h", "dense_h_to_4h", "down_proj", "fc1", "fc2", "fc_in", "fc_out", "gate_proj",
+        "gate_up_proj", "input_linear", "output_linear", "up_proj", "w1", "w2", "w3",
+    }
+)  # fmt: skip
+"""What they call the linear layers between two attentions."""
+ROUTERS: Final = frozenset({"gate", "router"})
+"""Modules that choose experts; never adapted."""
+HEADS: Final = frozenset({"embed_out", "lm_head", "output_projection"})
 HEAD: Final = "lm_head"
 
 ADAPTER: Final = "adapter_model.safetensors"
@@ -14,6 +26,16 @@ PREFIX: Final = "base_model.model."
 EXPERTS: Final = ".experts"
 _FUSED: Final = {"gate_up_proj": ".base_layer", "down_proj": ""}
 """PEFT wraps the module of all experts once for each of its two weights, the first inside the second."""
+
+
+def kind_of(target: str) -> Kind | None:
+    """Which of `train_attn`, `train_mlp` and `train_unembed` a layer belongs to; None if it is never adapted."""
+    above, last = target.split(".")[:-1], target.rpartition(".")[2]
+    if ATTENTION.intersection(above):
+        return "attn"
+    if target in HEADS:
+        return "unembed"
+    return "mlp" if last in MLP and not ROUTERS.intersection(above) else None
 
 
 def peft_layer(target: str) -> str:

@@ -1,7 +1,9 @@
 """Adapters for the experts of a mixture, which are one module with one fused weight for all of them.
 
 The engine's loop over the experts is written here once more because an adapter acts between its two matrices: on the
-tokens of a span, and in the matrix of their expert.
+tokens of a span, and in the matrix of their expert. What a family does between and after them (its gate with or without
+a clamp, biases, a norm) is called as it stands in its module. Modules of another form keep their own loop and get no
+adapter (`is_experts`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ def adapt_experts(model: nn.Module, adapters: Adapters) -> None:
 
 
 def _forward(name: str, experts: Any, adapters: Adapters) -> Any:
+    biased = experts.has_bias
+
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`hidden` is (tokens, dimensions); `chosen` and `weights` are (tokens, experts per token)."""
         total = torch.zeros_like(hidden)
@@ -37,11 +41,12 @@ def _forward(name: str, experts: Any, adapters: Adapters) -> Any:
             which, token = torch.where(mask[expert])
             own = owner[token]
             state = hidden[token]
-            up = linear(state, experts.gate_up_proj[expert])
-            gate, up = _add(first, expert, state, up, own).chunk(2, dim=-1)
-            inner = experts.act_fn(gate) * up
-            down = linear(inner, experts.down_proj[expert])
+            up = linear(state, experts.gate_up_proj[expert], experts.gate_up_proj_bias[expert] if biased else None)
+            inner = experts._apply_gate(_add(first, expert, state, up, own))
+            down = linear(inner, experts.down_proj[expert], experts.down_proj_bias[expert] if biased else None)
             down = _add(second, expert, inner, down, own)
+            if experts.has_post_expert_norm:
+                down = experts.post_expert_norm(down)
             total.index_add_(0, token, (down * weights[token, which, None]).to(total.dtype))
         return total
 

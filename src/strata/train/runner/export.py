@@ -20,9 +20,9 @@ from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.checkpoints.files import sync
 from strata.train.core.ops import LoraConfig
-from strata.train.layers import ADAPTER_CONFIG, HEAD
+from strata.train.layers import ADAPTER_CONFIG, HEADS
 from strata.train.runner import shards
-from strata.train.runner.lora import Adapter, targets_of
+from strata.train.runner.lora import Adapter, is_turned, targets_of
 from strata.train.runner.model import read
 from strata.train.runner.optimizer import MOMENTS
 from strata.train.runner.weights import copy_tokenizer, read_flat
@@ -81,12 +81,13 @@ def _merge(folder: Path, part: Path, manifest: Manifest, lora: LoraConfig, base:
         )
     adapter = Adapter(lora, targets_of(lm, lora), torch.device("cpu"))
     adapter.flat.copy_(read_flat(folder, adapter, manifest))
-    if HEAD in adapter.pairs:
+    if HEADS.intersection(adapter.pairs):
         _untie(lm)
     with torch.no_grad():
         for name, (a, b) in adapter.pairs.items():
             weight = _weight(lm, name)
-            weight.copy_(weight.float() + adapter.scale * (b @ a))
+            added = adapter.scale * (b @ a)
+            weight.copy_(weight.float() + (added.T if is_turned(lm, name) else added))
     lm.save_pretrained(str(part))
     copy_tokenizer(path, part)
 
@@ -112,13 +113,14 @@ def _weight(lm: nn.Module, name: str) -> torch.Tensor:
 
 def _untie(lm: PreTrainedModel) -> None:
     """A head that shares its weight with the embedding gets one of its own: the adapter is of the head alone."""
-    if not lm.config.get_text_config().tie_word_embeddings:
+    text = lm.config.get_text_config(decoder=True)
+    if not text.tie_word_embeddings:
         return
-    head = lm.get_submodule(HEAD)
+    head = lm.get_output_embeddings()  # type: ignore[no-untyped-call]
     assert isinstance(head, nn.Linear)
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     lm.config.tie_word_embeddings = False
-    lm.config.get_text_config().tie_word_embeddings = False
+    text.tie_word_embeddings = False
 
 
 def _from_shards(folder: Path, part: Path) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
-from strata.train.layers import ATTENTION, HEAD, MLP
+from strata.train.layers import ATTENTION, kind_of
 
 
 @dataclass(frozen=True)
@@ -33,32 +34,70 @@ class Target:
 
 
 def targets_of(model: nn.Module, config: LoraConfig) -> list[Target]:
-    """The weights that `config` asks for, in the order of the model."""
-    found: list[Target] = []
-    kinds: set[str] = set()
+    """The weights that `config` asks for, in the order of the model: all of a kind, or an error."""
+    targets: list[Target] = []
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        kind = "attn" if last in ATTENTION else "mlp" if last in MLP else "unembed" if last == HEAD else ""
-        if isinstance(module, nn.Linear) and kind and getattr(config, f"train_{kind}"):
-            kinds.add(kind)
-            found.append(Target(name, module.out_features, module.in_features))
+        kind = kind_of(name)
+        if kind is not None and getattr(config, f"train_{kind}") and (sides := sides_of(module)) is not None:
+            targets.append(Target(name, *sides))
         if is_experts(module) and config.train_mlp:
-            kinds.add("mlp")
             for weight in ("gate_up_proj", "down_proj"):
                 count, rows, columns = getattr(module, weight).shape
-                found.append(Target(f"{name}.{weight}", rows, columns, count))
+                targets.append(Target(f"{name}.{weight}", rows, columns, count))
+    if config.train_attn and (weight := _unadaptable_attention(model)):
+        raise StrataError(Code.INVALID, f"train_attn would leave out {weight}, which is no linear layer of attention")
+    if config.train_mlp and (weight := _unadaptable_experts(model)):
+        raise StrataError(Code.INVALID, f"train_mlp would leave out {weight}: experts of this form cannot be adapted")
+    kinds = {"mlp" if target.experts else kind_of(target.name) for target in targets}
     for kind in ("attn", "mlp", "unembed"):
         if getattr(config, f"train_{kind}") and kind not in kinds:
             raise StrataError(Code.INVALID, f"this base has no layers for train_{kind}")
-    if not found:
+    if not targets:
         raise StrataError(Code.INVALID, "nothing is to be trained: set train_attn, train_mlp or train_unembed")
-    return found
+    return targets
 
 
-def is_experts(module: nn.Module) -> bool:
-    """A mixture's experts as one module with one weight for all of them, (expert, out, in)."""
+def sides_of(module: nn.Module) -> tuple[int, int] | None:
+    """Outputs and inputs of a linear layer; None if it is none."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return (module.nf, module.nx) if isinstance(module, Conv1D) else None
+
+
+def is_turned(model: nn.Module, target: str) -> bool:
+    """Whether the weight of this layer is stored as (inputs, outputs)."""
+    above, _, last = target.rpartition(".")
+    return isinstance(getattr(model.get_submodule(above), last), Conv1D)
+
+
+def _unadaptable_attention(model: nn.Module) -> str:
+    """A matrix of attention that no adapter can be added to, or a module of attention under a name not known here."""
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("Attention") and not ATTENTION.intersection(name.split(".")):
+            return str(name)
+        if ATTENTION.intersection(name.split(".")) and sides_of(module) is None:
+            for last, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim > 1:
+                    return f"{name}.{last}"
+    return ""
+
+
+def _unadaptable_experts(model: nn.Module) -> str:
+    for name, module in model.named_modules():
+        own = [last for last, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+        if own and not is_experts(module) and not isinstance(module, nn.Conv1d):
+            return f"{name}.{own[0]}"
+    return ""
+
+
+def is_experts(module: Any) -> bool:
+    """A mixture's experts as one module with one weight for all of them, (expert, out, in), whose loop and gate are
+    those that transformers gives every such module (`use_experts_implementation`)."""
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    return all(isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights)
+    if not all(isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights):
+        return False
+    declared = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+    return declared and bool(module.has_gate) and not module.is_transposed
 
 
 class Adapter:
@@ -151,15 +190,16 @@ class Adapters:
 
     def __init__(self, model: nn.Module) -> None:
         self.row: Sequence[Span] = ()
+        self.head_row: Sequence[Span] = ()
+        """Logits may be of a part of the row."""
         for name, module in model.named_modules():
-            last = name.rpartition(".")[2]
-            if isinstance(module, nn.Linear) and last in ATTENTION | MLP:
-                module.register_forward_hook(self._hook(name))
+            if kind_of(name) is not None and sides_of(module) is not None:
+                module.register_forward_hook(self._hook(name, head=kind_of(name) == "unembed"))
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, name: str, *, head: bool) -> Any:
         def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             del module
-            return self.add(name, args[0], output, self.row)
+            return self.add(name, args[0], output, self.head_row if head else self.row)
 
         return add
 

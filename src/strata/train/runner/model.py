@@ -1,64 +1,82 @@
-"""The base model on the ranks: read, sharded, and tried out before anybody's data goes through it."""
+"""The base model on the ranks: read, compared with itself as it was read (`startup_check`), adapted and sharded."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.commands import ModelInfo
+from strata.train.runner.attention import ATTENTION
 from strata.train.runner.experts import adapt_experts
 from strata.train.runner.lora import Adapters
-from strata.train.runner.packed import ATTENTION, PackedModel, Row
+from strata.train.runner.packed import PackedModel, Row
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.settings import RunnerSettings
+from strata.train.runner.startup_check import compare, compute_reference, refusing
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.25}
-"""How far two ways of computing the same log-probability may be apart."""
+FLOAT32_BYTES: Final = 2 << 30
+"""Files of a model up to this size are read once more, in float32, for the start-up check."""
 
 
 class Base:
-    """The loaded model and how it is sharded."""
+    """The loaded model and how it is sharded. All ranks make one together.
+
+    It computes in evaluation mode, also when it trains: without dropout and without noise in routers, so that the same
+    pass gives the same numbers.
+    """
 
     def __init__(self, settings: RunnerSettings, ranks: Ranks) -> None:
         self.settings = settings
         with ranks.in_step():
             lm = read(settings.model, self.kept_dtype)
         self.arch = str(lm.config.model_type)
-        self.vocabulary = int(lm.config.get_text_config().vocab_size)
-        self.max_context = int(lm.config.get_text_config().max_position_embeddings)
-        self.parameters = sum(parameter.numel() for parameter in lm.parameters())
-        self.adapters = None if settings.full else Adapters(lm)
-        if self.adapters is not None:
-            adapt_experts(lm, self.adapters)
+        with refusing(self.arch):
+            text = lm.config.get_text_config(decoder=True)
+            self.vocabulary = int(text.vocab_size)
+            self.max_context = longest_context(text)
+            self.parameters = sum(parameter.numel() for parameter in lm.parameters())
+            # Before anything of ours is in the model. Whoever loads shards instead of whole models computes it here.
+            lm.to(ranks.device)  # type: ignore[arg-type]
+            reference = compute_reference(lm, self.vocabulary, ranks.device)
+            self.decoder = reference.decoder
+            self.adapters = self._adapt(lm)
+            self.packed = PackedModel(lm, self.decoder, self.adapters, settings.logits_bytes)
+            shard(self.packed, settings, ranks)
+            self.lm = lm
+            compare(reference, self.logprobs, settings.dtype)
+
+    def _adapt(self, lm: PreTrainedModel) -> Adapters | None:
+        if not lm._can_set_attn_implementation():
+            raise StrataError(Code.UNSUPPORTED, "its attention is not one that can be replaced")
+        lm.set_attn_implementation(ATTENTION)
+        adapters = None if self.settings.full else Adapters(lm)
+        if adapters is not None:
+            adapt_experts(lm, adapters)
             lm.requires_grad_(requires_grad=False)
             # Every layer then takes part in every backward, on every rank, whichever adapters its row has: the ranks
             # meet in the layers on the way back, and a rank that left one out would wait for the others for ever.
             lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
-        if settings.activation_checkpointing:
-            lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-        without_dropout(lm)
-        self.packed = PackedModel(lm, self.adapters, settings.logits_bytes).to(ranks.device)
-        self.packed.train()
-        shard(self.packed, settings, ranks)
-        self.lm = lm
+        if self.settings.activation_checkpointing:
+            checkpoint_layers(lm)
+        return adapters
 
-    def logprobs(self, row: Row, *, by_engine: bool = False) -> torch.Tensor:
+    def logprobs(self, row: Row) -> torch.Tensor:
         """All ranks together. Without a backward to come, nobody else gives back the weights that were put together;
         they would be old ones after the next step."""
         if self.adapters is not None:
             # They stay until the next pass: the way back may compute the layers once more.
             self.adapters.row = row.spans
-        found = self.packed(row, by_engine=by_engine)
+        found = self.packed(row)
         if not torch.is_grad_enabled():
             for module in self.packed.modules():
                 if isinstance(module, FSDPModule):
@@ -93,7 +111,7 @@ def read(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation="eager",
             experts_implementation="eager",
             local_files_only=True,
             use_safetensors=True,
@@ -105,14 +123,23 @@ def read(path: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def without_dropout(lm: PreTrainedModel) -> None:
-    """Chance belongs to no operation: the same pass gives the same numbers."""
+def longest_context(config: PreTrainedConfig) -> int:
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        raise StrataError(Code.UNSUPPORTED, "its configuration has no max_position_embeddings")
+    return longest
+
+
+def checkpoint_layers(lm: PreTrainedModel) -> None:
+    """Layers are computed again on the way back. They do so only in training mode, so that is set for them, and not
+    for the modules inside; chances that a layer itself takes are set to none."""
+    lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     for module in lm.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
 
 def shard(packed: PackedModel, settings: RunnerSettings, ranks: Ranks) -> None:
@@ -132,28 +159,17 @@ def shard(packed: PackedModel, settings: RunnerSettings, ranks: Ranks) -> None:
             module.set_force_sum_reduction_for_comms(enable=True)
 
 
-def try_out(base: Base, device: torch.device) -> None:
-    """Two documents in one row must give what each gives alone, and what the model itself says.
-
-    An architecture whose layers look over the border of a document, or that does something to its logits that we do not
-    know of, would train on silently with wrong numbers; it is refused here. All ranks call this together.
-    """
-    generator = torch.Generator().manual_seed(0)
-    lengths = [7, 5]
-    tokens = torch.randint(base.vocabulary, (sum(lengths),), generator=generator).to(device)
-    with torch.no_grad():
-        together = base.logprobs(_row(tokens, lengths))
-        alone = torch.cat([base.logprobs(_row(part, [len(part)])) for part in torch.split(tokens, lengths)])
-        engine = base.logprobs(_row(tokens, lengths), by_engine=True)
-    for other, what in ((alone, "neighbours in a row change a document"), (engine, "its logits are not plain ones")):
-        apart = float((together - other).abs().max())
-        if not math.isfinite(apart) or apart > TOLERANCE[base.settings.dtype]:
-            raise StrataError(Code.UNSUPPORTED, f"{base.arch} cannot be trained here: {what} (off by {apart:.2g})")
+def checked_base(settings: RunnerSettings, ranks: Ranks) -> Base:
+    """The base that trains. In bfloat16, rounding hides what is off by little: where it is affordable, the same passes
+    are first compared in float32, in a model that is then let go."""
+    if settings.dtype != "float32" and _bytes_of(settings.model) <= FLOAT32_BYTES:
+        Base(msgspec.structs.replace(settings, dtype="float32"), ranks)
+    return Base(settings, ranks)
 
 
-def _row(tokens: torch.Tensor, lengths: list[int]) -> Row:
-    places = torch.arange(len(tokens), device=tokens.device)
-    return Row(tokens=tokens, documents=lengths, spans=(), places=places, targets=tokens)
+def _bytes_of(path: str) -> int:
+    """Of the weights in a folder; none are counted of a model in the cache, which is then compared twice."""
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
 
 def tokenizer_files(path: str) -> list[Path]:

@@ -26,7 +26,7 @@ from strata.train.runner import saving, snapshot, snapshot_files, weights
 from strata.train.runner.asleep import Asleep
 from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.memory import RowMemory
-from strata.train.runner.model import DTYPES, Base, try_out
+from strata.train.runner.model import DTYPES, checked_base
 from strata.train.runner.passes import PassRunner, Times
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.rows import RankPass, RankReport, Refused, failed
@@ -51,8 +51,7 @@ class ModelRunner:
     def __init__(self, settings: RunnerSettings, ranks: Ranks) -> None:
         self.settings = settings
         self.ranks = ranks
-        self.base = Base(settings, ranks)
-        try_out(self.base, ranks.device)
+        self.base = checked_base(settings, ranks)
         self.memory = RowMemory(self.base, ranks, settings.sleep_folder / f"rank-{ranks.rank}.row")
         self.models: dict[str, Trained] = {}
         self._asleep: Asleep | None = None

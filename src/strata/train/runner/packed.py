@@ -1,7 +1,6 @@
 """One packed row through the model: documents one after the other, none of which sees another.
 
-Attention runs document by document through the engine's own kernel, so that a document's numbers do not depend on its
-neighbours, no mask as large as the row squared is needed, and a NaN of one client cannot reach another's tokens.
+Attention runs document by document (`attention.py`), so that a document's numbers do not depend on its neighbours.
 Positions start anew with each document.
 """
 
@@ -9,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PreTrainedModel
 
-from strata.train.layers import HEAD
+from strata.base.errors import Code, StrataError
 from strata.train.runner.lora import Adapters, Span, spans_between
-
-ATTENTION: Final = "strata_documents"
 
 
 @dataclass(frozen=True)
@@ -37,39 +33,6 @@ class Row:
     @property
     def positions(self) -> torch.Tensor:
         return torch.cat([torch.arange(length, device=self.tokens.device) for length in self.documents])
-
-
-def document_attention(  # noqa: PLR0913 - the engine's signature
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    documents: Sequence[int] | None = None,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each document; (batch, heads, tokens, dimensions) in, tokens before heads out."""
-    del attention_mask
-    lengths = list(documents) if documents is not None else [query.shape[2]]
-    parts = [
-        sdpa_attention_forward(module, q, k, v, _window(q, sliding_window), **options)[0]
-        for q, k, v in zip(*(torch.split(part, lengths, 2) for part in (query, key, value)), strict=True)
-    ]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
-
-
-def _window(query: torch.Tensor, width: int | None) -> torch.Tensor | None:
-    """The mask of a layer that looks back only so far; None, plainly causal, where the document is no longer."""
-    length = query.shape[2]
-    if width is None or length <= width:
-        return None
-    back = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
-    return ((back >= 0) & (back < width))[None, None]
-
-
-AttentionInterface.register(ATTENTION, document_attention)
 
 
 class TargetLogprobs(torch.autograd.Function):
@@ -93,30 +56,70 @@ class TargetLogprobs(torch.autograd.Function):
         return whole.to(ctx.dtype), None, None
 
 
+class Halves:
+    """A causal language model in two: its decoder, and what its family does from the decoder's output to logits.
+
+    The second half is the family's own code (scales, caps, a norm before the head): its `forward` runs with a decoder
+    that returns the given hidden states. So logits can be computed of some tokens of a row at a time.
+    """
+
+    def __init__(self, lm: PreTrainedModel, decoder: str) -> None:
+        self._lm = lm
+        self._decoder: Any = lm.get_submodule(decoder)
+        self._output: Any = None
+
+    def hidden(self, **inputs: Any) -> torch.Tensor:
+        """The last hidden state of each token of a row."""
+        output = self._decoder(**inputs, use_cache=False)
+        self._output = type(output)
+        hidden = output.last_hidden_state
+        assert isinstance(hidden, torch.Tensor)
+        return hidden[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        calls = 0
+
+        def stand_in(*unused: Any, **options: Any) -> Any:
+            del unused, options
+            nonlocal calls
+            calls += 1
+            return self._output(last_hidden_state=hidden[None])
+
+        self._decoder.forward = stand_in
+        try:
+            tokens = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
+            logits = self._lm(input_ids=tokens, use_cache=False).logits
+        finally:
+            del self._decoder.forward
+        if calls != 1:
+            raise StrataError(Code.UNSUPPORTED, "its logits are not computed from its decoder's output alone")
+        assert isinstance(logits, torch.Tensor)
+        return logits[0]
+
+
 class PackedModel(nn.Module):
     """The base with its head, asked for log-probabilities of targets and nothing larger.
 
     It is the root of the sharding, so that everything which reads a sharded weight happens inside its `forward`.
     """
 
-    def __init__(self, lm: PreTrainedModel, adapters: Adapters | None, logits_bytes: int) -> None:
+    def __init__(self, lm: PreTrainedModel, decoder: str, adapters: Adapters | None, logits_bytes: int) -> None:
         super().__init__()
         self.lm = lm
+        self._halves = Halves(lm, decoder)
         self._adapters = adapters
-        self._logits_bytes = logits_bytes
+        self._step = max(1, logits_bytes // (4 * lm.config.get_text_config(decoder=True).vocab_size))
 
-    def forward(self, row: Row, *, by_engine: bool = False) -> torch.Tensor:
-        """The float32 log-probability of each target of the row. `by_engine` is the long way, to compare with."""
-        if by_engine:
-            logits = self.lm(**self._inputs(row)).logits[0]
-            return torch.log_softmax(logits, dim=-1, dtype=torch.float32)[row.places, row.targets]
-        hidden = self.lm.base_model(**self._inputs(row)).last_hidden_state[0]
-        step = max(1, self._logits_bytes // (4 * self.lm.config.get_text_config().vocab_size))
-        if step >= len(hidden):
+    def forward(self, row: Row) -> torch.Tensor:
+        """The float32 log-probability of each target of the row."""
+        hidden = self._halves.hidden(
+            input_ids=row.tokens[None], position_ids=row.positions[None], documents=list(row.documents)
+        )
+        if self._step >= len(hidden):
             return self._logprobs(hidden, row.places, row.targets, row.spans)
         parts = []
-        for start in range(0, len(hidden), step):
-            end = min(start + step, len(hidden))
+        for start in range(0, len(hidden), self._step):
+            end = min(start + self._step, len(hidden))
             here = (row.places >= start) & (row.places < end)
             spans = spans_between(row.spans, start, end)
             parts.append(
@@ -132,20 +135,10 @@ class PackedModel(nn.Module):
             )
         return torch.cat(parts)
 
-    def _inputs(self, row: Row) -> dict[str, Any]:
-        return {
-            "input_ids": row.tokens[None],
-            "position_ids": row.positions[None],
-            "use_cache": False,
-            "documents": list(row.documents),
-        }
-
     def _logprobs(
         self, hidden: torch.Tensor, places: torch.Tensor, targets: torch.Tensor, spans: Sequence[Span]
     ) -> torch.Tensor:
-        head = self.lm.get_output_embeddings()  # type: ignore[no-untyped-call]
-        assert head is not None
-        logits = head(hidden)
         if self._adapters is not None:
-            logits = self._adapters.add(HEAD, hidden, logits, spans)
+            self._adapters.head_row = spans
+        logits = self._halves.logits(hidden)
         return TargetLogprobs.apply(logits, places, targets)  # type: ignore[no-any-return, no-untyped-call]

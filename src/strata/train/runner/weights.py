@@ -6,13 +6,14 @@ The moments of an optimizer have the names of the weights they belong to. All ar
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from strata.base.errors import Code, StrataError
@@ -21,7 +22,7 @@ from strata.train.core.ops import LoraConfig
 from strata.train.core.state import IMPORTED
 from strata.train.layers import ADAPTER, ADAPTER_CONFIG, PREFIX, peft_layer
 from strata.train.runner import shards
-from strata.train.runner.lora import Adapter
+from strata.train.runner.lora import Adapter, is_turned, sides_of
 from strata.train.runner.model import Base, read, tokenizer_files
 from strata.train.runner.optimizer import MOMENTS
 from strata.train.runner.packed import PackedModel
@@ -38,7 +39,7 @@ def adapter_writer(model: AdapterModel, base: Base, *, optimizer: bool) -> Fill:
     def fill(folder: Path) -> None:
         adapter = model.adapter
         save_file(to_peft(adapter.views(adapter.flat)), folder / ADAPTER, {"format": "pt"})
-        config = msgspec.json.encode(_peft_config(adapter, base.settings.model))
+        config = msgspec.json.encode(_peft_config(adapter, base))
         (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.format(config))
         if optimizer:
             moments = model.optimizer.moments()[0]
@@ -113,21 +114,33 @@ def _flat(adapter: Adapter, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return flat
 
 
-def _peft_config(adapter: Adapter, model: str) -> Mapping[str, Any]:
-    modules = {name.rpartition(".")[2] for name, (a, _) in adapter.pairs.items() if a.ndim == 2}
+def _peft_config(adapter: Adapter, base: Base) -> Mapping[str, Any]:
+    linear = [name for name, (a, _) in adapter.pairs.items() if a.ndim == 2]
     experts = [".".join(name.split(".")[-3:]) for name, (a, _) in adapter.pairs.items() if a.ndim == 3]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model,
+        "base_model_name_or_path": base.settings.model,
         "r": adapter.config.rank,
         "lora_alpha": adapter.config.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(modules),
+        "fan_in_fan_out": any(is_turned(base.lm, name) for name in linear),
+        "target_modules": _target_modules(base.lm, linear),
         "target_parameters": list(dict.fromkeys(experts)) or None,
         "inference_mode": True,
     }
+
+
+def _target_modules(lm: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Endings of names by which PEFT finds these layers and no others: as short as they can be."""
+    others = {name for name, module in lm.named_modules() if sides_of(module) is not None} - set(targets)
+    endings = set()
+    for target in targets:
+        parts = target.split(".")
+        candidates = [".".join(parts[-length:]) for length in range(1, len(parts) + 1)]
+        endings.add(next(one for one in candidates if not any(f".{name}".endswith(f".{one}") for name in others)))
+    return sorted(endings)
 
 
 def to_peft(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from strata.train.runner.packed import document_attention
+from strata.train.runner.attention import AttentionTerms, Reach, States, attend_documents, softmax_attention
 from strata.train.runner.sampling.cache import Shelf
-
-States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,15 +29,14 @@ class PromptPlan:
         self._prompts = prompts
         self._lengths = [prompt.length for prompt in prompts]
 
-    def attend(self, module: nn.Module, states: States, scaling: float | None, window: int | None) -> torch.Tensor:
+    def attend(self, module: nn.Module, states: States, terms: AttentionTerms) -> torch.Tensor:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         kept = [torch.split(part[0].transpose(0, 1), self._lengths) for part in states[1:]]
         for prompt, keys, values in zip(self._prompts, *kept, strict=True):
             for shelf, place in prompt.places:
                 for part, own in zip(shelf.of(layer, keys, values), (keys, values), strict=True):
                     part[place, : prompt.length] = own
-        options = {"documents": self._lengths, "sliding_window": window, "scaling": scaling}
-        return document_attention(module, *states, None, **options)[0]  # type: ignore[arg-type]
+        return attend_documents(module, states, self._lengths, terms)
 
 
 class ShelfRows:
@@ -60,7 +57,7 @@ class ShelfRows:
         self.flat = starts + self.at
         self.newest = max(lengths)
         self._even = min(lengths) == max(lengths)
-        self._masks: dict[int | None, torch.Tensor | None] = {}
+        self._masks: dict[Reach, torch.Tensor | None] = {}
 
     def advance(self) -> None:
         self.at += 1
@@ -77,22 +74,19 @@ class ShelfRows:
         else:
             target.index_copy_(0, self.rows, part)
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
-        """Which tokens each row sees: all of its own, or the last `window`. None if that is everything there is."""
-        if window is not None and self.newest < window:
-            window = None
-        if window not in self._masks:
-            self._masks[window] = self._masked(window)
-        return self._masks[window]
+    def mask(self, reach: Reach) -> torch.Tensor | None:
+        """Which tokens each row sees: all of its own, or those in reach. None if that is everything there is."""
+        if reach.covers(self.newest + 1):
+            reach = Reach()
+        if reach not in self._masks:
+            self._masks[reach] = self._masked(reach)
+        return self._masks[reach]
 
-    def _masked(self, window: int | None) -> torch.Tensor | None:
-        if self._even and window is None:
+    def _masked(self, reach: Reach) -> torch.Tensor | None:
+        if self._even and reach == Reach():
             return None
         places = torch.arange(self.newest + 1, device=self.at.device)
-        seen = places <= self.at[:, None]
-        if window is not None:
-            seen &= places > self.at[:, None] - window
-        return seen[:, None, None]
+        return reach.allows(self.at[:, None], places)[:, None, None]
 
 
 class StepPlan:
@@ -110,19 +104,19 @@ class StepPlan:
         only = self.shelves[0]
         return only if len(self.shelves) == 1 and only._slice is not None else None
 
-    def attend(self, module: nn.Module, states: States, scaling: float | None, window: int | None) -> torch.Tensor:
+    def attend(self, module: nn.Module, states: States, terms: AttentionTerms) -> torch.Tensor:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         query, key, value = (part[0].transpose(0, 1) for part in states)
         if self._alone is not None:
-            return _attend(self._alone, layer, (query, key, value), scaling, window)[None]
+            return _attend(self._alone, layer, (query, key, value), terms)[None]
         out = value.new_empty((*query.shape[:2], value.shape[-1]))
         for rows in self.shelves:
             picked = (rows.pick(query), rows.pick(key), rows.pick(value))
-            rows.put(out, _attend(rows, layer, picked, scaling, window))
+            rows.put(out, _attend(rows, layer, picked, terms))
         return out[None]
 
 
-def _attend(rows: ShelfRows, layer: int, states: States, scaling: float | None, window: int | None) -> torch.Tensor:
+def _attend(rows: ShelfRows, layer: int, states: States, terms: AttentionTerms) -> torch.Tensor:
     """Queries are (row, head, dimension). Heads that share keys are to the kernel several queries of one head: so the
     keys need not be repeated for them."""
     query, key, value = states
@@ -130,11 +124,15 @@ def _attend(rows: ShelfRows, layer: int, states: States, scaling: float | None, 
     keys.flatten(0, 1).index_copy_(0, rows.flat, key)
     values.flatten(0, 1).index_copy_(0, rows.flat, value)
     until = rows.newest + 1
+    keys, values = (part[: rows.count, :until].transpose(1, 2) for part in (keys, values))
+    mask = rows.mask(terms.reach)
+    if not terms.plain:
+        return softmax_attention((query[:, :, None], keys, values), mask, terms)[:, 0]
     found = scaled_dot_product_attention(
         query.reshape(rows.count, key.shape[1], -1, query.shape[-1]),
-        keys[: rows.count, :until].transpose(1, 2),
-        values[: rows.count, :until].transpose(1, 2),
-        attn_mask=rows.mask(window),
-        scale=scaling,
+        keys,
+        values,
+        attn_mask=mask,
+        scale=terms.scaling,
     )
     return found.reshape(rows.count, -1, value.shape[-1])

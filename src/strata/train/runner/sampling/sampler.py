@@ -32,7 +32,7 @@ class Sampler:
         self.limits = limits
         self._base = base
         self._ranks = ranks
-        self._twin = Twin(base.lm, DTYPES[base.settings.dtype], base.settings.logits_bytes)
+        self._twin = Twin(base.lm, base.decoder, DTYPES[base.settings.dtype], base.settings.logits_bytes)
         self._trouble = trouble_with(self._twin, base, ranks.device)
         self._samplers = Samplers(base, limits.samplers)
         self._terms = Terms(base, limits)

@@ -111,7 +111,7 @@ def _require(true: bool, message: str) -> None:  # noqa: FBT001 - it reads as an
 def _end_tokens(base: Base) -> frozenset[int]:
     """As the model's files say it; what belongs to generating comes before what belongs to the model."""
     generation = getattr(base.lm, "generation_config", None)
-    for config in (generation, base.lm.config.get_text_config()):
+    for config in (generation, base.lm.config.get_text_config(decoder=True)):
         found = getattr(config, "eos_token_id", None)
         if found is not None:
             return frozenset(found if isinstance(found, list | tuple) else [found])

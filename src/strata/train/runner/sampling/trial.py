@@ -8,11 +8,12 @@ from typing import Final
 import torch
 
 from strata.base.errors import StrataError
-from strata.train.runner.model import TOLERANCE, Base
+from strata.train.runner.model import Base
 from strata.train.runner.packed import Row
 from strata.train.runner.sampling.attention import Prompt, PromptPlan, ShelfRows, StepPlan
 from strata.train.runner.sampling.cache import SHORTEST, Cache
 from strata.train.runner.sampling.twin import Twin, put_together
+from strata.train.runner.startup_check import FAILURES, TOLERANCE, first_line
 
 PROMPT: Final = 7
 LENGTH: Final = 12
@@ -33,8 +34,10 @@ def trouble_with(twin: Twin, base: Base, device: torch.device) -> str:
     try:
         with twin.lent(weights), torch.inference_mode():
             logits = _one_by_one(twin, tokens)
-    except (StrataError, TypeError, AttributeError) as error:
-        return f"{base.arch} cannot be sampled here: {error}"
+    except StrataError as error:
+        return f"{base.arch} cannot be sampled here: {error.message}"
+    except FAILURES as error:
+        return f"{base.arch} cannot be sampled here: its code fails with {type(error).__name__}: {first_line(error)}"
     sampled = torch.log_softmax(logits[:-1], dim=-1, dtype=torch.float32)[places, tokens[1:]]
     apart = float((trained - sampled).abs().max())
     if math.isfinite(apart) and apart <= TOLERANCE[base.settings.dtype]:

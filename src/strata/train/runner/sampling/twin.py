@@ -16,12 +16,12 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from strata.base.errors import Code, StrataError
-from strata.train.layers import HEAD
+from strata.train.runner.attention import AttentionTerms, States, describe_mask, terms_of
 from strata.train.runner.experts import adapt_experts
 from strata.train.runner.lora import Adapter, Adapters, Span, targets_of
+from strata.train.runner.packed import Halves
 
 ATTENTION: Final = "strata_sampling"
 
@@ -29,48 +29,38 @@ ATTENTION: Final = "strata_sampling"
 class Plan(Protocol):
     """Where the tokens of a pass belong, and what each of them looks back at."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        scaling: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, states: States, terms: AttentionTerms) -> torch.Tensor:
         """From queries, keys and values, (1, heads, tokens, dimensions), to (1, tokens, heads, dimensions)."""
         ...
 
 
-def planned_attention(  # noqa: PLR0913 - the engine's signature
+def planned_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: object,
     *,
     plan: Plan,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    del attention_mask
-    strange = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    if strange:
-        raise StrataError(Code.UNSUPPORTED, f"the built-in sampler does not know attention with {strange[0]}")
-    return plan.attend(module, (query, key, value), scaling, sliding_window), None
+    return plan.attend(module, (query, key, value), terms_of(attention_mask, options)), None
 
 
 AttentionInterface.register(ATTENTION, planned_attention)
+AttentionMaskInterface.register(ATTENTION, describe_mask)
 
 
 class Twin:
-    def __init__(self, lm: PreTrainedModel, dtype: torch.dtype, logits_bytes: int) -> None:
+    def __init__(self, lm: PreTrainedModel, decoder: str, dtype: torch.dtype, logits_bytes: int) -> None:
         self.dtype = dtype
         self.logits_bytes = logits_bytes
-        self.vocabulary = int(lm.config.get_text_config().vocab_size)
+        self.vocabulary = int(lm.config.get_text_config(decoder=True).vocab_size)
         with torch.device("meta"):
             make: Any = type(lm)._from_config
             self._lm: PreTrainedModel = make(copy.deepcopy(lm.config), attn_implementation=ATTENTION, dtype=dtype)
         self._lm.eval()
+        self._halves = Halves(self._lm, decoder)
         self._adapters = Adapters(self._lm)
         adapt_experts(self._lm, self._adapters)
         for name, buffer in lm.named_buffers(remove_duplicate=False):
@@ -100,16 +90,11 @@ class Twin:
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, spans: Sequence[Span], plan: Plan) -> torch.Tensor:
         """The last hidden state of each of these tokens, which follow one another in one row."""
         self._adapters.row = spans
-        found = self._lm.base_model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan
-        ).last_hidden_state[0]
-        assert isinstance(found, torch.Tensor)
-        return found
+        return self._halves.hidden(input_ids=tokens[None], position_ids=positions[None], plan=plan)
 
     def logits(self, hidden: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        head = self._lm.get_output_embeddings()  # type: ignore[no-untyped-call]
-        assert head is not None
-        return self._adapters.add(HEAD, hidden, head(hidden), spans)
+        self._adapters.head_row = spans
+        return self._halves.logits(hidden)
 
 
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
