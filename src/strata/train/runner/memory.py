@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
@@ -26,9 +26,11 @@ from strata.base.errors import StrataError
 from strata.train.core.commands import Exhausted
 from strata.train.core.ops import LoraConfig
 from strata.train.runner.lora import Adapter, Span, targets_of
-from strata.train.runner.model import Base
 from strata.train.runner.packed import Row
 from strata.train.runner.ranks import Ranks
+
+if TYPE_CHECKING:
+    from strata.train.runner.model import Base
 
 FIRST: Final = 64
 LONGEST: Final = 2048

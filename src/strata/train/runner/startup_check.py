@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
+from strata.train.runner.memory import is_out_of_memory
 from strata.train.runner.packed import Row
 
 TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.5}
@@ -62,7 +63,7 @@ def refusing(arch: str) -> Iterator[None]:
             raise
         raise StrataError(Code.UNSUPPORTED, f"{arch} cannot be trained here: {error.message}") from error
     except FAILURES as error:
-        if isinstance(error, torch.OutOfMemoryError | dist.DistError) or "allocate memory" in str(error):
+        if is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise
         why = f"its code fails with {type(error).__name__}: {first_line(error)}"
         raise StrataError(Code.UNSUPPORTED, f"{arch} cannot be trained here: {why}") from error
