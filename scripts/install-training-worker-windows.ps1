@@ -99,7 +99,16 @@ function Install-Package {
     if (-not (Test-Path $interpreter)) {
         Invoke-Program $Python @('-m', 'venv', $venv)
     }
-    Invoke-Program $interpreter @('-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', '--upgrade', "${From}[agent]")
+    $pip = @('-m', 'pip', '--disable-pip-version-check')
+    $pins = Join-Path (Split-Path -Parent $PSScriptRoot) 'constraints-agent.txt'
+    if (Test-Path $pins) {
+        # Nothing is taken from an index but what was pinned by its hash, not even to build the package.
+        Invoke-Program $interpreter ($pip + @('install', '--quiet', '--require-hashes', '-r', $pins))
+        Invoke-Program $interpreter ($pip + @('install', '--quiet', '--upgrade', '--no-deps', '--no-build-isolation', "${From}[agent]"))
+        Invoke-Program $interpreter ($pip + @('check'))
+    } else {
+        Invoke-Program $interpreter ($pip + @('install', '--quiet', '--upgrade', "${From}[agent]"))
+    }
 }
 
 function Join-Fleet {

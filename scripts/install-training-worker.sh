@@ -82,6 +82,7 @@ if [ -n "$from" ] && [ -e "$from" ]; then
 fi
 from=${from:-$root}
 units=$root/deploy/systemd
+pins=$root/constraints-agent.txt
 cd /
 
 # Not /opt/strata: a hub on the same machine has its program there.
@@ -205,7 +206,15 @@ install_package() {
     if ! "$venv/bin/python" -c '' </dev/null 2>/dev/null; then
         quietly "$python" -m venv --clear "$venv"
     fi
-    quietly "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade "${from}[agent]"
+    set -- "$venv/bin/python" -m pip --disable-pip-version-check
+    if [ -r "$pins" ]; then
+        # Nothing is taken from an index but what was pinned by its hash, not even to build the package.
+        quietly "$@" install --quiet --require-hashes -r "$pins"
+        quietly "$@" install --quiet --upgrade --no-deps --no-build-isolation "${from}[agent]"
+        quietly "$@" check >&2 || die "what $pins pins does not fit $from"
+    else
+        quietly "$@" install --quiet --upgrade "${from}[agent]"
+    fi
     [ -z "$dry" ] || return 0
     as_agent "$strata" --version </dev/null >/dev/null ||
         die "$user cannot execute $strata: is $python in a home? Name one with --python that everybody can execute"

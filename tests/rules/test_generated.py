@@ -64,6 +64,10 @@ def constraints() -> str:
     return (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
+def agent_constraints() -> str:
+    return (ROOT / "constraints-agent.txt").read_text(encoding="utf-8")
+
+
 def test_every_direct_dependency_is_pinned_within_its_specifier() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
@@ -79,6 +83,16 @@ def test_every_pin_has_a_hash() -> None:
 
 def test_no_registry_is_named() -> None:
     assert places(constraints()) == []
+    assert places(agent_constraints()) == []
+
+
+def test_the_installer_of_hosts_has_the_same_pins_for_all_that_an_agent_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    needed = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["agent"]]
+    found = pins(agent_constraints())
+    assert unpinned([*needed, *project["build-system"]["requires"]], found) == []
+    assert {name: pin for name, pin in pins(constraints()).items() if name in found} == found
+    assert all(pin.hashes for pin in found.values())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The package comes as a wheel of this tree, and what it needs from the package in
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -270,6 +271,21 @@ def test_a_script_without_its_units_says_so_before_anything_is_done(own: Machine
     assert (done.returncode, f"{missing} is missing" in done.stderr) == (1, True), done.stderr
     assert own.runs("id", "strata-job").returncode != 0
     assert not own.has("/var/lib/strata-agent")
+
+
+def test_a_package_that_is_not_what_was_pinned_is_not_installed(own: Machine, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "deploy", clone / "deploy")
+    (clone / "scripts").mkdir()
+    script = shutil.copy(SCRIPT, clone / "scripts")
+    pinned = (ROOT / "constraints-agent.txt").read_text(encoding="utf-8")
+    before, name, rest = pinned.partition("rfc8785==")
+    block, via, after = rest.partition("# via")
+    changed = re.sub(r"sha256:[0-9a-f]{64}", "sha256:" + "0" * 64, block)
+    (clone / "constraints-agent.txt").write_text(before + name + changed + via + after, encoding="utf-8")
+    done = installs(own, script=Path(script))
+    assert (done.returncode != 0, "DO NOT MATCH THE HASHES" in done.stderr) == (True, True), done.stderr
+    assert not own.has("/opt/strata-agent/bin/strata")
 
 
 def test_a_token_file_that_others_can_read_is_refused(installation: Installation, tmp_path: Path) -> None:
