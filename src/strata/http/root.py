@@ -11,7 +11,8 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,7 @@ from strata.base.errors import Code, StrataError
 from strata.http.body import MAX_QUERY
 from strata.http.declare import Endpoint
 from strata.http.errors import ErrorTable, HttpRefusal
+from strata.http.failures import Failures
 from strata.identity.authenticate import Credentials
 from strata.identity.roles import Kind, Principal
 
@@ -30,8 +32,12 @@ WELCOME: Final = "strata.welcome"
 """Where it finds the function that asks again whether the caller may be here: for replies that go on for long."""
 PEER: Final = "strata.peer"
 """Where the server puts the client certificate that TLS has verified, in DER."""
-SEND_S: Final = 60.0
-"""Whoever does not take a piece of a reply for so long has lost interest."""
+CONNECTION: Final = "strata.connection"
+"""Where the server puts what `KnownConnection` describes."""
+SEND_S: Final = 30.0
+"""A client that does not take a piece of a reply for so long is cut off."""
+PIECE: Final = 256 * 1024
+"""Larger bodies are sent in pieces, each when the one before is on its way."""
 
 NOBODY: Final = Principal(Kind.KEY, "", None)
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -42,21 +48,36 @@ FirstHeaders = Mapping[bytes, bytes]
 Identify = Callable[[Scope, FirstHeaders], Awaitable[Principal]]
 
 
-class Root:
-    """`identify` says who calls, or refuses. `what` is how the server speaks of itself when it has a defect.
+class KnownConnection(Protocol):
+    """What the root tells the connection a request came by."""
 
-    A reply in one piece is handed to the connection at once and waits only for one before it that was not taken.
-    `time_every_send` bounds that too, at the price of a timer for each request.
+    def show_credentials(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RootLimits:
+    """A reply in one small piece is handed to the connection at once and waits only for one before it that was not
+    taken. `time_every_send` bounds that too, at the price of a timer for each request.
     """
 
+    time_every_send: bool = False
+    send_s: float = SEND_S
+    failures: Failures = field(default_factory=Failures)
+
+
+class Root:
+    """`identify` says who calls, or refuses. `what` is how the server speaks of itself when it has a defect."""
+
     def __init__(
-        self, app: ASGIApp, identify: Identify, errors: ErrorTable, *, what: str, time_every_send: bool = False
+        self, app: ASGIApp, identify: Identify, errors: ErrorTable, *, what: str, limits: RootLimits | None = None
     ) -> None:
         self._app = app
         self._identify = identify
         self._errors = errors
         self._what = what
-        self._time_every_send = time_every_send
+        self._limits = limits or RootLimits()
         self._prefix = secrets.token_hex(4)
         self._requests = itertools.count(1)
 
@@ -66,7 +87,7 @@ class Root:
         headers = _first(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given.decode() if _REQUEST_ID.fullmatch(given) else f"{self._prefix}{next(self._requests):08x}"
-        answer = _Answer(send, request_id, time_every_send=self._time_every_send)
+        answer = _Answer(send, request_id, self._limits)
         with log.correlation(request_id):
             started_s = time.monotonic()
             error = await self._serve(scope, headers, receive, answer)
@@ -85,7 +106,7 @@ class Root:
         self, scope: Scope, headers: FirstHeaders, receive: Receive, answer: _Answer
     ) -> StrataError | None:
         try:
-            scope[CALLER] = await self._identify(scope, headers)
+            scope[CALLER] = await self._identified(scope, headers, answer)
 
             async def welcome() -> None:
                 await self._identify(scope, headers)
@@ -103,11 +124,33 @@ class Root:
             return None
         except TimeoutError:
             _log.info("a client does not take its reply", path=scope["path"])
+            connection: KnownConnection | None = scope.get(CONNECTION)
+            if connection is not None:
+                connection.abort()
             return StrataError(Code.DEADLINE, "it took too long")
         except Exception:  # noqa: BLE001 - the outermost handler: a defect must not take the connection's word away
             _log.exception("a request met a defect", method=scope["method"], path=scope["path"])
             return defect(self._what)
         return None
+
+    async def _identified(self, scope: Scope, headers: FirstHeaders, answer: _Answer) -> Principal:
+        try:
+            caller = await self._identify(scope, headers)
+        except StrataError as error:
+            if error.code is not Code.UNAUTHENTICATED:
+                raise
+            address = (scope.get("client") or ("",))[0]
+            if self._limits.failures.note(address, scope["method"], scope["path"], error.message):
+                # The next guess needs a new connection, of which an address has few.
+                answer.closing = True
+                raise StrataError(
+                    Code.EXHAUSTED, "too many requests with credentials that are not good", hint="strata login"
+                ) from error
+            raise
+        connection: KnownConnection | None = scope.get(CONNECTION)
+        if connection is not None and (caller.id or caller.kind is Kind.OPERATOR):
+            connection.show_credentials()
+        return caller
 
 
 def defect(what: str) -> StrataError:
@@ -150,22 +193,33 @@ def _first(headers: Sequence[tuple[bytes, bytes]]) -> FirstHeaders:
 class _Answer:
     """Sends, with what every reply has in common, and remembers whether it has begun."""
 
-    def __init__(self, send: Send, request_id: str, *, time_every_send: bool) -> None:
+    def __init__(self, send: Send, request_id: str, limits: RootLimits) -> None:
         self._send = send
-        self._time_every_send = time_every_send
+        self._limits = limits
         self._headers = [
             (b"x-request-id", request_id.encode()),
             (b"cache-control", b"no-store"),
             (b"x-content-type-options", b"nosniff"),
         ]
         self.status = 0
+        self.closing = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", []), *self._headers]
-        if self._time_every_send or message.get("more_body", False):
-            async with asyncio.timeout(SEND_S):
-                await self._send(message)
+            if self.closing:
+                message["headers"].append((b"connection", b"close"))
+        body, more = message.get("body", b""), message.get("more_body", False)
+        for start in range(0, len(body) - PIECE, PIECE):
+            await self._timed({**message, "body": body[start : start + PIECE], "more_body": True})
+        if len(body) > PIECE:
+            message = {**message, "body": body[(len(body) - 1) // PIECE * PIECE :]}
+        if self._limits.time_every_send or more or len(body) > PIECE:
+            await self._timed(message)
         else:
+            await self._send(message)
+
+    async def _timed(self, message: Message) -> None:
+        async with asyncio.timeout(self._limits.send_s):
             await self._send(message)

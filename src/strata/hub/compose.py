@@ -23,7 +23,8 @@ from strata.fleet.http.table import TABLE
 from strata.fleet.service import TICK_S, Fleet, FleetSettings
 from strata.fleet.streams import Streams
 from strata.http.body import Pace
-from strata.http.root import Root
+from strata.http.failures import Failures
+from strata.http.root import Root, RootLimits
 from strata.hub.certificates import ServerTls, write_private
 from strata.hub.copies import LOOK_S, Copier
 from strata.hub.outbound import Target
@@ -83,6 +84,7 @@ async def open_hub(settings: HubSettings, clock: Clock) -> AsyncIterator[Hub]:
             public_read=settings.public_read,
             manifest=settings.manifest,
             pace=Pace(grace_s=settings.body_grace_s),
+            limits=RootLimits(send_s=settings.send_s, failures=Failures(settings.max_failures)),
         )
         loops = _loops(settings, site, tables, tls)
         try:

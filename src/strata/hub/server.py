@@ -68,7 +68,7 @@ async def serve(hub: Hub, settings: HubSettings, clock: Clock, listener: socket.
 def _config(hub: Hub, settings: HubSettings) -> uvicorn.Config:
     return config(
         hub.app,
-        protocol(settings.header_s),
+        protocol(settings.header_s, send_s=settings.send_s),
         max_connections=settings.max_connections,
         drain_s=settings.drain_s,
         tls=None if hub.tls is None else hub.tls.context,

@@ -12,6 +12,8 @@ from strata.base.settings import Secret
 from strata.coord.settings import is_loopback
 from strata.fleet.artifacts.retention import Policy
 from strata.fleet.core.lease import LEASE_S
+from strata.http.failures import BURST
+from strata.http.root import SEND_S
 
 SECTION: Final = "hub"
 PORT: Final = 8443
@@ -73,6 +75,10 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long the head of a request may take to arrive."""
     body_grace_s: Positive = 20.0
     """How long the body of a request may take, if it is small; a large one has to keep up a modest pace."""
+    send_s: Positive = SEND_S
+    """How long a client may take for each piece of a reply."""
+    max_failures: Annotated[int, msgspec.Meta(ge=1)] = BURST
+    """Requests with credentials that are not good, from one address and at once, until it is told to slow down."""
     keep_free_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
     """Artifacts leave so much of the disk alone."""
     retention: Policy | None = None

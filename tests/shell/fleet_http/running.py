@@ -81,7 +81,8 @@ class Running:
 
 @asynccontextmanager
 async def running(data: Path, **settings: Any) -> AsyncIterator[Running]:
-    wanted = HubSettings(data=data, listen="127.0.0.1:0", drain_s=1, keep_free_bytes=0, **settings)
+    own: dict[str, Any] = {"drain_s": 1, "keep_free_bytes": 0, "max_failures": 1_000_000, **settings}
+    wanted = HubSettings(data=data, listen="127.0.0.1:0", **own)
     clock = SystemClock()
     async with open_hub(wanted, clock) as hub:
         with listen(wanted.listen) as listener:

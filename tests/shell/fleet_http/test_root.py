@@ -8,9 +8,8 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from strata.http import root
 from strata.http.errors import PLAIN
-from strata.http.root import NOBODY, FirstHeaders, Root
+from strata.http.root import NOBODY, FirstHeaders, Root, RootLimits
 from strata.identity.roles import Principal
 
 
@@ -39,10 +38,8 @@ async def test_a_defect_is_answered_in_the_form_of_every_error_and_tells_nothing
     ("more_body", "every", "ends"), [(True, False, True), (False, True, True), (False, False, False)]
 )
 async def test_a_client_that_takes_nothing_is_given_up_where_the_sending_is_timed(
-    monkeypatch: pytest.MonkeyPatch, more_body: bool, every: bool, ends: bool
+    more_body: bool, every: bool, ends: bool
 ) -> None:
-    monkeypatch.setattr(root, "SEND_S", 0.01)
-
     async def replies(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"x", "more_body": more_body})
@@ -55,7 +52,7 @@ async def test_a_client_that_takes_nothing_is_given_up_where_the_sending_is_time
             await asyncio.Event().wait()
 
     scope = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b"", "headers": []}
-    app = Root(replies, anybody, PLAIN, what="mill", time_every_send=every)
+    app = Root(replies, anybody, PLAIN, what="mill", limits=RootLimits(time_every_send=every, send_s=0.01))
     serving = asyncio.create_task(app(scope, receive, only_the_start))
     done, waiting = await asyncio.wait([serving], timeout=30 if ends else 0.3)
     for task in waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from strata.base.clock import SystemClock
+from strata.http.failures import Failures
 from strata.identity.enroll import make_key
 from strata.identity.roles import OPERATOR, Role
 from strata.train.api.app import application
@@ -67,7 +68,8 @@ class Reached:
 async def reach(settings: ServerSettings, answer_s: float = 10.0) -> AsyncIterator[Reached]:
     keys = await keys_in(settings)
     server = APIServer(settings, SystemClock(), answer_s=answer_s)
-    async with OrchestratorClient(settings) as orchestrator, server.open_site(orchestrator) as site:
+    async with OrchestratorClient(settings) as orchestrator, server.open_site(orchestrator) as opened:
+        site = replace(opened, failures=Failures(1_000_000))
         transport = httpx.ASGITransport(application(site, TABLE), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             yield Reached(http, keys, site)

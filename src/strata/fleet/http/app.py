@@ -20,7 +20,7 @@ PASSER_BY: Final = Principal(Kind.KEY, "", Role.VIEWER)
 
 
 def application(site: Site, table: Sequence[Endpoint]) -> Root:
-    return Root(router(site, table), _Door(site, table).identify, PLAIN, what="hub")
+    return Root(router(site, table), _Door(site, table).identify, PLAIN, what="hub", limits=site.limits)
 
 
 class _Door:

@@ -17,7 +17,9 @@ from strata.http.declare import Answer
 
 NEWEST: Final = "newest"
 HEARTBEAT_S: Final = 10.0
-"""A comment after so long without an event: proxies keep the connection, and a listener that was revoked is cut off."""
+"""A comment after so long without an event: proxies keep the connection."""
+CHECK_S: Final = 1.0
+"""How often a listener is asked for again by the clock: one that was revoked is cut off, however much there is."""
 MAX_LISTENERS: Final = 512
 _PAGE: Final = 256
 _encode: Final = msgspec.json.Encoder().encode
@@ -60,15 +62,21 @@ async def _stream(site: Site, call: Call, after: str, first: Sequence[Recorded],
     with site.feed.listening():
         yield b"retry: 1000\n\n"
         found = first
+        checked_s = said_s = site.clock.monotonic_s()
         while not site.stopping.is_set():
+            if site.clock.monotonic_s() - checked_s >= CHECK_S:
+                await call.welcome()
+                checked_s = site.clock.monotonic_s()
             if found:
                 yield b"".join(map(_frame, found))
-                after = found[-1].cursor
+                after, said_s = found[-1].cursor, site.clock.monotonic_s()
+            elif site.clock.monotonic_s() - said_s >= HEARTBEAT_S:
+                yield b": still here\n\n"
+                said_s = site.clock.monotonic_s()
             changed = site.feed.next()
             found = await site.feed.after(after, _PAGE, subject=subject)
-            if not found and not await either(changed, HEARTBEAT_S):
-                await call.welcome()
-                yield b": still here\n\n"
+            if not found:
+                await either(changed, CHECK_S)
 
 
 def _frame(recorded: Recorded) -> bytes:

@@ -15,6 +15,7 @@ from strata.fleet.http.watch import Attempts, Watch
 from strata.fleet.service import Fleet
 from strata.fleet.streams import Streams
 from strata.http.body import Pace
+from strata.http.root import RootLimits
 from strata.identity.authenticate import Authenticator
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment
@@ -46,6 +47,7 @@ class Site:
     manifest: Path | None = None
     """The file that `reload` applies."""
     pace: Pace = field(default_factory=Pace)
+    limits: RootLimits = field(default_factory=RootLimits)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     watch: Watch = field(default_factory=Watch)
     attempts: Attempts = field(default_factory=Attempts)

@@ -14,7 +14,7 @@ from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.http.declare import Endpoint
 from strata.http.errors import HttpRefusal
-from strata.http.root import NOBODY, FirstHeaders, Identify, Root, credentials, defect, exact
+from strata.http.root import NOBODY, FirstHeaders, Identify, Root, RootLimits, credentials, defect, exact
 from strata.identity.roles import Principal
 from strata.train.api import openapi
 from strata.train.api.errors import ERRORS
@@ -31,7 +31,8 @@ def application(site: Site, table: Sequence[Endpoint]) -> Root:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _defect)
     # A result is one piece and may be large: whoever asks for the next one without taking it is not waited for.
-    return Root(site.requests.counted(app, site.number), _door(site, table), ERRORS, what=_WHAT, time_every_send=True)
+    limits = RootLimits(time_every_send=True, failures=site.failures)
+    return Root(site.requests.counted(app, site.number), _door(site, table), ERRORS, what=_WHAT, limits=limits)
 
 
 def _door(site: Site, table: Sequence[Endpoint]) -> Identify:

@@ -14,6 +14,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.http.body import Pace
 from strata.http.budget import BodyBudget
+from strata.http.failures import Failures
 from strata.identity.authenticate import Authenticator
 from strata.identity.ports import IdentityStore
 from strata.identity.roles import Kind, Principal
@@ -49,6 +50,7 @@ class Site:
     signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Of addresses that live for minutes."""
     requests: Requests = field(default_factory=Requests)
+    failures: Failures = field(default_factory=Failures)
     bodies: BodyBudget = field(default_factory=BodyBudget)
     number: int = 0
     """Among the API servers of this machine."""

@@ -1,0 +1,266 @@
+"""What one caller may take of the hub: connections, memory, streams, and for how long after a revocation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from strata.base import log
+from strata.fleet import wire
+from strata.http.failures import Failures
+from strata.http.strangers import Strangers
+from tests.shell.fleet_http.running import Running, ok, refused, running
+
+Tries = Callable[[int], None]
+RESOURCES, REVOCATION, HTTP, WHO = "hub: resources", "hub: revocation", "hub: HTTP", "hub: who calls"
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path / "hub") as started:
+        yield started
+
+
+async def connect(site: Running, request: bytes = b"") -> Stream:
+    parts = urlsplit(site.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 16)
+    writer.write(request)
+    return reader, writer
+
+
+def request(path: str, client: httpx.AsyncClient | None = None) -> bytes:
+    lines = [f"GET {path} HTTP/1.1", "Host: x"]
+    if client is not None:
+        lines += [f"{name}: {value}" for name, value in client.headers.items() if name in _SHOWN]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+_SHOWN = ("authorization", "x-operator-token")
+
+
+@pytest.mark.attack(HTTP, "idle connections without credentials up to max_connections")
+async def test_idle_strangers_do_not_keep_others_out(tmp_path: Path, tries: Tries) -> None:
+    async with running(tmp_path / "hub", max_connections=100) as site:
+        operator = await site.operator()
+        assert (await operator.get("/v1/jobs")).status_code == 200
+        idle = []
+        for _ in range(150):
+            tries(1)
+            reader, writer = await connect(site, request("/v1/health"))
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                await reader.readuntil(b"}")
+            idle.append((reader, writer))
+        assert (await operator.get("/v1/jobs")).status_code == 200
+        fresh = await site.operator()
+        assert (await fresh.get("/v1/jobs")).status_code == 200
+        for _, writer in idle:
+            writer.close()
+
+
+@pytest.mark.attack(HTTP, "connections that send nothing at all, from one address")
+async def test_an_address_has_few_places_without_credentials(tries: Tries) -> None:
+    class Idle:
+        def __init__(self) -> None:
+            self.working = self.ended = False
+
+        def busy(self) -> bool:
+            return self.working
+
+        def abort(self) -> None:
+            self.ended = True
+
+    strangers = Strangers()
+    first = [Idle() for _ in range(64)]
+    assert all(strangers.add(each, "192.0.2.1", 200) for each in first)
+    elsewhere = Idle()
+    assert strangers.add(elsewhere, "192.0.2.2", 200)
+    first[0].working = True
+    another = Idle()
+    assert strangers.add(another, "192.0.2.1", 200)
+    assert [each.ended for each in first[:3]] == [False, True, False], "the oldest idle one gives way"
+    assert not elsewhere.ended
+    for each in (*first, another):
+        each.working = True
+    assert not strangers.add(Idle(), "192.0.2.1", 200), "nobody who is served gives way"
+    many = [Idle() for _ in range(500)]
+    for number, each in enumerate(many):
+        tries(1)
+        strangers.add(each, f"198.51.100.{number}", 200)
+    assert len(strangers) == 100, "half of the places are for those who are known"
+    for each in (*first, another, elsewhere, *many):
+        strangers.remove(each)
+    assert len(strangers) == 0
+
+
+@pytest.mark.attack(HTTP, "a connection without credentials that stays idle")
+async def test_who_is_unknown_may_be_idle_for_a_short_time_only(site: Running) -> None:
+    reader, writer = await connect(site, request("/v1/health"))
+    await reader.readuntil(b"}")
+    began_s = time.monotonic()
+    assert await asyncio.wait_for(reader.read(), 30) == b""
+    assert time.monotonic() - began_s < 20
+    writer.close()
+    known_reader, known_writer = await connect(site, request("/v1/caller", await site.operator()))
+    await known_reader.readuntil(b"}")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(known_reader.read(1), 7)
+    known_writer.close()
+
+
+async def stored_chunk(site: Running) -> str:
+    content = os.urandom(8 << 20)
+    digest = hashlib.sha256(content).hexdigest()
+    researcher = await site.with_role("researcher")
+    put = await researcher.put(f"/v1/chunk/{digest}", params={"size": len(content)}, content=content)
+    assert put.status_code == 204
+    return digest
+
+
+@pytest.mark.attack(HTTP, "readers that never read a chunk of 8 MiB")
+async def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path, tries: Tries) -> None:
+    async with running(tmp_path / "hub", send_s=0.5) as site:
+        viewer, digest = await site.with_role("viewer"), await stored_chunk(site)
+        open_before = connections(site)
+        slow = []
+        for _ in range(20):
+            tries(1)
+            reader, writer = await connect(site, request(f"/v1/chunk/{digest}", viewer))
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            slow.append((reader, writer))
+        async with asyncio.timeout(60):
+            while connections(site) > open_before:
+                await asyncio.sleep(0.05)
+        assert (await viewer.get(f"/v1/chunk/{digest}")).status_code == 200
+        for _, writer in slow:
+            writer.close()
+
+
+def connections(site: Running) -> int:
+    """Of the hub, in the kernel's list: those that it has not closed."""
+    port = urlsplit(site.url).port
+    listed = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(1 for line in listed if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "01")
+
+
+@pytest.mark.attack(HTTP, "small replies that are asked for again and again and never read")
+async def test_replies_that_pile_up_are_cut_off(tmp_path: Path) -> None:
+    async with running(tmp_path / "hub", send_s=0.5) as site:
+        viewer = await site.with_role("viewer")
+        before = connections(site)
+        _, writer = await connect(site)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        wanted = request("/v1/openapi.json", viewer)
+        async with asyncio.timeout(60):
+            for _ in range(200):
+                writer.write(wanted)
+                await asyncio.sleep(0.01)
+            while connections(site) > before:
+                await asyncio.sleep(0.05)
+        writer.close()
+
+
+@pytest.mark.attack(REVOCATION, "event stream of a revoked key in a busy fleet")
+async def test_the_stream_of_a_revoked_key_ends_however_much_there_is_to_tell(site: Running) -> None:
+    operator, viewer = await site.operator(), await site.with_role("viewer")
+    key_id = viewer.headers["Authorization"].split("-")[1]
+    ended = asyncio.Event()
+
+    async def listen() -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            async with viewer.stream("GET", "/v1/events", headers={"Accept": "text/event-stream"}) as stream:
+                async for _ in stream.aiter_bytes():
+                    pass
+        ended.set()
+
+    async def be_busy() -> None:
+        for number in range(10_000):
+            await operator.post("/v1/invites", json={"pool": f"p{number}"})
+
+    listening, busy = asyncio.create_task(listen()), asyncio.create_task(be_busy())
+    async with asyncio.timeout(30):
+        while site.hub.site.feed.listeners == 0:
+            await asyncio.sleep(0.01)
+        assert (await operator.post(f"/v1/key/{key_id}/revoke")).status_code == 204
+        revoked_s = time.monotonic()
+        await ended.wait()
+    assert time.monotonic() - revoked_s < 10
+    busy.cancel()
+    await asyncio.wait([busy, listening])
+
+
+@pytest.mark.attack(REVOCATION, "long poll of a key that is revoked meanwhile")
+async def test_a_poll_of_a_revoked_key_is_told_nothing(site: Running) -> None:
+    operator, viewer = await site.operator(), await site.with_role("viewer")
+    key_id = viewer.headers["Authorization"].split("-")[1]
+    newest = ok(await viewer.get("/v1/events", params={"after": "newest"}), wire.EventsReply).cursor
+    polling = asyncio.create_task(viewer.get("/v1/events", params={"after": newest, "wait_s": 20}))
+    await asyncio.sleep(0.2)
+    assert (await operator.post(f"/v1/key/{key_id}/revoke")).status_code == 204
+    assert refused(await polling) == (401, "unauthenticated")
+
+
+@pytest.mark.attack(REVOCATION, "the next request of a revoked key")
+async def test_a_revoked_key_is_refused_at_once(site: Running) -> None:
+    viewer = await site.with_role("viewer")
+    assert (await viewer.get("/v1/jobs")).status_code == 200
+    key_id = viewer.headers["Authorization"].split("-")[1]
+    assert (await (await site.operator()).post(f"/v1/key/{key_id}/revoke")).status_code == 204
+    assert refused(await viewer.get("/v1/jobs")) == (401, "unauthenticated")
+
+
+@pytest.mark.attack(RESOURCES, "150 event streams of one viewer")
+async def test_many_streams_of_one_viewer_leave_the_hub_to_others(site: Running, tries: Tries) -> None:
+    viewer, operator = await site.with_role("viewer"), await site.operator()
+    streams = []
+    wanted = request("/v1/events", viewer).replace(b"\r\n\r\n", b"\r\nAccept: text/event-stream\r\n\r\n")
+    for _ in range(150):
+        tries(1)
+        streams.append(await connect(site, wanted))
+    for reader, _ in streams:
+        await reader.readuntil(b"retry: 1000")
+    assert (await operator.get("/v1/jobs")).status_code == 200
+    for _, writer in streams:
+        writer.close()
+
+
+@pytest.mark.attack(WHO, "thousands of wrong tokens from one client")
+async def test_wrong_credentials_are_slowed_down(tmp_path: Path, tries: Tries) -> None:
+    async with running(tmp_path / "hub", max_failures=20) as site:
+        stranger = await site.client(Authorization="Bearer tml-0123456789ab-" + "0" * 40)
+        statuses = []
+        for _ in range(60):
+            tries(1)
+            statuses.append((await stranger.get("/v1/jobs")).status_code)
+        assert statuses[:20] == [401] * 20
+        assert set(statuses[45:]) == {429}
+        assert (await (await site.operator()).get("/v1/jobs")).status_code == 200, "good credentials are not locked out"
+
+
+@pytest.mark.attack(WHO, "guesses that leave no trace")
+def test_failed_credentials_are_told_once_a_second_with_their_address(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    log.configure("json", "info")
+    failures = Failures(5, 1.0, monotonic_s=lambda: now[0])
+    over = [failures.note("192.0.2.7", "GET", "/v1/jobs", "unknown") for _ in range(8)]
+    assert over == [False] * 5 + [True] * 3
+    assert not failures.note("192.0.2.8", "GET", "/v1/jobs", "unknown"), "another address has its own count"
+    now[0] = 100.0
+    assert not failures.note("192.0.2.7", "GET", "/v1/jobs", "unknown")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    told = [(each["event"], each["address"], each["more"]) for each in lines]
+    assert told == [
+        ("authentication_failed", "192.0.2.7", 0),
+        ("authentication_failed", "192.0.2.8", 0),
+        ("authentication_failed", "192.0.2.7", 7),
+    ]
