@@ -43,6 +43,8 @@ async def _page(site: Site, call: Call, after: str, query: wire.EventsQuery) -> 
     found = await site.feed.after(after, query.limit, subject=query.subject)
     if not found and query.wait_s:
         found = await patiently(call, site.stopping, _wait(site, after, query))
+        # It may have taken a minute: what a revoked caller waited for is not told any more.
+        await call.welcome()
     cursor = found[-1].cursor if found else after
     return wire.EventsReply(events=tuple(map(_event, found)), cursor=cursor)
 

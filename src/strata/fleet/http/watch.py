@@ -26,10 +26,7 @@ async def patiently(call: Call, stopping: asyncio.Event, work: Coroutine[Any, An
     try:
         await asyncio.wait([doing, *others], return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
-            result = doing.result()
-            # It may have taken a minute: what a revoked caller waited for is not told any more.
-            await call.welcome()
-            return result
+            return doing.result()
         if others[0].done():
             raise ClientDisconnect
         raise StrataError(Code.UNAVAILABLE, "this hub is stopping", hint="send the same request again")
