@@ -162,6 +162,8 @@ class HostRow:
     """From `host_beat`; heartbeats touch nothing else."""
     agent_version: str = ""
     pool: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of its invitation; those of its agent's settings are in `capability`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,13 +88,14 @@ class PostgresStore:
         async with self._connections.transaction() as connection:
             select = "SELECT capability, state FROM host WHERE id = %s FOR UPDATE"
             before = await (await connection.execute(select, (host.id,))).fetchone()
-            capability = encode(host.capability)
+            capability, labels = encode(host.capability), encode(dict(host.labels))
             await connection.execute(
-                "INSERT INTO host (id, name, capability, registered_at, state, state_reason, agent_version, pool)"
-                " VALUES (%s, %s, %s, %s, 'active', '', %s, %s) ON CONFLICT (id) DO UPDATE SET"
+                "INSERT INTO host (id, name, capability, registered_at, state, state_reason, agent_version, pool,"
+                " labels) VALUES (%s, %s, %s, %s, 'active', '', %s, %s, %s) ON CONFLICT (id) DO UPDATE SET"
                 " name = excluded.name, capability = excluded.capability, agent_version = excluded.agent_version,"
-                " pool = excluded.pool, state = CASE host.state WHEN 'left' THEN 'active' ELSE host.state END",
-                (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool),
+                " pool = excluded.pool, labels = excluded.labels,"
+                " state = CASE host.state WHEN 'left' THEN 'active' ELSE host.state END",
+                (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool, labels),
             )
             await _beat(connection, {host.id: host.registered_at_s})
             if before is None or before[0] != capability or before[1] == "left":

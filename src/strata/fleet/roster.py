@@ -82,7 +82,7 @@ class Roster:
         known = self._profiles.get(host.id)
         if known is None or known[0] is not host:
             policy = self._policies.get(host.name)
-            known = (host, profile(host.capability, policy or HostSpec(name=host.name)))
+            known = (host, profile(host.capability, policy or HostSpec(name=host.name), host.labels))
             self._profiles[host.id] = known
         return known[1]
 

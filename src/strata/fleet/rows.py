@@ -24,7 +24,7 @@ ATTEMPT: Final = (
     "job_id, number, epoch, host_id, claimed_at, started_at, ended_at, outcome, cause, error, artifact, checkpoint,"
     " facts, trainer_digest"
 )
-HOST: Final = "id, name, capability, registered_at, state, state_reason, coalesce(seen, 0), agent_version, pool"
+HOST: Final = "id, name, capability, registered_at, state, state_reason, coalesce(seen, 0), agent_version, pool, labels"
 
 PRESENT: Final = "spec, status, declared, trainer_digest"
 POLICIES: Final = "SELECT host, spec, project FROM policy"
@@ -35,6 +35,7 @@ decode_spec: Final = msgspec.json.Decoder(JobSpec).decode
 decode_trainer: Final = msgspec.json.Decoder(TrainerSpec).decode
 _policy: Final = msgspec.json.Decoder(HostSpec).decode
 _capability: Final = msgspec.json.Decoder(Capability).decode
+_labels: Final = msgspec.json.Decoder(dict[str, str]).decode
 _facts: Final = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -114,7 +115,7 @@ def trainer_of(rows: Sequence[Sequence[Any]], digest: str) -> TrainerSpec:
 
 
 def host_of(row: Sequence[Any]) -> HostRow:
-    id_, name, capability, registered, state, state_reason, seen, agent_version, pool = row
+    id_, name, capability, registered, state, state_reason, seen, agent_version, pool, labels = row
     return HostRow(
         id=id_,
         name=name,
@@ -125,6 +126,7 @@ def host_of(row: Sequence[Any]) -> HostRow:
         seen_at_s=seen,
         agent_version=agent_version,
         pool=pool,
+        labels=_labels(labels),
     )
 
 

@@ -80,13 +80,14 @@ class SqliteStore:
     async def register_host(self, host: HostRow, actor: str) -> HostRow:
         def register(db: sqlite3.Connection) -> HostRow:
             before = db.execute("SELECT capability, state FROM host WHERE id = ?", (host.id,)).fetchone()
-            capability = encode(host.capability)
+            capability, labels = encode(host.capability), encode(dict(host.labels))
             db.execute(
-                "INSERT INTO host (id, name, capability, registered_at, state, state_reason, agent_version, pool)"
-                " VALUES (?, ?, ?, ?, 'active', '', ?, ?) ON CONFLICT (id) DO UPDATE SET"
+                "INSERT INTO host (id, name, capability, registered_at, state, state_reason, agent_version, pool,"
+                " labels) VALUES (?, ?, ?, ?, 'active', '', ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
                 " name = excluded.name, capability = excluded.capability, agent_version = excluded.agent_version,"
-                " pool = excluded.pool, state = CASE state WHEN 'left' THEN 'active' ELSE state END",
-                (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool),
+                " pool = excluded.pool, labels = excluded.labels,"
+                " state = CASE state WHEN 'left' THEN 'active' ELSE state END",
+                (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool, labels),
             )
             _beat(db, {host.id: host.registered_at_s})
             if before is None or before[0] != capability or before[1] == "left":

@@ -296,6 +296,8 @@ class Host(Reply, frozen=True, kw_only=True):
     state: HostState
     state_reason: str = ""
     capability: Capability
+    labels: dict[str, str] = {}
+    """Of its invitation; those of its agent's settings are in `capability`, and count for wishes only."""
     pool: str = ""
     agent_version: str = ""
     registered_at_s: float
@@ -419,6 +421,11 @@ class Made(Reply, frozen=True, kw_only=True):
     lineage: Lineage
     pinned: str = ""
     removed_at_s: float | None = None
+    by: str = ""
+    """Who committed it: `host:…` for an attempt, `key:…` for a person."""
+    project: str = ""
+    trainer_digest: str = ""
+    """Of the attempt that made it."""
 
 
 class MadeReply(Reply, frozen=True, kw_only=True):
@@ -477,6 +484,8 @@ class PinRequest(Message, frozen=True, kw_only=True):
 
 
 class InviteRequest(Message, frozen=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """The only name it may be used for; empty: the host chooses one that is free."""
     pool: Word = ""
     labels: Annotated[tuple[Word, ...], msgspec.Meta(max_length=64)] = ()
     valid_s: Annotated[float, msgspec.Meta(gt=0, le=30 * 86_400)] = 1800.0
@@ -493,6 +502,7 @@ class Invited(Reply, frozen=True, kw_only=True):
     id: str
     made_at_s: float
     expires_at_s: float
+    name: str = ""
     pool: str = ""
     labels: tuple[str, ...] = ()
     used: bool = False

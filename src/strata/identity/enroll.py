@@ -40,11 +40,20 @@ class Enrollment:
         self._ids = Ids(clock)
 
     async def invite(
-        self, by: Principal, *, pool: str = "", labels: tuple[str, ...] = (), valid_s: float = INVITE_S
+        self,
+        by: Principal,
+        *,
+        name: str = "",
+        pool: str = "",
+        labels: tuple[str, ...] = (),
+        valid_s: float = INVITE_S,
     ) -> JoinToken:
         by.need(Role.OPERATOR)
+        if name:
+            _check_name(name)
         secret, id_, now_s = new_secret(), new_id(), self._clock.wall_s()
-        await self._store.add_invite(Invite(id_, hash_secret(secret), now_s, now_s + valid_s, pool, labels), by.actor)
+        invite = Invite(id_, hash_secret(secret), now_s, now_s + valid_s, pool, labels, name=name)
+        await self._store.add_invite(invite, by.actor)
         return JoinToken(self._authority.pin, id_, secret)
 
     async def join(self, invite_id: str, secret: Secret, name: str, request_pem: bytes) -> Enrolled:
@@ -68,12 +77,7 @@ class Enrollment:
         return await self._store.add_host(host, "hub"), spell_host_secret(host.id, secret)
 
     def _host(self, name: str, public_key: str, secret: Secret | None = None) -> HostIdentity:
-        if not _NAME.fullmatch(name):
-            raise StrataError(
-                Code.INVALID,
-                f"{name[:80]!r} cannot be the name of a host",
-                hint="letters, digits, dot, dash; at most 64",
-            )
+        _check_name(name)
         secret_hash = "" if secret is None else hash_secret(secret)
         return HostIdentity(self._ids.new("host"), name, public_key, self._clock.wall_s(), secret_hash=secret_hash)
 
@@ -82,6 +86,13 @@ class Enrollment:
         # Recorded before it is handed out: a revoked host gets none.
         await self._store.certified(host_id, issued.until_s, actor, self._clock.wall_s())
         return issued
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise StrataError(
+            Code.INVALID, f"{name[:80]!r} cannot be the name of a host", hint="letters, digits, dot, dash; at most 64"
+        )
 
 
 async def make_key(

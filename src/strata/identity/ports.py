@@ -34,6 +34,8 @@ class Invite:
     used_by: str = ""
     """Digest of the public key that used it: the same host may ask again when a reply was lost, another may not."""
     revoked_at_s: float | None = None
+    name: str = ""
+    """The only host it is for; empty: any name that is free."""
 
 
 @dataclass(frozen=True, slots=True)

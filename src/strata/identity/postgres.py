@@ -32,6 +32,7 @@ COMPONENT: Final = Component(
         );
         CREATE UNIQUE INDEX identity_host_name ON identity_host (name) WHERE revoked_at IS NULL;
         """,
+        "ALTER TABLE identity_invite ADD COLUMN name text NOT NULL DEFAULT ''",
     ),
 )
 _ENROLL_LOCK: Final = 0x5354_5241_5441_0003
@@ -61,7 +62,7 @@ class PostgresIdentity:
 
     async def add_invite(self, invite: Invite, actor: str) -> None:
         async with self._connections.transaction() as connection:
-            insert = f"INSERT INTO identity_invite ({rows.INVITE}) VALUES (%s, %s, %s, %s, %s, %s, %s, %s)"
+            insert = f"INSERT INTO identity_invite ({rows.INVITE}) VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s)"
             await connection.execute(insert, rows.invite_row(invite))
             record = rows.event(invite.made_at_s, actor, "invite.made", invite.id, pool=invite.pool)
             await record_postgres(connection, [record])
@@ -76,7 +77,7 @@ class PostgresIdentity:
         async with self._connections.transaction() as connection:
             row = await _one(connection, "identity_invite", rows.INVITE, invite_id)
             found = None if row is None else rows.invite_of(row)
-            invite = rows.check_invite(found, secret_hash, host.public_key, now_s)
+            invite = rows.check_invite(found, secret_hash, host, now_s)
             wanted = replace(host, pool=invite.pool, labels=invite.labels)
             settled = await _add_host(connection, wanted, f"invite:{invite_id}", invite)
             await connection.execute(

@@ -14,7 +14,7 @@ from strata.identity.roles import Role
 from strata.identity.tokens import same_hash
 
 KEY: Final = "id, name, role, secret_hash, made_at, expires_at, revoked_at"
-INVITE: Final = "id, secret_hash, made_at, expires_at, pool, labels, used_by, revoked_at"
+INVITE: Final = "id, secret_hash, made_at, expires_at, pool, labels, used_by, revoked_at, name"
 HOST: Final = (
     "id, name, public_key, enrolled_at, pool, labels, secret_hash, certificate_until, revoked_at, revoked_because"
 )
@@ -44,6 +44,7 @@ def invite_row(invite: Invite) -> tuple[Any, ...]:
         json.dumps(invite.labels),
         invite.used_by,
         invite.revoked_at_s,
+        invite.name,
     )
 
 
@@ -60,11 +61,15 @@ def event(at_s: float, actor: str, kind: str, subject: str, **body: Any) -> Even
     return Event(at_s, actor, kind, subject, body)
 
 
-def check_invite(invite: Invite | None, secret_hash: str, public_key: str, now_s: float) -> Invite:
-    """The invite, if this secret and this key may use it now. A wrong secret learns no more than an unknown id."""
+def check_invite(invite: Invite | None, secret_hash: str, host: HostIdentity, now_s: float) -> Invite:
+    """The invite, if this secret and this host may use it now. A wrong secret learns no more than an unknown id."""
     if invite is None or not same_hash(invite.secret_hash, secret_hash):
         raise StrataError(Code.FORBIDDEN, "the join token is not known here", hint="ask for a new one: strata invite")
-    if invite.used_by == public_key:
+    if invite.name and invite.name != host.name:
+        raise StrataError(
+            Code.FORBIDDEN, f"the join token is for the host {invite.name}", hint=f"join with --name {invite.name}"
+        )
+    if invite.used_by == host.public_key:
         return invite
     if invite.used_by:
         raise StrataError(Code.FORBIDDEN, "the join token has been used", hint="each token enrolls one host")

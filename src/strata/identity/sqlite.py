@@ -32,6 +32,7 @@ COMPONENT: Final = Component(
         ) WITHOUT ROWID, STRICT;
         CREATE UNIQUE INDEX identity_host_name ON identity_host (name) WHERE revoked_at IS NULL;
         """,
+        "ALTER TABLE identity_invite ADD COLUMN name TEXT NOT NULL DEFAULT ''",
     ),
 )
 
@@ -60,7 +61,7 @@ class SqliteIdentity:
 
     async def add_invite(self, invite: Invite, actor: str) -> None:
         def add(db: sqlite3.Connection) -> None:
-            columns = f"INSERT INTO identity_invite ({rows.INVITE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+            columns = f"INSERT INTO identity_invite ({rows.INVITE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
             db.execute(columns, rows.invite_row(invite))
             record_sqlite(db, [rows.event(invite.made_at_s, actor, "invite.made", invite.id, pool=invite.pool)])
 
@@ -76,7 +77,7 @@ class SqliteIdentity:
         def take(db: sqlite3.Connection) -> HostIdentity:
             row = _one(db, "identity_invite", rows.INVITE, invite_id)
             found = None if row is None else rows.invite_of(row)
-            invite = rows.check_invite(found, secret_hash, host.public_key, now_s)
+            invite = rows.check_invite(found, secret_hash, host, now_s)
             wanted = replace(host, pool=invite.pool, labels=invite.labels)
             settled = _add_host(db, wanted, f"invite:{invite_id}", invite)
             db.execute("UPDATE identity_invite SET used_by = ? WHERE id = ?", (host.public_key, invite_id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
@@ -15,12 +16,15 @@ from strata.base.errors import StrataError
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, File, Kind, Lineage, Manifest
 from strata.fleet.artifacts.ports import ChunkStore, Committed, Index
 from strata.fleet.artifacts.service import Artifacts, once
-from strata.fleet.ports import Hold, Store
-from tests.conformance.fleet.fleet import marker
+from strata.fleet.ports import Completion, Hold, Store
+from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, marker
 from tests.support.feed import told_before
 
 OWNER = "host_a"
 RESULT = Lineage(kind=Kind.RESULT, model="gbt", mode="oracle")
+
+
+_jobs = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,17 @@ async def upload(
 ) -> Committed:
     manifest = await send(place, files)
     return await place.artifacts.commit(manifest, lineage, f"host:{OWNER}", hold=hold)
+
+
+async def complete(place: Place, files: Mapping[str, bytes], lineage: Lineage = RESULT) -> Committed:
+    """The result of a job of its own, which it completes."""
+    number = next(_jobs)
+    await add_host(place.fleet)
+    await add(place.fleet, job("m", seed=number))
+    (lease,) = await claim(place.fleet, claim_id=f"complete-{number}")
+    done = await upload(place, files, lineage, hold(lease))
+    await place.fleet.complete(hold(lease), Completion(artifact=done.artifact_id), 1.0)
+    return done
 
 
 async def content_of(place: Place, artifact_id: str) -> dict[str, bytes]:

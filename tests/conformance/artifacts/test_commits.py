@@ -18,6 +18,7 @@ from tests.conformance.artifacts.making import (
     RESULT,
     Place,
     chunk_of,
+    complete,
     content_of,
     kinds,
     manifest_of,
@@ -122,12 +123,14 @@ async def test_an_attempt_commits_while_it_is_alive_and_is_stale_afterwards(plac
 async def test_the_latest_and_the_best_are_found_by_model_and_mode(place: Place) -> None:
     figures = {"a": 0.5, "b": 0.9, "c": 0.7}
     done = {
-        name: await upload(
+        name: await complete(
             place, {"f": name.encode()}, Lineage(kind=Kind.RESULT, model="gbt", mode="oracle", metrics={"auc": auc})
         )
         for name, auc in figures.items()
     }
-    await upload(place, {"f": b"other"}, Lineage(kind=Kind.RESULT, model="mlp", metrics={"auc": 1.0}))
+    await complete(place, {"f": b"other"}, Lineage(kind=Kind.RESULT, model="mlp", metrics={"auc": 1.0}))
+    # Uploaded, but no job was completed with it.
+    await upload(place, {"f": b"claimed"}, msgspec.structs.replace(RESULT, metrics={"auc": 1.0}))
     await upload(place, {"f": b"kept"}, Lineage(kind=Kind.CHECKPOINT, model="gbt", metrics={"auc": 1.0}))
     assert (await lookup.latest(place.index, "gbt")).artifact_id == done["c"].artifact_id
     assert (await lookup.best(place.index, "gbt", "auc", "oracle")).artifact_id == done["b"].artifact_id
@@ -136,6 +139,24 @@ async def test_the_latest_and_the_best_are_found_by_model_and_mode(place: Place)
         assert (await refusal(unknown)).code is Code.NOT_FOUND
     await place.artifacts.remove(done["b"].artifact_id, "bad", "operator")
     assert (await lookup.best(place.index, "gbt", "auc", "oracle")).artifact_id == done["c"].artifact_id
+
+
+async def test_a_result_is_one_only_while_its_job_is_completed_with_it(place: Place) -> None:
+    await add_host(place.fleet)
+    await add(place.fleet, job("gbt"))
+    (lease,) = await claim(place.fleet)
+    scored = msgspec.structs.replace(RESULT, metrics={"auc": 1.0})
+    done = await upload(place, {"f": b"1"}, scored, hold(lease))
+    checkpoint = msgspec.structs.replace(RESULT, kind=Kind.CHECKPOINT)
+    await upload(place, {"f": b"2"}, checkpoint)
+    for early in (lookup.latest(place.index, "gbt"), lookup.best(place.index, "gbt", "auc")):
+        assert (await refusal(early)).code is Code.NOT_FOUND
+    assert (await refusal(lookup.latest(place.index, "gbt", kind=Kind.CHECKPOINT))).code is Code.NOT_FOUND
+    await place.fleet.complete(hold(lease), Completion(artifact=done.artifact_id), 1.0)
+    found = await lookup.latest(place.index, "gbt")
+    assert (found.artifact_id, found.by, found.project) == (done.artifact_id, "host:host_a", "default")
+    await place.fleet.requeue(lease.job_id, "operator", 2.0)
+    assert (await refusal(lookup.latest(place.index, "gbt"))).code is Code.NOT_FOUND
 
 
 async def test_lineage_is_walked_to_its_roots_even_through_what_was_removed(place: Place) -> None:

@@ -23,6 +23,7 @@ from tests.conformance.artifacts.making import (
     Place,
     broken_off,
     chunk_of,
+    complete,
     content_of,
     in_pieces,
     kinds,
@@ -170,9 +171,10 @@ async def test_the_bundle_is_the_same_bytes_each_time_and_what_tar_expects(place
 
 
 async def test_the_index_of_the_export_leads_to_every_result(place: Place) -> None:
-    done = await upload(place, FILES, Lineage(kind=Kind.RESULT, model="gbt", mode="oracle", metrics={"auc": 0.5}))
+    done = await complete(place, FILES, Lineage(kind=Kind.RESULT, model="gbt", mode="oracle", metrics={"auc": 0.5}))
+    await upload(place, {"f": b"uploaded, no job has it"})
     await upload(place, {"f": b"c"}, Lineage(kind=Kind.CHECKPOINT, model="gbt"))
-    odd = await upload(place, {"f": b"1"}, Lineage(kind=Kind.RESULT, model="../../etc", mode="a/b"))
+    odd = await complete(place, {"f": b"1"}, Lineage(kind=Kind.RESULT, model="../../etc", mode="a/b"))
     lines = (await collected(export.index_lines(place.artifacts))).splitlines()
     paths = {row["artifact"]: row["path"] for row in map(msgspec.json.decode, lines)}
     hexed = done.artifact_id.removeprefix("artifact1_")

@@ -68,6 +68,15 @@ async def test_an_invitation_enrolls_one_host_with_its_pool_and_labels(
     ]
 
 
+async def test_an_invitation_with_a_name_is_good_for_that_name_only(store: IdentityStore) -> None:
+    named = replace(INVITE, name="desk")
+    await store.add_invite(named, "operator")
+    assert await store.invites() == [named]
+    refused = await refusal(store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1001.0))
+    assert (refused.code, refused.message) == (Code.FORBIDDEN, "the join token is for the host desk")
+    assert (await store.enroll(INVITE.id, INVITE.secret_hash, replace(HOST, name="desk"), 1001.0)).name == "desk"
+
+
 async def test_a_lost_reply_is_repeated_and_another_key_is_refused(store: IdentityStore) -> None:
     await store.add_invite(INVITE, "operator")
     first = await store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1001.0)

@@ -234,3 +234,15 @@ def test_a_job_that_waits_always_has_an_obstacle_or_a_free_host(
     hosts = [HostState(profile=profile(each), online=online, free_slots=free) for each, online, free in fleet]
     answer = why(question(RequirementClass("mlp", "a", asked)), hosts, now_s=0)
     assert answer.obstacles or "could take it now" in answer.headline
+
+
+def test_a_required_label_is_one_that_an_operator_gave_the_host() -> None:
+    said = Capability(hostname="pi", labels={"room": "vault"})
+    needed = asking(require_labels={"room": "vault"}, prefer_labels={"room": "vault"})
+    alone = profile(said)
+    (reason,) = eligible(needed, alone).reasons
+    assert (reason.constraint, reason.has) == ("require_labels.room", "only its agent's word for it")
+    assert score(needed, alone) == 1.0, "a wish may follow the host's own word"
+    assert eligible(needed, profile(said, granted={"room": "vault"})).eligible
+    assert eligible(needed, profile(said, HostSpec(name="pi", labels={"room": "vault"}))).eligible
+    assert not eligible(needed, profile(said, granted={"room": "cellar"})).eligible

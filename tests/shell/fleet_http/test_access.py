@@ -82,18 +82,36 @@ REQUIRED = {
     ("PUT", "/v1/model/{id}"): "host",
     ("GET", "/v1/jobs"): "viewer or host",
     ("GET", "/v1/workers"): "viewer or host",
-    ("POST", "/v1/job/{id}/cancel"): "operator",
-    ("POST", "/v1/job/{id}/requeue"): "operator",
+    ("POST", "/v1/job/{id}/cancel"): "researcher",
+    ("POST", "/v1/job/{id}/requeue"): "researcher",
     ("POST", "/v1/manifest/reload"): "operator",
     ("GET", "/v1/health"): "anybody",
 }
-"""The interface that was asked for, and who may call it; the lists are for anybody who is known."""
+"""The interface that was asked for, and who may call it; the lists are for anybody who is known. A researcher cancels
+and requeues only what she submitted: `test_a_researcher_ends_only_her_own_jobs`."""
 
 
 def test_the_routes_that_were_asked_for_are_open_to_whom_they_were_meant_for() -> None:
     assert {(each.method, each.path): str(each.need) for each in TABLE if (each.method, each.path) in REQUIRED} == (
         REQUIRED
     )
+
+
+async def test_a_researcher_ends_only_her_own_jobs(site: Running) -> None:
+    hers, other = await site.with_role("researcher"), await site.with_role("researcher")
+    operator = await site.operator()
+    trainer = {"name": "t", "command": ["true"], "bundle": "0" * 64}
+    body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
+    job = ok(await hers.post("/v1/jobs", json=body), wire.SubmitReply).job
+    key_id = hers.headers["Authorization"].split("-")[1]
+    assert job.submitted_by == f"key:{key_id}"
+    for path in (f"/v1/job/{job.id}/cancel", f"/v1/job/{job.id}/requeue"):
+        assert refused(await other.post(path)) == (403, "forbidden")
+        assert ok(await hers.post(path), wire.Job).submitted_by == f"key:{key_id}"
+    text = '[trainers.t]\ncommand = ["true"]\nbundle = "' + "0" * 64 + '"\n[[jobs]]\nmodel = "m"\ntrainer = "t"\n'
+    ok(await operator.post("/v1/manifest", json={"text": text}), wire.ManifestReply)
+    assert refused(await hers.post(f"/v1/job/{job.id}/cancel", json={})) == (403, "forbidden")
+    assert ok(await operator.post(f"/v1/job/{job.id}/cancel", json={}), wire.Job).status == "cancelled"
 
 
 async def test_every_route_for_people_refuses_a_host(site: Running) -> None:

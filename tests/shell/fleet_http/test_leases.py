@@ -38,6 +38,7 @@ async def test_a_job_goes_from_a_claim_to_its_result(site: Running) -> None:
     assert (await viewer.get(f"/v1/model/{sha}")).content == blob
     (made,) = ok(await viewer.get("/v1/artifacts", params={"model": "gbt"}), wire.MadeReply).artifacts
     assert (made.artifact_id, made.lineage.job_id, made.lineage.host_id) == (artifact, job_id, host.id)
+    assert (made.by, made.project) == (f"host:{host.id}", "default")
 
 
 async def test_a_claim_that_waits_is_answered_when_a_job_comes(site: Running) -> None:
@@ -165,7 +166,7 @@ async def test_the_list_of_jobs_is_paged_and_filtered(site: Running) -> None:
     assert ok(await viewer.get("/v1/jobs", params={"status": "failed"}), wire.JobsReply).jobs == ()
 
 
-async def test_labels_of_the_invitation_count_more_than_what_a_host_says(site: Running) -> None:
+async def test_labels_of_the_invitation_are_kept_apart_from_what_a_host_says(site: Running) -> None:
     from strata.identity.ports import HostIdentity
 
     identity = HostIdentity("host_x", "x", "k", 0.0, labels=("rack=b4", "gpu"), pool="lab")
@@ -178,7 +179,8 @@ async def test_labels_of_the_invitation_count_more_than_what_a_host_says(site: R
     call: Any = Call(Principal(Kind.HOST, "host_x", None), {}, None, None, None)  # type: ignore[arg-type]
     await register(site.hub.site, call, body)
     (row,) = [host for host in await site.hub.site.fleet.hosts() if host.id == "host_x"]
-    assert row.capability.labels == {"rack": "b4", "gpu": "true", "own": "1"}
+    assert row.labels == {"rack": "b4", "gpu": "true"}
+    assert row.capability.labels == {"rack": "z9", "own": "1"}
     assert (row.name, row.pool) == ("x", "lab")
 
 

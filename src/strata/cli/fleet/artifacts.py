@@ -24,6 +24,9 @@ _LIST: Final = (
     Column("metrics", cut=38),
     Column("job_id", wide=True),
     Column("attempt", wide=True, number=True),
+    Column("by", wide=True),
+    Column("project", wide=True),
+    Column("trainer", wide=True),
     Column("path", wide=True),
 )
 
@@ -92,6 +95,9 @@ def artifact_row(made: wire.Made) -> dict[str, Any]:
         "code": lineage.code or None,
         "parents": list(lineage.parents),
         "pinned": made.pinned or None,
+        "by": made.by or None,
+        "project": made.project or None,
+        "trainer": made.trainer_digest or None,
         "committed_at_s": made.committed_at_s,
     }
 
@@ -108,6 +114,7 @@ def _shown(made: wire.Made, metric: str, now_s: float) -> dict[str, Any]:
         "size": size_of(made.size),
         "age": span(now_s - made.committed_at_s),
         "metrics": metrics or None,
+        "trainer": short(made.trainer_digest) if made.trainer_digest else None,
         "path": f"{name}/{digest}/bundle.tar.zst" if lineage.model else None,
     }
 

@@ -25,19 +25,22 @@ _state: Final = click.option("--state", metavar="FOLDER", help="Of the agent; ~/
 
 
 @click.command()
+@click.option("--name", default="", metavar="NAME", help="Good for a host of this name only; else it chooses one.")
 @click.option("--pool", default="", metavar="NAME", help="The pool the host will be in.")
 @click.option("--label", "labels", multiple=True, metavar="LABEL", help="A label it will have; may be repeated.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True, max=43_200), default=30.0, show_default=True)
 @hub_option
 @output_option
-def invite(pool: str, labels: tuple[str, ...], minutes: float, context: str | None, output: Format) -> None:
+def invite(
+    *, name: str, pool: str, labels: tuple[str, ...], minutes: float, context: str | None, output: Format
+) -> None:
     """Make a join token for one host, and print what to run there."""
     from strata.sdk.fleet import client_settings, current_context
 
     with asking(context) as client:
         from strata.fleet import wire
 
-        body = wire.InviteRequest(pool=pool, labels=labels, valid_s=minutes * 60)
+        body = wire.InviteRequest(name=name, pool=pool, labels=labels, valid_s=minutes * 60)
         made = client.call("POST", "/v1/invites", wire.InviteReply, body=body)
         url = current_context(client_settings(context=context)).url
     if output in (Format.JSON, Format.JSONL):
@@ -46,9 +49,8 @@ def invite(pool: str, labels: tuple[str, ...], minutes: float, context: str | No
         return
     if url.startswith("http:"):
         complain("strata: this hub is on loopback without TLS: other machines cannot reach it", hint="strata hub --tls")
-    complain(
-        f"strata: good for one host and {span(made.expires_in_s)}; run 'strata join {url}' there and give it this:"
-    )
+    join = f"strata join {url} --name {name}" if name else f"strata join {url}"
+    complain(f"strata: good for one host and {span(made.expires_in_s)}; run '{join}' there and give it this:")
     write(made.token)
 
 

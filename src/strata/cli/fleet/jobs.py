@@ -34,6 +34,7 @@ FAILURES: Final = 10
 _LIST: Final = (
     Column("id"),
     Column("job", cut=28),
+    Column("project", cut=16),
     Column("status"),
     Column("attempt", number=True),
     Column("host", cut=16),
@@ -74,7 +75,7 @@ def status(context: str | None, output: Format) -> None:
     write(f"{count(len(here), 'host')}: {', '.join(map(_in_a_word, here))}" if here else "no hosts yet: strata invite")
     if failed:
         write("")
-        rows = [(row, {"id": short(row["id"]), "failed": row["job"]}) for row in failed]
+        rows = [(row, {"id": short(row["id"]), "failed": _qualified(row)}) for row in failed]
         show_rows(output, _FAILED, rows)
         if by_status["failed"] > len(failed):
             write(f"and {by_status['failed'] - len(failed)} more: strata list --status failed")
@@ -88,6 +89,12 @@ def status(context: str | None, output: Format) -> None:
 def _in_a_word(host: wire.Host) -> str:
     state = host.presence if host.state == "active" else f"{host.presence}, {host.state}"
     return f"{printable(host.name)} ({state})"
+
+
+def _qualified(row: Mapping[str, Any]) -> str:
+    from strata.fleet.core.jobspec import DEFAULT_PROJECT
+
+    return row["job"] if row["project"] == DEFAULT_PROJECT else f"{row['project']}/{row['job']}"
 
 
 def _failures(client: HubClient, status: str) -> list[dict[str, Any]]:
@@ -106,6 +113,7 @@ def _failures(client: HubClient, status: str) -> list[dict[str, Any]]:
             {
                 "id": job.id,
                 "job": job.spec.label,
+                "project": job.spec.project,
                 "attempt": job.attempt,
                 "cause": cause,
                 "error": error or job.reason,
@@ -135,10 +143,20 @@ def list_jobs(
         now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
         query = wire.JobsQuery(status=tuple(map(Status, statuses)), model=model, sweep=sweep, host=ids.get(host, host))
         jobs: Iterable[wire.Job] = all_jobs(client, query)
+        columns = [column for column in _LIST if column.key != "project"]
         if output is not Format.JSONL:
             order = {name: number for number, name in enumerate(STATUSES)}
             jobs = sorted(jobs, key=lambda job: (order[job.status], -job.spec.priority, job.spec.label))
-        show_rows(output, _LIST, ((job_row(job, names), _job_shown(job, now_s)) for job in jobs))
+            # Where all jobs are of the default project there is nothing to tell apart.
+            columns = list(_LIST) if any(map(_project, jobs)) else columns
+        show_rows(output, columns, ((job_row(job, names), _job_shown(job, now_s)) for job in jobs))
+
+
+def _project(job: wire.Job) -> str:
+    """Empty for the default one, which is not shown."""
+    from strata.fleet.core.jobspec import DEFAULT_PROJECT
+
+    return "" if job.spec.project == DEFAULT_PROJECT else job.spec.project
 
 
 def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
@@ -156,7 +174,10 @@ def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
         "seed": job.spec.seed,
         "priority": job.spec.priority,
         "sweep": job.spec.sweep or None,
+        "project": job.spec.project,
         "trainer": job.spec.trainer,
+        "trainer_digest": job.trainer_digest or None,
+        "submitted_by": job.submitted_by or None,
         "reason": job.reason or None,
         "artifact": job.artifact or None,
         "orphaned": job.orphaned,
@@ -201,11 +222,13 @@ def _show_job(job: wire.Job, now_s: float) -> None:
         ("why", job.reason),
         ("model", f"{spec.model}, mode {spec.mode}, seed {spec.seed}"),
         ("hyper", json.dumps(spec.hyper) if spec.hyper else ""),
-        ("trainer", spec.trainer),
+        ("project", _project(job)),
+        ("trainer", f"{spec.trainer} ({short(job.trainer_digest)})" if job.trainer_digest else spec.trainer),
         ("sweep", spec.sweep),
         ("priority", str(spec.priority) if spec.priority else ""),
         ("after", ", ".join(map(short, spec.after))),
         ("artifact", job.artifact),
+        ("by", job.submitted_by),
         ("kept", "it is in no manifest any more" if job.orphaned else ""),
     ]
     for name, value in lines:
@@ -235,6 +258,7 @@ def _attempt_row(attempt: wire.Attempt, hosts: Mapping[str, str]) -> dict[str, A
         "artifact": attempt.artifact or None,
         "checkpoint": attempt.checkpoint or None,
         "facts": attempt.facts,
+        "trainer_digest": attempt.trainer_digest or None,
     }
 
 
@@ -303,7 +327,7 @@ def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
         "python": has.python or None,
         "agent": host.agent_version or None,
         "pool": host.pool or None,
-        "labels": has.labels,
+        "labels": has.labels | host.labels,
     }
 
 

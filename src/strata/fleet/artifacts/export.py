@@ -11,6 +11,7 @@ import asyncio
 import re
 import tarfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -44,14 +45,18 @@ class IndexLine(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     data: str
     parents: tuple[str, ...]
+    by: str
+    project: str
+    trainer: str
+    """The digest of the trainer that made it."""
 
 
 async def index_lines(artifacts: Artifacts) -> AsyncIterator[bytes]:
-    """The results that there are, newest first, a page at a time."""
-    wanted = LineageFilter(kind=Kind.RESULT, limit=_PAGE)
+    """The results of completed jobs, newest first, a page at a time."""
+    wanted = LineageFilter(kind=Kind.RESULT, completed=True, limit=_PAGE)
     while page := await artifacts.index.lineages(wanted):
         yield b"".join(msgspec.json.encode(_line(row)) + b"\n" for row in page)
-        wanted = LineageFilter(kind=Kind.RESULT, limit=_PAGE, before_seq=page[-1].seq)
+        wanted = replace(wanted, before_seq=page[-1].seq)
 
 
 def place(row: LineageRow) -> str:
@@ -65,7 +70,7 @@ async def find(artifacts: Artifacts, path: str) -> str:
     """The artifact whose bundle lies at this path of the export."""
     parts = _PLACE.fullmatch(path)
     if parts is not None:
-        wanted = LineageFilter(artifact_ids=[f"artifact1_{parts['sha256']}"], kind=Kind.RESULT)
+        wanted = LineageFilter(artifact_ids=[f"artifact1_{parts['sha256']}"], kind=Kind.RESULT, completed=True)
         for row in await artifacts.index.lineages(wanted):
             if place(row) == path:
                 return row.artifact_id
@@ -131,4 +136,7 @@ def _line(row: LineageRow) -> IndexLine:
         code=made.code,
         data=made.data,
         parents=made.parents,
+        by=row.by,
+        project=row.project,
+        trainer=row.trainer_digest,
     )

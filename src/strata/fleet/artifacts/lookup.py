@@ -10,14 +10,28 @@ from strata.fleet.artifacts.ports import Index, LineageFilter, LineageRow
 
 
 async def latest(index: Index, model: str, mode: str = "", *, kind: Kind = Kind.RESULT) -> LineageRow:
-    """An empty mode is any mode."""
-    return await _first(index, LineageFilter(model=model, mode=mode, kind=kind, limit=1))
+    """An empty mode is any mode. Of results only those that completed their jobs, of checkpoints those of attempts."""
+    wanted = LineageFilter(
+        model=model,
+        mode=mode,
+        kind=kind,
+        completed=kind is Kind.RESULT,
+        attempted=kind is Kind.CHECKPOINT,
+        limit=1,
+    )
+    return await _first(index, wanted)
 
 
 async def best(index: Index, model: str, metric: str, mode: str = "", *, lowest: bool = False) -> LineageRow:
-    """The result with the highest, or lowest, figure; of equals the latest."""
+    """The result of a completed job with the highest, or lowest, figure; of equals the latest."""
     order = LineageFilter(
-        model=model, mode=mode, kind=Kind.RESULT, metric=metric, best="min" if lowest else "max", limit=1
+        model=model,
+        mode=mode,
+        kind=Kind.RESULT,
+        metric=metric,
+        best="min" if lowest else "max",
+        completed=True,
+        limit=1,
     )
     return await _first(index, order)
 

@@ -99,6 +99,12 @@ class LineageRow:
     lineage: Lineage
     pinned: str = ""
     removed_at_s: float | None = None
+    by: str = ""
+    """Who committed it, as events name the caller. Empty: it is from before this was recorded."""
+    project: str = ""
+    """Of the job that made it; empty where none did."""
+    trainer_digest: str = ""
+    """Of the attempt that made it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +129,10 @@ class LineageFilter:
     best: Literal["max", "min"] = "max"
     removed: bool = False
     """Also what was removed since."""
+    completed: bool = False
+    """Only what completed its job: the result that the job's row points to, of the attempt that ended so."""
+    attempted: bool = False
+    """Only what an attempt made, not what a person uploaded."""
     before_seq: int = 2**62
     """Paging: the `seq` of the last row of the page before. Not with `metric`."""
     limit: int = 100

@@ -293,9 +293,9 @@ async def _insert_lineage(
 ) -> None:
     made = commit.lineage
     cursor = await connection.execute(
-        "INSERT INTO artifact_lineage (id, artifact_id, committed_at, kind, job_id, model, mode, body)"
-        " VALUES (%s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING RETURNING seq",
-        (lineage_id, artifact_id, now_s, made.kind, made.job_id, made.model, made.mode, rows.encode(made)),
+        f"INSERT INTO artifact_lineage ({rows.NEW_LINEAGE})"
+        " VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING RETURNING seq",
+        rows.new_lineage(commit, artifact_id, lineage_id, now_s),
     )
     inserted = await cursor.fetchone()
     if inserted is None:

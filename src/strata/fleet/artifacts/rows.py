@@ -18,7 +18,10 @@ from strata.fleet.ports import Hold
 
 SLOT: Final = "number, digest, state, size"
 ARTIFACT: Final = "id, manifest, size, committed_at, pinned, removed_at"
-LINEAGE: Final = "l.id, l.seq, l.artifact_id, a.size, l.committed_at, l.body, a.pinned, a.removed_at"
+LINEAGE: Final = (
+    "l.id, l.seq, l.artifact_id, a.size, l.committed_at, l.body, a.pinned, a.removed_at, l.actor,"
+    " coalesce(j.project, ''), coalesce(t.trainer_digest, '')"
+)
 FINISHED: Final = "(" + ", ".join(f"'{status}'" for status in sorted(TERMINAL)) + ")"
 REFERENCED: Final = (
     "SELECT l.artifact_id, CASE WHEN j.artifact = l.artifact_id THEN 'result' ELSE 'checkpoint' END"
@@ -46,7 +49,7 @@ def artifact_of(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow:
 
 
 def lineage_of(row: Sequence[Any]) -> LineageRow:
-    id_, seq, artifact_id, size, committed, body, pinned, removed = row
+    id_, seq, artifact_id, size, committed, body, pinned, removed, actor, project, trainer_digest = row
     return LineageRow(
         id=id_,
         seq=seq,
@@ -56,6 +59,9 @@ def lineage_of(row: Sequence[Any]) -> LineageRow:
         lineage=_lineage(body),
         pinned=pinned,
         removed_at_s=removed,
+        by=actor,
+        project=project,
+        trainer_digest=trainer_digest,
     )
 
 
@@ -130,11 +136,38 @@ def committed(commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -
     return Event(now_s, commit.actor, "artifact.committed", artifact_id, body)
 
 
+NEW_LINEAGE: Final = "id, artifact_id, committed_at, kind, job_id, epoch, model, mode, actor, body"
+
+
+def new_lineage(commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> tuple[Any, ...]:
+    """The values of `NEW_LINEAGE`."""
+    made = commit.lineage
+    return (
+        lineage_id,
+        artifact_id,
+        now_s,
+        made.kind,
+        made.job_id,
+        made.epoch,
+        made.model,
+        made.mode,
+        commit.actor,
+        encode(made),
+    )
+
+
 def lineage_query(wanted: LineageFilter, mark: Callable[[str], str], listed: str) -> tuple[str, dict[str, Any]]:
     """`mark` writes a parameter the way of the database, `listed` tests membership in the parameter `ids`."""
     values: dict[str, Any] = {"limit": wanted.limit}
-    tables = "artifact_lineage l JOIN artifact a ON a.id = l.artifact_id"
+    tables = (
+        "artifact_lineage l JOIN artifact a ON a.id = l.artifact_id LEFT JOIN job j ON j.id = l.job_id"
+        " LEFT JOIN attempt t ON t.job_id = l.job_id AND t.epoch = l.epoch"
+    )
     where = [] if wanted.removed else ["a.removed_at IS NULL"]
+    if wanted.completed:
+        where.append(f"j.status = '{Status.COMPLETED}' AND j.artifact = l.artifact_id AND t.outcome = 'completed'")
+    if wanted.attempted:
+        where.append("t.job_id IS NOT NULL")
     for column in ("job_id", "model", "mode", "kind"):
         if getattr(wanted, column):
             where.append(f"l.{column} = {mark(column)}")

@@ -256,9 +256,9 @@ def _commit(db: Db, commit: Commit, now_s: float) -> Committed:
 def _insert_lineage(db: Db, commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> None:
     made = commit.lineage
     inserted = db.execute(
-        "INSERT INTO artifact_lineage (id, artifact_id, committed_at, kind, job_id, model, mode, body)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING RETURNING seq",
-        (lineage_id, artifact_id, now_s, made.kind, made.job_id, made.model, made.mode, rows.encode(made)),
+        f"INSERT INTO artifact_lineage ({rows.NEW_LINEAGE})"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING RETURNING seq",
+        rows.new_lineage(commit, artifact_id, lineage_id, now_s),
     ).fetchone()
     if inserted is None:
         return

@@ -44,6 +44,11 @@ SQLITE: Final = Component(
         ) WITHOUT ROWID, STRICT;
         CREATE INDEX artifact_blob_artifact ON artifact_blob (artifact_id);
         """,
+        """
+        ALTER TABLE artifact_lineage ADD COLUMN actor TEXT NOT NULL DEFAULT '';
+        ALTER TABLE artifact_lineage ADD COLUMN epoch INTEGER NOT NULL DEFAULT 0;
+        UPDATE artifact_lineage SET epoch = json_extract(CAST(body AS TEXT), '$.epoch');
+        """,
     ),
 )
 POSTGRES: Final = Component(
@@ -86,6 +91,11 @@ POSTGRES: Final = Component(
           sha256 text COLLATE "C" PRIMARY KEY, artifact_id text COLLATE "C" NOT NULL REFERENCES artifact (id)
         );
         CREATE INDEX artifact_blob_artifact ON artifact_blob (artifact_id);
+        """,
+        """
+        ALTER TABLE artifact_lineage ADD COLUMN actor text NOT NULL DEFAULT '';
+        ALTER TABLE artifact_lineage ADD COLUMN epoch bigint NOT NULL DEFAULT 0;
+        UPDATE artifact_lineage SET epoch = (convert_from(body, 'UTF8')::json ->> 'epoch')::bigint;
         """,
     ),
 )

@@ -4,10 +4,14 @@ A profile is bucketed, so that noise between two boots does not make a new one, 
 reports 23.99, satisfies `min_vram_gib = 24`: memory is rounded to the nearest half GiB. Rounding is monotone, so more
 memory never makes a host eligible for less. What the manifest declares for a host can lower what was detected, never
 raise it.
+
+What an agent detects is its own word. Labels are more than that: `require_labels` looks only at those that an operator
+gave the host, by its invitation or its policy; the labels of the agent's settings count for `prefer_labels`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -46,6 +50,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     python: Text = ""
     git_commit: Text = ""
     labels: dict[Label, LabelValue] = {}
+    """Of the agent's own settings."""
     utc_offset_min: Annotated[int, msgspec.Meta(ge=-1440, le=1440)] = 0
     """Of the host's wall clock at this moment: quiet hours are the owner's hours."""
 
@@ -62,6 +67,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     vram_gib: tuple[float, ...] = ()
     """One per GPU, the largest first."""
     labels: dict[Label, LabelValue] = {}
+    """Given by an operator."""
+    own_labels: dict[Label, LabelValue] = {}
+    """Of the agent's own settings: good for wishes only."""
     slots: int = 1
     allow_jobs: tuple[str, ...] | None = None
     deny_jobs: tuple[str, ...] = ()
@@ -71,8 +79,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return content_id("profile", 1, without_defaults(self))
 
 
-def profile(capability: Capability, policy: HostSpec | None = None) -> Profile:
-    """The profile of a host with this policy; without one, everything is allowed and there is one slot."""
+def profile(
+    capability: Capability, policy: HostSpec | None = None, granted: Mapping[str, str] | None = None
+) -> Profile:
+    """The profile of a host with this policy; without one, everything is allowed and there is one slot.
+
+    `granted` are the labels of its invitation.
+    """
     name = capability.hostname if policy is None else policy.name
     policy = policy or HostSpec(name=name)
     cards = sorted((bucket_gib(gpu.vram_bytes) for gpu in capability.gpus), reverse=True)
@@ -84,7 +97,8 @@ def profile(capability: Capability, policy: HostSpec | None = None) -> Profile:
         ram_gib=_at_most(bucket_gib(capability.ram_bytes), policy.ram_gib),
         cuda=bool(capability.cuda) and policy.cuda is not False,
         vram_gib=tuple(_at_most(card, policy.vram_gib) for card in cards),
-        labels=capability.labels | policy.labels,
+        labels={**(granted or {}), **policy.labels},
+        own_labels=capability.labels,
         slots=policy.slots,
         allow_jobs=policy.allow_jobs,
         deny_jobs=policy.deny_jobs,

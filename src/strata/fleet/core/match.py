@@ -61,7 +61,8 @@ def score(requirement: RequirementClass, host: Profile) -> float:
     wishes = [host.cuda] if needs.prefer_cuda else []
     if needs.prefer_hosts:
         wishes.append(_matches(needs.prefer_hosts, host.host))
-    wishes += [_has_label(host, label, value) for label, value in needs.prefer_labels.items()]
+    labels = host.own_labels | host.labels
+    wishes += [_has_label(labels, label, value) for label, value in needs.prefer_labels.items()]
     return sum(wishes) / len(wishes) if wishes else 1.0
 
 
@@ -109,11 +110,12 @@ def _system(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
         if needed and needed != has:
             yield Reason(constraint=constraint, needed=needed, has=has or "unknown", fix=f"remove {constraint}")
     for label, value in needs.require_labels.items():
-        if not _has_label(host, label, value):
+        if not _has_label(host.labels, label, value):
+            own = "no such label" if label not in host.own_labels else "only its agent's word for it"
             yield Reason(
                 constraint=f"require_labels.{label}",
                 needed="any value" if value == "*" else f'"{value}"',
-                has=f'"{host.labels[label]}"' if label in host.labels else "no such label",
+                has=f'"{host.labels[label]}"' if label in host.labels else own,
                 fix=f"label the host, in labels of [hosts.{host.host}]",
             )
 
@@ -170,8 +172,8 @@ def _short(constraint: str, needed: float, has: float, unit: str) -> Reason:
     )
 
 
-def _has_label(host: Profile, label: str, value: str) -> bool:
-    return label in host.labels and value in ("*", host.labels[label])
+def _has_label(labels: Mapping[str, str], label: str, value: str) -> bool:
+    return label in labels and value in ("*", labels[label])
 
 
 def _matches(patterns: tuple[str, ...], name: str) -> bool:

@@ -50,7 +50,7 @@ async def get_chunk(site: Site, call: Call) -> Answer:
 async def commit(site: Site, call: Call, body: wire.CommitRequest) -> wire.CommitReply:
     """Make an artifact of chunks that are there; a host's checkpoint is what the next attempt resumes from."""
     held = _hold(call, body.job_id, body.epoch)
-    lineage = _lineage(body.lineage, held)
+    lineage = _personal(body.lineage) if held is None else await _attempted(site, body.lineage, held)
     done = await site.artifacts.commit(body.manifest, lineage, call.actor, hold=held, owner=call.actor)
     if held is not None and lineage.kind is Kind.CHECKPOINT:
         failpoint("fleet.checkpoint.before")
@@ -61,8 +61,7 @@ async def commit(site: Site, call: Call, body: wire.CommitRequest) -> wire.Commi
 async def put_model(site: Site, call: Call, body: Upload, query: wire.BlobQuery) -> wire.CommitReply:
     """A result as one opaque file; its id is the SHA-256 of its bytes."""
     held = hold(call, query.job_id, query.epoch)
-    spec = (await site.fleet.store.job(held.job_id)).spec
-    lineage = Lineage(kind=Kind.RESULT, model=spec.model, mode=spec.mode)
+    lineage = await _attempted(site, Lineage(kind=Kind.RESULT), held)
     return _committed(await site.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
 
 
@@ -104,6 +103,8 @@ async def listed(site: Site, call: Call, query: wire.ArtifactsQuery) -> wire.Mad
         metric=query.metric,
         best="min" if query.lowest else "max",
         removed=query.removed,
+        # What is ordered by a figure is chosen by it.
+        completed=bool(query.metric) and query.kind is Kind.RESULT,
         before_seq=_NEWEST if query.before is None else query.before,
         limit=query.limit,
     )
@@ -199,13 +200,27 @@ def _hold(call: Call, job_id: str | None, epoch: int | None) -> Hold | None:
     return hold(call, job_id, epoch)
 
 
-def _lineage(given: Lineage, held: Hold | None) -> Lineage:
-    if held is None:
-        # Nobody attributes an upload of his own to a job or a host.
-        return msgspec.structs.replace(given, job_id="", epoch=0, host_id="")
+def _personal(given: Lineage) -> Lineage:
+    """What a person may say of an upload: nothing that attributes it to a job or a host."""
+    if given.kind is not Kind.SOURCE:
+        raise StrataError(
+            Code.FORBIDDEN,
+            f"a {given.kind} is made by an attempt of a job, and committed by its host",
+            hint="commit it as kind source",
+        )
+    return msgspec.structs.replace(given, job_id="", epoch=0, host_id="")
+
+
+async def _attempted(site: Site, given: Lineage, held: Hold) -> Lineage:
+    """What was trained, with which code and on which data is what the job says, whatever its host writes."""
     if given.kind is Kind.SOURCE:
         raise StrataError(Code.FORBIDDEN, "an attempt has results and checkpoints; sources come from people")
-    return given
+    spec = (await site.fleet.store.job(held.job_id)).spec
+    attempts = [each for each in await site.fleet.store.attempts(held.job_id) if each.epoch == held.epoch]
+    digest = attempts[0].trainer_digest if attempts else ""
+    trainer = await site.fleet.store.trainer(digest) if digest else None
+    code = "" if trainer is None else trainer.commit or trainer.bundle
+    return msgspec.structs.replace(given, model=spec.model, mode=spec.mode, code=code[:256], data=spec.data[:256])
 
 
 def _committed(done: Committed) -> wire.CommitReply:
@@ -222,4 +237,7 @@ def _made(row: LineageRow) -> wire.Made:
         lineage=row.lineage,
         pinned=row.pinned,
         removed_at_s=row.removed_at_s,
+        by=row.by,
+        project=row.project,
+        trainer_digest=row.trainer_digest,
     )

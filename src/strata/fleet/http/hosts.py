@@ -81,6 +81,7 @@ def _shown(site: Site, row: HostRow) -> wire.Host:
         state_reason=row.state_reason,
         capability=row.capability,
         pool=row.pool,
+        labels=dict(row.labels),
         agent_version=row.agent_version,
         registered_at_s=row.registered_at_s,
         seen_at_s=row.seen_at_s,

@@ -47,7 +47,9 @@ async def add_local(site: Site, call: Call, body: wire.LocalHostRequest) -> wire
 
 async def invite(site: Site, call: Call, body: wire.InviteRequest) -> wire.InviteReply:
     """A join token for one host."""
-    token = await site.enrollment.invite(call.caller, pool=body.pool, labels=body.labels, valid_s=body.valid_s)
+    token = await site.enrollment.invite(
+        call.caller, name=body.name, pool=body.pool, labels=body.labels, valid_s=body.valid_s
+    )
     return wire.InviteReply(token=token.spell(), id=token.id, expires_in_s=body.valid_s)
 
 
@@ -60,6 +62,7 @@ async def invites(site: Site, call: Call) -> wire.InvitesReply:
                 id=each.id,
                 made_at_s=each.made_at_s,
                 expires_at_s=each.expires_at_s,
+                name=each.name,
                 pool=each.pool,
                 labels=each.labels,
                 used=bool(each.used_by),

@@ -16,6 +16,7 @@ from strata.fleet.http.manifests import qualified
 from strata.fleet.http.naming import job_of
 from strata.fleet.http.site import Site
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow
+from strata.identity.roles import Role
 
 
 async def listed(site: Site, call: Call, query: wire.JobsQuery) -> wire.JobsReply:
@@ -77,13 +78,30 @@ async def submit(site: Site, call: Call, body: wire.SubmitRequest) -> wire.Submi
 
 
 async def cancel(site: Site, call: Call, body: wire.CancelRequest) -> wire.Job:
-    """End a job; a host that has it is told with its next heartbeat."""
-    return shown(await site.fleet.cancel(await job_of(site, call), body.reason, call.actor))
+    """End a job; a host that has it is told with its next heartbeat. A researcher may end a job of her own."""
+    job_id = await job_of(site, call)
+    await _check_may_end(site, call, job_id)
+    return shown(await site.fleet.cancel(job_id, body.reason, call.actor))
 
 
 async def requeue(site: Site, call: Call) -> wire.Job:
-    """Let an ended job run again, with all its attempts before it."""
-    return shown(await site.fleet.requeue(await job_of(site, call), call.actor))
+    """Let an ended job run again, with all its attempts before it. A researcher may do so with a job of her own."""
+    job_id = await job_of(site, call)
+    await _check_may_end(site, call, job_id)
+    return shown(await site.fleet.requeue(job_id, call.actor))
+
+
+async def _check_may_end(site: Site, call: Call, job_id: str) -> None:
+    """An operator any job; a researcher one that she submitted, as long as no manifest has it."""
+    if call.caller.role is not None and call.caller.role >= Role.OPERATOR:
+        return
+    row = await site.fleet.store.job(job_id)
+    if row.declared or row.submitted_by != call.actor:
+        raise StrataError(
+            Code.FORBIDDEN,
+            f"{row.spec.label} was not submitted with this key",
+            hint="its owner or an operator may cancel and requeue it",
+        )
 
 
 def shown(row: JobRow) -> wire.Job:

@@ -9,6 +9,8 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
+from strata.fleet.artifacts.manifest import Kind
+from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
 from strata.fleet.http.call import Call
@@ -16,7 +18,7 @@ from strata.fleet.http.jobs import shown
 from strata.fleet.http.naming import hold, job_of
 from strata.fleet.http.site import Site
 from strata.fleet.http.watch import patiently
-from strata.fleet.ports import Completion, Failure, HostRow, Lease, Renewal, Renewed
+from strata.fleet.ports import Completion, Failure, Hold, HostRow, Lease, Renewal, Renewed
 from strata.identity.ports import HostIdentity
 
 _STOP: Final = {
@@ -30,15 +32,15 @@ async def register(site: Site, call: Call, body: wire.RegisterRequest) -> wire.R
     identity = await site.identity.host(call.caller.need_host())
     if identity is None:
         raise StrataError(Code.NOT_FOUND, "this host is not enrolled", hint="strata join")
-    labels = body.capability.labels | _labels(identity)
     row = await site.fleet.register(
         HostRow(
             id=identity.id,
             name=identity.name,
-            capability=msgspec.structs.replace(body.capability, labels=labels),
+            capability=body.capability,
             registered_at_s=site.fleet.now_s(),
             agent_version=body.agent_version,
             pool=identity.pool,
+            labels=_labels(identity),
         ),
         call.actor,
     )
@@ -79,9 +81,10 @@ async def heartbeat(site: Site, call: Call, body: wire.HeartbeatRequest) -> wire
 async def complete(site: Site, call: Call, body: wire.CompleteRequest) -> wire.Job:
     """The attempt has a result. It has to be uploaded before."""
     job_id = await job_of(site, call)
-    artifact = await _uploaded(site, body.artifact)
+    held = hold(call, job_id, body.epoch)
+    artifact = await _uploaded(site, body.artifact, held)
     done = Completion(artifact=artifact, metrics=body.metrics, facts=body.facts)
-    return shown(await site.fleet.complete(hold(call, job_id, body.epoch), done))
+    return shown(await site.fleet.complete(held, done))
 
 
 async def fail(site: Site, call: Call, body: wire.FailRequest) -> wire.Job:
@@ -129,22 +132,29 @@ def _given(site: Site, lease: Lease) -> wire.LeaseGiven:
     )
 
 
-async def _uploaded(site: Site, artifact: str) -> str:
-    """The artifact by its id, also when it is named as the blob it was uploaded as."""
+async def _uploaded(site: Site, artifact: str, held: Hold) -> str:
+    """The artifact by its id, also when it is named as the blob it was uploaded as. It is of this attempt."""
     if not artifact:
         return ""
+    hint = "upload it first, then complete again"
     try:
-        if artifact.startswith("artifact1_"):
-            return (await site.artifacts.open(artifact)).id
-        return await site.artifacts.index.blob(artifact)
+        named = artifact.startswith("artifact1_")
+        found = (await site.artifacts.open(artifact)).id if named else await site.artifacts.index.blob(artifact)
     except StrataError as error:
         if error.code not in (Code.NOT_FOUND, Code.GONE):
             raise
-        raise StrataError(Code.PRECONDITION, error.message, hint="upload it first, then complete again") from None
+        raise StrataError(Code.PRECONDITION, error.message, hint=hint) from None
+    wanted = LineageFilter(artifact_ids=[found], job_id=held.job_id, kind=Kind.RESULT, limit=1000)
+    made = [(row.lineage.epoch, row.lineage.host_id) for row in await site.artifacts.index.lineages(wanted)]
+    if (held.epoch, held.host_id) not in made:
+        raise StrataError(
+            Code.PRECONDITION, f"{found} was not uploaded as the result of this attempt of {held.job_id}", hint=hint
+        )
+    return found
 
 
 def _labels(identity: HostIdentity) -> dict[str, str]:
-    """What the invitation said of this host counts more than what the host says: `gpu` or `rack=b4`."""
+    """What the invitation said of this host: `gpu` or `rack=b4`."""
     labels = dict(each.partition("=")[::2] for each in identity.labels)
     try:
         return msgspec.convert({name: value or "true" for name, value in labels.items()}, dict[Label, LabelValue])
