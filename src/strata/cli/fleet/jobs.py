@@ -81,7 +81,7 @@ def status(context: str | None, output: Format) -> None:
             write(f"and {by_status['failed'] - len(failed)} more: strata list --status failed")
     if retried:
         write("")
-        show_rows(output, _RETRIED, [(row, {"id": short(row["id"]), "waits": row["job"]}) for row in retried])
+        show_rows(output, _RETRIED, [(row, {"id": short(row["id"]), "waits": _qualified(row)}) for row in retried])
     if by_status["pending"] and not by_status["running"] + by_status["claimed"]:
         complain("strata: nothing runs at the moment; 'strata why JOB' explains what a pending job waits for")
 
