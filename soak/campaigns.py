@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from soak import fleet
-from soak.coord import herd, kill, zombie
+from soak.coord import herd, kill, restart, zombie
 from soak.coord.result import Ask, Result, Tell
 from soak.fleet_agent import kill as agent_kill
 from soak.fleet_agent import zombie as agent_zombie
@@ -89,6 +89,7 @@ REAL: Final = {
     "coordinator-zombie": Real(zombie.run, times=20, workers=50),
     "coordinator-herd": Real(herd.run, times=1, workers=10_000),
     "coordinator-load": Real(herd.run_loaded, times=1, workers=1_000),
+    "gang-restart": Real(restart.run, times=60, workers=2),
     "fleet-hub-kill": Real(hub_kill.run, times=300, workers=12),
     "fleet-hub-postgres": Real(hub_postgres.run, times=20, workers=12, own_server=True),
     "fleet-agent-kill": Real(agent_kill.run, times=300, workers=3),

@@ -66,6 +66,8 @@ void Life::leave(const std::string& reason) {
   request.set_incarnation(me.incarnation);
   request.set_reason(reason);
   for (const auto& each : sent) *request.add_acks() = each.message;
+  // One that gives a reason or was told to stop is not done.
+  request.set_finished(reason.empty() && !stopping() && !draining());
   const auto reply = link_.call<v1::LeaveWorkerRequest, v1::LeaveWorkerResponse>(
       &Stub::LeaveWorker, request, {kAttempt, sent.empty() ? kGoodbye : settings_.patience});
   leases.confirm(sent, reply.rejected_leases());

@@ -45,6 +45,10 @@ ROLE_OF: Final = {
     "GetJob": "both",
     "WatchJob": "both",
     "IssueCommand": "operator",
+    "ListJobs": "both",
+    "CreateJob": "operator",
+    "ResetJob": "operator",
+    "DeleteJob": "operator",
 }
 
 Try = Callable[[int], None]

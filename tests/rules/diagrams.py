@@ -46,6 +46,7 @@ from strata.coord.core.inputs import (
     Register,
     RegisterDataset,
     Report,
+    ResetJob,
     Tick,
 )
 from strata.coord.core.machine import CoordMachine
@@ -62,7 +63,7 @@ SOON_S: Final = 0.01
 MOST_STATES: Final = 20_000
 COUNTED: Final = {
     "members", "evicted", "parted", "fenced", "ranks", "settled", "datasets", "collecting", "checkpoints", "generation",
-    "recovered_generation", "recovered_to",
+    "recovered_generation", "recovered_to", "status",
 }  # fmt: skip
 """Of a job, what its next moves depend on. The rest remembers, some of it without end."""
 LATER_S: Final = 1.5
@@ -412,7 +413,38 @@ GENERATIONS: Final = Machine(
     begins_as="none yet",
 )
 
-MACHINES: Final = (WORKER, GENERATIONS, SHARD, BARRIER, CHECKPOINT)
+# A job
+
+
+def _job_status(state: CoordState, before: str) -> str:
+    job = _job(state)
+    recovers = job.members["a"].recover_first if "a" in job.members else False
+    return f"{job.status.value}, a recovers first" if recovers else job.status.value
+
+
+JOBS: Final = Machine(
+    title="A job",
+    text="Its one worker is a, and its data one shard. Leave is that of a worker whose program is done."
+    " DeleteJob is possible where ResetJob is.",
+    config=QUICK,
+    begin=(),
+    moves=(
+        always(_register("a", 1)),
+        always(_register("a", 2)),
+        always(RegisterDataset(A, Dataset(dataset_id="d", samples=2, shard_size=2, buckets=1))),
+        _next(),
+        _next(Ack),
+        _recover(),
+        always(Leave(A, finished=True)),
+        always(Detached(A)),
+        always(ResetJob(JOB)),
+        *ticks(),
+    ),
+    status=_job_status,
+    begins_as="created",
+)
+
+MACHINES: Final = (JOBS, WORKER, GENERATIONS, SHARD, BARRIER, CHECKPOINT)
 
 
 def drawn(machines: Iterable[Machine] = MACHINES) -> str:

@@ -32,7 +32,7 @@ def test_every_machine_is_drawn_once() -> None:
     part = drawn(MACHINES[:1])
     assert part.startswith(BEGIN)
     assert part.endswith(END)
-    assert part.count("**A worker.**") == 1
+    assert part.count("**A job.**") == 1
 
 
 @pytest.mark.parametrize("document", ["no marks", f"only {BEGIN}", f"only {END}"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -18,6 +18,7 @@ from strata.cli.terminal import print_once
 
 if TYPE_CHECKING:
     from strata.coord.rpc.operator import Issued, Operator, OperatorSettings
+    from strata.coord.view import JobSummaryView
 
 T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -97,6 +98,81 @@ def show(job: str | None, watch: bool, output: Format, **given: Any) -> None:  #
 
 _ALL: Final = 1_000
 """Of checkpoints and incidents; more than a coordinator keeps."""
+
+
+_LISTED: Final = (
+    Column("job_id"),
+    Column("status"),
+    Column("run", number=True),
+    Column("workers", number=True),
+    Column("min_workers", number=True),
+    Column("max_workers", number=True),
+    Column("generation", number=True),
+    Column("checkpoint_step", number=True),
+)
+
+
+def _show_jobs(jobs: Iterable[JobSummaryView], output: Format) -> None:
+    from msgspec import structs
+
+    with Rows(output, _LISTED) as rows:
+        for each in jobs:
+            rows.add(structs.asdict(each))
+
+
+@gang.command("list")
+@connection_options
+@output_option
+def list_jobs(output: Format, **given: Any) -> None:
+    """List the jobs of the coordinator: with a token, the one that it is for.
+
+    STATUS is CREATED (no worker has joined), RUNNING, STOPPED (all workers are gone and data is left; those that join
+    next recover first) or FINISHED (all data is consumed; no worker joins before a reset).
+    """
+    _show_jobs(_ask(None, given, lambda operator: operator.jobs()), output)
+
+
+@gang.command()
+@click.argument("job")
+@click.option("--min", "least", type=click.IntRange(min=1), default=None, metavar="N", help="Start with N workers.")
+@click.option("--max", "most", type=click.IntRange(min=1), default=None, metavar="N", help="Take at most N workers.")
+@click.option("--param", "parameters", multiple=True, metavar="NAME=VALUE", help="A training parameter; repeatable.")
+@connection_options
+@output_option
+def create(
+    job: str, least: int | None, most: int | None, parameters: tuple[str, ...], output: Format, **given: Any
+) -> None:
+    """Create JOB before its first worker joins, with settings of its own.
+
+    What you do not set is as the coordinator is configured. A job that exists with the same settings is left alone.
+    """
+    wrong = [each for each in parameters if "=" not in each]
+    if wrong:
+        raise click.UsageError(f"--param {wrong[0]} is not NAME=VALUE")
+    named = dict(each.split("=", 1) for each in parameters)
+    _show_jobs([_ask(job, given, lambda operator: operator.create(least or 0, most or 0, named))], output)
+
+
+@gang.command()
+@click.argument("job")
+@connection_options
+@output_option
+def reset(job: str, output: Format, **given: Any) -> None:
+    """Begin the next run of JOB, from the beginning.
+
+    No data is consumed then and no checkpoint is known; files of earlier checkpoints stay where they are. JOB must have
+    no workers: stop them first.
+    """
+    _show_jobs([_ask(job, given, lambda operator: operator.reset())], output)
+
+
+@gang.command()
+@click.argument("job")
+@connection_options
+def delete(job: str, **given: Any) -> None:
+    """Forget JOB. It must have no workers; files of its checkpoints stay where they are."""
+    _ask(job, given, lambda operator: operator.delete())
+    complain(f"strata gang: job {job} is deleted")
 
 
 def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:

@@ -48,6 +48,8 @@ def summary(job: JobView) -> str:
     alive = sum(each.liveness == "ALIVE" for each in job.members)
     steps = [each.step for each in job.members if each.step is not None]
     parts = [
+        *([] if job.status in (None, "RUNNING") else [job.status.lower()]),
+        *([f"run {job.run}"] if job.run > 1 else []),
         f"generation {job.generation}" if job.generation else "no generation yet",
         f"{alive} of {len(job.members)} workers alive",
     ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import members
+from strata.coord.core import checkpoints, members
 from strata.coord.core.facts import Dataset, Verdict
 from strata.coord.core.inputs import (
     Ack,
@@ -218,9 +218,11 @@ async def report(
 
     def given(state: CoordState) -> Report:
         job = members.job_of(state, caller)
-        members.settled_member(job, caller)
         found = make(job)
-        made.append(replace(found, checkpoint_id=_shared_id(job, found)))
+        found = replace(found, checkpoint_id=_shared_id(job, found))
+        is_committed = job.checkpoint(found.checkpoint_id) is not None
+        checkpoints.reporting_member(job, caller, is_committed=is_committed)
+        made.append(found)
         return made[-1]
 
     reply = (await service.ask(given)).reply
@@ -251,7 +253,9 @@ async def recover(service: CoordinatorService, given: Recover) -> Recovery:
     return reply
 
 
-async def leave(service: CoordinatorService, caller: Caller, reason: str, acks: Sequence[Ack]) -> tuple[int, list[int]]:
+async def leave(
+    service: CoordinatorService, caller: Caller, reason: str, acks: Sequence[Ack], *, finished: bool = False
+) -> tuple[int, list[int]]:
     """The last generation that the worker was in, and the acks that did not count."""
     job = members.job_of(service.state, caller)
     rejected = {ack.lease_id for ack in acks}
@@ -262,7 +266,8 @@ async def leave(service: CoordinatorService, caller: Caller, reason: str, acks: 
                 given = NextShards(caller, dataset_id, epoch, acks=some)
                 rejected -= {ack.lease_id for ack in some}
                 rejected.update(await _ack_only(service, given, dataset))
-    await service.ask(Leave(caller, f"{LEFT}: {reason}" if reason else LEFT))
+    # A program that lost some of what it consumed is not done, whatever it says.
+    await service.ask(Leave(caller, f"{LEFT}: {reason}" if reason else LEFT, finished and not rejected))
     return service.watch(caller.job).generation, sorted(rejected)
 
 

@@ -27,6 +27,8 @@ from strata.coord.core.facts import (
     Fact,
     GenerationFormed,
     JobConfig,
+    JobDeleted,
+    JobReset,
     Recovered,
     ShardAcked,
     ShardReturned,
@@ -258,7 +260,7 @@ class CoordinatorService:
         state = replica.state
         at_s = self.clock.wall_s()
         for fact in outcome.facts:
-            self.watch(fact.job).take(fact, at_s)
+            self._observe(fact, state, at_s)
             match fact:
                 case BarrierDecided():
                     self._release(fact, given, outcome)
@@ -279,6 +281,15 @@ class CoordinatorService:
                 self.events.wake(("data", fact.job), None)
         for job in {fact.job for fact in outcome.facts}:
             self.events.wake(("changed", job), None)
+
+    def _observe(self, fact: Fact, state: CoordState, at_s: float) -> None:
+        if isinstance(fact, JobReset | JobDeleted):
+            # What was seen of workers, checkpoints and incidents is of a run that is over.
+            self.observed.pop(fact.job, None)
+            if fact.job in state.jobs:
+                self.observed[fact.job] = Observed.at_start(state.jobs[fact.job])
+        else:
+            self.watch(fact.job).take(fact, at_s)
 
     def _call_back(self, replica: CoordReplica, fact: GenerationFormed, ranks: Iterable[str]) -> None:
         """Who was told that there is no generation yet is told to register again, now that there is one."""

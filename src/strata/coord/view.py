@@ -160,6 +160,9 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     incidents: tuple[IncidentView, ...]
     commands: tuple[CommandStateView, ...]
     training_parameters: dict[str, str]
+    status: str | None
+    """CREATED, RUNNING, STOPPED or FINISHED."""
+    run: int
 
     @property
     def members(self) -> tuple[WorkerView, ...]:
@@ -172,3 +175,16 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     def at_rank(self, rank: int) -> str:
         """Who has a rank, for people; the rank itself if nobody has."""
         return next((each.worker_id for each in self.workers if each.rank == rank), f"rank {rank}")
+
+
+class JobSummaryView(msgspec.Struct, frozen=True, kw_only=True):
+    """A job in a line, as `strata gang list` prints it."""
+
+    job_id: str
+    status: str | None
+    run: int
+    generation: int
+    workers: int
+    min_workers: int
+    max_workers: int
+    checkpoint_step: int | None = None

@@ -124,6 +124,7 @@ def config(state: CoordState, job: JobState, place: inputs.Place) -> pb.WorkerCo
         job_id=job.job,
         leader_epoch=state.leader_epoch,
         recover_first=place.recover_first,
+        run=job.run,
     )
 
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
+from strata.base.errors import Code, StrataError
 from strata.coord.core.barriers import missing_at
-from strata.coord.core.facts import Mode
+from strata.coord.core.facts import JobConfig, JobStatus, Mode
 from strata.coord.core.ledger import DatasetLedger, Quarantined
 from strata.coord.core.state import Collecting, CoordState, JobState, Live, Member
 from strata.coord.observed import LEFT, Observed
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.wire import address, command, manifest, open_epochs, part
+from strata.coord.wire import MAX_ARGUMENTS, address, command, manifest, open_epochs, part
 
 HISTORY: Final = 20
+STATUS_OF: Final = {
+    JobStatus.CREATED: pb.JOB_STATUS_CREATED,
+    JobStatus.RUNNING: pb.JOB_STATUS_RUNNING,
+    JobStatus.STOPPED: pb.JOB_STATUS_STOPPED,
+    JobStatus.FINISHED: pb.JOB_STATUS_FINISHED,
+}
 LATE_BEATS: Final = 1.5
 """Intervals of silence after which a heartbeat is late."""
 
@@ -51,6 +60,33 @@ def job_state(state: CoordState, job_id: str, watch: Observed, now_s: float, wal
             for each in job.commands.values()
         ],
         training_parameters=job.config.parameters,
+        status=STATUS_OF[job.status],
+        run=job.run,
+    )
+
+
+def summary(job: JobState) -> pb.JobSummary:
+    return pb.JobSummary(
+        job_id=job.job,
+        status=STATUS_OF[job.status],
+        run=job.run,
+        generation=job.generation,
+        workers=len(job.members),
+        min_workers=job.config.min_workers,
+        max_workers=job.config.max_workers,
+        checkpoint_step=job.checkpoints[-1].step if job.checkpoints else None,
+    )
+
+
+def job_config(request: pb.CreateJobRequest, default: JobConfig) -> JobConfig:
+    parameters = {**default.parameters, **request.training_parameters}
+    if sum(len(key) + len(value) for key, value in parameters.items()) > MAX_ARGUMENTS:
+        raise StrataError(Code.INVALID, f"the parameters of a job have at most {MAX_ARGUMENTS:,} characters")
+    return msgspec.structs.replace(
+        default,
+        min_workers=request.min_workers or default.min_workers,
+        max_workers=request.max_workers or default.max_workers,
+        parameters=parameters,
     )
 
 

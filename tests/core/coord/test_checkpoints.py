@@ -11,7 +11,7 @@ import pytest
 
 from strata.base.errors import Code
 from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Consumed, JobConfig, Recovered
-from strata.coord.core.inputs import Ack, Leave, NextShards, Recover, RegisterDataset
+from strata.coord.core.inputs import Ack, CheckpointState, Leave, NextShards, Recover, RegisterDataset
 from strata.coord.core.ledger import Rest
 from strata.coord.core.state import TOMBSTONES_KEPT
 from tests.core.coord.jobs import CORPUS, Job, corpus, samples_of
@@ -44,6 +44,18 @@ def test_a_checkpoint_is_committed_when_all_ranks_reported_its_step() -> None:
     assert (checkpoint.checkpoint_id, checkpoint.step, checkpoint.generation) == ("c7", 7, 1)
     assert [part.uri for part in checkpoint.parts] == ["/c7/0", "/c7/1", "/c7/2"]
     assert job.job.collecting == {}
+
+
+def test_a_rank_hears_of_the_commit_although_the_other_has_left_and_too_few_are_there() -> None:
+    job = training(config=JobConfig(min_workers=2))
+    report = job.report_of("w0", 7)
+    job.ask(report)
+    job.report("w1", 7)
+    job.ask(Leave(job.caller("w1")))
+    job.tick(after_s=10.0)
+    assert not job.job.settled
+    assert job.told(CheckpointState, report).committed
+    assert job.refusal(job.report_of("w0", 8)).code is Code.UNAVAILABLE
 
 
 def test_ranks_that_reported_different_steps_have_no_checkpoint() -> None:

@@ -14,6 +14,9 @@ from tests.sim.coord.lineage import History, LineageError
 
 EVERY_FACT: list[Fact] = [
     kinds.JobCreated(JOB, JobConfig(parameters={"lr": "0.1"})),
+    kinds.JobFinished(JOB),
+    kinds.JobReset(JOB, 2),
+    kinds.JobDeleted(JOB),
     kinds.WorkerJoined(JOB, Worker(worker_id="w0", incarnation="a", labels={"zone": "b"})),
     kinds.WorkerLost(JOB, "w0", "a", "left"),
     kinds.WorkerJudged(JOB, "w0", kinds.Finding.SLOW, kinds.Rung.REWEIGHT, 0.25, "slow"),

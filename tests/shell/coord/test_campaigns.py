@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from soak.coord import herd, kill, zombie
+from soak.coord import herd, kill, restart, zombie
 from soak.coord.crew import Plan
 from soak.coord.result import Ask, Database, Result
 from soak.coord.zombie_leader import LEADS_S
@@ -51,6 +51,12 @@ async def test_a_worker_that_was_thought_dead_changes_nothing_in_any_of_its_fate
     result = await zombie.run(ask(tmp_path, sqlite_url, times=len(zombie.FATES)), show)
     assert result.problems == []
     assert result.times == len(zombie.FATES)
+
+
+async def test_the_documented_worker_may_be_killed_and_restarted_at_any_moment(tmp_path: Path, sqlite_url: str) -> None:
+    result = await restart.run(ask(tmp_path, sqlite_url, times=2, workers=2), show)
+    assert result.problems == []
+    assert result.times == 2
 
 
 async def test_a_leader_that_was_thought_dead_changes_nothing(tmp_path: Path, postgres_url: str) -> None:

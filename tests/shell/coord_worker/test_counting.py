@@ -150,7 +150,12 @@ async def test_the_example_counts_every_word(tmp_path: Path) -> None:
                 sys.executable,
                 str(EXAMPLE),
                 *("--epochs", "2", "--shard-size", "20", "--out", str(out), *files),
-                env={"STRATA_WORKER_ADDRESS": found.coordinator.address, "STRATA_WORKER_ID": f"w{number}"},
+                # Else the first may be done before the second has started, and a finished job refuses it.
+                env={
+                    "STRATA_WORKER_ADDRESS": found.coordinator.address,
+                    "STRATA_WORKER_ID": f"w{number}",
+                    "STRATA_WORKER_WAIT_FOR": "2",
+                },
                 stdout=asyncio.subprocess.DEVNULL,
             )
             for number in range(2)

@@ -31,6 +31,10 @@ ADDED: Final = {
     "GetJob": "unary",
     "WatchJob": "stream",
     "IssueCommand": "unary",
+    "ListJobs": "unary",
+    "CreateJob": "unary",
+    "ResetJob": "unary",
+    "DeleteJob": "unary",
 }
 
 STATES: Final = ("INITIALIZING", "IDLE", "LOADING_DATA", "TRAINING", "CHECKPOINTING", "RECOVERING", "ERROR")

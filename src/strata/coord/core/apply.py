@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar, assert_never
 
 from strata.coord.core import ledger as ledgers
+from strata.coord.core import lifecycle
 from strata.coord.core.facts import (
     BarrierDecided,
     CheckpointCommitted,
@@ -16,6 +17,10 @@ from strata.coord.core.facts import (
     Fact,
     GenerationFormed,
     JobCreated,
+    JobDeleted,
+    JobFinished,
+    JobReset,
+    JobStatus,
     Part,
     RanksListed,
     Recovered,
@@ -43,6 +48,7 @@ from strata.coord.core.state import (
     Command,
     CoordState,
     Decided,
+    JobEvent,
     JobState,
     Member,
     Requested,
@@ -53,15 +59,20 @@ Key = TypeVar("Key")
 
 def apply(state: CoordState, fact: Fact) -> None:
     if isinstance(fact, JobCreated):
-        state.jobs[fact.job] = JobState(fact.job, fact.config)
+        state.jobs[fact.job] = JobState(fact.job, fact.config, JobStatus.CREATED)
+        return
+    if isinstance(fact, JobReset | JobDeleted):
+        _end_run(state, fact)
         return
     _apply_to_job(state.jobs[fact.job], fact)
 
 
 def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - one arm per fact
     match fact:
-        case JobCreated():
-            raise AssertionError("a job is created outside of itself")
+        case JobCreated() | JobReset() | JobDeleted():
+            raise AssertionError("a job begins and ends outside of itself")
+        case JobFinished():
+            lifecycle.move(job, JobEvent.FINISH)
         case WorkerJoined():
             _join(job, fact)
         case WorkerLost():
@@ -107,12 +118,36 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
             assert_never(fact)
 
 
+def _end_run(state: CoordState, fact: JobReset | JobDeleted) -> None:
+    old = state.jobs[fact.job]
+    lifecycle.move(old, JobEvent.RESET if isinstance(fact, JobReset) else JobEvent.DELETE)
+    state.live.pop(fact.job, None)
+    if isinstance(fact, JobDeleted):
+        del state.jobs[fact.job]
+        return
+    # A process of the old run has the old run's state: its life may not come back in the new one.
+    fenced = dict(old.fenced)
+    for worker_id, incarnation in old.evicted.items():
+        fenced[worker_id] = [*fenced.pop(worker_id, []), incarnation][-FENCED_KEPT:]
+    _forget(fenced, EVICTED_KEPT)
+    state.jobs[fact.job] = JobState(
+        fact.job,
+        old.config,
+        old.status,
+        fact.run,
+        fenced=fenced,
+        generation=old.generation,
+        last_command=old.last_command,
+    )
+
+
 def _join(job: JobState, fact: WorkerJoined) -> None:
     worker_id, incarnation = fact.worker.worker_id, fact.worker.incarnation
     before = job.evicted.pop(worker_id, None)
     acked = job.parted.pop(worker_id, [])
     acked = acked if before == incarnation else []
     job.members[worker_id] = Member(fact.worker, acked=acked, recover_first=fact.recover_first)
+    lifecycle.move(job, JobEvent.JOIN)
     if before not in (None, incarnation):
         fenced = job.fenced.pop(worker_id, [])
         job.fenced[worker_id] = [*fenced, before][-FENCED_KEPT:]
@@ -122,6 +157,8 @@ def _join(job: JobState, fact: WorkerJoined) -> None:
 
 def _lose(job: JobState, worker_id: str, incarnation: str) -> None:
     member = job.members.pop(worker_id)
+    if not job.members:
+        lifecycle.move(job, JobEvent.EMPTY)
     job.settled = False
     job.stopping.pop(worker_id, None)
     job.evicted.pop(worker_id, None)

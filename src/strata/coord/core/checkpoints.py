@@ -9,7 +9,7 @@ from strata.base.errors import Code, StrataError
 from strata.coord.core.barriers import end_all
 from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Fact, Recovered, WorkerRecovered
 from strata.coord.core.inputs import Caller, CheckpointState, Place, Recover, Recovery, Report
-from strata.coord.core.members import check_recovered, formed, job_of, settled_member, stale_generation
+from strata.coord.core.members import check_recovered, formed, job_of, member_of, settled_member, stale_generation
 from strata.coord.core.state import Checkpoint, Collecting, CoordState, Graves, JobState, Live, Member
 
 MISSING_NAMED: Final = 64
@@ -18,9 +18,9 @@ MISSING_NAMED: Final = 64
 
 def report(state: CoordState, given: Report) -> tuple[list[Fact], CheckpointState]:
     job = job_of(state, given.caller)
-    check_recovered(job, settled_member(job, given.caller))
-    worker_id, live = given.caller.worker_id, state.live_of(job.job)
     committed = job.checkpoint(given.checkpoint_id)
+    check_recovered(job, reporting_member(job, given.caller, is_committed=committed is not None))
+    worker_id, live = given.caller.worker_id, state.live_of(job.job)
     collecting = job.collecting.get(given.checkpoint_id)
     _check_step(given, committed or collecting)
     tombstones = _tombstones(job, live, job.ranks[worker_id], given.part.uri)
@@ -41,6 +41,17 @@ def report(state: CoordState, given: Report) -> tuple[list[Fact], CheckpointStat
         return [reported], CheckpointState(committed=False, missing_ranks=missing, tombstones=tombstones)
     done = CheckpointCommitted(job.job, job.generation, given.step, given.checkpoint_id)
     return [reported, done], CheckpointState(committed=True, missing_ranks=(), tombstones=tombstones)
+
+
+def reporting_member(job: JobState, caller: Caller, *, is_committed: bool) -> Member:
+    """Whether a checkpoint of its generation is committed is told also while members come and go.
+
+    The one that reported last may leave at once, and below `min_workers` no other generation would form.
+    """
+    member = member_of(job, caller)
+    if is_committed and caller.worker_id in job.ranks and caller.generation in (0, job.generation):
+        return member
+    return settled_member(job, caller)
 
 
 def _check_step(given: Report, known: Checkpoint | Collecting | None) -> None:

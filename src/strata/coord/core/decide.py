@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Final, assert_never
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import alive, barriers, checkpoints, members, pace, shards
+from strata.coord.core import alive, barriers, checkpoints, lifecycle, members, pace, shards
 from strata.coord.core.facts import CommandIssued, Fact, parts_of
 from strata.coord.core.inputs import (
     Arrive,
     Attached,
     Beat,
     CreateJob,
+    DeleteJob,
     Detached,
     Done,
     Input,
@@ -25,6 +26,7 @@ from strata.coord.core.inputs import (
     RegisterDataset,
     Reply,
     Report,
+    ResetJob,
     Tick,
     Waits,
     WaitsNoLonger,
@@ -76,6 +78,10 @@ def _decide(state: CoordState, given: Input, now_s: float) -> tuple[list[Fact], 
             return checkpoints.recover(state, given)
         case Issue():
             return _issue(state, given)
+        case ResetJob():
+            return lifecycle.reset(state, given), Done()
+        case DeleteJob():
+            return lifecycle.delete(state, given), Done()
         case Tick():
             return _tick(state, now_s), Done()
         case _:

@@ -42,6 +42,19 @@ class CommandKind(IntEnum):
     DRAIN = 5
 
 
+class JobStatus(StrEnum):
+    """Where a job is in its life cycle."""
+
+    CREATED = "created"
+    """No worker of this run has joined."""
+    RUNNING = "running"
+    STOPPED = "stopped"
+    """All workers are gone, and the run is not finished: those that join next recover first."""
+    FINISHED = "finished"
+    """All data is consumed and the last worker has left: no worker joins before a reset."""
+    DELETED = "deleted"
+
+
 class Finding(StrEnum):
     """How a worker's steps compare with those of its job."""
 
@@ -68,6 +81,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     settle_s: float = 0.2
     """Members that come or go within this time share one new generation."""
     min_workers: int = 1
+    """No generation forms with fewer."""
+    max_workers: int = 0
+    """No more workers may join; 0: no limit of this job."""
     barrier_timeout_s: float = 600.0
     keep_checkpoints: int = 3
     max_shard_failures: int = 3
@@ -160,6 +176,23 @@ class Part(msgspec.Struct, frozen=True):
 class JobCreated(msgspec.Struct, frozen=True, tag=True):
     job: str
     config: JobConfig
+
+
+class JobFinished(msgspec.Struct, frozen=True, tag=True):
+    """All data of the run is consumed, and its last worker has left."""
+
+    job: str
+
+
+class JobReset(msgspec.Struct, frozen=True, tag=True):
+    """The next run begins with no data consumed and no checkpoint. The generation goes on: fencing outlives runs."""
+
+    job: str
+    run: int
+
+
+class JobDeleted(msgspec.Struct, frozen=True, tag=True):
+    job: str
 
 
 class WorkerJoined(msgspec.Struct, frozen=True, tag=True):
@@ -300,6 +333,9 @@ class CommandAcked(msgspec.Struct, frozen=True, tag=True):
 
 Fact = (
     JobCreated
+    | JobFinished
+    | JobReset
+    | JobDeleted
     | WorkerJoined
     | WorkerLost
     | WorkerJudged

@@ -37,6 +37,8 @@ class Register:
 class Leave:
     caller: Caller
     cause: str = "left"
+    finished: bool = False
+    """Its program is done, as far as it knows."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,19 @@ class Issue:
 
 
 @dataclass(frozen=True)
+class ResetJob:
+    """An operator wants another run, from the beginning. `run` is the one that ends; 0: the current one."""
+
+    job: str
+    run: int = 0
+
+
+@dataclass(frozen=True)
+class DeleteJob:
+    job: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time goes on: the silent are lost, generations form, barriers time out, the slow are noticed."""
 
@@ -170,6 +185,8 @@ Input = (
     | Report
     | Recover
     | Issue
+    | ResetJob
+    | DeleteJob
     | Tick
 )
 

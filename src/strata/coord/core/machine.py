@@ -8,7 +8,7 @@ import msgspec
 
 from strata.coord.core.apply import apply
 from strata.coord.core.decide import decide
-from strata.coord.core.facts import Fact
+from strata.coord.core.facts import Fact, JobStatus
 from strata.coord.core.inputs import Input, Outcome
 from strata.coord.core.state import CoordState, JobState
 
@@ -35,4 +35,9 @@ class CoordMachine:
         return _encode(list(state.jobs.values()))
 
     def load(self, saved: bytes) -> CoordState:
-        return CoordState(jobs={job.job: job for job in _decode_jobs(saved)})
+        jobs = _decode_jobs(saved)
+        for job in jobs:
+            if job.status is JobStatus.RUNNING and not job.members:
+                # Saved before jobs had a status.
+                job.status = JobStatus.STOPPED
+        return CoordState(jobs={job.job: job for job in jobs})

@@ -7,7 +7,7 @@ from math import inf
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import alive, pace
+from strata.coord.core import alive, lifecycle, pace
 from strata.coord.core.facts import (
     CommandAcked,
     Fact,
@@ -142,6 +142,9 @@ def _check(given: CreateJob) -> None:
         "missed_beats must be at least 1": config.missed_beats < 1,
         "settle_s must not be below 0": not 0 <= config.settle_s < inf,
         "min_workers must be at least 1": config.min_workers < 1,
+        "max_workers must be 0 (no limit) or at least min_workers": not (
+            config.max_workers == 0 or config.max_workers >= config.min_workers
+        ),
         "barrier_timeout_s must be above 0": not config.barrier_timeout_s > 0,
         "keep_checkpoints must be at least 1": config.keep_checkpoints < 1,
         "max_shard_failures must be at least 1": config.max_shard_failures < 1,
@@ -163,8 +166,12 @@ def _check_worker(given: Register, job: JobState | None) -> None:
             Code.INVALID,
             f"the weight of worker {worker.worker_id!r} must be from 0 to {MAX_WEIGHT:g}, not {worker.weight}",
         )
-    if job is not None and worker.worker_id not in job.members and len(job.members) >= MAX_WORKERS:
-        raise StrataError(Code.EXHAUSTED, f"job {given.job!r} has {MAX_WORKERS} workers and takes no more")
+    if job is None:
+        return
+    lifecycle.check_open(job)
+    most = min(job.config.max_workers or MAX_WORKERS, MAX_WORKERS)
+    if worker.worker_id not in job.members and len(job.members) >= most:
+        raise StrataError(Code.EXHAUSTED, f"job {given.job!r} has {most} workers and takes no more")
 
 
 def register(state: CoordState, given: Register, now_s: float) -> list[Fact]:
@@ -270,7 +277,9 @@ def leave(state: CoordState, given: Leave, now_s: float) -> list[Fact]:
     live = state.live_of(job.job)
     # One that says farewell has acked what should count.
     live.read_until.pop(given.caller.worker_id, None)
-    return _lost(job, live, given.caller.worker_id, given.cause, now_s)
+    facts = _lost(job, live, given.caller.worker_id, given.cause, now_s)
+    is_last = given.finished and len(job.members) == 1
+    return [*facts, *lifecycle.finish(job)] if is_last else facts
 
 
 def lose_the_silent(job: JobState, live: Live, limit_s: float, now_s: float) -> list[Fact]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final, NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from strata.coord.core.facts import (
     CommandKind,
     JobConfig,
+    JobStatus,
     Part,
     Rung,
     Verdict,
@@ -37,6 +39,16 @@ REQUESTED_KEPT: Final = 100_000
 """Names of workers in all requests that are remembered."""
 BEATS_PER_S: Final = 1_000.0
 """Heartbeats that one coordinator wants to hear at most: unary calls cost it a quarter to half a millisecond each."""
+
+
+class JobEvent(StrEnum):
+    """What changes the status of a job; `lifecycle.NEXT` says how."""
+
+    JOIN = "a worker joins"
+    EMPTY = "the last worker is gone"
+    FINISH = "all data is consumed"
+    RESET = "an operator resets it"
+    DELETE = "an operator deletes it"
 
 
 class Member(msgspec.Struct):
@@ -100,6 +112,9 @@ class Requested(msgspec.Struct, frozen=True):
 class JobState(msgspec.Struct):
     job: str
     config: JobConfig
+    status: JobStatus = JobStatus.RUNNING
+    run: int = 1
+    """Which run of the job this is; an operator's reset begins the next."""
     members: dict[str, Member] = {}
     evicted: dict[str, str] = {}
     """The last incarnation of workers that are no members any more, oldest first."""

@@ -45,6 +45,8 @@ STATUS CODES
   FAILED_PRECONDITION   any call but RegisterWorker and Heartbeat by a worker_id never seen: register first
   FAILED_PRECONDITION   the generation of the request is not the current one: take the new one, or RequestRecovery
   FAILED_PRECONDITION   the worker has not been told which checkpoint to start from: RequestRecovery, load it, call again
+  FAILED_PRECONDITION   RegisterWorker in a job that is finished: nothing is left to do before an operator resets it
+  FAILED_PRECONDITION   ResetJob or DeleteJob of a job that has workers
   FAILED_PRECONDITION   another incarnation of this worker_id has registered: this process was replaced and must stop; so does
                         RegisterWorker answer it, also after the other one has gone
   NOT_FOUND             Heartbeat of an unknown worker_id, any call of an evicted one: register again; unknown dataset or job
@@ -57,7 +59,8 @@ STATUS CODES
   PERMISSION_DENIED     the token is for another job, worker or role
 Trailing metadata, all values decimal or lower-case words:
   strata-retry-after-ms   with UNAVAILABLE and RESOURCE_EXHAUSTED: wait this long
-  strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation`, `stale-incarnation` or `recover-first`;
+  strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation`, `stale-incarnation`, `recover-first`,
+                          `job-finished` or `job-running`;
                           with NOT_FOUND: `evicted`, `unknown-worker`, `unknown-dataset` or `unknown-job`
   strata-generation       with `stale-generation`: the current one
 A call that got no answer may have taken effect. Sending the same message again is safe for every RPC, but for GetNextShards and
@@ -307,6 +310,38 @@ INCIDENT_KIND_FAILOVER: IncidentKind.ValueType  # 9
 """Another coordinator took over."""
 Global___IncidentKind: _TypeAlias = IncidentKind  # noqa: Y015
 
+class _JobStatus:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _JobStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobStatus.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    JOB_STATUS_UNSPECIFIED: _JobStatus.ValueType  # 0
+    """Not said."""
+    JOB_STATUS_CREATED: _JobStatus.ValueType  # 1
+    """No worker of this run has joined."""
+    JOB_STATUS_RUNNING: _JobStatus.ValueType  # 2
+    """It has workers."""
+    JOB_STATUS_STOPPED: _JobStatus.ValueType  # 3
+    """All workers are gone, and the run is not finished: those that join next recover first."""
+    JOB_STATUS_FINISHED: _JobStatus.ValueType  # 4
+    """All data is consumed and the last worker has left: RegisterWorker is refused until a reset."""
+
+class JobStatus(_JobStatus, metaclass=_JobStatusEnumTypeWrapper):
+    """Where a job is in its life cycle."""
+
+JOB_STATUS_UNSPECIFIED: JobStatus.ValueType  # 0
+"""Not said."""
+JOB_STATUS_CREATED: JobStatus.ValueType  # 1
+"""No worker of this run has joined."""
+JOB_STATUS_RUNNING: JobStatus.ValueType  # 2
+"""It has workers."""
+JOB_STATUS_STOPPED: JobStatus.ValueType  # 3
+"""All workers are gone, and the run is not finished: those that join next recover first."""
+JOB_STATUS_FINISHED: JobStatus.ValueType  # 4
+"""All data is consumed and the last worker has left: RegisterWorker is refused until a reset."""
+Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
+
 @_typing.final
 class GpuMetrics(_message.Message):
     """Telemetry of one GPU."""
@@ -545,6 +580,7 @@ class WorkerConfig(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     LOST_LEASES_FIELD_NUMBER: _builtins.int
     RECOVER_FIRST_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     heartbeat_interval_ms: _builtins.int
     """Send a Heartbeat this often; 5000 in a small job, longer in a large one."""
     rank: _builtins.int
@@ -561,6 +597,8 @@ class WorkerConfig(_message.Message):
     """Grows with every coordinator that takes over; the upper half of new lease ids."""
     recover_first: _builtins.bool
     """Shards have been handed out or a checkpoint is committed: RequestRecovery comes before GetNextShards and ReportCheckpoint."""
+    run: _builtins.int
+    """Which run of the job this is, from 1."""
     @_builtins.property
     def training_parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """System-wide training parameters: the same for all workers of the job."""
@@ -587,10 +625,11 @@ class WorkerConfig(_message.Message):
         members: _abc.Iterable[Global___Member] | None = ...,
         lost_leases: _abc.Iterable[_builtins.int] | None = ...,
         recover_first: _builtins.bool = ...,
+        run: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "job_id", b"job_id", "leader_epoch", b"leader_epoch", "lost_leases", b"lost_leases", "members", b"members", "rank", b"rank", "recover_first", b"recover_first", "training_parameters", b"training_parameters", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "job_id", b"job_id", "leader_epoch", b"leader_epoch", "lost_leases", b"lost_leases", "members", b"members", "rank", b"rank", "recover_first", b"recover_first", "run", b"run", "training_parameters", b"training_parameters", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1869,6 +1908,7 @@ class LeaveWorkerRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ACKS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """Empty: from metadata or token, else `default`."""
     worker_id: _builtins.str
@@ -1877,6 +1917,8 @@ class LeaveWorkerRequest(_message.Message):
     """Empty: not compared."""
     reason: _builtins.str
     """Why, for people."""
+    finished: _builtins.bool
+    """The worker's program is done. If it is the last worker and all data is consumed, the job is finished."""
     @_builtins.property
     def acks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardAck]:
         """Last acknowledgements; what is held and not named here goes to others."""
@@ -1889,10 +1931,11 @@ class LeaveWorkerRequest(_message.Message):
         incarnation: _builtins.str = ...,
         reason: _builtins.str = ...,
         acks: _abc.Iterable[Global___ShardAck] | None = ...,
+        finished: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "incarnation", b"incarnation", "job_id", b"job_id", "reason", b"reason", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "finished", b"finished", "incarnation", b"incarnation", "job_id", b"job_id", "reason", b"reason", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2068,6 +2111,8 @@ class JobState(_message.Message):
     INCIDENTS_FIELD_NUMBER: _builtins.int
     COMMANDS_FIELD_NUMBER: _builtins.int
     TRAINING_PARAMETERS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """Its id."""
     generation: _builtins.int
@@ -2078,6 +2123,10 @@ class JobState(_message.Message):
     """As in WorkerConfig."""
     observed_at_unix_ms: _builtins.int
     """The coordinator's time of day."""
+    status: Global___JobStatus.ValueType
+    """Where it is in its life cycle."""
+    run: _builtins.int
+    """Which run of the job this is, from 1; ResetJob begins the next."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
         """Members in order of rank, then those that wait, then those that are gone."""
@@ -2121,10 +2170,12 @@ class JobState(_message.Message):
         incidents: _abc.Iterable[Global___Incident] | None = ...,
         commands: _abc.Iterable[Global___CommandState] | None = ...,
         training_parameters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        status: Global___JobStatus.ValueType = ...,
+        run: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barriers", b"barriers", "checkpoints", b"checkpoints", "commands", b"commands", "datasets", b"datasets", "generation", b"generation", "incidents", b"incidents", "job_id", b"job_id", "leader_epoch", b"leader_epoch", "observed_at_unix_ms", b"observed_at_unix_ms", "training_parameters", b"training_parameters", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barriers", b"barriers", "checkpoints", b"checkpoints", "commands", b"commands", "datasets", b"datasets", "generation", b"generation", "incidents", b"incidents", "job_id", b"job_id", "leader_epoch", b"leader_epoch", "observed_at_unix_ms", b"observed_at_unix_ms", "run", b"run", "status", b"status", "training_parameters", b"training_parameters", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2596,3 +2647,265 @@ class IssueCommandResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___IssueCommandResponse: _TypeAlias = IssueCommandResponse  # noqa: Y015
+
+@_typing.final
+class ListJobsRequest(_message.Message):
+    """ListJobs: all that the token allows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListJobsRequest: _TypeAlias = ListJobsRequest  # noqa: Y015
+
+@_typing.final
+class ListJobsResponse(_message.Message):
+    """ListJobs: the jobs in order of name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobSummary]:
+        """One for each job."""
+
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___JobSummary] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListJobsResponse: _TypeAlias = ListJobsResponse  # noqa: Y015
+
+@_typing.final
+class JobSummary(_message.Message):
+    """A job in a line."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    MIN_WORKERS_FIELD_NUMBER: _builtins.int
+    MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """Its id."""
+    status: Global___JobStatus.ValueType
+    """Where it is in its life cycle."""
+    run: _builtins.int
+    """Which run of the job this is, from 1."""
+    generation: _builtins.int
+    """The current generation; 0: there was none yet."""
+    workers: _builtins.int
+    """Workers that are members now."""
+    min_workers: _builtins.int
+    """No generation forms with fewer workers."""
+    max_workers: _builtins.int
+    """No more workers may join; 0: no limit."""
+    checkpoint_step: _builtins.int
+    """Step of the last committed checkpoint; absent: there is none."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        status: Global___JobStatus.ValueType = ...,
+        run: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        workers: _builtins.int = ...,
+        min_workers: _builtins.int = ...,
+        max_workers: _builtins.int = ...,
+        checkpoint_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step", "generation", b"generation", "job_id", b"job_id", "max_workers", b"max_workers", "min_workers", b"min_workers", "run", b"run", "status", b"status", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_step) -> _WhichOneofReturnType__checkpoint_step | None: ...
+
+Global___JobSummary: _TypeAlias = JobSummary  # noqa: Y015
+
+@_typing.final
+class CreateJobRequest(_message.Message):
+    """CreateJob: a job that waits for its workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TrainingParametersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MIN_WORKERS_FIELD_NUMBER: _builtins.int
+    MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    TRAINING_PARAMETERS_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    min_workers: _builtins.int
+    """No generation forms with fewer workers. 0: as the coordinator is configured."""
+    max_workers: _builtins.int
+    """No more workers may join. 0: as the coordinator is configured."""
+    job_id: _builtins.str
+    """Empty: from metadata or token, else `default`."""
+    @_builtins.property
+    def training_parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """System-wide training parameters, added to those that the coordinator is configured with."""
+
+    def __init__(
+        self,
+        *,
+        min_workers: _builtins.int = ...,
+        max_workers: _builtins.int = ...,
+        training_parameters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "max_workers", b"max_workers", "min_workers", b"min_workers", "training_parameters", b"training_parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateJobRequest: _TypeAlias = CreateJobRequest  # noqa: Y015
+
+@_typing.final
+class CreateJobResponse(_message.Message):
+    """CreateJob: it is there. A job that exists with the same settings gets the same answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> Global___JobSummary:
+        """How it stands."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___JobSummary | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateJobResponse: _TypeAlias = CreateJobResponse  # noqa: Y015
+
+@_typing.final
+class ResetJobRequest(_message.Message):
+    """ResetJob: begin the next run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    run: _builtins.int
+    """The run that ends, so that a repeated request ends no other. 0: the current one."""
+    job_id: _builtins.str
+    """Empty: from metadata or token, else `default`."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.int = ...,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetJobRequest: _TypeAlias = ResetJobRequest  # noqa: Y015
+
+@_typing.final
+class ResetJobResponse(_message.Message):
+    """ResetJob: no data is consumed and no checkpoint is known. Files of earlier checkpoints stay where they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> Global___JobSummary:
+        """How it stands."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___JobSummary | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetJobResponse: _TypeAlias = ResetJobResponse  # noqa: Y015
+
+@_typing.final
+class DeleteJobRequest(_message.Message):
+    """DeleteJob: which one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """Empty: from metadata or token, else `default`."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteJobRequest: _TypeAlias = DeleteJobRequest  # noqa: Y015
+
+@_typing.final
+class DeleteJobResponse(_message.Message):
+    """DeleteJob: it is forgotten. Files of its checkpoints stay where they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteJobResponse: _TypeAlias = DeleteJobResponse  # noqa: Y015

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorStub:
-    """What a training worker calls; the last three RPCs are for operators.
+    """What a training worker calls; the last seven RPCs are for operators.
     """
 
     def __init__(self, channel):
@@ -100,10 +100,30 @@ class CoordinatorStub:
                 request_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.IssueCommandRequest.SerializeToString,
                 response_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.IssueCommandResponse.FromString,
                 _registered_method=True)
+        self.ListJobs = channel.unary_unary(
+                '/strata.v1.Coordinator/ListJobs',
+                request_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ListJobsRequest.SerializeToString,
+                response_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ListJobsResponse.FromString,
+                _registered_method=True)
+        self.CreateJob = channel.unary_unary(
+                '/strata.v1.Coordinator/CreateJob',
+                request_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.CreateJobRequest.SerializeToString,
+                response_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.CreateJobResponse.FromString,
+                _registered_method=True)
+        self.ResetJob = channel.unary_unary(
+                '/strata.v1.Coordinator/ResetJob',
+                request_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ResetJobRequest.SerializeToString,
+                response_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ResetJobResponse.FromString,
+                _registered_method=True)
+        self.DeleteJob = channel.unary_unary(
+                '/strata.v1.Coordinator/DeleteJob',
+                request_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobRequest.SerializeToString,
+                response_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer:
-    """What a training worker calls; the last three RPCs are for operators.
+    """What a training worker calls; the last seven RPCs are for operators.
     """
 
     def RegisterWorker(self, request, context):
@@ -197,6 +217,34 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListJobs(self, request, context):
+        """The jobs that the token allows, in order of name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateJob(self, request, context):
+        """Creates a job before its first worker comes, with settings of its own; needs an operator's token. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetJob(self, request, context):
+        """Begins the next run of a job without workers, from the beginning; needs an operator's token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteJob(self, request, context):
+        """Forgets a job without workers; needs an operator's token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -265,6 +313,26 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.IssueCommandRequest.FromString,
                     response_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.IssueCommandResponse.SerializeToString,
             ),
+            'ListJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListJobs,
+                    request_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ListJobsRequest.FromString,
+                    response_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'CreateJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateJob,
+                    request_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.CreateJobRequest.FromString,
+                    response_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.CreateJobResponse.SerializeToString,
+            ),
+            'ResetJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetJob,
+                    request_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ResetJobRequest.FromString,
+                    response_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ResetJobResponse.SerializeToString,
+            ),
+            'DeleteJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteJob,
+                    request_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobRequest.FromString,
+                    response_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'strata.v1.Coordinator', rpc_method_handlers)
@@ -274,7 +342,7 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator:
-    """What a training worker calls; the last three RPCs are for operators.
+    """What a training worker calls; the last seven RPCs are for operators.
     """
 
     @staticmethod
@@ -618,6 +686,114 @@ class Coordinator:
             '/strata.v1.Coordinator/IssueCommand',
             strata_dot_coord_dot_pb_dot_coordinator__pb2.IssueCommandRequest.SerializeToString,
             strata_dot_coord_dot_pb_dot_coordinator__pb2.IssueCommandResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strata.v1.Coordinator/ListJobs',
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.ListJobsRequest.SerializeToString,
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.ListJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strata.v1.Coordinator/CreateJob',
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.CreateJobRequest.SerializeToString,
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.CreateJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strata.v1.Coordinator/ResetJob',
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.ResetJobRequest.SerializeToString,
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.ResetJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strata.v1.Coordinator/DeleteJob',
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobRequest.SerializeToString,
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

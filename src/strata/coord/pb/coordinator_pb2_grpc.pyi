@@ -45,6 +45,8 @@ STATUS CODES
   FAILED_PRECONDITION   any call but RegisterWorker and Heartbeat by a worker_id never seen: register first
   FAILED_PRECONDITION   the generation of the request is not the current one: take the new one, or RequestRecovery
   FAILED_PRECONDITION   the worker has not been told which checkpoint to start from: RequestRecovery, load it, call again
+  FAILED_PRECONDITION   RegisterWorker in a job that is finished: nothing is left to do before an operator resets it
+  FAILED_PRECONDITION   ResetJob or DeleteJob of a job that has workers
   FAILED_PRECONDITION   another incarnation of this worker_id has registered: this process was replaced and must stop; so does
                         RegisterWorker answer it, also after the other one has gone
   NOT_FOUND             Heartbeat of an unknown worker_id, any call of an evicted one: register again; unknown dataset or job
@@ -57,7 +59,8 @@ STATUS CODES
   PERMISSION_DENIED     the token is for another job, worker or role
 Trailing metadata, all values decimal or lower-case words:
   strata-retry-after-ms   with UNAVAILABLE and RESOURCE_EXHAUSTED: wait this long
-  strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation`, `stale-incarnation` or `recover-first`;
+  strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation`, `stale-incarnation`, `recover-first`,
+                          `job-finished` or `job-running`;
                           with NOT_FOUND: `evicted`, `unknown-worker`, `unknown-dataset` or `unknown-job`
   strata-generation       with `stale-generation`: the current one
 A call that got no answer may have taken effect. Sending the same message again is safe for every RPC, but for GetNextShards and
@@ -95,7 +98,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CoordinatorStub:
-    """What a training worker calls; the last three RPCs are for operators."""
+    """What a training worker calls; the last seven RPCs are for operators."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -127,10 +130,18 @@ class CoordinatorStub:
     """The same, at once and after every change."""
     IssueCommand: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.IssueCommandRequest, _coordinator_pb2.IssueCommandResponse]
     """Tells workers to do something; needs an operator's token."""
+    ListJobs: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListJobsRequest, _coordinator_pb2.ListJobsResponse]
+    """The jobs that the token allows, in order of name."""
+    CreateJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CreateJobRequest, _coordinator_pb2.CreateJobResponse]
+    """Creates a job before its first worker comes, with settings of its own; needs an operator's token. Idempotent."""
+    ResetJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResetJobRequest, _coordinator_pb2.ResetJobResponse]
+    """Begins the next run of a job without workers, from the beginning; needs an operator's token."""
+    DeleteJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteJobRequest, _coordinator_pb2.DeleteJobResponse]
+    """Forgets a job without workers; needs an operator's token."""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
-    """What a training worker calls; the last three RPCs are for operators."""
+    """What a training worker calls; the last seven RPCs are for operators."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.WorkerInfo, _coordinator_pb2.WorkerConfig]  # type: ignore[assignment]
@@ -159,9 +170,17 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """The same, at once and after every change."""
     IssueCommand: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.IssueCommandRequest, _coordinator_pb2.IssueCommandResponse]  # type: ignore[assignment]
     """Tells workers to do something; needs an operator's token."""
+    ListJobs: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListJobsRequest, _coordinator_pb2.ListJobsResponse]  # type: ignore[assignment]
+    """The jobs that the token allows, in order of name."""
+    CreateJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CreateJobRequest, _coordinator_pb2.CreateJobResponse]  # type: ignore[assignment]
+    """Creates a job before its first worker comes, with settings of its own; needs an operator's token. Idempotent."""
+    ResetJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResetJobRequest, _coordinator_pb2.ResetJobResponse]  # type: ignore[assignment]
+    """Begins the next run of a job without workers, from the beginning; needs an operator's token."""
+    DeleteJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteJobRequest, _coordinator_pb2.DeleteJobResponse]  # type: ignore[assignment]
+    """Forgets a job without workers; needs an operator's token."""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
-    """What a training worker calls; the last three RPCs are for operators."""
+    """What a training worker calls; the last seven RPCs are for operators."""
 
     @_abc_1.abstractmethod
     def RegisterWorker(
@@ -266,5 +285,37 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.IssueCommandResponse, _abc.Awaitable[_coordinator_pb2.IssueCommandResponse]]:
         """Tells workers to do something; needs an operator's token."""
+
+    @_abc_1.abstractmethod
+    def ListJobs(
+        self,
+        request: _coordinator_pb2.ListJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ListJobsResponse, _abc.Awaitable[_coordinator_pb2.ListJobsResponse]]:
+        """The jobs that the token allows, in order of name."""
+
+    @_abc_1.abstractmethod
+    def CreateJob(
+        self,
+        request: _coordinator_pb2.CreateJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.CreateJobResponse, _abc.Awaitable[_coordinator_pb2.CreateJobResponse]]:
+        """Creates a job before its first worker comes, with settings of its own; needs an operator's token. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ResetJob(
+        self,
+        request: _coordinator_pb2.ResetJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ResetJobResponse, _abc.Awaitable[_coordinator_pb2.ResetJobResponse]]:
+        """Begins the next run of a job without workers, from the beginning; needs an operator's token."""
+
+    @_abc_1.abstractmethod
+    def DeleteJob(
+        self,
+        request: _coordinator_pb2.DeleteJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DeleteJobResponse, _abc.Awaitable[_coordinator_pb2.DeleteJobResponse]]:
+        """Forgets a job without workers; needs an operator's token."""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,10 +18,11 @@ from strata.base.ids import Ids
 from strata.base.settings import Secret
 from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.rpc.viewed import job_view
+from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
+from strata.coord.rpc.viewed import job_view, summary_view
 from strata.coord.settings import is_loopback
-from strata.coord.view import JobView
-from strata.coord.worker.link import Deadline, Link, error_of
+from strata.coord.view import JobSummaryView, JobView
+from strata.coord.worker.link import Answer, Call, Deadline, Link, Request, error_of
 from strata.coord.worker.settings import Tls, WorkerSettings
 
 SECTION: Final = "gang"
@@ -92,11 +93,7 @@ class Operator:
     async def job(self, history: int = 0) -> JobView:
         """How it stands now. `history`: how many checkpoints and incidents; 0: as many as is useful."""
         request = pb.GetJobRequest(history_limit=history)
-        try:
-            found = await self._link.call(lambda stub: stub.GetJob, request, self._deadline)
-        except StrataError as error:
-            raise self._explained(error) from None
-        return job_view(found.job)
+        return job_view((await self._call(lambda stub: stub.GetJob, request)).job)
 
     async def watch(self, history: int = 0) -> AsyncGenerator[JobView | Broken, None]:
         """How it stands, at once and after every change, for ever: over restarts and takeovers, which it tells of."""
@@ -134,11 +131,36 @@ class Operator:
             reason=reason,
             request_id=self._ids.new("order"),
         )
+        found = await self._call(lambda stub: stub.IssueCommand, request)
+        return Issued(found.command_id, tuple(found.worker_ids))
+
+    async def jobs(self) -> tuple[JobSummaryView, ...]:
+        """All that the token allows."""
+        found = await self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
+        return tuple(map(summary_view, found.jobs))
+
+    async def create(self, min_workers: int, max_workers: int, parameters: Mapping[str, str]) -> JobSummaryView:
+        """0: as the coordinator is configured."""
+        request = pb.CreateJobRequest(
+            min_workers=min_workers, max_workers=max_workers, training_parameters=dict(parameters)
+        )
+        return summary_view((await self._call(lambda stub: stub.CreateJob, request)).job)
+
+    async def reset(self) -> JobSummaryView:
+        """Another run, from the beginning. Names the run that it ends: sent again, it ends no other."""
+        run = (await self.job(1)).run
+        return summary_view((await self._call(lambda stub: stub.ResetJob, pb.ResetJobRequest(run=run))).job)
+
+    async def delete(self) -> None:
+        await self._call(lambda stub: stub.DeleteJob, pb.DeleteJobRequest())
+
+    async def _call(
+        self, method: Callable[[pb_grpc.CoordinatorAsyncStub], Call[Request, Answer]], request: Request
+    ) -> Answer:
         try:
-            found = await self._link.call(lambda stub: stub.IssueCommand, request, self._deadline)
+            return await self._link.call(method, request, self._deadline)
         except StrataError as error:
             raise self._explained(error) from None
-        return Issued(found.command_id, tuple(found.worker_ids))
 
     @property
     def _deadline(self) -> Deadline:

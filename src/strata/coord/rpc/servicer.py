@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.coord import calls, wire
-from strata.coord.core.inputs import BarrierState, Caller, Recover
+from strata.coord.core.inputs import BarrierState, Caller, CreateJob, DeleteJob, Recover, ResetJob
 from strata.coord.core.shards import files_of
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.presence import attached
@@ -23,7 +23,7 @@ from strata.coord.service import CoordinatorService, not_leading
 from strata.coord.tokens import Role
 from strata.coord.waiting import until
 from strata.coord.wire import Identity
-from strata.coord.wire_job import job_state
+from strata.coord.wire_job import job_config, job_state, summary
 
 MAX_WAIT_S: Final = 60.0
 """A call for shards waits no longer than this, so that its answer still finds the caller."""
@@ -68,6 +68,10 @@ class Servicer:
             "GetJob": self._serving("GetJob", ANY, self._get_job),
             "WatchJob": self._serving("WatchJob", ANY, self._while_valid(ANY, self._watch_job)),
             "IssueCommand": self._serving("IssueCommand", OPERATOR, self._issue),
+            "ListJobs": self._serving("ListJobs", ANY, self._list_jobs),
+            "CreateJob": self._serving("CreateJob", OPERATOR, self._create_job),
+            "ResetJob": self._serving("ResetJob", OPERATOR, self._reset_job),
+            "DeleteJob": self._serving("DeleteJob", OPERATOR, self._delete_job),
         }
 
     def admit(self, name: str, metadata: Metadata) -> None:
@@ -220,7 +224,9 @@ class Servicer:
 
     async def _leave(self, request: pb.LeaveWorkerRequest, who: Identity, _: Context) -> pb.LeaveWorkerResponse:
         caller = wire.caller(request, who)
-        generation, rejected = await calls.leave(self._service, caller, request.reason, wire.acks(request.acks))
+        generation, rejected = await calls.leave(
+            self._service, caller, request.reason, wire.acks(request.acks), finished=request.finished
+        )
         return pb.LeaveWorkerResponse(generation=generation, rejected_leases=rejected)
 
     async def _attach(self, request: pb.AttachRequest, who: Identity, context: Context) -> None:
@@ -260,3 +266,23 @@ class Servicer:
     async def _issue(self, request: pb.IssueCommandRequest, who: Identity, _: Context) -> pb.IssueCommandResponse:
         command_id, workers = await calls.issue(self._service, wire.issue(request, who))
         return pb.IssueCommandResponse(command_id=command_id, worker_ids=workers)
+
+    async def _list_jobs(self, _: pb.ListJobsRequest, who: Identity, __: Context) -> pb.ListJobsResponse:
+        jobs = self._service.state.jobs
+        return pb.ListJobsResponse(
+            jobs=[summary(jobs[name]) for name in sorted(jobs) if who.token_job in ("", name)],
+        )
+
+    async def _create_job(self, request: pb.CreateJobRequest, who: Identity, _: Context) -> pb.CreateJobResponse:
+        name = who.job_of(request.job_id)
+        await self._service.ask(CreateJob(name, job_config(request, self._service.options.job)))
+        return pb.CreateJobResponse(job=summary(self._service.state.jobs[name]))
+
+    async def _reset_job(self, request: pb.ResetJobRequest, who: Identity, _: Context) -> pb.ResetJobResponse:
+        name = who.job_of(request.job_id)
+        await self._service.ask(ResetJob(name, request.run))
+        return pb.ResetJobResponse(job=summary(self._service.state.jobs[name]))
+
+    async def _delete_job(self, request: pb.DeleteJobRequest, who: Identity, _: Context) -> pb.DeleteJobResponse:
+        await self._service.ask(DeleteJob(who.job_of(request.job_id)))
+        return pb.DeleteJobResponse()

@@ -33,6 +33,8 @@ _REASONS: Final = (
     "stale-generation",
     "stale-incarnation",
     "recover-first",
+    "job-finished",
+    "job-running",
     "evicted",
     "unknown-worker",
     "unknown-dataset",

@@ -8,7 +8,7 @@ import msgspec
 from google.protobuf.message import Message
 
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.view import JobView
+from strata.coord.view import JobSummaryView, JobView
 
 Descriptor: TypeAlias = Any
 """Of a field or an enum: protobuf has two implementations without a common type."""
@@ -16,6 +16,10 @@ Descriptor: TypeAlias = Any
 
 def job_view(message: pb.JobState) -> JobView:
     return msgspec.convert(plain(message), JobView)
+
+
+def summary_view(message: pb.JobSummary) -> JobSummaryView:
+    return msgspec.convert(plain(message), JobSummaryView)
 
 
 def plain(message: Message) -> dict[str, Any]:

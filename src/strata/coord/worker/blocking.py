@@ -113,6 +113,10 @@ class Worker:
         return self._open().world_size
 
     @property
+    def run_id(self) -> int:
+        return self._open().run_id
+
+    @property
     def parameters(self) -> dict[str, str]:
         return self._open().parameters
 

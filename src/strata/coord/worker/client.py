@@ -108,6 +108,11 @@ class AsyncWorker:
         return self._life.world_size
 
     @property
+    def run_id(self) -> int:
+        """Which run of the job this is, from 1; `strata gang reset` begins the next. For the paths of checkpoints."""
+        return self._life.run_id
+
+    @property
     def parameters(self) -> dict[str, str]:
         """System-wide training parameters of the job."""
         return self._life.parameters

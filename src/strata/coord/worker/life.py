@@ -32,6 +32,8 @@ ATTEMPT_S: Final = 10.0
 """An answer that takes longer than this got lost."""
 GOODBYE_S: Final = 2.0
 PRESENCE_S: Final = 2.0
+WAIT_FOR_POLL_S: Final = 0.1
+"""Between two looks at a generation that has too few members for this worker."""
 
 _log = log.get(__name__)
 
@@ -52,6 +54,7 @@ class Life:
         self.rank = 0
         self.world_size = 0
         self.parameters: dict[str, str] = {}
+        self.run_id = 0
         self.recover_first = False
         """Whether the last registration said that this life has to ask where to start."""
         self.ledger = Ledger()
@@ -78,7 +81,7 @@ class Life:
 
     async def begin(self) -> None:
         """Register, and wait until there are enough members for a generation."""
-        await self._register(adopt=True)
+        await self._register(adopt=True, wait_for=self.settings.wait_for)
         self.status = pb.WORKER_STATUS_IDLE
         try:
             # From here on a death is noticed at once. It may take a coordinator that is just being replaced to say so.
@@ -112,6 +115,8 @@ class Life:
             incarnation=self.incarnation,
             reason=reason,
             acks=[each.message for each in sent],
+            # One that was interrupted or told to stop is not done.
+            finished=not (reason or self.commands.stopping or self.commands.draining),
         )
         patience_s = self.settings.patience_s if sent else GOODBYE_S
         try:
@@ -267,8 +272,8 @@ class Life:
         self.generation, self.rank, self.world_size = generation, rank, world_size
         self._current = max(self._current, generation)
 
-    async def _register(self, *, adopt: bool, instead_of: str | None = None) -> None:
-        """`adopt`: take the place in the new generation; else only learn that there is one.
+    async def _register(self, *, adopt: bool, instead_of: str | None = None, wait_for: int = 0) -> None:
+        """`adopt`: take the place in the new generation, of at least `wait_for`; else only learn that there is one.
 
         `instead_of` is a life that was evicted: a new one begins, unless it did already.
         """
@@ -287,14 +292,18 @@ class Life:
                 self.job, self.incarnation = found.job_id, found.incarnation
                 self.parameters = dict(found.training_parameters)
                 self.recover_first = found.recover_first
+                self.run_id = found.run
                 self._interval_s = found.heartbeat_interval_ms / 1000
                 self._leader_epoch = self._reattach_to = max(self._leader_epoch, found.leader_epoch)
                 self.ledger.forfeit(found.lost_leases)
                 self._current = max(self._current, found.generation)
-                if found.generation or not adopt:
+                if (found.generation and found.world_size >= wait_for) or not adopt:
                     break
                 if self.clock.monotonic_s() > until_s:
-                    raise StrataError(Code.DEADLINE, f"not enough members in {self.settings.patience_s:g} s")
+                    there = f"{found.world_size} of {wait_for} members" if wait_for else "not enough members"
+                    raise StrataError(Code.DEADLINE, f"{there} in {self.settings.patience_s:g} s")
+                if found.generation:
+                    await asyncio.sleep(WAIT_FOR_POLL_S)
             if adopt:
                 self.adopt(found.generation, found.rank, found.world_size)
 

@@ -166,6 +166,7 @@ class Link:
         until_s = 0.0
         while True:
             index = self._index
+            address = self._settings.addresses[index]
             try:
                 answer = await method(self.stub())(request, timeout=within.timeout_s, metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
@@ -176,7 +177,7 @@ class Link:
                     raise failure from None
             else:
                 if attempt > 1:
-                    _log.info("the coordinator answers again", attempts=attempt)
+                    _log.warning(f"the coordinator at {address} answers again", attempts=attempt)
                 return answer
             now_s = self._clock.monotonic_s()
             if attempt == 0:
@@ -187,7 +188,8 @@ class Link:
                     Code.UNAVAILABLE, f"no answer of the coordinator in {within.patience_s:g} s: {failure.message}"
                 )
             if attempt == 1:
-                _log.warning("waiting for the coordinator", code=failure.code.value, reason=failure.message)
+                # In the event too: a program that has configured no logs sees nothing else.
+                _log.warning(f"waiting for the coordinator at {address}: {failure.message}", code=failure.code.value)
             attempt += 1
             self.try_next(index)
             await asyncio.sleep(wait_s)

@@ -44,6 +44,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the data relative to the others. None: the number of GPUs, at least 1."""
     elastic: bool = False
     """Members may come and go: go on in the new generation. Else every change is raised, for all to go back."""
+    wait_for: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Join when the generation has so many members, this one counted."""
     rejoin: bool = False
     """Once evicted, join again as a new life instead of raising."""
     checkpoint_root: str = ""

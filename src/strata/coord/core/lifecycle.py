@@ -1,0 +1,89 @@
+"""The life cycle of a job: created, running, stopped, finished; and what an operator may do about it.
+
+The status of a job changes only through `NEXT`; what is not in the table is refused, or never happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from strata.base.errors import Code, StrataError
+from strata.coord.core.facts import Fact, JobDeleted, JobFinished, JobReset, JobStatus, Mode
+from strata.coord.core.inputs import DeleteJob, ResetJob
+from strata.coord.core.state import CoordState, JobEvent, JobState
+
+NEXT: Final[Mapping[tuple[JobStatus, JobEvent], JobStatus]] = {
+    (JobStatus.CREATED, JobEvent.JOIN): JobStatus.RUNNING,
+    (JobStatus.RUNNING, JobEvent.JOIN): JobStatus.RUNNING,
+    (JobStatus.STOPPED, JobEvent.JOIN): JobStatus.RUNNING,
+    (JobStatus.RUNNING, JobEvent.EMPTY): JobStatus.STOPPED,
+    (JobStatus.STOPPED, JobEvent.FINISH): JobStatus.FINISHED,
+    (JobStatus.CREATED, JobEvent.RESET): JobStatus.CREATED,
+    (JobStatus.STOPPED, JobEvent.RESET): JobStatus.CREATED,
+    (JobStatus.FINISHED, JobEvent.RESET): JobStatus.CREATED,
+    (JobStatus.CREATED, JobEvent.DELETE): JobStatus.DELETED,
+    (JobStatus.STOPPED, JobEvent.DELETE): JobStatus.DELETED,
+    (JobStatus.FINISHED, JobEvent.DELETE): JobStatus.DELETED,
+}
+
+
+def move(job: JobState, event: JobEvent) -> None:
+    """Of facts that happened, so the table has it."""
+    job.status = NEXT[job.status, event]
+
+
+def check_open(job: JobState) -> None:
+    """A job that is finished takes no worker: it would report success with nothing done."""
+    if (job.status, JobEvent.JOIN) not in NEXT:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"job {job.job!r} is {job.status.value}: run {job.run} has consumed all its data",
+            hint=f"'strata gang reset {job.job}' to run it again from the beginning",
+            reason="job-finished",
+        )
+
+
+def finish(job: JobState) -> list[Fact]:
+    """Its last worker leaves and says that its program is done: if nothing is left to read, the job is finished."""
+    return [JobFinished(job.job)] if _is_consumed(job) else []
+
+
+def _is_consumed(job: JobState) -> bool:
+    """Every epoch that was begun is consumed. A deterministic dataset has no ledger: its workers know."""
+    datasets = job.datasets.values()
+    if any(dataset.epochs for dataset in datasets):
+        return False
+    return any(dataset.finished or dataset.dataset.mode is Mode.DETERMINISTIC for dataset in datasets)
+
+
+def reset(state: CoordState, given: ResetJob) -> list[Fact]:
+    """The next run, from the beginning. Naming the run that ends makes a repeated request harmless."""
+    job = _job_of(state, given.job)
+    if given.run and given.run < job.run:
+        return []
+    _check(job, JobEvent.RESET, "reset")
+    return [JobReset(job.job, job.run + 1)]
+
+
+def delete(state: CoordState, given: DeleteJob) -> list[Fact]:
+    job = _job_of(state, given.job)
+    _check(job, JobEvent.DELETE, "deleted")
+    return [JobDeleted(job.job)]
+
+
+def _job_of(state: CoordState, name: str) -> JobState:
+    job = state.jobs.get(name)
+    if job is None:
+        raise StrataError(Code.NOT_FOUND, f"there is no job {name!r}", reason="unknown-job")
+    return job
+
+
+def _check(job: JobState, event: JobEvent, done: str) -> None:
+    if (job.status, event) not in NEXT:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"job {job.job!r} is {job.status.value} with {len(job.members)} workers: it cannot be {done}",
+            hint=f"'strata gang stop {job.job} --all' first",
+            reason="job-running",
+        )

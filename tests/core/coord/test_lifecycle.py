@@ -1,0 +1,153 @@
+"""The life cycle of a job: a finished one takes no worker, an operator begins the next run or forgets the job."""
+
+from __future__ import annotations
+
+import pytest
+
+from strata.base.errors import Code
+from strata.coord.core.facts import JobConfig, JobFinished, JobStatus, Mode, Worker
+from strata.coord.core.inputs import Caller, CreateJob, DeleteJob, Leave, NextShards, Register, ResetJob
+from strata.coord.core.lifecycle import NEXT
+from strata.coord.core.state import JobEvent
+from tests.core.coord.jobs import CORPUS, JOB, Job
+
+
+def done(workers: int = 1) -> Job:
+    """All data of epoch 0 is consumed, and nobody has left."""
+    job = Job(workers=workers)
+    job.register_dataset()
+    job.read("w0")
+    return job
+
+
+def leave(job: Job, worker_id: str, *, finished: bool = True) -> None:
+    job.ask(Leave(job.caller(worker_id), finished=finished))
+
+
+def status(job: Job) -> JobStatus:
+    return job.job.status
+
+
+def finished() -> Job:
+    job = done()
+    leave(job, "w0")
+    return job
+
+
+def test_a_job_runs_while_it_has_workers() -> None:
+    job = Job()
+    assert status(job) is JobStatus.CREATED
+    job.join("w0")
+    assert status(job) is JobStatus.RUNNING
+    leave(job, "w0")
+    assert status(job) is JobStatus.STOPPED, "nothing was consumed"
+    job.join("w0")
+    assert status(job) is JobStatus.RUNNING
+
+
+def test_a_job_is_finished_when_its_last_worker_is_done_and_no_data_is_left() -> None:
+    job = done(2)
+    leave(job, "w1")
+    assert status(job) is JobStatus.RUNNING
+    leave(job, "w0")
+    assert status(job) is JobStatus.FINISHED
+
+
+@pytest.mark.parametrize("why", ["data is left", "the worker was told to stop", "the worker was lost"])
+def test_a_job_is_not_finished_when(why: str) -> None:
+    job = done()
+    if why == "data is left":
+        job.next("w0", epoch=1, held=None)
+        leave(job, "w0")
+    elif why == "the worker was told to stop":
+        leave(job, "w0", finished=False)
+    else:
+        job.run(60.0)
+    assert status(job) is JobStatus.STOPPED
+    assert not any(isinstance(fact, JobFinished) for fact in job.facts)
+
+
+def test_a_deterministic_job_is_finished_when_its_workers_say_so() -> None:
+    job = Job(workers=1)
+    job.register_dataset(mode=Mode.DETERMINISTIC)
+    leave(job, "w0")
+    assert status(job) is JobStatus.FINISHED
+
+
+def test_a_finished_job_takes_no_worker_and_says_what_to_do() -> None:
+    job = finished()
+    for worker_id in ("w0", "w1"):
+        refused = job.refusal(Register(JOB, Worker(worker_id=worker_id, incarnation="life-2")))
+        assert (refused.code, refused.detail["reason"]) == (Code.PRECONDITION, "job-finished")
+        assert "strata gang reset job" in str(refused)
+
+
+def test_a_reset_begins_the_next_run_from_the_beginning() -> None:
+    job = done()
+    job.checkpoint(1)
+    leave(job, "w0")
+    generation = job.job.generation
+    job.ask(ResetJob(JOB))
+    assert (job.job.status, job.job.run, job.job.checkpoints) == (JobStatus.CREATED, 2, [])
+    job.register("w0", "life-2")
+    job.settle()
+    assert job.job.generation > generation, "fencing outlives runs"
+    job.register_dataset()
+    assert sorted(job.read("w0")) == list(range(40))
+
+
+def test_a_process_of_the_old_run_does_not_come_back_in_the_new_one() -> None:
+    job = finished()
+    job.ask(ResetJob(JOB))
+    refused = job.refusal(Register(JOB, Worker(worker_id="w0", incarnation="life-1")))
+    assert (refused.code, refused.detail["reason"]) == (Code.STALE, "stale-incarnation")
+
+
+def test_a_reset_that_is_sent_again_ends_no_other_run() -> None:
+    job = finished()
+    for _ in range(2):
+        job.ask(ResetJob(JOB, run=1))
+    job.register("w0", "life-2")
+    assert job.ask(ResetJob(JOB, run=1)).facts == ()
+    assert job.job.run == 2
+
+
+@pytest.mark.parametrize("given", [ResetJob(JOB), DeleteJob(JOB)])
+def test_a_job_with_workers_is_neither_reset_nor_deleted(given: ResetJob | DeleteJob) -> None:
+    refused = done().refusal(given)
+    assert (refused.code, refused.detail["reason"]) == (Code.PRECONDITION, "job-running")
+
+
+def test_a_deleted_job_is_forgotten_and_its_name_is_free() -> None:
+    job = finished()
+    job.ask(DeleteJob(JOB))
+    assert job.state.jobs == {}
+    assert job.refusal(DeleteJob(JOB)).code is Code.NOT_FOUND
+    refused = job.refusal(NextShards(Caller(JOB, "w0"), CORPUS, 0))
+    assert refused.detail["reason"] == "not-registered"
+    job.ask(CreateJob(JOB, JobConfig(min_workers=2)))
+    assert (job.job.run, job.job.status) == (1, JobStatus.CREATED)
+
+
+def test_no_more_workers_join_than_the_job_may_have() -> None:
+    job = Job(JobConfig(max_workers=2), workers=2)
+    refused = job.refusal(Register(JOB, Worker(worker_id="w2", incarnation="life-1")))
+    assert refused.code is Code.EXHAUSTED
+    job.register("w1", "life-2")
+    leave(job, "w0")
+    job.register("w2")
+    assert set(job.job.members) == {"w1", "w2"}
+
+
+def test_the_status_survives_a_restart_of_the_coordinator() -> None:
+    job = finished()
+    job.restart()
+    assert status(job) is JobStatus.FINISHED
+    job.ask(ResetJob(JOB))
+    job.restart()
+    assert (job.job.status, job.job.run) == (JobStatus.CREATED, 2)
+
+
+def test_every_status_but_deleted_can_be_left() -> None:
+    assert {status for status, _ in NEXT} == set(JobStatus) - {JobStatus.DELETED}
+    assert {event for _, event in NEXT} == set(JobEvent)
