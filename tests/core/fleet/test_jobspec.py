@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
 from tests.core.fleet.jobs import json_values
 
@@ -33,6 +33,7 @@ GOLDEN: tuple[tuple[JobSpec, str], ...] = (
         JobSpec(model="mlp", retrain_on=("code",), code="4b825dc642cb6eb9a060e54bf8d69288fbee4904"),
         "job1_fadf4fde1a41606fc19f8caa5a16d2d1de698e63e2598ea96937389112d2a729",
     ),
+    (JobSpec(model="gbt", project="a"), "job1_514ab97ae79783626eef1b3940233d653544ad55bbbc0da42e080a766552316c"),
 )
 
 
@@ -88,10 +89,32 @@ def test_how_a_job_is_done_is_no_part_of_its_id(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"model": "gbt"}, {"mode": "oracle"}, {"hyper": {}}, {"split_recipe": None}, {"train_hosts": ()}, {"seed": 2}],
+    [
+        {"model": "gbt"},
+        {"mode": "oracle"},
+        {"hyper": {}},
+        {"split_recipe": None},
+        {"train_hosts": ()},
+        {"seed": 2},
+        {"project": "a"},
+    ],
 )
 def test_what_a_job_is_makes_its_id(change: dict[str, Any]) -> None:
     assert msgspec.structs.replace(MLP, **change).id != MLP.id
+
+
+def test_the_default_project_is_no_part_of_the_id() -> None:
+    assert msgspec.structs.replace(MLP, project="default").id == MLP.id
+    assert b"project" not in msgspec.json.encode(MLP), "an agent from before projects reads it as well"
+
+
+def test_the_digest_of_a_trainer_never_changes() -> None:
+    """It is in databases, like the ids of jobs."""
+    spec = TrainerSpec(name="default", command=("python", "train.py"), directory="/t", env={"B": "2", "A": "1"})
+    assert spec.digest == "trainer1_da745564dfaee69d328931ebb26144c6e459c1e09f5f8aaf0d59404b4d7ce249"
+    assert msgspec.structs.replace(spec, env={"A": "1", "B": "2"}).digest == spec.digest
+    assert msgspec.json.decode(spec.encode(), type=TrainerSpec).digest == spec.digest
+    assert msgspec.structs.replace(spec, command=("python", "other.py")).digest != spec.digest
 
 
 def test_retraining_on_code_needs_to_know_the_code() -> None:

@@ -61,7 +61,7 @@ def show_one(value: Mapping[str, Any], output: Format) -> None:
 
 
 def job_named(client: HubClient, text: str) -> wire.JobReply:
-    """By id, by the beginning of one, or by the label of one job."""
+    """By id, by the beginning of one, or by the label of one job, with or without its project before it."""
     from strata.fleet import wire
 
     if _ID.fullmatch(text):
@@ -70,7 +70,11 @@ def job_named(client: HubClient, text: str) -> wire.JobReply:
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
-    found = [job for job in all_jobs(client, pages=_LABEL_PAGES) if job.spec.label == text]
+    found = [
+        job
+        for job in all_jobs(client, pages=_LABEL_PAGES)
+        if text in (job.spec.label, f"{job.spec.project}/{job.spec.label}")
+    ]
     if not found:
         raise StrataError(Code.NOT_FOUND, f"there is no job {text[:100]!r}", hint="strata list")
     if len(found) > 1:

@@ -9,8 +9,8 @@ So is the trainer: a job carries the digest of the one it was queued with, and t
 own project, as an entry of the plan.
 
 A completed job keeps its result and the trainer that made it. A result of an earlier trainer of the project is counted
-as such (`outdated`) and stays, unless `retrain` is asked for. A result from before a manifest had the job is anybody's:
-the job runs again (`requeued`), unless the operator accepts it.
+as such (`outdated`) and stays, unless `retrain` is asked for. A result from before a manifest had the job may be of any
+submitter and trainer: the job runs again (`requeued`), unless the operator accepts it.
 
 A plan is of one project. It cannot name a job or a trainer of another one, and takes a host's policy from another one
 only where the operator says so (`take_over`).
