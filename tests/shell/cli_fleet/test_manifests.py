@@ -23,7 +23,8 @@ def test_a_relative_folder_is_sent_and_the_schema_with_it(person: Person, hub: H
 def test_applying_again_changes_nothing_and_sends_nothing(person: Person, manifest: Path) -> None:
     person.says("apply", str(manifest))
     done = person.says("apply", str(manifest))
-    assert (done.status, done.out, done.err) == (0, "=2 unchanged\n", "")
+    assert (done.status, done.out) == (0, "=2 unchanged\n")
+    assert "sent" not in done.err
 
 
 def test_a_dry_run_shows_the_jobs_and_queues_none(person: Person, manifest: Path) -> None:
@@ -44,11 +45,58 @@ def test_a_misspelt_parameter_is_found_at_its_line_before_anything_is_sent(perso
 
 
 def test_a_trainer_that_cannot_describe_itself_is_applied_with_a_word_about_it(person: Person, manifest: Path) -> None:
-    (manifest.parent / "code" / "train.py").write_text("import nothing_of_this_name\n")
+    (manifest.parent / "code" / "train.py").write_text("# knows --describe\nimport nothing_of_this_name\n")
     done = person.says("apply", str(manifest))
     assert done.status == Exit.OK
     assert "trainer default: its parameters are not checked now" in done.err
     assert "No module named 'nothing_of_this_name'" in done.err
+
+
+NOSY = """\
+import pathlib
+pathlib.Path("started.txt").write_text("here")
+pathlib.Path({outside!r}).write_text("here")
+"""
+
+
+def nosy(manifest: Path, *more: str) -> Path:
+    """A trainer that ignores its arguments, and a file that is there once it was started."""
+    outside = manifest.parent / "it-ran"
+    text = NOSY.format(outside=str(outside)) + "".join(f"# {line}\n" for line in more)
+    (manifest.parent / "code" / "train.py").write_text(text)
+    return outside
+
+
+def test_a_trainer_that_does_not_mention_describe_is_not_started_by_apply(person: Person, manifest: Path) -> None:
+    ran = nosy(manifest)
+    done = person.says("apply", str(manifest))
+    assert (done.status, ran.exists(), "asking trainer" in done.err) == (0, False, False)
+
+
+def test_a_dry_run_starts_no_program_and_says_what_it_does_not_check(person: Person, manifest: Path) -> None:
+    ran = nosy(manifest, "--describe")
+    for words in ((), ("--describe",)):
+        done = person.says("apply", "--dry-run", *words, str(manifest))
+        assert (done.status, ran.exists()) == (0, False)
+        assert "a dry run starts no program" in done.err
+
+
+def test_a_trainer_is_described_in_a_copy_of_its_folder_with_a_line_about_it(person: Person, manifest: Path) -> None:
+    ran = nosy(manifest, "from strata.fleet.trainer import metrics")
+    done = person.says("apply", str(manifest))
+    assert (done.status, ran.exists()) == (0, True)
+    assert "asking trainer default for its parameters: python train.py --describe" in done.err
+    assert not (manifest.parent / "code" / "started.txt").exists()
+
+
+def test_describe_can_be_asked_for_and_forbidden(person: Person, manifest: Path) -> None:
+    ran = nosy(manifest)
+    person.says("apply", "--describe", str(manifest))
+    assert ran.exists()
+    ran = nosy(manifest, "--describe")
+    ran.unlink()
+    person.says("apply", "--no-describe", str(manifest))
+    assert not ran.exists()
 
 
 def test_a_folder_that_is_not_there_is_a_mistake_of_the_manifest(person: Person, manifest: Path) -> None:

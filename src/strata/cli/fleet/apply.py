@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.cli.fleet.asking import asking, count, hub_option, short, show_one, size_of
-from strata.cli.fleet.wait import wait_for
+from strata.cli.fleet.wait import say_it_goes_on, wait_for
 from strata.cli.output import Format, complain, output_option, printable, write
 
 if TYPE_CHECKING:
@@ -30,7 +30,11 @@ _REQUEUED: Final = "runs again, its result was made by another trainer or outsid
 @click.option("--accept", is_flag=True, help="Let results count that were made before a manifest had their job.")
 @click.option("--retrain", is_flag=True, help="Run completed jobs again whose result an earlier trainer made.")
 @click.option("--take-over", is_flag=True, help="Take the policies of [hosts.NAME] from the project that has them.")
-@click.option("--describe/--no-describe", default=True, help="Run each trainer with --describe for its parameters.")
+@click.option(
+    "--describe/--no-describe",
+    default=None,
+    help="Run each trainer with --describe for its parameters, or none; unless set, those whose program mentions it.",
+)
 @hub_option
 @output_option
 def apply(  # noqa: PLR0913 (the options of the command)
@@ -42,7 +46,7 @@ def apply(  # noqa: PLR0913 (the options of the command)
     accept: bool,
     retrain: bool,
     take_over: bool,
-    describe: bool,
+    describe: bool | None,
     context: str | None,
     output: Format,
 ) -> None:
@@ -52,11 +56,12 @@ def apply(  # noqa: PLR0913 (the options of the command)
     keep their policies. Only trainers and jobs of the manifest's own project are changed. Jobs that wait take a changed
     trainer; completed jobs stay as they are, unless you --retrain them. A trainer's folder that is relative to MANIFEST
     is sent along, without what .strataignore or .gitignore names, caches, virtual environments and .env.
-    Each trainer there is run with --describe, so that a misspelt parameter is found now.
+    A trainer whose program mentions --describe or strata.fleet.trainer is run with --describe, in a copy of its folder,
+    so that a misspelt parameter is found now; never in a dry run.
     """
     from strata.cli.fleet.source import prepare_manifest
 
-    prepared = prepare_manifest(manifest, lambda line: complain(f"strata: {line}"), describe=describe)
+    prepared = prepare_manifest(manifest, lambda line: complain(f"strata: {line}"), describe=describe, dry_run=dry_run)
     options = {"accept": accept, "retrain": retrain, "take_over": take_over}
     with asking(context, timeout_s=120.0) as client:
         plan = _send(client, prepared, options, dry_run=True)
@@ -68,7 +73,11 @@ def apply(  # noqa: PLR0913 (the options of the command)
             plan = _send(client, prepared, options, dry_run=False)
         _show(plan, prepared, output, applied=not dry_run)
         if waits and not dry_run:
-            ended = wait_for(client, prepared.job_ids, only_news=True)
+            try:
+                ended = wait_for(client, prepared.job_ids, only_news=True)
+            except KeyboardInterrupt:
+                say_it_goes_on(f"what {manifest} queued", "JOB")
+                raise
             click.get_current_context().exit(ended)
 
 

@@ -38,6 +38,11 @@ class Bundle:
     def sha256(self) -> str:
         return hashlib.sha256(self.content).hexdigest()
 
+    def unpack(self, folder: Path) -> None:
+        """Into a folder of this machine, for its own user."""
+        with tarfile.open(fileobj=io.BytesIO(self.content)) as tar:
+            tar.extractall(folder, filter="data")
+
 
 @dataclass(frozen=True)
 class Ignored:

@@ -13,6 +13,7 @@ import click
 from strata.base.errors import Code, StrataError
 from strata.cli.exits import Exit
 from strata.cli.fleet.asking import asking, error_line, hub_option, job_named
+from strata.cli.fleet.reasons import Reasons
 from strata.cli.output import complain, printable
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Follower:
         self._offset = 0
         self._away = False
         self._out = Printer()
+        self._reasons = Reasons(client)
 
     def run(self, *, follow: bool, tail: int | None = None, pinned: bool = False) -> None:
         if tail is not None and self._attempt:
@@ -113,9 +115,12 @@ class Follower:
                     ended = _how_it_ended(reply, self._attempt)
                     complain(f"strata: attempt {self._attempt} has ended{ended}; attempt {job.attempt} begins")
                 self._attempt, self._offset = job.attempt, 0
+                self._reasons.runs()
                 return True
             if job.status in _ENDED:
                 return False
+            if job.status == "pending":
+                self._reasons.waits(job.id, job.spec.label)
             time.sleep(0.5)
 
     def _wait(self, reason: str) -> None:

@@ -46,7 +46,8 @@ def run(  # noqa: PLR0913 (the options of the command)
     """Run COMMAND in a copy of this folder, somewhere in the fleet.
 
     The folder is sent as 'strata apply' sends one. The same command in the same folder is the same job and is not run
-    twice: 'strata requeue' does that. Exits with 0 if it completed, 100 if it failed, 103 if it was cancelled.
+    twice: 'strata requeue' does that. Exits with 0 if it completed, 100 if it failed, 103 if it was cancelled. Ctrl-C
+    leaves the job running (130); 'strata cancel' ends it.
     """
     from strata.cli.fleet.bundle import make_bundle
 
@@ -71,8 +72,13 @@ def run(  # noqa: PLR0913 (the options of the command)
             write(job.id)
             return
         from strata.cli.fleet.logs import Follower
+        from strata.cli.fleet.wait import say_it_goes_on
 
-        Follower(client, job.id, job.attempt).run(follow=True)
+        try:
+            Follower(client, job.id, job.attempt).run(follow=True)
+        except KeyboardInterrupt:
+            say_it_goes_on(label, short(job.id))
+            raise
         reply = job_named(client, job.id)
     ended = reply.job
     if ended.status != "completed":

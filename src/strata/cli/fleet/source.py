@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from strata.base.errors import Code, StrataError
 from strata.cli.fleet.bundle import Bundle, make_bundle, read_ignored
+from strata.fleet.trainer.describe import FLAG
 
 if TYPE_CHECKING:
     from strata.fleet.core.jobspec import TrainerSpec
     from strata.fleet.core.manifest import Digests
 
 DESCRIBE_S: Final = 60.0
+_MAX_PROGRAM: Final = 1 << 20
+_MARKS: Final = (FLAG.encode(), b"strata.fleet.trainer")
 _DIRECTORY: Final = re.compile(r"""(?P<key>["']?\bdirectory\b["']?)\s*=\s*(?:"[^"]*"|'[^']*')""")
 
 
@@ -34,8 +39,14 @@ class Prepared:
     job_ids: list[str] = field(default_factory=list)
 
 
-def prepare_manifest(path: Path, warn: Callable[[str], None], *, describe: bool = True) -> Prepared:
-    """Reads it, describes its trainers, bundles their relative folders, and checks all of it as the hub will."""
+def prepare_manifest(
+    path: Path, warn: Callable[[str], None], *, describe: bool | None = None, dry_run: bool = False
+) -> Prepared:
+    """Reads it, describes its trainers, bundles their relative folders, and checks all of it as the hub will.
+
+    Without `describe`, a trainer is run for its parameters if its program mentions that it knows how; never for a dry
+    run.
+    """
     from strata.fleet.core.hyper import Schema
     from strata.fleet.core.manifest import peek_trainers, read_manifest
 
@@ -50,7 +61,7 @@ def prepare_manifest(path: Path, warn: Callable[[str], None], *, describe: bool 
         folder = (path.parent / trainer.directory).resolve() if trainer.directory else None
         if folder is not None and not Path(trainer.directory).is_absolute() and not folder.is_dir():
             raise StrataError(Code.INVALID, f"{path}: trainers.{name}.directory: there is no folder {folder}")
-        schema = _schema(path.parent, folder, trainer, warn, describe=describe)
+        schema = _schema(path.parent, folder, trainer, warn, wanted=describe, dry_run=dry_run)
         if schema is not None:
             made.schemas[name] = schema
         if folder is not None and not Path(trainer.directory).is_absolute():
@@ -96,7 +107,13 @@ def _digests(trainer: TrainerSpec) -> Digests:
 
 
 def _schema(
-    beside: Path, folder: Path | None, trainer: TrainerSpec, warn: Callable[[str], None], *, describe: bool
+    beside: Path,
+    folder: Path | None,
+    trainer: TrainerSpec,
+    warn: Callable[[str], None],
+    *,
+    wanted: bool | None,
+    dry_run: bool,
 ) -> Any:
     import json
 
@@ -105,21 +122,54 @@ def _schema(
             return json.loads((beside / trainer.params).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise StrataError(Code.INVALID, f"trainers.{trainer.name}.params: {trainer.params}: {error}") from None
-    if not describe or folder is None or not folder.is_dir():
+    if folder is None or not folder.is_dir():
         return None
+    if not (mentions_describe(folder, trainer) if wanted is None else wanted):
+        return None
+    if dry_run:
+        warn(f"trainer {trainer.name}: its parameters are not checked, a dry run starts no program")
+        return None
+    warn(f"asking trainer {trainer.name} for its parameters: {' '.join(trainer.command)} {FLAG}")
     found, problem = _described(folder, trainer)
     if problem:
         warn(f"trainer {trainer.name}: its parameters are not checked now, only when it runs: {problem}")
     return found
 
 
+def mentions_describe(folder: Path, trainer: TrainerSpec) -> bool:
+    """Whether a file that the command names, or the module behind its `-m`, says that it knows `--describe`."""
+    words = trainer.command
+    modules = [module.replace(".", "/") for before, module in itertools.pairwise(words) if before == "-m"]
+    names = [*words, *(f"{module}{end}" for module in modules for end in (".py", "/__main__.py"))]
+    return any(_mentions(folder / name) for name in names if not Path(name).is_absolute())
+
+
+def _mentions(path: Path) -> bool:
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            text = file.read(_MAX_PROGRAM)
+    except (OSError, ValueError):
+        return False
+    return any(mark in text for mark in _MARKS)
+
+
 def _described(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
-    """The JSON Schema that the trainer prints for `--describe`, or why there is none."""
+    """The JSON Schema that the trainer prints for `--describe` in a copy of its folder, or why there is none."""
+    with tempfile.TemporaryDirectory(prefix="strata-describe-") as copy:
+        try:
+            make_bundle(folder).unpack(Path(copy))
+        except StrataError as error:
+            return None, error.message
+        return _ask(Path(copy), trainer)
+
+
+def _ask(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
     import json
 
     from strata.base.settings import own_environment
     from strata.fleet.agent.environment import allowed, command
-    from strata.fleet.trainer.describe import FLAG
 
     words = [*command(trainer, sys.executable), FLAG]
     if trainer.venv and not trainer.interpreter and words[0].startswith("python"):

@@ -13,6 +13,7 @@ import click
 from strata.base.errors import Code, StrataError
 from strata.cli.exits import Exit
 from strata.cli.fleet.asking import all_hosts, asking, error_line, hub_option, job_named
+from strata.cli.fleet.reasons import ASK_EVERY_S, Reasons
 from strata.cli.output import complain, printable
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def wait(jobs: tuple[str, ...], timeout_s: float | None, context: str | None) ->
         ids = [job_named(client, text).job.id for text in jobs]
         ended = wait_for(client, ids, timeout_s)
     click.get_current_context().exit(ended)
+
+
+def say_it_goes_on(what: str, job: str) -> None:
+    """After Ctrl-C: what was queued is not taken back."""
+    complain(f"strata: {what} goes on without you", hint=f"strata logs -f {job}, strata cancel {job}")
 
 
 def wait_for(client: HubClient, ids: Iterable[str], timeout_s: float | None = None, *, only_news: bool = False) -> Exit:
@@ -77,6 +83,7 @@ class _Watch:
         self._changed_at_s = time.monotonic()
         self._hosts: dict[str, str] = {}
         self._away = False
+        self._reasons = Reasons(client, self.clear)
 
     def run_once(self, until_s: float | None) -> Exit | None:
         from strata.fleet import wire
@@ -91,7 +98,8 @@ class _Watch:
         verdict = self._verdict()
         if verdict is not None:
             return verdict
-        left_s = PATIENCE_S if until_s is None else min(PATIENCE_S, until_s - time.monotonic())
+        self._say_why()
+        left_s = ASK_EVERY_S if until_s is None else min(ASK_EVERY_S, until_s - time.monotonic())
         if left_s <= 0:
             self.clear()
             complain(f"strata: the time is over; {self._counted()}")
@@ -102,6 +110,14 @@ class _Watch:
         told = {event.subject for event in reply.events}
         self._look([job_id for job_id in self._open if job_id in told])
         return self._verdict()
+
+    def _say_why(self) -> None:
+        """Of the first job, when none of them runs: behind one that runs, the others wait for their turn."""
+        rest = self._open
+        if any(self._states[job_id] != "pending" for job_id in rest):
+            self._reasons.runs()
+        elif rest:
+            self._reasons.waits(rest[0], self._labels[rest[0]])
 
     def away(self, reason: str) -> None:
         if not self._away:
