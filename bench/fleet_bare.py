@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvloop
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
+from strata.base.unix_socket import listen_unix
 from strata.http.server import HttpServer, listen
 from strata.hub.server import _config
 from strata.hub.settings import HubSettings
@@ -36,11 +38,11 @@ def _route(path: str, size: int) -> Route:
     return Route(path, answer, methods=["POST"])
 
 
-async def main(address: str, *sizes: str) -> None:
+async def main(address: str, path: str, *sizes: str) -> None:
     routes = [_route(path, int(size)) for path, _, size in (each.partition("=") for each in sizes)]
     hub: Any = Served(Router(routes))
-    with listen(address) as listener:
-        await HttpServer(_config(hub, HubSettings())).serve(sockets=[listener])
+    with listen(address) as listener, listen_unix(Path(path)) as unix:
+        await HttpServer(_config(hub, HubSettings()), [unix]).serve(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from bench.load_process import STRATA, Clients, started
 from bench.report import Report
 from strata.fleet import wire
 from strata.hub.compose import TOKEN_FILE
+from strata.hub.settings import SOCKET
 from strata.testing.ports import port_of, reserve_port
 
 GOAL: Final = 0.7
@@ -45,15 +46,18 @@ async def run(report: Report, name: str, folder: Path, database: str, turns: Tur
     """`name` is that of the database, which is filled here and then served by a hub."""
     await fill(database, turns.jobs)
     data = folder / f"hub-{name}"
-    async with _server(STRATA, "hub", "--data", str(data), "--database", database, "--listen") as (address, pid):
+    async with _server(STRATA, "hub", "--data", str(data), "--database", database, "--listen") as (_, pid):
+        # The hosts of this machine use its Unix socket, and so do those of the empty route.
+        address = str(data / SOCKET)
         hosts = await _enrol(address, data)
         async with started(sys.executable, "-m", "bench.fleet_load", settings=_QUIET) as process:
             load = Clients(process)
             await load.carry_out(Hold(address, hosts, LEASES))
             claim_size = (await load.carry_out(Claims(address, hosts, 0.2)))[1]
             beat_size = (await load.carry_out(Beats(address, hosts[:1], 0.2)))[1]
-            sizes = (f"/v1/job/claim={claim_size:.0f}", f"/v1/heartbeats={beat_size:.0f}")
-            async with _server(sys.executable, "-m", "bench.fleet_bare", last=sizes) as (bare, bare_pid):
+            bare = str(folder / f"bare-{name}.sock")
+            sizes = (bare, f"/v1/job/claim={claim_size:.0f}", f"/v1/heartbeats={beat_size:.0f}")
+            async with _server(sys.executable, "-m", "bench.fleet_bare", last=sizes) as (_, bare_pid):
                 await _compare(report, name, load, (address, bare), hosts, turns)
                 found = Comparison([_rss_mib(pid)], [_rss_mib(bare_pid)], "lower")
                 note = f"after all this; {HOSTS} hosts; bare: the process of the empty route"
@@ -94,7 +98,8 @@ async def _compare(
 async def _enrol(address: str, data: Path) -> list[Host]:
     token = (data / TOKEN_FILE).read_text().strip()
     hosts = []
-    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=START_S) as client:
+    transport = httpx.AsyncHTTPTransport(uds=address)
+    async with httpx.AsyncClient(base_url="http://hub", timeout=START_S, transport=transport) as client:
         for number in range(HOSTS):
             made = await client.post(
                 "/v1/hosts/local", json={"name": f"host-{number}"}, headers={"X-Operator-Token": token}

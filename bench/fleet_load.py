@@ -132,12 +132,12 @@ class Load:
     async def _hold(self, address: str, host: Host, leases: int) -> None:
         connection = await self._connect(address, host)
         claim = msgspec.json.encode({"claim_id": f"hold-{next(self._names)}", "count": leases})
-        reply = await connection.send(_head(address, "/v1/job/claim", host), claim)
+        reply = await connection.send(_head("/v1/job/claim", host), claim)
         given = msgspec.json.decode(reply, type=wire.ClaimReply).leases
         assert len(given) == leases, "the bench ran out of jobs"
         held = tuple(wire.LeaseHeld(job_id=lease.job_id, epoch=lease.epoch, running=True) for lease in given)
         self._held[host.id] = msgspec.json.encode(wire.HeartbeatsRequest(leases=held))
-        await connection.send(_head(address, "/v1/heartbeats", host), self._held[host.id])
+        await connection.send(_head("/v1/heartbeats", host), self._held[host.id])
 
     async def _repeat(
         self, address: str, path: str, hosts: list[Host], seconds: float, body: Callable[[Host], bytes]
@@ -147,7 +147,7 @@ class Load:
         until_s = perf_counter() + seconds
 
         async def ask(host: Host, connection: Connection) -> None:
-            head = _head(address, path, host)
+            head = _head(path, host)
             while perf_counter() < until_s:
                 replies.append(await connection.send(head, body(host)))
 
@@ -158,15 +158,14 @@ class Load:
     async def _connect(self, address: str, host: Host) -> Connection:
         key = (address, host.id)
         if key not in self._open:
-            name, _, port = address.rpartition(":")
-            _, self._open[key] = await asyncio.get_running_loop().create_connection(Connection, name, int(port))
+            _, self._open[key] = await asyncio.get_running_loop().create_unix_connection(Connection, address)
         return self._open[key]
 
 
-def _head(address: str, path: str, host: Host) -> bytes:
+def _head(path: str, host: Host) -> bytes:
     lines = (
         f"POST {path} HTTP/1.1",
-        f"Host: {address}",
+        "Host: hub",
         f"Authorization: Bearer {host.secret}",
         "Content-Type: application/json",
         "Content-Length: ",

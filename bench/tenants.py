@@ -270,7 +270,7 @@ async def _tenancy(
         snapshots=snapshots,
     )
     server = await stack.enter_async_context(served(folder, settings))
-    keys = await asyncio.to_thread(_keys, server, folder / "d", len(ranks))
+    keys = await asyncio.to_thread(_keys, folder / "d", len(ranks))
     made = [partial(Wire, Server(server.url, key), "lora", rank) for key, rank in zip(keys, ranks, strict=True)]
     wires = await asyncio.to_thread(lambda: [make() for make in made])
     for wire in wires:
@@ -278,9 +278,11 @@ async def _tenancy(
     return Tenancy(wires, folder / "d")
 
 
-def _keys(server: Server, data: Path, count: int) -> list[str]:
+def _keys(data: Path, count: int) -> list[str]:
     token = (data / TOKEN_FILE).read_text(encoding="utf-8").strip()
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {token}"}) as http:
+    transport = httpx.HTTPTransport(uds=str(data / "run" / "api"))
+    headers = {"Authorization": f"Bearer {token}"}
+    with httpx.Client(base_url="http://server", headers=headers, transport=transport) as http:
         replies = [
             http.post("/v1/keys", json={"name": f"tenant-{number}", "role": "researcher"}).raise_for_status()
             for number in range(count)

@@ -18,6 +18,7 @@ from strata.base.secret import read_secret
 from strata.fleet import wire
 from strata.fleet.client import HubClient
 from strata.hub.compose import TOKEN_FILE
+from strata.hub.settings import SOCKET
 from strata.testing.ports import port_of, reserve_port
 
 ROOT: Final = Path(__file__).parents[1]
@@ -58,6 +59,7 @@ class HubProcess:
         address = f"127.0.0.1:{port_of(self._guard)}"
         self.url = f"http://{address}"
         self.data = folder / "hub"
+        self.address = f"unix:{self.data / SOCKET}"
         self.log = folder / "hub.log"
         self._program = program
         self._args = ["hub", "--listen", address, "--data", str(self.data), "--log-format", "json"]
@@ -117,7 +119,7 @@ class HubProcess:
 
     def operator(self, *, timeout_s: float = 30.0) -> HubClient:
         """May do everything. Once it has been ready."""
-        return HubClient(self.url, bearer=read_secret(self.data / TOKEN_FILE), timeout_s=timeout_s)
+        return HubClient(self.address, bearer=read_secret(self.data / TOKEN_FILE), timeout_s=timeout_s)
 
     async def died(self, within_s: float | None = None) -> float | None:
         """When it died, by the monotonic clock; None if it lives on."""

@@ -73,7 +73,7 @@ class Operator:
 
     def enrol(self, host: AgentProcess) -> None:
         body = wire.LocalHostRequest(name=host.name)
-        host.enrol(self._hub.url, self.client.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body))
+        host.enrol(self._hub.address, self.client.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body))
 
     def submit(self, seed: int) -> str:
         plan = self._plan

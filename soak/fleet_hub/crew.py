@@ -112,7 +112,7 @@ class Crew:
                 temper = HOLDER if number % 4 == 0 else Temper(count=1 + number % 3)
                 dice = random.Random(self._dice.random())  # noqa: S311 - no secret
                 login = (name, Secret(made.secret))
-                self.hosts.append(Host(self._hub.url, login, self.books, temper, lease_s=LEASE_S, dice=dice))
+                self.hosts.append(Host(self._hub.address, login, self.books, temper, lease_s=LEASE_S, dice=dice))
         dice = random.Random(self._dice.random())  # noqa: S311 - no secret
         backlog = 4 * self._count
         self.operator = Operator(self._hub.operator(), self.books, dice, self._first_seed, backlog)

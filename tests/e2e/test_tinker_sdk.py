@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import pytest
 import tinker
 import torch
@@ -181,7 +180,8 @@ def test_whoever_waits_for_others_is_told_so(
     caplog.set_level(logging.WARNING, "tinker")
     token = (server.data / "operator.token").read_text().strip()
     body = {"name": "bob", "role": "researcher"}
-    made = httpx.post(f"{server.url}/v1/keys", json=body, headers={"X-Operator-Token": token}).json()
+    with server.private(**{"X-Operator-Token": token}) as http:
+        made = http.post("/v1/keys", json=body).json()
     model = client.create_lora_training_client(base_model="tiny", rank=4)
     long = [datum([9] * 1500, [9] * 1500) for _ in range(8)]
     slow = [model.forward_backward(long, "cross_entropy") for _ in range(4)]

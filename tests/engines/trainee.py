@@ -22,15 +22,11 @@ class Operator:
     def __init__(self, server: Processes) -> None:
         self.data = server.data
         token = (server.data / "operator.token").read_text().strip()
-        made = httpx.post(
-            f"{server.url}/v1/keys",
-            json={"name": "local", "role": "operator"},
-            headers={"X-Operator-Token": token},
-            timeout=WAIT_S,
-        )
-        self.http = httpx.Client(
-            base_url=server.url, headers={"X-API-Key": made.json()["secret"]}, timeout=WAIT_S, trust_env=False
-        )
+        transport = httpx.HTTPTransport(uds=str(server.data / "run" / "api"))
+        self.http = httpx.Client(base_url="http://server", transport=transport, timeout=WAIT_S)
+        body = {"name": "local", "role": "operator"}
+        made = self.http.post("/v1/keys", json=body, headers={"X-Operator-Token": token})
+        self.http.headers["X-API-Key"] = made.json()["secret"]
 
     def post(self, path: str, **body: Any) -> Any:
         reply = self.http.post(path, json=body)

@@ -36,15 +36,20 @@ if TYPE_CHECKING:
 def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | None, ca: Path | None) -> None:
     """Choose the hub at URL for all other commands.
 
+    URL is https://…, unix:PATH for the socket in the data folder of a hub on this machine, or http://… on loopback,
+    where only a key of a viewer or a researcher is sent: any user of the machine may listen there.
+
     The token is never an argument: it comes from a file, from stdin, or from a prompt, and is kept in a file that only
     you can read. With https the hub's own authority is trusted after you have compared its pin.
     """
     from urllib.parse import urlsplit
 
+    from strata.base.unix_socket import SCHEME, read_address, spell_address
     from strata.fleet.client import HubClient, TlsFiles
     from strata.sdk.fleet import Context, client_settings, keep_authority, keep_secret, save_context
 
-    url = url.rstrip("/")
+    # Whatever folder the other commands are run in.
+    url = spell_address(read_address(url)) if url.startswith(SCHEME) else url.rstrip("/")
     settings = client_settings()
     name = name or urlsplit(url).hostname or "hub"
     pem = _authority(url, ca_pin, ca)

@@ -15,6 +15,7 @@ from strata.cli.gang_words import clock
 from strata.cli.output import Format, complain, output_option, printable, write
 from strata.cli.serve_screen import line, screen
 from strata.cli.terminal import as_json, console, print_once
+from strata.cli.training_server import connect_server, context_option, key_file_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,13 +32,8 @@ AWAY: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE, Code.EXHAUSTED})
 @click.command()
 @click.argument("server", required=False, metavar="[URL|CONFIG]")
 @click.option("-w", "--watch", is_flag=True, help="Follow it: a live screen, or a line for each change if piped.")
-@click.option(
-    "--key-file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    metavar="FILE",
-    help="A file with a key for it, such as api.key in its data folder.",
-)
-@click.option("--context", metavar="NAME", help="A server that you logged in to; the one chosen last unless set.")
+@key_file_option
+@context_option
 @output_option
 def status(*, server: str | None, watch: bool, key_file: Path | None, context: str | None, output: Format) -> None:
     """Show what a training server does, who waits for it, and what ended last.
@@ -47,33 +43,12 @@ def status(*, server: str | None, watch: bool, key_file: Path | None, context: s
     """
     if watch and output is Format.JSON:
         raise click.UsageError("-o json is one document: use -o jsonl with --watch")
-    with _connect(server, key_file, context) as client:
+    with connect_server(server, key_file, context, own="operator.token", timeout_s=ANSWER_S) as client:
         if watch:
             _follow(_looks(client), output)
         else:
             found = _look(client)
             print_once(found, screen(found, wide=output is Format.WIDE), output)
-
-
-def _connect(server: str | None, key_file: Path | None, context: str | None) -> HubClient:
-    from strata.sdk.fleet import client_settings, connect
-
-    if server is not None and Path(server).is_file():
-        server, found = _local(Path(server))
-        key_file = key_file or found
-    settings = client_settings(context=context, url=server, token_path=key_file)
-    return connect(settings, timeout_s=ANSWER_S)
-
-
-def _local(config: Path) -> tuple[str, Path]:
-    """Where the server of these settings listens, and the key of whoever may read its folder."""
-    from strata.train.settings import load_settings
-
-    data = load_settings(config).data
-    address = data / "api.address"
-    if not address.is_file():
-        raise StrataError(Code.UNAVAILABLE, f"no server has run in {data}", hint=f"strata serve {config}")
-    return address.read_text(encoding="utf-8").strip(), data / "operator.token"
 
 
 def _look(client: HubClient) -> Status:

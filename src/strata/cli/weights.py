@@ -8,6 +8,7 @@ from typing import Final, Literal
 import click
 
 from strata.cli.output import complain, write
+from strata.cli.training_server import connect_server, context_option, key_file_option
 
 ANSWER_S: Final = 600.0
 """An adapter is sent, verified and brought to the disk before the server answers."""
@@ -46,14 +47,13 @@ def export(checkpoint: Path, out: Path, form: Literal["peft", "hf"], base: str) 
 @weights.command("import")
 @click.argument("adapter", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="ADAPTER")
 @click.option("--name", default="imported", show_default=True, metavar="NAME", help="Of the checkpoint.")
-@click.option("--server", metavar="URL", help="The training server; the one that 'strata login' chose unless set.")
 @click.option(
-    "--key-file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    metavar="FILE",
-    help="A file with a key for it, such as api.key in its data folder.",
+    "--server",
+    metavar="URL|CONFIG",
+    help="The training server, or the settings of one that runs here; what 'strata login' chose unless set.",
 )
-@click.option("--context", metavar="NAME", help="A server that you logged in to; the one chosen last unless set.")
+@key_file_option
+@context_option
 def import_(adapter: Path, name: str, server: str | None, key_file: Path | None, context: str | None) -> None:
     """Make a checkpoint of the folder ADAPTER, which PEFT saved, on a training server that runs.
 
@@ -62,8 +62,6 @@ def import_(adapter: Path, name: str, server: str | None, key_file: Path | None,
     the key. The same again is the same checkpoint.
     """
     from strata.sdk.adapters import import_adapter
-    from strata.sdk.fleet import client_settings, connect
 
-    settings = client_settings(context=context, url=server, token_path=key_file)
-    with connect(settings, timeout_s=ANSWER_S) as client:
+    with connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S) as client:
         write(import_adapter(client, adapter, name))

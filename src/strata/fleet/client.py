@@ -1,5 +1,8 @@
 """A small HTTP client for the hub, on the standard library alone: the agent's, and good for anything that may block.
 
+An address is `unix:PATH`, `https://…`, or `http://…` on loopback. Over the last anybody on this machine may be the one
+who answers, so only a key of a viewer or a researcher is sent there.
+
 Every request of ours can be repeated, so one that met a connection which the hub had closed in the meantime is sent
 again on a fresh one; all other patience is the caller's. The reply's `Date` tells how far the two clocks are apart.
 """
@@ -25,7 +28,10 @@ from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_host
 from strata.base.secret import Secret
+from strata.base.unix_socket import SCHEME as UNIX
+from strata.base.unix_socket import connect_unix, read_address
 from strata.http.problem import ErrorReply
+from strata.identity.tokens import is_scoped_key
 
 T = TypeVar("T")
 
@@ -64,17 +70,36 @@ class Reply:
     content: bytes
 
 
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket, to a process of the same user or of root."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        # A number once a request has begun: the pool sets it.
+        self.sock = connect_unix(self._path, self.timeout)
+
+
 class HubClient:
     """Threads may share it; each request has a connection to itself."""
 
     def __init__(
-        self, url: str, *, bearer: Secret | None = None, tls: TlsFiles | None = None, timeout_s: float = TIMEOUT_S
+        self,
+        url: str,
+        *,
+        bearer: Secret | None = None,
+        tls: TlsFiles | None = None,
+        timeout_s: float = TIMEOUT_S,
+        server: str = "hub",
     ) -> None:
+        """`server` is what errors call the server."""
         self._at = _split(url)
-        if self._at.scheme == "http" and bearer is not None and not is_loopback_host(self._at.hostname or ""):
-            raise StrataError(
-                Code.INVALID, f"the secret would be sent to {url} in the clear", hint="use https, or join that hub"
-            )
+        if self._at.scheme == "http" and bearer is not None:
+            check_clear(url, bearer)
+        self._server = server
+        self._where = url if url.startswith(UNIX) else self._at.netloc
         self._bearer = bearer
         self._tls = tls
         self._timeout_s = timeout_s
@@ -127,7 +152,8 @@ class HubClient:
             headers["Content-Type"] = media_type
         if self._bearer is not None:
             headers["Authorization"] = f"Bearer {self._bearer.reveal()}"
-        target = self._at.path.rstrip("/") + path + spell_query(query)
+        base = "" if self._at.scheme == "unix" else self._at.path.rstrip("/")
+        target = base + path + spell_query(query)
         reply = self._exchange(
             lambda connection: exchange(connection, method, target, content, headers), timeout_s or self._timeout_s
         )
@@ -166,11 +192,11 @@ class HubClient:
         except ssl.SSLCertVerificationError as error:
             raise StrataError(
                 Code.UNAVAILABLE,
-                f"{self._at.netloc} is not the hub this host joined: {error.verify_message}",
+                f"{self._where} is not the {self._server} this host joined: {error.verify_message}",
                 hint="if the hub was set up anew, join it again",
             ) from error
         except (OSError, http.client.HTTPException) as error:
-            raise StrataError(Code.UNAVAILABLE, f"the hub at {self._at.netloc} cannot be reached: {error}") from error
+            raise self._unreachable(error) from error
 
     def _on(
         self,
@@ -203,7 +229,14 @@ class HubClient:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
+    def _unreachable(self, error: Exception) -> StrataError:
+        absent = self._at.scheme == "unix" and isinstance(error, (FileNotFoundError, ConnectionRefusedError))
+        reason = "it is not running" if absent else error
+        return StrataError(Code.UNAVAILABLE, f"the {self._server} at {self._where} cannot be reached: {reason}")
+
     def _connection(self) -> http.client.HTTPConnection:
+        if self._at.scheme == "unix":
+            return UnixConnection(Path(self._at.path))
         host, port = self._at.hostname or "", self._at.port
         if self._context is not None:
             return http.client.HTTPSConnection(host, port, context=self._context)
@@ -216,7 +249,9 @@ class HubClient:
             return msgspec.json.decode(reply.content, type=kind)
         except msgspec.DecodeError as error:
             raise StrataError(
-                Code.UNSUPPORTED, f"the hub's reply is not one of this version's: {error}", hint="update the agent"
+                Code.UNSUPPORTED,
+                f"the {self._server}'s reply is not one of this version's: {error}",
+                hint="update the agent",
             ) from error
 
     def _note_date(self, reply: Reply) -> None:
@@ -286,7 +321,23 @@ def _spell(value: object) -> str:
     return ("true" if plain else "false") if isinstance(plain, bool) else str(plain)
 
 
+def check_clear(url: str, bearer: Secret) -> None:
+    """INVALID if this secret must not go to `http://…`, where nothing proves who listens."""
+    if not is_loopback_host(urlsplit(url).hostname or ""):
+        raise StrataError(
+            Code.INVALID, f"the secret would be sent to {url} in the clear", hint="use https, or join that hub"
+        )
+    if not is_scoped_key(bearer):
+        raise StrataError(
+            Code.INVALID,
+            f"only a key of a viewer or a researcher is sent to {url}: any user of this machine could listen there",
+            hint="use its Unix socket: unix:DATA/hub.sock of a hub, unix:DATA/run/api of a training server",
+        )
+
+
 def _split(url: str) -> SplitResult:
+    if url.startswith(UNIX):
+        return SplitResult("unix", "", str(read_address(url)), "", "")
     at = urlsplit(url)
     try:
         known = at.scheme in ("http", "https") and bool(at.hostname) and (at.port or 1) > 0

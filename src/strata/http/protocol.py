@@ -8,6 +8,7 @@ A client that shows no credentials has one of few places, and one that does not 
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from strata.http.root import CONNECTION, PEER, SEND_S
+from strata.http.root import CONNECTION, PEER, SEND_S, UNIX
 from strata.http.strangers import KEEP_ALIVE_S, Strangers
 
 HEADER_S: Final = 10.0
@@ -38,12 +39,20 @@ class PatientProtocol(H11Protocol):
         super().connection_made(transport)
         tls = transport.get_extra_info("ssl_object")
         der = tls.getpeercert(binary_form=True) if tls is not None else None
-        self.app = _with_connection(self.app, self, der or b"")
+        noted: dict[str, Any] = {CONNECTION: self, PEER: der} if der else {CONNECTION: self}
+        if transport.get_extra_info("socket").family == socket.AF_UNIX:
+            # The server's own user, as nobody else can open it.
+            noted[UNIX] = True
+        else:
+            self._take_place()
+        self.app = _with(self.app, noted)
+        self._expect()
+
+    def _take_place(self) -> None:
         self.timeout_keep_alive = min(KEEP_ALIVE_S, self.timeout_keep_alive)
         address = self.client[0] if self.client else ""
         if not self.strangers.add(self, address, self.limit_concurrency or sys.maxsize):
             self.abort()
-        self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._settle()
@@ -124,14 +133,12 @@ class PatientProtocol(H11Protocol):
             self.transport.close()
 
 
-def _with_connection(app: Any, connection: PatientProtocol, der: bytes) -> ASGIApp:
-    async def with_connection(scope: Scope, receive: Receive, send: Send) -> None:
-        scope[CONNECTION] = connection
-        if der:
-            scope[PEER] = der
+def _with(app: Any, noted: dict[str, Any]) -> ASGIApp:
+    async def with_notes(scope: Scope, receive: Receive, send: Send) -> None:
+        scope.update(noted)
         await app(scope, receive, send)
 
-    return with_connection
+    return with_notes
 
 
 def protocol(header_s: float, farewell: bytes = TOO_SLOW, send_s: float = SEND_S) -> type[PatientProtocol]:

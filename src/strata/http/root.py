@@ -24,7 +24,7 @@ from strata.http.declare import Endpoint
 from strata.http.errors import ErrorTable, HttpRefusal
 from strata.http.failures import Failures
 from strata.identity.authenticate import Credentials
-from strata.identity.roles import Kind, Principal
+from strata.identity.roles import Kind, Principal, Role
 
 CALLER: Final = "strata.caller"
 """Where in the scope an endpoint finds who calls."""
@@ -34,6 +34,8 @@ PEER: Final = "strata.peer"
 """Where the server puts the client certificate that TLS has verified, in DER."""
 CONNECTION: Final = "strata.connection"
 """Where the server puts what `KnownConnection` describes."""
+UNIX: Final = "strata.unix"
+"""Where the server notes that a connection came by its Unix socket, which only its owner can reach."""
 SEND_S: Final = 30.0
 """A client that does not take a piece of a reply for so long is cut off."""
 PIECE: Final = 256 * 1024
@@ -175,6 +177,22 @@ def credentials(headers: FirstHeaders, *, key_header: str = "", certificate_der:
         bearer=key or bearer.strip(),
         operator_token=headers.get(b"x-operator-token", b"").decode("latin-1"),
         certificate_der=certificate_der,
+    )
+
+
+def check_channel(scope: Scope, caller: Principal, address: str) -> Principal:
+    """FORBIDDEN for more than a researcher's rights over plain TCP: whoever sends such a secret there would one day
+    send it to another user of the machine who took the port. `address` is the server's Unix socket."""
+    private = scope["scheme"] == "https" or scope.get(UNIX, False)
+    if private or (caller.role is not None and caller.role <= Role.RESEARCHER):
+        return caller
+    what = {Kind.OPERATOR: "the operator token", Kind.HOST: "a host's secret"}.get(
+        caller.kind, "a key of an operator or an admin"
+    )
+    raise StrataError(
+        Code.FORBIDDEN,
+        f"{what} is not taken over TCP without TLS: any user of this machine could pose as the server",
+        hint=f"use {address}, or a key of a viewer or a researcher",
     )
 
 

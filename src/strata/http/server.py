@@ -8,7 +8,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import uvicorn
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
+from strata.base.unix_socket import BACKLOG
 from strata.http.protocol import PatientProtocol
 
 KEEP_ALIVE_S: Final = 75
@@ -24,6 +25,25 @@ _log = log.get(__name__)
 
 
 class HttpServer(uvicorn.Server):
+    """On TCP, with TLS if the configuration has it, and on Unix sockets without."""
+
+    def __init__(self, config: uvicorn.Config, unix: Sequence[socket.socket] = ()) -> None:
+        super().__init__(config)
+        self._unix = unix
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in self._unix:
+            self.servers.append(
+                await asyncio.get_running_loop().create_unix_server(self._connected, sock=listener, backlog=BACKLOG)
+            )
+
+    def _connected(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the process's matter, not the server's."""
@@ -58,11 +78,16 @@ def config(
 
 
 async def answer(
-    config: uvicorn.Config, listener: socket.socket, stop: asyncio.Event, *, leaving: Callable[[], None] | None = None
+    config: uvicorn.Config,
+    listeners: Sequence[socket.socket],
+    stop: asyncio.Event,
+    *,
+    leaving: Callable[[], None] | None = None,
 ) -> None:
-    """Answer on this socket until `stop`, then call `leaving` and let the requests finish that are under way."""
-    server = HttpServer(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    """Answer on these sockets until `stop`, then call `leaving` and let the requests finish that are under way."""
+    unix = [each for each in listeners if each.family == socket.AF_UNIX]
+    server = HttpServer(config, unix)
+    serving = asyncio.create_task(server.serve(sockets=[each for each in listeners if each not in unix]))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -83,7 +108,7 @@ def listen(address: str, *, shared: bool = False) -> socket.socket:
     host = host.removeprefix("[").removesuffix("]")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, int(port)), family=family, backlog=2048, reuse_port=shared)
+        return socket.create_server((host, int(port)), family=family, backlog=BACKLOG, reuse_port=shared)
     except (OSError, ValueError, OverflowError) as error:
         raise StrataError(
             Code.UNAVAILABLE, f"cannot listen on {address}: {error}", hint="is another process using that port?"

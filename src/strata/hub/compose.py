@@ -12,6 +12,7 @@ from typing import Any, Final
 from strata.base.clock import Clock
 from strata.base.loop import RunOnce
 from strata.base.secret import Secret, read_secret
+from strata.base.unix_socket import spell_address
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
@@ -81,6 +82,7 @@ async def open_hub(settings: HubSettings, clock: Clock) -> AsyncIterator[Hub]:
             feed=Feed(tables.fleet.events, tables.newest_event),
             clock=clock,
             tls=settings.tls.enabled,
+            address=spell_address(settings.socket),
             public_read=settings.public_read,
             manifest=settings.manifest,
             pace=Pace(grace_s=settings.body_grace_s),

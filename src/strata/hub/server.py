@@ -7,7 +7,8 @@ import contextlib
 import gc
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import uvicorn
 
@@ -15,6 +16,7 @@ from strata.base import log
 from strata.base.clock import Clock, SystemClock
 from strata.base.errors import StrataError
 from strata.base.loop import every
+from strata.base.unix_socket import listen_unix, spell_address
 from strata.http.protocol import protocol
 from strata.http.server import answer, config, listen, new_loop, stop_on_signals, url_of
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
@@ -37,13 +39,32 @@ def run(settings: HubSettings, announce: Callable[[str], None]) -> None:
 async def _serve(settings: HubSettings, clock: Clock, announce: Callable[[str], None]) -> None:
     stop = stop_on_signals()
     async with open_hub(settings, clock) as hub:
-        with listen(settings.listen) as listener:
-            announce(_told(settings, listener))
-            await serve(hub, settings, clock, listener, stop)
+        with listening(settings) as listeners:
+            announce(_told(settings, listeners.url))
+            await serve(hub, settings, clock, listeners, stop)
 
 
-async def serve(hub: Hub, settings: HubSettings, clock: Clock, listener: socket.socket, stop: asyncio.Event) -> None:
-    """Answer on this socket until `stop`, then let the requests finish that are under way."""
+@dataclass(frozen=True)
+class Listeners:
+    sockets: Sequence[socket.socket]
+    url: str
+    """For SDKs and browsers, and with TLS for other machines."""
+    address: str
+    """Of the Unix socket."""
+
+
+@contextlib.contextmanager
+def listening(settings: HubSettings) -> Iterator[Listeners]:
+    """On TCP, and on the Unix socket in the data folder."""
+    with listen(settings.listen) as tcp, listen_unix(settings.socket) as unix:
+        try:
+            yield Listeners((tcp, unix), url_of(tcp, tls=settings.tls.enabled), spell_address(settings.socket))
+        finally:
+            settings.socket.unlink(missing_ok=True)
+
+
+async def serve(hub: Hub, settings: HubSettings, clock: Clock, listeners: Listeners, stop: asyncio.Event) -> None:
+    """Answer on these sockets until `stop`, then let the requests finish that are under way."""
     looping = [
         asyncio.create_task(every(each.interval_s, each.run_once, clock=clock, max_backoff_s=each.max_backoff_s))
         for each in hub.loops
@@ -54,7 +75,7 @@ async def serve(hub: Hub, settings: HubSettings, clock: Clock, listener: socket.
         hub.site.feed.wake()
 
     try:
-        await answer(_config(hub, settings), listener, stop, leaving=leaving)
+        await answer(_config(hub, settings), listeners.sockets, stop, leaving=leaving)
         # What was heard since the last tick would be forgotten otherwise.
         with contextlib.suppress(StrataError):
             await hub.site.fleet.flush_beats()
@@ -75,9 +96,9 @@ def _config(hub: Hub, settings: HubSettings) -> uvicorn.Config:
     )
 
 
-def _told(settings: HubSettings, listener: socket.socket) -> str:
+def _told(settings: HubSettings, url: str) -> str:
     where = "" if settings.operator_token else f", operator token in {settings.data.expanduser() / TOKEN_FILE}"
-    return f"listening on {url_of(listener, tls=settings.tls.enabled)}{where}"
+    return f"listening on {url} and {spell_address(settings.socket)}{where}"
 
 
 def _allow_files() -> None:

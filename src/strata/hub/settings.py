@@ -16,6 +16,8 @@ from strata.http.failures import BURST
 from strata.http.root import SEND_S
 
 SECTION: Final = "hub"
+SOCKET: Final = "hub.sock"
+"""In the data folder: where the hub's own user reaches it."""
 PORT: Final = 8443
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -88,6 +90,10 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Literal["json", "console"] | None = None
     """None: console on a terminal, JSON elsewhere."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def socket(self) -> Path:
+        return self.data.expanduser().absolute() / SOCKET
 
     def __post_init__(self) -> None:
         if (self.tls.certificate is None) != (self.tls.key is None):

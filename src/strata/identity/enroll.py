@@ -17,6 +17,7 @@ from strata.identity.tokens import (
     JoinToken,
     hash_secret,
     new_id,
+    new_key_id,
     new_secret,
     spell_host_secret,
     spell_key,
@@ -102,6 +103,6 @@ async def make_key(
     by.need(Role.ADMIN)
     secret, now_s = new_secret(), clock.wall_s()
     expires_at_s = None if valid_s is None else now_s + valid_s
-    key = Key(new_id(), name, role, hash_secret(secret), now_s, expires_at_s)
+    key = Key(new_key_id(privileged=role > Role.RESEARCHER), name, role, hash_secret(secret), now_s, expires_at_s)
     await store.add_key(key, by.actor)
     return key, spell_key(key.id, secret)

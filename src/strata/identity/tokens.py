@@ -16,6 +16,8 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 
+PRIVILEGED: Final = "op_"
+"""How the id of a key of an operator or an admin begins."""
 _SECRET_BYTES: Final = 20
 _ID_BYTES: Final = 6
 _BEARER: Final = re.compile(r"(tml|hst)-([0-9a-z_]{4,64})-([0-9a-f]{40})")
@@ -56,6 +58,17 @@ def hash_secret(secret: Secret) -> str:
 
 def same_hash(one: str, other: str) -> bool:
     return hmac.compare_digest(one, other)
+
+
+def new_key_id(*, privileged: bool) -> str:
+    """Of a key that may do more than a researcher it says so, so that a client can tell before it sends the key."""
+    return (PRIVILEGED if privileged else "") + new_id()
+
+
+def is_scoped_key(secret: Secret) -> bool:
+    """A key of a viewer or a researcher; not one of an operator, nor a host's secret, nor the operator token."""
+    text = secret.reveal()
+    return text.startswith("tml-") and not text.startswith(f"tml-{PRIVILEGED}")
 
 
 def spell_key(id_: str, secret: Secret) -> str:

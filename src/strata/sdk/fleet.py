@@ -121,11 +121,11 @@ def current_context(settings: ClientSettings) -> Context:
     return known[0] if known else Context(url=settings.url)
 
 
-def connect(settings: ClientSettings, *, timeout_s: float = 30.0) -> HubClient:
+def connect(settings: ClientSettings, *, timeout_s: float = 30.0, server: str = "hub") -> HubClient:
     context = current_context(settings)
     ca = settings.ca or (Path(context.ca) if context.ca else None)
     tls = TlsFiles(ca=ca) if ca is not None and context.url.startswith("https:") else None
-    return HubClient(context.url, bearer=_token(settings, context), tls=tls, timeout_s=timeout_s)
+    return HubClient(context.url, bearer=_token(settings, context), tls=tls, timeout_s=timeout_s, server=server)
 
 
 def _token(settings: ClientSettings, context: Context) -> Secret | None:

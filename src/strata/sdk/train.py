@@ -23,6 +23,8 @@ from typing import Any, Final, Generic, Self, TypeVar, Unpack
 import httpx
 
 from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
+from strata.identity.tokens import is_scoped_key
 from strata.sdk.future import Flow, Progress, Send, call, post, run, run_async
 from strata.sdk.orders import (
     Datum,
@@ -59,6 +61,16 @@ __all__ = [
     "TrainingServer",
 ]
 T = TypeVar("T")
+
+
+def _check_key(url: str, key: str) -> None:
+    if url.startswith("http:") and not is_scoped_key(Secret(key)):
+        raise StrataError(
+            Code.INVALID,
+            f"only a key of a viewer or a researcher is sent to {url}: nothing proves who listens there",
+            hint="api.key in the server's data folder is one; `strata keys create` makes more",
+        )
+
 
 PROGRESS_S: Final = 2.0
 """How often whoever wants to be told of progress is."""
@@ -169,6 +181,7 @@ class TrainingServer:
     def __init__(
         self, url: str, key: str, *, progress: Progress | None = None, transport: httpx.BaseTransport | None = None
     ) -> None:
+        _check_key(url, key)
         self._http = httpx.Client(base_url=url, headers={"X-API-Key": key}, transport=transport)
         self._progress = progress
         self._models = 0
@@ -322,6 +335,7 @@ class AsyncTrainingServer:
         progress: Progress | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        _check_key(url, key)
         self._http = httpx.AsyncClient(base_url=url, headers={"X-API-Key": key}, transport=transport)
         self._progress = progress
         self._models = 0

@@ -278,6 +278,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.server.sockets.expanduser().absolute() if self.server.sockets else self.data / "run"
 
     @property
+    def api_socket(self) -> Path:
+        """Where the server's own user reaches the API: `strata serve status` and whoever makes keys."""
+        return self.sockets / "api"
+
+    @property
     def meeting_place(self) -> Path:
         """The file through which ranks of one machine find each other."""
         return self.sockets / "ranks.store"

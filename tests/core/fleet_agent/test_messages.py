@@ -13,6 +13,7 @@ from strata.fleet.client import HubClient, spell_query
 from strata.fleet.core.job import Status
 
 DAY_S = 86_400.0
+SCOPED = Secret("tml-0123456789ab-" + "0" * 40)
 
 
 def test_a_certificate_is_renewed_at_half_its_life() -> None:
@@ -35,9 +36,19 @@ def test_a_query_has_what_differs_from_the_defaults() -> None:
 @pytest.mark.parametrize("url", ["http://192.0.2.1:8443", "http://hub.example.org"])
 def test_a_secret_is_not_sent_in_the_clear(url: str) -> None:
     with pytest.raises(StrataError, match="in the clear"):
-        HubClient(url, bearer=Secret("s"))
-    HubClient("http://127.0.0.1:1", bearer=Secret("s"))
-    HubClient("http://[::1]:1", bearer=Secret("s"))
+        HubClient(url, bearer=SCOPED)
+    HubClient("http://127.0.0.1:1", bearer=SCOPED)
+    HubClient("http://[::1]:1", bearer=SCOPED)
+
+
+@pytest.mark.parametrize("text", ["0" * 48, f"hst-host_1-{'0' * 40}", f"tml-op_0123456789ab-{'0' * 40}", "tm"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8443", "http://localhost:8443", "http://[::1]:8443"])
+def test_only_a_scoped_key_is_sent_to_plain_loopback(url: str, text: str) -> None:
+    with pytest.raises(StrataError, match="any user of this machine could listen there") as refused:
+        HubClient(url, bearer=Secret(text))
+    assert "unix:" in (refused.value.hint or "")
+    HubClient("unix:/run/hub.sock", bearer=Secret(text))
+    HubClient("https://127.0.0.1:8443", bearer=Secret(text))
 
 
 @pytest.mark.parametrize("url", ["hub:8443", "ftp://hub", "https://", "https://user:pass@hub", "https://hub:99999"])

@@ -51,7 +51,7 @@ class Person:
         return Said(int(status), out, err)
 
     def logs_in(self, hub: HubProcess) -> None:
-        done = self.says("login", hub.url, "--token-file", str(hub.data / "operator.token"))
+        done = self.says("login", hub.address, "--token-file", str(hub.data / "operator.token"))
         assert done.status == 0, done.err
 
 
@@ -62,7 +62,7 @@ class HostByHand:
         body = wire.LocalHostRequest(name=name)
         made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body)
         self.name = name
-        self.calls = Calls(HubClient(hub.url, bearer=Secret(made.secret)))
+        self.calls = Calls(HubClient(hub.address, bearer=Secret(made.secret)))
         self.calls.register(Capability(hostname=name, cores=4, ram_bytes=8 << 30))
         self._claims = 0
 

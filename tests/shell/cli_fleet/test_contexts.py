@@ -22,12 +22,12 @@ def token(hub: HubProcess) -> str:
 
 def test_a_login_keeps_the_token_in_a_file_for_its_owner_alone(person: Person, hub: HubProcess) -> None:
     folder = person.home / "config" / "strata"
-    kept = folder / "tokens" / "127.0.0.1"
+    kept = folder / "tokens" / "hub"
     assert kept.read_text().strip() == token(hub)
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert token(hub) not in (folder / "contexts.json").read_text()
     assert person.says("contexts", "-o", "json").value == [
-        {"name": "127.0.0.1", "url": hub.url, "current": True, "token_file": str(kept)}
+        {"name": "hub", "url": hub.address, "current": True, "token_file": str(kept)}
     ]
 
 
@@ -35,17 +35,17 @@ def test_a_token_may_come_on_stdin_and_a_wrong_one_is_not_kept(
     stranger: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("wrong\n"))
-    assert stranger.says("login", hub.url).status == Exit.AUTH
+    assert stranger.says("login", hub.address).status == Exit.AUTH
     assert not (stranger.home / "config" / "strata" / "contexts.json").exists()
     monkeypatch.setattr("sys.stdin", io.StringIO(token(hub) + "\n"))
-    assert stranger.says("login", hub.url, "--name", "mine").status == Exit.OK
+    assert stranger.says("login", hub.address, "--name", "mine").status == Exit.OK
     assert stranger.says("status").out.startswith("no jobs yet")
 
 
 def test_the_environment_stands_above_every_context(
     stranger: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("STRATA_URL", hub.url)
+    monkeypatch.setenv("STRATA_URL", hub.address)
     assert stranger.says("status").status == Exit.AUTH
     monkeypatch.setenv("STRATA_OPERATOR_TOKEN", token(hub))
     assert stranger.says("status").status == Exit.OK
@@ -94,4 +94,4 @@ def test_a_hub_that_is_not_there_is_unreachable(stranger: Person, monkeypatch: p
 
 def test_an_unknown_context_is_named_with_those_there_are(person: Person) -> None:
     done = person.says("status", "--context", "moon")
-    assert (done.status, done.err) == (Exit.USAGE, "strata: there is no context 'moon'\nhint: there are: 127.0.0.1\n")
+    assert (done.status, done.err) == (Exit.USAGE, "strata: there is no context 'moon'\nhint: there are: hub\n")

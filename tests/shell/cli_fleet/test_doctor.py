@@ -27,7 +27,7 @@ class Checkup:
     def joins(self) -> None:
         body = wire.LocalHostRequest(name="here")
         made = self.hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body)
-        save_local(self.state, self.hub.url, host_id=made.host_id, name="here", secret=Secret(made.secret))
+        save_local(self.state, self.hub.address, host_id=made.host_id, name="here", secret=Secret(made.secret))
 
     def finds(self, *more: str, status: int = Exit.OK) -> dict[str, Any]:
         done = self.person.says("doctor", "-o", "json", "--data", str(self.hub.data), "--state", str(self.state), *more)
@@ -101,7 +101,7 @@ def test_a_key_that_ends_soon_is_a_warning_and_one_that_ended_a_problem(checkup:
     token = person.home / "token"
     token.touch(mode=0o600)
     token.write_text(made["secret"])
-    assert person.says("login", checkup.hub.url, "--name", "mine", "--token-file", str(token)).status == Exit.OK
+    assert person.says("login", checkup.hub.address, "--name", "mine", "--token-file", str(token)).status == Exit.OK
     found = checkup.finds()
     assert (found["credentials"]["state"], "me, viewer" in found["credentials"]["why"]) == ("warning", True)
     checkup.hub.operator.call("POST", f"/v1/key/{made['id']}/revoke", type(None))

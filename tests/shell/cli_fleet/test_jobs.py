@@ -104,6 +104,8 @@ def test_a_key_works_until_it_is_revoked(person: Person, hub: HubProcess, monkey
     assert person.says("drain", "here").status in (Exit.AUTH, Exit.NOT_FOUND)
     assert person.says("keys", "list").status == Exit.AUTH
     monkeypatch.delenv("STRATA_OPERATOR_TOKEN")
+    monkeypatch.delenv("STRATA_URL")
     assert person.says("keys", "revoke", made["id"]).status == Exit.OK
+    monkeypatch.setenv("STRATA_URL", hub.url)
     monkeypatch.setenv("STRATA_OPERATOR_TOKEN", made["secret"])
     assert person.says("status").status == Exit.AUTH

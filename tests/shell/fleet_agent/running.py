@@ -36,6 +36,7 @@ class HubProcess:
         self._database = ["--database", database] if database else []
         self._guard = reserve_port()
         self.url = f"http://127.0.0.1:{port_of(self._guard)}"
+        self.address = f"unix:{self.data / 'hub.sock'}"
         self._said = (folder / "hub.log").open("ab")
         self._environ = dict(os.environ) | {  # noqa: TID251 - a process of its own
             "STRATA_HUB_STALE_AFTER_S": str(stale_after_s),
@@ -52,7 +53,7 @@ class HubProcess:
             stdout=self._said,
         )
         eventually(self._answers, 60.0)
-        self.operator = HubClient(self.url, bearer=read_secret(self.data / "operator.token"))
+        self.operator = HubClient(self.address, bearer=read_secret(self.data / "operator.token"))
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.operator.close()
@@ -146,7 +147,7 @@ class AgentProcess:
         self.state, self.work = self.folder / "state", self.folder / "work"
         made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=wire.LocalHostRequest(name=name))
         self.secret = made.secret
-        save_local(self.state, hub.url, host_id=made.host_id, name=name, secret=Secret(made.secret))
+        save_local(self.state, hub.address, host_id=made.host_id, name=name, secret=Secret(made.secret))
         self._settings: Mapping[str, str] = {
             "min_free_gib": "0",
             "poll_s": "5",

@@ -175,12 +175,12 @@ def test_the_secret_goes_to_the_hub_and_never_to_an_object_store() -> None:
         heads.append(connection.recv(65_536))
         connection.sendall(OK)
 
-    with server(answer) as url, HubClient(url, bearer=Secret("hst-x")) as client:
+    with server(answer) as url, HubClient(url, bearer=Secret("tml-x")) as client:
         health(client)
         transfer("PUT", f"{url}/bucket/chunk?signature=abc", b"bytes")
-    assert b"Authorization: Bearer hst-x" in heads[0]
+    assert b"Authorization: Bearer tml-x" in heads[0]
     assert heads[1].startswith(b"PUT /bucket/chunk?signature=abc HTTP/1.1")
-    assert b"hst-x" not in heads[1]
+    assert b"tml-x" not in heads[1]
 
 
 def test_a_signature_is_not_repeated_in_an_error() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -21,10 +21,10 @@ from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import Plan
 from strata.http.problem import ErrorReply
-from strata.http.server import listen, url_of
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
-from strata.hub.server import serve
-from strata.hub.settings import HubSettings
+from strata.hub.server import listening, serve
+from strata.hub.settings import SOCKET, HubSettings
+from tests.support.unix import short_path
 
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 TIMEOUT_S: Final = 30.0
@@ -55,19 +55,29 @@ class Running:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def client(self, **headers: str) -> httpx.AsyncClient:
+        """Over TCP, as SDKs and browsers reach it."""
         client = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=TIMEOUT_S, verify=self.verify)
         return await self.stack.enter_async_context(client)
 
+    async def private_client(self, **headers: str) -> httpx.AsyncClient:
+        """Over TLS, or else over the Unix socket."""
+        if self.url.startswith("https:"):
+            return await self.client(**headers)
+        transport = httpx.AsyncHTTPTransport(uds=self.stack.enter_context(short_path(self.data / SOCKET)))
+        client = httpx.AsyncClient(base_url="http://hub", headers=headers, timeout=TIMEOUT_S, transport=transport)
+        return await self.stack.enter_async_context(client)
+
     async def operator(self) -> httpx.AsyncClient:
-        return await self.client(**{"X-Operator-Token": (self.data / TOKEN_FILE).read_text().strip()})
+        return await self.private_client(**{"X-Operator-Token": (self.data / TOKEN_FILE).read_text().strip()})
 
     async def with_role(self, role: str) -> httpx.AsyncClient:
         made = await (await self.operator()).post("/v1/keys", json={"name": role, "role": role})
-        return await self.client(Authorization=f"Bearer {ok(made, wire.KeyReply).secret}")
+        client = self.private_client if role in ("operator", "admin") else self.client
+        return await client(Authorization=f"Bearer {ok(made, wire.KeyReply).secret}")
 
     async def host(self, name: str, **capability: Any) -> HostClient:
         made = ok(await (await self.operator()).post("/v1/hosts/local", json={"name": name}), wire.LocalHostReply)
-        host = HostClient(made.host_id, await self.client(Authorization=f"Bearer {made.secret}"))
+        host = HostClient(made.host_id, await self.private_client(Authorization=f"Bearer {made.secret}"))
         await host.register(**capability)
         return host
 
@@ -85,14 +95,14 @@ async def running(data: Path, **settings: Any) -> AsyncIterator[Running]:
     wanted = HubSettings(data=data, listen="127.0.0.1:0", **own)
     clock = SystemClock()
     async with open_hub(wanted, clock) as hub:
-        with listen(wanted.listen) as listener:
+        with listening(wanted) as listeners:
             verify: Any = True
             if wanted.tls.enabled:
                 import ssl
 
                 verify = ssl.create_default_context(cadata=hub.site.authority.certificate_pem.decode())
-            running = Running(hub, url_of(listener, tls=wanted.tls.enabled), data, verify)
-            serving = asyncio.create_task(serve(hub, wanted, clock, listener, running.stop))
+            running = Running(hub, listeners.url, data, verify)
+            serving = asyncio.create_task(serve(hub, wanted, clock, listeners, running.stop))
             try:
                 async with running.stack:
                     yield running
@@ -116,6 +126,7 @@ class Process:
 
     def __init__(self, data: Path, *arguments: str, python: Sequence[str] = (STRATA,)) -> None:
         self.data = data
+        self._stack = ExitStack()
         self._process = subprocess.Popen(
             [*python, "hub", "--listen", "127.0.0.1:0", "--data", str(data), "--log-format", "json", *arguments],
             stderr=subprocess.PIPE,
@@ -123,7 +134,7 @@ class Process:
         )
         assert self._process.stderr is not None
         self.said = [self._process.stderr.readline()]
-        self.url = self.said[0].partition("listening on ")[2].partition(",")[0].strip()
+        self.url = self.said[0].partition("listening on ")[2].partition(" and ")[0].strip()
 
     @property
     def pid(self) -> int:
@@ -134,7 +145,12 @@ class Process:
         return (self.data / TOKEN_FILE).read_text().strip()
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers={"X-Operator-Token": self.token}, timeout=TIMEOUT_S)
+        headers = {"X-Operator-Token": self.token}
+        return httpx.Client(base_url="http://hub", headers=headers, timeout=TIMEOUT_S, transport=self.transport())
+
+    def transport(self) -> httpx.HTTPTransport:
+        """Over the Unix socket."""
+        return httpx.HTTPTransport(uds=self._stack.enter_context(short_path(self.data / SOCKET)))
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Its exit status, and all it said."""
@@ -148,6 +164,7 @@ class Process:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._stack.close()
         if self._process.poll() is None:
             self._process.kill()
         self._process.communicate(timeout=60)

@@ -130,7 +130,7 @@ async def test_the_operator_token_is_taken_in_both_headers(site: Running) -> Non
     operator = await site.operator()
     token = operator.headers["X-Operator-Token"]
     assert (await operator.get("/v1/keys")).status_code == 200
-    bearer = await site.client(Authorization=f"Bearer {token}")
+    bearer = await site.private_client(Authorization=f"Bearer {token}")
     assert (await bearer.get("/v1/keys")).status_code == 200
 
 

@@ -12,8 +12,10 @@ import pytest
 from strata.fleet import wire
 from strata.fleet.http.openapi import document
 from strata.fleet.http.table import TABLE
+from strata.hub.settings import SOCKET
 from tests.shell.fleet_http.running import ok, process
 from tests.support import openapi
+from tests.support.unix import forwarded
 
 OF_HOSTS: Final = {
     # Leaving would end the credentials that the other calls are made with.
@@ -34,7 +36,8 @@ class Callers:
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callers]:
     with process(Path(tmp_path_factory.mktemp("hub"))) as started, started.client() as operator:
         made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), wire.LocalHostReply)
-        yield Callers(started.url, {"X-Operator-Token": started.token}, {"Authorization": f"Bearer {made.secret}"})
+        with forwarded(started.data / SOCKET) as url:
+            yield Callers(url, {"X-Operator-Token": started.token}, {"Authorization": f"Bearer {made.secret}"})
         status, said = started.end()
         assert status == 0
         assert "met a defect" not in said

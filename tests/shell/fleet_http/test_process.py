@@ -15,7 +15,7 @@ import httpx
 
 from strata.fleet import wire
 from tests.shell.fleet_agent.waiting import eventually
-from tests.shell.fleet_http.running import STRATA, ok, process, refused
+from tests.shell.fleet_http.running import STRATA, Process, ok, process, refused
 from tests.support.feed import ARRIVES_S
 
 HOOKED = """
@@ -34,9 +34,10 @@ main()
 
 
 @contextmanager
-def host_client(url: str, operator: httpx.Client) -> Iterator[httpx.Client]:
+def host_client(hub: Process, operator: httpx.Client) -> Iterator[httpx.Client]:
     made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), wire.LocalHostReply)
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {made.secret}"}, timeout=30) as client:
+    headers = {"Authorization": f"Bearer {made.secret}"}
+    with httpx.Client(base_url="http://hub", headers=headers, timeout=30, transport=hub.transport()) as client:
         ok(client.post("/v1/host/register", json={"capability": {"hostname": "anna"}}), wire.RegisterReply)
         yield client
 
@@ -70,7 +71,7 @@ def test_a_hub_that_others_could_reach_in_the_clear_does_not_start(tmp_path: Pat
 
 
 def test_a_stopping_hub_tells_those_who_wait_to_ask_again_and_loses_nothing(tmp_path: Path) -> None:
-    with process(tmp_path) as hub, hub.client() as operator, host_client(hub.url, operator) as host:
+    with process(tmp_path) as hub, hub.client() as operator, host_client(hub, operator) as host:
         replies: list[httpx.Response] = []
 
         def wait() -> None:
@@ -96,7 +97,7 @@ def test_a_stopping_hub_tells_those_who_wait_to_ask_again_and_loses_nothing(tmp_
 def test_no_request_makes_the_hub_unpickle_anything_and_no_secret_reaches_its_log(tmp_path: Path) -> None:
     python = [sys.executable, "-c", HOOKED]
     evil = b"cposix\nsystem\n(S'id'\ntR."
-    with process(tmp_path, python=python) as hub, hub.client() as operator, host_client(hub.url, operator) as host:
+    with process(tmp_path, python=python) as hub, hub.client() as operator, host_client(hub, operator) as host:
         trainer = {"name": "t", "command": ["x"], "directory": "/d"}
         body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
         job = ok(operator.post("/v1/jobs", json=body), wire.SubmitReply).job
@@ -130,7 +131,7 @@ def test_the_hook_of_these_tests_would_notice(tmp_path: Path) -> None:
 
 def test_a_hub_keeps_its_tables_in_postgresql(tmp_path: Path, postgres_url: str) -> None:
     with process(tmp_path, "--database", postgres_url) as hub, hub.client() as operator:
-        with host_client(hub.url, operator) as host:
+        with host_client(hub, operator) as host:
             trainer = {"name": "t", "command": ["x"], "directory": "/d"}
             body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
             job = ok(operator.post("/v1/jobs", json=body), wire.SubmitReply).job

@@ -71,7 +71,7 @@ async def reach(settings: ServerSettings, answer_s: float = 10.0) -> AsyncIterat
     async with OrchestratorClient(settings) as orchestrator, server.open_site(orchestrator) as opened:
         site = replace(opened, failures=Failures(1_000_000))
         transport = httpx.ASGITransport(application(site, TABLE), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="https://server") as http:
             yield Reached(http, keys, site)
 
 

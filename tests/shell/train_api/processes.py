@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from strata.base.settings import own_environment
+from tests.support.unix import short_path
 
 START_S = 120.0
 
@@ -23,6 +24,18 @@ class Processes:
     key: str
     data: Path
     logs: Path
+
+    @property
+    def address(self) -> str:
+        return f"unix:{self.data / 'run' / 'api'}"
+
+    @contextmanager
+    def private(self, **headers: str) -> Iterator[httpx.Client]:
+        """Over the Unix socket, for operators."""
+        with short_path(self.data / "run" / "api") as path:
+            transport = httpx.HTTPTransport(uds=path)
+            with httpx.Client(base_url="http://server", transport=transport, headers=headers, timeout=30) as client:
+                yield client
 
 
 @contextmanager

@@ -168,7 +168,7 @@ async def test_slow_heads_and_slow_bodies_are_cut_off(folder: Path) -> None:
         port = listener.getsockname()[1]
         assert url_of(listener) == f"http://127.0.0.1:{port}"
         server = APIServer(settings, SystemClock(), header_s=0.2, pace=Pace(grace_s=0.2))
-        serving = asyncio.create_task(server.serve(listener, stop, lambda: None))
+        serving = asyncio.create_task(server.serve([listener], stop, lambda: None))
         head = f"POST /api/v1/optim_step HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nContent-Length: 50\r\n"
         head += "Content-Type: application/json\r\n\r\n{"
         slow_body = await asyncio.to_thread(_exchange, port, head.encode())

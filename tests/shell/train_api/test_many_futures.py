@@ -159,7 +159,7 @@ async def sampling(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     counted = Counted(server.root)
     stop = asyncio.Event()
     with listen("127.0.0.1:0") as listener:
-        serving = asyncio.create_task(answer(counted, listener, stop))  # type: ignore[arg-type]
+        serving = asyncio.create_task(answer(counted, [listener], stop))  # type: ignore[arg-type]
 
         def connect() -> tuple[tinker.ServiceClient, tinker.SamplingClient]:
             service = tinker.ServiceClient(base_url=url_of(listener), api_key=server.alice.key)

@@ -12,8 +12,9 @@ import schemathesis
 from strata.train.api.app import described_app
 from strata.train.api.table import TABLE
 from strata.train.wire import native, tinker
-from tests.shell.train_api.processes import Processes, serving
+from tests.shell.train_api.processes import serving
 from tests.support import openapi
+from tests.support.unix import forwarded
 
 
 @schemathesis.serializer(tinker.MEDIA_TYPE, native.MEDIA_TYPE)
@@ -26,18 +27,20 @@ async def nobody() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Where an operator reaches it, and the operator token."""
     folder = Path(tmp_path_factory.mktemp("t"))
     with serving(folder, Path("pretended"), server="poll_s = 0.05\n", pretended=True) as found:
-        yield found
+        with forwarded(found.data / "run" / "api") as url:
+            yield url, (found.data / "operator.token").read_text().strip()
         said = "".join(log.read_text() for log in sorted(found.logs.iterdir()))
         assert "met a defect" not in said
         assert "Traceback" not in said
 
 
-def the_server_answers_as_its_document_says(case: Any, server: Processes) -> None:
-    token = (server.data / "operator.token").read_text().strip()
-    openapi.check(case, server.url, {"X-Operator-Token": token})
+def the_server_answers_as_its_document_says(case: Any, server: tuple[str, str]) -> None:
+    url, token = server
+    openapi.check(case, url, {"X-Operator-Token": token})
 
 
 DOCUMENT: Final = described_app(TABLE, lambda _: nobody).openapi()

@@ -91,7 +91,7 @@ async def served(folder: Path, limits: str = "") -> AsyncIterator[Server]:
     async with (
         running(folder, server="poll_s = 0.3", limits=limits) as stack,
         APIServer(stack.settings, SystemClock()).application(stack.client) as root,
-        httpx.AsyncClient(transport=httpx.ASGITransport(root), base_url="http://server", timeout=60) as http,
+        httpx.AsyncClient(transport=httpx.ASGITransport(root), base_url="https://server", timeout=60) as http,
     ):
         operator = Client(http, (stack.settings.data / "operator.token").read_text().strip())
         alice, bob = [await new_client(operator, name) for name in ("alice", "bob")]

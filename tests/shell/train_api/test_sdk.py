@@ -29,7 +29,7 @@ BATCH = [Datum([1, 2, 3], [2, 3, 4]), Datum([5, 6], [6, 7], weights=[0.5, -1.0])
 async def listening(server: Server) -> AsyncIterator[str]:
     stop = asyncio.Event()
     with listen("127.0.0.1:0") as listener:
-        serving = asyncio.create_task(answer(server.root, listener, stop))
+        serving = asyncio.create_task(answer(server.root, [listener], stop))
         yield url_of(listener)
         stop.set()
         await serving

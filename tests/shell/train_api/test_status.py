@@ -39,7 +39,8 @@ class Site:
     def get(self, path: str, tenant: str | None = None, status: int = 200) -> httpx.Response:
         """Of the operator unless a tenant asks."""
         headers = self.operator if tenant is None else {"X-API-Key": self.keys[tenant]}
-        reply = httpx.get(f"{self.processes.url}{path}", headers=headers, timeout=30)
+        with self.processes.private() as http:
+            reply = http.get(path, headers=headers)
         assert reply.status_code == status, reply.text
         return reply
 
@@ -48,7 +49,8 @@ class Site:
 
     def train(self, tenant: str) -> None:
         asked = {"name": tenant, "role": "researcher"}
-        made = httpx.post(f"{self.processes.url}/v1/keys", headers=self.operator, json=asked, timeout=30)
+        with self.processes.private() as http:
+            made = http.post("/v1/keys", headers=self.operator, json=asked)
         self.keys[tenant] = made.json()["secret"]
         with TrainingServer(self.processes.url, self.keys[tenant]) as server:
             model = server.create_model("tiny", rank=4)
@@ -162,7 +164,7 @@ def test_the_command_line_shows_the_status_of_whoever_is_logged_in_to(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token = site.processes.data / "operator.token"
-    assert run(["login", site.processes.url, "--token-file", str(token)]) == 0
+    assert run(["login", site.processes.address, "--token-file", str(token)]) == 0
     assert run(["serve", "status"]) == 0
     out = capsys.readouterr().out
     assert "tiny (pretended, lora, 1 parameter): 2 ranks ready" in out

@@ -96,20 +96,18 @@ async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: s
 
     from strata.base.clock import SystemClock
     from strata.fleet.agent.probe import hostname
-    from strata.http.server import listen, url_of
     from strata.hub.compose import open_hub
-    from strata.hub.server import serve
+    from strata.hub.server import listening, serve
 
     clock = SystemClock()
     stop = asyncio.Event()
     async with open_hub(hub_settings, clock) as hub:
-        with listen(hub_settings.listen) as listener:
-            url = url_of(listener, tls=hub_settings.tls.enabled)
-            await _enrol(hub, agent_settings.state_folder, url, name or hostname())
-            _choose(hub_settings, url)
-            serving = asyncio.create_task(serve(hub, hub_settings, clock, listener, stop))
+        with listening(hub_settings) as listeners:
+            await _enrol(hub, agent_settings.state_folder, listeners.address, name or hostname())
+            _choose(hub_settings, listeners.address)
+            serving = asyncio.create_task(serve(hub, hub_settings, clock, listeners, stop))
             try:
-                complain(f"strata up: hub on {url}, all data in {_shown(hub_settings.data.parent)}")
+                complain(f"strata up: hub on {listeners.url}, all data in {_shown(hub_settings.data.parent)}")
                 await _work(agent_settings, serving)
             finally:
                 stop.set()

@@ -12,7 +12,7 @@ from strata.fleet.http.serve import router
 from strata.fleet.http.site import Site
 from strata.http.declare import Endpoint
 from strata.http.errors import PLAIN
-from strata.http.root import NOBODY, PEER, FirstHeaders, Root, credentials, exact
+from strata.http.root import NOBODY, PEER, FirstHeaders, Root, check_channel, credentials, exact
 from strata.identity.authenticate import Credentials
 from strata.identity.roles import Kind, Principal, Role
 
@@ -26,6 +26,7 @@ def application(site: Site, table: Sequence[Endpoint]) -> Root:
 class _Door:
     def __init__(self, site: Site, table: Sequence[Endpoint]) -> None:
         self._authenticator = site.authenticator
+        self._address = site.address
         self._public = exact(endpoint for endpoint in table if endpoint.need.public)
         self._shown = exact(endpoint for endpoint in table if endpoint.public_read) if site.public_read else ()
 
@@ -39,7 +40,7 @@ class _Door:
         if given.bearer.startswith("hst-") and scope["scheme"] == "https":
             raise StrataError(
                 Code.UNAUTHENTICATED,
-                "a host shows its certificate here; its secret is for a hub on loopback without TLS",
+                "a host shows its certificate here; its secret is for the Unix socket of a hub on its own machine",
                 hint="strata join",
             )
-        return await self._authenticator.identify(given)
+        return check_channel(scope, await self._authenticator.identify(given), self._address)

@@ -43,6 +43,8 @@ class Site:
     feed: Feed
     clock: Clock
     tls: bool = False
+    address: str = "the hub's Unix socket"
+    """Where the hub's own user reaches it, for hints."""
     public_read: bool = False
     manifest: Path | None = None
     """The file that `reload` applies."""

@@ -12,9 +12,20 @@ from starlette.types import Scope
 
 from strata import __version__
 from strata.base.errors import Code, StrataError
+from strata.base.unix_socket import spell_address
 from strata.http.declare import Endpoint
 from strata.http.errors import HttpRefusal
-from strata.http.root import NOBODY, FirstHeaders, Identify, Root, RootLimits, credentials, defect, exact
+from strata.http.root import (
+    NOBODY,
+    FirstHeaders,
+    Identify,
+    Root,
+    RootLimits,
+    check_channel,
+    credentials,
+    defect,
+    exact,
+)
 from strata.identity.roles import Principal
 from strata.train.api import openapi
 from strata.train.api.errors import ERRORS
@@ -38,11 +49,13 @@ def application(site: Site, table: Sequence[Endpoint]) -> Root:
 def _door(site: Site, table: Sequence[Endpoint]) -> Identify:
     """Takes `X-API-Key`, as the clients of this protocol send it, and what everything else of ours takes."""
     public = exact(endpoint for endpoint in table if endpoint.need.public)
+    address = spell_address(site.settings.api_socket)
 
     async def identify(scope: Scope, headers: FirstHeaders) -> Principal:
         if (scope["method"], scope["path"]) in public:
             return NOBODY
-        return await site.authenticator.identify(credentials(headers, key_header=KEY_HEADER))
+        caller = await site.authenticator.identify(credentials(headers, key_header=KEY_HEADER))
+        return check_channel(scope, caller, address)
 
     return identify
 

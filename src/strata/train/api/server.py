@@ -6,8 +6,8 @@ import asyncio
 import hmac
 import shutil
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +15,7 @@ from strata.base.clock import Clock, SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.base.loopback import is_loopback_host
+from strata.base.unix_socket import listen_unix
 from strata.http import server
 from strata.http.body import Pace
 from strata.http.budget import BodyBudget
@@ -90,21 +91,23 @@ class APIServer:
                 signing_key=hmac.digest(token.reveal().encode(), b"addresses of archives", "sha256"),
             )
 
-    async def serve(self, listener: socket.socket, stop: asyncio.Event, ready: Callable[[], None]) -> None:
-        """Answer on this socket until `stop`. `ready` is called when everything is there that an answer needs."""
+    async def serve(self, listeners: Sequence[socket.socket], stop: asyncio.Event, ready: Callable[[], None]) -> None:
+        """Answer on these sockets until `stop`. `ready` is called when everything is there that an answer needs."""
         async with (
             OrchestratorClient(self._settings, self._number) as orchestrator,
             self.application(orchestrator) as app,
         ):
             ready()
-            await answer(app, listener, stop, header_s=self._header_s)
+            await answer(app, listeners, stop, header_s=self._header_s)
 
 
-async def answer(app: Root, listener: socket.socket, stop: asyncio.Event, *, header_s: float = HEADER_S) -> None:
-    """HTTP on this socket until `stop`, then for a moment more, for what is under way."""
+async def answer(
+    app: Root, listeners: Sequence[socket.socket], stop: asyncio.Event, *, header_s: float = HEADER_S
+) -> None:
+    """HTTP on these sockets until `stop`, then for a moment more, for what is under way."""
     # A head that does not come gets no farewell: to clients of this protocol a 408 says that a result is not there yet.
     http = protocol(header_s, farewell=b"")
-    await server.answer(config(app, http, max_connections=MAX_CONNECTIONS, drain_s=DRAIN_S), listener, stop)
+    await server.answer(config(app, http, max_connections=MAX_CONNECTIONS, drain_s=DRAIN_S), listeners, stop)
 
 
 def run(settings: ServerSettings, announce: Callable[[str], None], *, number: int = 0, port: int | None = None) -> None:
@@ -119,13 +122,20 @@ def run(settings: ServerSettings, announce: Callable[[str], None], *, number: in
 async def _run(settings: ServerSettings, announce: Callable[[str], None], number: int, port: int) -> None:
     stop = stop_on_signals()
     api = APIServer(settings, SystemClock(), number=number)
-    with listen(f"{settings.server.host}:{port}", shared=settings.server.api_servers > 1) as listener:
+    with ExitStack() as stack:
+        shared = settings.server.api_servers > 1
+        tcp = stack.enter_context(listen(f"{settings.server.host}:{port}", shared=shared))
+        listeners = [tcp]
+        if number == 0:
+            # Processes can share a port, but not a Unix socket.
+            make_private(settings.sockets, "the sockets")
+            listeners.append(stack.enter_context(listen_unix(settings.api_socket)))
 
         def ready() -> None:
-            publish_address(settings.data / ADDRESS_FILE, url_of(listener))
-            announce(f"listening on {url_of(listener)}")
+            publish_address(settings.data / ADDRESS_FILE, url_of(tcp))
+            announce(f"listening on {url_of(tcp)}")
 
-        await api.serve(listener, stop, ready)
+        await api.serve(listeners, stop, ready)
 
 
 def _remove_uploads(imports: Path, number: int) -> None:
