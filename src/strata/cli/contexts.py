@@ -110,6 +110,7 @@ def _authority(url: str, pin: str | None, file: Path | None) -> bytes | None:
                 hint="give --ca-pin, or --ca FILE",
             )
         complain(f"strata: the authority of {url} has the pin\n  {found}")
+        complain("strata: the hub prints its pin when it starts, and 'strata invite' shows it")
         click.confirm("Is it what the hub's operator told you?", abort=True, err=True)
     return pem
 

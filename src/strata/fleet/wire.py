@@ -496,6 +496,8 @@ class InviteReply(Reply, frozen=True, kw_only=True):
     """Told only here."""
     id: str
     expires_in_s: float
+    tls: bool = False
+    """Whether other machines can reach this hub."""
 
 
 class Invited(Reply, frozen=True, kw_only=True):
@@ -543,10 +545,12 @@ class LocalHostReply(Reply, frozen=True, kw_only=True):
     """Told only here; good on a hub that listens on loopback without TLS."""
 
 
-class KeyRequest(Message, frozen=True, kw_only=True):
+class KeyRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
     role: RoleName
     valid_s: Annotated[float, msgspec.Meta(gt=0, le=3650 * 86_400)] | None = None
+    owner: bool = False
+    """For the owner of a hub whose jobs run as its own user, where a lesser role would be no less."""
 
 
 class Key(Reply, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import ssl
@@ -102,17 +103,21 @@ async def answer(
         await asyncio.wait([stopping, serving])
 
 
-def listen(address: str, *, shared: bool = False) -> socket.socket:
-    """`address` is HOST:PORT; port 0 takes a free one. A `shared` one can be listened on by several processes."""
+def listen(address: str, *, shared: bool = False, free_port: str = "") -> socket.socket:
+    """`address` is HOST:PORT; port 0 takes a free one. A `shared` one can be listened on by several processes.
+
+    `free_port` is how a person asks for a free one, for the hint.
+    """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, int(port)), family=family, backlog=BACKLOG, reuse_port=shared)
     except (OSError, ValueError, OverflowError) as error:
-        raise StrataError(
-            Code.UNAVAILABLE, f"cannot listen on {address}: {error}", hint="is another process using that port?"
-        ) from error
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = "another process has that port" if taken else error
+        hint = f"{free_port} takes a free one" if taken and free_port else None
+        raise StrataError(Code.UNAVAILABLE, f"cannot listen on {address}: {reason}", hint=hint) from error
 
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:

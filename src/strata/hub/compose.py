@@ -60,7 +60,8 @@ class Hub:
 
 
 @asynccontextmanager
-async def open_hub(settings: HubSettings, clock: Clock) -> AsyncIterator[Hub]:
+async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = False) -> AsyncIterator[Hub]:
+    """`owner_only` if jobs run as this user, who can read all of the hub: nobody else may submit any."""
     data = settings.data.expanduser()
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority = Authority.load_or_create(data / "ca", "hub", clock.wall_s())
@@ -84,6 +85,7 @@ async def open_hub(settings: HubSettings, clock: Clock) -> AsyncIterator[Hub]:
             tls=settings.tls.enabled,
             address=spell_address(settings.socket),
             public_read=settings.public_read,
+            owner_only=owner_only,
             manifest=settings.manifest,
             pace=Pace(grace_s=settings.body_grace_s),
             limits=RootLimits(send_s=settings.send_s, failures=Failures(settings.max_failures)),

@@ -40,7 +40,7 @@ async def _serve(settings: HubSettings, clock: Clock, announce: Callable[[str], 
     stop = stop_on_signals()
     async with open_hub(settings, clock) as hub:
         with listening(settings) as listeners:
-            announce(_told(settings, listeners.url))
+            announce(_told(settings, listeners.url, hub.site.authority.pin))
             await serve(hub, settings, clock, listeners, stop)
 
 
@@ -56,7 +56,8 @@ class Listeners:
 @contextlib.contextmanager
 def listening(settings: HubSettings) -> Iterator[Listeners]:
     """On TCP, and on the Unix socket in the data folder."""
-    with listen(settings.listen) as tcp, listen_unix(settings.socket) as unix:
+    free_port = f"--listen {settings.listen.rpartition(':')[0]}:0"
+    with listen(settings.listen, free_port=free_port) as tcp, listen_unix(settings.socket) as unix:
         try:
             yield Listeners((tcp, unix), url_of(tcp, tls=settings.tls.enabled), spell_address(settings.socket))
         finally:
@@ -96,9 +97,11 @@ def _config(hub: Hub, settings: HubSettings) -> uvicorn.Config:
     )
 
 
-def _told(settings: HubSettings, url: str) -> str:
+def _told(settings: HubSettings, url: str, pin: str) -> str:
+    # What `strata login` asks a person to compare.
+    shown = f", pin {pin}" if settings.tls.enabled else ""
     where = "" if settings.operator_token else f", operator token in {settings.data.expanduser() / TOKEN_FILE}"
-    return f"listening on {url} and {spell_address(settings.socket)}{where}"
+    return f"listening on {url} and {spell_address(settings.socket)}{where}{shown}"
 
 
 def _allow_files() -> None:

@@ -24,6 +24,8 @@ import httpx
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
+from strata.base.unix_socket import SCHEME as UNIX
+from strata.base.unix_socket import connect_unix, read_address
 from strata.identity.tokens import is_scoped_key
 from strata.sdk.future import Flow, Progress, Send, call, post, run, run_async
 from strata.sdk.orders import (
@@ -61,6 +63,22 @@ __all__ = [
     "TrainingServer",
 ]
 T = TypeVar("T")
+
+
+def _socket_of(url: str) -> str | None:
+    """The path of `unix:PATH`, after a look at who is there."""
+    if not url.startswith(UNIX):
+        return None
+    path = read_address(url)
+    try:
+        connect_unix(path).close()
+    except OSError as error:
+        raise StrataError(Code.UNAVAILABLE, f"the training server at {url} cannot be reached: {error}") from error
+    return str(path)
+
+
+def _base_url(url: str) -> str:
+    return "http://server" if url.startswith(UNIX) else url
 
 
 def _check_key(url: str, key: str) -> None:
@@ -182,7 +200,9 @@ class TrainingServer:
         self, url: str, key: str, *, progress: Progress | None = None, transport: httpx.BaseTransport | None = None
     ) -> None:
         _check_key(url, key)
-        self._http = httpx.Client(base_url=url, headers={"X-API-Key": key}, transport=transport)
+        if transport is None and (path := _socket_of(url)) is not None:
+            transport = httpx.HTTPTransport(uds=path)
+        self._http = httpx.Client(base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport)
         self._progress = progress
         self._models = 0
         self._samplers = itertools.count()
@@ -336,7 +356,9 @@ class AsyncTrainingServer:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         _check_key(url, key)
-        self._http = httpx.AsyncClient(base_url=url, headers={"X-API-Key": key}, transport=transport)
+        if transport is None and (path := _socket_of(url)) is not None:
+            transport = httpx.AsyncHTTPTransport(uds=path)
+        self._http = httpx.AsyncClient(base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport)
         self._progress = progress
         self._models = 0
         self._samplers = itertools.count()

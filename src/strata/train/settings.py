@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.base.loopback import is_loopback_host
 from strata.base.settings import Secret, load
 
 REQUESTS_PORT: Final = 6000
@@ -377,3 +378,13 @@ def load_settings(
         inference=inference,
         snapshots=snapshots,
     )
+
+
+def check_exposure(host: str) -> None:
+    """Refuse to be reached from other machines in the clear: keys and batches would be everybody's."""
+    if not is_loopback_host(host.strip("[]")):
+        raise StrataError(
+            Code.INVALID,
+            f"{host} can be reached from other machines, and everything would be sent in the clear",
+            hint="listen on 127.0.0.1, and put a proxy that speaks TLS in front",
+        )

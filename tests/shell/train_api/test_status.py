@@ -16,6 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from strata.base.errors import StrataError
 from strata.base.settings import own_environment
 from strata.cli.main import run
 from strata.sdk.train import Datum, TrainingServer
@@ -194,6 +195,23 @@ def test_a_key_in_a_file_shows_what_its_tenant_may_see(
     assert "alice" not in out
 
 
+def test_an_operator_trains_through_the_socket_and_not_over_tcp(site: Site) -> None:
+    with site.processes.private(**site.operator) as http:
+        made = http.post("/v1/keys", json={"name": "carol", "role": "operator"}).json()["secret"]
+        tenant = {"X-API-Key": site.keys["bob"]}
+        assert httpx.get(f"{site.processes.url}/api/v1/status", headers=tenant, timeout=30).status_code == 200
+    with TrainingServer(site.processes.address, made) as server:
+        assert server.create_model("tiny", rank=4).model_id
+    for secret in (made, site.operator["X-Operator-Token"]):
+        with pytest.raises(StrataError, match="only a key of a viewer or a researcher"):
+            TrainingServer(site.processes.url, secret)
+        for header in ({"X-API-Key": secret}, {"Authorization": f"Bearer {secret}"}, {"X-Operator-Token": secret}):
+            reply = httpx.get(f"{site.processes.url}/api/v1/status", headers=header, timeout=30)
+            assert reply.status_code in (401, 403), header
+            assert secret not in reply.text
+
+
+@pytest.mark.usefixtures("home")
 def test_a_watch_that_is_piped_prints_a_line_for_each_change(site: Site) -> None:
     settings = site.processes.data.parent / "strata.toml"
     command = [sys.executable, "-c", "from strata.cli.main import main; main()", "serve", "status", str(settings), "-w"]

@@ -35,6 +35,7 @@ def invite(
     *, name: str, pool: str, labels: tuple[str, ...], minutes: float, context: str | None, output: Format
 ) -> None:
     """Make a join token for one host, and print what to run there."""
+    from strata.identity.tokens import read_join_token
     from strata.sdk.fleet import client_settings, current_context
 
     with asking(context) as client:
@@ -43,13 +44,16 @@ def invite(
         body = wire.InviteRequest(name=name, pool=pool, labels=labels, valid_s=minutes * 60)
         made = client.call("POST", "/v1/invites", wire.InviteReply, body=body)
         url = current_context(client_settings(context=context)).url
+        pin = read_join_token(made.token).ca_sha256
     if output in (Format.JSON, Format.JSONL):
-        value = {"url": url, "token": made.token, "id": made.id, "expires_in_s": made.expires_in_s}
+        value = {"url": url, "token": made.token, "id": made.id, "expires_in_s": made.expires_in_s, "ca_pin": pin}
         show_one(value, output)
         return
-    if url.startswith("http:"):
+    if not made.tls:
         complain("strata: this hub is on loopback without TLS: other machines cannot reach it", hint="strata hub --tls")
-    join = f"strata join {url} --name {name}" if name else f"strata join {url}"
+    there = url if url.startswith("https:") else "URL"
+    complain(f"strata: the hub's pin, for people who run 'strata login {there}':\n  {pin}")
+    join = f"strata join {there} --name {name}" if name else f"strata join {there}"
     complain(f"strata: good for one host and {span(made.expires_in_s)}; run '{join}' there and give it this:")
     write(made.token)
 

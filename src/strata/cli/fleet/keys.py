@@ -29,16 +29,18 @@ def keys() -> None:
 @click.argument("name")
 @click.option("--role", type=click.Choice(["viewer", "researcher", "operator", "admin"]), required=True)
 @click.option("--days", type=click.FloatRange(min=0, min_open=True, max=3650), help="Good for so long; else for ever.")
+@click.option("--owner", is_flag=True, help="On 'strata up': the key is for yourself, and worth as much as you.")
 @hub_option
 @output_option
-def create(name: str, role: str, days: float | None, context: str | None, output: Format) -> None:
+def create(*, name: str, role: str, days: float | None, owner: bool, context: str | None, output: Format) -> None:
     """Make a key called NAME and print it: its text is shown only now."""
     with asking(context) as client:
         import msgspec
 
         from strata.fleet import wire
 
-        wanted = {"name": name, "role": role, "valid_s": None if days is None else days * DAY_S}
+        valid_s = None if days is None else days * DAY_S
+        wanted = {"name": name, "role": role, "valid_s": valid_s, "owner": owner}
         body = msgspec.convert(wanted, wire.KeyRequest)
         made = client.call("POST", "/v1/keys", wire.KeyReply, body=body)
     if output in (Format.JSON, Format.JSONL):

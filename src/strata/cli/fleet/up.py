@@ -46,6 +46,9 @@ def up(
 ) -> None:
     """Run a hub and the agent of this machine, all in one.
 
+    Jobs run as you and can read all of this, so whoever submits jobs to 'strata up' is its owner: it makes no keys for
+    other people who submit jobs. That is what 'strata hub' and agents with run_as are for.
+
     Everything lies in FOLDER (~/.local/share/strata unless set): a SQLite database, logs, artifacts, credentials. The
     other commands then speak to this hub. Ctrl-C gives running jobs back and stops both, a second one at once; the next
     'strata up' goes on where this one was.
@@ -54,6 +57,7 @@ def up(
 
     from strata.base import log
     from strata.base.settings import load, no_color
+    from strata.base.unix_socket import is_answered
     from strata.cli.extras import require
 
     require("uvicorn", extra="hub")
@@ -86,6 +90,12 @@ def up(
         raise StrataError(
             Code.INVALID, "strata up is for one machine", hint="for others: strata hub --tls, and strata join on each"
         )
+    if is_answered(hub.socket):
+        raise StrataError(
+            Code.CONFLICT,
+            f"strata up is running already, with all data in {_shown(folder)}",
+            hint="strata status speaks to it; for another one beside it: --data FOLDER --listen 127.0.0.1:0",
+        )
     style: log.Format = "console" if sys.stderr.isatty() else "json"
     log.configure(style, "info" if verbose else "warning", colour=log.colour_wanted(sys.stderr, no_color=no_color()))
     asyncio.run(_run(hub, agent, name))
@@ -101,13 +111,14 @@ async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: s
 
     clock = SystemClock()
     stop = asyncio.Event()
-    async with open_hub(hub_settings, clock) as hub:
+    async with open_hub(hub_settings, clock, owner_only=not agent_settings.run_as) as hub:
         with listening(hub_settings) as listeners:
             await _enrol(hub, agent_settings.state_folder, listeners.address, name or hostname())
             _choose(hub_settings, listeners.address)
             serving = asyncio.create_task(serve(hub, hub_settings, clock, listeners, stop))
             try:
                 complain(f"strata up: hub on {listeners.url}, all data in {_shown(hub_settings.data.parent)}")
+                await _tell_keys(hub)
                 await _work(agent_settings, serving)
             finally:
                 stop.set()
@@ -198,6 +209,23 @@ async def _until_stopped(agent: Agent, serving: asyncio.Task[None]) -> None:
     if not working.done():
         agent.stop()
     await working
+
+
+async def _tell_keys(hub: Hub) -> None:
+    """Of keys that could submit jobs, made with --owner or while jobs ran as another user."""
+    from strata.fleet.http.identities import FEIGNED
+
+    if not hub.site.owner_only:
+        return
+    now_s = hub.site.clock.wall_s()
+    found = [
+        f"{key.name} ({key.id})" for key in await hub.site.identity.keys() if key.role in FEIGNED and key.valid(now_s)
+    ]
+    if found:
+        complain(
+            f"strata up: whoever has one of these keys can submit jobs, and so act as you: {', '.join(found)}",
+            hint="strata keys revoke KEY",
+        )
 
 
 def _shown(folder: Path) -> str:

@@ -191,7 +191,9 @@ class Agent:
             if verdict.cause == "ended" and attempt.over:
                 # Perhaps by our own report, whose reply was lost: it is sent again and gets the same answer.
                 continue
-            _log.warning("must stop", job=lease.job_id, epoch=lease.epoch, reason=verdict.reason)
+            # Somebody cancelled it, as a rule: what was asked for is no warning.
+            note = _log.info if verdict.cause == "ended" else _log.warning
+            note("must stop", job=lease.job_id, epoch=lease.epoch, reason=verdict.reason)
             stop = Stop(cause=Cause.CANCELLED, reason=verdict.reason, drop=True)
             attempt.stop(stop, self._settings.grace_s if verdict.cause == "ended" else 0.0)
 

@@ -50,7 +50,7 @@ async def invite(site: Site, call: Call, body: wire.InviteRequest) -> wire.Invit
     token = await site.enrollment.invite(
         call.caller, name=body.name, pool=body.pool, labels=body.labels, valid_s=body.valid_s
     )
-    return wire.InviteReply(token=token.spell(), id=token.id, expires_in_s=body.valid_s)
+    return wire.InviteReply(token=token.spell(), id=token.id, expires_in_s=body.valid_s, tls=site.tls)
 
 
 async def invites(site: Site, call: Call) -> wire.InvitesReply:
@@ -94,11 +94,20 @@ async def caller(site: Site, call: Call) -> wire.Caller:
     )
 
 
+FEIGNED = (Role.RESEARCHER, Role.OPERATOR)
+"""Roles that may submit jobs and seem to be less than the owner's."""
+
+
 async def add_key(site: Site, call: Call, body: wire.KeyRequest) -> wire.KeyReply:
     """An API key; its text is in this reply and nowhere else."""
-    key, text = await make_key(
-        site.identity, site.clock, call.caller, name=body.name, role=Role.named(body.role), valid_s=body.valid_s
-    )
+    role = Role.named(body.role)
+    if site.owner_only and role in FEIGNED and not body.owner:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"whoever submits jobs to `strata up` is its owner: a {_NAMES[role]} here could do all that you can",
+            hint="use `strata hub` with agents that have run_as, or --owner for a key of your own",
+        )
+    key, text = await make_key(site.identity, site.clock, call.caller, name=body.name, role=role, valid_s=body.valid_s)
     return wire.KeyReply(key=_shown(key), secret=text)
 
 

@@ -46,6 +46,8 @@ class Site:
     address: str = "the hub's Unix socket"
     """Where the hub's own user reaches it, for hints."""
     public_read: bool = False
+    owner_only: bool = False
+    """Jobs run as the hub's own user and can read its operator token, so whoever submits one is the hub's owner."""
     manifest: Path | None = None
     """The file that `reload` applies."""
     pace: Pace = field(default_factory=Pace)

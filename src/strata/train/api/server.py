@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from strata.base.clock import Clock, SystemClock
-from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
-from strata.base.loopback import is_loopback_host
 from strata.base.unix_socket import listen_unix
 from strata.http import server
 from strata.http.body import Pace
@@ -30,7 +28,7 @@ from strata.train.api.table import TABLE
 from strata.train.folder import make_private
 from strata.train.link import OrchestratorClient, publish_address
 from strata.train.payload import Payloads
-from strata.train.settings import ServerSettings
+from strata.train.settings import ServerSettings, check_exposure
 
 ADDRESS_FILE: Final = "api.address"
 """In the data folder: where the server listens, for whoever let it choose a port."""
@@ -124,7 +122,7 @@ async def _run(settings: ServerSettings, announce: Callable[[str], None], number
     api = APIServer(settings, SystemClock(), number=number)
     with ExitStack() as stack:
         shared = settings.server.api_servers > 1
-        tcp = stack.enter_context(listen(f"{settings.server.host}:{port}", shared=shared))
+        tcp = stack.enter_context(listen(f"{settings.server.host}:{port}", shared=shared, free_port="server.port = 0"))
         listeners = [tcp]
         if number == 0:
             # Processes can share a port, but not a Unix socket.
@@ -141,13 +139,3 @@ async def _run(settings: ServerSettings, announce: Callable[[str], None], number
 def _remove_uploads(imports: Path, number: int) -> None:
     for folder in imports.glob(f"{number}.*"):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def check_exposure(host: str) -> None:
-    """Refuse to be reached from other machines in the clear: keys and batches would be everybody's."""
-    if not is_loopback_host(host.strip("[]")):
-        raise StrataError(
-            Code.INVALID,
-            f"{host} can be reached from other machines, and everything would be sent in the clear",
-            hint="listen on 127.0.0.1, and put a proxy that speaks TLS in front",
-        )

@@ -22,8 +22,9 @@ from strata.train.launch import commands
 from strata.train.launch.child import Child
 from strata.train.launch.preflight import check_memory, check_model
 from strata.train.link_keys import make_keys, read_keys
-from strata.train.settings import ServerSettings
+from strata.train.settings import ServerSettings, check_exposure
 
+FREE_PORT: Final = "another process may have that port; server.port = 0 takes a free one"
 STOP_S: Final = 15.0
 """How long each process may take to end."""
 RANKS_S: Final = 5.0
@@ -74,6 +75,9 @@ class Launcher:
 
     def _prepare(self) -> None:
         settings = self._settings
+        check_exposure(settings.server.host)
+        # It is free now, or nothing is loaded for it: the API servers come last.
+        _bound(settings).close()
         # An address that cannot be is said here, once, and not by each process that would listen there.
         _log.debug("links", requests=settings.requests, outputs=settings.outputs)
         over_tcp = settings.server.transport == "tcp" or settings.rank0.startswith(("tcp:", "file:"))
@@ -171,9 +175,12 @@ class Launcher:
 def _keep_port(settings: ServerSettings) -> socket.socket | None:
     """A bound socket that never listens, so that several API servers get the same port, also after a restart. One that
     is alone takes its port itself."""
+    return None if settings.server.api_servers == 1 else _bound(settings)
+
+
+def _bound(settings: ServerSettings) -> socket.socket:
+    """A socket on the server's port that shares it with listeners which share it too, and does not listen."""
     server = settings.server
-    if server.api_servers == 1:
-        return None
     host = server.host.strip("[]")
     guard = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -183,8 +190,6 @@ def _keep_port(settings: ServerSettings) -> socket.socket | None:
     except OSError as error:
         guard.close()
         raise StrataError(
-            Code.UNAVAILABLE,
-            f"cannot listen on {server.host}:{server.port}: {error}",
-            hint="is another process using that port?",
+            Code.UNAVAILABLE, f"cannot listen on {server.host}:{server.port}: {error}", hint=FREE_PORT
         ) from error
     return guard

@@ -39,12 +39,24 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def check_model(settings: ServerSettings) -> None:
-    """INVALID if the model is not there. A path that does not look like one may be the id of a model in the cache."""
+    """INVALID if the model is neither in a folder nor in the local cache: nothing is fetched while a server starts."""
     path = settings.model.path
-    if path.startswith(("/", "./", "../", "~")) and not (Path(path).expanduser() / "config.json").is_file():
+    if not (Path(path).expanduser() / "config.json").is_file() and not _is_cached(path):
         raise StrataError(
-            Code.INVALID, f"there is no model in {path}", hint="model.path is a folder with a config.json and weights"
+            Code.INVALID,
+            f"there is no model in {path}",
+            hint="model.path is a folder with a config.json and weights, or the id of a model in the local cache",
         )
+
+
+def _is_cached(model_id: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(model_id, "config.json"), str)
+    except HFValidationError:
+        return False
 
 
 def check_memory(settings: ServerSettings) -> None:
