@@ -525,6 +525,6 @@ def test_a_host_reads_only_what_its_leases_name(hub: HubProcess, tmp_path: Path)
     body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=Kind.SOURCE))
     artifact = hub.operator.call("POST", "/v1/artifacts", wire.CommitReply, body=body).artifact_id
     made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=wire.LocalHostRequest(name="curious"))
-    with HubClient(hub.url, bearer=Secret(made.secret)) as host, pytest.raises(StrataError) as refused:
+    with HubClient(hub.address, bearer=Secret(made.secret)) as host, pytest.raises(StrataError) as refused:
         host.call("GET", f"/v1/artifact/{artifact}", wire.ArtifactReply)
     assert refused.value.code in (Code.FORBIDDEN, Code.NOT_FOUND)

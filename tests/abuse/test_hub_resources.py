@@ -111,7 +111,7 @@ async def test_who_is_unknown_may_be_idle_for_a_short_time_only(site: Running) -
     assert await asyncio.wait_for(reader.read(), 30) == b""
     assert time.monotonic() - began_s < 20
     writer.close()
-    known_reader, known_writer = await connect(site, request("/v1/caller", await site.operator()))
+    known_reader, known_writer = await connect(site, request("/v1/caller", await site.with_role("viewer")))
     await known_reader.readuntil(b"}")
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(known_reader.read(1), 7)

@@ -37,6 +37,25 @@ __all__ = [
 
 T = TypeVar("T", bound=msgspec.Struct)
 _Path = tuple[str, ...]
+SECTIONS: Final = (
+    "hub",
+    "agent",
+    "client",
+    "trainer",
+    "coordinator",
+    "gang",
+    "worker",
+    "s3",
+    "server",
+    "model",
+    "ranks",
+    "limits",
+    "sampling",
+    "snapshots",
+    "checkpoints",
+    "inference",
+)
+"""Of all programs: one file may serve several of them, and each reads its own."""
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -93,8 +112,9 @@ def load(
 
     Flags are named by dotted path (`"journal.database"`); None means that the flag was not given. Text from the
     environment and from flags is read as the field's type: yes/no, numbers, `a,b,c` or `["a", "b"]`; an empty text is
-    None for an optional field. Other tables of the file belong to other sections. `aliases` are variables that other
-    programs gave a name, each with the setting it stands for: weaker than our own and than the file, the first counts.
+    None for an optional field. Other tables of the file belong to other programs and must be among SECTIONS. `aliases`
+    are variables that other programs gave a name, each with the setting it stands for: weaker than our own and than the
+    file, the first counts.
     """
     return load_explained(kind, section=section, file=file, environ=environ, flags=flags, aliases=aliases).value
 
@@ -172,9 +192,18 @@ class _Given:
         except StrataError as error:
             self.problems.append(str(error))
         else:
+            self._refuse_unknown_sections(self.document)
             table = self.document.data.get(self.section)
             if table is not None:
                 self._read_table(schema, table, self.document)
+
+    def _refuse_unknown_sections(self, document: toml.Document) -> None:
+        """A section with a spelling mistake would otherwise be one that was never written."""
+        known = dict.fromkeys((self.section, *SECTIONS))
+        for name in document.data:
+            if name not in known:
+                where, spelled = document.where((name,)), name if _BARE_KEY.fullmatch(name) else json.dumps(name)
+                self.problems.append(f"{where}: {spelled}: unknown section{suggestion(name, known)}")
 
     def _read_table(self, group: Group, table: Any, document: toml.Document) -> None:
         where = document.where((self.section, *group.path))

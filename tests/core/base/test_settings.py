@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
-from strata.base.settings import Origin, Secret, load, load_explained, no_color
+from strata.base.settings import SECTIONS, Origin, Secret, load, load_explained, no_color
 
 
 class Mode(enum.StrEnum):
@@ -141,7 +141,7 @@ store.databse = "x"
 [hub.window]
 low = 11
 [hub.wat]
-[other]
+[agent]
 anything = true
 """
     environ = {"STRATA_HUB_RATOI": "1", "STRATA_HUB_RETRIES": "many", "STRATA_OTHER_X": "1", "STRATA_HUBX": "1"}
@@ -246,6 +246,17 @@ def test_a_mistake_in_the_file_is_reported_with_its_line(tmp_path: Path, text: s
     (found,) = problems(text, tmp_path)
     assert found.startswith(line)
     assert "hunter2" not in found
+
+
+def test_a_section_that_no_program_has_is_refused_and_those_of_others_are_not(tmp_path: Path) -> None:
+    assert problems("[hub]\n[hubs]\nport = 1\n", tmp_path)[0] == (
+        'strata.toml:2: hubs: unknown section (did you mean "hub"?)'
+    )
+    assert "unknown section (known: hub, agent, " in problems('port = 1\n"a b" = 2\n[hub]\n', tmp_path)[1]
+    shared = "".join(f"[{name}]\n" for name in SECTIONS)
+    assert problems(f"{shared}[limit]\n", tmp_path) == [
+        f'strata.toml:{len(SECTIONS) + 1}: limit: unknown section (did you mean "limits"?)'
+    ]
 
 
 def test_a_file_that_cannot_be_read_is_reported_with_the_other_problems(tmp_path: Path) -> None:

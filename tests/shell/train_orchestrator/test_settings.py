@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import struct
 from pathlib import Path
 
 import pytest
 
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.train.launch import commands
+from strata.train.launch.launcher import Launcher
 from strata.train.launch.preflight import available_bytes, check_memory, estimate
 from strata.train.orchestrator.orchestrator import rules_of
 from strata.train.settings import load_settings
@@ -124,3 +128,55 @@ def test_a_model_that_fits_and_one_that_is_elsewhere_pass(tmp_path: Path) -> Non
         settings = load_settings(written(tmp_path, f'[model]\npath = "{path}"\n[ranks]\nbackend = "gloo"'), environ={})
         assert (available_bytes(settings) or 0) > 0
         check_memory(settings)
+
+
+# Before the model is loaded
+
+
+def refusal(tmp_path: Path, text: str) -> StrataError:
+    """Of `strata serve`, which has started nothing by then."""
+    settings = load_settings(written(tmp_path, text), environ={})
+    launcher = Launcher(settings, tmp_path / "strata.toml", {}, SystemClock())
+
+    async def run() -> None:
+        await launcher.run(asyncio.Event(), lambda _: None)
+
+    with pytest.raises(StrataError) as refused:
+        asyncio.run(run())
+    assert not (tmp_path / "data").exists()
+    return refused.value
+
+
+def model_in(tmp_path: Path) -> str:
+    weights(tmp_path, {"layer.weight": (10, 10)})
+    (tmp_path / "config.json").write_text("{}")
+    return f'[model]\npath = "{tmp_path}"\n'
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5"])
+def test_an_address_that_others_reach_is_refused_before_the_ranks_start(tmp_path: Path, host: str) -> None:
+    error = refusal(tmp_path, f'{model_in(tmp_path)}[server]\nhost = "{host}"\ndata = "{tmp_path / "data"}"\n')
+    assert "in the clear" in error.message
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_taken_port_is_refused_before_the_ranks_start(tmp_path: Path, servers: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        own = f'[server]\nport = {port}\napi_servers = {servers}\ndata = "{tmp_path / "data"}"\n'
+        error = refusal(tmp_path, model_in(tmp_path) + own)
+    assert f"cannot listen on 127.0.0.1:{port}" in error.message
+    assert "server.port = 0" in (error.hint or "")
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "no-such-model", "nobody/no-such-model", "not a model's id at all"])
+def test_a_model_that_is_not_there_is_refused_before_the_ranks_start(tmp_path: Path, path: str) -> None:
+    error = refusal(tmp_path, f'[model]\npath = "{path}"\n[server]\nport = 0\ndata = "{tmp_path / "data"}"\n')
+    assert (error.code, error.message) == (Code.INVALID, f"there is no model in {path}")
+
+
+def test_a_section_with_a_spelling_mistake_is_refused_once(tmp_path: Path) -> None:
+    with pytest.raises(StrataError) as refused:
+        load_settings(written(tmp_path, '[model]\npath = "m"\n[limit]\ngap_s = 1\n'), environ={})
+    (problem,) = refused.value.detail["problems"]
+    assert problem.endswith('limit: unknown section (did you mean "limits"?)')
