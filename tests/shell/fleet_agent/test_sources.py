@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
+import os
+import random
+import signal
 import subprocess
 import tarfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,8 @@ from typing import Any
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent.sources import Fetch, provide
+from strata.fleet.agent.sources import Fetch, provide, unpacking
+from strata.fleet.agent.unprivileged import feed
 from strata.fleet.agent.workdir import Place
 from tests.core.fleet_agent.leases import a_trainer
 
@@ -145,6 +151,38 @@ def test_a_source_whose_download_breaks_off_is_fetched_again(tmp_path: Path) -> 
         fetched(trainer, tmp_path, "a", breaks_off)
     assert not list((tmp_path / "cache").iterdir())
     assert (fetched(trainer, tmp_path, "b", lambda _: content) / "train.py").exists()
+
+
+def test_a_full_disk_is_the_hosts_failure_and_not_the_sources(tmp_path: Path) -> None:
+    content = a_tar(("train.py", random.Random(0).randbytes(1 << 20)))
+    trainer = a_trainer(bundle=hashlib.sha256(content).hexdigest())
+    (tmp_path / "small").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path / "small")], check=True)
+    try:
+        with pytest.raises(OSError, match="No space left") as failed:
+            fetched(trainer, tmp_path, "small/a", lambda _: content)
+        assert failed.value.errno == errno.ENOSPC
+    finally:
+        subprocess.run(["umount", str(tmp_path / "small")], check=True)
+
+
+def test_a_preparation_that_is_killed_is_the_hosts_failure(tmp_path: Path) -> None:
+    def killed() -> Iterator[bytes]:
+        (pid,) = (int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if _prepares(path))
+        os.kill(pid, signal.SIGKILL)
+        while True:
+            yield bytes(1 << 20)
+
+    with pytest.raises(ChildProcessError, match="status -9"):
+        feed(unpacking(tmp_path), None, killed())
+
+
+def _prepares(path: Path) -> bool:
+    try:
+        mine = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+        return mine and b"job_input" in path.read_bytes()
+    except OSError:
+        return False
 
 
 def a_tar(*members: tuple[str, bytes | None]) -> bytes:

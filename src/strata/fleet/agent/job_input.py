@@ -36,6 +36,7 @@ MAX_REQUEST: Final = 1 << 20
 MEMORY_BYTES: Final = 1 << 30
 """Of an unpacking: compressed streams may ask for a window of any size."""
 _FILES: Final = 256
+_MAX_REASON: Final = 4000
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NO_NEW_PRIVS: Final = 38
 
@@ -73,6 +74,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     code: Code
     message: str
     hint: str | None = None
+    errno: int = 0
+    """Of an OSError, which is the host's and not the archive's."""
 
 
 _decode: Final = msgspec.json.Decoder(Request).decode
@@ -89,11 +92,12 @@ def main(identity: list[str]) -> int:
         _handle(request)
         sys.stdout.buffer.flush()
     except StrataError as error:
-        return _refuse(error.code, error.message, error.hint)
+        return _refuse(Refusal(code=error.code, message=error.message[:_MAX_REASON], hint=error.hint))
     except MemoryError:
-        return _refuse(Code.PRECONDITION, f"it takes more than {MEMORY_BYTES} bytes of memory to read")
+        too_much = f"the source bundle cannot be unpacked: that takes more than {MEMORY_BYTES} bytes of memory"
+        return _refuse(Refusal(code=Code.PRECONDITION, message=too_much))
     except OSError as error:
-        return _refuse(Code.PRECONDITION, str(error))
+        return _refuse(Refusal(code=Code.INTERNAL, message=str(error)[:_MAX_REASON], errno=error.errno or 0))
     return 0
 
 
@@ -144,9 +148,9 @@ def _pack(tree: Path, output: BinaryIO) -> None:
         tar.add(tree, arcname=".")
 
 
-def _refuse(code: Code, message: str, hint: str | None = None) -> int:
+def _refuse(refusal: Refusal) -> int:
     with contextlib.suppress(OSError):
-        sys.stderr.buffer.write(msgspec.json.encode(Refusal(code=code, message=message[:4000], hint=hint)))
+        sys.stderr.buffer.write(msgspec.json.encode(refusal))
         sys.stderr.buffer.flush()
     return 1
 

@@ -8,6 +8,7 @@ a file can be executed is kept. A hard link becomes a copy, and counts as one.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from strata.base.tar import TarKind, TarReader, decompressed
 
 MAX_UNPACKED: Final = 8 << 30
 MAX_MEMBERS: Final = 500_000
+_OF_THE_HOST: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE})
+"""What no archive brings about: the disk is full or broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ def unpack(archive: BufferedReader, folder: Path, limits: UnpackLimits | None = 
     except StrataError as error:
         raise StrataError(Code.PRECONDITION, f"the source bundle cannot be unpacked: {error.message}") from error
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in _OF_THE_HOST:
+            raise
         raise StrataError(Code.PRECONDITION, f"the source bundle cannot be unpacked: {error}") from error
 
 

@@ -27,7 +27,10 @@ _ENV: Final = {"SYSTEMROOT": r"C:\Windows"} if sys.platform == "win32" else {"LC
 
 
 def feed(request: Request, owner: Owner | None, pieces: Iterable[bytes] = ()) -> None:
-    """Do the request with these bytes as its archive. `owner` None: as the agent's own user."""
+    """Do the request with these bytes as its archive. `owner` None: as the agent's own user.
+
+    StrataError if the source is to blame, OSError if the host is.
+    """
     with _process(request, owner, stdout=subprocess.DEVNULL) as (process, finish):
         assert process.stdin is not None
         # A process that has refused reads no more; the reason is in what it wrote.
@@ -99,10 +102,10 @@ def _check(process: subprocess.Popen[bytes], complaints: IO[bytes]) -> None:
     try:
         refusal = msgspec.json.decode(reason, type=Refusal)
     except msgspec.DecodeError:
-        ended = reason.decode(errors="replace").strip()[-2000:]
-        raise StrataError(
-            Code.PRECONDITION, f"the process that prepares the source ended with status {status}: {ended}"
-        ) from None
+        said = reason.decode(errors="replace").strip()[-2000:]
+        raise ChildProcessError(f"the process that prepares a source ended with status {status}: {said}") from None
+    if refusal.errno:
+        raise OSError(refusal.errno, refusal.message)
     raise StrataError(refusal.code, refusal.message, hint=refusal.hint)
 
 
