@@ -26,14 +26,16 @@ USER: Final = "nobody"
 PYTHON: Final = "/usr/bin/python3"
 """One that every user can execute."""
 HOST_KEY: Final = "-----BEGIN PRIVATE KEY----- of the host"
-# Exchanges two names without a moment in which either is missing, until it is killed.
+# Exchanges pairs of names without a moment in which either is missing, until it is killed.
 EXCHANGE: Final = """
 import ctypes, os, sys
-one, other = (os.fsencode(path) for path in sys.argv[1:])
+paths = [os.fsencode(path) for path in sys.argv[1:]]
+pairs = list(zip(paths[::2], paths[1::2]))
 renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
 print("up", flush=True)
 while True:
-    renameat2(-100, one, -100, other, 2)
+    for one, other in pairs:
+        renameat2(-100, one, -100, other, 2)
 """
 
 

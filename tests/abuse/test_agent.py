@@ -391,14 +391,17 @@ def test_no_file_of_root_changes_hands_while_an_attempt_is_prepared(
     host_with_hub: Site, tries: Callable[[int], None]
 ) -> None:
     site = host_with_hub
-    digest = send_bundle(site.calls.client, a_bundle(*(f"d{number:03}/f" for number in range(300))))
+    digest = send_bundle(site.calls.client, a_bundle(*(f"d{number:03}/identity/host.key" for number in range(300))))
     given = lease(a_trainer(bundle=digest))
     place = a_place(site, given)
     baits = site.settings.work_folder / "baits"
     baits.mkdir()
     os.chown(baits, owner(site).uid, owner(site).gid)
-    (baits / "link").symlink_to(site.settings.state_folder)
-    with as_user(EXCHANGE, place.source / "d299", baits / "link") as racer:
+    # What is below a folder of the source has the names of what is below the state.
+    pairs = [(place.source / f"d{number:03}", baits / str(number)) for number in range(300)]
+    for _, bait in pairs:
+        bait.symlink_to(site.settings.state_folder)
+    with as_user(EXCHANGE, *(path for pair in pairs for path in pair)) as racer:
         assert racer.stdout is not None
         assert racer.stdout.readline() == b"up\n"
         for _ in range(3):
