@@ -181,7 +181,10 @@ def test_the_server_is_the_one_that_was_logged_in_to_and_the_same_again_is_the_s
     (folder,) = (server.data / "checkpoints").glob("*/weights/imported@*")
     assert run(["weights", "export", str(folder), str(tmp_path / "out"), "--format", "peft"]) == 0
     assert (tmp_path / "out" / ADAPTER).read_bytes() == (adapter / ADAPTER).read_bytes()
-    assert run(["weights", "export", str(folder), str(tmp_path / "whole"), "--format", "hf"]) == 0
+    whole = ["weights", "export", str(folder), str(tmp_path / "whole"), "--format", "hf"]
+    assert run(whole) != 0
+    assert "--base" in capsys.readouterr().err
+    assert run([*whole, "--base", str(model)]) == 0
     theirs = PeftModel.from_pretrained(plain(model), str(adapter))
     torch.testing.assert_close(
         logprobs(plain(tmp_path / "whole"), SERIES[0]), logprobs(theirs, SERIES[0]), atol=CLOSE, rtol=0

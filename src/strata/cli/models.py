@@ -1,4 +1,4 @@
-"""`strata models`: models on disk that the training server can load."""
+"""`strata models`: models on disk that the training server can load, and the tokenizer of one that it has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strata.cli.output import complain
 
 @click.group()
 def models() -> None:
-    """Make models that the training server can load."""
+    """Make models that the training server can load, or fetch the tokenizer of one."""
 
 
 @models.command()
@@ -44,3 +44,23 @@ def tiny(folder: Path, family: str, layers: int, hidden: int, vocab: int, **more
     shape = {"family": family, "layers": layers, "hidden": hidden, "vocabulary": vocab, **more}
     parameters = make(folder, msgspec.convert(shape, TinyModel))
     complain(f"{family} with {parameters:,} parameters in {folder}")
+
+
+@models.command()
+@click.argument("out", type=click.Path(path_type=Path), metavar="OUT")
+@click.option("--server", metavar="URL", help="The training server; the one that 'strata login' chose unless set.")
+@click.option(
+    "--key-file",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    metavar="FILE",
+    help="A file with a key for it, such as api.key in its data folder.",
+)
+@click.option("--context", metavar="NAME", help="A server that you logged in to; the one chosen last unless set.")
+def tokenizer(out: Path, server: str | None, key_file: Path | None, context: str | None) -> None:
+    """Fetch the tokenizer of a training server's model into the new folder OUT, for AutoTokenizer.from_pretrained."""
+    from strata.sdk.checkpoints import fetch_tokenizer
+    from strata.sdk.fleet import client_settings, connect
+
+    with connect(client_settings(context=context, url=server, token_path=key_file)) as client:
+        names = fetch_tokenizer(client, out)
+    complain(f"{', '.join(names)} in {out}")

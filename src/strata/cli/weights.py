@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import click
 
@@ -20,7 +22,7 @@ def weights() -> None:
 
 
 @weights.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="CHECKPOINT")
+@click.argument("checkpoint", metavar="CHECKPOINT")
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT")
 @click.option(
     "--format",
@@ -29,19 +31,53 @@ def weights() -> None:
     required=True,
     help="An adapter for PEFT, or a whole model for Hugging Face.",
 )
-@click.option("--base", default="", metavar="MODEL", help="What to merge an adapter into, if it has moved.")
-def export(checkpoint: Path, out: Path, form: Literal["peft", "hf"], base: str) -> None:
-    """Make the folder OUT of the folder CHECKPOINT, after verifying it.
+@click.option("--base", default="", metavar="MODEL", help="The folder of the model to merge an adapter into.")
+@click.option("--server", metavar="URL", help="The training server; the one that 'strata login' chose unless set.")
+@click.option(
+    "--key-file",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    metavar="FILE",
+    help="A file with a key for it, such as api.key in its data folder.",
+)
+@click.option("--context", metavar="NAME", help="A server that you logged in to; the one chosen last unless set.")
+def export(checkpoint: str, out: Path, form: Literal["peft", "hf"], base: str, **server: Any) -> None:
+    """Make the folder OUT of CHECKPOINT, after verifying it.
 
-    With 'hf' an adapter is merged into its base. No server is needed, and one that runs is not disturbed.
+    CHECKPOINT is a path 'tinker://RUN/weights/NAME' of a training server that runs, or the folder of a checkpoint on
+    its disk, for which no server is needed. With 'hf' an adapter is merged into its base.
     """
     from strata.cli.extras import require
 
+    if checkpoint.startswith("tinker://"):
+        _export_fetched(checkpoint, out, form, base, server)
+        return
+    if not Path(checkpoint).is_dir():
+        raise click.BadParameter(f"there is no folder {checkpoint!r}", param_hint="CHECKPOINT")
     require("transformers", extra="train")
     from strata.train.runner.export import export as export_to
 
-    manifest = export_to(checkpoint, out, form, base)
+    manifest = export_to(Path(checkpoint), out, form, base)
     complain(f"{manifest.model_id} after {manifest.steps} steps in {out}")
+
+
+def _export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str, server: Mapping[str, Any]) -> None:
+    from strata.cli.extras import require
+    from strata.sdk.checkpoints import fetch_adapter, fetch_checkpoint
+    from strata.sdk.fleet import client_settings
+
+    settings = client_settings(context=server["context"], url=server["server"], token_path=server["key_file"])
+    if form == "peft":
+        fetch_adapter(settings, path, out)
+        complain(f"{path} in {out}")
+        return
+    require("transformers", extra="train")
+    from strata.train.runner.export import merge_fetched
+
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as folder:
+        fetch_checkpoint(settings, path, Path(folder))
+        merge_fetched(Path(folder), out, base)
+    complain(f"{path} in {out}")
 
 
 @weights.command("import")

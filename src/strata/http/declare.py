@@ -19,7 +19,7 @@ from strata.identity.roles import Kind, Principal, Role
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
-Method = Literal["GET", "POST", "PUT", "DELETE"]
+Method = Literal["GET", "HEAD", "POST", "PUT", "DELETE"]
 Handler = Callable[..., Awaitable[Any]]
 
 

@@ -82,6 +82,31 @@ def read_config(raw: bytes, names: Collection[str], max_rank: int) -> PeftConfig
     return config
 
 
+def own_config(config: PeftConfig, layers: Collection[str], base_model: str) -> bytes:
+    """As it is kept: what was read and checked, in keys that are known here. Nothing is kept as it was sent: a reader
+    may act on keys, such as modules to import."""
+    fused = [layer for layer in layers if layer.rpartition(".")[0].endswith(EXPERTS)]
+    experts = [".".join(layer.split(".")[-3:]) for layer in fused]
+    said = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [layer for layer in layers if layer not in fused],
+        "target_parameters": sorted(set(experts)) or None,
+        "inference_mode": True,
+    }
+    return msgspec.json.format(msgspec.json.encode(said))
+
+
+def layers_of(file: Path) -> list[str]:
+    """The layers of the base that an adapter changes."""
+    return sorted({target_of(_layer(name)[0]) for name in _shapes(file)})
+
+
 def _check_usual(config: PeftConfig, max_rank: int) -> None:
     if config.bias != "none":
         raise _invalid(ADAPTER_CONFIG, f"it trains biases ({config.bias[:80]!r})")

@@ -1,4 +1,4 @@
-"""Which layers of a model can have an adapter, by their names, and what PEFT calls them."""
+"""Which layers of a model can have an adapter, by their names, what PEFT calls them, and its files."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ HEAD: Final = "lm_head"
 
 ADAPTER: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "config.json",
+)
+"""What a folder in Hugging Face's form may have of a tokenizer; the last one says of which kind it is."""
 PREFIX: Final = "base_model.model."
 EXPERTS: Final = ".experts"
 _FUSED: Final = {"gate_up_proj": ".base_layer", "down_proj": ""}

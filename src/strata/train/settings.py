@@ -73,6 +73,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A local folder in Hugging Face's form, or the id of a model in the local cache."""
     name: str = ""
     """What clients call it; the last part of the path unless set."""
+    tokenizer_id: str = ""
+    """What clients load the tokenizer by: an id of a Hugging Face Hub. Unless set it is `path`, if that is such an id,
+    else the absolute path of the folder, which clients on other machines do not have."""
     training: Literal["lora", "full"] = "lora"
     """Adapters of many models over one frozen base, or one model that owns the base."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -100,6 +103,16 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     def base_models(self) -> tuple[str, ...]:
         """All that clients may call it: its name, the folder's, and the whole path, which may be a model's id."""
         return tuple(dict.fromkeys((self.base_model, self._folder, self.path)))
+
+    @property
+    def tokenizer(self) -> str:
+        """Never relative: clients have another working directory."""
+        return self.tokenizer_id or (str(Path(self.path).absolute()) if Path(self.path).is_dir() else self.path)
+
+    @property
+    def public_name(self) -> str:
+        """What adapters are said to be for: nothing of this machine, and a whole id where there is one."""
+        return self.base_model if self.name or Path(self.path).is_dir() else self.path
 
     @property
     def _folder(self) -> str:

@@ -89,7 +89,7 @@ def test_an_exported_adapter_says_the_same_in_peft_and_merged_in_hugging_face(
     export(driver.folder / "saved", tmp_path / "peft", "peft")
     assert {file.name for file in (tmp_path / "peft").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     close(reference.with_adapter(models / model, tmp_path / "peft"), expected)
-    export(driver.folder / "saved", tmp_path / "merged", "hf")
+    export(driver.folder / "saved", tmp_path / "merged", "hf", str(models / model))
     close(reference.plain(tmp_path / "merged"), expected)
     base = [reference.logprobs(reference.plain(models / model), one).detach().numpy() for one in batch()]
     assert max(float(np.abs(one - other).max()) for one, other in zip(base, expected, strict=True)) > 100 * CLOSE

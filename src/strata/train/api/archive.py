@@ -8,17 +8,16 @@ import shutil
 from collections.abc import AsyncIterator
 from email.utils import formatdate
 from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.http.declare import KIB, PUBLIC, RESEARCHER, VIEWER, Answer, Endpoint
 from strata.http.errors import HttpRefusal
+from strata.identity.roles import Kind
 from strata.train import adapters
 from strata.train.api.declare import BATCH, Raw
-from strata.train.api.signed import Grant, address, check, sign
+from strata.train.api.signed import Grant, address, check, refusal, sign
 from strata.train.api.site import Call
 from strata.train.archive import MEDIA_TYPE, Archive, open_archive, read_members
 from strata.train.checkpoints.checkpoint import Manifest
@@ -39,7 +38,7 @@ async def locate(call: Call) -> Answer:
     archive = await asyncio.to_thread(open_archive, call.site.settings.checkpoints / folder)
     archive.closing.close()
     headers = {
-        "Location": _address(call, Grant(folder, "", expires_at_s)),
+        "Location": _address(call, folder, "", expires_at_s),
         "Expires": formatdate(expires_at_s, usegmt=True),
         "Cache-Control": "no-store",
     }
@@ -51,7 +50,7 @@ async def locate_files(call: Call) -> replies.ExternalWeights:
     folder, expires_at_s = await _found(call)
     archive = await asyncio.to_thread(open_archive, call.site.settings.checkpoints / folder)
     archive.closing.close()
-    urls = {name: _address(call, Grant(folder, name, expires_at_s)) for name, _, _ in archive.files}
+    urls = {name: _address(call, folder, name, expires_at_s) for name, _, _ in archive.files}
     return replies.ExternalWeights(urls=urls, expires=replies.moment(expires_at_s))
 
 
@@ -63,13 +62,18 @@ async def _found(call: Call) -> tuple[str, float]:
     return found.folder, until_s if found.expires_at_s is None else min(until_s, found.expires_at_s)
 
 
-def _address(call: Call, grant: Grant) -> str:
+def _address(call: Call, folder: str, file: str, expires_at_s: float) -> str:
+    grant = Grant(folder, file, expires_at_s, call.caller.id if call.caller.kind is Kind.KEY else "")
     return address(call.headers, DOWNLOAD, token=sign(grant, call.site.signing_key))
 
 
 async def fetch(call: Call, query: bodies.Token) -> Answer:
     """What such an address names: a tar file of PEFT's or Hugging Face's form, or one file of it."""
     grant = check(query.token, call.site.signing_key, call.site.clock.wall_s())
+    if grant.key_id:
+        key = await call.site.identity.key(grant.key_id)
+        if key is None or key.revoked_at_s is not None:
+            raise refusal()
     archive = await asyncio.to_thread(open_archive, call.site.settings.checkpoints / grant.folder, grant.file or None)
     name = grant.file or f"{grant.folder.replace('/', '-').replace('@', '-')}.tar"
     headers = {
@@ -132,6 +136,7 @@ def _stage(
     beside = folder / ADAPTER
     beside.write_bytes(files[ADAPTER])
     lora = adapters.examine(beside, config, Path(settings.model.path))
+    kept = adapters.own_config(config, adapters.layers_of(beside), settings.model.public_name)
     beside.unlink()
     # The same again is the same run: a client that repeats an upload it has heard nothing of makes no second one.
     content = "\n".join((tenant, name, *(sha256_hex(files[each]) for each in sorted(files))))
@@ -139,9 +144,7 @@ def _stage(
     manifest = Manifest(
         model_id=run_id, seq_id=0, kind="weights", base_model=server.base_model, arch=server.arch, lora=lora, steps=0
     )
-    said = msgspec.json.decode(files[ADAPTER_CONFIG], type=dict[str, Any])
-    here = msgspec.json.encode(said | {"base_model_name_or_path": settings.model.path})
-    adapters.stage(folder / settings.staged, manifest, {**files, ADAPTER_CONFIG: here})
+    adapters.stage(folder / settings.staged, manifest, {ADAPTER: files[ADAPTER], ADAPTER_CONFIG: kept})
     return run_id, lora
 
 

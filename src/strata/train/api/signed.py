@@ -23,6 +23,8 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     file: str
     """One of its files; empty for all of it in an archive."""
     expires_at_s: float
+    key_id: str = ""
+    """Of the key that asked for it; the address ends with that key."""
 
 
 def sign(grant: Grant, key: bytes) -> str:
@@ -32,7 +34,7 @@ def sign(grant: Grant, key: bytes) -> str:
 
 def check(token: str, key: bytes, now_s: float) -> Grant:
     """FORBIDDEN in the same words for all that is wrong with it."""
-    refused = StrataError(Code.FORBIDDEN, "this address is not valid, or not any more", hint="ask for a new one")
+    refused = refusal()
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
@@ -43,6 +45,10 @@ def check(token: str, key: bytes, now_s: float) -> Grant:
     if grant.expires_at_s <= now_s:
         raise refused
     return grant
+
+
+def refusal() -> StrataError:
+    return StrataError(Code.FORBIDDEN, "this address is not valid, or not any more", hint="ask for a new one")
 
 
 def _mac(said: bytes, key: bytes) -> bytes:

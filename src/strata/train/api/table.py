@@ -13,6 +13,7 @@ from strata.train.api import (
     service,
     sessions,
     status,
+    tokenizer,
     training,
     weights,
 )
@@ -25,6 +26,7 @@ TABLE: Final = (
     *service.ENDPOINTS,
     *archive.ENDPOINTS,
     *weights.ENDPOINTS,
+    *tokenizer.ENDPOINTS,
     *inference.ENDPOINTS,
     *keys.ENDPOINTS,
     *status.ENDPOINTS,

@@ -6,6 +6,7 @@ Offline, from a folder that was verified, without ranks. Nothing is exported ove
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
@@ -15,12 +16,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from strata.base.errors import Code, StrataError
+from strata.train import adapters
 from strata.train.archive import published
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.checkpoints.files import sync
 from strata.train.core.ops import LoraConfig
-from strata.train.layers import ADAPTER_CONFIG, HEADS
+from strata.train.layers import ADAPTER, ADAPTER_CONFIG, HEADS
 from strata.train.runner import shards
 from strata.train.runner.lora import Adapter, is_turned, targets_of
 from strata.train.runner.model import read
@@ -39,6 +41,30 @@ class _AdapterConfig(msgspec.Struct, frozen=True):
 def export(folder: Path, out: Path, form: Form, base: str = "") -> Manifest:
     """Make `out`. `base` is the model an adapter is merged into, if it is not where the checkpoint says."""
     manifest = checkpoint.read(folder)
+    _make(out, lambda part: _fill(folder, part, manifest, form, base))
+    return manifest
+
+
+def merge_fetched(folder: Path, out: Path, base: str) -> None:
+    """A model of files that a server sent: of an adapter of PEFT, which is merged into `base`, or of a whole model."""
+    _make(out, lambda part: _fill_fetched(folder, part, base))
+
+
+def _fill_fetched(folder: Path, part: Path, base: str) -> None:
+    if not (folder / ADAPTER_CONFIG).exists():
+        for file in folder.iterdir():
+            shutil.copyfile(file, part / file.name)
+        return
+    if not base:
+        raise StrataError(Code.INVALID, "an adapter is merged into a model of this machine", hint="name it with --base")
+    config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=adapters.PeftConfig)
+    lora = adapters.examine(folder / ADAPTER, config, Path(base))
+    arch = str(AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False).model_type)
+    manifest = Manifest(model_id="", seq_id=0, kind="weights", base_model=base, arch=arch, lora=lora, steps=0)
+    _merge(folder, part, manifest, lora, base)
+
+
+def _make(out: Path, fill: Callable[[Path], None]) -> None:
     if out.exists():
         raise StrataError(Code.CONFLICT, f"{out} is there already", hint="give the name of a new folder")
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +72,7 @@ def export(folder: Path, out: Path, form: Form, base: str = "") -> Manifest:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try:
-        _fill(folder, part, manifest, form, base)
+        fill(part)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -55,7 +81,6 @@ def export(folder: Path, out: Path, form: Form, base: str = "") -> Manifest:
     sync(part)
     part.rename(out)
     sync(out.absolute().parent)
-    return manifest
 
 
 def _fill(folder: Path, part: Path, manifest: Manifest, form: Form, base: str) -> None:

@@ -94,7 +94,7 @@ class Base:
         return ModelInfo(
             name=settings.name or Path(settings.model).name,
             arch=self.arch,
-            tokenizer_id=settings.model,
+            tokenizer_id=settings.tokenizer_id or settings.model,
             vocab_size=self.vocabulary,
             max_context=self.max_context,
             full=settings.full,

@@ -18,6 +18,9 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A local folder in Hugging Face's form, or the id of a model in the local cache."""
     name: str = ""
     """What clients call it."""
+    tokenizer_id: str = ""
+    public_name: str = ""
+    """What adapters are said to be for; the name unless set."""
     training: Literal["lora", "full"] = "lora"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the arithmetic. What is trained is kept in float32."""
@@ -53,6 +56,8 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
     return RunnerSettings(
         model=model.path,
         name=model.base_model,
+        tokenizer_id=model.tokenizer,
+        public_name=model.public_name,
         training=model.training,
         dtype=model.dtype,
         backend=settings.ranks.backend,

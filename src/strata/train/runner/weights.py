@@ -120,7 +120,7 @@ def _peft_config(adapter: Adapter, base: Base) -> Mapping[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.settings.model,
+        "base_model_name_or_path": base.settings.public_name or base.info().name,
         "r": adapter.config.rank,
         "lora_alpha": adapter.config.alpha,
         "lora_dropout": 0.0,

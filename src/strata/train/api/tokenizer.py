@@ -1,0 +1,78 @@
+"""The tokenizer of the base model, at the addresses that a Hugging Face Hub has: for clients on other machines.
+
+`HF_ENDPOINT=http://HOST:5555/hf` and `HF_TOKEN=KEY` are all that transformers, and so the `tinker` SDK, needs. Only
+files of the tokenizer are served, by their names, and never weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from strata.base.digest import sha256_hex
+from strata.http.declare import KIB, VIEWER, Answer, Endpoint
+from strata.http.problem import ErrorReply, Problem
+from strata.train.api.site import Call
+from strata.train.layers import TOKENIZER_FILES
+
+PATH: Final = "/hf/{repository:path}/resolve/{revision}/{file}"
+"""What clients of a Hub ask for."""
+
+
+class _File(NamedTuple):
+    content: bytes
+    digest: str
+
+
+async def file(call: Call) -> Answer:
+    """A file of the tokenizer, as a Hugging Face Hub has it."""
+    model = call.site.settings.model
+    if call.path["repository"] not in (model.tokenizer_id, *model.base_models):
+        return _missing("RepoNotFound", "there is no such model")
+    found = await asyncio.to_thread(_read, Path(model.path), call.path["file"])
+    if found is None:
+        return _missing("EntryNotFound", "the tokenizer has no such file")
+    headers = {"ETag": f'"{found.digest}"', "X-Repo-Commit": await asyncio.to_thread(_commit, Path(model.path))}
+    return Answer(found.content, media_type="application/octet-stream", headers=headers)
+
+
+async def file_head(call: Call) -> Answer:
+    """Whether there is such a file, and which one."""
+    return await file(call)
+
+
+def _missing(reason: str, message: str) -> Answer:
+    """In the words by which clients of a Hub tell a file that is not there from a failure."""
+    reply = msgspec.json.encode(ErrorReply(error=Problem(code="NOT_FOUND", message=message)))
+    return Answer(reply, 404, headers={"X-Error-Code": reason})
+
+
+def _read(folder: Path, name: str) -> _File | None:
+    """Names are compared, never used as paths before that."""
+    if name not in TOKENIZER_FILES or not (folder / name).is_file():
+        return None
+    status = (folder / name).stat()
+    return _read_as(folder / name, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=2 * len(TOKENIZER_FILES))
+def _read_as(path: Path, modified_ns: int, size: int) -> _File:
+    del modified_ns, size
+    content = path.read_bytes()
+    return _File(content, sha256_hex(content))
+
+
+def _commit(folder: Path) -> str:
+    """Changes with any of the files, as a commit of a repository would."""
+    found = (_read(folder, name) for name in TOKENIZER_FILES)
+    return sha256_hex("".join(each.digest for each in found if each is not None).encode())[:40]
+
+
+ENDPOINTS = (
+    Endpoint("GET", PATH, VIEWER, file, KIB),
+    Endpoint("HEAD", PATH, VIEWER, file_head, KIB),
+)
