@@ -1,8 +1,15 @@
-"""Which addresses stay on this machine: what may be served, or a secret sent, without encryption."""
+"""Which addresses stay on this machine: what may be served, or a secret sent, without encryption. And what an IPv6
+address means that carries an IPv4 address."""
 
 from __future__ import annotations
 
 import ipaddress
+from typing import Final
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_TRANSLATED: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+"""NAT64: the last 32 bits are where the packets go."""
+_COMPATIBLE: Final = ipaddress.IPv6Network("::/96")
 
 
 def is_loopback_host(host: str) -> bool:
@@ -13,3 +20,18 @@ def is_loopback_host(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def inner_address(address: Address) -> Address:
+    """Where packets to this address end: the IPv4 address inside one that is mapped, translated or tunnelled."""
+    if not isinstance(address, ipaddress.IPv6Address):
+        return address
+    if address.teredo is not None:
+        return address.teredo[1]
+    if found := address.ipv4_mapped or address.sixtofour:
+        return found
+    last = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
+    if any(address in network for network in _TRANSLATED):
+        return last
+    # `::` and `::1` are addresses of their own.
+    return last if address in _COMPATIBLE and int(last) > 1 else address

@@ -15,11 +15,10 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from strata.base.errors import Code, StrataError
+from strata.base.loopback import Address, inner_address
 
 TIMEOUT_S: Final = 10.0
 _ANSWER: Final = 65_536
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Target:
@@ -41,8 +40,7 @@ class Target:
 
     def judge(self, address: Address) -> None:
         """FORBIDDEN unless the address is a public one, or in a network that the settings name."""
-        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-        real: Address = mapped or address
+        real = inner_address(address)
         named = any(real.version == network.version and real in network for network in self._allowed)
         if not self.encrypted and not (named and real.is_loopback):
             raise StrataError(Code.FORBIDDEN, f"{self.url} is not encrypted, and {real} is not an allowed loopback")

@@ -139,39 +139,6 @@ async def _cursors(records: object) -> list[object]:
     return list(await thread.read(lambda db: db.execute("SELECT * FROM hub_cursor").fetchall()))
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://127.0.0.1/x",
-        "https://127.0.0.1/x",
-        "https://[::1]/x",
-        "https://[::ffff:127.0.0.1]/x",
-        "https://169.254.169.254/latest/meta-data",
-        "https://10.0.0.1/",
-        "https://192.168.1.1/",
-        "https://0.0.0.0/",
-        "https://[fe80::1]/",
-        "https://[fd00::1]/",
-        "https://localhost/",
-        "http://8.8.8.8/",
-        "https://2130706433/",
-        "https://0x7f.1/",
-        "https://224.0.0.1/",
-    ],
-)
-def test_a_webhook_does_not_reach_inside(url: str) -> None:
-    with pytest.raises(StrataError) as error:
-        Target(url).resolve()
-    assert error.value.code in (Code.FORBIDDEN, Code.UNAVAILABLE)
-
-
-@pytest.mark.parametrize("url", ["ftp://x/", "file:///etc/passwd", "https://user:pw@example.org/", "https:///x", "x"])
-def test_a_webhook_goes_to_a_plain_address(url: str) -> None:
-    with pytest.raises(StrataError) as error:
-        Target(url)
-    assert error.value.code is Code.INVALID
-
-
 def test_a_network_that_the_settings_name_may_be_reached() -> None:
     inside = ipaddress.ip_address("10.1.2.3")
     Target("https://hook.lan/", ["10.1.0.0/16"]).judge(inside)

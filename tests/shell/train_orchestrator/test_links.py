@@ -143,27 +143,6 @@ async def test_bytes_that_are_no_message_do_not_disturb_rank_0(tmp_path: Path) -
     context.destroy(linger=0)
 
 
-async def test_rank_0_over_tcp_answers_whoever_has_the_key_and_nobody_else(
-    over_tcp: ServerSettings, tmp_path: Path
-) -> None:
-    context = zmq.asyncio.Context()
-    keys = keys_of(over_tcp)
-    assert keys is not None
-    other = make_keys(tmp_path / "other.keys")
-    right_server_wrong_client = LinkKeys(
-        keys.server_public, keys.server_secret, other.client_public, other.client_secret
-    )
-    with rank0(over_tcp) as link:
-        for wrong in (None, other, right_server_wrong_client):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await knock(context, link.endpoint, wrong, Knock(1, 1))
-        connection = await converse(context, link.endpoint, keys, 2)
-        await heard(connection, 2)
-        await end(connection)
-    context.destroy(linger=0)
-
-
 async def test_rank_0_writes_its_address_into_a_file_if_it_has_to(tmp_path: Path) -> None:
     address = tmp_path / "far" / "rank0.address"
     settings = Stack(tmp_path, group=f'rank0 = "file:{address}"').settings

@@ -17,13 +17,12 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from strata.base.errors import Code, StrataError
+from strata.base.loopback import Address, inner_address
 
 _PORTS: Final = {"http": 80, "https": 443}
 _HOST: Final = re.compile(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?|[0-9a-f:.]+")
 _URL: Final = re.compile(r"[!-~]{1,300}")
 LOOKUP_S: Final = 5.0
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Origin(NamedTuple):
@@ -85,8 +84,7 @@ async def look_up(origin: Origin) -> str:
 
 def judge(origin: Origin, address: Address) -> None:
     """Link-local addresses are where clouds keep credentials; the others here are no machine at all."""
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    real: Address = mapped or address
+    real = inner_address(address)
     if real.is_link_local or real.is_multicast or real.is_unspecified or real.is_reserved:
         raise StrataError(Code.FORBIDDEN, f"{origin.host} is {real}, where no inference engine can be")
 
