@@ -78,7 +78,9 @@ def make(folder: Path, tiny: TinyModel) -> int:
     # The seed is of the whole process: put back what was there, since somebody else may depend on it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tiny.seed)
-        model = AutoModelForCausalLM.from_config(_config(tiny), dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            _config(tiny), dtype=torch.float32, trust_remote_code=False
+        )
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
