@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.interleave import Measure, interleave
 from bench.report import Report
-from strata.base import zstd
+from strata.http import zstd
 from strata.train.core.ops import Unreadable
 from strata.train.wire import tinker
 from strata.train.wire.packed import decompress

@@ -16,10 +16,12 @@ import httpx
 import pytest
 
 from strata.base import log
+from strata.base.errors import Code, StrataError
 from strata.fleet import wire
+from strata.fleet.streams import Streams
 from strata.http.failures import Failures
 from strata.http.strangers import Strangers
-from tests.shell.fleet_http.running import Running, ok, refused, running
+from tests.shell.fleet_http.running import STRATA, Running, ok, process, refused, running
 
 Tries = Callable[[int], None]
 RESOURCES, REVOCATION, HTTP, WHO = "hub: resources", "hub: revocation", "hub: HTTP", "hub: who calls"
@@ -264,3 +266,81 @@ def test_failed_credentials_are_told_once_a_second_with_their_address(capsys: py
         ("authentication_failed", "192.0.2.8", 0),
         ("authentication_failed", "192.0.2.7", 7),
     ]
+
+
+SMALL_DISK = 'mount -t tmpfs -o size=96m,mode=700 tmpfs "$0" && exec "$@"'
+
+
+@pytest.mark.attack(RESOURCES, "logs of a host, then strangers, fill the disk of the hub")
+def test_a_full_disk_stops_neither_heartbeats_nor_revocation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: Tries
+) -> None:
+    """On a small disk that only this hub sees."""
+    monkeypatch.setenv("STRATA_HUB_KEEP_FREE_BYTES", str(48 << 20))
+    namespace = ("unshare", "--mount", "--propagation=private", "sh", "-c", SMALL_DISK, str(tmp_path), STRATA)
+    with process(tmp_path, python=namespace) as hub:
+        disk = Path(f"/proc/{hub.pid}/root{tmp_path}")
+        token = (disk / "operator.token").read_text().strip()
+        with httpx.Client(base_url=hub.url, headers={"X-Operator-Token": token}, timeout=60) as operator:
+            made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), wire.LocalHostReply)
+            key = ok(operator.post("/v1/keys", json={"name": "k", "role": "viewer"}), wire.KeyReply)
+            with httpx.Client(base_url=hub.url, headers={"Authorization": f"Bearer {made.secret}"}) as host:
+                host.post("/v1/host/register", json={"capability": {"hostname": "h"}})
+                trainer = {"name": "t", "command": ["x"], "directory": "/d"}
+                body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
+                job = ok(operator.post("/v1/jobs", json=body), wire.SubmitReply).job.id
+                ok(host.post("/v1/job/claim", json={"claim_id": "c"}), wire.ClaimReply)
+                piece, sent = b"x" * (4 << 20), httpx.Response(200)
+                for number in range(24):
+                    tries(1)
+                    at = {"epoch": 1, "offset": number * len(piece)}
+                    sent = host.put(f"/v1/job/{job}/log", params=at, content=piece)
+                    if sent.status_code != 200:
+                        break
+                assert refused(sent) == (429, "exhausted")
+                assert str(tmp_path) not in sent.text
+                assert free(disk) >= 44 << 20, "logs leave alone what has to stay free"
+                with (disk / "stranger").open("wb") as file, contextlib.suppress(OSError):
+                    while True:
+                        file.write(b"x" * (1 << 20))
+                        file.flush()
+                assert until(lambda: operator.post(f"/v1/key/{key.key.id}/revoke").status_code == 204)
+                beat = {"epoch": 1}
+                assert until(lambda: host.post(f"/v1/job/{job}/heartbeat", json=beat).status_code == 200)
+                assert until(lambda: operator.get("/v1/health").status_code == 200)
+        assert hub.end()[0] == 0
+
+
+@pytest.mark.attack(RESOURCES, "a hub that cannot write says that all is well")
+async def test_health_tells_that_nothing_can_be_written(site: Running) -> None:
+    anybody = await site.client()
+    assert (await anybody.get("/v1/health")).status_code == 200
+    site.hub.site.writing.fails = True
+    reply = await anybody.get("/v1/health")
+    assert refused(reply) == (503, "unavailable")
+
+
+@pytest.mark.attack(RESOURCES, "attempt after attempt of one job, each with a log")
+async def test_the_logs_of_a_job_have_a_size_together(tmp_path: Path) -> None:
+    streams = Streams(tmp_path, max_job_bytes=3 << 20)
+    job, piece = f"job1_{'a' * 64}", b"x" * (1 << 20)
+    for epoch in (1, 2, 3):
+        await streams.append(job, epoch, "log", 0, piece)
+    with pytest.raises(StrataError) as refusal:
+        await streams.append(job, 4, "log", 0, piece)
+    assert refusal.value.code is Code.EXHAUSTED
+
+
+def free(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    """Within a time that a loaded machine may need."""
+    ends_s = time.monotonic() + 30
+    while time.monotonic() < ends_s:
+        if holds():
+            return True
+        time.sleep(0.2)
+    return False

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from strata.base import zstd
 from strata.base.errors import Code, StrataError
+from strata.http import zstd
 from strata.http.budget import BodyBudget
 from strata.identity.roles import Role
 from strata.train.core import ops

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 import pytest
 
-from strata.base import zstd
 from strata.base.secret import read_secret
 from strata.fleet import wire
 from strata.fleet.client import HubClient, TlsFiles
+from strata.http import zstd
 from strata.sdk.fleet import fetch_authority, pin_of
 from strata.testing.postgres import PostgresDatabases
 from tests.e2e.machines import Agent, Person, SecureHub

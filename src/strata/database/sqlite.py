@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.base.private import make_private_file
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ class SqliteThread:
 
     async def _ask(self, run: Callable[[sqlite3.Connection], T], *, writes: bool, alone: bool = False) -> T:
         if self._stopped:
-            raise StrataError(Code.PRECONDITION, f"the {self._schema.what} {self._path} is closed")
+            raise StrataError(Code.PRECONDITION, f"the {self._schema.what} {self._path.name} is closed")
         if asyncio.get_running_loop() is not self._loop:
             raise StrataError(Code.INTERNAL, f"a {self._schema.what} belongs to the event loop it was opened in")
         reply: asyncio.Future[T] = self._loop.create_future()
@@ -175,17 +176,17 @@ class SqliteThread:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             return StrataError(
                 Code.UNAVAILABLE,
-                f"no space left for the {self._schema.what} {self._path}",
+                f"no space left for the {self._schema.what} {self._path.name}",
                 hint="free some disk space",
             )
         if self._shared and getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
             return StrataError(
-                Code.UNAVAILABLE, f"another process holds the {self._schema.what} {self._path}", hint="ask again"
+                Code.UNAVAILABLE, f"another process holds the {self._schema.what} {self._path.name}", hint="ask again"
             )
         # After a failed fsync nobody knows what the disk holds; only a fresh start reads it again.
         self._broken = StrataError(
             Code.CORRUPT,
-            f"the {self._schema.what} {self._path} failed: {error}",
+            f"the {self._schema.what} {self._path.name} failed: {error}",
             hint="this process takes no more writes; mend the disk and restart it",
         )
         return self._broken
@@ -247,6 +248,8 @@ def _connect(path: Path, schema: Schema, *, create: bool, shared: bool) -> sqlit
     try:
         if not create and not path.exists():
             raise StrataError(Code.NOT_FOUND, f"there is no {schema.what} at {path}")
+        # Its log and index files take over who may read them.
+        make_private_file(path)
         wait_s = _SHARED_WAIT_S if shared else 0
         db = sqlite3.connect(path, timeout=wait_s, isolation_level=None, cached_statements=256)
         try:

@@ -20,14 +20,23 @@ from strata.base.failpoint import failpoint
 Name = Literal["log", "metrics"]
 NAMES: Final[Sequence[Name]] = ("log", "metrics")
 MAX_PIECE: Final = 4 * 1024 * 1024
-MAX_STREAM: Final = 1024 * 1024 * 1024
+MAX_STREAM: Final = 512 * 1024 * 1024
+"""Of one stream of an attempt; an agent sends no more than half of it."""
+MAX_JOB: Final = 2 * 1024 * 1024 * 1024
+"""Of all streams of all attempts of a job."""
+_COUNTED: Final = 1024 * 1024
+"""The streams of a job are added up whenever one of them begins another piece of this size."""
 _JOB: Final = re.compile(r"job[0-9]+_[0-9a-f]{64}")
 
 
 class Streams:
-    def __init__(self, folder: Path, *, max_bytes: int = MAX_STREAM) -> None:
+    def __init__(
+        self, folder: Path, *, max_bytes: int = MAX_STREAM, max_job_bytes: int = MAX_JOB, keep_free_bytes: int = 0
+    ) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
+        self._max_job_bytes = max_job_bytes
+        self._keep_free_bytes = keep_free_bytes
         self._locks: dict[Path, asyncio.Lock] = {}
 
     async def append(
@@ -71,7 +80,9 @@ class Streams:
         new = piece[stored - offset :]
         if stored + len(new) > self._max_bytes:
             raise StrataError(Code.EXHAUSTED, f"a stream has at most {self._max_bytes} bytes", size=stored)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if new:
+            self._check_room(path, stored, len(new))
         with path.open("ab", buffering=0) as file:
             if new:
                 _write_whole(file.fileno(), new)
@@ -80,6 +91,19 @@ class Streams:
                 os.fsync(file.fileno())
                 _sync_folder(path.parent)
         return stored + len(new)
+
+    def _check_room(self, path: Path, stored: int, more: int) -> None:
+        found = os.statvfs(path.parent)
+        if found.f_bavail * found.f_frsize < self._keep_free_bytes + more:
+            raise StrataError(
+                Code.EXHAUSTED, "the disk of the hub has no room for logs and metrics", hint="free some space"
+            )
+        if stored and (stored + more) // _COUNTED == stored // _COUNTED:
+            return
+        if sum(entry.stat().st_size for entry in os.scandir(path.parent)) + more > self._max_job_bytes:
+            raise StrataError(
+                Code.EXHAUSTED, f"logs and metrics of a job have at most {self._max_job_bytes} bytes", size=stored
+            )
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from strata.base.clock import Clock
 from strata.base.loop import RunOnce
+from strata.base.private import make_private
 from strata.base.secret import Secret, read_secret
 from strata.base.unix_socket import spell_address
 from strata.fleet.artifacts.disk import DiskChunks
@@ -28,6 +29,7 @@ from strata.http.failures import Failures
 from strata.http.root import Root, RootLimits
 from strata.hub.certificates import ServerTls, write_private
 from strata.hub.copies import LOOK_S, Copier
+from strata.hub.disk import CHECK_S, DiskGuard
 from strata.hub.outbound import Target
 from strata.hub.settings import Bucket, HubSettings
 from strata.hub.tables import Tables, open_tables
@@ -63,7 +65,7 @@ class Hub:
 async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = False) -> AsyncIterator[Hub]:
     """`owner_only` if jobs run as this user, who can read all of the hub: nobody else may submit any."""
     data = settings.data.expanduser()
-    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(data, "the hub's files")
     authority = Authority.load_or_create(data / "ca", "hub", clock.wall_s())
     token = settings.operator_token or operator_token(data)
     tls = None
@@ -74,7 +76,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         site = Site(
             fleet=Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s)),
             artifacts=Artifacts(tables.index, chunks, clock),
-            streams=Streams(data / "streams"),
+            streams=Streams(data / "streams", keep_free_bytes=settings.keep_free_bytes),
             identity=tables.identity,
             enrollment=Enrollment(tables.identity, authority, clock),
             authenticator=Authenticator(tables.identity, clock, authority=authority, operator_token=token),
@@ -125,6 +127,8 @@ def _loops(settings: HubSettings, site: Site, tables: Tables, tls: ServerTls | N
         Loop(interval_s=HOUR_S, run_once=scrub_some),
         Loop(interval_s=HOUR_S, run_once=renew_certificate),
     ]
+    guard = DiskGuard(settings.data.expanduser(), tables.records, site.writing)
+    loops.append(Loop(interval_s=CHECK_S, run_once=guard.run_once, max_backoff_s=CHECK_S))
     if tables.copy is not None:
         copier = Copier(settings.data.expanduser(), tables.copy, site.clock)
         loops.append(Loop(interval_s=LOOK_S, run_once=copier.run_once))

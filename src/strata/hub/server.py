@@ -16,6 +16,7 @@ from strata.base import log
 from strata.base.clock import Clock, SystemClock
 from strata.base.errors import StrataError
 from strata.base.loop import every
+from strata.base.private import write_privately
 from strata.base.unix_socket import listen_unix, spell_address
 from strata.http.protocol import protocol
 from strata.http.server import answer, config, listen, new_loop, stop_on_signals, url_of
@@ -29,6 +30,7 @@ _log = log.get(__name__)
 def run(settings: HubSettings, announce: Callable[[str], None]) -> None:
     """Until SIGTERM or SIGINT. `announce` is told, for people, where the hub listens."""
     check_exposure(settings)
+    write_privately()
     _allow_files()
     gc.collect()
     gc.freeze()

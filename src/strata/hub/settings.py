@@ -82,7 +82,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_failures: Annotated[int, msgspec.Meta(ge=1)] = BURST
     """Requests with credentials that are not good, from one address and at once, until it is told to slow down."""
     keep_free_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
-    """Artifacts leave so much of the disk alone."""
+    """Artifacts, logs and metrics leave so much of the disk alone."""
     retention: Policy | None = None
     """What to keep of the artifacts, once an hour; None keeps them all."""
     bucket: Bucket | None = None

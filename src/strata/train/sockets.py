@@ -14,7 +14,7 @@ import zmq
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.train.folder import make_private
+from strata.base.private import make_private
 from strata.train.link_keys import LinkKeys, read_keys
 from strata.train.settings import ServerSettings
 

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from strata.base import zstd
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code
 from strata.fleet.artifacts import export
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, Kind, Lineage, Manifest
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import Artifacts, once
+from strata.http import zstd
 from tests.conformance.artifacts.making import (
     OWNER,
     RESULT,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strata.base import zstd
 from strata.base.clock import SystemClock
+from strata.http import zstd
 from strata.http.body import Pace
 from strata.http.server import listen, url_of
 from strata.identity.roles import Role

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from strata.base import zstd
 from strata.base.clock import SystemClock
+from strata.http import zstd
 from strata.http.root import Root
 from strata.train.api.server import APIServer
 from strata.train.core import ops

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.train.folder import held, make_private
+from strata.base.private import make_private
+from strata.train.folder import held
 from strata.train.launch.run import run
 from strata.train.settings import ServerSettings, load_settings
 

@@ -12,8 +12,8 @@ from tinker.proto import tinker_public_pb2 as theirs
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from strata.base import zstd
 from strata.base.errors import Code, StrataError
+from strata.http import zstd
 from strata.train.core import ops
 from strata.train.core.ops import Dense, DType
 from strata.train.wire import tinker

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.base.private import write_privately
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.rpc.gate import Gate
 from strata.coord.rpc.handlers import CoordinatorHandler, GenericOnly
@@ -59,6 +60,7 @@ def run(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
     import uvloop
 
     check_exposure(settings)
+    write_privately()
     # Calls make many objects and few cycles: at the usual thresholds the state of all jobs is looked through too often.
     gc.collect()
     gc.freeze()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.base.private import write_privately
 from strata.fleet.agent import environment, identity
 from strata.fleet.agent.calls import Calls
 from strata.fleet.agent.disk import private_folder
@@ -28,6 +29,7 @@ _log = log.get(__name__)
 
 def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[[str], None]) -> None:
     """Until it is told to stop. `environ` is the agent's own environment, of which jobs get what is allowed."""
+    write_privately()
     folder = private_folder(settings.state_folder)
     member = identity.membership(folder)
     lock = try_lock(folder / "lock")

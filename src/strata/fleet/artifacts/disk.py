@@ -145,7 +145,7 @@ class DiskChunks:
         if self._free() < chunk.size - offset:
             raise StrataError(
                 Code.EXHAUSTED,
-                f"the disk of {self._folder} has less than {self._keep_free_bytes} bytes to spare",
+                f"the disk of the artifacts has less than {self._keep_free_bytes} bytes to spare",
                 hint="free some space, or collect artifacts that nobody needs",
             )
         kept = self._partial(chunk.digest, owner)

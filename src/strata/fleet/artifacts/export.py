@@ -17,10 +17,10 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.base.zstd import CompressionParameter, ZstdCompressor
 from strata.fleet.artifacts.manifest import File, Kind, Manifest
 from strata.fleet.artifacts.ports import LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH, Artifacts
+from strata.http.zstd import CompressionParameter, ZstdCompressor
 
 LEVEL: Final = 3
 _PAGE: Final = 500

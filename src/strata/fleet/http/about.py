@@ -7,6 +7,7 @@ import functools
 import msgspec
 
 from strata import __version__
+from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.http.call import Call
 from strata.fleet.http.openapi import document
@@ -15,8 +16,10 @@ from strata.http.declare import Answer
 
 
 async def health(site: Site, call: Call) -> wire.Health:
-    """Whether this hub takes requests."""
+    """Whether this hub takes requests, and can write what they change."""
     del call
+    if site.writing.fails:
+        raise StrataError(Code.UNAVAILABLE, "the hub cannot write to its database", hint="is the disk full?")
     return wire.Health(status="stopping" if site.stopping.is_set() else "ok", version=__version__)
 
 

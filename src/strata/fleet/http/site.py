@@ -30,6 +30,13 @@ class Schemas(Protocol):
     async def put_schemas(self, schemas: Mapping[str, Any]) -> None: ...
 
 
+@dataclass
+class Writing:
+    """Whether the last write that was tried for its own sake failed."""
+
+    fails: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Site:
     fleet: Fleet
@@ -51,6 +58,7 @@ class Site:
     manifest: Path | None = None
     """The file that `reload` applies."""
     pace: Pace = field(default_factory=Pace)
+    writing: Writing = field(default_factory=Writing)
     limits: RootLimits = field(default_factory=RootLimits)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     watch: Watch = field(default_factory=Watch)

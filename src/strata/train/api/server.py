@@ -13,6 +13,7 @@ from typing import Final
 
 from strata.base.clock import Clock, SystemClock
 from strata.base.ids import Ids
+from strata.base.private import make_private
 from strata.base.unix_socket import listen_unix
 from strata.http import server
 from strata.http.body import Pace
@@ -25,7 +26,6 @@ from strata.train.api.app import application
 from strata.train.api.identity import first_key, open_identity, operator_token
 from strata.train.api.site import ANSWER_S, Orchestrator, Site
 from strata.train.api.table import TABLE
-from strata.train.folder import make_private
 from strata.train.link import OrchestratorClient, publish_address
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings, check_exposure

@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from strata.base.clock import SystemClock
+from strata.base.private import make_private, write_privately
 from strata.base.settings import own_environment
-from strata.train.folder import held, make_private
+from strata.train.folder import held
 from strata.train.launch.launcher import Launcher
 from strata.train.settings import ServerSettings
 
 
 def run(settings: ServerSettings, file: Path, announce: Callable[[str], None]) -> None:
+    write_privately()
     asyncio.run(_run(settings, file.absolute(), announce))
 
 

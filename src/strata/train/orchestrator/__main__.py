@@ -16,8 +16,8 @@ from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import StrataError
 from strata.base.ids import Ids
+from strata.base.private import make_private
 from strata.journal.open import open_journal
-from strata.train.folder import make_private
 from strata.train.orchestrator.orchestrator import Orchestrator
 from strata.train.settings import ServerSettings, load_settings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.base.zstd import DecompressionParameter, ZstdDecompressor, ZstdError, get_frame_info, get_frame_size
+from strata.http.zstd import DecompressionParameter, ZstdDecompressor, ZstdError, get_frame_info, get_frame_size
 
 MAX_RATIO: Final = 100
 FREE_BYTES: Final = 16 << 20

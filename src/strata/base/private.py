@@ -1,0 +1,46 @@
+"""Files that belong to their owner alone: folders of servers, and what they write."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from strata.base.errors import Code, StrataError
+
+
+def write_privately() -> None:
+    """Whatever this process writes from now on, others cannot read. Every server begins with it."""
+    if os.name == "posix":
+        os.umask(0o077)
+
+
+def make_private(folder: Path, holds: str) -> None:
+    """Made if it is not there. One that others can look into is refused: it may be theirs for a reason."""
+    # One by one: `parents=True` would make those above for everybody, and the data folder is above the sockets.
+    for each in (*reversed(folder.parents), folder):
+        if not each.exists():
+            each.mkdir(exist_ok=True, mode=0o700)
+    if os.name != "posix":
+        return
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise StrataError(Code.INVALID, f"{holds} would lie in {folder}, which belongs to another user")
+    mode = status.st_mode & 0o777
+    if mode & 0o077:
+        raise StrataError(
+            Code.INVALID, f"others could reach {holds} in {folder} (mode {mode:04o})", hint=f"chmod 700 {folder}"
+        )
+
+
+def make_private_file(path: Path) -> None:
+    """Before something is written to it: for its owner alone, also if it was not so before.
+
+    What cannot be made or opened is left to whoever opens it next, who has the words for it.
+    """
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600))
+    if os.name == "posix" and path.exists():
+        status = path.stat()
+        if status.st_mode & 0o077 and status.st_uid == os.geteuid():
+            path.chmod(0o600)
