@@ -19,12 +19,18 @@ import httpx
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.base.unix_socket import connect_unix
+from strata.base.unix_socket import connect_unix, listen_unix
 from strata.cli.exits import Exit
+from strata.cli.fleet.logs import harmless
+from strata.cli.main import run
+from strata.cli.output import Column, Format, Rows
 from strata.coord import settings as coord_settings
+from strata.coord.pb import coordinator_pb2 as pb
 from strata.testing.ports import port_of, reserve_port
 from strata.train import settings as train_settings
 from tests.e2e.machines import STRATA, Person
+from tests.shell.cli import test_gang_screen as gang
+from tests.shell.train_api.processes import Processes, serving
 
 AREA: Final = "loopback and local users"
 NOBODY: Final = 65_534
@@ -363,3 +369,109 @@ def test_coordinator_and_training_server_stay_on_this_machine(tries: Callable[[i
             train_settings.check_exposure(host)
         assert refused.value.code is Code.INVALID
         tries(2)
+
+
+@pytest.mark.attack(AREA, "log in, or join, in the clear to another machine")
+def test_no_secret_leaves_the_machine_in_the_clear(tmp_path: Path, tries: Callable[[int], None]) -> None:
+    """The addresses are of documentation: nothing is sent, or this would take as long as a connection that fails."""
+    made = Person(tmp_path / "home")
+    for secret in (f"tml-0123456789ab-{'0' * 40}", "0" * 48, f"fj1.{'0' * 64}.{'0' * 12}.{'0' * 40}"):
+        made.says("login", "http://192.0.2.1:8443", stdin=f"{secret}\n", status=Exit.USAGE)
+        made.says("join", "http://192.0.2.1:8443", stdin=f"{secret}\n", status=Exit.USAGE)
+        tries(2)
+
+
+# The training server
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with serving(Path(tmp_path_factory.mktemp("t")), Path("pretended"), pretended=True) as found:
+        yield found
+
+
+@pytest.mark.attack(AREA, "open the sockets of the training server as another user")
+def test_the_sockets_of_the_training_server_open_for_its_owner_alone(
+    training: Processes, tries: Callable[[int], None]
+) -> None:
+    sockets = [path for path in (training.data / "run").iterdir() if path.is_socket()]
+    assert {"api", "requests", "outputs"} <= {path.name for path in sockets}
+    for path in sockets:
+        with as_other_user(CONNECT, str(path)) as tried:
+            assert tried.communicate(timeout=30)[0] == "PermissionError\n"
+        tries(1)
+
+
+@pytest.mark.attack(AREA, "send the operator token and an operator's key to the training server over plain TCP")
+def test_the_training_server_takes_scoped_keys_alone_over_tcp(
+    training: Processes, tries: Callable[[int], None]
+) -> None:
+    token = (training.data / "operator.token").read_text().strip()
+    with training.private(**{"X-Operator-Token": token}) as http:
+        key = http.post("/v1/keys", json={"name": "olga", "role": "operator"}).json()["secret"]
+        assert http.get("/v1/keys").status_code == 200
+    for secret in (token, key):
+        for headers in ({"X-API-Key": secret}, {"Authorization": f"Bearer {secret}"}, {"X-Operator-Token": secret}):
+            for path in ("/api/v1/status", "/v1/keys"):
+                assert httpx.get(f"{training.url}{path}", headers=headers, timeout=30).status_code in (401, 403)
+                tries(1)
+    reply = httpx.get(f"{training.url}/api/v1/status", headers={"X-API-Key": training.key}, timeout=30)
+    assert reply.status_code == 200
+
+
+@pytest.mark.attack(AREA, "take the port of a training server that is down; its owner asks for its status")
+def test_the_command_line_sends_nothing_to_whoever_took_the_port_of_a_training_server(
+    robbed: tuple[Owner, Path], tmp_path: Path
+) -> None:
+    owner, heard = robbed
+    before = heard.read_bytes()
+    config, folder = tmp_path / "train.toml", tmp_path / "data" / "run"
+    config.write_text(f'[server]\nport = {owner.port}\ndata = "{tmp_path / "data"}"\n[model]\npath = "m"\n')
+    folder.mkdir(parents=True, mode=0o700)
+    for name in ("operator.token", "api.key"):
+        (tmp_path / "data" / name).write_text("tml-0123456789ab-" + "7" * 40)
+        (tmp_path / "data" / name).chmod(0o600)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for left_behind in (False, True):
+        if left_behind:
+            # Of a server that was killed.
+            listen_unix(folder / "api").close()
+        assert owner.tries("serve", "status", str(config)).returncode == Exit.UNREACHABLE
+        assert owner.tries("weights", "import", str(adapter), "--server", str(config)).returncode != 0
+    assert heard.read_bytes() == before
+
+
+# What a terminal would obey
+
+
+@pytest.mark.attack(AREA, "terminal escapes in an error")
+def test_escape_sequences_in_an_error_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["keys", "create", "x", "--context", "\x1b]0;owned\x07", "--role", "viewer"]) == Exit.USAGE
+    shown = capsys.readouterr().err
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+
+
+@pytest.mark.attack(AREA, "terminal escapes, markup and bidirectional text in a name")
+def test_markup_and_escape_sequences_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with Rows(Format.TABLE, (Column("name"),)) as rows:
+        rows.add({"name": "[red]x[/red]\x1b[2J\nnext\u202eflipped"})
+    assert capsys.readouterr().out.splitlines()[1] == "[red]x[/red]\\x1b[2J\\nnext\\u202eflipped"
+
+
+@pytest.mark.attack(AREA, "terminal escapes in a log, on a terminal")
+def test_a_terminal_gets_colours_and_progress_bars_and_nothing_else_to_obey() -> None:
+    text = "\x1b[31mred\x1b[0m 10%\r20%\n\x1b]0;owned\x07\x1b[2Jgone\x9b5n"
+    assert harmless(text) == "\x1b[31mred\x1b[0m 10%\r20%\n\\x1b]0;owned\\x07\\x1b[2Jgone\\x9b5n"
+
+
+@pytest.mark.attack(AREA, "terminal escapes in the names of workers and barriers")
+def test_names_from_other_machines_cannot_drive_the_terminal() -> None:
+    shown = gang.text(
+        gang.job(gang.worker("evil\x1b[2J\nw"), barriers=[pb.BarrierState(barrier_id="[bold]b", missing=["\x07"])])
+    )
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "evil\\x1b[2J\\nw" in shown
+    assert "[bold]b" in shown

@@ -18,6 +18,7 @@ import pytest
 from soak.train.server import START_S, ServeProcess, serving
 from strata.base.errors import StrataError
 from strata.sdk.train import AsyncModel, AsyncTrainingServer, Datum
+from tests.support.unix import short_path
 
 pytestmark = pytest.mark.timeout(600)
 DATA_BYTES: Final = 1_200_000_000
@@ -63,9 +64,12 @@ async def limited(folder: Path, model: Path) -> AsyncIterator[ServeProcess]:
 
 async def other_key(server: ServeProcess) -> str:
     token = (server.settings.data / "operator.token").read_text(encoding="utf-8").strip()
-    async with httpx.AsyncClient(base_url=server.url, headers={"X-Operator-Token": token}) as http:
-        made = await http.post("/v1/keys", json={"name": "bob", "role": "researcher"})
-        return str(made.raise_for_status().json()["secret"])
+    with short_path(server.settings.api_socket) as path:
+        transport = httpx.AsyncHTTPTransport(uds=path)
+        async with httpx.AsyncClient(base_url="http://server", transport=transport) as http:
+            body = {"name": "bob", "role": "researcher"}
+            made = await http.post("/v1/keys", json=body, headers={"X-Operator-Token": token})
+            return str(made.raise_for_status().json()["secret"])
 
 
 def datum(tokens: int) -> Datum:

@@ -174,14 +174,6 @@ def test_of_a_thousand_workers_those_in_trouble_are_shown() -> None:
     assert "g0 " in text(job(*many, *gone), 300, wide=True)
 
 
-def test_names_from_other_machines_cannot_drive_the_terminal() -> None:
-    shown = text(job(worker("evil\x1b[2J\nw"), barriers=[pb.BarrierState(barrier_id="[bold]b", missing=["\x07"])]))
-    assert "\x1b" not in shown
-    assert "\x07" not in shown
-    assert "evil\\x1b[2J\\nw" in shown
-    assert "[bold]b" in shown
-
-
 def test_a_long_name_loses_its_middle_and_only_as_much_as_it_takes() -> None:
     table = Table((Column("NAME", cuts=True), Column("N")), [[Cell("abcdefghijklmnopqrstuvwxyz"), Cell("1")]])
     assert fitted(table, 80).rows == table.rows

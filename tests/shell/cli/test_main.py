@@ -179,11 +179,6 @@ def test_the_debug_flag_reaches_the_handler(tmp_path: Path, capsys: pytest.Captu
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_escape_sequences_in_an_error_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    run(["work"], failing(StrataError(Code.INVALID, "bad name \x1b]0;owned\x07")))
-    assert capsys.readouterr().err == "strata: bad name \\x1b]0;owned\\x07\n"
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
 def test_an_interrupt_is_exit_130(error: BaseException) -> None:
     assert run(["work"], failing(error)) == 130

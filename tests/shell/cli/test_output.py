@@ -49,12 +49,6 @@ def test_a_table_shortens_a_long_cell_only_where_asked(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines()[1] == "1234…  " + "i" * 100
 
 
-def test_markup_and_escape_sequences_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    with Rows(Format.TABLE, (Column("name"),)) as rows:
-        rows.add({"name": "[red]x[/red]\x1b[2J\nnext\u202eflipped"})
-    assert capsys.readouterr().out.splitlines()[1] == "[red]x[/red]\\x1b[2J\\nnext\\u202eflipped"
-
-
 def test_printable_keeps_lines_and_letters() -> None:
     assert printable("naïve — ok\n\tx\x00") == "naïve — ok\n\tx\\x00"
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from strata.cli.exits import Exit
-from strata.cli.fleet.logs import harmless
 from strata.fleet import wire
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import STRATA, HubProcess
@@ -53,8 +52,3 @@ def test_a_follower_misses_nothing_over_a_restart_of_the_hub(
             follower.kill()
     assert (follower.returncode, printed.read_bytes()) == (0, b"before\nafter\nthe end")
     assert b"waiting for it\nstrata: the hub is back\n" in said
-
-
-def test_a_terminal_gets_colours_and_progress_bars_and_nothing_else_to_obey() -> None:
-    text = "\x1b[31mred\x1b[0m 10%\r20%\n\x1b]0;owned\x07\x1b[2Jgone\x9b5n"
-    assert harmless(text) == "\x1b[31mred\x1b[0m 10%\r20%\n\\x1b]0;owned\\x07\\x1b[2Jgone\\x9b5n"

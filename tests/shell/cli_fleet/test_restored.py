@@ -121,7 +121,7 @@ def strata(tmp_path: Path, hub: HubProcess) -> Command:
     (folder / "manifest.toml").write_text(MANIFEST)
     environ = kept | {"HOME": str(home), "XDG_CONFIG_HOME": str(home / "config"), "XDG_DATA_HOME": str(home / "data")}
     made = Command(environ | {"COLUMNS": "100"}, folder)
-    made.succeeds("login", hub.url, "--token-file", str(hub.data / "operator.token"))
+    made.succeeds("login", hub.address, "--token-file", str(hub.data / "operator.token"))
     return made
 
 
