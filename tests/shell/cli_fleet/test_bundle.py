@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from strata.base.errors import StrataError
 from strata.cli.fleet import bundle as bundling
-from strata.cli.fleet.bundle import make_bundle, read_ignored
+from strata.cli.fleet.bundle import make_bundle
 
 
 def files(folder: Path) -> list[str]:
@@ -49,9 +52,138 @@ def test_an_ignore_file_names_files_globs_folders_and_paths(tmp_path: Path) -> N
     assert files(tmp_path) == [".gitignore", ".strataignore", "deep/keep.txt", "deep/out/b", "train.py"]
 
 
-def test_what_an_ignore_file_says_and_is_not_understood_is_reported(tmp_path: Path) -> None:
-    (tmp_path / ".gitignore").write_text("*.log\n!keep.log\na/**/b\n")
-    assert read_ignored(tmp_path)[1] == [".gitignore: !keep.log", ".gitignore: a/**/b"]
+def git(folder: Path, *words: str) -> str:
+    environ = {"PATH": os.environ["PATH"], "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}  # noqa: TID251
+    done = subprocess.run(["git", *words], cwd=folder, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def listed_by_git(folder: Path) -> list[str]:
+    listed = git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--cached")
+    return sorted(name for name in listed.split("\0") if name)
+
+
+def sent(folder: Path) -> list[str]:
+    try:
+        return files(folder)
+    except StrataError as error:
+        if "has no file to run" in error.message:
+            return []
+        raise
+
+
+TREE = (
+    "train.py", "notes.txt", "doc/a.txt", "doc/sub/a.txt", "logs/x.log", "logs/deep/y.log", "a/b", "a/x/b", "a/x/y/b",
+    "tmp/one", "src/tmp/two", "src/keep.log", "src/other.log", "#hash", "!bang", "space ", "build/out.o",
+    "build/keep.me", "src/build/out.o", "star*.txt", "[odd].txt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["doc/*.txt"],
+        ["logs/**"],
+        ["**/tmp"],
+        ["a/**/b"],
+        ["**/x/"],
+        ["*.log", "!keep.log"],
+        ["build/", "!build/keep.me"],
+        ["build/*", "!build/keep.me"],
+        ["/*", "!/src", "!/train.py"],
+        ["*", "!*/", "!*.py"],
+        ["\\#hash", "\\!bang", "space\\ "],
+        ["space "],
+        ["# comment", "", "notes.txt   "],
+        ["star\\*.txt", "\\[odd].txt"],
+        ["[!a-z]*.txt"],
+        ["/tmp"],
+        ["src/tmp"],
+        ["tmp/", "!src/tmp/"],
+        ["!"],
+        ["doc/sub/", "a/x"],
+        ["notes.txt\r", "train.p?\r"],
+        ["*.t[xy]t", "!doc/a.txt"],
+    ],
+)
+def test_an_ignore_file_means_what_git_takes_it_for(tmp_path: Path, lines: list[str]) -> None:
+    fill(tmp_path, *TREE)
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / ".gitignore").write_text("\n".join(lines) + "\n", newline="")
+    assert sent(tmp_path) == listed_by_git(tmp_path)
+
+
+def test_nested_ignore_files_and_the_exclude_file_of_the_repository_count(tmp_path: Path) -> None:
+    fill(tmp_path, *TREE)
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / ".git" / "info").mkdir(exist_ok=True)
+    (tmp_path / ".git" / "info" / "exclude").write_text("notes.txt\ntrain.py\n")
+    (tmp_path / ".gitignore").write_text("*.log\n!train.py\n")
+    (tmp_path / "src" / ".gitignore").write_text("!keep.log\n/build\n")
+    (tmp_path / "doc" / ".gitignore").write_text("/a.txt\n")
+    assert sent(tmp_path) == listed_by_git(tmp_path)
+    assert {"train.py", "src/keep.log", "doc/sub/a.txt"} <= set(sent(tmp_path))
+    assert not {"notes.txt", "doc/a.txt", "src/build/out.o"} & set(sent(tmp_path))
+
+
+def test_a_folder_of_a_repository_keeps_the_rules_of_the_folders_above(tmp_path: Path) -> None:
+    fill(tmp_path, *TREE)
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / ".gitignore").write_text("*.log\n/src/tmp\n")
+    assert sent(tmp_path / "src") == listed_by_git(tmp_path / "src") == ["build/out.o"]
+
+
+def test_a_folder_that_its_repository_ignores_is_sent_by_itself(tmp_path: Path) -> None:
+    fill(tmp_path, *TREE)
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / ".gitignore").write_text("build/\n*.me\n")
+    assert sent(tmp_path / "build") == ["keep.me", "out.o"]
+
+
+def test_a_second_work_tree_has_the_exclude_file_of_the_repository(tmp_path: Path) -> None:
+    main = fill(tmp_path / "main", "train.py")
+    git(main, "init", "--quiet")
+    git(main, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--allow-empty", "-m", "x")
+    git(main, "worktree", "add", "--quiet", str(tmp_path / "second"))
+    (main / ".git" / "info").mkdir(exist_ok=True)
+    (main / ".git" / "info" / "exclude").write_text("notes.txt\n")
+    fill(tmp_path / "second", "notes.txt", "train.py")
+    assert sent(tmp_path / "second") == listed_by_git(tmp_path / "second") == ["train.py"]
+
+
+def test_a_strataignore_stands_in_for_all_of_them_and_knows_the_same_patterns(tmp_path: Path) -> None:
+    fill(tmp_path, "train.py", "data/x.csv", "data/keep.csv", "a/x/b")
+    (tmp_path / ".gitignore").write_text("train.py\n")
+    (tmp_path / "a" / ".gitignore").write_text("*\n")
+    (tmp_path / ".strataignore").write_text("data/*\n!data/keep.csv\na/**/b\n.*\n")
+    assert files(tmp_path) == ["data/keep.csv", "train.py"]
+
+
+PARTS = st.sampled_from(["a", "b", "*", "**", "?", "a*", "[ab]", "*.x", "a.x", "\\a", "[!a]"])
+PATTERNS = st.builds(
+    lambda bang, first, parts, last: f"{bang}{first}{'/'.join(parts)}{last}",
+    st.sampled_from(["", "", "!"]),
+    st.sampled_from(["", "", "/"]),
+    st.lists(PARTS, min_size=1, max_size=3),
+    st.sampled_from(["", "", "/"]),
+)
+NAMES = ("a", "b", "a.x")
+PATHS = [*NAMES, *(f"{one}d/{two}" for one in NAMES for two in NAMES)]
+PATHS += [f"{one}d/{two}d/{three}" for one in NAMES for two in NAMES for three in NAMES]
+DEEP = tuple(path.replace("d/", "/") for path in PATHS if path.count("/") == 2)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(top=st.lists(PATTERNS, max_size=4), below=st.lists(PATTERNS, max_size=3))
+def test_whatever_ignore_files_say_git_lists_the_same(
+    tmp_path_factory: pytest.TempPathFactory, top: list[str], below: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    fill(folder, *DEEP)
+    git(folder, "init", "--quiet")
+    (folder / ".gitignore").write_text("\n".join(top) + "\n")
+    (folder / "a" / ".gitignore").write_text("\n".join(below) + "\n")
+    assert sent(folder) == listed_by_git(folder), (top, below)
 
 
 def test_a_link_out_of_the_folder_is_left_out_and_one_inside_is_kept(tmp_path: Path) -> None:

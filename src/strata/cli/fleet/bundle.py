@@ -5,7 +5,6 @@ Plain tar, not compressed: what a compressor writes depends on its version, and 
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import io
 import os
@@ -16,15 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from strata.base.errors import Code, StrataError
+from strata.cli.fleet.ignoring import Ignored, read_ignored
 
 MAX_BYTES: Final = 48 << 20
 """A source is code. A host fetches it whole, in one reply."""
-IGNORE_FILES: Final = (".strataignore", ".gitignore")
-_ALWAYS: Final = (
-    ".git", ".hg", ".svn", "__pycache__", "*.pyc", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache",
-    ".ruff_cache", ".ipynb_checkpoints", ".DS_Store", ".env",
-)  # fmt: skip
-"""`.env` is where people keep credentials; a trainer gets those from a file on its host."""
 _OURS: Final = ("pyvenv.cfg", "operator.token", "contexts.json", "identity/hub.json")
 """A folder with one of these is a virtual environment, or the data of a hub, an agent or this command."""
 
@@ -44,47 +38,8 @@ class Bundle:
             tar.extractall(folder, filter="data")
 
 
-@dataclass(frozen=True)
-class Ignored:
-    """The simple part of what .gitignore can say: names, globs and paths; `!` and `**` are not understood."""
-
-    patterns: tuple[str, ...]
-
-    def covers(self, path: str, *, folder: bool) -> bool:
-        name = path.rpartition("/")[2]
-        if folder and name.endswith(".egg-info"):
-            return True
-        return any(self._matches(pattern, path, name, folder=folder) for pattern in self.patterns)
-
-    @staticmethod
-    def _matches(pattern: str, path: str, name: str, *, folder: bool) -> bool:
-        if pattern.endswith("/"):
-            if not folder:
-                return False
-            pattern = pattern.rstrip("/")
-        if "/" in pattern:
-            return fnmatch.fnmatchcase(path, pattern.lstrip("/"))
-        return fnmatch.fnmatchcase(name, pattern)
-
-
-def read_ignored(folder: Path) -> tuple[Ignored, list[str]]:
-    """What to leave out, and the lines that are not understood. `.strataignore` stands in for `.gitignore`."""
-    for name in IGNORE_FILES:
-        try:
-            lines = (folder / name).read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            continue
-        wanted = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        unclear = [line for line in wanted if line.startswith("!") or "**" in line]
-        return Ignored((*_ALWAYS, *(line for line in wanted if line not in unclear))), [
-            f"{name}: {line}" for line in unclear
-        ]
-    return Ignored(_ALWAYS), []
-
-
 def make_bundle(folder: Path) -> Bundle:
-    ignored, _ = read_ignored(folder)
-    paths = sorted(_walk(folder, "", ignored))
+    paths = sorted(_walk(folder, "", read_ignored(folder)))
     if not paths:
         raise StrataError(Code.INVALID, f"{folder} has no file to run")
     sizes = {path: (folder / path).lstat().st_size for path in paths}
@@ -111,7 +66,7 @@ def _walk(folder: Path, prefix: str, ignored: Ignored) -> Iterator[str]:
                 continue
             if is_folder:
                 if not any((folder / path / mark).exists() for mark in _OURS):
-                    yield from _walk(folder, f"{path}/", ignored)
+                    yield from _walk(folder, f"{path}/", ignored.below(folder, f"{path}/"))
             elif entry.is_symlink():
                 # A link that leaves the folder means nothing on another machine.
                 if (folder / path).resolve().is_relative_to(folder.resolve()):

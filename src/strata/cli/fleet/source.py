@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.bundle import Bundle, make_bundle, read_ignored
-from strata.fleet.trainer.describe import FLAG
+from strata.cli.fleet.bundle import Bundle, make_bundle
 
 if TYPE_CHECKING:
     from strata.fleet.core.jobspec import TrainerSpec
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 DESCRIBE_S: Final = 60.0
 _MAX_PROGRAM: Final = 1 << 20
-_MARKS: Final = (FLAG.encode(), b"strata.fleet.trainer")
+_MARKS: Final = (b"--describe", b"strata.fleet.trainer")
 _DIRECTORY: Final = re.compile(r"""(?P<key>["']?\bdirectory\b["']?)\s*=\s*(?:"[^"]*"|'[^']*')""")
 
 
@@ -65,8 +64,6 @@ def prepare_manifest(
         if schema is not None:
             made.schemas[name] = schema
         if folder is not None and not Path(trainer.directory).is_absolute():
-            for line in read_ignored(folder)[1]:
-                warn(f"{line} is not understood and not left out")
             made.bundles[name] = make_bundle(folder)
             made.text = _with_bundle(made, name)
     for name, trainer in peek_trainers(made.text, str(path)).items():
@@ -129,6 +126,8 @@ def _schema(
     if dry_run:
         warn(f"trainer {trainer.name}: its parameters are not checked, a dry run starts no program")
         return None
+    from strata.fleet.trainer.describe import FLAG
+
     warn(f"asking trainer {trainer.name} for its parameters: {' '.join(trainer.command)} {FLAG}")
     found, problem = _described(folder, trainer)
     if problem:
@@ -170,6 +169,7 @@ def _ask(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
 
     from strata.base.settings import own_environment
     from strata.fleet.agent.environment import allowed, command
+    from strata.fleet.trainer.describe import FLAG
 
     words = [*command(trainer, sys.executable), FLAG]
     if trainer.venv and not trainer.interpreter and words[0].startswith("python"):
