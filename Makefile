@@ -28,7 +28,7 @@ ACCELERATE := 1.15.0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test e2e nightly bench soak docs services constraints proto contract diagrams format clean installed
+.PHONY: help setup check lint rules test e2e nightly bench soak docs services constraints proto contract diagrams families format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ proto: installed ## write the pb folders and the accepted contract from the .pro
 
 diagrams: installed ## write the state tables of docs/coordinator.md from the core
 	$(BIN)/python -m tests.rules.diagrams
+
+families: installed ## write the table of docs/families.md from what comes of every model family
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.shell.train_runner.family_table
 
 format: installed ## let ruff format the code and repair what it can
 	$(BIN)/ruff check --fix-only --exit-zero .

@@ -136,22 +136,28 @@ def _layers(usual: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def make(family: str, folder: Path) -> PreTrainedModel:
-    """A tiny model of the family in `folder`, in Hugging Face's form."""
+def shape_of(family: str) -> PreTrainedModel:
+    """The modules of a tiny model, on the device that is set."""
     config = config_of(family)
     if config.sub_configs:
         raise ValueError("it takes more than text")
-    with torch.device("meta"):
-        shapes: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    size = sum(tensor.numel() for tensor in (*shapes.parameters(), *shapes.buffers()))
-    if size > LARGEST:
-        raise ValueError(f"its smallest form here has {size:,} numbers")
-    torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    draw(model)
-    model.save_pretrained(str(folder))
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def make(family: str, folder: Path) -> None:
+    """A tiny model of the family in `folder`, in Hugging Face's form."""
+    with torch.device("meta"):
+        shape = shape_of(family)
+    size = sum(tensor.numel() for tensor in (*shape.parameters(), *shape.buffers()))
+    if size > LARGEST:
+        raise ValueError(f"its smallest form here has {size:,} numbers")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = shape_of(family)
+    draw(model)
+    model.save_pretrained(str(folder))
 
 
 @torch.no_grad()

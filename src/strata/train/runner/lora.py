@@ -45,9 +45,9 @@ def targets_of(model: nn.Module, config: LoraConfig) -> list[Target]:
                 count, rows, columns = getattr(module, weight).shape
                 targets.append(Target(f"{name}.{weight}", rows, columns, count))
     if config.train_attn and (weight := _unadaptable_attention(model)):
-        raise StrataError(Code.INVALID, f"train_attn would leave out {weight}, which is no linear layer of attention")
+        raise StrataError(Code.INVALID, f"train_attn must be off: {weight} cannot be adapted")
     if config.train_mlp and (weight := _unadaptable_experts(model)):
-        raise StrataError(Code.INVALID, f"train_mlp would leave out {weight}: experts of this form cannot be adapted")
+        raise StrataError(Code.INVALID, f"train_mlp must be off: {weight} cannot be adapted")
     kinds = {"mlp" if target.experts else kind_of(target.name) for target in targets}
     for kind in ("attn", "mlp", "unembed"):
         if getattr(config, f"train_{kind}") and kind not in kinds:

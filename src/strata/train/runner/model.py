@@ -162,14 +162,15 @@ def shard(packed: PackedModel, settings: RunnerSettings, ranks: Ranks) -> None:
 def checked_base(settings: RunnerSettings, ranks: Ranks) -> Base:
     """The base that trains. In bfloat16, rounding hides what is off by little: where it is affordable, the same passes
     are first compared in float32, in a model that is then let go."""
-    if settings.dtype != "float32" and _bytes_of(settings.model) <= FLOAT32_BYTES:
+    if settings.dtype != "float32" and _affordable_in_float32(settings.model):
         Base(msgspec.structs.replace(settings, dtype="float32"), ranks)
     return Base(settings, ranks)
 
 
-def _bytes_of(path: str) -> int:
-    """Of the weights in a folder; none are counted of a model in the cache, which is then compared twice."""
-    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+def _affordable_in_float32(path: str) -> bool:
+    """By the files in its folder. How large a model in the cache is, is not known here."""
+    sizes = [file.stat().st_size for file in Path(path).glob("*.safetensors")]
+    return 0 < sum(sizes) <= FLOAT32_BYTES
 
 
 def tokenizer_files(path: str) -> list[Path]:

@@ -42,7 +42,8 @@ def trouble_with(twin: Twin, base: Base, device: torch.device) -> str:
     apart = float((trained - sampled).abs().max())
     if math.isfinite(apart) and apart <= TOLERANCE[base.settings.dtype]:
         return ""
-    return f"{base.arch} cannot be sampled here: its tokens one by one are off by {apart:.2g}"
+    what = f"its tokens one by one are not those of a pass (off by {apart:.2g} nats)"
+    return f"{base.arch} cannot be sampled here: {what}"
 
 
 def _one_by_one(twin: Twin, tokens: torch.Tensor) -> torch.Tensor:

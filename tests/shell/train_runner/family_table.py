@@ -1,0 +1,168 @@
+"""What the training server makes of every model family, and the table of it in docs/families.md.
+
+`python -m tests.shell.train_runner.family_table` writes the table; `test_families.py` holds every row of it to what
+comes out.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from strata.base.errors import Code, StrataError
+from strata.train.core.ops import LoraConfig
+from strata.train.runner.lora import targets_of
+from strata.train.runner.model import Base
+from strata.train.runner.packed import Row
+from strata.train.runner.ranks import Ranks
+from strata.train.runner.sampling.trial import trouble_with
+from strata.train.runner.sampling.twin import Twin
+from strata.train.runner.settings import RunnerSettings
+from tests.shell.train_runner import tiny_families
+from tests.shell.train_runner.alone import one_rank
+
+DOCUMENT: Final = Path(__file__).parents[3] / "docs" / "families.md"
+BEGIN: Final = "<!-- families: begin -->"
+END: Final = "<!-- families: end -->"
+HEADING: Final = ("family", "result", "LoRA", "built-in sampler", "why")
+NATS: Final = 1e-4
+LENGTHS: Final = [23, 1, 14, 5]
+"""Of documents in one row. The longest is longer than two of the windows and chunks of the tiny models."""
+KINDS: Final = ("attn", "mlp", "unembed")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    family: str
+    result: str
+    """`equal`, `refused`, or `not built`: transformers itself makes or runs no tiny model of it here."""
+    lora: str = ""
+    sampler: str = ""
+    why: str = ""
+
+    @property
+    def row(self) -> str:
+        cells = (self.family, self.result, self.lora, self.sampler, self.why.replace("|", "/"))
+        return "| " + " | ".join(cells) + " |"
+
+
+def tokens() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(3, tiny_families.VOCABULARY, (sum(LENGTHS),), generator=generator)
+
+
+def unmodified(folder: Path) -> Any:
+    """The family's model as transformers computes it by itself."""
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager").train(
+        mode=False
+    )
+
+
+@torch.no_grad()
+def reference_logprobs(folder: Path) -> torch.Tensor:
+    """Of every token of the vocabulary at every place, one document at a time."""
+    model = unmodified(folder)
+    parts = [model(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(tokens(), LENGTHS)]
+    return torch.log_softmax(torch.cat(parts).float(), dim=-1)
+
+
+def outcome_of(family: str, folder: Path, ranks: Ranks, training: Any = "lora") -> Outcome:
+    """An AssertionError if it is accepted and wrong. Whatever else our code raises goes through: that is a crash."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            tiny_families.make(family, folder)
+            reference = reference_logprobs(folder)
+        except Exception as error:  # noqa: BLE001 - whatever transformers raises, it was not built
+            return Outcome(family, "not built", why=_first_line(error))
+        try:
+            base = base_of(folder, ranks, training)
+        except StrataError as error:
+            if error.code is not Code.UNSUPPORTED:
+                raise
+            return Outcome(family, "refused", why=_sentence(str(error)))
+        apart = float((all_logprobs(base) - reference).abs().max())
+        assert apart <= NATS, f"{family} was accepted and is off by {apart:.2g} nats"
+        return Outcome(family, "equal", *_uses(base, ranks))
+
+
+def base_of(folder: Path, ranks: Ranks, training: Any = "lora") -> Base:
+    return Base(RunnerSettings(model=str(folder), training=training, sleep_folder=folder / "asleep"), ranks)
+
+
+@torch.no_grad()
+def all_logprobs(base: Base) -> torch.Tensor:
+    """What `reference_logprobs` is, by our pass over one packed row."""
+    places = torch.arange(sum(LENGTHS)).repeat_interleave(base.vocabulary)
+    targets = torch.arange(base.vocabulary).repeat(sum(LENGTHS))
+    row = Row(tokens=tokens(), documents=list(LENGTHS), spans=(), places=places, targets=targets)
+    return base.logprobs(row).view(-1, base.vocabulary)
+
+
+def _uses(base: Base, ranks: Ranks) -> tuple[str, str, str]:
+    """What can be adapted, whether it can be sampled, and why not."""
+    if base.adapters is None:
+        return "", "", ""
+    kinds, reasons = [], []
+    for kind in KINDS:
+        chosen = {f"train_{name}": name == kind for name in KINDS}
+        try:
+            targets_of(base.lm, LoraConfig(rank=1, alpha=1.0, **chosen))
+            kinds.append(kind)
+        except StrataError as error:
+            reasons.append(str(error))
+    twin = Twin(base.lm, base.decoder, torch.float32, base.settings.logits_bytes)
+    trouble = trouble_with(twin, base, ranks.device)
+    reasons += [_sentence(trouble)] if trouble else []
+    return ", ".join(kinds) or "no", "no" if trouble else "yes", "; ".join(reasons)
+
+
+def _sentence(message: str) -> str:
+    """Without its numbers, which are of one machine."""
+    return re.sub(r" \(off by [^)]*\)", "", message)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+
+
+def rows(document: str) -> dict[str, str]:
+    """The rows of the table by family."""
+    table = document.partition(BEGIN)[2].partition(END)[0]
+    found = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    return {line.split("|")[1].strip(): line for line in found}
+
+
+def counts(lines: Iterable[str]) -> str:
+    results = [line.split("|")[2].strip() for line in lines]
+    said = [f"{results.count(result)} {result}" for result in ("equal", "refused", "not built")]
+    return f"{len(results)} families: {', '.join(said)}."
+
+
+def drawn(outcomes: Sequence[Outcome]) -> str:
+    lines = [outcome.row for outcome in outcomes]
+    head = ["| " + " | ".join(HEADING) + " |", "|" + "---|" * len(HEADING)]
+    return "\n".join([BEGIN, "", counts(lines), "", *head, *lines, "", END])
+
+
+def main() -> None:
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with tempfile.TemporaryDirectory() as folder, one_rank(Path(folder)) as ranks:
+        outcomes = [outcome_of(family, Path(folder) / family, ranks) for family in tiny_families.FAMILIES]
+    document = DOCUMENT.read_text(encoding="utf-8")
+    before, after = document.partition(BEGIN)[0], document.partition(END)[2]
+    DOCUMENT.write_text(before + drawn(outcomes) + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Every causal language model family of transformers beside an unmodified model of it: equal, or refused in a sentence.
+
+The models are tiny and random. Twelve families are compared in depth: gradients of adapters beside PEFT, and greedy
+tokens beside `generate`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+
+from strata.base.errors import Code, StrataError
+from strata.train.core.ops import CreateModel, LoraConfig
+from strata.train.runner.attention import Reach, describe_mask, document_attention, terms_of
+from strata.train.runner.lora import Adapter, Span, targets_of
+from strata.train.runner.model import Base, checked_base
+from strata.train.runner.packed import Row
+from strata.train.runner.ranks import Ranks
+from strata.train.runner.settings import RunnerSettings
+from strata.train.runner.trained import AdapterModel
+from strata.train.runner.weights import adapter_writer, to_peft
+from tests.shell.train_runner import family_table, tiny_families
+from tests.shell.train_runner.alone import one_rank
+from tests.shell.train_runner.driver import apart_by
+from tests.shell.train_sampler.stage import BASE, Stage, greedy, tokens_in
+
+TABLE: Final = family_table.rows(family_table.DOCUMENT.read_text(encoding="utf-8"))
+EQUAL: Final = tuple(family for family, row in TABLE.items() if row.split("|")[2].strip() == "equal")
+DEEP: Final = {
+    "biogpt": (True, True, True),
+    "cohere2": (True, True, True),
+    "deepseek_v3": (True, False, True),
+    "gemma2": (True, True, True),
+    "gpt2": (True, True, True),
+    "gpt_neox": (True, True, True),
+    "gpt_oss": (True, False, True),
+    "granitemoe_swa": (True, True, True),
+    "llama": (True, True, True),
+    "llama4_text": (True, False, True),
+    "mimo_v2_flash": (True, True, True),
+    "phi": (True, True, True),
+    "phimoe": (True, True, True),
+    "qwen3_moe": (True, True, True),
+    "starcoder2": (True, True, True),
+}
+"""What is adapted: attention, MLP, head. PEFT takes shared experts, as deepseek_v3 has them, for routed ones."""
+CLOSE: Final = 2e-4
+"""Of gradients, beside the largest of them."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with one_rank(tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("family", tiny_families.FAMILIES)
+def test_a_family_is_equal_or_refused_as_the_table_says(family: str, ranks: Ranks, tmp_path: Path) -> None:
+    row = family_table.outcome_of(family, tmp_path, ranks).row
+    assert row == TABLE.get(family), "make families"
+
+
+@pytest.mark.parametrize("family", EQUAL)
+def test_a_family_is_equal_when_all_weights_are_trained_too(family: str, ranks: Ranks, tmp_path: Path) -> None:
+    assert family_table.outcome_of(family, tmp_path, ranks, "full").result == "equal"
+
+
+def test_the_table_counts_at_least_sixty_families_and_forty_five_equal_ones() -> None:
+    assert tuple(TABLE) == tiny_families.FAMILIES
+    assert family_table.counts(TABLE.values()) in family_table.DOCUMENT.read_text(encoding="utf-8")
+    built = [row for row in TABLE.values() if row.split("|")[2].strip() != "not built"]
+    assert len(built) >= 60
+    assert len(EQUAL) >= 45
+    assert len(DEEP) >= 12
+
+
+@pytest.fixture
+def base(request: pytest.FixtureRequest, ranks: Ranks, tmp_path: Path) -> Base:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tiny_families.make(request.param, tmp_path / "model")
+        return family_table.base_of(tmp_path / "model", ranks)
+
+
+@pytest.mark.parametrize("base", DEEP, indirect=True)
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_adapters_are_those_of_peft(base: Base, ranks: Ranks, tmp_path: Path) -> None:
+    attn, mlp, unembed = DEEP[base.arch]
+    lora = LoraConfig(rank=3, alpha=6.0, train_attn=attn, train_mlp=mlp, train_unembed=unembed)
+    adapter = Adapter(lora, targets_of(base.lm, lora), ranks.device)
+    adapter.flat.copy_(torch.randn(adapter.size, generator=torch.Generator().manual_seed(2)) * 0.1)
+    model = AdapterModel(CreateModel("deep", base.arch, lora), adapter, ranks)
+    (tmp_path / "adapter").mkdir()
+    adapter_writer(model, base, optimizer=False)(tmp_path / "adapter")
+
+    tokens, lengths = family_table.tokens(), family_table.LENGTHS
+    targets = tokens.roll(-1)
+    spans = [Span(adapter, sum(lengths[:2])), Span(None, 0), Span(adapter, sum(lengths[2:]))]
+    row = Row(tokens=tokens, documents=lengths, spans=spans, places=torch.arange(len(tokens)), targets=targets)
+    adapter.begin()
+    ours = base.logprobs(row)
+    ours.sum().backward()  # type: ignore[no-untyped-call]
+    adapter.commit()
+
+    peft: Any = PeftModel.from_pretrained(
+        family_table.unmodified(Path(base.settings.model)), str(tmp_path / "adapter"), is_trainable=True
+    ).eval()
+    parts = [peft(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(tokens, lengths)]
+    theirs = torch.log_softmax(torch.cat(parts), dim=-1)[torch.arange(len(tokens)), targets]
+    theirs.sum().backward()  # type: ignore[no-untyped-call]
+
+    np.testing.assert_allclose(ours.detach(), theirs.detach(), atol=2e-4)
+    gradients = {name: value.grad for name, value in peft.named_parameters() if value.requires_grad}
+    assert adapter.gradient is not None
+    own = to_peft(adapter.views(adapter.gradient))
+    assert apart_by({name.replace("default.", ""): value for name, value in gradients.items()}, own) < CLOSE
+
+
+@pytest.mark.parametrize("base", DEEP, indirect=True)
+@pytest.mark.filterwarnings("ignore")
+def test_the_sampler_takes_the_tokens_that_generate_takes(base: Base, ranks: Ranks) -> None:
+    stage = Stage(base, ranks, sequences=4, cached_tokens=1024, prompt_tokens=64)
+    stage.sampler.open_base(BASE)
+    prompt = family_table.tokens()[:7]
+    (sequence,) = stage.one(greedy(prompt.numpy().astype("<i4").tobytes(), tokens=16, end_tokens=False)).sequences
+    model = family_table.unmodified(Path(base.settings.model))
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        generated = model.generate(prompt[None], max_new_tokens=16, do_sample=False)
+    assert tokens_in(sequence) == [int(token) for token in generated[0, len(prompt) :]]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "gpt2", "gpt_neox", "phi", "phi3", "starcoder2"])
+def test_train_attn_adapts_every_linear_layer_of_attention(family: str) -> None:
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = tiny_families.shape_of(family)
+    lora = LoraConfig(rank=1, alpha=1.0, train_mlp=False, train_unembed=False)
+    adapted = {target.name for target in targets_of(model, lora)}
+    attention = [name for name, module in model.named_modules() if type(module).__name__.endswith("Attention")]
+    matrices = {
+        name.removesuffix(".weight")
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and any(name.startswith(f"{above}.") for above in attention)
+    }
+    assert adapted == matrices
+    assert len(matrices) >= 4
+
+
+def test_attention_that_cannot_be_adapted_whole_is_refused() -> None:
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = tiny_families.shape_of("jetmoe")
+    with pytest.raises(StrataError, match=r"train_attn must be off: .*input_linear.weight cannot be adapted"):
+        targets_of(model, LoraConfig(rank=1, alpha=1.0, train_mlp=False, train_unembed=False))
+
+
+@pytest.mark.parametrize("option", ["position_bias", "block_indices", "never_heard_of"])
+def test_an_option_of_attention_that_is_not_known_is_refused(option: str) -> None:
+    with pytest.raises(StrataError, match=option) as caught:
+        terms_of(None, {"scaling": 0.5, option: torch.ones(1)})
+    assert caught.value.code is Code.UNSUPPORTED
+    assert terms_of(None, {"scaling": 0.5, option: None}).scaling == 0.5
+
+
+def test_a_mask_with_a_part_that_is_not_known_is_refused() -> None:
+    def every_second(batch: int, head: int, query: int, key: int) -> bool:
+        return (batch + head + query + key) % 2 == 0
+
+    with pytest.raises(StrataError, match="every_second"):
+        describe_mask(mask_function=every_second)
+    with pytest.raises(StrataError, match="a mask of its own"):
+        terms_of(torch.zeros(1, 1, 4, 4), {})
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=4), Reach(chunk=4)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"s_aux": True}, {"softcap": 2.0, "s_aux": True}])
+def test_documents_of_a_row_are_attended_as_a_plain_softmax_says(reach: Reach, options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [9, 1, 6]
+    query = torch.randn(1, 4, 16, 8, generator=generator)
+    key, value = (torch.randn(1, 2, 16, 8, generator=generator) for _ in range(2))
+    if "s_aux" in options:
+        options = {**options, "s_aux": torch.randn(4, generator=generator)}
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    ours, _ = document_attention(module, query, key, value, reach, documents=lengths, scaling=0.4, **options)
+    start = 0
+    for length in lengths:
+        for head in range(4):
+            for place in range(length):
+                seen = [at for at in range(place + 1) if bool(reach.allows(torch.tensor(place), torch.tensor(at)))]
+                places = torch.tensor(seen) + start
+                scores = (key[0, head // 2, places].double() @ query[0, head, start + place].double()) * 0.4
+                if "softcap" in options:
+                    scores = 2.0 * torch.tanh(scores / 2.0)
+                total = scores.exp().sum() + (options["s_aux"][head].double().exp() if "s_aux" in options else 0.0)
+                expected = (scores.exp() / total) @ value[0, head // 2, places].double()
+                torch.testing.assert_close(ours[0, start + place, head].double(), expected, atol=1e-5, rtol=1e-5)
+        start += length
+
+
+def test_windows_and_chunks_reach_as_far_as_they_say() -> None:
+    place = torch.arange(6)
+    assert Reach(window=2).allows(place[:, None], place).sum(1).tolist() == [1, 2, 2, 2, 2, 2]
+    assert Reach(chunk=4).allows(place[:, None], place).sum(1).tolist() == [1, 2, 3, 4, 1, 2]
+
+
+def test_what_bfloat16_would_hide_is_refused_in_float32(ranks: Ranks, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tiny_families.make("qwen3_next", tmp_path)
+        settings = RunnerSettings(model=str(tmp_path), dtype="bfloat16", sleep_folder=tmp_path / "asleep")
+        with pytest.raises(StrataError, match="neighbours in a row change a document"):
+            checked_base(settings, ranks)
+        tiny_families.make("gpt_oss", tmp_path / "gpt_oss")
+        sound = RunnerSettings(model=str(tmp_path / "gpt_oss"), dtype="bfloat16", sleep_folder=tmp_path / "asleep")
+        assert checked_base(sound, ranks).arch == "gpt_oss"
+
+
+def test_layers_that_are_computed_again_give_the_same_numbers(ranks: Ranks, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tiny_families.make("phimoe", tmp_path)
+        settings = RunnerSettings(
+            model=str(tmp_path), activation_checkpointing=True, sleep_folder=tmp_path / "asleep", training="full"
+        )
+        base = Base(settings, ranks)
+        apart = (family_table.all_logprobs(base) - family_table.reference_logprobs(tmp_path)).abs().max()
+    assert float(apart) < family_table.NATS
