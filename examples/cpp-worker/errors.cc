@@ -5,7 +5,7 @@
 namespace strata {
 namespace {
 
-constexpr std::array<std::pair<Reason, const char*>, 10> kWords{{
+constexpr std::array<std::pair<Reason, const char*>, 11> kWords{{
     {Reason::kNone, ""},
     {Reason::kNotRegistered, "not-registered"},
     {Reason::kMembershipChanged, "stale-generation"},
@@ -16,6 +16,7 @@ constexpr std::array<std::pair<Reason, const char*>, 10> kWords{{
     {Reason::kUnknownWorker, "unknown-worker"},
     {Reason::kUnknownDataset, "unknown-dataset"},
     {Reason::kUnknownJob, "unknown-job"},
+    {Reason::kJobFinished, "job-finished"},
 }};
 
 // By number.

@@ -26,6 +26,7 @@ enum class Reason {
   kUnknownWorker,      // unknown-worker
   kUnknownDataset,     // unknown-dataset
   kUnknownJob,         // unknown-job
+  kJobFinished,        // job-finished: nothing is left to do before an operator resets the job
   kLeaseLost,          // lease-lost, from this library: shards are somebody else's now; what was made of them must not count
 };
 

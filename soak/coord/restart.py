@@ -169,7 +169,7 @@ class Trial:
         problem = _problem_of(job)
         failed = [each for each in ended if each.status != 0]
         for each in failed:
-            self._tally.ends[each.reason.split(": ", 1)[-1][:60]] += 1
+            self._tally.ends[each.reason.split(": ", 1)[-1].replace(self._job, "JOB")[:60]] += 1
             if not each.reason:
                 self._tally.problems.append(f"{self._job}: a worker ended with status {each.status} and no reason")
         self._tally.recovered += any("went back to checkpoint" in each.message for each in job.incidents)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from strata.coord.pb import coordinator_pb2 as pb
 from tests.conformance.coordinator.drivers import Answer, Driver
 from tests.conformance.coordinator.fleet import MARKS, Fleet, consume, finish, next_shard, samples
 
@@ -98,3 +99,20 @@ async def test_a_worker_that_knows_only_the_first_fields_is_refused_until_it_has
     while not (assigned := await driver.call("GetNextShards", ask, **who)).get("end_of_epoch"):
         read.append(int(assigned["end_index"]))
     assert sorted(read) == [10, 20]
+
+
+async def test_a_finished_job_takes_no_worker_until_it_is_reset(fleet: Fleet, sdk: str) -> None:
+    driver = await fleet.join(sdk, "w")
+    await driver.ask("dataset", dataset_id="corpus", samples=30, shard_size=10)
+    await consume(driver)
+    await driver.ask("leave")
+    again = await fleet.start(sdk)
+    refused = await again.refused("join", job=fleet.job, worker_id="w")
+    assert (refused.code, refused.reason) == ("FAILED_PRECONDITION", "job-finished")
+    assert f"strata gang reset {fleet.job}" in refused.message
+    reset = await fleet.stub.ResetJob(pb.ResetJobRequest(job_id=fleet.job))
+    assert (reset.job.status, reset.job.run) == (pb.JOB_STATUS_CREATED, 2)
+    driver, start = await joined(fleet, sdk, "w")
+    assert start["start"] is None
+    await driver.ask("dataset", dataset_id="corpus", samples=30, shard_size=10)
+    assert samples(await consume(driver)) == list(range(30))
