@@ -111,6 +111,11 @@ async def test_a_checkpoint_is_exported_over_http_and_says_nothing_of_the_server
     done = run(server, elsewhere, *export, "--base", "base", *where)
     assert done.returncode == 0, done.stderr
     assert {"config.json", "model.safetensors"} <= {file.name for file in (elsewhere / "merged").iterdir()}
+    here = ("--server", str(server.folder / "server.toml"))
+    done = run(server, elsewhere, STRATA, "weights", "export", told["path"], "local", "--format", "peft", *here)
+    assert done.returncode == 0, done.stderr
+    for file in (elsewhere / "local").iterdir():
+        assert file.read_bytes() == (elsewhere / "adapter" / file.name).read_bytes()
 
 
 async def test_a_checkpoint_that_is_not_there_or_no_path_is_an_error_and_leaves_nothing(

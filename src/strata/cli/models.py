@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import click
 
 from strata.cli.output import complain
+from strata.cli.training_server import connect_server, context_option, key_file_option
+
+ANSWER_S: Final = 60.0
 
 
 @click.group()
@@ -48,19 +52,17 @@ def tiny(folder: Path, family: str, layers: int, hidden: int, vocab: int, **more
 
 @models.command()
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT")
-@click.option("--server", metavar="URL", help="The training server; the one that 'strata login' chose unless set.")
 @click.option(
-    "--key-file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    metavar="FILE",
-    help="A file with a key for it, such as api.key in its data folder.",
+    "--server",
+    metavar="URL|CONFIG",
+    help="The training server, or the settings of one that runs here; what 'strata login' chose unless set.",
 )
-@click.option("--context", metavar="NAME", help="A server that you logged in to; the one chosen last unless set.")
+@key_file_option
+@context_option
 def tokenizer(out: Path, server: str | None, key_file: Path | None, context: str | None) -> None:
     """Fetch the tokenizer of a training server's model into the new folder OUT, for AutoTokenizer.from_pretrained."""
     from strata.sdk.checkpoints import fetch_tokenizer
-    from strata.sdk.fleet import client_settings, connect
 
-    with connect(client_settings(context=context, url=server, token_path=key_file)) as client:
+    with connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S) as client:
         names = fetch_tokenizer(client, out)
     complain(f"{', '.join(names)} in {out}")

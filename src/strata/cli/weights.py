@@ -32,14 +32,13 @@ def weights() -> None:
     help="An adapter for PEFT, or a whole model for Hugging Face.",
 )
 @click.option("--base", default="", metavar="MODEL", help="The folder of the model to merge an adapter into.")
-@click.option("--server", metavar="URL", help="The training server; the one that 'strata login' chose unless set.")
 @click.option(
-    "--key-file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    metavar="FILE",
-    help="A file with a key for it, such as api.key in its data folder.",
+    "--server",
+    metavar="URL|CONFIG",
+    help="The training server, or the settings of one that runs here; what 'strata login' chose unless set.",
 )
-@click.option("--context", metavar="NAME", help="A server that you logged in to; the one chosen last unless set.")
+@key_file_option
+@context_option
 def export(checkpoint: str, out: Path, form: Literal["peft", "hf"], base: str, **server: Any) -> None:
     """Make the folder OUT of CHECKPOINT, after verifying it.
 
@@ -63,20 +62,21 @@ def export(checkpoint: str, out: Path, form: Literal["peft", "hf"], base: str, *
 def _export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str, server: Mapping[str, Any]) -> None:
     from strata.cli.extras import require
     from strata.sdk.checkpoints import fetch_adapter, fetch_checkpoint
-    from strata.sdk.fleet import client_settings
 
-    settings = client_settings(context=server["context"], url=server["server"], token_path=server["key_file"])
-    if form == "peft":
-        fetch_adapter(settings, path, out)
-        complain(f"{path} in {out}")
-        return
-    require("transformers", extra="train")
-    from strata.train.runner.export import merge_fetched
-
+    if form == "hf":
+        require("transformers", extra="train")
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as folder:
-        fetch_checkpoint(settings, path, Path(folder))
-        merge_fetched(Path(folder), out, base)
+    with connect_server(
+        server["server"], server["key_file"], server["context"], own="api.key", timeout_s=ANSWER_S
+    ) as client:
+        if form == "peft":
+            fetch_adapter(client, path, out)
+        else:
+            from strata.train.runner.export import merge_fetched
+
+            with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as folder:
+                fetch_checkpoint(client, path, Path(folder))
+                merge_fetched(Path(folder), out, base)
     complain(f"{path} in {out}")
 
 

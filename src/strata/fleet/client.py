@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import shutil
 import socket
 import ssl
 import threading
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import IO, Any, Final, Self, TypeVar
 from urllib.parse import SplitResult, urlencode, urlsplit
 
 import msgspec
@@ -38,6 +39,7 @@ T = TypeVar("T")
 TIMEOUT_S: Final = 30.0
 MAX_REPLY: Final = 64 << 20
 _IDLE: Final = 8
+_PIECE: Final = 1 << 20
 _CODE_OF: Final[Mapping[int, Code]] = {
     400: Code.INVALID,
     401: Code.UNAUTHENTICATED,
@@ -152,8 +154,7 @@ class HubClient:
             headers["Content-Type"] = media_type
         if self._bearer is not None:
             headers["Authorization"] = f"Bearer {self._bearer.reveal()}"
-        base = "" if self._at.scheme == "unix" else self._at.path.rstrip("/")
-        target = base + path + spell_query(query)
+        target = self._below(path) + spell_query(query)
         reply = self._exchange(
             lambda connection: exchange(connection, method, target, content, headers), timeout_s or self._timeout_s
         )
@@ -161,6 +162,29 @@ class HubClient:
         if reply.status >= 300:
             raise _problem(reply, f"{method} {path}")
         return reply
+
+    def download(self, target: str, to: IO[bytes]) -> None:
+        """A file of any size from an address that needs no credentials: they are in its query."""
+
+        def copy(connection: http.client.HTTPConnection) -> Reply:
+            to.seek(0)
+            to.truncate()
+            connection.request("GET", self._below(target))
+            response = connection.getresponse()
+            if response.status >= 300:
+                headers = {name.lower(): value for name, value in response.getheaders()}
+                return Reply(response.status, headers, response.read(_PIECE))
+            shutil.copyfileobj(response, to, _PIECE)
+            if response.length:
+                raise http.client.IncompleteRead(b"", response.length)
+            return Reply(response.status, {"connection": "close"}, b"")
+
+        reply = self._exchange(copy, self._timeout_s)
+        if reply.status >= 300:
+            raise _problem(reply, f"GET {target.partition('?')[0]}")
+
+    def _below(self, path: str) -> str:
+        return path if self._at.scheme == "unix" else self._at.path.rstrip("/") + path
 
     def reload(self) -> None:
         """Read the certificate again: it was renewed. Requests that are under way end on their old connections."""

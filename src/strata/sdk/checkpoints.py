@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import shutil
-import ssl
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote, urlsplit
@@ -15,13 +12,10 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.client import HubClient
-from strata.sdk.fleet import ClientSettings, connect, current_context
 from strata.train.layers import ADAPTER_CONFIG, TOKENIZER_FILES
 
 SCHEME: Final = "tinker://"
 KINDS: Final = ("weights", "sampler_weights")
-_PIECE: Final = 1 << 20
-_FETCH_S: Final = 600.0
 
 
 class _Urls(msgspec.Struct, frozen=True):
@@ -36,21 +30,18 @@ class _Capabilities(msgspec.Struct, frozen=True):
     supported_models: list[_Supported]
 
 
-def fetch_checkpoint(settings: ClientSettings, path: str, folder: Path) -> None:
+def fetch_checkpoint(client: HubClient, path: str, folder: Path) -> None:
     """The files of `tinker://RUN/weights/NAME` into a folder that is there: PEFT's form, or Hugging Face's."""
     run_id, kind, name = _split(path)
     at = f"/api/v1/training_runs/{quote(run_id)}/checkpoints/{kind}/{quote(name)}/external_weights_urls"
-    with connect(settings) as client:
-        urls = client.call("GET", at, _Urls).urls
+    urls = client.call("GET", at, _Urls).urls
     for name, url in urls.items():
         if not name or name in (".", "..") or "/" in name or "\\" in name:
             raise StrataError(Code.INVALID, f"the server names a file {name[:200]!r}")
         there = urlsplit(url)
         # Of the address only what follows the host: the server is where it was reached, whatever it is told it is.
-        with _opened(settings, f"{there.path}?{there.query}") as reply, (folder / name).open("xb") as file:
-            shutil.copyfileobj(reply, file, _PIECE)
-            if reply.length:
-                raise StrataError(Code.UNAVAILABLE, f"{name} was cut off")
+        with (folder / name).open("xb") as file:
+            client.download(f"{there.path}?{there.query}", file)
 
 
 def fetch_tokenizer(client: HubClient, out: Path) -> list[str]:
@@ -80,13 +71,13 @@ def fetch_tokenizer(client: HubClient, out: Path) -> list[str]:
     return [*found]
 
 
-def fetch_adapter(settings: ClientSettings, path: str, out: Path) -> None:
+def fetch_adapter(client: HubClient, path: str, out: Path) -> None:
     """A checkpoint as a new folder in PEFT's form."""
     if out.exists():
         raise StrataError(Code.CONFLICT, f"{out} is there already", hint="give the name of a new folder")
 
     def fill(part: Path) -> None:
-        fetch_checkpoint(settings, path, part)
+        fetch_checkpoint(client, path, part)
         if not (part / ADAPTER_CONFIG).exists():
             raise StrataError(Code.INVALID, f"{path} is a whole model, no adapter", hint="use --format hf")
 
@@ -111,28 +102,3 @@ def _split(path: str) -> tuple[str, str, str]:
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
         raise StrataError(Code.INVALID, f"{path!r} is no path of a checkpoint", hint="tinker://RUN/weights/NAME")
     return parts[0], parts[1], parts[2]
-
-
-@contextmanager
-def _opened(settings: ClientSettings, target: str) -> Iterator[http.client.HTTPResponse]:
-    """The reply to a request that needs no key: it is in the address."""
-    context = current_context(settings)
-    at = urlsplit(context.url)
-    if at.scheme == "https":
-        ca = settings.ca or (Path(context.ca) if context.ca else None)
-        tls = ssl.create_default_context(cafile=None if ca is None else str(ca))
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            at.hostname or "", at.port, timeout=_FETCH_S, context=tls
-        )
-    else:
-        connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=_FETCH_S)
-    try:
-        connection.request("GET", target)
-        reply = connection.getresponse()
-        if reply.status != 200:
-            raise StrataError(Code.UNAVAILABLE, f"the server did not send it: status {reply.status}")
-        yield reply
-    except (OSError, http.client.HTTPException) as error:
-        raise StrataError(Code.UNAVAILABLE, f"the server at {at.netloc} cannot be reached: {error}") from error
-    finally:
-        connection.close()
