@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from strata.train.core import ops
-from strata.train.runner.memory import is_out_of_memory
+from strata.train.runner.memory import _cached_bytes, is_out_of_memory
 from tests.shell.train_runner.exhausted import LONG, Outcome
 from tests.support.torchrun import run_on_ranks
 
@@ -54,3 +55,10 @@ def test_every_form_of_running_out_of_memory_is_known() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
+
+
+@pytest.mark.parametrize("prefix", ["", "total_"])
+def test_files_that_the_kernel_keeps_in_memory_count_as_free(tmp_path: Path, prefix: str) -> None:
+    lines = {"active_file": 5, "inactive_file": 7} | {f"{prefix}active_file": 50, f"{prefix}inactive_file": 70}
+    (tmp_path / "memory.stat").write_text("".join(f"{name} {size}\n" for name, size in lines.items()), encoding="ascii")
+    assert _cached_bytes(tmp_path) == 120

@@ -240,11 +240,20 @@ def _group_bytes() -> int | None:
             folder, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError):
             # "max" is no number: there is no limit then.
-            limit, used = (int((folder / path.lstrip("/") / name).read_text(encoding="ascii")) for name in names)
-            free = max(limit - used, 0) if free is None else min(free, max(limit - used, 0))
+            own = folder / path.lstrip("/")
+            limit, used = (int((own / name).read_text(encoding="ascii")) for name in names)
+            left = max(limit - used + _cached_bytes(own), 0)
+            free = left if free is None else min(free, left)
     return free
+
+
+def _cached_bytes(group: Path) -> int:
+    """Of what a control group uses, files that the kernel gives back when memory is needed."""
+    found = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+    prefix = "total_" if "total_active_file" in found else ""
+    return int(found[f"{prefix}active_file"]) + int(found[f"{prefix}inactive_file"])
 
 
 def _status(name: str) -> int:
