@@ -26,8 +26,10 @@ from urllib.parse import SplitResult, urlencode, urlsplit
 import msgspec
 
 from strata import __version__
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_host
+from strata.base.retry import date_s, retry_after_s
 from strata.base.secret import Secret
 from strata.base.unix_socket import SCHEME as UNIX
 from strata.base.unix_socket import connect_unix, read_address
@@ -394,8 +396,9 @@ def _interrupt(connection: http.client.HTTPConnection) -> None:
 def _problem(reply: Reply, what: str) -> StrataError:
     fallback = _CODE_OF.get(reply.status, Code.UNAVAILABLE if reply.status >= 500 else Code.INTERNAL)
     detail: dict[str, Any] = {}
-    with contextlib.suppress(KeyError, ValueError):
-        detail["retry_after_s"] = float(reply.headers["retry-after"])
+    if "retry-after" in reply.headers:
+        now_s = date_s(reply.headers.get("date"), default_s=SystemClock().wall_s())
+        detail["retry_after_s"] = retry_after_s(reply.headers["retry-after"], now_s=now_s)
     try:
         problem = msgspec.json.decode(reply.content, type=ErrorReply).error
         code = Code(problem.code)

@@ -7,6 +7,7 @@ asynchronous one.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
@@ -15,14 +16,15 @@ from typing import Any, Final, TypeAlias, TypeVar
 import httpx
 import msgspec
 
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.base.retry import Backoff, date_s, retry_after_s
 
 T = TypeVar("T")
 
 PATIENCE_S: Final = 300.0
 """How long a server may be away, or too busy, before a request is given up."""
-FIRST_PAUSE_S: Final = 0.1
-LONGEST_PAUSE_S: Final = 5.0
+BACKOFF: Final = Backoff(first_s=0.1, most_s=5.0)
 AGAIN: Final = frozenset({429, 502, 503, 504})
 REPLY_S: Final = 60.0
 
@@ -54,9 +56,11 @@ Heard = httpx.Response | httpx.TransportError | None
 Flow: TypeAlias = Generator[Step, Heard, T]
 
 
-def exchange(send: Send, *, patience_s: float = PATIENCE_S) -> Flow[httpx.Response]:
+def exchange(
+    send: Send, *, patience_s: float = PATIENCE_S, chance: Callable[[], float] = random.random
+) -> Flow[httpx.Response]:
     """The server's answer. One that is away or too busy is asked again: whatever is sent here may be sent twice."""
-    pause_s, waited_s = FIRST_PAUSE_S, 0.0
+    failures, waited_s = 0, 0.0
     while True:
         heard = yield send
         assert heard is not None
@@ -64,11 +68,21 @@ def exchange(send: Send, *, patience_s: float = PATIENCE_S) -> Flow[httpx.Respon
             return heard
         if waited_s >= patience_s:
             raise _given_up(heard)
-        asked_s = float(heard.headers.get("retry-after", 0)) if isinstance(heard, httpx.Response) else 0.0
-        pause_s = min(max(asked_s, pause_s), LONGEST_PAUSE_S)
+        failures += 1
+        spread = chance()
+        # Those who were asked to come back at the same moment do not: up to a quarter later.
+        asked_s = min(_asked_s(heard), BACKOFF.most_s) * (1 + spread / 4)
+        pause_s = max(BACKOFF.delay_s(failures, spread), asked_s)
         yield Pause(pause_s)
         waited_s += pause_s
-        pause_s *= 2
+
+
+def _asked_s(heard: httpx.Response | httpx.TransportError) -> float:
+    """What the server wants in Retry-After. A date is compared with the server's own, since clocks differ."""
+    if not isinstance(heard, httpx.Response):
+        return 0.0
+    now_s = date_s(heard.headers.get("date"), default_s=SystemClock().wall_s())
+    return retry_after_s(heard.headers.get("retry-after"), now_s=now_s)
 
 
 def call(send: Send) -> Flow[Any]:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strata.base.retry import Backoff
 from strata.fleet.core.job import CHARGED, Cause, Event
 from strata.fleet.core.lease import (
-    Backoff,
     Budget,
     Ruling,
     Tally,

@@ -74,3 +74,16 @@ def test_the_last_error_of_a_job_that_waits_is_shown(person: Person, host: HostB
     assert "last error: ValueError: too small" in told.out
     shown = person.says("status").out
     assert "ValueError: too small" in shown.partition("WAITS")[2]
+
+
+def test_a_name_that_several_jobs_have_means_the_newest_and_says_so(person: Person, here: Path) -> None:
+    first = person.says("run", "-d", "--", "python", "train.py").out.strip()
+    (here / "train.py").write_text("print('better')\n")
+    second = person.says("run", "-d", "--", "python", "train.py").out.strip()
+    shown = person.says("show", "my-project", "-o", "json")
+    older, newer = (each.partition("_")[2][:10] for each in (first, second))
+    assert (shown.status, shown.value["id"]) == (Exit.OK, second)
+    assert shown.err == f"strata: 2 jobs are called my-project; this is the newest, {newer}; before it: {older}\n"
+    assert person.says("show", older, "-o", "json").value["id"] == first
+    refused = person.says("cancel", "my-project")
+    assert (refused.status, f"say which: {newer}, {older}" in refused.err) == (Exit.USAGE, True), "nothing by guess"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.output import Column, Format, Rows, printable
+from strata.cli.output import Column, Format, Rows, complain, printable
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -60,8 +60,11 @@ def show_one(value: Mapping[str, Any], output: Format) -> None:
     write(json.dumps(value, indent=2 if output is Format.JSON else None))
 
 
-def job_named(client: HubClient, text: str) -> wire.JobReply:
-    """By id, by the beginning of one, or by the label of one job, with or without its project before it."""
+def job_named(client: HubClient, text: str, *, newest: bool = True) -> wire.JobReply:
+    """By id, by the beginning of one, or by name, with or without its project before it.
+
+    Of several jobs of that name it is the newest, with a line about the others; without `newest` that is refused.
+    """
     from strata.fleet import wire
 
     if _ID.fullmatch(text):
@@ -77,9 +80,13 @@ def job_named(client: HubClient, text: str) -> wire.JobReply:
     ]
     if not found:
         raise StrataError(Code.NOT_FOUND, f"there is no job {text[:100]!r}", hint="strata list")
+    found.sort(key=lambda job: -job.created_at_s)
     if len(found) > 1:
-        ids = ", ".join(short(job.id) for job in found[:5])
-        raise StrataError(Code.INVALID, f"{len(found)} jobs are called {text!r}", hint=f"say which: {ids}")
+        first, *others = (short(job.id) for job in found[:5])
+        several = f"{len(found)} jobs are called {printable(text)}"
+        if not newest:
+            raise StrataError(Code.INVALID, several, hint=f"say which: {', '.join((first, *others))}")
+        complain(f"strata: {several}; this is the newest, {first}; before it: {', '.join(others)}")
     return client.call("GET", f"/v1/job/{found[0].id}", wire.JobReply)
 
 

@@ -41,7 +41,7 @@ def _each_job(
 
         names = {each.id: each.name for each in all_hosts(client)}
         # All names are looked up before anything is changed: a misspelt one changes nothing.
-        found = [job_named(client, text).job for text in jobs]
+        found = [job_named(client, text, newest=False).job for text in jobs]
         body = None if reason is None else wire.CancelRequest(reason=reason)
         changed = [client.call("POST", f"/v1/job/{job.id}/{verb}", wire.Job, body=body) for job in found]
     show_rows(output, _CHANGED, ((job_row(job, names), {"id": short(job.id)}) for job in changed))

@@ -195,7 +195,7 @@ def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
 @hub_option
 @output_option
 def show(job: str, context: str | None, output: Format) -> None:
-    """Show one JOB and its attempts. JOB is an id, the beginning of one, or a name that only one job has."""
+    """Show one JOB and its attempts. JOB is an id, the beginning of one, or a name: of several jobs the newest."""
     with asking(context) as client:
         from strata.fleet import wire
 

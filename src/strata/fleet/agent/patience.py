@@ -12,7 +12,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.lease import Backoff
+from strata.base.retry import Backoff
 
 P = ParamSpec("P")
 T = TypeVar("T")

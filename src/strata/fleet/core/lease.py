@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from strata.base.retry import Backoff
 from strata.fleet.core.job import CHARGED, Cause, Event
 
 LEASE_S: Final = 45.0
@@ -27,19 +28,6 @@ MAX_ATTEMPTS: Final = 3
 MAX_LOST: Final = 5
 MAX_INFRA: Final = 10
 QUARANTINE_JOBS: Final = 3
-
-
-class Backoff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Doubling waits. Chance spreads jobs that failed together over half of the wait: they do not return together."""
-
-    first_s: float = 5.0
-    most_s: float = 600.0
-
-    def delay_s(self, failures: int, chance: float) -> float:
-        """The wait after `failures` failures of a kind (at least 1), for a `chance` of at least 0 and below 1."""
-        # 2.0 ** 1024 overflows; long before that the cap holds.
-        full = min(self.first_s * 2.0 ** min(max(failures, 1) - 1, 64), self.most_s)
-        return full * (0.5 + chance / 2)
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
