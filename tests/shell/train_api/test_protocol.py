@@ -227,50 +227,6 @@ async def _until_taken(client: Client, step: dict[str, Any]) -> Any:
             return reply.json()
 
 
-async def test_what_belongs_to_another_does_not_exist(server: Server) -> None:
-    alice, bob = server.alice, server.bob
-    session = alice.model.partition(":")[0]
-    future = await alice.post("save_weights", {"model_id": alice.model, "seq_id": 1, "path": "mine"})
-    saved = await alice.done(future)
-    await bob.open()
-    for path, ours, unknown in (
-        ("retrieve_future", {"request_id": future["request_id"]}, {"request_id": "nobody:train:0:1"}),
-        ("cancel_future", {"request_id": future["request_id"]}, {"request_id": "nobody:train:0:1"}),
-        ("get_info", {"model_id": alice.model}, {"model_id": "nobody:train:0"}),
-        ("optim_step", alice.step(2), alice.step(2) | {"model_id": "nobody:train:0"}),
-        ("forward_backward", alice.batch(2), alice.batch(2) | {"model_id": "nobody:train:0"}),
-        ("unload_model", {"model_id": alice.model}, {"model_id": "nobody:train:0"}),
-        ("session_heartbeat", {"session_id": session}, {"session_id": "nobody"}),
-        ("kill_session", {"session_id": session}, {"session_id": "nobody"}),
-        ("list_checkpoints", {"model_id": alice.model}, {"model_id": "nobody:train:0"}),
-        (
-            "delete_checkpoint",
-            {"model_id": alice.model, "checkpoint_id": "mine"},
-            {"model_id": "nobody:train:0", "checkpoint_id": "mine"},
-        ),
-        ("weights_info", {"tinker_path": saved["path"]}, {"tinker_path": "tinker://nobody:train:0/weights/mine"}),
-    ):
-        answers = [(await bob.post(path, body, 404))["error"] for body in (ours, unknown)]
-        texts = [
-            each["message"].replace(str(mine), "")
-            for each, mine in zip(answers, (alice.model, "nobody:train:0"), strict=True)
-        ]
-        texts = [text.replace(session, "").replace("nobody", "") for text in texts]
-        assert texts[0] == texts[1], path
-        assert (await alice.send("POST", f"/api/v1/{path}", json=unknown)).status_code == 404
-    assert (await bob.get("sessions"))["sessions"] == [bob.model.partition(":")[0]]
-    assert [each["training_run_id"] for each in (await bob.get("training_runs"))["training_runs"]] == [bob.model]
-    await bob.get(f"training_runs/{alice.model}", 404)
-    await bob.get(f"sessions/{session}", 404)
-    loading = {"model_id": bob.model, "seq_id": 1, "path": saved["path"], "optimizer": True}
-    stolen = await bob.send("POST", "/api/v1/load_weights", json=loading)
-    if stolen.status_code == 200:
-        assert (await bob.done(stolen.json()))["category"] == "user"
-    else:
-        assert stolen.status_code == 404
-    assert (await alice.done(await alice.post("optim_step", alice.step(2))))["metrics"]["step"] == 1
-
-
 async def test_a_new_key_of_the_same_name_is_the_same_tenant(server: Server) -> None:
     again = await new_client(server.operator, "alice")
     assert (await again.post("get_info", {"model_id": server.alice.model}))["model_id"] == server.alice.model
