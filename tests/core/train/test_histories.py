@@ -8,9 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.core.commands import Exhausted
 from strata.train.core.facts import Accepted, Dispatched, Finished, GivenUp
 from strata.train.core.future import OPEN
-from strata.train.core.inputs import Accept, CommitSnapshot
+from strata.train.core.inputs import Accept, CommitSnapshot, RunOut
 from strata.train.core.snapshots import KEEP
 from tests.core.train.servers import Server, forward_backward, step
 
@@ -83,6 +84,17 @@ class Histories(RuleBasedStateMachine):
         number = min(self.server.state.dispatches)
         if number > self.applied_number:
             self.server.give_up(number)
+
+    @rule()
+    @precondition(lambda self: self.server.state.dispatches)
+    def ranks_run_out_of_memory(self) -> None:
+        """The group is thrown away; the new one is told what is left of the pass."""
+        number = min(self.server.state.dispatches)
+        operations = [self.server.state.futures.get(each) for each in self.server.state.dispatches[number].future_ids]
+        passes = [each for each in operations if each is not None and isinstance(each.operation, ops.ForwardBackward)]
+        if number > self.applied_number and passes:
+            found = Exhausted(0, passes[0].model_id, 3, 2)
+            self.server.ask(RunOut(number, found, self.server.now_s))
 
     @rule(trouble=st.sampled_from([None, None, "the disk is full"]))
     @precondition(lambda self: self.server.state.snapshotting is not None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.journal.memory import MemoryJournal
 from strata.train.core import facts, ops
 from strata.train.core.catching_up import Past, left_out
 from strata.train.core.commands import Exhausted, Segment
@@ -12,6 +14,7 @@ from strata.train.core.inputs import Dispatching, DispatchNext, RunOut
 from strata.train.core.memory import without
 from strata.train.core.pack import check
 from strata.train.core.state import Dispatch
+from strata.train.orchestrator.history import dispatches
 from tests.core.train.servers import Server, forward_backward, step
 
 LIMIT = 500
@@ -131,3 +134,34 @@ def test_what_did_not_fit_is_no_part_of_what_is_replayed() -> None:
     assert left.rows == [[(Segment(0, 0),), (Segment(1, 1),)], [(Segment(1, 0),), ()]]
     nothing = without(Dispatch(7, ("a",), (((Segment(0, 0),),),)), {"a"})
     assert left_out(Past(nothing, (), ()))
+
+
+@pytest.mark.parametrize("live", [True, False])
+async def test_ranks_that_catch_up_are_told_what_was_left_of_the_pass_and_nothing_that_did_not_fit(live: bool) -> None:
+    """Whether the ranks themselves rejected it, or a group died of it."""
+    server = Server()
+    dispatch, long, short = shared_pass(server)
+    done = ops.PassDone(ops.Inline(b""))
+    if live:
+        failed = ops.Failed("user", "out of memory", memory=True)
+        server.answer(dispatch, [failed if each == long else done for each in dispatch.future_ids])
+    else:
+        server.ask(RunOut(dispatch.number, exhausted(server.future(long).model_id), server.now_s))
+        server.answer(server.state.dispatches[dispatch.number], [done])
+    (alone,) = server.accept(forward_backward(server.future(long).model_id, 2, [700]))
+    nothing = server.dispatch()
+    assert nothing is not None
+    server.ask(RunOut(nothing.number, exhausted(server.future(alone).model_id), server.now_s))
+    journal = MemoryJournal(SystemClock())
+    lead = await journal.lead("train/t", "a", 60.0)
+    await journal.append("train/t", lead.epoch, 0, server.journal)
+    told = [
+        past
+        async for past in dispatches(
+            journal, "train/t", after=0, through=server.state.dispatched, given_up=server.state.given_up, pending={}
+        )
+    ]
+    passes = [each for each in told if isinstance(each.operations[0], ops.ForwardBackward)]
+    assert [list(each.dispatch.future_ids) for each in passes] == [[short]]
+    assert [segment for rank in passes[0].dispatch.rows for row in rank for segment in row] == [Segment(0, 0)]
+    assert list(passes[0].failed) == [False]
