@@ -280,11 +280,12 @@ def test_a_full_disk_stops_neither_heartbeats_nor_revocation(
     namespace = ("unshare", "--mount", "--propagation=private", "sh", "-c", SMALL_DISK, str(tmp_path), STRATA)
     with process(tmp_path, python=namespace) as hub:
         disk = Path(f"/proc/{hub.pid}/root{tmp_path}")
-        token = (disk / "operator.token").read_text().strip()
-        with httpx.Client(base_url=hub.url, headers={"X-Operator-Token": token}, timeout=60) as operator:
+        hub.data = disk
+        with hub.client() as operator:
             made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), wire.LocalHostReply)
             key = ok(operator.post("/v1/keys", json={"name": "k", "role": "viewer"}), wire.KeyReply)
-            with httpx.Client(base_url=hub.url, headers={"Authorization": f"Bearer {made.secret}"}) as host:
+            secret = {"Authorization": f"Bearer {made.secret}"}
+            with httpx.Client(base_url="http://hub", headers=secret, transport=hub.transport()) as host:
                 host.post("/v1/host/register", json={"capability": {"hostname": "h"}})
                 trainer = {"name": "t", "command": ["x"], "directory": "/d"}
                 body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}

@@ -12,7 +12,7 @@ from strata.base.secret import Secret
 from strata.identity.ca import Authority
 from strata.identity.ports import HostIdentity, IdentityStore, Key
 from strata.identity.roles import OPERATOR, Kind, Principal
-from strata.identity.tokens import Bearer, read_bearer, same_hash
+from strata.identity.tokens import Bearer, check_strength, read_bearer, same_hash
 
 REMEMBERED_S: Final = 1.0
 """A row is asked for again after this time: so long may a revoked key still be taken."""
@@ -36,7 +36,7 @@ class Authenticator:
         self._store = store
         self._clock = clock
         self._authority = authority
-        self._operator_token = None if operator_token is None else operator_token.reveal().encode()
+        self._operator_token = None if operator_token is None else check_strength(operator_token).reveal().encode()
         self._rows: dict[tuple[str, str], tuple[float, Key | HostIdentity]] = {}
 
     async def identify(self, credentials: Credentials) -> Principal:

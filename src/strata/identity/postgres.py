@@ -99,9 +99,13 @@ class PostgresIdentity:
     async def certified(self, host_id: str, until_s: float, actor: str, now_s: float) -> None:
         async with self._connections.transaction() as connection:
             row = await _one(connection, "identity_host", rows.HOST, host_id)
-            rows.check_certifiable(None if row is None else rows.host_of(row), host_id)
+            host = rows.check_certifiable(None if row is None else rows.host_of(row), host_id)
             update = "UPDATE identity_host SET certificate_until = %s WHERE id = %s"
             await connection.execute(update, (until_s, host_id))
+            if not actor.startswith(rows.BY_INVITE):
+                # The host has what the invite was for: from now on only its certificate gets it another one.
+                spent = "UPDATE identity_invite SET revoked_at = %s WHERE used_by = %s AND revoked_at IS NULL"
+                await connection.execute(spent, (now_s, host.public_key))
             await record_postgres(connection, [rows.event(now_s, actor, "host.certified", host_id, until_s=until_s)])
 
     async def revoke_host(self, host_id: str, reason: str, actor: str, now_s: float) -> None:

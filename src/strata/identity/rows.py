@@ -61,6 +61,10 @@ def event(at_s: float, actor: str, kind: str, subject: str, **body: Any) -> Even
     return Event(at_s, actor, kind, subject, body)
 
 
+BY_INVITE: Final = "invite:"
+"""How the actor begins whose invite gets a certificate."""
+
+
 def check_invite(invite: Invite | None, secret_hash: str, host: HostIdentity, now_s: float) -> Invite:
     """The invite, if this secret and this host may use it now. A wrong secret learns no more than an unknown id."""
     if invite is None or not same_hash(invite.secret_hash, secret_hash):
@@ -69,9 +73,7 @@ def check_invite(invite: Invite | None, secret_hash: str, host: HostIdentity, no
         raise StrataError(
             Code.FORBIDDEN, f"the join token is for the host {invite.name}", hint=f"join with --name {invite.name}"
         )
-    if invite.used_by == host.public_key:
-        return invite
-    if invite.used_by:
+    if invite.used_by not in ("", host.public_key):
         raise StrataError(Code.FORBIDDEN, "the join token has been used", hint="each token enrolls one host")
     if invite.revoked_at_s is not None:
         raise StrataError(Code.FORBIDDEN, "the join token was revoked", hint="ask for a new one: strata invite")
@@ -98,11 +100,12 @@ def settle_host(
     )
 
 
-def check_certifiable(host: HostIdentity | None, host_id: str) -> None:
+def check_certifiable(host: HostIdentity | None, host_id: str) -> HostIdentity:
     if host is None:
         raise missing("host", host_id)
     if host.revoked_at_s is not None:
         raise StrataError(Code.FORBIDDEN, f"the host {host.name} was revoked: {host.revoked_because}")
+    return host
 
 
 def missing(what: str, id_: str) -> StrataError:

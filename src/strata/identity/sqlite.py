@@ -96,8 +96,12 @@ class SqliteIdentity:
 
     async def certified(self, host_id: str, until_s: float, actor: str, now_s: float) -> None:
         def note(db: sqlite3.Connection) -> None:
-            rows.check_certifiable(_host(db, host_id), host_id)
+            host = rows.check_certifiable(_host(db, host_id), host_id)
             db.execute("UPDATE identity_host SET certificate_until = ? WHERE id = ?", (until_s, host_id))
+            if not actor.startswith(rows.BY_INVITE):
+                # The host has what the invite was for: from now on only its certificate gets it another one.
+                spent = "UPDATE identity_invite SET revoked_at = ? WHERE used_by = ? AND revoked_at IS NULL"
+                db.execute(spent, (now_s, host.public_key))
             record_sqlite(db, [rows.event(now_s, actor, "host.certified", host_id, until_s=until_s)])
 
         await self._thread.write(note)

@@ -20,6 +20,8 @@ PRIVILEGED: Final = "op_"
 """How the id of a key of an operator or an admin begins."""
 _SECRET_BYTES: Final = 20
 _ID_BYTES: Final = 6
+_FEWEST_CHARACTERS: Final = 20
+_FEWEST_DIFFERENT: Final = 8
 _BEARER: Final = re.compile(r"(tml|hst)-([0-9a-z_]{4,64})-([0-9a-f]{40})")
 _JOIN: Final = re.compile(r"fj1\.([0-9a-f]{64})\.([0-9a-f]{12})\.([0-9a-f]{40})")
 
@@ -58,6 +60,19 @@ def hash_secret(secret: Secret) -> str:
 
 def same_hash(one: str, other: str) -> bool:
     return hmac.compare_digest(one, other)
+
+
+def check_strength(token: Secret) -> Secret:
+    """INVALID for an operator token that could be guessed; nobody else can tell how it was chosen."""
+    text = token.reveal()
+    if len(text) < _FEWEST_CHARACTERS or len(set(text)) < _FEWEST_DIFFERENT:
+        raise StrataError(
+            Code.INVALID,
+            f"the operator token can be guessed: it needs {_FEWEST_CHARACTERS} characters, {_FEWEST_DIFFERENT} of them"
+            " different",
+            hint="leave it out, and one is made; or take the output of: openssl rand -hex 24",
+        )
+    return token
 
 
 def new_key_id(*, privileged: bool) -> str:

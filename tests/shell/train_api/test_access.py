@@ -22,25 +22,6 @@ def url(endpoint: Endpoint) -> str:
 PATHS = sorted({url(endpoint) for endpoint in TABLE})
 
 
-async def test_nobody_gets_in_without_credentials_or_with_wrong_ones(alone: Reached) -> None:
-    public = {(each.method, url(each)) for each in TABLE if each.need.public}
-    ways = [{}, *({b"X-API-Key": wrong.encode()} for wrong in WRONG), {b"Authorization": b"Basic YTpi"}]
-    for path in (*PATHS, "/openapi.json", "/", "/docs", "/api/v1/nothing"):
-        for method in METHODS:
-            for headers in ways if (method, path) not in public else ():
-                reply = await alone.http.request(method, path, headers=headers)
-                assert reply.status_code == 401, (method, path, headers)
-                assert "www-authenticate" in reply.headers
-
-
-async def test_the_role_below_is_refused_and_the_role_itself_is_not(alone: Reached) -> None:
-    for endpoint in TABLE:
-        for role in Role:
-            reply = await alone.ask(endpoint.method, url(endpoint), role, content=b"[]")
-            allowed = endpoint.need.public or (endpoint.need.role is not None and role >= endpoint.need.role)
-            assert (reply.status_code != 403) is allowed, (endpoint, role, reply.text)
-
-
 async def test_a_method_that_is_not_declared_is_refused(alone: Reached) -> None:
     for path in PATHS:
         declared = {each.method for each in TABLE if url(each) == path}

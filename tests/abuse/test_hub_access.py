@@ -1,0 +1,185 @@
+"""Every route of the hub against every caller that may not use it, from the table that is served."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from strata.base.errors import StrataError
+from strata.base.secret import Secret
+from strata.fleet import wire
+from strata.fleet.http.table import TABLE
+from strata.http.declare import Endpoint
+from strata.hub.compose import TOKEN_FILE
+from strata.hub.settings import Tls
+from strata.identity.roles import Role
+from strata.identity.tokens import check_strength
+from tests.shell.fleet_http.running import Running, ok, running
+from tests.shell.fleet_http.test_access import METHODS, url
+
+Tries = Callable[[int], None]
+AREA = "hub: who calls"
+CLOSED = tuple(endpoint for endpoint in TABLE if not endpoint.need.public)
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path / "hub", tls=Tls(enabled=True)) as started:
+        yield started
+
+
+async def assert_all(client: httpx.AsyncClient, status: int, tries: Tries, endpoints: tuple[Endpoint, ...]) -> None:
+    tries(len(endpoints))
+    assert endpoints
+    for endpoint in endpoints:
+        reply = await client.request(endpoint.method, url(endpoint.path))
+        assert reply.status_code == status, (endpoint.method, endpoint.path, reply.text)
+
+
+async def made_key(site: Running, **more: object) -> wire.KeyReply:
+    operator = await site.operator()
+    return ok(await operator.post("/v1/keys", json={"name": "k", "role": "admin", **more}), wire.KeyReply)
+
+
+@pytest.mark.attack(AREA, "no credentials, every route and method")
+async def test_nobody_gets_in_without_credentials(site: Running, tries: Tries) -> None:
+    anybody = await site.client()
+    public = {(endpoint.method, endpoint.path) for endpoint in TABLE if endpoint.need.public}
+    assert len(public) == 3
+    for path in dict.fromkeys(endpoint.path for endpoint in TABLE):
+        for method in METHODS:
+            if (method, path) not in public:
+                tries(1)
+                reply = await anybody.request(method, url(path))
+                assert reply.status_code == 401, (method, path)
+
+
+@pytest.mark.attack(AREA, "invented key")
+async def test_an_invented_key_opens_nothing(site: Running, tries: Tries) -> None:
+    stranger = await site.client(Authorization="Bearer tml-0123456789ab-" + "0" * 40)
+    await assert_all(stranger, 401, tries, CLOSED)
+
+
+@pytest.mark.attack(AREA, "real key id, wrong secret")
+async def test_the_id_of_a_key_is_not_the_key(site: Running, tries: Tries) -> None:
+    secret = (await made_key(site)).secret
+    flipped = secret[:-1] + ("0" if secret[-1] != "0" else "1")
+    await assert_all(await site.client(Authorization=f"Bearer {flipped}"), 401, tries, CLOSED)
+
+
+@pytest.mark.attack(AREA, "expired admin key")
+async def test_an_expired_key_opens_nothing(site: Running, tries: Tries) -> None:
+    made = await made_key(site, valid_s=0.001)
+    site.hub.site.authenticator.forget()
+    await assert_all(await site.client(Authorization=f"Bearer {made.secret}"), 401, tries, CLOSED)
+
+
+@pytest.mark.attack(AREA, "revoked admin key")
+async def test_a_revoked_key_opens_nothing(site: Running, tries: Tries) -> None:
+    made = await made_key(site)
+    assert (await (await site.operator()).post(f"/v1/key/{made.key.id}/revoke")).status_code == 204
+    await assert_all(await site.client(Authorization=f"Bearer {made.secret}"), 401, tries, CLOSED)
+
+
+@pytest.mark.attack(AREA, "wrong operator token")
+async def test_a_wrong_operator_token_opens_nothing(site: Running, tries: Tries) -> None:
+    await assert_all(await site.client(**{"X-Operator-Token": "0" * 48}), 401, tries, CLOSED)
+
+
+@pytest.mark.attack(AREA, "operator token without its last character")
+async def test_a_part_of_the_operator_token_opens_nothing(site: Running, tries: Tries) -> None:
+    token = (site.data / TOKEN_FILE).read_text().strip()
+    await assert_all(await site.client(**{"X-Operator-Token": token[:-1]}), 401, tries, CLOSED)
+
+
+@pytest.mark.attack(AREA, "Basic authorization")
+async def test_basic_authorization_opens_nothing(site: Running, tries: Tries) -> None:
+    token = (site.data / TOKEN_FILE).read_text().strip()
+    client = await site.client()
+    client.auth = httpx.BasicAuth("operator", token)
+    await assert_all(client, 401, tries, CLOSED)
+
+
+@pytest.mark.attack(AREA, "the secret of a local host, where there is TLS")
+async def test_a_hosts_secret_opens_nothing_where_there_is_tls(site: Running, tries: Tries) -> None:
+    _, secret = await site.hub.site.enrollment.add_local("local")
+    await assert_all(await site.client(Authorization=f"Bearer {secret}"), 401, tries, CLOSED)
+
+
+@pytest.mark.attack(AREA, "key in the query, in a cookie, in headers of proxies")
+async def test_a_key_counts_only_where_keys_belong(site: Running, tries: Tries) -> None:
+    secret = (await made_key(site)).secret
+    headers = {"Cookie": f"key={secret}", "X-API-Key": secret, "X-Forwarded-For": "127.0.0.1", "X-Client-Cert": "x"}
+    client = await site.client(**headers)
+    client.params = httpx.QueryParams({"key": secret, "token": secret})
+    await assert_all(client, 401, tries, CLOSED)
+
+
+@pytest.mark.attack(AREA, "two Authorization headers, the good one second")
+async def test_of_two_authorizations_the_first_counts(site: Running, tries: Tries) -> None:
+    secret = (await made_key(site)).secret
+    client = await site.client()
+    client.headers = httpx.Headers([("Authorization", "Bearer x"), ("Authorization", f"Bearer {secret}")])
+    await assert_all(client, 401, tries, CLOSED)
+
+
+@pytest.mark.parametrize("role", [Role.VIEWER, Role.RESEARCHER, Role.OPERATOR, Role.ADMIN], ids=lambda role: role.name)
+@pytest.mark.attack(AREA, "a role on every route above it")
+async def test_a_role_is_refused_on_every_route_above_it(site: Running, role: Role, tries: Tries) -> None:
+    above = tuple(each for each in CLOSED if each.need.role is None or role < each.need.role)
+    await assert_all(await site.with_role(role.name.lower()), 403, tries, above)
+
+
+@pytest.mark.attack(AREA, "a host on every route of people")
+async def test_a_host_is_refused_on_every_route_of_people(tmp_path: Path, tries: Tries) -> None:
+    async with running(tmp_path / "local") as plain:
+        people = tuple(each for each in CLOSED if not each.need.host)
+        await assert_all((await plain.host("anna")).http, 403, tries, people)
+
+
+@pytest.mark.attack(AREA, "the secret of a host that was revoked")
+async def test_a_revoked_host_is_refused_everywhere(tmp_path: Path, tries: Tries) -> None:
+    async with running(tmp_path / "local") as plain:
+        anna = await plain.host("anna")
+        assert (await (await plain.operator()).post("/v1/host/anna/revoke")).status_code == 204
+        await assert_all(anna.http, 403, tries, CLOSED)
+
+
+@pytest.mark.attack(AREA, "paths that do not exist, to find out what does")
+async def test_a_stranger_is_not_told_what_exists(site: Running, tries: Tries) -> None:
+    anybody, viewer = await site.client(), await site.with_role("viewer")
+    for path in ("/", "/v1", "/v1/nothing", "/v1/jobs/", "//v1/health", "/v1/health/", "/V1/HEALTH"):
+        tries(2)
+        assert (await anybody.get(path)).status_code == 401
+        assert (await viewer.get(path)).status_code == 404
+
+
+@pytest.mark.attack(AREA, "a weak operator token")
+async def test_a_hub_does_not_start_with_a_token_that_can_be_guessed(tmp_path: Path, tries: Tries) -> None:
+    for weak in ("hunter2hunter2", "a" * 48, "abcabcabcabcabcabcabcabc", "0123456789abcdef012"):
+        tries(1)
+        with pytest.raises(StrataError, match="guessed"):
+            check_strength(Secret(weak))
+    with pytest.raises(StrataError, match="guessed"):
+        async with running(tmp_path / "weak", operator_token=Secret("hunter2hunter2")):
+            pass
+
+
+@pytest.mark.attack("hub: roles", "viewers and hosts read the environment of trainers", known_open="M9")
+async def test_secrets_of_a_trainer_are_for_its_owner_alone(tmp_path: Path) -> None:
+    async with running(tmp_path / "local") as plain:
+        trainer = {"name": "t", "command": ["x"], "directory": "/d", "env": {"TOKEN": "very-secret"}}
+        body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
+        assert (await (await plain.with_role("researcher")).post("/v1/jobs", json=body)).status_code == 200
+        assert "very-secret" not in (await (await plain.with_role("viewer")).get("/v1/trainers")).text
+
+
+@pytest.mark.attack("hub: resources", "a researcher sets the priority of a job to a million", known_open="M12")
+async def test_a_researcher_cannot_put_a_job_before_all_others(tmp_path: Path) -> None:
+    async with running(tmp_path / "local") as plain:
+        trainer = {"name": "t", "command": ["x"], "directory": "/d"}
+        body = {"spec": {"model": "m", "trainer": "t", "priority": 1_000_000}, "trainer": trainer}
+        assert (await (await plain.with_role("researcher")).post("/v1/jobs", json=body)).status_code in (400, 403)
