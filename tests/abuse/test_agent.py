@@ -23,13 +23,17 @@ from strata.fleet import wire
 from strata.fleet.agent import child
 from strata.fleet.agent.attempt import Attempt
 from strata.fleet.agent.calls import Calls
+from strata.fleet.agent.git import LOCAL
+from strata.fleet.agent.job_input import Checkout
 from strata.fleet.agent.lease_paths import attempt_name
 from strata.fleet.agent.patience import Threads
 from strata.fleet.agent.prepare import Site, prepare
 from strata.fleet.agent.ship import last_metrics
+from strata.fleet.agent.sources import unpacking
 from strata.fleet.agent.state import Record, State
 from strata.fleet.agent.transfer import send
-from strata.fleet.agent.workdir import Place, remove
+from strata.fleet.agent.unprivileged import feed, receive
+from strata.fleet.agent.workdir import Place, make, remove
 from strata.fleet.artifacts.files import Tree, scan
 from strata.fleet.artifacts.manifest import Kind, Lineage
 from strata.fleet.client import HubClient
@@ -319,6 +323,34 @@ def test_a_repository_that_only_root_can_read_is_not_fetched_for_a_job(host: Sit
         prepare(host, given, a_place(host, given), None)
     assert not holds(host.attempts, HOST_KEY)
     assert not holds(host.cache, HOST_KEY)
+
+
+@pytest.mark.attack(AREA, "what git writes for a job is the job's user's, and none of it is left behind")
+def test_git_runs_as_the_jobs_user_with_nothing_of_roots(host: Site) -> None:
+    """Over the protocol of files, which `run_as` does not allow: what is looked at is who does the work."""
+    repository = host.settings.work_folder / "repository"
+    repository.mkdir()
+    (repository / "train.py").write_text("print(1)")
+    (repository / "link").symlink_to("/etc/hostname")
+    for args in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", *identity, *args], cwd=repository, check=True, env={"PATH": "/usr/bin:/bin"})
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, check=True, text=True)
+    given = lease(a_trainer(bundle="a" * 64))
+    place = a_place(host, given)
+    make(place, given, a_trainer(bundle="a" * 64), host.owner)
+    # git refuses a repository of another user.
+    subprocess.run(["chown", "-R", "nobody", str(repository)], check=True)
+    environ = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    request = Checkout(
+        url=str(repository), commit=head.stdout.strip(), scratch=str(place.tmp), protocols=LOCAL, environ=environ
+    )
+    packed = b"".join(receive(request, host.owner, 1 << 20))
+    feed(unpacking(place.source, any_link=True), host.owner, [packed])
+    assert (place.source / "train.py").read_text() == "print(1)"
+    assert (place.source / "link").is_symlink()
+    assert {path.lstat().st_uid for path in place.source.rglob("*")} == {owner(host).uid}
+    assert list(place.tmp.iterdir()) == []
 
 
 @pytest.mark.attack(AREA, "a folder of root's as the source, with run_as")
