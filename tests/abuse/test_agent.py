@@ -28,7 +28,6 @@ from strata.fleet.agent.job_input import Checkout
 from strata.fleet.agent.lease_paths import attempt_name
 from strata.fleet.agent.patience import Threads
 from strata.fleet.agent.prepare import Site, prepare
-from strata.fleet.agent.ship import last_metrics
 from strata.fleet.agent.sources import unpacking
 from strata.fleet.agent.state import Record, State
 from strata.fleet.agent.transfer import send
@@ -37,7 +36,9 @@ from strata.fleet.agent.workdir import Place, make, remove
 from strata.fleet.artifacts.files import Tree, scan
 from strata.fleet.artifacts.manifest import Kind, Lineage
 from strata.fleet.client import HubClient
+from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.requirement import Needs
 from strata.fleet.wire import LeaseGiven
 from tests.abuse.second_user import (
     EXCHANGE,
@@ -517,11 +518,17 @@ def test_a_third_user_reaches_nothing_of_an_attempt(host: Site, tries: Callable[
     tries(len(attacks))
 
 
-@pytest.mark.attack(AREA, "a pipe instead of the metrics, to make the agent wait for ever")
-def test_a_pipe_where_the_agent_reads_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(StrataError, match="is not a file"):
-        last_metrics(tmp_path / "metrics.jsonl")
+@pytest.mark.attack(AREA, "a pipe or a link instead of the metrics, to make the agent wait for ever or read elsewhere")
+@pytest.mark.parametrize("what", ["os.mkfifo(path)", "os.symlink('/etc/passwd', path)", "os.mkdir(path)"])
+def test_metrics_that_are_not_a_file_are_the_jobs_failure(hub: HubProcess, tmp_path: Path, what: str) -> None:
+    name = f"pia{len(what)}"
+    with agent(hub, tmp_path, name):
+        code = f"import os; path = os.environ['STRATA_METRICS']; os.unlink(path); {what}"
+        trainer = TrainerSpec(name=name, command=("python", "-c", code), directory="/")
+        spec = JobSpec(model=name, trainer=name, needs=Needs(allowed_hosts=(name,)))
+        attempt = hub.until_tried(hub.submit_with(trainer, spec))
+        assert attempt.cause is Cause.USER_ERROR
+        assert "metrics.jsonl cannot be read" in attempt.error
 
 
 @pytest.mark.attack(AREA, "folders in folders, deeper than a recursion, among the results and to be removed")

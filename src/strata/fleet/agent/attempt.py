@@ -244,12 +244,25 @@ class Attempt:
                 await self._farewell()
                 return
             await self._patiently("the log", lambda: self._log.ship(last=True))
-            await self._patiently("the metrics", lambda: self._metrics.ship(last=True))
+            outcome = await self._ship_metrics(outcome)
             failpoint("agent.attempt.logged")
             await self._tell(outcome)
         except StrataError as error:
             # Stale, ended, unknown: somebody else has the last word, and said it.
             _log.warning("an attempt is dropped", job=self.record.lease.job_id, reason=error.message)
+
+    async def _ship_metrics(self, outcome: Outcome) -> Outcome:
+        """The outcome: a job that put a pipe or a link in place of its metrics has not completed."""
+        try:
+            await self._patiently("the metrics", lambda: self._metrics.ship(last=True))
+        except StrataError as error:
+            if error.code is not Code.INVALID:
+                raise
+            if outcome.cause is None:
+                return Outcome(
+                    cause=Cause.USER_ERROR, error=f"the metrics cannot be kept: {error}", facts=outcome.facts
+                )
+        return outcome
 
     async def _tell(self, outcome: Outcome) -> None:
         if outcome.cause is None:

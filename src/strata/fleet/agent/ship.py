@@ -60,7 +60,7 @@ class Shipper:
 
     def _read(self, offset: int) -> bytes:
         try:
-            with open_regular(Tree(self._path.parent), self._path.name) as file:
+            with _opened(self._path) as file:
                 file.seek(offset)
                 return file.read(PIECE)
         except FileNotFoundError:
@@ -78,6 +78,16 @@ def tail_of(path: Path) -> str:
         return ""
 
 
+def _opened(path: Path) -> BinaryIO:
+    """INVALID if the job has put something else there than a file; FileNotFoundError if there is nothing."""
+    try:
+        return open_regular(Tree(path.parent), path.name)
+    except FileNotFoundError:
+        raise
+    except (OSError, StrataError) as error:
+        raise StrataError(Code.INVALID, f"{path.name} cannot be read: {error}") from error
+
+
 def _lines(file: BinaryIO) -> list[bytes]:
     """Some lines; of one that is too long as much as shows that it is."""
     lines: list[bytes] = []
@@ -92,7 +102,7 @@ def last_metrics(path: Path) -> dict[str, float]:
     """The last value of each metric that is a number: what a completed job is compared by."""
     found: dict[str, float] = {}
     try:
-        with open_regular(Tree(path.parent), path.name) as file:
+        with _opened(path) as file:
             while lines := _lines(file):
                 reports, _ = parse_lines(lines)
                 for report in reports:

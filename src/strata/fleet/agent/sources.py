@@ -100,11 +100,20 @@ def _keep(cache: Path, name: PathName, fetch: Callable[[], Iterable[bytes]]) -> 
 def _bundle(bundle: str, fetch: Fetch) -> Iterable[bytes]:
     digest = blob_digest(bundle)
     if not digest:
-        return fetch.artifact(artifact_id(bundle))
+        return _bounded(fetch.artifact(artifact_id(bundle)))
     content = fetch.blob(digest)
     if sha256_hex(content) != digest:
         raise StrataError(Code.CORRUPT, f"what was fetched as the source {digest} is something else")
     return (content,)
+
+
+def _bounded(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    received = 0
+    for piece in pieces:
+        received += len(piece)
+        if received > MAX_UNPACKED:
+            raise StrataError(Code.PRECONDITION, f"the source has more than {MAX_UNPACKED} bytes")
+        yield piece
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
