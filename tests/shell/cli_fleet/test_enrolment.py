@@ -25,10 +25,22 @@ def secure(tmp_path: Path) -> Iterator[Process]:
 
 @pytest.fixture
 def operator(secure: Process, stranger: Person) -> Person:
-    pin = pin_of(fetch_authority(secure.url))
-    done = stranger.says("login", secure.url, "--token-file", str(secure.data / "operator.token"), "--ca-pin", pin)
+    token, pin = str(secure.data / "operator.token"), told_pin(secure)
+    done = stranger.says("login", secure.url, "--token-file", token, "--ca-pin", pin)
     assert done.status == Exit.OK, done.err
     return stranger
+
+
+def told_pin(hub: Process) -> str:
+    """As the hub's operator reads it from its first line, and not from the network."""
+    return hub.said[0].partition(", pin ")[2].partition(",")[0].strip()
+
+
+def test_the_pin_that_login_asks_for_is_printed_by_the_hub_and_by_invite(operator: Person, secure: Process) -> None:
+    pin = told_pin(secure)
+    assert pin == pin_of(fetch_authority(secure.url))
+    assert pin in operator.says("invite").err
+    assert operator.says("invite", "-o", "json").value["ca_pin"] == pin
 
 
 def test_a_pin_that_nobody_compared_or_that_differs_is_refused(

@@ -52,7 +52,8 @@ def invite(
     if not made.tls:
         complain("strata: this hub is on loopback without TLS: other machines cannot reach it", hint="strata hub --tls")
     there = url if url.startswith("https:") else "URL"
-    complain(f"strata: the hub's pin, for people who run 'strata login {there}':\n  {pin}")
+    if made.tls:
+        complain(f"strata: the hub's pin, for people who run 'strata login {there}':\n  {pin}")
     join = f"strata join {there} --name {name}" if name else f"strata join {there}"
     complain(f"strata: good for one host and {span(made.expires_in_s)}; run '{join}' there and give it this:")
     write(made.token)
