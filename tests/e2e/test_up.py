@@ -102,7 +102,7 @@ def test_one_machine_that_may_take_four_of_fourteen_goes_on_where_it_was(
     machine.up()
     assert machine.knows("status")["jobs"] == jobs
     assert machine.says("apply", "--no-describe", str(manifest)) == "=14 unchanged\n"
-    assert machine.says("apply", str(sweep), "--wait") == "+4 new  ~1 host  \N{MINUS SIGN}10 orphaned, kept\n"
+    assert machine.says("apply", str(sweep), "--wait") == "+4 new  \N{MINUS SIGN}10 orphaned, kept\n"
     table = machine.says("metrics", "--sweep", "search", "--sort", "test_auc").splitlines()
     assert table[0].split()[:6] == ["ID", "JOB", "HIDDEN", "IMPUTE", "LEARNING_RATE", "TEST_AUC"]
     best_first = [float(line.split()[5]) for line in table[1:]]
