@@ -316,8 +316,10 @@ def test_a_full_disk_stops_neither_heartbeats_nor_revocation(
 async def test_health_tells_that_nothing_can_be_written(site: Running) -> None:
     anybody = await site.client()
     assert (await anybody.get("/v1/health")).status_code == 200
-    site.hub.site.writing.fails = True
-    reply = await anybody.get("/v1/health")
+    await site.hub.site.fleet.store.close()
+    async with asyncio.timeout(30):
+        while (reply := await anybody.get("/v1/health")).status_code == 200:
+            await asyncio.sleep(0.1)
     assert refused(reply) == (503, "unavailable")
 
 

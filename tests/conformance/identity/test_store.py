@@ -80,11 +80,28 @@ async def test_an_invitation_with_a_name_is_good_for_that_name_only(store: Ident
 async def test_a_lost_reply_is_repeated_and_another_key_is_refused(store: IdentityStore) -> None:
     await store.add_invite(INVITE, "operator")
     first = await store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1001.0)
-    again = await store.enroll(INVITE.id, INVITE.secret_hash, replace(HOST, id="host_2"), 9999.0)
+    again = await store.enroll(INVITE.id, INVITE.secret_hash, replace(HOST, id="host_2"), 1500.0)
     assert again == first
     other = replace(HOST, id="host_3", name="bob", public_key="key-of-bob")
     refused = await refusal(store.enroll(INVITE.id, INVITE.secret_hash, other, 1002.0))
     assert (refused.code, refused.message) == (Code.FORBIDDEN, "the join token has been used")
+
+
+@pytest.mark.parametrize("ends", ["expired", "revoked", "renewed"])
+async def test_a_used_invitation_ends_with_its_time_its_revocation_or_the_first_renewal(
+    store: IdentityStore, ends: str
+) -> None:
+    await store.add_invite(INVITE, "operator")
+    host = await store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1001.0)
+    await store.certified(host.id, 5000.0, f"invite:{INVITE.id}", 1001.0)
+    await store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1002.0)
+    if ends == "revoked":
+        await store.revoke_invite(INVITE.id, "operator", 1003.0)
+    elif ends == "renewed":
+        await store.certified(host.id, 6000.0, f"host:{host.id}", 1003.0)
+    now_s = 9999.0 if ends == "expired" else 1004.0
+    refused = await refusal(store.enroll(INVITE.id, INVITE.secret_hash, HOST, now_s))
+    assert refused.code is Code.FORBIDDEN
 
 
 async def test_a_used_invitation_does_not_bring_a_revoked_host_back(store: IdentityStore) -> None:
