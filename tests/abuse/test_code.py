@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -44,20 +44,26 @@ def trees() -> list[tuple[Path, ast.Module]]:
     return [(file, ast.parse(file.read_text(encoding="utf-8"))) for file in files]
 
 
-def calls() -> Iterator[tuple[Path, ast.Call, str]]:
-    for file, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                yield file, node, ast.unparse(node.func)
+@cache
+def calls() -> list[tuple[Path, ast.Call, str]]:
+    return [
+        (file, node, ast.unparse(node.func))
+        for file, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    ]
 
 
-def imported() -> Iterator[tuple[Path, str]]:
+@cache
+def imported() -> list[tuple[Path, str]]:
+    found: list[tuple[Path, str]] = []
     for file, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                yield from ((file, alias.name) for alias in node.names)
+                found += [(file, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield file, node.module
+                found.append((file, node.module))
+    return found
 
 
 @pytest.mark.parametrize(
