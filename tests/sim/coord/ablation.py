@@ -119,7 +119,11 @@ _ack = applying._ack
 _next_shards = shards.next_shards
 
 EVERY: dict[str, list[Ablation]] = {
-    "a stale generation may take shards": [(shards, "settled_member", _any_generation)],
+    # Either of the two is enough after a recovery; without both, a worker goes on in a lineage that was given up.
+    "a stale generation may take shards, recovered or not": [
+        (shards, "settled_member", _any_generation),
+        (shards, "check_recovered", _anybody_starts),
+    ],
     "a life that is over may speak": [(members, "member_of", _any_life)],
     "anybody may ack any lease": [(shards, "_settle_acks", _anybodys_lease)],
     "a lost worker's shard is read again from its start": [(ledger, "give_back", _rest_from_the_start)],

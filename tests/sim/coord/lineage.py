@@ -135,6 +135,8 @@ class SimWorker:
     saved: Saved | None = None
     rank: int = -1
     finished: bool = False
+    asks_where: bool = False
+    """It has asked which checkpoint to go back to, and got no answer."""
     awake: bool = False
     """Of a zombie: whether it goes on again."""
 
@@ -334,8 +336,9 @@ class History:
             elif error.code is not Code.UNAVAILABLE:
                 raise
             return
+        worker.asks_where = outcome is None
         if outcome is None:
-            # The answer was lost, but everybody will hear of the generation sooner or later.
+            # The answer was lost: it asks again before anything else, as the same call.
             return
         reply = outcome.reply
         assert isinstance(reply, Recovery)
@@ -355,9 +358,10 @@ class History:
             self.base = self.models[reply.checkpoint.checkpoint_id if reply.checkpoint else None].copy()
             for each in self.workers.values():
                 each.part = Counter()
+            # Only now: to one that is told later the others may have begun the next checkpoint already.
+            self.step = reply.checkpoint.step if reply.checkpoint else 0
         worker.part = Counter() if worker.generation < generation else worker.part
         worker.generation, worker.rank = reply.place.generation, reply.place.rank
-        self.step = reply.checkpoint.step if reply.checkpoint else 0
         worker.held, worker.read, worker.given_up, worker.saved = {}, {}, {}, None
         worker.epoch, worker.finished = 0, False
 
@@ -433,11 +437,17 @@ class History:
         if not worker.finished:
             self._ask_for(worker)
 
-    def _ask_for(self, worker: SimWorker, foreign: int | None = None) -> None:
-        if worker.generation == 0:
-            # It takes the place that its registration gave it, with empty state: only a refusal makes it recover.
+    def _start(self, worker: SimWorker) -> None:
+        """It takes the place that its registration gave it, with empty state: only a refusal makes it recover."""
+        if worker.asks_where:
+            self._recover(worker)
+        else:
             worker.generation = self._generation_of(worker)
             worker.rank = self.coordinator.state.jobs[JOB].ranks.get(worker.worker_id, -1)
+
+    def _ask_for(self, worker: SimWorker, foreign: int | None = None) -> None:
+        if worker.generation == 0 or worker.asks_where:
+            self._start(worker)
             return
         # Between taking its part of a checkpoint and reporting it a worker acks nothing.
         acks = [] if worker.saved else [Ack(lease_id) for lease_id in worker.read]
