@@ -21,9 +21,9 @@ from strata.train.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.runner.export import export
 from strata.train.runner.ranks import Ranks
 from strata.train.runner.tiny import TinyModel, make
-from tests.shell.train_runner import reference
+from tests.shell.train_runner import reference, tiny_families
 from tests.shell.train_runner.alone import driver_of, one_rank
-from tests.shell.train_runner.driver import Driver, batch, logprobs_of
+from tests.shell.train_runner.driver import VOCABULARY, Driver, batch, logprobs_of
 
 CLOSE: Final = 2e-4
 """How far the log-probabilities may be apart: float32, added in another order."""
@@ -42,6 +42,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make(folder / "llama", TinyModel(family="llama", seed=0))
     make(folder / "qwen3_moe", TinyModel(family="qwen3_moe", seed=1))
     make(folder / "tied", TinyModel(family="llama", seed=2))
+    without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    tiny_families.make("gpt2", folder / "gpt2", vocab_size=VOCABULARY, **without)
     config = json.loads((folder / "tied" / "config.json").read_text(encoding="utf-8"))
     (folder / "tied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}), encoding="utf-8")
     weights = load_file(folder / "tied" / "model.safetensors")
@@ -79,8 +81,8 @@ def close(model: Any, expected: list[np.ndarray[Any, Any]], tolerance: float = C
         np.testing.assert_allclose(ours, reference.logprobs(model, one).detach().numpy(), atol=tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("model", ["llama", "tied", "qwen3_moe"])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:fan_in_fan_out is set to True")
+@pytest.mark.parametrize("model", ["llama", "tied", "qwen3_moe", "gpt2"])
 def test_an_exported_adapter_says_the_same_in_peft_and_merged_in_hugging_face(
     model: str, models: Path, drivers: Callable[[str, str], Driver], tmp_path: Path
 ) -> None:
@@ -95,7 +97,7 @@ def test_an_exported_adapter_says_the_same_in_peft_and_merged_in_hugging_face(
     assert max(float(np.abs(one - other).max()) for one, other in zip(base, expected, strict=True)) > 100 * CLOSE
 
 
-@pytest.mark.parametrize("model", ["llama", "tied", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["llama", "tied", "qwen3_moe", "gpt2"])
 def test_a_saved_adapter_of_every_base_is_one_that_can_be_imported(
     model: str, models: Path, drivers: Callable[[str, str], Driver]
 ) -> None:

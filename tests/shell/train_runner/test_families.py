@@ -75,6 +75,8 @@ def test_a_family_is_equal_when_all_weights_are_trained_too(family: str, ranks: 
 def test_the_table_counts_at_least_sixty_families_and_forty_five_equal_ones() -> None:
     assert tuple(TABLE) == tiny_families.FAMILIES
     assert family_table.counts(TABLE.values()) in family_table.DOCUMENT.read_text(encoding="utf-8")
+    training = family_table.DOCUMENT.with_name("training.md").read_text(encoding="utf-8")
+    assert f"[{len(EQUAL)} families](families.md)" in training
     built = [row for row in TABLE.values() if row.split("|")[2].strip() != "not built"]
     assert len(built) >= 60
     assert len(EQUAL) >= 45

@@ -109,7 +109,7 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def config_of(family: str) -> Any:
+def config_of(family: str, **changes: Any) -> Any:
     """The tiny configuration; raises whatever the family's own class raises."""
     kind = CONFIG_MAPPING[family]
     with warnings.catch_warnings():
@@ -122,7 +122,7 @@ def config_of(family: str) -> Any:
         sizes |= _layers(usual)
         if "qk_rope_head_dim" in usual:
             sizes |= {"head_dim": sizes["qk_rope_head_dim"], "num_key_value_heads": sizes["num_attention_heads"]}
-        return kind(**sizes | dict(OWN.get(family, {})))
+        return kind(**sizes | dict(OWN.get(family, {})) | changes)
 
 
 def _layers(usual: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,9 +136,9 @@ def _layers(usual: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def shape_of(family: str) -> PreTrainedModel:
+def shape_of(family: str, **changes: Any) -> PreTrainedModel:
     """The modules of a tiny model, on the device that is set."""
-    config = config_of(family)
+    config = config_of(family, **changes)
     if config.sub_configs:
         raise ValueError("it takes more than text")
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -146,16 +146,16 @@ def shape_of(family: str) -> PreTrainedModel:
     return model
 
 
-def make(family: str, folder: Path) -> None:
+def make(family: str, folder: Path, **changes: Any) -> None:
     """A tiny model of the family in `folder`, in Hugging Face's form."""
     with torch.device("meta"):
-        shape = shape_of(family)
+        shape = shape_of(family, **changes)
     size = sum(tensor.numel() for tensor in (*shape.parameters(), *shape.buffers()))
     if size > LARGEST:
         raise ValueError(f"its smallest form here has {size:,} numbers")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = shape_of(family)
+        model = shape_of(family, **changes)
     draw(model)
     model.save_pretrained(str(folder))
 
