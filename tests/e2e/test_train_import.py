@@ -263,7 +263,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], None], str]]] = {
     "no rank": (changed(r="four"), "cannot be read"),
     "no alpha": (changed(lora_alpha=0), "lora_alpha is 0"),
     "too many words": (changed(task_type="x" * (1 << 20)), "too long"),
-    "unknown layers": (renamed("q_proj", "r_proj"), "no layer that is trained here"),
+    "unknown layers": (renamed("q_proj", "r_proj"), "the base has no layer"),
     "layers beyond": (renamed("layers.1.", "layers.7."), "the base has no layer"),
     "experts one by one": (renamed("experts.lora", "experts.0.down_proj.lora"), "the base has no layer"),
     "experts in the other order": (rewritten(exchanged), "the base needs"),

@@ -29,7 +29,7 @@ TURNED: Final = frozenset({"c_attn", "c_fc", "c_proj"})
 """Layers that some families store as (inputs, outputs)."""
 WITHOUT_EFFECT: Final = frozenset(
     {
-        "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out", "inference_mode",
+        "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "inference_mode",
         "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
         "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules",
         "target_parameters", "task_type",

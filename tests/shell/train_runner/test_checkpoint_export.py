@@ -81,7 +81,7 @@ def close(model: Any, expected: list[np.ndarray[Any, Any]], tolerance: float = C
         np.testing.assert_allclose(ours, reference.logprobs(model, one).detach().numpy(), atol=tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:fan_in_fan_out is set to True")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:fan_in_fan_out is set to")
 @pytest.mark.parametrize("model", ["llama", "tied", "qwen3_moe", "gpt2"])
 def test_an_exported_adapter_says_the_same_in_peft_and_merged_in_hugging_face(
     model: str, models: Path, drivers: Callable[[str, str], Driver], tmp_path: Path

@@ -22,7 +22,7 @@ from strata.train.core.ops import LoraConfig
 from strata.train.core.state import IMPORTED
 from strata.train.layers import ADAPTER, ADAPTER_CONFIG, PREFIX, peft_layer
 from strata.train.runner import shards
-from strata.train.runner.lora import Adapter, is_turned, sides_of
+from strata.train.runner.lora import Adapter, sides_of
 from strata.train.runner.model import Base, read, tokenizer_files
 from strata.train.runner.optimizer import MOMENTS
 from strata.train.runner.packed import PackedModel
@@ -125,7 +125,6 @@ def _peft_config(adapter: Adapter, base: Base) -> Mapping[str, Any]:
         "lora_alpha": adapter.config.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": any(is_turned(base.lm, name) for name in linear),
         "target_modules": _target_modules(base.lm, linear),
         "target_parameters": list(dict.fromkeys(experts)) or None,
         "inference_mode": True,
