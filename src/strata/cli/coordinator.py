@@ -75,9 +75,9 @@ def _run(config: Path | None, flags: dict[str, str | None]) -> None:
     help="How long heartbeats renew a worker's token; 0s for never.",
 )
 @click.option(
-    "--id", "token_id", metavar="NAME", help="What to revoke it by; made up unless set, and written to stderr."
+    "--id", "revoke_id", metavar="NAME", help="What to revoke it by; made up unless set, and written to stderr."
 )
-def token(config: Path | None, token_id: str | None, **wanted: str) -> None:
+def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
     """Print a token for workers or operators of a job.
 
     A running worker gets a new one before its own expires, for the time given by --renew-for.
@@ -106,20 +106,20 @@ def token(config: Path | None, token_id: str | None, **wanted: str) -> None:
         role=role,
         expires_s=now_s + ttl_s,
         worker=wanted["worker"],
-        id=token_id or Ids(clock).new("token"),
+        id=revoke_id or Ids(clock).new("token"),
         issued_s=now_s,
         renew_until_s=now_s + max(ttl_s, renew_s) if renew_s and role is Role.WORKER else 0,
     )
     made = Tokens(secret).issue(claims)
-    if token_id is None:
+    if revoke_id is None:
         complain(f"strata coordinator: token {claims.id}; 'strata coordinator revoke {claims.id}' ends it")
     write(made)
 
 
 @coordinator.command()
 @_config
-@click.argument("token_id")
-def revoke(config: Path | None, token_id: str) -> None:
+@click.argument("revoke_id", metavar="ID")
+def revoke(config: Path | None, revoke_id: str) -> None:
     """Refuse a token and all its renewals from now on.
 
     Adds its id to the file that the setting revoked_tokens names; every coordinator that reads the file follows within
@@ -135,10 +135,10 @@ def revoke(config: Path | None, token_id: str) -> None:
             "there is no file of revoked tokens",
             hint="set revoked_tokens in the settings of the coordinator, and restart it once",
         )
-    if not token_id or token_id.split() != [token_id]:
-        raise StrataError(Code.INVALID, f"{token_id!r} is not the id of a token")
+    if not revoke_id or revoke_id.split() != [revoke_id]:
+        raise StrataError(Code.INVALID, f"{revoke_id!r} is not the id of a token")
     with file.open("a", encoding="utf-8") as lines:
-        lines.write(f"{token_id}\n")
+        lines.write(f"{revoke_id}\n")
 
 
 def _seconds(ttl: str, least: int = 1) -> int:
