@@ -29,7 +29,7 @@ EVERY_FACT: list[Fact] = [
     kinds.BarrierDecided(JOB, 1, "b", Verdict.TIMED_OUT, ("w1",)),
     kinds.CheckpointReported(JOB, 1, 7, "c7", "w0", Part(0, "/c7", 1, ""), (kinds.Consumed(CORPUS, 0, 1, 2),)),
     kinds.CheckpointCommitted(JOB, 1, 7, "c7"),
-    kinds.Recovered(JOB, None, "c7"),
+    kinds.Recovered(JOB, None, "c7", recover_first=True),
     kinds.WorkerRecovered(JOB, "w0"),
     kinds.CommandIssued(JOB, 1, CommandKind.STOP, ("w0",), "because", {"grace": "5"}, "request-1"),
     kinds.CommandAcked(JOB, 1, "w0"),

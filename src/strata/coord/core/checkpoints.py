@@ -147,7 +147,7 @@ def recover(state: CoordState, given: Recover) -> tuple[list[Fact], Recovery]:
     live = state.live_of(job.job)
     facts: list[Fact] = [
         *end_all(job, live),
-        Recovered(job.job, to, given.bad_checkpoint_id),
+        Recovered(job.job, to, given.bad_checkpoint_id, recover_first=True),
         WorkerRecovered(job.job, worker_id),
         *formed(job, list(job.ranks)),
     ]

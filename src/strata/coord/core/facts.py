@@ -303,6 +303,8 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
     job: str
     checkpoint_id: str | None
     bad_checkpoint_id: str | None = None
+    recover_first: bool = False
+    """Members get no shard before their own `WorkerRecovered`. Journals from before that fact do not say so."""
 
 
 class WorkerRecovered(msgspec.Struct, frozen=True, tag=True):
