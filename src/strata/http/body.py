@@ -30,7 +30,7 @@ _MAX_SPLIT: Final = 1 << 20
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How slow a body may come: after the grace at this rate, on the whole."""
+    """How slow a body may come: at this rate, and never further behind it than the grace, however fast it began."""
 
     grace_s: float = 20.0
     bytes_per_s: float = 4096.0
@@ -51,21 +51,21 @@ class Incoming(Upload):
         return self._parts()
 
     async def _parts(self) -> AsyncIterator[bytes]:
-        waited_s = 0.0
+        left_s = self._pace.grace_s
         while self._more:
-            due_s = self._pace.grace_s + self._received / self._pace.bytes_per_s
             # Only the client's time counts, not what whoever takes the parts needs for them.
             asked_s = time.monotonic()
             try:
-                async with asyncio.timeout(due_s - waited_s):
+                async with asyncio.timeout(left_s):
                     message = await self._receive()
             except TimeoutError:
                 raise HttpRefusal(408, Code.DEADLINE, "the body of the request comes too slowly") from None
-            waited_s += time.monotonic() - asked_s
+            left_s -= time.monotonic() - asked_s
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             self._more = message.get("more_body", False)
             part = message.get("body", b"")
+            left_s = min(self._pace.grace_s, left_s + len(part) / self._pace.bytes_per_s)
             self._received += len(part)
             if self._received > self._limit:
                 raise _too_large(self._limit)

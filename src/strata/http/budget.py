@@ -21,7 +21,7 @@ class BodyBudget:
 
     def __init__(self, total: int = TOTAL, *, largest: int = 0, wait_s: float = WAIT_S) -> None:
         self.share = max(total // 2, largest)
-        self.total = max(total, self.share)
+        self.total = max(total, 2 * self.share)
         self.wait_s = wait_s
         self._held = 0
         self._held_by: dict[str, int] = {}

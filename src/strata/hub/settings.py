@@ -76,7 +76,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     header_s: Positive = 10.0
     """How long the head of a request may take to arrive."""
     body_grace_s: Positive = 20.0
-    """How long the body of a request may take, if it is small; a large one has to keep up a modest pace."""
+    """How long the body of a request may take, if it is small, or pause; a large one has to keep up a modest pace."""
     send_s: Positive = SEND_S
     """How long a client may take for each piece of a reply."""
     max_failures: Annotated[int, msgspec.Meta(ge=1)] = BURST
