@@ -10,10 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from starlette.datastructures import Headers
+from starlette.types import Message
 
 from strata.base.errors import Code, StrataError
 from strata.http import zstd
+from strata.http.body import Incoming, Pace
 from strata.http.budget import BodyBudget
+from strata.http.errors import HttpRefusal
 from strata.identity.roles import Role
 from strata.train.core import ops
 from strata.train.wire import json_era, native, native_reader, tinker
@@ -147,6 +151,54 @@ def test_the_elements_of_a_batch_in_our_own_form_are_counted_before_they_are_rea
             found = native_reader.read_pass(body)
         assert isinstance(found, ops.Unreadable)
         assert "length" in found.message
+
+
+@pytest.mark.attack(AREA, "MessagePack of a million parameters of a loss, and of names of many MiB")
+def test_the_parameters_of_a_loss_and_their_names_are_bounded_before_they_are_read(tries: Tries) -> None:
+    whole = {"model_id": "m", "seq_id": 1, "loss": "cross_entropy", "config": {}, "datums": []}
+    long = "x" * (8 * MIB)
+    for more in (
+        {"config": {str(number): 1.0 for number in range(MIB)}},
+        {"config": {long: 1.0}},
+        {"config": {"a": long}},
+        {"loss": long},
+    ):
+        tries(1)
+        body = native.encode(whole | more)
+        with memory_below(20 * MIB):
+            found = native_reader.read_pass(body)
+        assert isinstance(found, ops.Unreadable)
+        assert "length" in found.message
+    with pytest.raises(StrataError, match="length"):
+        native_reader.read_pass(native.encode(whole | {"model_id": long}))
+
+
+@pytest.mark.attack(AREA, "a body that came fast, and then stays away or trickles while it keeps its room")
+async def test_a_body_may_not_pause_for_longer_however_fast_it_came(tries: Tries) -> None:
+    pace = Pace(grace_s=0.3, bytes_per_s=1000)
+    for trickles in (False, True):
+        tries(1)
+        first: list[Message] = [{"type": "http.request", "body": b"x" * MIB, "more_body": True}]
+
+        async def receive(first: list[Message] = first, trickles: bool = trickles) -> Message:
+            if first:
+                return first.pop()
+            await asyncio.sleep(0.1 if trickles else 3600)
+            return {"type": "http.request", "body": b"x", "more_body": True}
+
+        async with asyncio.timeout(10):
+            with pytest.raises(HttpRefusal) as refused:
+                await Incoming(receive, Headers(), 2 * MIB, pace).whole()
+        assert refused.value.status == 408
+
+
+@pytest.mark.attack(AREA, "one body that is as large as all the room there is")
+async def test_the_largest_body_leaves_room_for_others() -> None:
+    budget = BodyBudget(100, largest=1000, wait_s=0.01)
+    with budget.hold("a") as first, budget.hold("b") as other:
+        await first.resize(1000)
+        await other.resize(1000)
+    assert budget.held == 0
 
 
 @pytest.mark.attack(AREA, "more bodies at once than there is memory for, of one tenant")

@@ -36,6 +36,8 @@ class DType(StrEnum):
 MAX_DATUMS: Final = 1 << 16
 MAX_INPUTS: Final = 64
 MAX_DIMENSIONS: Final = 8
+MAX_CONFIG: Final = 64
+MAX_NAME: Final = 256
 
 
 class Dense(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):

@@ -17,6 +17,7 @@ from strata.train.core.ops import (
     MAX_DATUMS,
     MAX_DIMENSIONS,
     MAX_INPUTS,
+    MAX_NAME,
     Datum,
     Dense,
     DType,
@@ -24,7 +25,6 @@ from strata.train.core.ops import (
     Tensor,
 )
 
-MAX_NAME: Final = 256
 MAX_DENSE_BYTES: Final = 1 << 30
 """Of a sparse matrix when it is written out: a few bytes must not become all the memory of a rank."""
 

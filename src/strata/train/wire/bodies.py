@@ -14,7 +14,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.wire.arrays import MAX_NAME
+from strata.train.core.ops import MAX_NAME
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 Seq = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]

@@ -13,13 +13,14 @@ import msgspec
 from strata.train.core import ops
 
 MEDIA_TYPE: Final = "application/x-strata-msgpack"
+Name = Annotated[str, msgspec.Meta(max_length=ops.MAX_NAME)]
 
 
 class PassBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model_id: str
+    model_id: Name
     seq_id: int
-    loss: str
-    config: Mapping[str, float | str] = {}
+    loss: Name
+    config: Annotated[Mapping[Name, float | Name], msgspec.Meta(max_length=ops.MAX_CONFIG)] = {}
     forward_only: bool = False
     datums: Annotated[Sequence[ops.Datum], msgspec.Meta(max_length=ops.MAX_DATUMS)]
 

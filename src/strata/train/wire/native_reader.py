@@ -8,12 +8,12 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.wire.native import PassBody
+from strata.train.wire.native import Name, PassBody
 from strata.train.wire.request import PassRequest, Place, checked
 
 
 class _Head(msgspec.Struct):
-    model_id: str
+    model_id: Name
     seq_id: int
 
 

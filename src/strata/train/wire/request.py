@@ -10,10 +10,10 @@ from typing import Final
 from strata.base.errors import StrataError
 from strata.base.suggest import suggestion
 from strata.train.core import ops
-from strata.train.wire.arrays import MAX_NAME, check_datums, refuse
+from strata.train.core.ops import MAX_CONFIG, MAX_NAME
+from strata.train.wire.arrays import check_datums, refuse
 
 MAX_SEQ: Final = 2**31 - 1
-MAX_CONFIG: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
