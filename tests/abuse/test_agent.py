@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -70,6 +71,19 @@ from strata.base.tar import TarReader, decompressed
 with contextlib.suppress(StrataError):
     list(TarReader(decompressed(sys.stdin.buffer)))
 print(pathlib.Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+"""
+HONEST = "print(1)"
+# Writes over what git checks out below this folder, from when it is there until it is killed.
+REWRITE = """
+import glob, sys
+print("up", flush=True)
+while True:
+    for path in glob.glob(sys.argv[1] + "/source-*/tree/train.py"):
+        try:
+            open(path, "r+").write("evil")
+            open(path, "r+").truncate(4)
+        except OSError:
+            pass
 """
 OTHER_UID = 65_533
 """A second user without a name, who is not the job's."""
@@ -352,6 +366,59 @@ def test_git_runs_as_the_jobs_user_with_nothing_of_roots(host: Site) -> None:
     assert (place.source / "link").is_symlink()
     assert {path.lstat().st_uid for path in place.source.rglob("*")} == {owner(host).uid}
     assert list(place.tmp.iterdir()) == []
+
+
+def a_remote(site: Site) -> tuple[Site, str, str]:
+    """A host whose jobs' user has a home, an address there that `ssh` reaches, and a commit of many files."""
+    folder = site.settings.work_folder
+    home, programs, repository = folder / "home", folder / "programs", folder / "repository"
+    for made in (home, programs, repository):
+        made.mkdir()
+    # What is at the other end of ssh, without the network between.
+    (programs / "ssh").write_text('#!/bin/sh\nfor command; do :; done\nexec sh -c "$command"\n')
+    (programs / "ssh").chmod(0o755)
+    for number in range(2000):
+        (repository / f"a{number}.py").write_text("pass")
+    (repository / "train.py").write_text(HONEST)
+    for args in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", *identity, *args], cwd=repository, check=True, env={"PATH": "/usr/bin:/bin"})
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, check=True, text=True)
+    subprocess.run(["chown", "-R", "nobody", str(repository), str(home)], check=True)
+    environ = {"PATH": f"{programs}:/usr/bin:/bin"}
+    host = Site(site.settings, site.calls, environ, replace(owner(site), home=str(home)))
+    return host, f"localhost:{repository}", head.stdout.strip()
+
+
+@pytest.mark.attack(AREA, "rewrite what git checked out for another job, before it is packed and kept for all")
+def test_a_checkout_that_another_job_rewrote_is_not_given_to_later_attempts(host: Site) -> None:
+    site, url, commit = a_remote(host)
+    first, later = (lease(a_trainer(git=url, commit=commit), epoch=epoch) for epoch in (1, 2))
+    with as_user(REWRITE, a_place(site, first).tmp) as racer:
+        assert racer.stdout is not None
+        racer.stdout.readline()
+        prepare(site, first, a_place(site, first), None)
+    # Jobs of one user are not protected from each other while both are there; what comes later is.
+    assert (a_place(site, first).source / "train.py").read_text() == "evil"
+    prepare(site, later, a_place(site, later), None)
+    assert (a_place(site, later).source / "train.py").read_text() == HONEST
+    assert not site.cache.exists() or list(site.cache.iterdir()) == []
+
+
+@pytest.mark.attack(AREA, "leave a filter for git in the home of the jobs' user")
+@pytest.mark.parametrize("attributes", ["named in .gitconfig", ".config/git/attributes"])
+def test_a_filter_in_the_home_of_the_jobs_user_changes_no_source(host: Site, attributes: str) -> None:
+    site, url, commit = a_remote(host)
+    home = Path(owner(site).home)
+    places = {"named in .gitconfig": home / "attributes", ".config/git/attributes": home / ".config/git/attributes"}
+    places[attributes].parent.mkdir(parents=True, exist_ok=True)
+    places[attributes].write_text("train.py filter=evil\n")
+    named = f"[core]\nattributesFile = {places[attributes]}\n" if attributes == "named in .gitconfig" else ""
+    # The rest of the configuration counts: it is where credentials and addresses are.
+    moved = f'[url "{url}"]\ninsteadOf = localhost:moved\n'
+    (home / ".gitconfig").write_text(f'{named}{moved}[filter "evil"]\nsmudge = echo evil\n')
+    place = prepared(site, a_trainer(git="localhost:moved", commit=commit))
+    assert (place.source / "train.py").read_text() == HONEST
 
 
 @pytest.mark.attack(AREA, "a folder of root's as the source, with run_as")

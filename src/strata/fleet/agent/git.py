@@ -1,7 +1,9 @@
 """One commit of a repository: fetched and written as files by git, which is asked for nothing else.
 
-No hooks, no prompts, no submodules, and of its protocols those that a list allows. This runs in the process of the
-job's user (`job_input`), never in the agent.
+No hooks, no prompts, no submodules, and of its protocols those that a list allows. The configuration of the user and of
+the system counts where git fetches, for that is where credentials are; what it writes is the commit's content alone,
+without filters and attributes from elsewhere. This runs in the process of the job's user (`job_input`), never in the
+agent.
 """
 
 from __future__ import annotations
@@ -25,6 +27,13 @@ _SSH: Final = re.compile(
     r"ssh://(?!-)[^\x00-\x20\x7f]+|(?:[A-Za-z0-9._-]+@)?[A-Za-z0-9][A-Za-z0-9.-]*:(?![:-])[^\x00-\x20\x7f]+"
 )
 _FILE: Final = re.compile(r"(?:file://)?/[^\x00-\x1f\x7f]*")
+_ALONE: Final = {
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_NO_REPLACE_OBJECTS": "1",
+}
+"""Nothing but the repository decides what is written."""
 
 
 def check_url(url: str, protocols: str) -> str:
@@ -81,10 +90,10 @@ class _Git:
     def _do(self, args: tuple[str, ...], index: str, tree: str) -> tuple[int, str]:
         here = [] if args[0] == "init" else [f"--git-dir={self.repository}"]
         here += [f"--work-tree={tree}"] if tree else []
-        safe = ["-c", f"core.hooksPath={os.devnull}", "-c", "gc.auto=0"]
+        safe = ["-c", f"core.hooksPath={os.devnull}", "-c", f"core.attributesFile={os.devnull}", "-c", "gc.auto=0"]
         # A server that sends nothing holds a slot for a minute and not for ever.
         safe += ["-c", "http.lowSpeedLimit=1", "-c", "http.lowSpeedTime=60"]
-        environ = self._environ | ({"GIT_INDEX_FILE": index} if index else {})
+        environ = self._environ | ({} if args[0] == "fetch" else _ALONE) | ({"GIT_INDEX_FILE": index} if index else {})
         try:
             process = subprocess.Popen(
                 ["git", *safe, *here, *args],

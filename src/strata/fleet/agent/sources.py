@@ -3,13 +3,17 @@
 A commit or a bundle is kept as one tar file, which the agent writes and never reads into; the process of the job's user
 unpacks it for each attempt, so that two jobs never meet in one folder. A file gets its name when it is whole: attempts
 that need the same source at once fetch it twice, and the second replaces the first with the same bytes.
+
+A commit that another user than the agent's checks out is not kept: other jobs of that user can change what it writes,
+and nothing says whether they did. Each attempt fetches it anew.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -61,11 +65,14 @@ def provide(
         request = Checkout(
             url=trainer.git, commit=trainer.commit, scratch=str(place.tmp), protocols=protocols, environ=environ
         )
-        kept = _keep(cache, name, lambda: receive(request, owner, MAX_UNPACKED))
+        if owner is None:
+            pieces = _pieces(_keep(cache, name, lambda: receive(request, None, MAX_UNPACKED)))
+        else:
+            pieces = receive(request, owner, MAX_UNPACKED)
     else:
-        name = bundle_name(trainer.bundle)
-        kept = _keep(cache, name, lambda: _bundle(trainer.bundle, fetch))
-    feed(unpacking(place.source, any_link=bool(trainer.git)), owner, _pieces(kept))
+        pieces = _pieces(_keep(cache, bundle_name(trainer.bundle), lambda: _bundle(trainer.bundle, fetch)))
+    with closing(pieces):
+        feed(unpacking(place.source, any_link=bool(trainer.git)), owner, pieces)
     return place.source
 
 
@@ -116,7 +123,7 @@ def _bounded(pieces: Iterable[bytes]) -> Iterator[bytes]:
         yield piece
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
+def _pieces(path: Path) -> Generator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
             yield piece

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Final
 
@@ -34,19 +34,23 @@ def feed(request: Request, owner: Owner | None, pieces: Iterable[bytes] = ()) ->
     with _process(request, owner, stdout=subprocess.DEVNULL) as (process, finish):
         assert process.stdin is not None
         # A process that has refused reads no more; the reason is in what it wrote.
-        with suppress(BrokenPipeError):
-            for piece in pieces:
+        for piece in pieces:
+            try:
                 process.stdin.write(piece)
+            except BrokenPipeError:
+                break
+        with suppress(BrokenPipeError):
             process.stdin.close()
         finish()
 
 
-def receive(request: Checkout, owner: Owner | None, max_bytes: int) -> Iterator[bytes]:
+def receive(request: Checkout, owner: Owner | None, max_bytes: int) -> Generator[bytes]:
     """What the request writes, at most so much; an error if it did not end well."""
     with _process(request, owner, stdout=subprocess.PIPE) as (process, finish):
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
         deadline = threading.Timer(GIT_S + _SPARE_S, _kill, (process,))
         deadline.start()
         try:
