@@ -100,6 +100,8 @@ class FakeRanks:
     outbox: list[commands.FromRank] = field(default_factory=list)
     """What is said without being asked, after the answer."""
     over: bool = False
+    short: bool = False
+    """There is no memory for any pass."""
 
     def hear(self, message: commands.ToRank) -> commands.FromRank:
         refusal = self._refusal(message)
@@ -165,7 +167,9 @@ class FakeRanks:
 
     def _work(self, work: commands.Pass | commands.Steps | Single) -> tuple[Sequence[ops.Result], int]:
         if isinstance(work, commands.Pass):
-            self._note(item.request_id for item in work.items)
+            self._note(f"{item.request_id} replayed" if work.replayed else item.request_id for item in work.items)
+            if self.short:
+                return [ops.Failed("user", "out of memory", memory=True)] * len(work.items), 0
             return self._pass(work)
         if isinstance(work, commands.Steps):
             self._note(f"{each.model_id}:{each.seq_id}" for each in work.operations)
@@ -431,6 +435,7 @@ def main() -> int:
     parser.add_argument("--settings", type=Path, required=True)
     parser.add_argument("--applied", type=Path)
     parser.add_argument("--die-at", metavar="FAILPOINT", help="be killed when this place is reached")
+    parser.add_argument("--short-of-memory", action="store_true", help="have no memory for any pass")
     given = parser.parse_args()
     if given.die_at:
         arm(given.die_at, kill)
@@ -438,7 +443,7 @@ def main() -> int:
     log.configure("json", settings.server.log_level)
     link = RankLink(settings)
     try:
-        serve(FakeRanks(settings, os.urandom(8).hex(), given.applied), link)
+        serve(FakeRanks(settings, os.urandom(8).hex(), given.applied, short=given.short_of_memory), link)
     finally:
         link.close()
     return 0

@@ -76,6 +76,15 @@ def test_each_operation_of_a_shared_pass_has_to_come_out_as_it_did() -> None:
     assert astray(shared, [done]) is not None
 
 
+def test_ranks_that_have_no_memory_for_what_others_did_are_no_divergence() -> None:
+    short = ops.Failed("user", "out of memory", memory=True)
+    error = astray(past(PASS), [short])
+    assert error is not None
+    assert error.code is Code.EXHAUSTED
+    assert astray(past(LOOK), [short]) is None
+    assert astray(past(PASS, failed=True), [short]) is None
+
+
 def test_what_failed_without_a_trace_is_not_done_again_and_a_step_that_failed_is() -> None:
     for operation in (CREATE, LOAD, ops.Sleep(), ops.AbortGradients(MODEL, 1)):
         assert left_out(past(operation, failed=True))

@@ -111,8 +111,8 @@ class Stack:
             self.deaths += 1
             await self._start_orchestrator("strata.train.orchestrator")
 
-    async def start_ranks(self, *, die_at: str = "") -> None:
-        own = ("--settings", str(self.file), "--applied", str(self.applied_file))
+    async def start_ranks(self, *arguments: str, die_at: str = "") -> None:
+        own = ("--settings", str(self.file), "--applied", str(self.applied_file), *arguments)
         self.ranks = Process("strata.testing.fake_ranks", *own, *(("--die-at", die_at) if die_at else ()))
         await self.ranks.start()
 

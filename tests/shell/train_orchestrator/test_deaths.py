@@ -306,6 +306,41 @@ async def test_weights_that_cannot_be_loaded_again_are_an_end_in_words_and_not_o
         assert stack.outputs(await stack.result(look)).metrics == expected
 
 
+async def test_ranks_that_lack_the_memory_to_catch_up_are_followed_by_others_and_the_orchestrator_stays(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    expected = await undisturbed(tmp_path / "a", 3)
+    async with running(tmp_path / "b") as stack:
+        model = await stack.model()
+        ids = await train(stack, model, 2)
+        await stack.result(ids[-1])
+        await stack.ranks.kill()
+        await stack.start_ranks("--short-of-memory")
+        await stack.orchestrator.told("stuck")
+        assert await stack.ranks.end() == 0
+        await stack.start_ranks()
+        ids += await train(stack, model, 1, first=5)
+        assert [await stack.result(each) for each in ids] == expected
+
+
+async def test_what_is_replayed_is_told_as_such_and_nothing_else_is(tmp_path: Path) -> None:
+    """Ranks check the memory that is free now before a pass, and not before one that others have done already."""
+    async with running(tmp_path) as stack:
+        model = await stack.model()
+        first = await stack.submit(stack.batch(model, 1, [[1, 2]]))
+        await stack.result(first)
+        await stack.ranks.kill()
+        await stack.start_ranks()
+        await stack.orchestrator.told("attached")
+        second = await stack.submit(stack.batch(model, 2, [[1, 2]]))
+        await stack.result(second)
+        lines = [line.split(" ")[1:] for line in stack.applied_file.read_text(encoding="utf-8").splitlines()]
+        passes = [line for line in lines if not line[0].endswith("CreateModel")]
+        assert passes == [[first], [first, "replayed"], [second]]
+
+
 async def test_weights_that_could_not_be_loaded_are_not_loaded_when_ranks_start_anew(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
         model, file, expected = await loaded(stack, there=False)

@@ -9,8 +9,11 @@ import msgspec
 import pytest
 import torch
 
-from strata.train.core import ops
+from strata.train.core import commands, ops
 from strata.train.runner.memory import _cached_bytes, is_out_of_memory
+from strata.train.runner.tiny import TinyModel, make
+from tests.shell.train_runner.alone import driver_of, one_rank
+from tests.shell.train_runner.driver import datum
 from tests.shell.train_runner.exhausted import LONG, Outcome
 from tests.support.torchrun import run_on_ranks
 
@@ -46,6 +49,22 @@ def test_the_ranks_go_on_and_nothing_of_the_failed_pass_is_in_the_gradients(outc
 
 def test_the_limit_was_measured(outcome: Outcome) -> None:
     assert outcome.row_tokens > LONG
+
+
+def test_a_pass_that_is_replayed_is_not_rejected_for_the_memory_that_is_free_now(tmp_path: Path) -> None:
+    make(tmp_path / "llama", TinyModel())
+    with one_rank(tmp_path) as ranks:
+        driver = driver_of(ranks, tmp_path / "llama", tmp_path)
+        driver.dispatcher._runner.memory._per_token = 1 << 50
+        driver.create("m", ops.LoraConfig(rank=4, seed=1))
+        data = ops.encode_pass_data(ops.PassData([datum(1, 20)]))
+        item = commands.PassItem("r", "m", ops.LossName.CROSS_ENTROPY, {}, data)
+        live = commands.Pass(False, [item], [[[commands.Segment(0, 0)]]])
+        (rejected,) = driver.do(live)
+        (done,) = driver.do(msgspec.structs.replace(live, replayed=True))
+    assert isinstance(rejected, ops.Failed)
+    assert rejected.memory
+    assert isinstance(done, ops.PassDone)
 
 
 def test_every_form_of_running_out_of_memory_is_known() -> None:

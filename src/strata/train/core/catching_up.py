@@ -54,7 +54,10 @@ def left_out(past: Past) -> bool:
 
 
 def astray(past: Past, results: Sequence[ops.Result]) -> StrataError | None:
-    """What there is to say if the models are others now than those that clients were told of."""
+    """What there is to say if the models are others now than those that clients were told of.
+
+    EXHAUSTED if these ranks lacked the memory: others may have it. CORRUPT if it would come out so again.
+    """
     dispatch = past.dispatch
     if len(results) != len(past.operations):
         wrong = f"the ranks gave {len(results)} results for {len(past.operations)} operations"
@@ -65,6 +68,8 @@ def astray(past: Past, results: Sequence[ops.Result]) -> StrataError | None:
         matters = fails if not failed else not fails and isinstance(operation, ops.ForwardBackward | ops.OptimStep)
         if not matters or (remedy := _remedy(operation, dispatch.path)) is None:
             continue
+        if isinstance(result, ops.Failed) and result.memory:
+            return StrataError(Code.EXHAUSTED, f"dispatch {dispatch.number} once succeeded: {result.message}")
         before, now = ("failed", "succeeded") if failed else ("succeeded", "failed")
         what = f"{operation.__struct_config__.tag} of {getattr(operation, 'model_id', '')!r}"
         why = f": {result.message}" if isinstance(result, ops.Failed) else ""

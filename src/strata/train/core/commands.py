@@ -38,7 +38,7 @@ class PassItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: bytes
 
 
-class Pass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="FORWARD_BACKWARD"):
+class Pass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="FORWARD_BACKWARD"):
     """Forward, and backward unless `forward_only`, over packed rows; `rows[rank]` are those of a rank, in turn.
 
     Every rank has the same number of rows (an empty one if need be): the layers of a sharded model meet in each.
@@ -47,6 +47,8 @@ class Pass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="FORWARD
     forward_only: bool
     items: Sequence[PassItem]
     rows: Sequence[Sequence[Row]]
+    replayed: bool = False
+    """Ranks before these have done it: nothing of it is rejected for the memory that is free now."""
 
 
 class Steps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="OPTIM_STEP"):

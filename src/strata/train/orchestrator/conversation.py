@@ -83,6 +83,18 @@ class Spoiled:
     restoring: bool = False
 
 
+@dataclass(frozen=True)
+class Short:
+    """Of memory: these ranks could not do this dispatch again, which others did. They are not the same without it."""
+
+    doing: int
+    reason: str
+    restoring: bool = False
+
+
+End = Lost | Stuck | Spoiled | Short
+
+
 class Conversation:
     def __init__(self, parts: Parts, attached: commands.Attached, row_tokens: int) -> None:
         self._parts = parts
@@ -104,7 +116,7 @@ class Conversation:
         self._written = attached.written
         """A snapshot that is on the disk and not yet in the journal."""
 
-    async def hold(self) -> Lost | Stuck | Spoiled:
+    async def hold(self) -> End:
         """Until it ends. STALE if somebody else leads now, CORRUPT if the ranks cannot be brought to where others were.
 
         After an error the ranks are judged anew: if nobody saw them catch up, nobody goes on with them.
@@ -119,7 +131,7 @@ class Conversation:
                 task.cancel()
             await asyncio.wait(tasks)
         if not hear.cancelled():
-            hear.result()
+            return hear.result()
         if not tell.cancelled():
             return tell.result()
         if not watch.cancelled():
@@ -252,17 +264,22 @@ class Conversation:
             return commands.TakeSnapshot(str(parts.settings.snapshot_folder / dispatch.path))
         futures = parts.ledger.state.futures
         tenants = [futures.tenant_of(each) for each in dispatch.future_ids] if dispatch.quantum is not None else ()
-        return await waited_for(
+        work = await waited_for(
             lambda: parts.processor.work(dispatch, operations, self._attached.world_size, tenants),
             parts.ledger.clock,
             parts.settings.limits.operation_timeout_s,
         )
+        if isinstance(work, commands.Pass) and dispatch.number <= self._known:
+            return msgspec.structs.replace(work, replayed=True)
+        return work
 
-    async def _hear(self) -> None:
+    async def _hear(self) -> Short:
         while True:
             self._commit_written()
             match await self._parts.backend.receive():
                 case commands.Reply() as reply:
+                    if (short := self._check(reply)) is not None:
+                        return short
                     await self._take(reply)
                 case commands.SnapshotWritten() as written:
                     self._written = written
@@ -272,13 +289,16 @@ class Conversation:
                     if self._restoring is not None and not self._restoring.done():
                         self._restoring.set_result(restored)
 
-    async def _take(self, reply: commands.Reply) -> None:
-        parts = self._parts
+    def _check(self, reply: commands.Reply) -> Short | None:
+        """Before anybody can take these ranks for caught up."""
         past = self._past.pop(reply.number, None)
         error = astray(past, reply.results) if past is not None else None
-        if error is not None:
-            # Before anybody can take these ranks for caught up.
+        if error is not None and error.code is not Code.EXHAUSTED:
             raise error
+        return Short(reply.number, error.message) if error is not None else None
+
+    async def _take(self, reply: commands.Reply) -> None:
+        parts = self._parts
         told = self._told.pop(reply.number, None)
         if told is None:
             _log.info("dropped an answer that nobody waits for", number=reply.number)

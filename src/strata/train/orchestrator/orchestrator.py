@@ -21,7 +21,7 @@ from strata.train.core.machine import TrainMachine
 from strata.train.core.pace import Pace
 from strata.train.core.state import Rules
 from strata.train.orchestrator.backend import RemoteBackend
-from strata.train.orchestrator.conversation import Conversation, Lost, Parts, Spoiled, Stuck
+from strata.train.orchestrator.conversation import Conversation, End, Lost, Parts, Short, Spoiled, Stuck
 from strata.train.orchestrator.figures import Figures
 from strata.train.orchestrator.ledger import Ledger, TrainReplica
 from strata.train.orchestrator.links import ApiSide, Links, ZmqLinks
@@ -254,7 +254,7 @@ class Orchestrator:
         known = [limit for limit in (model.row_tokens, self._too_long - 1) if limit > 0]
         return min(known, default=0)
 
-    async def _after(self, parts: Parts, attached: commands.Attached, end: Lost | Stuck | Spoiled) -> None:
+    async def _after(self, parts: Parts, attached: commands.Attached, end: End) -> None:
         if end.restoring and end.doing is not None:
             await self._note_restoring(parts, end.doing)
         match end:
@@ -270,6 +270,9 @@ class Orchestrator:
                 await self._condemn(parts, attached)
             case Spoiled():
                 _log.error("the ranks did what was given up since", group=attached.group, doing=end.doing)
+                await self._condemn(parts, attached)
+            case Short():
+                _log.error("the ranks lack the memory to catch up", group=attached.group, reason=end.reason)
                 await self._condemn(parts, attached)
 
     async def _note_restoring(self, parts: Parts, number: int) -> None:

@@ -34,6 +34,7 @@ class RankPass(msgspec.Struct, frozen=True, array_like=True):
     forward_only: bool
     items: Sequence[Item]
     rows: Sequence[Sequence[Placed]]
+    replayed: bool = False
 
 
 class Computed(msgspec.Struct, frozen=True, array_like=True):
@@ -101,6 +102,7 @@ def cut(whole: commands.Pass, ranks: int) -> Cut:
                 ]
                 for row in rows
             ],
+            whole.replayed,
         )
         for rows in whole.rows
     ]
