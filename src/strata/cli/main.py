@@ -48,7 +48,7 @@ COMMANDS: Final[Mapping[str, Entry]] = {
         "strata.cli.fleet.apply:reload", "Apply the manifest that the hub was configured with, as it is now."
     ),
     "requeue": Entry(
-        "strata.cli.fleet.control:requeue", "Let each ended JOB run again, with all its attempts before it."
+        "strata.cli.fleet.control:requeue", "Let each ended JOB run again, or excluded hosts try a pending one."
     ),
     "restore": Entry("strata.cli.backup:restore", "Make a hub's data out of BACKUP."),
     "resume": Entry("strata.cli.fleet.control:resume", "Let each HOST work again, also out of quarantine."),

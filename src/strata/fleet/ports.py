@@ -212,7 +212,10 @@ class Store(Protocol):
     async def trainer(self, digest: str) -> TrainerSpec: ...
 
     async def register_host(self, host: HostRow, actor: str) -> HostRow:
-        """New or again; the state stays what the operator made it, a host that had left is active again."""
+        """New or again; the state stays what the operator made it, a host that had left is active again.
+
+        It may take jobs again that it could not set up: what they lacked may have been installed since.
+        """
 
     async def hosts(self) -> Sequence[HostRow]: ...
 
@@ -239,7 +242,8 @@ class Store(Protocol):
     ) -> JobRow:
         """What becomes of it is `core.lease.after_failure`'s ruling. Again with the same epoch: the same answer.
 
-        After a setup error the host is excluded: its claims pass over the job until that has ended or is requeued.
+        After a setup error the host is excluded: its claims pass over the job until that has ended or is requeued, or
+        the host registers again.
         `eligible` are the hosts that may take the job by what they are; when all have refused it, it fails.
         """
 
@@ -247,7 +251,8 @@ class Store(Protocol):
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow: ...
 
-    async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow: ...
+    async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow:
+        """An ended job, or a pending one for which hosts are excluded, with a new budget and open to all hosts."""
 
     async def sweep(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         """Expire leases that ran out (`core.lease.after_expiry`). Whether it may run is for the service to know."""

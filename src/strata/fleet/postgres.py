@@ -97,6 +97,12 @@ class PostgresStore:
                 " state = CASE host.state WHEN 'left' THEN 'active' ELSE host.state END",
                 (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool, labels),
             )
+            # What is locked is being deleted already, by the end of its job, a requeue or a plan.
+            await connection.execute(
+                "DELETE FROM job_refusal WHERE host_id = %s AND seq IN"
+                " (SELECT seq FROM job_refusal WHERE host_id = %s FOR UPDATE SKIP LOCKED)",
+                (host.id, host.id),
+            )
             await _beat(connection, {host.id: host.registered_at_s})
             if before is None or before[0] != capability or before[1] == "left":
                 await leases.record(connection, host.registered_at_s, actor, "host.registered", host.id, name=host.name)

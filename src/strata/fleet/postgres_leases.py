@@ -10,7 +10,7 @@ from strata.base.failpoint import failpoint
 from strata.database.events import Event as Record
 from strata.database.events import record_postgres
 from strata.fleet import postgres_tables as sql
-from strata.fleet.core.hold import ALIVE, Standing, already_ended, stale, unknown_job
+from strata.fleet.core.hold import ALIVE, Standing, already_ended, not_refused, stale, unknown_job
 from strata.fleet.core.job import TERMINAL, Cause, Event, Status, advance
 from strata.fleet.core.lease import Ruling, after_expiry, after_failure, counted
 from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
@@ -192,7 +192,11 @@ async def cancel(connection: Connection, job_id: str, reason: str, actor: str, n
 
 async def requeue(connection: Connection, job_id: str, actor: str, now_s: float) -> JobRow:
     job = await need(connection, job_id)
+    refused = await connection.execute("DELETE FROM job_refusal WHERE seq = %s", (job.seq,))
+    if job.status is Status.PENDING and not refused.rowcount:
+        raise not_refused(job_id)
     await _move(connection, job, Event.REQUEUE, now_s, "requeued")
+    await connection.execute("DELETE FROM ripening WHERE seq = %s", (job.seq,))
     await connection.execute(
         "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = %s",
         (job.seq,),

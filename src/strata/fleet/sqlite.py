@@ -89,6 +89,7 @@ class SqliteStore:
                 " state = CASE state WHEN 'left' THEN 'active' ELSE state END",
                 (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool, labels),
             )
+            db.execute("DELETE FROM job_refusal WHERE host_id = ?", (host.id,))
             _beat(db, {host.id: host.registered_at_s})
             if before is None or before[0] != capability or before[1] == "left":
                 leases.record(db, host.registered_at_s, actor, "host.registered", host.id, name=host.name)

@@ -14,7 +14,7 @@ from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.database.events import Event as Record
 from strata.database.events import record_sqlite
-from strata.fleet.core.hold import ALIVE, Standing, already_ended, stale, unknown_job
+from strata.fleet.core.hold import ALIVE, Standing, already_ended, not_refused, stale, unknown_job
 from strata.fleet.core.job import TERMINAL, Cause, Event, Status, advance
 from strata.fleet.core.lease import Ruling, after_expiry, after_failure, counted
 from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
@@ -192,7 +192,12 @@ def cancel(db: sqlite3.Connection, job_id: str, reason: str, actor: str, now_s: 
 
 def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> JobRow:
     job = _need(db, job_id)
+    refused = db.execute("SELECT 1 FROM job_refusal WHERE seq = ?", (job.seq,)).fetchone()
+    if job.status is Status.PENDING and refused is None:
+        raise not_refused(job_id)
     _move(db, job, Event.REQUEUE, now_s, "requeued")
+    db.execute("DELETE FROM job_refusal WHERE seq = ?", (job.seq,))
+    db.execute("DELETE FROM ripening WHERE seq = ?", (job.seq,))
     db.execute(
         "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = ?",
         (job.seq,),

@@ -304,6 +304,48 @@ async def test_a_job_that_every_eligible_host_refused_has_failed_and_a_requeue_f
     assert [lease.job_id for lease in await claim(store, "host_a", claim_id="c9", now_s=2.0)] == [job_id]
 
 
+async def test_a_pending_job_that_hosts_refused_can_be_requeued_and_is_open_to_them_again(store: Store) -> None:
+    hosts = [await add_host(store, "host_a"), await add_host(store, "host_b")]
+    (job_id,) = await add(store, job("a", max_infra=2))
+    assert (await refusal(store.requeue(job_id, "operator", 0.0))).code is Code.PRECONDITION
+    (lease,) = await claim(store, "host_a")
+    await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
+    await store.set_host_state("host_b", "left", "it left", "operator", 2.0)
+    assert await claim(store, "host_a", claim_id="c2", now_s=2.0) == []
+    row = await store.requeue(job_id, "operator", 3.0)
+    assert (row.status, row.reason, await store.refusals(job_id)) == (Status.PENDING, "requeued", [])
+    (again,) = await claim(store, "host_a", claim_id="c3", now_s=3.0)
+    assert (await refusal(store.requeue(job_id, "operator", 3.0))).code is Code.PRECONDITION
+    row = await store.fail(hold(again), NO_FOLDER, 4.0, chance=0.0, eligible=hosts)
+    assert row.status is Status.PENDING, "it has a new budget"
+
+
+async def test_a_requeue_ends_the_back_off_of_a_job_that_a_host_refused(store: Store) -> None:
+    hosts = [await add_host(store, "host_a"), await add_host(store, "host_b")]
+    (job_id,) = await add(store, job("a"))
+    (lease,) = await claim(store, "host_a")
+    await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
+    (lease,) = await claim(store, "host_b", now_s=1.0)
+    waiting = await store.fail(hold(lease), Failure(cause=Cause.INFRA, error="disk full"), 1.0, chance=0.5)
+    assert waiting.not_before_s > 2.0
+    await store.requeue(job_id, "operator", 2.0)
+    assert [each.job_id for each in await claim(store, "host_a", claim_id="c2", now_s=2.0)] == [job_id]
+    assert await store.ripen(waiting.not_before_s) == 0
+    assert await claim(store, "host_b", claim_id="c3", now_s=waiting.not_before_s) == []
+
+
+async def test_a_host_that_registers_again_may_take_the_jobs_it_refused(store: Store) -> None:
+    hosts = [await add_host(store, "host_a"), await add_host(store, "host_b")]
+    (job_id,) = await add(store, job("a"))
+    for host in hosts:
+        (lease,) = await claim(store, host, now_s=1.0)
+        await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=[*hosts, "host_c"])
+    await add_host(store, "host_a", now_s=2.0)
+    assert await store.refusals(job_id) == ["host_b"]
+    assert await claim(store, "host_b", claim_id="c2", now_s=2.0) == []
+    assert [each.job_id for each in await claim(store, "host_a", claim_id="c2", now_s=2.0)] == [job_id]
+
+
 async def test_a_job_that_is_declared_otherwise_is_open_to_hosts_that_refused_it(store: Store) -> None:
     hosts = [await add_host(store, "host_a"), await add_host(store, "host_b")]
     (job_id,) = await add(store, job("a"))

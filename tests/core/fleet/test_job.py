@@ -49,8 +49,8 @@ def test_a_host_can_end_a_job_only_while_it_holds_it() -> None:
         assert set(sources(event)) == HELD
 
 
-def test_nothing_but_a_terminal_job_can_be_requeued_and_every_other_one_cancelled() -> None:
-    assert set(sources(Event.REQUEUE)) == TERMINAL
+def test_a_job_that_a_host_holds_cannot_be_requeued_and_one_that_has_not_ended_can_be_cancelled() -> None:
+    assert set(sources(Event.REQUEUE)) == set(Status) - HELD
     assert set(sources(Event.CANCEL)) == set(Status) - TERMINAL
 
 

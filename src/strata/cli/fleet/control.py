@@ -29,7 +29,7 @@ def cancel(jobs: tuple[str, ...], reason: str, context: str | None, output: Form
 @hub_option
 @output_option
 def requeue(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
-    """Let each ended JOB run again, with all its attempts before it."""
+    """Let each ended JOB run again, or excluded hosts try a pending one."""
     _each_job(jobs, "requeue", context, output)
 
 

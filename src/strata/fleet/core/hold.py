@@ -55,5 +55,14 @@ def already_ended(job_id: str, status: Status) -> StrataError:
     )
 
 
+def not_refused(job_id: str) -> StrataError:
+    return StrataError(
+        Code.PRECONDITION,
+        f"{job_id} is pending, and no host is excluded for it",
+        hint="strata why says what it waits for",
+        status=Status.PENDING.value,
+    )
+
+
 def outdated_plan(what: str) -> StrataError:
     return StrataError(Code.CONFLICT, f"{what} was added by another caller since this was planned", hint="apply again")

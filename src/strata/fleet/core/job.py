@@ -2,13 +2,14 @@
 
 The guards of the stores (`WHERE status IN …`) come from `sources`, the picture in the documents from `diagram`.
 
-Three things the table does not show, because they are about the attempt and not about the job:
+Four things the table does not show, because they are about attempts and not about the job:
 
 - Every write of a host carries the epoch of its attempt. The epoch is compared before the table is asked, so a host
   that was replaced is refused with STALE whatever the status is.
 - An expired lease leaves its row behind, and only that row allows REVIVE. So a late report of an unclaimed job is
   REVIVE and then the event itself, in one transaction; a job that is pending for another reason (never claimed,
   retried, requeued) cannot be revived.
+- A pending job can be requeued only where hosts are excluded for it (SETUP_ERROR): they may try it again.
 - The first terminal write wins. A result that comes after it is kept as an orphan and moves nothing.
 """
 
@@ -95,6 +96,7 @@ NEXT: Final[dict[tuple[Status, Event], Status]] = {
     (Status.RUNNING, Event.RETRY): Status.PENDING,
     (Status.RUNNING, Event.EXPIRE): Status.PENDING,
     (Status.RUNNING, Event.CANCEL): Status.CANCELLED,
+    (Status.PENDING, Event.REQUEUE): Status.PENDING,
     (Status.COMPLETED, Event.REQUEUE): Status.PENDING,
     (Status.FAILED, Event.REQUEUE): Status.PENDING,
     (Status.CANCELLED, Event.REQUEUE): Status.PENDING,

@@ -128,7 +128,7 @@ def _availability(requirement: RequirementClass, fitting: Sequence[HostState]) -
         what = "eligible host" if len(refused) == 1 else "eligible hosts"
         errors = sorted({host.refused for host in fitting if host.refused})
         detail = f"{len(refused)} {what} could not set it up: {_some(refused)}: {errors[0]}"
-        fix = "mend the trainer or the host, then requeue it"
+        fix = "mend the trainer and requeue the job, or mend the host and restart its agent"
         yield Obstacle(what="setup_error", detail=detail, hosts=len(refused), of=len(fitting), fix=fix)
     for reason, names in sorted(stopped.items()):
         what = "eligible host is" if len(names) == 1 else "eligible hosts are"

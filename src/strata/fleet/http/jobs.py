@@ -85,7 +85,7 @@ async def cancel(site: Site, call: Call, body: wire.CancelRequest) -> wire.Job:
 
 
 async def requeue(site: Site, call: Call) -> wire.Job:
-    """Let an ended job run again, with all its attempts before it. A researcher may do so with a job of her own."""
+    """Let an ended job run again, or hosts try again that could not set it up. A researcher: only a job of her own."""
     job_id = await job_of(site, call)
     await _check_may_end(site, call, job_id)
     return shown(await site.fleet.requeue(job_id, call.actor))
