@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from strata.base import log
+from strata.http.strangers import origin
 
 BURST: Final = 100
 PER_S: Final = 10.0
@@ -37,9 +38,10 @@ class Failures:
     def note(self, address: str, method: str, path: str, reason: str) -> bool:
         """Count and log one failure; whether there are too many from this address."""
         now_s = self._monotonic_s()
-        seen = self._seen.pop(address, None) or _Seen(0.0, now_s)
+        counted = origin(address)
+        seen = self._seen.pop(counted, None) or _Seen(0.0, now_s)
         # The newest are last, so that the oldest is the one to forget.
-        self._seen[address] = seen
+        self._seen[counted] = seen
         if len(self._seen) > _ADDRESSES:
             del self._seen[next(iter(self._seen))]
         seen.level = max(0.0, seen.level - (now_s - seen.at_s) * self._per_s) + 1

@@ -2,7 +2,8 @@
 
 The client certificate that TLS has verified reaches the application through the scope, where no header can forge it.
 Bytes that lead to no request (a head that does not end, the rest of a body nobody wants) may come for a while only.
-A client that shows no credentials has one of few places, and one that does not take its reply is cut off.
+A client that shows no credentials, nor has a certificate, has one of few places, and one that does not take its reply
+is cut off.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PatientProtocol(H11Protocol):
         if transport.get_extra_info("socket").family == socket.AF_UNIX:
             # The server's own user, as nobody else can open it.
             noted[UNIX] = True
-        else:
+        elif not der:
             self._take_place()
         self.app = _with(self.app, noted)
         self._expect()
@@ -115,6 +116,9 @@ class PatientProtocol(H11Protocol):
         """A request is being answered; how slowly its body may come is the application's matter."""
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
+
+    def incomplete(self) -> bool:
+        return self.busy() and self.cycle.more_body
 
     def _expect(self) -> None:
         if self._overdue is None and not self.transport.is_closing():
