@@ -83,6 +83,39 @@ async def test_certificates_are_for_one_use(site: Running, tmp_path: Path) -> No
     assert not host.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
 
 
+@pytest.mark.attack(AREA, "requests to join whose bodies trickle in, on all places there are for strangers")
+async def test_who_never_sends_a_whole_request_keeps_no_host_out(tmp_path: Path, tries: Tries) -> None:
+    async with running(tmp_path / "hub", tls=Tls(enabled=True), max_connections=60) as site:
+        _, host, _ = await joined(site, tmp_path, "anna")
+        body = {"capability": {"hostname": "anna"}}
+        parts, slow = urlsplit(site.url), []
+        head = b"POST /v1/join HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+        for _ in range(40):
+            tries(1)
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=trusting(site))
+            writer.write(head)
+            slow.append((reader, writer))
+        assert (await host.post("/v1/host/register", json=body)).status_code == 200
+        assert (await (await site.operator()).get("/v1/jobs")).status_code == 200, "nor a person with a key"
+        for _, writer in slow:
+            writer.close()
+
+
+@pytest.mark.attack(AREA, "connections that never begin the handshake")
+async def test_who_does_not_begin_the_handshake_is_cut_off(tmp_path: Path, tries: Tries) -> None:
+    async with running(tmp_path / "hub", tls=Tls(enabled=True), header_s=0.5) as site:
+        parts, silent = urlsplit(site.url), []
+        for _ in range(50):
+            tries(1)
+            silent.append(await asyncio.open_connection(parts.hostname, parts.port))
+        async with asyncio.timeout(20):
+            for reader, writer in silent:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+                writer.close()
+        assert (await (await site.operator()).get("/v1/jobs")).status_code == 200
+
+
 @pytest.mark.attack(AREA, "a connection in the clear to a hub with TLS")
 async def test_a_plain_connection_gets_nowhere(site: Running) -> None:
     parts = urlsplit(site.url)

@@ -33,11 +33,19 @@ class HttpServer(uvicorn.Server):
         self._unix = unix
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in self._unix:
+        # Not by uvicorn, which would wait a minute for a handshake.
+        await super().startup([])
+        loop, tls, protocol = asyncio.get_running_loop(), self.config.ssl, self.config.http_protocol_class
+        assert issubclass(protocol, PatientProtocol)
+        handshake_s = None if tls is None else protocol.header_s
+        for listener in sockets or ():
             self.servers.append(
-                await asyncio.get_running_loop().create_unix_server(self._connected, sock=listener, backlog=BACKLOG)
+                await loop.create_server(
+                    self._connected, sock=listener, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=handshake_s
+                )
             )
+        for listener in self._unix:
+            self.servers.append(await loop.create_unix_server(self._connected, sock=listener, backlog=BACKLOG))
 
     def _connected(self) -> asyncio.Protocol:
         made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
