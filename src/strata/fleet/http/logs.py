@@ -62,6 +62,7 @@ async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> 
         content, ended = await _look(site, attempt, name, query)
         if not content and not ended and query.wait_s:
             content, ended = await patiently(call, site.stopping, _follow(site, attempt, name, query))
+            await call.welcome()
     headers = {
         "X-Strata-Attempt": str(attempt.number if attempt else 0),
         "X-Strata-Offset": str(query.offset),
