@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,10 +18,16 @@ import pytest
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
+from strata.database.migrations import SqliteComponents
+from strata.database.sqlite import SqliteThread
 from strata.fleet import wire
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.http.site import Writing
 from strata.fleet.streams import Streams
 from strata.http.failures import Failures
 from strata.http.strangers import Strangers
+from strata.hub import disk
+from strata.hub.records import SQLITE, SqliteRecords
 from tests.shell.fleet_http.running import STRATA, Running, ok, process, refused, running
 
 Tries = Callable[[int], None]
@@ -70,18 +77,53 @@ async def test_idle_strangers_do_not_keep_others_out(tmp_path: Path, tries: Trie
             writer.close()
 
 
+class Idle:
+    def __init__(self, *, working: bool = False, arriving: bool = False) -> None:
+        self.working = working
+        self.arriving = arriving
+        self.ended = False
+
+    def busy(self) -> bool:
+        return self.working
+
+    def incomplete(self) -> bool:
+        return self.arriving
+
+    def abort(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.attack(HTTP, "connections from every address of one IPv6 network")
+async def test_a_network_of_ipv6_counts_as_one_address(tries: Tries) -> None:
+    strangers = Strangers()
+    first = [Idle() for _ in range(1001)]
+    for number, each in enumerate(first):
+        tries(1)
+        assert strangers.add(each, f"2001:db8:0:1::{number:x}", 800)
+    assert len(strangers) == 100
+    elsewhere = Idle()
+    assert strangers.add(elsewhere, "2001:db8:0:2::1", 800)
+    assert strangers.add(Idle(), "::ffff:192.0.2.1", 800)
+    assert not elsewhere.ended
+    for number in range(150):
+        assert strangers.add(Idle(), f"fe80::{number:x}%eth0", 800)
+    assert len(strangers) == 202
+
+
+@pytest.mark.attack(HTTP, "places that are kept with requests which do not become whole")
+async def test_the_oldest_request_that_is_not_whole_gives_way(tries: Tries) -> None:
+    strangers = Strangers()
+    served, slow, fast = Idle(working=True), Idle(working=True, arriving=True), Idle(working=True, arriving=True)
+    others = [Idle(working=True) for _ in range(61)]
+    for each in (served, slow, fast, *others):
+        tries(1)
+        assert strangers.add(each, "192.0.2.1", 200)
+    assert strangers.add(Idle(working=True), "192.0.2.1", 200)
+    assert [each.ended for each in (served, slow, fast)] == [False, True, False]
+
+
 @pytest.mark.attack(HTTP, "connections that send nothing at all, from one address")
 async def test_an_address_has_few_places_without_credentials(tries: Tries) -> None:
-    class Idle:
-        def __init__(self) -> None:
-            self.working = self.ended = False
-
-        def busy(self) -> bool:
-            return self.working
-
-        def abort(self) -> None:
-            self.ended = True
-
     strangers = Strangers()
     first = [Idle() for _ in range(64)]
     assert all(strangers.add(each, "192.0.2.1", 200) for each in first)
@@ -212,6 +254,20 @@ async def test_a_poll_of_a_revoked_key_is_told_nothing(site: Running) -> None:
     assert refused(await polling) == (401, "unauthenticated")
 
 
+@pytest.mark.attack(REVOCATION, "a log that is followed with a key that is revoked meanwhile")
+async def test_a_follower_with_a_revoked_key_is_told_nothing(site: Running) -> None:
+    operator, viewer, host = await site.operator(), await site.with_role("viewer"), await site.host("anna")
+    (job,) = await site.add(JobSpec(model="m"))
+    (lease,) = await host.claim()
+    key_id = viewer.headers["Authorization"].split("-")[1]
+    following = asyncio.create_task(viewer.get(f"/v1/job/{job}/log", params={"wait_s": 20}))
+    await asyncio.sleep(0.5)
+    assert (await operator.post(f"/v1/key/{key_id}/revoke")).status_code == 204
+    put = await host.http.put(f"/v1/job/{job}/log", params={"epoch": lease.epoch, "offset": 0}, content=b"secret")
+    assert put.status_code == 200
+    assert refused(await following) == (401, "unauthenticated")
+
+
 @pytest.mark.attack(REVOCATION, "the next request of a revoked key")
 async def test_a_revoked_key_is_refused_at_once(site: Running) -> None:
     viewer = await site.with_role("viewer")
@@ -247,6 +303,15 @@ async def test_wrong_credentials_are_slowed_down(tmp_path: Path, tries: Tries) -
         assert statuses[:20] == [401] * 20
         assert set(statuses[45:]) == {429}
         assert (await (await site.operator()).get("/v1/jobs")).status_code == 200, "good credentials are not locked out"
+
+
+@pytest.mark.attack(WHO, "wrong tokens from every address of one IPv6 network")
+def test_failures_are_counted_for_a_network_of_ipv6(tries: Tries) -> None:
+    tries(8)
+    failures = Failures(5, 1.0, monotonic_s=lambda: 0.0)
+    over = [failures.note(f"2001:db8:0:1::{number}", "GET", "/v1/jobs", "unknown") for number in range(8)]
+    assert over == [False] * 5 + [True] * 3
+    assert not failures.note("2001:db8:0:2::1", "GET", "/v1/jobs", "unknown"), "another network has its own count"
 
 
 @pytest.mark.attack(WHO, "guesses that leave no trace")
@@ -310,6 +375,26 @@ def test_a_full_disk_stops_neither_heartbeats_nor_revocation(
                 assert until(lambda: host.post(f"/v1/job/{job}/heartbeat", json=beat).status_code == 200)
                 assert until(lambda: operator.get("/v1/health").status_code == 200)
         assert hub.end()[0] == 0
+
+
+@pytest.mark.attack(RESOURCES, "no room for the reserve of the hub, once")
+async def test_a_reserve_that_cannot_be_made_is_made_later_and_stops_no_check(tmp_path: Path) -> None:
+    """The limit of this process for the size of files stands for the disk."""
+    thread = await SqliteThread.open(tmp_path / "hub.db", SqliteComponents([SQLITE]))
+    records, writing, reserve = SqliteRecords(thread), Writing(), tmp_path / disk.FILE
+    guard = disk.DiskGuard(tmp_path, records, writing)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (disk.RESERVE_BYTES // 2, before[1]))
+    try:
+        await guard.run_once()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (await records.cursor("health"), writing.fails) == ("1", False)
+    assert not reserve.exists()
+    reserve.touch()
+    await guard.run_once()
+    assert reserve.stat().st_size == disk.RESERVE_BYTES
+    await thread.close()
 
 
 @pytest.mark.attack(RESOURCES, "a hub that cannot write says that all is well")

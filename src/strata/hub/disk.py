@@ -26,9 +26,17 @@ class DiskGuard:
         self._records = records
         self._writing = writing
         self._checks = 0
+        self._without = False
 
     async def run_once(self) -> None:
-        await asyncio.to_thread(self._keep_reserve)
+        try:
+            await asyncio.to_thread(self._keep_reserve)
+        except OSError as error:
+            if not self._without:
+                _log.error("no_disk_reserve", reason=str(error))
+            self._without = True
+        else:
+            self._without = False
         self._checks += 1
         try:
             await self._records.put_cursor("health", str(self._checks))
@@ -45,9 +53,15 @@ class DiskGuard:
         if free < RESERVE_BYTES // 4 and self._path.exists():
             self._path.unlink()
             _log.error("disk_full", reserve_released=RESERVE_BYTES)
-        elif free > 4 * RESERVE_BYTES and not self._path.exists():
+        elif free > 4 * RESERVE_BYTES and not self._whole():
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
+            except OSError:
+                self._path.unlink()
+                raise
             finally:
                 os.close(descriptor)
+
+    def _whole(self) -> bool:
+        return self._path.exists() and self._path.stat().st_size >= RESERVE_BYTES
