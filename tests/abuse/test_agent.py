@@ -6,11 +6,13 @@ import hashlib
 import lzma
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
-from strata.fleet.agent import child
+from strata.fleet.agent import child, unprivileged
 from strata.fleet.agent.attempt import Attempt
 from strata.fleet.agent.calls import Calls
 from strata.fleet.agent.git import LOCAL
@@ -84,6 +86,21 @@ while True:
             open(path, "r+").truncate(4)
         except OSError:
             pass
+"""
+# Stops the process of this user that prepares for an agent, as soon as there is one, and prints its number.
+STOP = """
+import os, signal, sys, time
+for _ in range(6000):
+    for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {str(os.getpid())}:
+        try:
+            parent = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
+            if parent == sys.argv[1] and "job_input" in open(f"/proc/{pid}/cmdline").read():
+                os.kill(int(pid), signal.SIGSTOP)
+                print(pid, flush=True)
+                sys.exit()
+        except OSError:
+            pass
+    time.sleep(0.01)
 """
 OTHER_UID = 65_533
 """A second user without a name, who is not the job's."""
@@ -510,6 +527,41 @@ def test_no_file_of_root_changes_hands_while_an_attempt_is_prepared(
                 prepare(site, given, place, None)
             assert is_untouched(site)
     tries(3)
+
+
+@pytest.mark.attack(AREA, "stop the process that prepares another attempt, which then holds its slot for ever")
+@pytest.mark.parametrize("content", [a_bundle("a"), a_bundle("a", content=bytes(4 << 20))], ids=["read", "unread"])
+def test_a_preparation_that_is_stopped_ends_as_the_hosts_failure(
+    host: Site, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.setattr(unprivileged, "WAIT_S", 3.0)
+    place = prepared(host, a_trainer(directory="/"))
+    pids: list[int] = []
+
+    def pieces() -> Iterator[bytes]:
+        pids.append(int(said_by_user(STOP, os.getpid())))
+        yield content
+
+    with ThreadPoolExecutor(1) as pool:
+        preparing = pool.submit(feed, unpacking(place.tmp), host.owner, pieces())
+        try:
+            # No errno: nothing that a source could have brought about.
+            with pytest.raises(ChildProcessError, match=r"more than 3 s") as failed:
+                preparing.result(30)
+            assert failed.value.errno is None
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.attack(AREA, "stop the process that runs git for another attempt")
+def test_a_checkout_that_is_stopped_ends_as_the_hosts_failure(host: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unprivileged, "WAIT_S", 3.0)
+    site, url, commit = a_remote(host)
+    given = lease(a_trainer(git=url, commit=commit))
+    with as_user(STOP, os.getpid()), pytest.raises(ChildProcessError, match=r"more than 3 s"):
+        prepare(site, given, a_place(site, given), None)
 
 
 @pytest.mark.attack(AREA, "H3: swap a checkpoint for a link while it is uploaded")
