@@ -116,7 +116,8 @@ class RevokedTokens:
         return token_id in self._ids
 
     def _look(self) -> None:
-        self._looked_s = self._clock.monotonic_s()
+        """UNAVAILABLE, each time, as long as there is a file that cannot be read: it may revoke anyone."""
+        now_s = self._clock.monotonic_s()
         try:
             status = self._file.stat()
             stamp = status.st_mtime_ns, status.st_size
@@ -125,11 +126,11 @@ class RevokedTokens:
                 self._stamp = stamp
         except FileNotFoundError:
             # Nothing has been revoked yet. A file that vanishes later revokes what it did.
-            return
-        except OSError as error:
-            raise StrataError(
-                Code.UNAVAILABLE, f"cannot read the revoked tokens in {self._file}: {error.strerror}"
-            ) from error
+            pass
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise StrataError(Code.UNAVAILABLE, f"cannot read the revoked tokens in {self._file}: {reason}") from error
+        self._looked_s = now_s
 
 
 def _unknown() -> StrataError:
