@@ -193,7 +193,7 @@ class Store(Protocol):
 
         Each job gets the digest that its trainer's name has in the plan's project from now on: a new one, one that is
         changed in that and not completed, and one that is requeued. CONFLICT when a policy belongs to another project
-        and the plan does not take it over.
+        and the plan does not take it over, and when a trainer was changed since the plan was made (`Plan.seen`).
 
         `declared` is False for jobs that were submitted one by one: no manifest misses those.
         """

@@ -26,6 +26,8 @@ async def apply(connection: Connection, plan: Plan, actor: str, now_s: float, *,
     there = await cursor.fetchone()
     if there is not None:
         raise outdated_plan(there[0])
+    cursor = await connection.execute("SELECT name, digest FROM trainer_name WHERE project = %s", (plan.project,))
+    plan.check_trainers(dict(await cursor.fetchall()))
     changed = plan.requeued | {change.job_id: change.spec for change in plan.changed}
     takers = [*plan.requeued, *(change.job_id for change in plan.changed if "trainer" in change.kinds)]
     await _await_ends(connection, {needed for spec in [*plan.new.values(), *changed.values()] for needed in spec.after})

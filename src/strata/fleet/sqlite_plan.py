@@ -18,6 +18,9 @@ def apply(db: sqlite3.Connection, plan: Plan, actor: str, now_s: float, *, sourc
     for job_id in plan.new:
         if db.execute("SELECT 1 FROM job WHERE id = ?", (job_id,)).fetchone():
             raise outdated_plan(job_id)
+    plan.check_trainers(
+        dict(db.execute("SELECT name, digest FROM trainer_name WHERE project = ?", (plan.project,)).fetchall())
+    )
     _put_trainers(db, plan)
     _put_policies(db, plan)
     written = plan.new | plan.requeued | {change.job_id: change.spec for change in plan.changed}

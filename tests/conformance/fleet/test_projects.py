@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from strata.base.errors import Code
 from strata.fleet.core.job import Cause, Status
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
@@ -49,6 +51,29 @@ async def test_a_job_that_no_plan_names_keeps_its_trainer_when_the_name_gets_ano
     await store.requeue(spec.id, "operator", 2.0)
     (again,) = await claim(store, claim_id="c2", now_s=3.0)
     assert again.trainer == OLD
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_plan_is_refused_whole_when_another_caller_changed_its_trainer(store: Store, declared: bool) -> None:
+    spec, other = job("a"), trainer("other.py")
+    await apply(store, plan(trainers={"default": OLD}))
+    await apply(store, plan(trainers={"default": NEW}))
+    for wanted in (
+        plan(spec, seen={"default": OLD.digest}),
+        plan(spec, seen={"default": OLD.digest}, trainers={"default": other}),
+        plan(spec, seen={"default": ""}, trainers={"default": other}),
+    ):
+        refused = await refusal(apply(store, wanted, declared=declared))
+        assert (refused.code, "the trainer 'default'" in str(refused)) == (Code.CONFLICT, True)
+    assert (await store.present(), (await store.trainers())["default", "default"].digest) == ({}, NEW.digest)
+
+
+async def test_a_plan_whose_trainer_another_caller_added_as_it_is_holds(store: Store) -> None:
+    spec = job("a")
+    await apply(store, plan(trainers={"default": NEW}))
+    await apply(store, plan(spec, seen={"default": ""}, trainers={"default": NEW}))
+    await apply(store, plan(job("b"), project="b", seen={"default": ""}))
+    assert (await store.job(spec.id)).trainer_digest == NEW.digest
 
 
 async def test_a_pending_job_takes_another_trainer_only_where_the_plan_says_so(store: Store) -> None:

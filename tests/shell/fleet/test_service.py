@@ -371,6 +371,24 @@ async def test_a_manifest_is_planned_and_applied_once(site: Site) -> None:
     assert (await site.fleet.plan_manifest(text, "m.toml")).empty
 
 
+async def test_a_plan_is_refused_when_its_trainer_was_changed_since_it_was_made(site: Site) -> None:
+    def manifest(script: str, *models: str) -> str:
+        jobs = "".join(f'[[jobs]]\nmodel = "{model}"\n' for model in models)
+        return f'[trainers.default]\ncommand = ["python", "{script}"]\ndirectory = "/t"\n{jobs}'
+
+    await site.fleet.apply(await site.fleet.plan_manifest(manifest("v2.py"), "m"), "operator", source="m")
+    slow = await site.fleet.plan_manifest(manifest("v2.py", "a"), "m")
+    await site.fleet.apply(await site.fleet.plan_manifest(manifest("v3.py"), "m"), "operator", source="m")
+    with pytest.raises(StrataError) as outdated:
+        await site.fleet.apply(slow, "operator", source="m")
+    assert (outdated.value.code, await site.fleet.store.present()) == (Code.CONFLICT, {})
+    again = await site.fleet.plan_manifest(manifest("v2.py", "a"), "m")
+    await site.fleet.apply(again, "operator", source="m")
+    ((job_id, _),) = (await site.fleet.store.present()).items()
+    digest = (await site.fleet.store.job(job_id)).trainer_digest
+    assert (await site.fleet.store.trainer(digest)).command == ("python", "v2.py")
+
+
 class Broken:
     """A store with a defect."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,22 @@ async def test_a_researcher_cannot_change_how_the_jobs_of_others_are_run(site: R
     evil = {**trainer, "command": ["sh", "-c", "curl evil"]}
     reply = await researcher.post("/v1/jobs", json={"spec": {**spec, "seed": 2}, "trainer": evil})
     assert refused(reply) == (409, "conflict")
+
+
+async def test_of_many_trainers_that_are_submitted_at_once_under_one_name_one_gets_it(site: Running) -> None:
+    researcher = await site.with_role("researcher")
+    bodies = [
+        {
+            "spec": {"model": "m", "trainer": "t", "seed": n},
+            "trainer": {"name": "t", "command": ["python", f"{n}.py"], "directory": "/srv/t"},
+        }
+        for n in range(6)
+    ]
+    replies = await asyncio.gather(*(researcher.post("/v1/jobs", json=body) for body in bodies))
+    (queued,) = [ok(reply, wire.SubmitReply).job for reply in replies if reply.status_code == 200]
+    assert [refused(reply) for reply in replies if reply.status_code != 200] == [(409, "conflict")] * 5
+    known = ok(await researcher.get("/v1/trainers"), wire.TrainersReply).trainers["t"]
+    assert (queued.trainer_digest, known.spec.command[1]) == (known.digest, f"{queued.spec.seed}.py")
 
 
 async def test_the_secrets_of_the_hub_are_readable_by_their_owner_only(site: Running) -> None:

@@ -65,4 +65,4 @@ def not_refused(job_id: str) -> StrataError:
 
 
 def outdated_plan(what: str) -> StrataError:
-    return StrataError(Code.CONFLICT, f"{what} was added by another caller since this was planned", hint="apply again")
+    return StrataError(Code.CONFLICT, f"{what} was added or changed by another caller meanwhile", hint="apply again")

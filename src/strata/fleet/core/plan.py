@@ -25,6 +25,7 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.fleet.core.hold import outdated_plan
 from strata.fleet.core.job import HELD, TERMINAL, Status
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import Manifest
@@ -100,6 +101,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Unfinished jobs of an earlier manifest that this one does not have; kept."""
     trainers: dict[str, TrainerSpec] = {}
     """New or changed. Those the manifest does not have stay, for the jobs that name them."""
+    seen: dict[str, str] = {}
+    """The digests that names of trainers stood for when this was planned; empty for a name that nobody had."""
     requeued: dict[str, JobSpec] = {}
     """Completed jobs that run again, because their result does not count."""
     outdated: tuple[str, ...] = ()
@@ -117,6 +120,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def takers(self) -> int:
         """How many unfinished jobs take another trainer."""
         return sum("trainer" in change.kinds and not change.ended for change in self.changed)
+
+    def check_trainers(self, registered: Mapping[str, str]) -> None:
+        """CONFLICT when a name stands for another digest by now, unless it is the one that this plan gives it."""
+        for name, seen in self.seen.items():
+            digest = registered.get(name, "")
+            if digest != seen and (name not in self.trainers or digest != self.trainers[name].digest):
+                raise outdated_plan(f"the trainer {name!r}")
 
     def summary(self) -> str:
         """One line for a person, as in `+3 new  ~1 priority  =10 unchanged`, with what is orphaned at the end."""
@@ -182,6 +192,7 @@ def plan(
         unchanged=tuple(unchanged),
         orphaned=_orphaned(manifest, jobs),
         trainers={name: spec for name, spec in manifest.trainers.items() if not _same(spec, trainers.get(name))},
+        seen={name: trainers[name].digest if name in trainers else "" for name in manifest.trainers},
         requeued=requeued,
         outdated=tuple(outdated),
         hosts=_policies(manifest, hosts, options),

@@ -65,14 +65,14 @@ async def status(site: Site, call: Call) -> wire.StatusReply:
 async def submit(site: Site, call: Call, body: wire.SubmitRequest) -> wire.SubmitReply:
     """Queue one job that no manifest has. The same job again is the same job."""
     spec = body.spec
-    trainers = await _trainers(site, spec, body.trainer)
+    trainers, seen = await _trainers(site, spec, body.trainer)
     await _check_hyper(site, spec)
     for needed in spec.after:
         await site.fleet.store.job(needed)
     job_id = spec.id
     new = not await _exists(site, job_id)
     if new:
-        plan = Plan(project=spec.project, new={job_id: spec}, trainers=trainers)
+        plan = Plan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen)
         await site.fleet.apply(plan, call.actor, source="submitted", declared=False)
     return wire.SubmitReply(job=shown(await site.fleet.store.job(job_id)), new=new)
 
@@ -153,21 +153,28 @@ async def _exists(site: Site, job_id: str) -> bool:
     return True
 
 
-async def _trainers(site: Site, spec: JobSpec, given: TrainerSpec | None) -> dict[str, TrainerSpec]:
-    """The trainer to add with the job. Nobody changes by a job how the jobs of others are run."""
+async def _trainers(
+    site: Site, spec: JobSpec, given: TrainerSpec | None
+) -> tuple[dict[str, TrainerSpec], dict[str, str]]:
+    """The trainer to add with the job, and what its name stands for now, as `Plan` has them.
+
+    Nobody changes by a job how the jobs of others are run. A job without a trainer takes what the name stands for.
+    """
     registered = (await site.fleet.store.trainers()).get((spec.project, spec.trainer))
     there = None if registered is None else registered.spec
     if given is None:
         if there is None:
             whose = "" if spec.project == DEFAULT_PROJECT else f" of project {spec.project!r}"
             raise StrataError(Code.INVALID, f"there is no trainer {spec.trainer!r}{whose}", hint="send it with the job")
-        return {}
+        return {}, {}
     if given.name != spec.trainer:
         raise StrataError(Code.INVALID, f"the job names the trainer {spec.trainer!r}, not {given.name!r}")
     check_trainer(given)
     if there is not None and there != given:
         raise StrataError(Code.CONFLICT, f"another trainer is called {given.name!r}", hint="give this one another name")
-    return {} if there == given else {given.name: given}
+    if registered is None:
+        return {given.name: given}, {given.name: ""}
+    return {}, {given.name: registered.digest}
 
 
 async def _check_hyper(site: Site, spec: JobSpec) -> None:
