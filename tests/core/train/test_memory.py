@@ -11,7 +11,7 @@ from strata.train.core import facts, ops
 from strata.train.core.catching_up import Past, left_out
 from strata.train.core.commands import Exhausted, Segment
 from strata.train.core.inputs import Dispatching, DispatchNext, RunOut
-from strata.train.core.memory import without
+from strata.train.core.memory import RowLimit, describe, without, worst
 from strata.train.core.pack import check
 from strata.train.core.state import Dispatch
 from strata.train.orchestrator.history import dispatches
@@ -20,8 +20,8 @@ from tests.core.train.servers import Server, forward_backward, step
 LIMIT = 500
 
 
-def exhausted(model_id: str, tokens: int = 700) -> Exhausted:
-    return Exhausted(rank=1, model_id=model_id, tokens=tokens, limit=LIMIT)
+def exhausted(model_id: str, tokens: int = 700, *, sure: bool = True) -> Exhausted:
+    return Exhausted(rank=1, model_id=model_id, tokens=tokens, limit=LIMIT, sure=sure)
 
 
 def shared_pass(server: Server) -> tuple[Dispatch, str, str]:
@@ -165,3 +165,51 @@ async def test_ranks_that_catch_up_are_told_what_was_left_of_the_pass_and_nothin
     assert [list(each.dispatch.future_ids) for each in passes] == [[short]]
     assert [segment for rank in passes[0].dispatch.rows for row in rank for segment in row] == [Segment(0, 0)]
     assert list(passes[0].failed) == [False]
+
+
+def test_the_note_that_is_believed_is_that_of_the_allocator_and_else_that_of_the_longest_row() -> None:
+    killed = [exhausted("idle", 3, sure=False), None, exhausted("long", 900, sure=False)]
+    found = worst(killed)
+    assert found is not None
+    assert found.model_id == "long"
+    found = worst([*killed, exhausted("sure", 40)])
+    assert found is not None
+    assert found.model_id == "sure"
+    assert worst([None, None]) is None
+
+
+def test_rows_are_kept_shorter_than_one_of_which_ranks_are_known_to_have_died() -> None:
+    rows = RowLimit()
+    assert [rows.of(0), rows.of(LIMIT)] == [0, LIMIT]
+    rows.ran_out(exhausted("m", 300))
+    assert [rows.of(0), rows.of(LIMIT), rows.of(200)] == [299, 299, 200]
+    rows.ran_out(exhausted("m", 250))
+    rows.ran_out(exhausted("m", 400))
+    assert rows.of(LIMIT) == 249
+
+
+@pytest.mark.parametrize(("tokens", "limit"), [(30, LIMIT), (LIMIT - 1, LIMIT - 2), (LIMIT, LIMIT - 1)])
+def test_a_row_that_ranks_may_have_died_of_counts_only_if_it_was_about_as_long_as_fits(tokens: int, limit: int) -> None:
+    """The kernel has killed some process, and nobody says which."""
+    rows = RowLimit()
+    rows.ran_out(exhausted("m", tokens, sure=False))
+    assert rows.of(LIMIT) == limit
+    rows = RowLimit()
+    rows.ran_out(Exhausted(rank=0, model_id="m", tokens=tokens, limit=0, sure=False))
+    assert rows.of(0) == 0
+
+
+def test_a_row_as_long_as_the_deadly_one_that_succeeds_ends_the_limit() -> None:
+    rows = RowLimit()
+    rows.ran_out(exhausted("m", 300))
+    rows.succeeded(299)
+    assert rows.of(LIMIT) == 299
+    rows.succeeded(300)
+    assert rows.of(LIMIT) == LIMIT
+
+
+@pytest.mark.parametrize("limit", [0, 10_000])
+def test_nobody_is_told_that_a_row_which_did_not_fit_is_shorter_than_what_fits(limit: int) -> None:
+    said = describe(Exhausted(rank=0, model_id="m", tokens=3_000, limit=limit))
+    assert "a row of 3,000 tokens" in said
+    assert "about 2,999" in said

@@ -135,6 +135,8 @@ class Exhausted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int
     limit: int
     """Tokens that a row may have by what was measured; 0 if nothing was."""
+    sure: bool = False
+    """The allocator said so. Else the kernel has killed some process meanwhile, perhaps this rank."""
 
 
 class SnapshotWritten(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="snapshot_written"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,7 @@ from strata.train.core.inputs import (
     Greet,
     RefuseSnapshot,
 )
+from strata.train.core.memory import RowLimit
 from strata.train.core.pace import Pace
 from strata.train.core.snapshots import pending_at, way_back
 from strata.train.core.state import Dispatch, Snapshot
@@ -56,6 +57,13 @@ class Parts:
     backend: RemoteBackend
     processor: RequestProcessor
     pace: Pace
+
+
+class Told(NamedTuple):
+    kind: str
+    tokens: int
+    longest: int = 0
+    """Tokens of the longest row on the way back, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +104,18 @@ End = Lost | Stuck | Spoiled | Short
 
 
 class Conversation:
-    def __init__(self, parts: Parts, attached: commands.Attached, row_tokens: int) -> None:
+    def __init__(self, parts: Parts, attached: commands.Attached, rows: RowLimit) -> None:
         self._parts = parts
         self._attached = attached
-        self._row_tokens = row_tokens
-        """That fit into the memory of a rank; 0 is any number."""
+        self._rows = rows
         self._applied = attached.applied
         self._known = parts.ledger.state.settled
         """Results up to this dispatch are there: what is told again before it has to come out the same."""
         parts.ledger.caught_up = attached.applied >= self._known
         self._past: dict[int, Past] = {}
         """Of what is told again, what came of it before."""
-        self._told: dict[int, tuple[str, int]] = {}
-        """Told and not answered: kind and tokens."""
+        self._told: dict[int, Told] = {}
+        """And not answered."""
         self._moved = asyncio.Event()
         self._since_s = 0.0
         """When the ranks can have begun with the oldest of those."""
@@ -157,7 +164,8 @@ class Conversation:
         while True:
             parts.ledger.changed.clear()
             now_s = parts.ledger.clock.wall_s()
-            given = DispatchNext(ranks, self._attached.model.max_context, now_s, self._row_tokens)
+            model = self._attached.model
+            given = DispatchNext(ranks, model.max_context, now_s, self._rows.of(model.row_tokens))
             outcome = await parts.ledger.commit(given)
             if isinstance(outcome.reply, Dispatching):
                 failpoint("train.orchestrator.dispatch_durable")
@@ -185,7 +193,7 @@ class Conversation:
     async def _restore(self, snapshot: Snapshot) -> commands.Restored:
         self._restoring = asyncio.get_running_loop().create_future()
         self._since_s = self._parts.ledger.clock.monotonic_s()
-        self._told[snapshot.number] = "restore", 0
+        self._told[snapshot.number] = Told("restore", 0)
         self._moved.set()
         place = self._parts.settings.snapshot_folder / snapshot.name
         await self._parts.backend.restore(snapshot.number, place, snapshot.digest)
@@ -249,7 +257,8 @@ class Conversation:
             return
         if not self._told:
             self._since_s = parts.ledger.clock.monotonic_s()
-        self._told[dispatch.number] = _kind(dispatch, operations), sum(map(tokens_of, operations)) or len(operations)
+        tokens = sum(map(tokens_of, operations)) or len(operations)
+        self._told[dispatch.number] = Told(_kind(dispatch, operations), tokens, _longest(work, operations))
         self._moved.set()
         if dispatch.number > self._known:
             parts.ledger.figures.sent(parts.ledger.state, dispatch.number, dispatch.future_ids)
@@ -307,11 +316,13 @@ class Conversation:
         self._moved.set()
         if reply.number > self._known:
             parts.ledger.figures.answered(reply)
-        if reply.number > self._known and told[0] == SNAPSHOT:
+        if reply.number > self._known and told.kind == SNAPSHOT:
             failed = [each.message for each in reply.results if isinstance(each, ops.Failed)]
             parts.ledger.put(AnswerSnapshot(reply.number, failed[0] if failed else None))
             return
-        parts.pace.note(*told, reply.timing.total_s)
+        parts.pace.note(told.kind, told.tokens, reply.timing.total_s)
+        if told.longest and not any(isinstance(each, ops.Failed) for each in reply.results):
+            self._rows.succeeded(told.longest)
         if reply.number <= self._known:
             return
         room = KEEP_INLINE_BYTES - parts.ledger.state.futures.result_bytes
@@ -367,6 +378,14 @@ def _kind(dispatch: Dispatch, operations: Sequence[ops.Operation]) -> str:
     if dispatch.snapshot:
         return SNAPSHOT
     return "quantum" if dispatch.quantum is not None else ops.kind_of(operations[0])
+
+
+def _longest(work: commands.Work, operations: Sequence[ops.Operation]) -> int:
+    """Without a way back a row needs far less memory, and says nothing of one that has it."""
+    if not isinstance(work, commands.Pass) or work.forward_only:
+        return 0
+    lengths = [each.lengths for each in operations if isinstance(each, ops.ForwardBackward)]
+    return max((sum(lengths[at.item][at.datum] for at in row) for rank in work.rows for row in rank), default=0)
 
 
 def _results(reply: commands.Reply) -> Sequence[ops.Result]:

@@ -18,6 +18,7 @@ from strata.train.core import commands, messages
 from strata.train.core.catching_up import unfit
 from strata.train.core.inputs import GiveUp, RefuseSnapshot, RunOut
 from strata.train.core.machine import TrainMachine
+from strata.train.core.memory import RowLimit
 from strata.train.core.pace import Pace
 from strata.train.core.state import Rules
 from strata.train.orchestrator.backend import RemoteBackend
@@ -73,8 +74,7 @@ class Orchestrator:
         self._died_in = 0
         """The last dispatch that a group may have died of."""
         self._condemned: set[str] = set()
-        self._too_long = 0
-        """The shortest row that a group of ranks died of, for want of memory; 0 if none did."""
+        self._rows = RowLimit()
         self._answering: set[asyncio.Task[None]] = set()
         self._storage: Storage | None = None
 
@@ -209,7 +209,7 @@ class Orchestrator:
             parts.ledger.figures.attached(attached.group)
             self._tell(f"attached {attached.group}")
             try:
-                end = await Conversation(parts, attached, self._row_tokens(attached.model)).hold()
+                end = await Conversation(parts, attached, self._rows).hold()
             finally:
                 self._attached = None
                 parts.ledger.figures.lost()
@@ -246,13 +246,8 @@ class Orchestrator:
         if not outcome.facts:
             return False
         _log.error("the ranks ran out of memory", dispatch=number, **msgspec.structs.asdict(exhausted))
-        self._too_long = min(self._too_long or exhausted.tokens, exhausted.tokens)
+        self._rows.ran_out(exhausted)
         return True
-
-    def _row_tokens(self, model: commands.ModelInfo) -> int:
-        """The limit of a row: what the ranks say, and less than what one of them died of."""
-        known = [limit for limit in (model.row_tokens, self._too_long - 1) if limit > 0]
-        return min(known, default=0)
 
     async def _after(self, parts: Parts, attached: commands.Attached, end: End) -> None:
         if end.restoring and end.doing is not None:

@@ -24,6 +24,7 @@ import torch
 from strata.base import log
 from strata.base.errors import StrataError
 from strata.train.core.commands import Exhausted
+from strata.train.core.memory import worst
 from strata.train.core.ops import LoraConfig
 from strata.train.runner.lora import Adapter, Span, targets_of
 from strata.train.runner.packed import Row
@@ -49,9 +50,8 @@ _log = log.get(__name__)
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
     exhausted: Exhausted
-    sure: bool
-    """The allocator said so. Else the rank may have been killed by the kernel: `kills` is higher then."""
     kills: int
+    """By the kernel, until the row began. If there are more now, one may have been that of this rank."""
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -68,8 +68,7 @@ class RowMemory:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         before = _read_note(self._file)
-        said = (_decode_before(each) for each in ranks.share(_encode(before)))
-        self.exhausted = next((each for each in said if each is not None), None)
+        self.exhausted = worst(_decode_before(each) for each in ranks.share(_encode(before)))
         """What the group before this one died of, if it was that."""
         self._kills, self._kills_at_s = _kernel_kills(), perf_counter()
         self._per_token, self.limit = measure(base, ranks)
@@ -98,13 +97,13 @@ class RowMemory:
         """A row. Whatever ends this process meanwhile, the next one on this rank finds the note."""
         if perf_counter() - self._kills_at_s > FRESH_S:
             self._kills, self._kills_at_s = _kernel_kills(), perf_counter()
-        note = _Note(Exhausted(self._ranks.rank, model_id, tokens, self.limit), sure=False, kills=self._kills)
-        self._write(note)
+        row = Exhausted(self._ranks.rank, model_id, tokens, self.limit)
+        self._write(_Note(row, self._kills))
         try:
             yield
         except Exception as error:
             if is_out_of_memory(error):
-                self._write(msgspec.structs.replace(note, sure=True))
+                self._write(_Note(msgspec.structs.replace(row, sure=True), self._kills))
                 _log.error("out of memory", tokens=tokens, limit=self.limit, reason=str(error).partition("\n")[0])
             else:
                 os.ftruncate(self._file, 0)
@@ -286,4 +285,4 @@ def _read_note(file: int) -> Exhausted | None:
     except msgspec.MsgspecError:
         # Empty: the process before this one was at no row.
         return None
-    return note.exhausted if note.sure or _kernel_kills() > note.kills else None
+    return note.exhausted if note.exhausted.sure or _kernel_kills() > note.kills else None

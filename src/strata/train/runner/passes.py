@@ -125,7 +125,7 @@ class PassRunner:
             left = _tokens_by_item(row)
             while (tokens := sum(left.values())) and not self._memory.fits(tokens):
                 item = max(left, key=lambda each: left[each])
-                message = too_many(tokens, min(self._memory.limit, tokens - 1))
+                message = too_many(tokens, self._memory.limit)
                 refused.append(Refused(item, -1, Code.EXHAUSTED, message, memory=True))
                 del left[item]
         return refused
