@@ -19,7 +19,7 @@ from strata.base.clock import SystemClock
 from strata.base.secret import Secret
 from strata.coord.core.barriers import MAX_OPEN
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.rpc.handlers import MOST_BYTES, has_more_fields
+from strata.coord.rpc.handlers import MOST_BYTES, MOST_BYTES_OF, has_more_fields
 from strata.coord.settings import CoordinatorSettings, Tls, check_exposure
 from strata.coord.tokens import Claims, RevokedTokens, Role, Tokens
 from strata.testing.ports import port_of, reserve_port
@@ -252,8 +252,9 @@ class RawCoordinator:
         self.address = process.address
         self._pid = process.process.pid
 
-    def resident_mib(self) -> int:
-        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self._pid}/status").read_text(encoding="utf-8"))
+    def resident_mib(self, what: str = "VmRSS") -> int:
+        """`VmHWM`: the most that it ever was."""
+        found = re.search(rf"{what}:\s+(\d+)", Path(f"/proc/{self._pid}/status").read_text(encoding="utf-8"))
         assert found is not None
         return int(found[1]) >> 10
 
@@ -301,6 +302,19 @@ async def test_a_message_of_many_elements_is_refused_before_it_is_built(name: st
     before = process.resident_mib()
     assert await process.send(name, tag * 8_000_000, metadata) is Status.INVALID_ARGUMENT
     assert process.resident_mib() - before < 96
+
+
+@pytest.mark.attack("coordinator: resources", "4 MB of empty elements below one heartbeat, with a worker's token")
+async def test_elements_below_a_heartbeat_cost_little(process: RawCoordinator, tries: Try) -> None:
+    before = process.resident_mib()
+    # Three bytes each.
+    for count in (660_000, 1_330_000):
+        beat = pb.HeartbeatRequest(progress=[pb.LeaseProgress()] * count)
+        body = pb.HeartbeatBatchRequest(heartbeats=[beat]).SerializeToString()
+        found = await process.send("HeartbeatBatch", body, bearer(token()))
+        assert found is (Status.OK if len(body) <= MOST_BYTES_OF["HeartbeatBatch"] else Status.INVALID_ARGUMENT)
+        tries(1)
+    assert process.resident_mib("VmHWM") - before < 48
 
 
 @pytest.mark.attack("coordinator: resources", "one byte more than a message may have")

@@ -11,6 +11,7 @@ from strata.base.clock import ManualClock
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.rpc.gate import Gate
 from strata.coord.rpc.handlers import CoordinatorHandler, GenericOnly
+from strata.coord.rpc.heartbeats import MAX_BATCH
 from strata.coord.rpc.servicer import Servicer
 from strata.coord.service import CoordinatorService, Options
 from strata.journal.memory import MemoryJournal
@@ -51,3 +52,15 @@ def test_generated_code_registers_no_methods_by_name() -> None:
     taken.add_generic_rpc_handlers((handler,))
     taken.add_registered_method_handlers("a.Service", {"Call": handler})
     assert taken.handlers == [handler]
+
+
+def test_a_batch_takes_as_many_full_heartbeats_as_it_may_have() -> None:
+    gpu = pb.GpuMetrics(name="NVIDIA H100 80GB HBM3", utilization_percent=98.5, memory_used_bytes=70 << 30)
+    gpu.MergeFrom(pb.GpuMetrics(memory_total_bytes=80 << 30, temperature_celsius=64.0, power_watts=650.0))
+    large = 1 << 41
+    usage = pb.ResourceUsage(cpu_percent=412.5, memory_used_bytes=large, disk_read_bytes=large, disk_write_bytes=large)
+    usage.MergeFrom(pb.ResourceUsage(network_rx_bytes=large, network_tx_bytes=large, gpu_metrics=[gpu]))
+    beat = pb.HeartbeatRequest(worker_id="worker-00001", job_id="a-job-of-thirty-two-letters-long", resources=usage)
+    beat.MergeFrom(pb.HeartbeatRequest(incarnation="worker-00001-1", generation=1000, step=1 << 30, step_time_ms=0.5))
+    body = pb.HeartbeatBatchRequest(heartbeats=[beat] * MAX_BATCH).SerializeToString()
+    assert len(handler_of("HeartbeatBatch").request_deserializer(body).heartbeats) == MAX_BATCH

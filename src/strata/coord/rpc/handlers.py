@@ -25,7 +25,7 @@ from strata.coord.rpc.status import STATUS_OF, trailing
 _SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 
 MOST_BYTES: Final = 1 << 20
-MOST_BYTES_OF: Final[Mapping[str, int]] = {"AckDataset": 16 << 20, "HeartbeatBatch": 4 << 20}
+MOST_BYTES_OF: Final[Mapping[str, int]] = {"AckDataset": 16 << 20, "HeartbeatBatch": 2 << 20}
 MOST_FIELDS_OF: Final[Mapping[str, int]] = {"AckDataset": 200_000, "HeartbeatBatch": MAX_BATCH}
 """Fields of a message, each element of a list counted: an empty element is two bytes to send and 140 to keep."""
 _COUNTED_FROM: Final = 32
