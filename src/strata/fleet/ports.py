@@ -252,7 +252,10 @@ class Store(Protocol):
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow: ...
 
     async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow:
-        """An ended job, or a pending one for which hosts are excluded, with a new budget and open to all hosts."""
+        """An ended job, or a pending one for which hosts are excluded, with a new budget and open to all hosts.
+
+        Unfinished jobs after it wait for it again; a host that holds one keeps it.
+        """
 
     async def sweep(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         """Expire leases that ran out (`core.lease.after_expiry`). Whether it may run is for the service to know."""

@@ -107,7 +107,7 @@ async def complete(connection: Connection, hold: Hold, completion: Completion, n
             epoch=hold.epoch,
             artifact=completion.artifact,
         )
-    await release_dependents(connection, hold.job_id, now_s)
+    await recount_dependents(connection, hold.job_id, now_s)
     failpoint("fleet.complete.written")
     return await read_job(connection, hold.job_id)
 
@@ -202,6 +202,7 @@ async def requeue(connection: Connection, job_id: str, actor: str, now_s: float)
         (job.seq,),
     )
     await enqueue(connection, [job.seq], now_s)
+    await recount_dependents(connection, job_id, now_s)
     await record(connection, now_s, actor, "job.requeued", job_id)
     return await read_job(connection, job_id)
 
@@ -247,12 +248,13 @@ async def enqueue(connection: Connection, seqs: Sequence[int], now_s: float) -> 
     )
 
 
-async def release_dependents(connection: Connection, job_id: str, now_s: float) -> None:
-    """Jobs that came after this one, and after nothing else that is unfinished, join the queue."""
+async def recount_dependents(connection: Connection, job_id: str, now_s: float) -> None:
+    """This job was completed, or is to run again: jobs after it join the queue, or leave it and wait."""
     cursor = await connection.execute(
         "SELECT id FROM job WHERE id IN (SELECT job_id FROM job_after WHERE needs = %s) ORDER BY id FOR UPDATE",
         (job_id,),
     )
+    waiting: list[int] = []
     for (dependent,) in await cursor.fetchall():
         # Counted by a new statement after the lock: two prerequisites that end at once see each other here.
         row = await (
@@ -262,8 +264,13 @@ async def release_dependents(connection: Connection, job_id: str, now_s: float) 
             )
         ).fetchone()
         seq, status, waits_for = row
-        if status == Status.PENDING and not waits_for:
+        if waits_for:
+            waiting.append(seq)
+        elif status == Status.PENDING:
             await enqueue(connection, [seq], now_s)
+    if waiting:
+        await connection.execute("DELETE FROM ready WHERE seq = ANY(%s)", (waiting,))
+        await connection.execute("DELETE FROM ripening WHERE seq = ANY(%s)", (waiting,))
 
 
 async def record(connection: Connection, at_s: float, actor: str, kind: str, subject: str, **body: Any) -> None:

@@ -30,7 +30,8 @@ async def apply(connection: Connection, plan: Plan, actor: str, now_s: float, *,
     plan.check_trainers(dict(await cursor.fetchall()))
     changed = plan.requeued | {change.job_id: change.spec for change in plan.changed}
     takers = [*plan.requeued, *(change.job_id for change in plan.changed if "trainer" in change.kinds)]
-    await _await_ends(connection, {needed for spec in [*plan.new.values(), *changed.values()] for needed in spec.after})
+    needed = {needed for spec in [*plan.new.values(), *changed.values()] for needed in spec.after}
+    await _await_ends(connection, needed, plan.requeued)
     await _put_trainers(connection, plan)
     await _put_policies(connection, plan)
     classes = await _classes(connection, class_keys([*plan.new.values(), *changed.values()]))
@@ -57,13 +58,17 @@ async def apply(connection: Connection, plan: Plan, actor: str, now_s: float, *,
     failpoint("fleet.apply.written")
 
 
-async def _await_ends(connection: Connection, needed: set[str]) -> None:
+async def _await_ends(connection: Connection, needed: set[str], requeued: Iterable[str]) -> None:
     """What a job comes after may be ending just now: either its end is counted here, or it sees who waits for it.
+    Jobs after those that are requeued are counted as well.
 
     Before any other job is locked, because an end locks what was waited for and then those who waited.
     """
-    select = "SELECT 1 FROM job WHERE id = ANY(%s) ORDER BY id FOR SHARE"
-    await connection.execute(select, (sorted(needed),))
+    select = (
+        "SELECT 1 FROM job WHERE id = ANY(%s::text[] || ARRAY(SELECT o.needs FROM job_after r"
+        " JOIN job_after o USING (job_id) WHERE r.needs = ANY(%s))) ORDER BY id FOR SHARE"
+    )
+    await connection.execute(select, (sorted(needed), list(requeued)))
 
 
 async def _classes(connection: Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:

@@ -114,7 +114,7 @@ def complete(db: sqlite3.Connection, hold: Hold, completion: Completion, now_s: 
     facts = {**completion.facts, "metrics": dict(completion.metrics)}
     _note(db, hold, artifact=completion.artifact, facts=encode(facts))
     db.execute("DELETE FROM lease WHERE job_id = ?", (hold.job_id,))
-    release_dependents(db, hold.job_id, now_s)
+    recount_dependents(db, hold.job_id, now_s)
     record(
         db, now_s, f"host:{hold.host_id}", "job.completed", hold.job_id, epoch=hold.epoch, artifact=completion.artifact
     )
@@ -203,6 +203,7 @@ def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> Jo
         (job.seq,),
     )
     enqueue(db, job.seq, now_s)
+    recount_dependents(db, job_id, now_s)
     record(db, now_s, actor, "job.requeued", job_id)
     return read_job(db, job_id)
 
@@ -242,8 +243,8 @@ def enqueue(db: sqlite3.Connection, seq: int, now_s: float) -> None:
     db.execute("INSERT OR REPLACE INTO ready SELECT seq, class_id, priority, ? FROM job WHERE seq = ?", (now_s, seq))
 
 
-def release_dependents(db: sqlite3.Connection, job_id: str, now_s: float) -> None:
-    """Jobs that came after this one, and after nothing else that is unfinished, join the queue."""
+def recount_dependents(db: sqlite3.Connection, job_id: str, now_s: float) -> None:
+    """This job was completed, or is to run again: jobs after it join the queue, or leave it and wait."""
     dependents = db.execute(
         "UPDATE job SET waits_for = (SELECT count(*) FROM job_after a LEFT JOIN job n ON n.id = a.needs"
         "  WHERE a.job_id = job.id AND n.status IS NOT 'completed')"
@@ -251,7 +252,10 @@ def release_dependents(db: sqlite3.Connection, job_id: str, now_s: float) -> Non
         (job_id,),
     ).fetchall()
     for seq, status, waits_for in dependents:
-        if status == Status.PENDING and not waits_for:
+        if waits_for:
+            db.execute("DELETE FROM ready WHERE seq = ?", (seq,))
+            db.execute("DELETE FROM ripening WHERE seq = ?", (seq,))
+        elif status == Status.PENDING:
             enqueue(db, seq, now_s)
 
 

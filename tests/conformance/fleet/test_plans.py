@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import pytest
+
 from strata.base.errors import Code
-from strata.fleet.core.job import Status
-from strata.fleet.core.jobspec import HostSpec, TrainerSpec
+from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.plan import Change, Plan, Policy, Registered
-from strata.fleet.ports import Completion, JobFilter, Store
+from strata.fleet.ports import Completion, Failure, JobFilter, Store
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, kinds, marker, needs, plan, refusal
 from tests.support.feed import told_before
+
+Requeue = Callable[[Store, JobSpec, float], Awaitable[None]]
 
 
 async def test_a_plan_is_kept_whole(store: Store) -> None:
@@ -82,6 +87,64 @@ async def test_a_submitted_job_is_not_declared_until_a_manifest_has_it(store: St
     assert not (await store.job(spec.id)).declared
     await store.apply(Plan(unchanged=(spec.id,)), "operator", 2.0, source="m")
     assert (await store.job(spec.id)).declared
+
+
+async def requeue_by_plan(store: Store, spec: JobSpec, now_s: float) -> None:
+    await store.apply(Plan(requeued={spec.id: spec}), "operator", now_s, source="m")
+
+
+async def requeue_alone(store: Store, spec: JobSpec, now_s: float) -> None:
+    await store.requeue(spec.id, "operator", now_s)
+
+
+REQUEUES = pytest.mark.parametrize("requeue", [requeue_by_plan, requeue_alone])
+
+
+@REQUEUES
+async def test_a_job_waits_again_for_a_requeued_one_that_it_comes_after(store: Store, requeue: Requeue) -> None:
+    await add_host(store)
+    first, other = job("first"), job("other")
+    later = job("later", after=(first.id, other.id), priority=9)
+    await add(store, first, other, later)
+    for lease in await claim(store, count=2):
+        await store.complete(hold(lease), Completion(artifact="art1"), 1.0)
+    await requeue(store, first, 2.0)
+    assert (await store.job(later.id)).waits_for == 1
+    (again,) = await claim(store, claim_id="c2", count=9, now_s=2.0)
+    assert again.job_id == first.id
+    await store.complete(hold(again), Completion(artifact="art2"), 3.0)
+    assert [lease.job_id for lease in await claim(store, claim_id="c3", now_s=3.0)] == [later.id]
+
+
+@REQUEUES
+async def test_a_job_in_its_back_off_waits_for_a_requeued_one_as_well(store: Store, requeue: Requeue) -> None:
+    await add_host(store)
+    first = job("first")
+    later = job("later", after=(first.id,))
+    await add(store, first, later)
+    (lease,) = await claim(store)
+    await store.complete(hold(lease), Completion(artifact="art1"), 1.0)
+    (lease,) = await claim(store, claim_id="c2", now_s=1.0)
+    await store.fail(hold(lease), Failure(cause=Cause.USER_ERROR), 1.0, chance=0.5)
+    await requeue(store, first, 1.0)
+    assert await store.ripen(1000.0) == 0
+    assert [each.job_id for each in await claim(store, claim_id="c3", count=9, now_s=1000.0)] == [first.id]
+
+
+@REQUEUES
+async def test_the_next_attempt_of_a_held_job_waits_for_a_requeued_one(store: Store, requeue: Requeue) -> None:
+    await add_host(store)
+    first = job("first")
+    later = job("later", after=(first.id,))
+    await add(store, first, later)
+    (lease,) = await claim(store)
+    await store.complete(hold(lease), Completion(artifact="art1"), 1.0)
+    (lease,) = await claim(store, claim_id="c2", now_s=1.0)
+    await requeue(store, first, 1.0)
+    assert (await store.job(later.id)).status is Status.CLAIMED
+    await store.fail(hold(lease), Failure(cause=Cause.USER_ERROR), 2.0, chance=0.5)
+    assert await store.ripen(1000.0) == 0
+    assert [each.job_id for each in await claim(store, claim_id="c3", count=9, now_s=1000.0)] == [first.id]
 
 
 async def test_equal_requirements_share_a_class(store: Store) -> None:
