@@ -127,6 +127,18 @@ class Renewed:
     expires_at_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedJob:
+    """A pending job, and the hosts that are excluded for it."""
+
+    job_id: str
+    class_id: int
+    hosts: frozenset[str]
+
+    def fails(self, eligible: Collection[str]) -> bool:
+        return self.hosts.issuperset(eligible)
+
+
 @dataclass(frozen=True, slots=True)
 class Hold:
     """Who speaks for an attempt: the fence of every write of a host."""
@@ -275,6 +287,12 @@ class Store(Protocol):
 
     async def refusals(self, job_id: str) -> Sequence[str]:
         """The hosts that could not set this job up."""
+
+    async def refused_jobs(self) -> Sequence[RefusedJob]:
+        """By id: the pending jobs that no host holds, nor held when its lease ran out, and that hosts have refused."""
+
+    async def fail_refused(self, eligible: Mapping[str, Collection[str]], now_s: float) -> Sequence[JobRow]:
+        """Fail those of `refused_jobs` for which `eligible` has no host that has not refused them; which ones."""
 
     async def refusing_hosts(self) -> Collection[str]:
         """The hosts that are excluded for any job."""

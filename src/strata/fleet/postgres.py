@@ -29,6 +29,7 @@ from strata.fleet.ports import (
     JobFilter,
     JobRow,
     Lease,
+    RefusedJob,
     Renewal,
     Renewed,
 )
@@ -38,6 +39,7 @@ from strata.fleet.rows import (
     JOB,
     POLICIES,
     PRESENT,
+    REFUSED,
     TRAINERS,
     attempt_of,
     encode,
@@ -45,6 +47,7 @@ from strata.fleet.rows import (
     job_of,
     policies_of,
     present_of,
+    refused_of,
     trainer_of,
     trainers_of,
 )
@@ -239,6 +242,13 @@ class PostgresStore:
     async def refusals(self, job_id: str) -> Sequence[str]:
         select = "SELECT r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.id = %(id)s ORDER BY 1"
         return [host_id for (host_id,) in await self._connections.run(select, {"id": job_id})]
+
+    async def refused_jobs(self) -> Sequence[RefusedJob]:
+        return refused_of(await self._connections.run(REFUSED, {}))
+
+    async def fail_refused(self, eligible: Mapping[str, Collection[str]], now_s: float) -> Sequence[JobRow]:
+        async with self._connections.transaction() as connection:
+            return await leases.fail_refused(connection, eligible, now_s)
 
     async def refusing_hosts(self) -> Collection[str]:
         rows = await self._connections.run("SELECT DISTINCT host_id FROM job_refusal", {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from strata.base.errors import StrataError
@@ -12,9 +12,9 @@ from strata.database.events import record_postgres
 from strata.fleet import postgres_tables as sql
 from strata.fleet.core.hold import ALIVE, Standing, already_ended, not_refused, stale, unknown_job
 from strata.fleet.core.job import TERMINAL, Cause, Event, Status, advance
-from strata.fleet.core.lease import Ruling, after_expiry, after_failure, counted
+from strata.fleet.core.lease import Ruling, after_expiry, after_failure, after_setup_error, counted
 from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
-from strata.fleet.rows import HELD, JOB, Held, encode, held_of, job_of
+from strata.fleet.rows import HELD, JOB, REFUSED, Held, encode, held_of, job_of, refused_of
 
 Connection = Any
 """A psycopg connection: only the adapters of `strata.database` know its type."""
@@ -152,6 +152,16 @@ async def fail(
     await _rule(connection, hold.job_id, job, ruling, now_s, f"host:{hold.host_id}")
     failpoint("fleet.fail.written")
     return await read_job(connection, hold.job_id)
+
+
+async def fail_refused(connection: Connection, eligible: Mapping[str, Collection[str]], now_s: float) -> list[JobRow]:
+    # In the order of ids, like all who lock several jobs; what was refused is read after that.
+    await connection.execute("SELECT 1 FROM job WHERE id = ANY(%s) ORDER BY id FOR UPDATE", (list(eligible),))
+    refused = refused_of(await (await connection.execute(REFUSED)).fetchall())
+    failed = [each.job_id for each in refused if each.job_id in eligible and each.fails(eligible[each.job_id])]
+    for job_id in failed:
+        await _rule(connection, job_id, await need(connection, job_id), after_setup_error(0, now_s), now_s, "hub")
+    return [await read_job(connection, job_id) for job_id in failed]
 
 
 async def checkpointed(connection: Connection, hold: Hold, artifact: str, now_s: float) -> None:

@@ -14,7 +14,7 @@ from strata.fleet.core.job import Cause, Status
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.lease import Tally
 from strata.fleet.core.plan import Policy, Present, Registered
-from strata.fleet.ports import AttemptRow, Hold, HostRow, JobRow, Lease
+from strata.fleet.ports import AttemptRow, Hold, HostRow, JobRow, Lease, RefusedJob
 
 JOB: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
@@ -30,6 +30,11 @@ PRESENT: Final = "spec, status, declared, trainer_digest"
 POLICIES: Final = "SELECT host, spec, project FROM policy"
 TRAINERS: Final = "SELECT n.project, n.name, n.digest, t.spec FROM trainer_name n JOIN trainer t ON t.digest = n.digest"
 
+REFUSED: Final = (
+    "SELECT j.id, j.class_id, r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.status = 'pending'"
+    " AND NOT EXISTS (SELECT 1 FROM lease WHERE job_id = j.id) ORDER BY j.id"
+)
+
 encode: Final = msgspec.json.Encoder().encode
 decode_spec: Final = msgspec.json.Decoder(JobSpec).decode
 decode_trainer: Final = msgspec.json.Decoder(TrainerSpec).decode
@@ -43,6 +48,16 @@ def class_keys(specs: Iterable[JobSpec]) -> dict[bytes, str]:
     """The keys of the classes of these jobs, by how the class is written: jobs are many and their classes few."""
     written = {encode(requirement): requirement for requirement in (spec.requirement for spec in specs)}
     return {text: requirement.key for text, requirement in written.items()}
+
+
+def refused_of(rows: Iterable[Sequence[Any]]) -> list[RefusedJob]:
+    """From `REFUSED`."""
+    classes: dict[str, int] = {}
+    hosts: dict[str, set[str]] = {}
+    for job_id, class_id, host_id in rows:
+        classes[job_id] = class_id
+        hosts.setdefault(job_id, set()).add(host_id)
+    return [RefusedJob(job_id=id_, class_id=classes[id_], hosts=frozenset(hosts[id_])) for id_ in hosts]
 
 
 def job_of(row: Sequence[Any]) -> JobRow:

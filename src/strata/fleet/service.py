@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -45,6 +45,8 @@ TICK_S: Final = 1.0
 POLL_S: Final = 2.0
 """How often a waiting claim looks by itself: another hub may have queued what it waits for."""
 MAX_WAIT_S: Final = 60.0
+JUDGED: Final = 500
+"""How many jobs that every host refused are failed in one transaction."""
 _log = log.get(__name__)
 
 
@@ -178,6 +180,8 @@ class Fleet:
         await self.store.apply(wanted, actor, self.now_s(), source=source, declared=declared)
         failpoint("fleet.apply.committed")
         self._roster.forget()
+        if wanted.hosts:
+            await self._judge_refused()
         self._changes.tell()
 
     async def cancel(self, job_id: str, reason: str, actor: str) -> JobRow:
@@ -193,6 +197,8 @@ class Fleet:
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str) -> HostRow:
         row = await self.store.set_host_state(host_id, state, reason, actor, self.now_s())
         self._roster.forget()
+        if state == "left":
+            await self._judge_refused()
         self._changes.tell()
         return row
 
@@ -280,10 +286,22 @@ class Fleet:
     async def _eligible(self, job_id: str) -> Sequence[str]:
         """The hosts that may take this job by what they are and by policy, also those that are away just now."""
         row = await self.store.job(job_id)
+        return (await self._serving([row.class_id]))[row.class_id]
+
+    async def _serving(self, classes: Iterable[int]) -> Mapping[int, Sequence[str]]:
         self._roster.forget()
         await self._roster.refresh(self.now_s())
         hosts = [host for host in self._roster.hosts() if host.state != "left"]
-        return [host.id for host in hosts if row.class_id in self._roster.serves(host)]
+        return {id_: [host.id for host in hosts if id_ in self._roster.serves(host)] for id_ in set(classes)}
+
+    async def _judge_refused(self) -> None:
+        """Fail pending jobs that no host is left for, besides those that could not set them up."""
+        refused = await self.store.refused_jobs()
+        serving = await self._serving(each.class_id for each in refused) if refused else {}
+        failing = [each for each in refused if each.fails(serving[each.class_id])]
+        for start in range(0, len(failing), JUDGED):
+            eligible = {each.job_id: serving[each.class_id] for each in failing[start : start + JUDGED]}
+            await self.store.fail_refused(eligible, self.now_s())
 
     async def _judge_host(self, host_id: str) -> None:
         """Quarantine a host whose infra failures are its own and not those of one job."""

@@ -29,6 +29,7 @@ from strata.fleet.ports import (
     JobFilter,
     JobRow,
     Lease,
+    RefusedJob,
     Renewal,
     Renewed,
 )
@@ -38,6 +39,7 @@ from strata.fleet.rows import (
     JOB,
     POLICIES,
     PRESENT,
+    REFUSED,
     TRAINERS,
     attempt_of,
     encode,
@@ -45,6 +47,7 @@ from strata.fleet.rows import (
     job_of,
     policies_of,
     present_of,
+    refused_of,
     trainer_of,
     trainers_of,
 )
@@ -191,6 +194,12 @@ class SqliteStore:
         select = "SELECT r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.id = ? ORDER BY 1"
         rows = await self._rows(select, (job_id,))
         return [host_id for (host_id,) in rows]
+
+    async def refused_jobs(self) -> Sequence[RefusedJob]:
+        return refused_of(await self._rows(REFUSED, ()))
+
+    async def fail_refused(self, eligible: Mapping[str, Collection[str]], now_s: float) -> Sequence[JobRow]:
+        return await self._thread.write(lambda db: leases.fail_refused(db, eligible, now_s))
 
     async def refusing_hosts(self) -> Collection[str]:
         return {host_id for (host_id,) in await self._rows("SELECT DISTINCT host_id FROM job_refusal", ())}

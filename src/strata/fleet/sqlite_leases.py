@@ -7,7 +7,7 @@ transaction with others.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from strata.base.errors import StrataError
@@ -16,9 +16,9 @@ from strata.database.events import Event as Record
 from strata.database.events import record_sqlite
 from strata.fleet.core.hold import ALIVE, Standing, already_ended, not_refused, stale, unknown_job
 from strata.fleet.core.job import TERMINAL, Cause, Event, Status, advance
-from strata.fleet.core.lease import Ruling, after_expiry, after_failure, counted
+from strata.fleet.core.lease import Ruling, after_expiry, after_failure, after_setup_error, counted
 from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
-from strata.fleet.rows import HELD, Held, encode, held_of
+from strata.fleet.rows import HELD, REFUSED, Held, encode, held_of, refused_of
 from strata.fleet.sqlite_tables import read_job
 
 EXTENDED: Final = """
@@ -161,6 +161,14 @@ def fail(
     _rule(db, hold.job_id, job, ruling, now_s, f"host:{hold.host_id}")
     failpoint("fleet.fail.written")
     return read_job(db, hold.job_id)
+
+
+def fail_refused(db: sqlite3.Connection, eligible: Mapping[str, Collection[str]], now_s: float) -> list[JobRow]:
+    refused = refused_of(db.execute(REFUSED))
+    failed = [each.job_id for each in refused if each.job_id in eligible and each.fails(eligible[each.job_id])]
+    for job_id in failed:
+        _rule(db, job_id, _need(db, job_id), after_setup_error(0, now_s), now_s, "hub")
+    return [read_job(db, job_id) for job_id in failed]
 
 
 def checkpointed(db: sqlite3.Connection, hold: Hold, artifact: str, now_s: float) -> None:

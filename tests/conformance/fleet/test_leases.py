@@ -346,6 +346,27 @@ async def test_a_host_that_registers_again_may_take_the_jobs_it_refused(store: S
     assert [each.job_id for each in await claim(store, "host_a", claim_id="c2", now_s=2.0)] == [job_id]
 
 
+async def test_pending_jobs_fail_when_no_eligible_host_is_left_that_did_not_refuse_them(store: Store) -> None:
+    hosts = [await add_host(store, "host_a"), await add_host(store, "host_b")]
+    refused, held, fresh = await add(store, job("refused", priority=2), job("held", priority=1), job("fresh"))
+    for lease in await claim(store, "host_a", count=2):
+        await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
+    assert {(each.job_id, *each.hosts) for each in await store.refused_jobs()} == {
+        (refused, "host_a"),
+        (held, "host_a"),
+    }
+    await claim(store, "host_b", classes={(await store.job(held)).class_id: 1}, now_s=2.0)
+    assert [each.job_id for each in await store.refused_jobs()] == [refused]
+    assert await store.fail_refused({refused: ["host_a", "host_b"]}, 3.0) == []
+    (row,) = await store.fail_refused({refused: ["host_a"], held: ["host_a"], fresh: []}, 3.0)
+    assert (row.id, row.status) == (refused, Status.FAILED)
+    assert row.reason == "setup_error: no eligible host could set it up"
+    assert (await store.counts()).ready == 1
+    assert await store.refused_jobs() == []
+    assert [await status_of(store, each) for each in (held, fresh)] == [Status.CLAIMED, Status.PENDING]
+    assert (await kinds(store, refused))[-1] == "job.failed"
+
+
 async def test_a_job_that_is_declared_otherwise_is_open_to_hosts_that_refused_it(store: Store) -> None:
     hosts = [await add_host(store, "host_a"), await add_host(store, "host_b")]
     (job_id,) = await add(store, job("a"))

@@ -45,8 +45,10 @@ def test_an_event_leads_to_one_status_whatever_the_status_before(event: Event) -
 
 
 def test_a_host_can_end_a_job_only_while_it_holds_it() -> None:
-    for event in (Event.COMPLETE, Event.FAIL, Event.RETRY, Event.EXPIRE):
+    for event in (Event.COMPLETE, Event.RETRY, Event.EXPIRE):
         assert set(sources(event)) == HELD
+    # A pending one fails when no host is left that could set it up.
+    assert set(sources(Event.FAIL)) == {*HELD, Status.PENDING}
 
 
 def test_a_job_that_a_host_holds_cannot_be_requeued_and_one_that_has_not_ended_can_be_cancelled() -> None:

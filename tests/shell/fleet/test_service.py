@@ -18,7 +18,7 @@ from strata.fleet import sqlite_tables
 from strata.fleet.claims import BATCH, ClaimQueue
 from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.job import Cause, Status
-from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.jobspec import HostSpec, JobSpec
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import Claim, Completion, Failure, Hold, HostRow, Lease, Renewal
@@ -327,9 +327,26 @@ async def test_a_job_that_waits_for_a_host_that_is_away_says_what_the_others_lac
     await site.add(spec)
     (lease,) = await site.fleet.claim(anna, "c1")
     await site.fleet.fail(hold(lease), Failure(cause=Cause.SETUP_ERROR, error="no folder"))
-    await site.fleet.set_host_state(bob, "left", "it left", "operator")
     told = await site.fleet.why(spec.id)
-    assert (told.schedulable, told.headline) == (False, "no eligible host could set it up: no folder")
+    assert told.schedulable
+    (refusal,) = [each for each in told.obstacles if each.what == "setup_error"]
+    assert refusal.detail == "1 eligible host could not set it up: anna: no folder"
+    await site.fleet.set_host_state(bob, "paused", "", "operator")
+    assert (await site.fleet.store.job(spec.id)).status is Status.PENDING
+    await site.fleet.set_host_state(bob, "left", "it left", "operator")
+    row = await site.fleet.store.job(spec.id)
+    assert (row.status, row.reason) == (Status.FAILED, "setup_error: no eligible host could set it up")
+
+
+async def test_a_policy_that_denies_the_last_host_that_did_not_refuse_a_job_fails_it(site: Site) -> None:
+    anna = await site.host("anna")
+    await site.host("bob")
+    spec = JobSpec(model="a")
+    await site.add(spec)
+    (lease,) = await site.fleet.claim(anna, "c1")
+    await site.fleet.fail(hold(lease), Failure(cause=Cause.SETUP_ERROR, error="no folder"))
+    await site.fleet.apply(Plan(hosts={"bob": HostSpec(name="bob", deny_jobs=("a",))}), "operator", source="m")
+    assert (await site.fleet.store.job(spec.id)).status is Status.FAILED
 
 
 async def test_why_names_what_is_in_the_way(site: Site) -> None:

@@ -83,6 +83,8 @@ HELD: Final = frozenset({Status.CLAIMED, Status.RUNNING})
 NEXT: Final[dict[tuple[Status, Event], Status]] = {
     (Status.PENDING, Event.CLAIM): Status.CLAIMED,
     (Status.PENDING, Event.REVIVE): Status.RUNNING,
+    # No host is left that could set it up.
+    (Status.PENDING, Event.FAIL): Status.FAILED,
     (Status.PENDING, Event.CANCEL): Status.CANCELLED,
     (Status.CLAIMED, Event.START): Status.RUNNING,
     # The report of the start may be lost; a finished model is not thrown away for that.

@@ -85,7 +85,7 @@ def after_failure(
         reason = f"{cause}: {before.infra + 1} attempts failed by their hosts, and max_infra is {budget.max_infra}"
         return Ruling(event=Event.FAIL, cause=cause, not_before_s=now_s, reason=reason)
     if cause is Cause.SETUP_ERROR:
-        return _after_setup_error(hosts_left, now_s)
+        return after_setup_error(hosts_left, now_s)
     if cause in CHARGED:
         used = before.charged + 1
         if used >= budget.max_attempts:
@@ -107,8 +107,8 @@ def after_failure(
     return Ruling(event=Event.RETRY, cause=cause, not_before_s=now_s + wait_s, reason=reason)
 
 
-def _after_setup_error(hosts_left: int, now_s: float) -> Ruling:
-    """There is no back-off: this host is excluded for the job, and another one may do better at once."""
+def after_setup_error(hosts_left: int, now_s: float) -> Ruling:
+    """There is no back-off: the host is excluded for the job, and one of `hosts_left` may do better at once."""
     if hosts_left == 0:
         reason = "setup_error: no eligible host could set it up"
         return Ruling(event=Event.FAIL, cause=Cause.SETUP_ERROR, not_before_s=now_s, reason=reason)
