@@ -29,6 +29,8 @@ _CLOCKED: Final = {"event": "tx"}
 """A column that only PostgreSQL has: 0 is before every transaction of its own."""
 _CURSORS: Final = "hub_cursor"
 """How far those have read who are told of events: written otherwise in each database, at the same place in both."""
+_READERS: Final = "cursor <> '' AND name LIKE 'webhook:%'"
+"""Its rows that are places in the feed of events; the hub's check that it can write has a row of its own."""
 
 
 @dataclass
@@ -83,7 +85,7 @@ async def to_postgres(thread: SqliteThread, connections: Connections, now_s: flo
         for table in tables:
             _compare(table.name, tallies[table.name], await _tally_postgres(connection, table))
         if _CURSORS in tallies:
-            await connection.execute(f"UPDATE {_CURSORS} SET cursor = '0.' || cursor WHERE cursor <> ''")
+            await connection.execute(f"UPDATE {_CURSORS} SET cursor = '0.' || cursor WHERE {_READERS}")
     await thread.write(lambda db: seal(db, f"it was moved to PostgreSQL at {now_s:.0f}"))
     return Moved({name: tally.rows for name, tally in tallies.items()})
 
@@ -109,7 +111,7 @@ async def to_sqlite(connections: Connections, thread: SqliteThread) -> Moved:
                 arrived.add(row)
             _compare(table.name, tallies[table.name], arrived)
         if _CURSORS in tallies:
-            select = f"SELECT ({PLACE})::text, name FROM {_CURSORS} WHERE cursor <> ''"
+            select = f"SELECT ({PLACE})::text, name FROM {_CURSORS} WHERE {_READERS}"
             places = await (await connection.execute(select)).fetchall()
             await thread.write(lambda db: _go_on_reading(db, places))
     return Moved({name: tally.rows for name, tally in tallies.items()})

@@ -115,7 +115,8 @@ class Fleet:
             if leases or left_s <= 0:
                 return leases
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(left_s, POLL_S))
+                async with asyncio.timeout(min(left_s, POLL_S)):
+                    await changed.wait()
 
     async def renew(self, host_id: str, renewals: Sequence[Renewal]) -> Sequence[Renewed]:
         self.heard(host_id)

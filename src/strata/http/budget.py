@@ -47,7 +47,8 @@ class BodyBudget:
         until_s = time.monotonic() + self.wait_s
         while not self.fits(caller, more):
             try:
-                await asyncio.wait_for(self._freed.wait(), until_s - time.monotonic())
+                async with asyncio.timeout(until_s - time.monotonic()):
+                    await self._freed.wait()
             except TimeoutError:
                 raise StrataError(
                     Code.EXHAUSTED, "bodies that are under way leave no room for this one", hint="send it again"

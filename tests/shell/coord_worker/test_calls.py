@@ -114,6 +114,10 @@ async def test_drain_ends_the_loop_and_is_acknowledged() -> None:
             if read == 2:
                 await running.stub.IssueCommand(pb.IssueCommandRequest(kind=pb.COMMAND_KIND_DRAIN, reason="upgrade"))
                 await seen(running, lambda job: not job.commands)
+                # A drain is acknowledged when it has arrived; the callback runs beside that, in a thread.
+                async with asyncio.timeout(10):
+                    while not told:
+                        await asyncio.sleep(0.005)
         assert read == 2
         assert found.should_stop
         assert [(each.kind, each.reason) for each in told] == [(strata.CommandKind.DRAIN, "upgrade")]

@@ -85,7 +85,8 @@ class Life:
         self.status = pb.WORKER_STATUS_IDLE
         try:
             # From here on a death is noticed at once. It may take a coordinator that is just being replaced to say so.
-            await asyncio.wait_for(self._attached.wait(), PRESENCE_S)
+            async with asyncio.timeout(PRESENCE_S):
+                await self._attached.wait()
         except TimeoutError:
             _log.warning("the presence stream is not open yet")
 
@@ -344,7 +345,9 @@ class Life:
                 attempt += 1
                 _log.debug("a heartbeat failed", code=error.code.value, reason=error.message)
             try:
-                await asyncio.wait_for(self._beat_soon.wait(), wait_s)
+                # Not wait_for: that of Python 3.11 forgets a cancellation which comes together with what it waits for.
+                async with asyncio.timeout(wait_s):
+                    await self._beat_soon.wait()
             except TimeoutError:
                 continue
 

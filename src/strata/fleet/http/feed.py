@@ -60,7 +60,8 @@ class Feed:
 
     async def run_once(self) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._poked.wait(), POLL_S)
+            async with asyncio.timeout(POLL_S):
+                await self._poked.wait()
         self._poked.clear()
         await self.catch_up()
 

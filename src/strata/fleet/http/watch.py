@@ -39,7 +39,8 @@ async def patiently(call: Call, stopping: asyncio.Event, work: Coroutine[Any, An
 async def either(event: asyncio.Event, wait_s: float) -> bool:
     """Whether the event came in time."""
     with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(event.wait(), max(0.0, wait_s))
+        async with asyncio.timeout(max(0.0, wait_s)):
+            return await event.wait()
     return False
 
 
