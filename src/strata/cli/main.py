@@ -42,9 +42,7 @@ COMMANDS: Final[Mapping[str, Entry]] = {
     "logs": Entry("strata.cli.fleet.logs:logs", "Print the log of JOB."),
     "metrics": Entry("strata.cli.fleet.metrics:metrics", "Show the metrics of jobs, side by side or over time."),
     "move": Entry("strata.cli.backup:move", "Move the database of a hub to TARGET."),
-    "models": Entry(
-        "strata.cli.models:models", "Make models that the training server can load, or fetch the tokenizer of one."
-    ),
+    "models": Entry("strata.cli.models:models", "Make models for the training server, or fetch its tokenizer."),
     "pause": Entry("strata.cli.fleet.control:pause", "Give each HOST no more jobs until it is resumed."),
     "reload": Entry(
         "strata.cli.fleet.apply:reload", "Apply the manifest that the hub was configured with, as it is now."

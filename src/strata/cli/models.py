@@ -15,7 +15,7 @@ ANSWER_S: Final = 60.0
 
 @click.group()
 def models() -> None:
-    """Make models that the training server can load, or fetch the tokenizer of one."""
+    """Make models for the training server, or fetch its tokenizer."""
 
 
 @models.command()
