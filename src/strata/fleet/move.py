@@ -29,7 +29,7 @@ _CLOCKED: Final = {"event": "tx"}
 """A column that only PostgreSQL has: 0 is before every transaction of its own."""
 _CURSORS: Final = "hub_cursor"
 """How far those have read who are told of events: written otherwise in each database, at the same place in both."""
-_READERS: Final = "cursor <> '' AND name LIKE 'webhook:%'"
+_READERS: Final = "cursor <> '' AND name <> 'health'"
 """Its rows that are places in the feed of events; the hub's check that it can write has a row of its own."""
 
 
