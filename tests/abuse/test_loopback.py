@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,7 @@ from strata.coord import settings as coord_settings
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.testing.ports import port_of, reserve_port
 from strata.train import settings as train_settings
-from tests.e2e.machines import STRATA, Person
+from tests.e2e.machines import STRATA, Machine, Person
 from tests.shell.cli import test_gang_screen as gang
 from tests.shell.train_api.processes import Processes, serving
 
@@ -78,38 +77,18 @@ def as_other_user(*words: str, **more: Any) -> subprocess.Popen[str]:
     )
 
 
-class Owner(Person):
+class Owner(Machine):
     """Whose `strata up` has a port of its own."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__(home)
         self._guard = reserve_port()
         self.port = port_of(self._guard)
+        super().__init__(home, "here", f"127.0.0.1:{self.port}")
         self.url = f"http://127.0.0.1:{self.port}"
         self.data = home / "data" / "strata"
-        self.environ = {**self.environ, "STRATA_HUB_KEEP_FREE_BYTES": "0", "STRATA_AGENT_MIN_FREE_GIB": "0"}
-        self._process: subprocess.Popen[str] | None = None
-
-    def up(self) -> None:
-        words = [STRATA, "up", "--listen", f"127.0.0.1:{self.port}", "--name", "here"]
-        self._process = subprocess.Popen(words, env=self.environ, stderr=subprocess.PIPE, text=True, cwd=self.home)
-        assert self._process.stderr is not None
-        said = []
-        for line in self._process.stderr:
-            said.append(line)
-            if "ready" in line:
-                return
-        pytest.fail(f"strata up ended: {''.join(said)}")
-
-    def down(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
-        self._process.communicate(timeout=60)
 
     def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.communicate(timeout=30)
+        super().close()
         self._guard.close()
 
     def free_port(self) -> None:

@@ -51,6 +51,41 @@ class Person:
         return json.loads(self.says(*words, "-o", "json"))
 
 
+class Machine(Person):
+    """A person, and `strata up` in a window of theirs."""
+
+    def __init__(self, home: Path, name: str, listen: str = "127.0.0.1:0") -> None:
+        super().__init__(home)
+        self._name = name
+        self._listen = listen
+        self.environ = {**self.environ, "STRATA_HUB_KEEP_FREE_BYTES": "0", "STRATA_AGENT_MIN_FREE_GIB": "0"}
+        self._process: subprocess.Popen[str] | None = None
+
+    def up(self) -> None:
+        words = [STRATA, "up", "--listen", self._listen, "--name", self._name]
+        self._process = subprocess.Popen(words, env=self.environ, stderr=subprocess.PIPE, text=True, cwd=self.home)
+        assert self._process.stderr is not None
+        said = []
+        for line in self._process.stderr:
+            said.append(line)
+            if "ready" in line:
+                return
+        raise AssertionError(f"strata up ended: {''.join(said)}")
+
+    def down(self) -> int:
+        """As Ctrl-C does."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+        _, rest = self._process.communicate(timeout=60)
+        assert rest.endswith("strata up: stopped\n"), rest
+        return self._process.returncode
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate(timeout=30)
+
+
 class Program:
     """A server of the command line. What it says goes to a file, so that it never waits for a reader."""
 

@@ -3,57 +3,22 @@
 from __future__ import annotations
 
 import re
-import signal
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.e2e.machines import STRATA, Person
+from tests.e2e.machines import Machine
 
 EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "tabular"
 HOST: Final = "pi"
 
 
-class Machine(Person):
-    """A person, and `strata up` in a window of theirs."""
-
-    def __init__(self, home: Path) -> None:
-        super().__init__(home)
-        self.environ = {**self.environ, "STRATA_HUB_KEEP_FREE_BYTES": "0", "STRATA_AGENT_MIN_FREE_GIB": "0"}
-        self._process: subprocess.Popen[str] | None = None
-
-    def up(self) -> None:
-        words = [STRATA, "up", "--listen", "127.0.0.1:0", "--name", HOST]
-        self._process = subprocess.Popen(words, env=self.environ, stderr=subprocess.PIPE, text=True, cwd=self.home)
-        assert self._process.stderr is not None
-        said = []
-        for line in self._process.stderr:
-            said.append(line)
-            if "ready" in line:
-                return
-        pytest.fail(f"strata up ended: {''.join(said)}")
-
-    def down(self) -> int:
-        """As Ctrl-C does."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
-        _, rest = self._process.communicate(timeout=60)
-        assert rest.endswith("strata up: stopped\n"), rest
-        return self._process.returncode
-
-    def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.communicate(timeout=30)
-
-
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    made = Machine(tmp_path / "home")
+    made = Machine(tmp_path / "home", HOST)
     yield made
     made.close()
 

@@ -8,7 +8,7 @@ from typing import Final
 import click
 
 from strata.cli.output import complain
-from strata.cli.training_server import connect_server, context_option, key_file_option
+from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
 
 ANSWER_S: Final = 60.0
 
@@ -52,11 +52,7 @@ def tiny(folder: Path, family: str, layers: int, hidden: int, vocab: int, **more
 
 @models.command()
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT")
-@click.option(
-    "--server",
-    metavar="URL|CONFIG",
-    help="The training server, or the settings of one that runs here; what 'strata login' chose unless set.",
-)
+@server_option
 @key_file_option
 @context_option
 def tokenizer(out: Path, server: str | None, key_file: Path | None, context: str | None) -> None:

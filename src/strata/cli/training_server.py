@@ -12,6 +12,11 @@ from strata.base.errors import Code, StrataError
 if TYPE_CHECKING:
     from strata.fleet.client import HubClient
 
+server_option = click.option(
+    "--server",
+    metavar="URL|CONFIG",
+    help="The training server, or the settings of one that runs here; what 'strata login' chose unless set.",
+)
 key_file_option = click.option(
     "--key-file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import click
 
 from strata.cli.output import complain, write
-from strata.cli.training_server import connect_server, context_option, key_file_option
+from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
 
 ANSWER_S: Final = 600.0
 """An adapter is sent, verified and brought to the disk before the server answers."""
@@ -32,11 +32,7 @@ def weights() -> None:
     help="An adapter for PEFT, or a whole model for Hugging Face.",
 )
 @click.option("--base", default="", metavar="MODEL", help="The folder of the model to merge an adapter into.")
-@click.option(
-    "--server",
-    metavar="URL|CONFIG",
-    help="The training server, or the settings of one that runs here; what 'strata login' chose unless set.",
-)
+@server_option
 @key_file_option
 @context_option
 def export(checkpoint: str, out: Path, form: Literal["peft", "hf"], base: str, **server: Any) -> None:
@@ -83,11 +79,7 @@ def _export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str
 @weights.command("import")
 @click.argument("adapter", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="ADAPTER")
 @click.option("--name", default="imported", show_default=True, metavar="NAME", help="Of the checkpoint.")
-@click.option(
-    "--server",
-    metavar="URL|CONFIG",
-    help="The training server, or the settings of one that runs here; what 'strata login' chose unless set.",
-)
+@server_option
 @key_file_option
 @context_option
 def import_(adapter: Path, name: str, server: str | None, key_file: Path | None, context: str | None) -> None:
