@@ -60,7 +60,7 @@ async def test_a_program_runs_again_from_the_checkpoint_when_another_worker_come
     async with in_process() as running, worker(running) as found:
         await checkpointed(found, tmp_path)
         starts: list[int | None] = []
-        came = asyncio.Event()
+        came, again, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def train(start: strata.Manifest | None) -> int:
             starts.append(start.step if start else None)
@@ -70,8 +70,10 @@ async def test_a_program_runs_again_from_the_checkpoint_when_another_worker_come
                 # Until the other one is noticed.
                 await found.next_shard("corpus", 0, wait=False)
                 await asyncio.sleep(0.01)
+            again.set()
             async for shard in found.shards("corpus", 0):
                 samples += shard.end - shard.start
+            over.set()
             return samples
 
         async def other() -> int:
@@ -79,7 +81,11 @@ async def test_a_program_runs_again_from_the_checkpoint_when_another_worker_come
             async with worker(running, "other") as late:
                 await late.dataset("corpus")
                 assert late.start is not None
-                return sum([shard.end - shard.start async for shard in late.shards("corpus", 0)])
+                # What it read and took along without a checkpoint, before or after, would be read again.
+                await again.wait()
+                samples = sum([shard.end - shard.start async for shard in late.shards("corpus", 0)])
+                await over.wait()
+                return samples
 
         counted = await asyncio.gather(found.run(train), other())
         assert (starts, sum(counted)) == ([None, 1], 30)

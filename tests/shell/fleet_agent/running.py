@@ -94,6 +94,10 @@ class HubProcess:
         body = wire.SubmitRequest(spec=spec, trainer=trainer)
         return self.operator.call("POST", "/v1/jobs", wire.SubmitReply, body=body).job.id
 
+    def online(self) -> set[str]:
+        hosts = self.operator.call("GET", "/v1/workers", wire.HostsReply).hosts
+        return {each.name for each in hosts if each.presence == "online"}
+
     def job(self, job_id: str) -> wire.JobReply:
         return self.operator.call("GET", f"/v1/job/{job_id}", wire.JobReply)
 
@@ -177,6 +181,9 @@ class AgentProcess:
     def end(self, number: int = signal.SIGTERM, within_s: float = 60.0) -> int:
         if self._process.poll() is None:
             self.send(number)
+        return self.ended(within_s)
+
+    def ended(self, within_s: float = 60.0) -> int:
         return self._process.wait(within_s)
 
     def said(self) -> str:

@@ -126,7 +126,7 @@ def test_a_source_that_was_uploaded_is_run_and_a_result_that_is_a_link_is_not_ke
 
 def test_a_trainer_that_no_eligible_host_has_fails_after_one_attempt_on_each(hub: HubProcess, tmp_path: Path) -> None:
     with agent(hub, tmp_path, "gina"), agent(hub, tmp_path, "gerd"):
-        eventually(lambda: len(hub.operator.call("GET", "/v1/workers", wire.HostsReply).hosts) >= 2)
+        eventually(lambda: hub.online() >= {"gina", "gerd"})
         trainer = TrainerSpec(name="elsewhere", command=("python", "x.py"), directory="/no/such/folder")
         spec = JobSpec(model="e", trainer="elsewhere", needs=Needs(allowed_hosts=("gina", "gerd")))
         seen = hub.until(hub.submit_with(trainer, spec), "failed")
