@@ -30,12 +30,13 @@ from strata.base.clock import SystemClock
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
-from strata.fleet import sqlite_tables
-from strata.fleet.artifacts import files, tables
+from strata.fleet.artifacts import files
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, Kind, Lineage, Manifest
 from strata.fleet.artifacts.service import Artifacts, Missing
-from strata.fleet.artifacts.sqlite import SqliteIndex
+from strata.fleet.artifacts.store import tables
+from strata.fleet.artifacts.store.sqlite import SqliteIndex
+from strata.fleet.store.sqlite import tables as sqlite_tables
 
 PIECE: Final = 64 << 10
 AT_ONCE: Final = 4

@@ -15,9 +15,11 @@ from typing import Any, Final
 
 from strata.cli.main import main
 from strata.database import sqlite
-from strata.fleet import claims, rows, service, sqlite_leases
+from strata.fleet import claims, service
 from strata.fleet.core import hold
 from strata.fleet.ports import Claim, Lease
+from strata.fleet.store import rows
+from strata.fleet.store.sqlite import leases
 
 PROGRAM: Final = (sys.executable, "-m", "soak.fleet_hub.weakened")
 LATE_S: Final = 0.5
@@ -48,7 +50,7 @@ def _any_epoch(status: Any, *, current: Any, claimed: Any, leased: bool) -> Any:
 SAFEGUARDS: Final[dict[str, tuple[Any, str, Any]]] = {
     "a hub that was blind takes nothing away": (service, "may_sweep", lambda **_: True),
     "a claim that is repeated takes no more": (claims.ClaimQueue, "ask", _claims_anew),
-    "a repeated report gets the same answer": (sqlite_leases, "_told", lambda *_: None),
+    "a repeated report gets the same answer": (leases, "_told", lambda *_: None),
     "a write is committed before it is confirmed": (sqlite.SqliteThread, "_run_group", _commits_late),
     "a host that was replaced is refused": (rows, "standing", _any_epoch),
 }

@@ -11,7 +11,7 @@ import pytest
 
 from strata.base.digest import sha256_hex
 from strata.fleet import wire
-from strata.identity.request import new_request
+from strata.identity.ca import new_signing_request
 from strata.identity.tokens import read_join_token
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused, running
 
@@ -235,7 +235,7 @@ async def join(site: Running, name: str, *, invited: str = "") -> httpx.Response
         "invite_id": token.id,
         "secret": token.secret.reveal(),
         "name": name,
-        "request_pem": new_request()[1].decode(),
+        "request_pem": new_signing_request()[1].decode(),
     }
     return await (await site.client()).post("/v1/join", json=body)
 

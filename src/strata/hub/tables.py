@@ -14,13 +14,13 @@ from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.migrations import Component, SqliteComponents, seal_of, upgrade_postgres
 from strata.database.sqlite import SqliteThread
-from strata.fleet import sqlite_tables
-from strata.fleet.artifacts import tables as artifact_tables
 from strata.fleet.artifacts.ports import Index
-from strata.fleet.artifacts.sqlite import SqliteIndex
+from strata.fleet.artifacts.store import tables as artifact_tables
+from strata.fleet.artifacts.store.sqlite import SqliteIndex
 from strata.fleet.backup import backup_sqlite
 from strata.fleet.ports import Store
-from strata.fleet.sqlite import SqliteStore
+from strata.fleet.store.sqlite import tables as fleet_sqlite
+from strata.fleet.store.sqlite.store import SqliteStore
 from strata.hub import records
 from strata.identity import sqlite as identity_sqlite
 from strata.identity.ports import IdentityStore
@@ -35,7 +35,7 @@ UPKEEP_S: Final = 3600.0
 SQLITE: Final = (
     events.SQLITE,
     identity_sqlite.COMPONENT,
-    sqlite_tables.COMPONENT,
+    fleet_sqlite.COMPONENT,
     artifact_tables.SQLITE,
     records.SQLITE,
 )
@@ -89,8 +89,8 @@ async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
 async def _open_postgres(url: str) -> AsyncIterator[Tables]:
     # The driver is an extra of its own: a hub on SQLite does without.
     from strata.database.postgres import Connections, check_durable
-    from strata.fleet.artifacts.postgres import PostgresIndex
-    from strata.fleet.postgres import PostgresStore
+    from strata.fleet.artifacts.store.postgres import PostgresIndex
+    from strata.fleet.store.postgres.store import PostgresStore
     from strata.identity import postgres as identity_postgres
 
     connections = Connections(url, CONNECTIONS, CALL_S, what="hub", by_index=True)
@@ -115,13 +115,13 @@ def is_postgres(database: str) -> bool:
 
 
 def postgres_components() -> Sequence[Component]:
-    from strata.fleet import postgres_tables
+    from strata.fleet.store.postgres import tables as fleet_postgres
     from strata.identity import postgres as identity_postgres
 
     return (
         events.POSTGRES,
         identity_postgres.COMPONENT,
-        postgres_tables.COMPONENT,
+        fleet_postgres.COMPONENT,
         artifact_tables.POSTGRES,
         records.POSTGRES,
     )

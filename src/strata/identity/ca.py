@@ -255,3 +255,10 @@ def _write_once(path: Path, content: bytes, *, mode: int) -> None:
 
 def _unknown() -> StrataError:
     return StrataError(Code.UNAUTHENTICATED, "the certificate is not one of ours", hint="strata join")
+
+
+def new_signing_request() -> tuple[bytes, bytes]:
+    """A private key and the signing request for it, both PEM. The request has no subject: the hub writes it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    return private_pem(key), request.public_bytes(serialization.Encoding.PEM)

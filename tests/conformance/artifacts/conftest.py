@@ -13,17 +13,18 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
-from strata.fleet import postgres_tables, sqlite_tables
-from strata.fleet.artifacts import tables
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.objects import ObjectChunks
 from strata.fleet.artifacts.ports import ChunkStore, Index
-from strata.fleet.artifacts.postgres import PostgresIndex
 from strata.fleet.artifacts.service import Artifacts
-from strata.fleet.artifacts.sqlite import SqliteIndex
+from strata.fleet.artifacts.store import tables
+from strata.fleet.artifacts.store.postgres import PostgresIndex
+from strata.fleet.artifacts.store.sqlite import SqliteIndex
 from strata.fleet.ports import Store
-from strata.fleet.postgres import PostgresStore
-from strata.fleet.sqlite import SqliteStore
+from strata.fleet.store.postgres import tables as postgres_tables
+from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.sqlite import tables as sqlite_tables
+from strata.fleet.store.sqlite.store import SqliteStore
 from strata.testing.s3 import S3Server
 from tests.conformance.artifacts.making import Place
 

@@ -19,12 +19,13 @@ from strata.base.failpoint import arm, kill
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
-from strata.fleet import sqlite_tables
-from strata.fleet.artifacts import tables, upkeep
+from strata.fleet.artifacts import upkeep
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, File, Kind, Lineage, Manifest
 from strata.fleet.artifacts.service import Artifacts, once
-from strata.fleet.artifacts.sqlite import SqliteIndex
+from strata.fleet.artifacts.store import tables
+from strata.fleet.artifacts.store.sqlite import SqliteIndex
+from strata.fleet.store.sqlite import tables as sqlite_tables
 
 SMALL = 20_000
 GRACE_S = 1000.0

@@ -21,8 +21,8 @@ from strata.fleet.core.manifest import read_manifest
 from strata.fleet.core.plan import ApplyOptions, Plan
 from strata.fleet.ports import Completion, Failure, Hold, HostRow, Lease
 from strata.fleet.service import Fleet
-from strata.fleet.sqlite import SqliteStore
-from strata.fleet.sqlite_tables import COMPONENT
+from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.tables import COMPONENT
 
 MODELS: Final = ("a", "b", "c")
 

@@ -14,7 +14,6 @@ from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
-from strata.fleet import sqlite_tables
 from strata.fleet.claims import BATCH, ClaimQueue
 from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.job import Cause, Status
@@ -23,7 +22,8 @@ from strata.fleet.core.plan import Plan
 from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import Claim, Completion, Failure, Hold, HostRow, Lease, Renewal
 from strata.fleet.service import Fleet, FleetSettings
-from strata.fleet.sqlite import SqliteStore
+from strata.fleet.store.sqlite import tables
+from strata.fleet.store.sqlite.store import SqliteStore
 
 GIB = 1024**3
 LEASE_S = 45.0
@@ -74,7 +74,7 @@ class Site:
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[CountedStore]:
-    components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT])
+    components = SqliteComponents([events.SQLITE, tables.COMPONENT])
     store = CountedStore(await SqliteThread.open(tmp_path / "hub.db", components))
     yield store
     await store.close()
@@ -197,7 +197,7 @@ class Dragging(SqliteStore):
 
 
 async def test_a_hub_that_waited_for_its_database_within_a_tick_was_blind_as_well(tmp_path: Path) -> None:
-    components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT])
+    components = SqliteComponents([events.SQLITE, tables.COMPONENT])
     store = Dragging(await SqliteThread.open(tmp_path / "hub.db", components))
     store.clock = SteppingClock(wall_s=1_800_000_000.0)
     site = Site(Fleet(store, store.clock), store.clock)

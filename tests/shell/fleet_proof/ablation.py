@@ -7,13 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from strata.fleet import postgres_claims, postgres_leases, postgres_tables, rows, sqlite_claims, sqlite_leases
 from strata.fleet.core import hold, lease
 from strata.fleet.core.hold import Standing
 from strata.fleet.core.job import HELD as HELD_STATUSES
 from strata.fleet.core.job import TERMINAL, Status
 from strata.fleet.core.lease import Budget, Ruling, Tally
-from strata.fleet.rows import HELD, Held, held_of
+from strata.fleet.store import rows
+from strata.fleet.store.postgres import claims as postgres_claims
+from strata.fleet.store.postgres import leases as postgres_leases
+from strata.fleet.store.postgres import tables as postgres_tables
+from strata.fleet.store.rows import HELD, Held, held_of
+from strata.fleet.store.sqlite import claims as sqlite_claims
+from strata.fleet.store.sqlite import leases as sqlite_leases
 
 Ablation = tuple[Any, str, Any]
 _standing: Final = hold.standing

@@ -17,8 +17,8 @@ from typing import Any, Final
 from strata.base.errors import StrataError
 from strata.fleet.core.job import HELD, TERMINAL, Status
 from strata.fleet.ports import Hold, Store
-from strata.fleet.postgres import PostgresStore
-from strata.fleet.sqlite import SqliteStore
+from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.sqlite.store import SqliteStore
 from strata.testing.history import Operation, Returned, Unknown
 from strata.testing.linearizable import Linearizable, check
 from tests.conformance.fleet.fleet import add, add_host, job

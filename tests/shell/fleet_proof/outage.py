@@ -14,8 +14,8 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.capability import Capability
 from strata.fleet.ports import Completion, Hold, HostRow, Renewal
-from strata.fleet.postgres import PostgresStore
 from strata.fleet.service import Fleet, FleetSettings
+from strata.fleet.store.postgres.store import PostgresStore
 
 T = TypeVar("T")
 LEASE_S: Final = 3.0

@@ -13,9 +13,10 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
-from strata.fleet import postgres_tables, sqlite_tables
-from strata.fleet.postgres import PostgresStore
-from strata.fleet.sqlite import SqliteStore
+from strata.fleet.store.postgres import tables as postgres_tables
+from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.sqlite import tables as sqlite_tables
+from strata.fleet.store.sqlite.store import SqliteStore
 from strata.testing.postgres import PostgresDatabases
 from tests.shell.fleet_proof.histories import run_history
 

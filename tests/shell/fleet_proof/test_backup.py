@@ -15,13 +15,15 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
-from strata.fleet import move, postgres_tables, sqlite_tables
-from strata.fleet.artifacts import tables as artifact_tables
+from strata.fleet import move
+from strata.fleet.artifacts.store import tables as artifact_tables
 from strata.fleet.backup import EPOCHS, backup_sqlite, fence_postgres, restore_sqlite
 from strata.fleet.core.job import Cause, Status
 from strata.fleet.ports import Completion, Failure, Hold, Renewal, Store
-from strata.fleet.postgres import PostgresStore
-from strata.fleet.sqlite import SqliteStore
+from strata.fleet.store.postgres import tables as postgres_tables
+from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.sqlite import tables as sqlite_tables
+from strata.fleet.store.sqlite.store import SqliteStore
 from strata.hub import records
 from strata.identity import postgres as identity_postgres
 from strata.identity import sqlite as identity_sqlite

@@ -11,13 +11,14 @@ from strata.database import events
 from strata.database.migrations import Component, SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
-from strata.fleet import postgres_tables, sqlite_tables
 from strata.fleet.core.jobspec import HostSpec, TrainerSpec
 from strata.fleet.core.plan import Policy, Registered
 from strata.fleet.ports import Store
-from strata.fleet.postgres import PostgresStore
-from strata.fleet.rows import encode
-from strata.fleet.sqlite import SqliteStore
+from strata.fleet.store.postgres import tables as postgres_tables
+from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.rows import encode
+from strata.fleet.store.sqlite import tables as sqlite_tables
+from strata.fleet.store.sqlite.store import SqliteStore
 from tests.conformance.fleet.fleet import add_host, claim, job
 
 BEFORE: Final = 3

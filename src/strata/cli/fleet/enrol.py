@@ -132,7 +132,7 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
     from strata.fleet.agent.identity import save_certified
     from strata.fleet.agent.probe import hostname
     from strata.fleet.client import HubClient, TlsFiles
-    from strata.identity.request import new_request
+    from strata.identity.ca import new_signing_request
     from strata.sdk.fleet import check_pin, fetch_authority
 
     if not url.startswith("https:"):
@@ -141,7 +141,7 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
     check_pin(pem, token.ca_sha256, url)
     folder = private_folder(private_folder(settings.state_folder) / JOINING)
     if not (folder / "host.csr").exists():
-        key, request = new_request()
+        key, request = new_signing_request()
         write_whole(folder / "host.key", key)
         write_whole(folder / "host.csr", request)
     body = wire.JoinRequest(

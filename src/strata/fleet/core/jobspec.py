@@ -15,6 +15,7 @@ A change of these rules needs a new version in the prefix. Ids are in databases,
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -219,3 +220,28 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cores: Count | None = None
     ram_gib: Gib | None = None
     vram_gib: Gib | None = None
+
+
+def find_cycle(after: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """A cycle of jobs, each of which comes after the next, with the first repeated at the end; empty if there is none.
+
+    Depth first with a list instead of the call stack: a chain may be as long as the manifest.
+    """
+    done: set[str] = set()
+    for start in after:
+        path: list[str] = []
+        on_path: set[str] = set()
+        waiting = [(start, False)]
+        while waiting:
+            job, leaving = waiting.pop()
+            if leaving:
+                on_path.discard(path.pop())
+                done.add(job)
+            elif job in on_path:
+                return (*path[path.index(job) :], job)
+            elif job not in done:
+                path.append(job)
+                on_path.add(job)
+                waiting.append((job, True))
+                waiting += [(needed, False) for needed in after.get(job, ())]
+    return ()

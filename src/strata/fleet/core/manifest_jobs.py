@@ -11,8 +11,7 @@ import msgspec
 from strata.base.errors import StrataError
 from strata.base.suggest import suggestion
 from strata.fleet.core.hyper import Finding, Schema
-from strata.fleet.core.jobspec import JobSpec, TrainerSpec
-from strata.fleet.core.order import cycle
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec, find_cycle
 from strata.fleet.core.problems import (
     Place,
     Problems,
@@ -288,7 +287,7 @@ def _ordered(problems: Problems, read: _Read) -> dict[str, JobSpec]:
     before = {
         job: tuple(each for name in written for each in _meant(read, name)) for job, written in read.after.items()
     }
-    ring = cycle(before)
+    ring = find_cycle(before)
     if ring:
         names = " after ".join(read.jobs[each].label for each in ring)
         problems.add((*read.places[ring[0]], "after"), f"the order goes in a circle: {names}")

@@ -7,7 +7,7 @@ somebody changes something is judged here; whether the host is busy, paused or a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -53,6 +53,19 @@ def eligible_classes(host: Profile, classes: Mapping[int, RequirementClass]) -> 
         for number, requirement in classes.items()
         if not any(next(check(requirement, host), None) for check in _CHECKS)
     )
+
+
+def fit_slots(offers: Iterable[tuple[int, int]], *, slots: int, count: int) -> list[int]:
+    """Of `(job, slots it takes)`, best first: the jobs that a host with `slots` free slots takes, at most `count`.
+
+    A job that does not fit lets a smaller one pass.
+    """
+    taken: list[int] = []
+    for job, takes in offers:
+        if len(taken) < count and takes <= slots:
+            taken.append(job)
+            slots -= takes
+    return taken
 
 
 def score(requirement: RequirementClass, host: Profile) -> float:

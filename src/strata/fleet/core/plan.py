@@ -27,9 +27,8 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.hold import outdated_plan
 from strata.fleet.core.job import HELD, TERMINAL, Status
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobSpec, TrainerSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobSpec, TrainerSpec, find_cycle
 from strata.fleet.core.manifest import Manifest
-from strata.fleet.core.order import cycle
 
 KINDS: Final = {
     "priority": ("priority",),
@@ -285,7 +284,7 @@ def _check_order(manifest: Manifest, jobs: Mapping[str, Present]) -> None:
         if other not in manifest.jobs and other not in jobs
     ]
     specs = {job_id: here.spec for job_id, here in jobs.items()} | manifest.jobs
-    ring = cycle({job_id: spec.after for job_id, spec in specs.items() if spec.after})
+    ring = find_cycle({job_id: spec.after for job_id, spec in specs.items() if spec.after})
     if ring:
         problems.append(f"{manifest.source}: the order goes in a circle: {' after '.join(ring)}")
     if problems:

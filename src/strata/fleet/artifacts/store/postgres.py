@@ -13,10 +13,10 @@ from strata.database import events
 from strata.database.events import Event as Record
 from strata.database.events import record_postgres
 from strata.database.postgres import Connections
-from strata.fleet.artifacts import rows
 from strata.fleet.artifacts.manifest import Chunk
 from strata.fleet.artifacts.ports import ArtifactRow, Commit, Committed, LineageFilter, LineageRow, Slot, Usage
 from strata.fleet.artifacts.states import Event, State, among, becomes
+from strata.fleet.artifacts.store import rows
 
 Connection = Any
 """A psycopg connection: only the adapters of `strata.database` know its type."""

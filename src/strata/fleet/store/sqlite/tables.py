@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sqlite3
 from typing import Final
 
 from strata.database.migrations import Component
-from strata.fleet.core.hold import unknown_job
-from strata.fleet.ports import JobRow
-from strata.fleet.rows import JOB, job_of
 
 COMPONENT: Final = Component(
     "fleet",
@@ -100,10 +96,3 @@ COMPONENT: Final = Component(
         """,
     ),
 )
-
-
-def read_job(db: sqlite3.Connection, job_id: str) -> JobRow:
-    row = db.execute(f"SELECT {JOB} FROM job WHERE id = ?", (job_id,)).fetchone()
-    if row is None:
-        raise unknown_job(job_id)
-    return job_of(row)

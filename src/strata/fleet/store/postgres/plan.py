@@ -8,19 +8,21 @@ from typing import Any, Final
 from strata.base.failpoint import failpoint
 from strata.database.events import Event as Record
 from strata.database.events import record_postgres
-from strata.fleet import postgres_tables as sql
 from strata.fleet.core.hold import outdated_plan
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import Plan
-from strata.fleet.postgres_leases import Connection, enqueue, record, requeue
-from strata.fleet.rows import class_keys, encode
+from strata.fleet.store.postgres import tables as sql
+from strata.fleet.store.postgres.leases import Connection, enqueue, record, requeue
+from strata.fleet.store.rows import class_keys, encode
 
 PLAN_LOCK: Final = 0x5354_5241_5441_0004
 """Plans are applied one at a time: each is the difference to what the one before left."""
 
 
-async def apply(connection: Connection, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool) -> None:
+async def apply_plan(
+    connection: Connection, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool
+) -> None:
     await connection.execute("SELECT pg_advisory_xact_lock(%s)", (PLAN_LOCK,))
     cursor = await connection.execute("SELECT id FROM job WHERE id = ANY(%s) LIMIT 1", (list(plan.new),))
     there = await cursor.fetchone()

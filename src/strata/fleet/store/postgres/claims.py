@@ -17,10 +17,10 @@ from typing import Any, Final, Literal
 
 from strata.base.failpoint import failpoint
 from strata.database.postgres import Connections
-from strata.fleet.core.fit import fitting
 from strata.fleet.core.job import Event, target
+from strata.fleet.core.match import fit_slots
 from strata.fleet.ports import Claim, Lease
-from strata.fleet.rows import lease_of
+from strata.fleet.store.rows import lease_of
 
 _Name = tuple[str, str]
 """Of a claim: its host, and what the host calls it."""
@@ -143,7 +143,7 @@ ORDER BY j.priority DESC, j.seq
 """What claims of these names were given before and still hold."""
 
 
-async def claim(
+async def claim_jobs(
     connections: Connections, claims: Sequence[Claim], lease_s: float, now_s: float
 ) -> Sequence[Sequence[Lease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
@@ -230,7 +230,7 @@ async def _fit(connections: Connections, wanted: Claim, slots: dict[int, int], t
     async with connections.transaction() as connection:
         await connection.execute(LOCK, _names(name))
         offered = await (await connection.execute(OFFERED, offer)).fetchall()
-        seqs = fitting(offered, slots=wanted.slots, count=wanted.count)
+        seqs = fit_slots(offered, slots=wanted.slots, count=wanted.count)
         values = {"seqs": seqs, **_names(name * len(seqs)), **times}
         cursor = await connection.execute(_statement(len(seqs), "these"), values, binary=True)
         rows: list[Any] = await cursor.fetchall()

@@ -10,11 +10,11 @@ from strata.fleet.core.hold import outdated_plan
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import Plan
-from strata.fleet.rows import class_keys, encode
-from strata.fleet.sqlite_leases import enqueue, record, requeue
+from strata.fleet.store.rows import class_keys, encode
+from strata.fleet.store.sqlite.leases import enqueue, record, requeue
 
 
-def apply(db: sqlite3.Connection, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool) -> None:
+def apply_plan(db: sqlite3.Connection, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool) -> None:
     for job_id in plan.new:
         if db.execute("SELECT 1 FROM job WHERE id = ?", (job_id,)).fetchone():
             raise outdated_plan(job_id)

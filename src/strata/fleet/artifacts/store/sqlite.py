@@ -15,10 +15,10 @@ from strata.database import events
 from strata.database.events import Event as Record
 from strata.database.events import record_sqlite
 from strata.database.sqlite import SqliteThread
-from strata.fleet.artifacts import rows
 from strata.fleet.artifacts.manifest import Chunk
 from strata.fleet.artifacts.ports import ArtifactRow, Commit, Committed, LineageFilter, LineageRow, Slot, Usage
 from strata.fleet.artifacts.states import Event, State, among, becomes
+from strata.fleet.artifacts.store import rows
 
 _LISTED: Final = "IN (SELECT value FROM json_each(:ids))"
 _UNREFERENCED: Final = "NOT EXISTS (SELECT 1 FROM artifact_ref WHERE chunk = number)"

@@ -10,9 +10,6 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.postgres import Connections
-from strata.fleet import postgres_claims, postgres_plan
-from strata.fleet import postgres_leases as leases
-from strata.fleet import postgres_tables as sql
 from strata.fleet.core.job import UNFINISHED, Status
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import Plan, Policy, Present, Registered
@@ -33,7 +30,11 @@ from strata.fleet.ports import (
     Renewal,
     Renewed,
 )
-from strata.fleet.rows import (
+from strata.fleet.store.postgres import leases
+from strata.fleet.store.postgres import tables as sql
+from strata.fleet.store.postgres.claims import claim_jobs
+from strata.fleet.store.postgres.plan import apply_plan
+from strata.fleet.store.rows import (
     ATTEMPT,
     HOST,
     JOB,
@@ -65,7 +66,7 @@ class PostgresStore:
 
     async def apply(self, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
         async with self._connections.transaction(APPLY_S) as connection:
-            await postgres_plan.apply(connection, plan, actor, now_s, source=source, declared=declared)
+            await apply_plan(connection, plan, actor, now_s, source=source, declared=declared)
 
     async def present(self) -> Mapping[str, Present]:
         rows = await self._connections.run(f"SELECT id, {PRESENT} FROM job", {})
@@ -127,7 +128,7 @@ class PostgresStore:
             await _beat(connection, seen)
 
     async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[Lease]]:
-        return await postgres_claims.claim(self._connections, claims, lease_s, now_s)
+        return await claim_jobs(self._connections, claims, lease_s, now_s)
 
     async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
         until_s = now_s + lease_s

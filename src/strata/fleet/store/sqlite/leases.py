@@ -18,8 +18,7 @@ from strata.fleet.core.hold import ALIVE, Standing, already_ended, not_refused, 
 from strata.fleet.core.job import TERMINAL, Cause, Event, Status, advance
 from strata.fleet.core.lease import Ruling, after_expiry, after_failure, after_setup_error, counted
 from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
-from strata.fleet.rows import HELD, REFUSED, Held, encode, held_of, refused_of
-from strata.fleet.sqlite_tables import read_job
+from strata.fleet.store.rows import HELD, JOB, REFUSED, Held, encode, held_of, job_of, refused_of
 
 EXTENDED: Final = """
 SELECT l.job_id, l.epoch, j.status
@@ -42,6 +41,13 @@ def _need(db: sqlite3.Connection, job_id: str) -> Held:
     if job is None:
         raise unknown_job(job_id)
     return job
+
+
+def read_job(db: sqlite3.Connection, job_id: str) -> JobRow:
+    row = db.execute(f"SELECT {JOB} FROM job WHERE id = ?", (job_id,)).fetchone()
+    if row is None:
+        raise unknown_job(job_id)
+    return job_of(row)
 
 
 def renew(

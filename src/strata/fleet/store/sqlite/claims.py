@@ -15,11 +15,11 @@ from typing import Any, Final
 from strata.base.failpoint import failpoint
 from strata.database.events import Event as Record
 from strata.database.events import record_sqlite
-from strata.fleet.core.fit import fitting
 from strata.fleet.core.job import Cause, Event, target
 from strata.fleet.core.lease import counted
+from strata.fleet.core.match import fit_slots
 from strata.fleet.ports import Claim, Lease
-from strata.fleet.rows import encode, lease_of
+from strata.fleet.store.rows import encode, lease_of
 
 _Name = tuple[str, str]
 """Of a claim: its host, and what the host calls it."""
@@ -77,7 +77,7 @@ VALUES (?, ?, ?, ?, ?, ?, ?, '', '', '', '', '', x'7b7d')
 """
 
 
-def claim(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[Lease]]:
+def claim_jobs(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[Lease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     given: dict[_Name, list[Lease]] = {name: [] for name in named}
     alike: dict[_Menu, list[_Name]] = {}
@@ -129,7 +129,7 @@ def _several(db: sqlite3.Connection, wanted: Claim, host: str) -> list[int]:
     """For a host that takes many at once: what is too large for it lets a smaller job pass."""
     classes = {class_id: takes for class_id, takes in wanted.classes.items() if takes <= wanted.slots}
     offers = sorted(_offers(db, classes, wanted.held_back, wanted.count, host))
-    return fitting(((seq, takes) for _, seq, takes in offers), slots=wanted.slots, count=wanted.count)
+    return fit_slots(((seq, takes) for _, seq, takes in offers), slots=wanted.slots, count=wanted.count)
 
 
 def _offers(

@@ -11,8 +11,6 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.sqlite import SqliteThread
-from strata.fleet import sqlite_claims, sqlite_plan
-from strata.fleet import sqlite_leases as leases
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import Plan, Policy, Present, Registered
@@ -33,7 +31,7 @@ from strata.fleet.ports import (
     Renewal,
     Renewed,
 )
-from strata.fleet.rows import (
+from strata.fleet.store.rows import (
     ATTEMPT,
     HOST,
     JOB,
@@ -51,7 +49,9 @@ from strata.fleet.rows import (
     trainer_of,
     trainers_of,
 )
-from strata.fleet.sqlite_tables import read_job
+from strata.fleet.store.sqlite import leases
+from strata.fleet.store.sqlite.claims import claim_jobs
+from strata.fleet.store.sqlite.plan import apply_plan
 
 
 class SqliteStore:
@@ -61,7 +61,7 @@ class SqliteStore:
         self._thread = thread
 
     async def apply(self, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
-        await self._thread.write(lambda db: sqlite_plan.apply(db, plan, actor, now_s, source=source, declared=declared))
+        await self._thread.write(lambda db: apply_plan(db, plan, actor, now_s, source=source, declared=declared))
 
     async def present(self) -> Mapping[str, Present]:
         return {id_: present_of(rest) for id_, *rest in await self._rows(f"SELECT id, {PRESENT} FROM job", ())}
@@ -118,7 +118,7 @@ class SqliteStore:
         await self._thread.write(lambda db: _beat(db, seen))
 
     async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[Lease]]:
-        return await self._thread.write(lambda db: sqlite_claims.claim(db, claims, lease_s, now_s))
+        return await self._thread.write(lambda db: claim_jobs(db, claims, lease_s, now_s))
 
     async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
         return await self._thread.write(lambda db: leases.renew(db, host_id, renewals, lease_s, now_s))
@@ -163,7 +163,7 @@ class SqliteStore:
         return await self._thread.write(promote)
 
     async def job(self, job_id: str) -> JobRow:
-        return await self._thread.read(lambda db: read_job(db, job_id))
+        return await self._thread.read(lambda db: leases.read_job(db, job_id))
 
     async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
         whole = prefix if prefix.startswith("job") else f"job1_{prefix}"

@@ -9,12 +9,12 @@ from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.database.events import Event as Record
 from strata.database.events import record_postgres
-from strata.fleet import postgres_tables as sql
 from strata.fleet.core.hold import ALIVE, Standing, already_ended, not_refused, stale, unknown_job
 from strata.fleet.core.job import TERMINAL, Cause, Event, Status, advance
 from strata.fleet.core.lease import Ruling, after_expiry, after_failure, after_setup_error, counted
 from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
-from strata.fleet.rows import HELD, JOB, REFUSED, Held, encode, held_of, job_of, refused_of
+from strata.fleet.store.postgres import tables as sql
+from strata.fleet.store.rows import HELD, JOB, REFUSED, Held, encode, held_of, job_of, refused_of
 
 Connection = Any
 """A psycopg connection: only the adapters of `strata.database` know its type."""

@@ -1,0 +1,1 @@
+"""The fleet in SQLite: the tables, applying a plan, claiming jobs, and what happens to a lease until it ends."""
