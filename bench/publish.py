@@ -40,7 +40,7 @@ from bench.train_bare import LAYERS
 from bench.train_orders import BETAS, EPS, LORA_ALPHA, MODEL, RATE, Server, Tokens
 from bench.train_processes import served
 from bench.train_wire import Wire
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.model.tiny import TinyModel, make
 
 RANKS: Final = (4, 64)
 """Of the adapters."""

@@ -27,13 +27,13 @@ from bench.interleave import interleave
 from bench.report import Report
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import Added, Quantum, Sample, SampleParams, SampleResult
-from strata.train.runner.lora import Adapter, targets_of
-from strata.train.runner.model import Base
-from strata.train.runner.ranks import Ranks
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora.adapter import Adapter, targets_of
+from strata.train.runner.model.base import BaseModel
+from strata.train.runner.model.tiny import TinyModel, make
+from strata.train.runner.sampling.request_validator import SamplerLimits
 from strata.train.runner.sampling.sampler import Sampler
-from strata.train.runner.sampling.terms import SamplerLimits
 from strata.train.runner.settings import RunnerSettings
-from strata.train.runner.tiny import TinyModel, make
 
 GOAL: Final = 1.5
 STEPS: Final = 16
@@ -59,7 +59,7 @@ async def run(report: Report, *, quick: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder, one_rank(Path(folder)) as ranks:
         path = Path(folder) / "model"
         parameters = make(path, MODEL)
-        base = Base(RunnerSettings(model=str(path), sleep_folder=Path(folder)), ranks)
+        base = BaseModel(RunnerSettings(model=str(path), sleep_folder=Path(folder)), ranks)
         bare: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
         size = f"{parameters / 1e6:.1f} M parameters"
         report.progress(f"sampling, {size}")
@@ -67,19 +67,19 @@ async def run(report: Report, *, quick: bool) -> None:
 
 
 @contextmanager
-def one_rank(folder: Path) -> Iterator[Ranks]:
+def one_rank(folder: Path) -> Iterator[RankGroup]:
     threads = torch.get_num_threads()
     # As a rank has it.
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     try:
-        yield Ranks(torch.device("cpu"))
+        yield RankGroup(torch.device("cpu"))
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
 
 
-async def cases(report: Report, base: Base, ranks: Ranks, bare: Any, turns: Turns, size: str) -> None:
+async def cases(report: Report, base: BaseModel, ranks: RankGroup, bare: Any, turns: Turns, size: str) -> None:
     sampler = Sampler(base, ranks, SamplerLimits(sequences=16))
     sampler.open_base("base")
     for number in range(8):
@@ -112,7 +112,7 @@ async def cases(report: Report, base: Base, ranks: Ranks, bare: Any, turns: Turn
     report.add("sample.tokens.padded", "tokens/s", found, note=f"{size}, 8 requests beside one batch of them")
 
 
-def _adapter(base: Base, number: int) -> Adapter:
+def _adapter(base: BaseModel, number: int) -> Adapter:
     adapter = Adapter(LORA, targets_of(base.lm, LORA), torch.device("cpu"))
     adapter.initialise(f"bench {number}")
     return adapter

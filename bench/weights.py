@@ -35,13 +35,13 @@ from bench.interleave import Measure, interleave
 from bench.report import Report
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import ops
-from strata.train.runner import saving, weights
+from strata.train.runner.checkpoint import formats, save_load
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.model.tiny import TinyModel, make
+from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel, local
 from strata.train.runner.model_runner import ModelRunner
-from strata.train.runner.optimizer import MOMENTS
-from strata.train.runner.ranks import Ranks
+from strata.train.runner.passes.optimizer import MOMENTS
 from strata.train.runner.settings import RunnerSettings
-from strata.train.runner.tiny import TinyModel, make
-from strata.train.runner.trained import AdapterModel, Trained, WholeModel, local
 
 GOAL: Final = 0.9
 RANK: Final = 64
@@ -75,15 +75,15 @@ async def run(report: Report, *, quick: bool) -> None:
             # Moments are there after a step, also after one that changes nothing.
             trained.start_step(ops.AdamParams(learning_rate=0.0))()
             side: Adapter | Whole
-            side = Adapter(trained) if isinstance(trained, AdapterModel) else Whole(trained)  # type: ignore[arg-type]
+            side = Adapter(trained) if isinstance(trained, LoraModel) else Whole(trained)  # type: ignore[arg-type]
             await measure(report, what, Path(name) / what, side, Ours(runner, trained, ranks), turns.rounds)
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[Ranks]:
+def alone(folder: Path) -> Iterator[RankGroup]:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=0, world_size=1)
     try:
-        yield Ranks(torch.device("cpu"))
+        yield RankGroup(torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 
@@ -91,8 +91,8 @@ def alone(folder: Path) -> Iterator[Ranks]:
 @dataclass
 class Ours:
     runner: ModelRunner
-    model: Trained
-    ranks: Ranks
+    model: TrainedModel
+    ranks: RankGroup
     _number: Iterator[int] = field(default_factory=count)
 
     def save(self, folder: Path) -> None:
@@ -106,22 +106,22 @@ class Ours:
             lora=self.model.created.lora,
             steps=self.model.optimizer.steps,
         )
-        saving.save(folder, manifest, self.model, base, self.ranks, overwrite=True)
+        save_load.save(folder, manifest, self.model, base, self.ranks, overwrite=True)
 
     def load(self, folder: Path) -> None:
-        saving.load(folder, self.model, self.runner.base, self.ranks, optimizer=True)()
+        save_load.load(folder, self.model, self.runner.base, self.ranks, optimizer=True)()
 
 
 @dataclass
 class Adapter:
     """Bare safetensors."""
 
-    model: AdapterModel
+    model: LoraModel
 
     def save(self, folder: Path) -> None:
         folder.mkdir()
         adapter, moments = self.model.adapter, self.model.optimizer.moments()[0]
-        save_file(weights.to_peft(adapter.views(adapter.flat)), folder / "adapter.safetensors")
+        save_file(formats.to_peft(adapter.views(adapter.flat)), folder / "adapter.safetensors")
         kept = {f"{part}.{name}": own for part in MOMENTS for name, own in adapter.views(moments[part]).items()}
         save_file({name: own.clone() for name, own in kept.items()}, folder / "optimizer.safetensors")
         for path in (*folder.iterdir(), folder, folder.parent):
@@ -143,15 +143,15 @@ class Adapter:
 class Whole:
     """Bare torch.distributed.checkpoint."""
 
-    model: WholeModel
+    model: FullModel
 
     def save(self, folder: Path) -> None:
-        dcp_save(weights.whole_state(self.model, optimizer=True), storage_writer=FileSystemWriter(folder))
+        dcp_save(formats.whole_state(self.model, optimizer=True), storage_writer=FileSystemWriter(folder))
         for path in (folder, folder.parent):
             sync(path)
 
     def load(self, folder: Path) -> None:
-        dcp_load(weights.whole_state(self.model, optimizer=True), storage_reader=FileSystemReader(folder))
+        dcp_load(formats.whole_state(self.model, optimizer=True), storage_reader=FileSystemReader(folder))
 
 
 def _sorted(found: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -202,7 +202,7 @@ def make_places(folder: Path) -> dict[str, Path]:
     return places
 
 
-def state(model: Trained) -> list[torch.Tensor]:
+def state(model: TrainedModel) -> list[torch.Tensor]:
     return [*(parameter.data for parameter in model.optimizer.parameters), *map(local, model.optimizer.tensors())]
 
 

@@ -27,7 +27,18 @@ from soak.train.client import Trainer
 from soak.train.compare import compare_counts, compare_files, compare_results, final_folder
 from soak.train.outcome import Outcome
 from soak.train.progress import Heard
-from soak.train.server import NO_SNAPSHOTS, START_S, Hurt, Ranks, ServeProcess, Victim, gone, make_model, serving, until
+from soak.train.server import (
+    NO_SNAPSHOTS,
+    START_S,
+    Hurt,
+    RankGroup,
+    ServeProcess,
+    Victim,
+    gone,
+    make_model,
+    serving,
+    until,
+)
 
 ROUND: Final = 20
 KINDS: Final = 3
@@ -49,7 +60,7 @@ FIRST: Final = {
 @dataclass(frozen=True)
 class Round:
     model: Path
-    ranks: Ranks
+    ranks: RankGroup
     clients: int
     packed: bool = False
     seed: int = 0

@@ -25,13 +25,13 @@ from strata.journal.open import open_journal
 from strata.journal.replay import replay
 from strata.testing.ports import port_of, reserve_port
 from strata.train.core import commands, facts
-from strata.train.launch.child import descendants
+from strata.train.launch.supervised_process import descendants
 from strata.train.link import Knock, keys_of, knock
 from strata.train.settings import ServerSettings, load_settings
 
 Victim = Literal["orchestrator", "api", "rank", "rank 0", "rank 1", "launcher"]
 """`rank` is any of them."""
-Ranks = Literal["real", "pretending"]
+RankGroup = Literal["real", "pretending"]
 START_S: Final = 180.0
 NO_SNAPSHOTS: Final = "every_dispatches = 0\nevery_s = 0\nevery_payload_mb = 0"
 THERE_S: Final = 60.0
@@ -43,7 +43,7 @@ NOT_COPIED: Final = ("checkpoints", "snapshots", "run", "launcher.lock")
 _TINY: Final = """
 import sys
 from pathlib import Path
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.model.tiny import TinyModel, make
 make(Path(sys.argv[1]), TinyModel())
 """
 
@@ -73,7 +73,7 @@ UNHURT: Final = Hurt()
 class ServeProcess:
     """Real ranks are the launcher's; those that pretend are started here, and the launcher connects to them."""
 
-    def __init__(self, folder: Path, model: Path, port: int, ranks: Ranks, snapshots: str, hurt: Hurt) -> None:
+    def __init__(self, folder: Path, model: Path, port: int, ranks: RankGroup, snapshots: str, hurt: Hurt) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.url = f"http://127.0.0.1:{port}"
@@ -268,7 +268,7 @@ def _is_running(pid: int) -> bool:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, model: Path, ranks: Ranks, *, snapshots: str = NO_SNAPSHOTS, hurt: Hurt = UNHURT
+    folder: Path, model: Path, ranks: RankGroup, *, snapshots: str = NO_SNAPSHOTS, hurt: Hurt = UNHURT
 ) -> AsyncIterator[ServeProcess]:
     with reserve_port() as reserved:
         server = ServeProcess(folder, model, port_of(reserved), ranks, snapshots, hurt)

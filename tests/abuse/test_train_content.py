@@ -20,8 +20,8 @@ from safetensors.numpy import save
 
 from strata.train.core import ops
 from strata.train.core.commands import Segment
-from strata.train.layers import ADAPTER, ADAPTER_CONFIG
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
+from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.wire import tinker
 from tests.shell.train_api.test_protocol import BASE, Server, served
 from tests.shell.train_runner.alone import driver_of, one_rank

@@ -19,12 +19,12 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import save
 
-from strata.train.adapters import stage
 from strata.train.api.signed import Grant, sign
 from strata.train.api.table import TABLE
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import ops
-from strata.train.layers import ADAPTER, ADAPTER_CONFIG
+from strata.train.peft.importer import stage
+from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from tests.shell.train_api.test_protocol import BASE, Client, Server, new_client, served
 from tests.shell.train_api.test_sampling import sampler_of, wanted
 

@@ -14,7 +14,7 @@ import pytest
 from strata.base.settings import own_environment
 from strata.train.api.table import TABLE
 from strata.train.core.ops import LossName
-from strata.train.runner.losses import RULES
+from strata.train.runner.passes.losses import RULES
 from tests.e2e.blocks import blocks
 from tests.e2e.served import served
 

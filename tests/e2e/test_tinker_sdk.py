@@ -19,7 +19,7 @@ import torch
 from tinker import types
 
 from strata.base.settings import own_environment
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_api.processes import Processes, serving
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from soak.train.server import make_model
-from strata.train.launch.child import descendants
+from strata.train.launch.supervised_process import descendants
 from tests.e2e.blocks import blocks
 from tests.e2e.nodes import Machine, Task, network
 from tests.shell.fleet_agent.waiting import is_alive

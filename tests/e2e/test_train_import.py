@@ -27,8 +27,8 @@ from strata.base.secret import Secret
 from strata.cli.main import run
 from strata.fleet.client import HubClient
 from strata.sdk.adapters import import_adapter
-from strata.train.layers import ADAPTER, ADAPTER_CONFIG
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
+from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_api.processes import Processes, serving
 
 # The SDK leaves sockets to the garbage collector, whose complaint would be taken for ours.

@@ -13,7 +13,7 @@ import pytest
 from soak.train.kill import Round, hurt_round
 from soak.train.outcome import Outcome
 from soak.train.server import make_model, serving
-from strata.train.launch.child import descendants
+from strata.train.launch.supervised_process import descendants
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -28,7 +28,7 @@ STEPS: Final = 3
 _MODEL: Final = """
 import sys
 from pathlib import Path
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.model.tiny import TinyModel, make
 make(Path(sys.argv[1]), TinyModel(vocabulary=8192, hidden=128, context=100_000))
 """
 

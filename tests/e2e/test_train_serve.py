@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from soak.train.server import ServeProcess, Victim, serving
-from strata.train.launch.child import descendants
+from strata.train.launch.supervised_process import descendants
 
 pytestmark = pytest.mark.timeout(300)
 STRATA: Final = str(Path(sys.executable).with_name("strata"))

@@ -19,7 +19,7 @@ from typing import Any, Final
 import pytest
 
 from strata.base.settings import own_environment
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_api.processes import Processes, serving
 
 pytestmark = [pytest.mark.timeout(1800)]

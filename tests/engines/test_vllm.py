@@ -14,7 +14,7 @@ from strata.train.core.state import Endpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import Version
 from strata.train.endpoints.vllm import VllmEngine
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.settings import Inference
 from tests.engines import processes
 from tests.engines.conformance import ADAPTERS, Case

@@ -39,7 +39,7 @@ PLANTS: Final = (
     Plant("inside-a-layer", "fleet/ports.py", "import strata.fleet.store.sqlite.store"),
     Plant("inside-a-layer", "train/wire.py", "import strata.train.runner", also=("train/runner/__init__.py",)),
     Plant("inside-a-layer", "train/orchestrator/plant.py", "import strata.train.runner"),
-    Plant("inside-a-layer", "train/archive.py", "import strata.train.runner.export"),
+    Plant("inside-a-layer", "train/archive.py", "import strata.train.runner.checkpoint.export"),
     Plant("inside-a-layer", "train/checkpoints/plant.py", "import strata.train.store"),
     Plant("inside-a-layer", "train/endpoints/plant.py", "import strata.train.api"),
     Plant("fleet-shells", "fleet/agent/plant.py", "import strata.fleet.store.rows"),
@@ -64,7 +64,7 @@ PLANTS: Final = (
 )
 
 ALLOWED: Final = (
-    Plant("torch", "train/runner/model.py", "import torch"),
+    Plant("torch", "train/runner/model/base.py", "import torch"),
     Plant("psycopg", "fleet/store/postgres/store.py", "import psycopg"),
     Plant("psycopg", "testing/database.py", "import psycopg"),
     Plant("grpc", "coord/rpc.py", "import grpc.aio"),

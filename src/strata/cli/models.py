@@ -43,7 +43,7 @@ def tiny(folder: Path, family: str, layers: int, hidden: int, vocab: int, **more
     from strata.cli.extras import require
 
     require("transformers", extra="train")
-    from strata.train.runner.tiny import TinyModel, make
+    from strata.train.runner.model.tiny import TinyModel, make
 
     shape = {"family": family, "layers": layers, "hidden": hidden, "vocabulary": vocab, **more}
     parameters = make(folder, msgspec.convert(shape, TinyModel))

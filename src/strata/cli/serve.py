@@ -46,7 +46,7 @@ def run(config: Path, *, make_keys: bool) -> None:
 
     for module in ("zmq", "fastapi"):
         require(module, extra="train")
-    from strata.train.launch.run import run as launch
+    from strata.train.launch.launcher import run_launcher
     from strata.train.link_keys import make_first_keys
     from strata.train.settings import load_settings
 
@@ -60,4 +60,4 @@ def run(config: Path, *, make_keys: bool) -> None:
     log.configure(style, settings.server.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
     model = settings.model.base_model
     ranks = f"{settings.ranks.nproc} ranks" if settings.ranks.mode == "auto" else "ranks started elsewhere"
-    launch(settings, config, lambda where: complain(f"strata serve: {where}, model {model}, {ranks}"))
+    run_launcher(settings, config, lambda where: complain(f"strata serve: {where}, model {model}, {ranks}"))

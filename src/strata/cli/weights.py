@@ -49,7 +49,7 @@ def export(checkpoint: str, out: Path, form: Literal["peft", "hf"], base: str, *
     if not Path(checkpoint).is_dir():
         raise click.BadParameter(f"there is no folder {checkpoint!r}", param_hint="CHECKPOINT")
     require("transformers", extra="train")
-    from strata.train.runner.export import export as export_to
+    from strata.train.runner.checkpoint.export import export as export_to
 
     manifest = export_to(Path(checkpoint), out, form, base)
     complain(f"{manifest.model_id} after {manifest.steps} steps in {out}")
@@ -68,7 +68,7 @@ def _export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str
         if form == "peft":
             fetch_adapter(client, path, out)
         else:
-            from strata.train.runner.export import merge_fetched
+            from strata.train.runner.checkpoint.export import merge_fetched
 
             with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as folder:
                 fetch_checkpoint(client, path, Path(folder))

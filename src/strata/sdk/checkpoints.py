@@ -12,7 +12,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.client import HubClient
-from strata.train.layers import ADAPTER_CONFIG, TOKENIZER_FILES
+from strata.train.peft.layers import ADAPTER_CONFIG, TOKENIZER_FILES
 
 SCHEME: Final = "tinker://"
 KINDS: Final = ("weights", "sampler_weights")

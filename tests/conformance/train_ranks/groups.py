@@ -18,8 +18,8 @@ import zmq.asyncio
 from strata.base.settings import own_environment
 from strata.train.core import commands, ops
 from strata.train.core.pack import pack
-from strata.train.launch import commands as launch
-from strata.train.launch.child import descendants
+from strata.train.launch.launcher import rank_command
+from strata.train.launch.supervised_process import descendants
 from strata.train.link import Knock, RankConnection, knock
 from strata.train.settings import ServerSettings, load_settings
 
@@ -31,7 +31,7 @@ Heard = TypeVar("Heard", bound=commands.FromRank)
 TINY: Final = """
 import sys
 from pathlib import Path
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.model.tiny import TinyModel, make
 make(Path(sys.argv[1]), TinyModel())
 """
 
@@ -56,7 +56,7 @@ class Group:
         )
         self.settings: ServerSettings = load_settings(self.file, environ={})
         pretending = (sys.executable, "-m", "strata.testing.fake_ranks", "--settings", str(self.file))
-        command = launch.ranks(self.settings, self.file, own_environment())
+        command = rank_command(self.settings, self.file, own_environment())
         self._arguments = command.arguments if kind == "real" else pretending
         self._environment = dict(command.environment)
         self.start()

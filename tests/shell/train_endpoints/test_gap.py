@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strata.train.core.ops import LossName
-from strata.train.runner.losses import RULES, Inputs, combine, metrics_of
+from strata.train.runner.passes.losses import RULES, Inputs, combine, metrics_of
 
 
 def measured(trained: list[float], sampled: list[float], advantages: list[float]) -> dict[str, float]:

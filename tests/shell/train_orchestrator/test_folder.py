@@ -11,7 +11,7 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.base.private import make_private
 from strata.train.folder import held
-from strata.train.launch.run import run
+from strata.train.launch.launcher import run_launcher
 from strata.train.settings import ServerSettings, load_settings
 
 
@@ -23,7 +23,7 @@ def configured(folder: Path) -> tuple[ServerSettings, Path]:
 
 def refusal(folder: Path) -> StrataError:
     with pytest.raises(StrataError) as refused:
-        run(*configured(folder), lambda _: None)
+        run_launcher(*configured(folder), lambda _: None)
     return refused.value
 
 

@@ -12,12 +12,12 @@ from strata.base import failpoint
 from strata.base.clock import SystemClock
 from strata.base.errors import Code
 from strata.journal.memory import MemoryJournal
-from strata.train.adapters import stage
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import messages, ops
-from strata.train.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.orchestrator.retention import Retention
+from strata.train.peft.importer import stage
+from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.settings import ServerSettings
 from tests.shell.train_orchestrator.leaders import leading, settings_in
 from tests.shell.train_orchestrator.stacks import Stack, running

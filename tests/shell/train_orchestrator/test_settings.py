@@ -12,8 +12,7 @@ import pytest
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.train.launch import commands
-from strata.train.launch.launcher import Launcher
+from strata.train.launch.launcher import Launcher, api_server_command, orchestrator_command, rank_command
 from strata.train.launch.preflight import available_bytes, check_memory, estimate
 from strata.train.orchestrator.orchestrator import rules_of
 from strata.train.settings import load_settings
@@ -81,11 +80,11 @@ def test_no_process_sees_a_secret_it_has_no_use_for(tmp_path: Path) -> None:
         "STRATA_SERVER_DATABASE": f"postgresql://u:{secret}@h/d",
         "STRATA_SERVER_IDENTITY_DATABASE": f"postgresql://u:{secret}@h/i",
     }
-    ranks = commands.ranks(settings, file, environment)
+    ranks = rank_command(settings, file, environment)
     assert secret not in repr(ranks)
-    orchestrator = commands.orchestrator(file, "holder", environment)
+    orchestrator = orchestrator_command(file, "holder", environment)
     assert set(orchestrator.environment) == {"PATH", "STRATA_SERVER_DATABASE"}
-    api_server = commands.api_server(file, environment)
+    api_server = api_server_command(file, environment)
     assert "STRATA_SERVER_DATABASE" not in api_server.environment
     for command in (ranks, orchestrator, api_server):
         assert secret not in " ".join(command.arguments)

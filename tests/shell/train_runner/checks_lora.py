@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from strata.train.core import commands, ops
-from strata.train.runner.weights import to_peft
+from strata.train.runner.checkpoint.formats import to_peft
 from tests.shell.train_runner import reference
 from tests.shell.train_runner.driver import (
     Driver,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from strata.train.core import commands, ops
-from strata.train.runner import shards
+from strata.train.runner.checkpoint import shards
 from strata.train.runner.runner_dispatcher import RunnerDispatcher
 
 VOCABULARY = 512

@@ -16,8 +16,8 @@ import torch
 
 from strata.base import failpoint
 from strata.base.digest import sha256_hex
-from strata.train.runner import snapshot_files
-from strata.train.runner.snapshot_files import Copied, Manifest, SnapshotWriter, part_of, read_manifest, verify
+from strata.train.runner.snapshot import files
+from strata.train.runner.snapshot.files import Copied, Manifest, SnapshotWriter, part_of, read_manifest, verify
 
 RANKS = 2
 NAMED = {"train.snapshot.after_name"}
@@ -25,7 +25,7 @@ NAMED = {"train.snapshot.after_name"}
 
 
 def places() -> list[str]:
-    source = Path(snapshot_files.__file__).read_text(encoding="utf-8")
+    source = Path(files.__file__).read_text(encoding="utf-8")
     return re.findall(r'failpoint\("([^"]+)"\)', source)
 
 
@@ -62,7 +62,7 @@ def main(above: Path) -> None:
         folder = above / place.rpartition(".")[2] / "1-group"
         die(folder, place)
         if place in NAMED:
-            digest = sha256_hex((folder / snapshot_files.MANIFEST).read_bytes())
+            digest = sha256_hex((folder / files.MANIFEST).read_bytes())
             assert not part_of(folder).exists()
         else:
             assert not folder.exists(), f"{place}: a snapshot that is not whole has a name"

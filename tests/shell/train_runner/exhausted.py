@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from strata.train.core import commands, ops
-from strata.train.runner import memory
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.model import memory
+from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
-from strata.train.runner.ranks import Ranks
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
-from strata.train.runner.tiny import TinyModel, make
 from tests.shell.train_runner.driver import Driver, Memory, datum
 
 LONG: Final = 12_000
@@ -39,9 +39,9 @@ class Outcome(msgspec.Struct):
 def main(out: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
-    ranks = Ranks(torch.device("cpu"))
+    ranks = RankGroup(torch.device("cpu"))
     folder = out.parent / "model"
-    with ranks.in_step():
+    with ranks.collective_errors():
         if ranks.first:
             make(folder, TinyModel(context=20_000))
     runner = ModelRunner(RunnerSettings(model=str(folder), sleep_folder=out.parent / "asleep"), ranks)

@@ -20,12 +20,12 @@ from transformers.utils import logging as transformers_logging
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
-from strata.train.runner.lora import targets_of
-from strata.train.runner.model import Base
-from strata.train.runner.packed import Row
-from strata.train.runner.ranks import Ranks
-from strata.train.runner.sampling.trial import trouble_with
-from strata.train.runner.sampling.twin import Twin
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora.adapter import targets_of
+from strata.train.runner.model.base import BaseModel
+from strata.train.runner.passes.logprobs import Row
+from strata.train.runner.sampling.inference_model import InferenceModel
+from strata.train.runner.sampling.self_check import verify_decode_matches_training
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner import tiny_families
 from tests.shell.train_runner.alone import one_rank
@@ -75,7 +75,7 @@ def reference_logprobs(folder: Path) -> torch.Tensor:
     return torch.log_softmax(torch.cat(parts).float(), dim=-1)
 
 
-def outcome_of(family: str, folder: Path, ranks: Ranks, training: Any = "lora") -> Outcome:
+def outcome_of(family: str, folder: Path, ranks: RankGroup, training: Any = "lora") -> Outcome:
     """An AssertionError if it is accepted and wrong. Whatever else our code raises goes through: that is a crash."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -95,12 +95,12 @@ def outcome_of(family: str, folder: Path, ranks: Ranks, training: Any = "lora") 
         return Outcome(family, "equal", *_uses(base, ranks))
 
 
-def base_of(folder: Path, ranks: Ranks, training: Any = "lora") -> Base:
-    return Base(RunnerSettings(model=str(folder), training=training, sleep_folder=folder / "asleep"), ranks)
+def base_of(folder: Path, ranks: RankGroup, training: Any = "lora") -> BaseModel:
+    return BaseModel(RunnerSettings(model=str(folder), training=training, sleep_folder=folder / "asleep"), ranks)
 
 
 @torch.no_grad()
-def all_logprobs(base: Base) -> torch.Tensor:
+def all_logprobs(base: BaseModel) -> torch.Tensor:
     """What `reference_logprobs` is, by our pass over one packed row."""
     places = torch.arange(sum(LENGTHS)).repeat_interleave(base.vocabulary)
     targets = torch.arange(base.vocabulary).repeat(sum(LENGTHS))
@@ -108,7 +108,7 @@ def all_logprobs(base: Base) -> torch.Tensor:
     return base.logprobs(row).view(-1, base.vocabulary)
 
 
-def _uses(base: Base, ranks: Ranks) -> tuple[str, str, str]:
+def _uses(base: BaseModel, ranks: RankGroup) -> tuple[str, str, str]:
     """What can be adapted, whether it can be sampled, and why not."""
     if base.adapters is None:
         return "", "", ""
@@ -120,8 +120,8 @@ def _uses(base: Base, ranks: Ranks) -> tuple[str, str, str]:
             kinds.append(kind)
         except StrataError as error:
             reasons.append(str(error))
-    twin = Twin(base.lm, base.decoder, torch.float32, base.settings.logits_bytes)
-    trouble = trouble_with(twin, base, ranks.device)
+    twin = InferenceModel(base.lm, base.decoder, torch.float32, base.settings.logits_bytes)
+    trouble = verify_decode_matches_training(twin, base, ranks.device)
     reasons += [_sentence(trouble)] if trouble else []
     return ", ".join(kinds) or "no", "no" if trouble else "yes", "; ".join(reasons)
 

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from strata.train.core import commands, ops
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
-from strata.train.runner.ranks import Ranks
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
-from strata.train.runner.tiny import TinyModel, make
 from tests.shell.train_runner import checks_dispatch, checks_files, checks_lora, checks_losses, checks_whole, tenancy
 from tests.shell.train_runner.driver import Driver, Memory
 from tests.shell.train_runner.found import Check, Found
@@ -40,10 +40,10 @@ def main(out: Path, *, once_more: bool) -> None:
     """`once_more` does only what is to have the same bits in every start."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
-    ranks = Ranks(torch.device("cpu"))
+    ranks = RankGroup(torch.device("cpu"))
     models = out.parent / "models"
     found = Found(ranks.size, models)
-    with ranks.in_step():
+    with ranks.collective_errors():
         if ranks.first and not models.exists():
             _make_models(models)
     folder = out.parent / f"{out.stem}-files"

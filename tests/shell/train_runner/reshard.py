@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from strata.base.failpoint import arm, kill
 from strata.train.core import ops
+from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model_runner import ModelRunner
-from strata.train.runner.ranks import Ranks
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner.driver import Driver, Memory, batch
@@ -26,7 +26,7 @@ from tests.shell.train_runner.driver import Driver, Memory, batch
 def main(model: Path, folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
-    ranks = Ranks(torch.device("cpu"))
+    ranks = RankGroup(torch.device("cpu"))
     settings = RunnerSettings(model=str(model), name=model.name, sleep_folder=folder / "asleep", training="full")
     runner = ModelRunner(settings, ranks)
     unpickled: list[str] = []

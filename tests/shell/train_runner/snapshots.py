@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save_file
 from strata.base import failpoint
 from strata.train.core import commands, ops
 from strata.train.core.sampling import Added, Quantum, QuantumDone, Sample, SampleParams
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
-from strata.train.runner.ranks import Ranks
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
-from strata.train.runner.tiny import TinyModel, make
 from tests.shell.train_runner.driver import Driver, Memory, apart_by, batch, on_last
 
 Training = Literal["lora", "full"]
@@ -37,8 +37,8 @@ WAIT_S = 60.0
 def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
-    ranks = Ranks(torch.device("cpu"))
-    with ranks.in_step():
+    ranks = RankGroup(torch.device("cpu"))
+    with ranks.collective_errors():
         if ranks.first and not (folder / "llama").exists():
             make(folder / "llama", TinyModel(family="llama"))
     kinds: tuple[Training, ...] = ("lora", "full")

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from strata.base.errors import Code, StrataError
 from strata.cli.main import run
-from strata.train.adapters import examine, read_config
 from strata.train.core import ops
-from strata.train.layers import ADAPTER, ADAPTER_CONFIG
-from strata.train.runner.export import export
-from strata.train.runner.ranks import Ranks
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.peft.importer import examine, read_config
+from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
+from strata.train.runner.checkpoint.export import export
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner import reference, tiny_families
 from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import VOCABULARY, Driver, batch, logprobs_of
@@ -31,7 +31,7 @@ LORA: Final = ops.LoraConfig(rank=4, alpha=8.0, seed=1)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     with one_rank(tmp_path_factory.mktemp("ranks")) as ranks:
         yield ranks
 
@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drivers(ranks: Ranks, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Driver]:
+def drivers(ranks: RankGroup, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Driver]:
     made: dict[tuple[str, str], Driver] = {}
 
     def driver(model: str, training: str) -> Driver:

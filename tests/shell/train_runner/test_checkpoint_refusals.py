@@ -21,8 +21,8 @@ from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import MANIFEST, Manifest
 from strata.train.checkpoints.files import HEADER_LIMIT, File
 from strata.train.core import ops
-from strata.train.runner.ranks import Ranks
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import Driver, apart_by, batch
 
@@ -34,13 +34,13 @@ PLACES: Final = [("adapter", file) for file in ADAPTER_FILES] + [("whole", file)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     with one_rank(tmp_path_factory.mktemp("ranks")) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
-def drivers(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Driver]:
+def drivers(ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Driver]:
     """Of an adapter and of a whole model, each trained a little and saved as `good`."""
     folder = tmp_path_factory.mktemp("refusals")
     make(folder / "llama", TinyModel(family="llama", seed=0))

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from strata.base.settings import own_environment
 from strata.train.checkpoints import checkpoint
 from strata.train.core import commands, ops
-from strata.train.runner import shards
-from strata.train.runner.ranks import Ranks
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.checkpoint import shards
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import Driver, apart_by, batch
 
@@ -30,13 +30,13 @@ ROOT: Final = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     with one_rank(tmp_path_factory.mktemp("ranks")) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
-def driver(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Driver:
+def driver(ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> Driver:
     """Of one rank, with the checkpoint `one` of its own, and `two` and `trained` of two ranks."""
     folder = tmp_path_factory.mktemp("shards")
     make(folder / "llama", TinyModel(family="llama", seed=0))

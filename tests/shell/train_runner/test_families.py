@@ -18,14 +18,14 @@ from peft import PeftModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import CreateModel, LoraConfig
-from strata.train.runner.attention import Reach, describe_mask, document_attention, terms_of
-from strata.train.runner.lora import Adapter, Span, targets_of
-from strata.train.runner.model import Base, checked_base
-from strata.train.runner.packed import Row
-from strata.train.runner.ranks import Ranks
+from strata.train.runner.checkpoint.formats import adapter_writer, to_peft
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora.adapter import Adapter, Span, targets_of
+from strata.train.runner.model.attention import Reach, describe_mask, document_attention, terms_of
+from strata.train.runner.model.base import BaseModel, checked_base
+from strata.train.runner.model.trained import LoraModel
+from strata.train.runner.passes.logprobs import Row
 from strata.train.runner.settings import RunnerSettings
-from strata.train.runner.trained import AdapterModel
-from strata.train.runner.weights import adapter_writer, to_peft
 from tests.shell.train_runner import family_table, tiny_families
 from tests.shell.train_runner.alone import one_rank
 from tests.shell.train_runner.driver import apart_by
@@ -56,19 +56,19 @@ CLOSE: Final = 2e-4
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     with one_rank(tmp_path_factory.mktemp("ranks")) as ranks:
         yield ranks
 
 
 @pytest.mark.parametrize("family", tiny_families.FAMILIES)
-def test_a_family_is_equal_or_refused_as_the_table_says(family: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_family_is_equal_or_refused_as_the_table_says(family: str, ranks: RankGroup, tmp_path: Path) -> None:
     row = family_table.outcome_of(family, tmp_path, ranks).row
     assert row == TABLE.get(family), "make families"
 
 
 @pytest.mark.parametrize("family", EQUAL)
-def test_a_family_is_equal_when_all_weights_are_trained_too(family: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_family_is_equal_when_all_weights_are_trained_too(family: str, ranks: RankGroup, tmp_path: Path) -> None:
     assert family_table.outcome_of(family, tmp_path, ranks, "full").result == "equal"
 
 
@@ -84,7 +84,7 @@ def test_the_table_counts_at_least_sixty_families_and_forty_five_equal_ones() ->
 
 
 @pytest.fixture
-def base(request: pytest.FixtureRequest, ranks: Ranks, tmp_path: Path) -> Base:
+def base(request: pytest.FixtureRequest, ranks: RankGroup, tmp_path: Path) -> BaseModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tiny_families.make(request.param, tmp_path / "model")
@@ -93,12 +93,12 @@ def base(request: pytest.FixtureRequest, ranks: Ranks, tmp_path: Path) -> Base:
 
 @pytest.mark.parametrize("base", DEEP, indirect=True)
 @pytest.mark.filterwarnings("ignore")
-def test_gradients_of_adapters_are_those_of_peft(base: Base, ranks: Ranks, tmp_path: Path) -> None:
+def test_gradients_of_adapters_are_those_of_peft(base: BaseModel, ranks: RankGroup, tmp_path: Path) -> None:
     attn, mlp, unembed = DEEP[base.arch]
     lora = LoraConfig(rank=3, alpha=6.0, train_attn=attn, train_mlp=mlp, train_unembed=unembed)
     adapter = Adapter(lora, targets_of(base.lm, lora), ranks.device)
     adapter.flat.copy_(torch.randn(adapter.size, generator=torch.Generator().manual_seed(2)) * 0.1)
-    model = AdapterModel(CreateModel("deep", base.arch, lora), adapter, ranks)
+    model = LoraModel(CreateModel("deep", base.arch, lora), adapter, ranks)
     (tmp_path / "adapter").mkdir()
     adapter_writer(model, base, optimizer=False)(tmp_path / "adapter")
 
@@ -127,7 +127,7 @@ def test_gradients_of_adapters_are_those_of_peft(base: Base, ranks: Ranks, tmp_p
 
 @pytest.mark.parametrize("base", DEEP, indirect=True)
 @pytest.mark.filterwarnings("ignore")
-def test_the_sampler_takes_the_tokens_that_generate_takes(base: Base, ranks: Ranks) -> None:
+def test_the_sampler_takes_the_tokens_that_generate_takes(base: BaseModel, ranks: RankGroup) -> None:
     stage = Stage(base, ranks, sequences=4, cached_tokens=1024, prompt_tokens=64)
     stage.sampler.open_base(BASE)
     prompt = family_table.tokens()[:7]
@@ -215,7 +215,7 @@ def test_windows_and_chunks_reach_as_far_as_they_say() -> None:
     assert Reach(chunk=4).allows(place[:, None], place).sum(1).tolist() == [1, 2, 3, 4, 1, 2]
 
 
-def test_what_bfloat16_would_hide_is_refused_in_float32(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_bfloat16_would_hide_is_refused_in_float32(ranks: RankGroup, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tiny_families.make("qwen3_next", tmp_path)
@@ -227,13 +227,13 @@ def test_what_bfloat16_would_hide_is_refused_in_float32(ranks: Ranks, tmp_path: 
         assert checked_base(sound, ranks).arch == "gpt_oss"
 
 
-def test_layers_that_are_computed_again_give_the_same_numbers(ranks: Ranks, tmp_path: Path) -> None:
+def test_layers_that_are_computed_again_give_the_same_numbers(ranks: RankGroup, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tiny_families.make("phimoe", tmp_path)
         settings = RunnerSettings(
             model=str(tmp_path), activation_checkpointing=True, sleep_folder=tmp_path / "asleep", training="full"
         )
-        base = Base(settings, ranks)
+        base = BaseModel(settings, ranks)
         apart = (family_table.all_logprobs(base) - family_table.reference_logprobs(tmp_path)).abs().max()
     assert float(apart) < family_table.NATS

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from strata.train.core import commands, ops
-from strata.train.runner.memory import _cached_bytes, is_out_of_memory
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.model.memory import _cached_bytes, is_out_of_memory
+from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import datum
 from tests.shell.train_runner.exhausted import LONG, Outcome

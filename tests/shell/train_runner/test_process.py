@@ -46,7 +46,7 @@ def model(folder: Path) -> Path:
     return folder / "tiny"
 
 
-class Ranks:
+class RankGroup:
     def __init__(self, folder: Path, model: Path) -> None:
         settings = folder / "server.toml"
         settings.write_text(
@@ -73,7 +73,7 @@ class Ranks:
 class Orchestrator:
     """One that speaks to rank 0, and may be gone at any moment."""
 
-    def __init__(self, context: zmq.asyncio.Context, ranks: Ranks, generation: int) -> None:
+    def __init__(self, context: zmq.asyncio.Context, ranks: RankGroup, generation: int) -> None:
         self.generation = generation
         self._context = context
         self._ranks = ranks
@@ -120,7 +120,7 @@ def context() -> Iterator[zmq.asyncio.Context]:
 async def test_the_ranks_serve_one_orchestrator_after_the_other_and_do_every_dispatch_once(
     folder: Path, model: Path, context: zmq.asyncio.Context
 ) -> None:
-    with Ranks(folder, model) as ranks:
+    with RankGroup(folder, model) as ranks:
         first = Orchestrator(context, ranks, generation=1)
         attached = await first.attach()
         assert (attached.world_size, attached.applied) == (2, 0)
@@ -150,7 +150,7 @@ async def test_the_ranks_serve_one_orchestrator_after_the_other_and_do_every_dis
 
 async def test_ranks_end_when_their_launcher_is_killed(folder: Path, model: Path, context: zmq.asyncio.Context) -> None:
     """Else nobody ends them, and they keep the socket that their successors need."""
-    with Ranks(folder, model) as ranks:
+    with RankGroup(folder, model) as ranks:
         orchestrator = Orchestrator(context, ranks, generation=1)
         await orchestrator.attach()
         ranks.process.kill()
@@ -160,7 +160,7 @@ async def test_ranks_end_when_their_launcher_is_killed(folder: Path, model: Path
 
 
 def test_ranks_end_when_their_launcher_is_killed_while_they_still_import_the_engine(folder: Path, model: Path) -> None:
-    with Ranks(folder, model) as ranks:
+    with RankGroup(folder, model) as ranks:
         starting = importing(ranks.process.pid)
         ranks.process.kill()
         _, alive = psutil.wait_procs(starting, LONGEST_S)

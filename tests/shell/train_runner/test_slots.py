@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from strata.train.core import commands, ops
-from strata.train.runner.slots import Parked
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.model.offload import OffloadedModel
+from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import Driver, batch, logprobs_of, outcome
 
@@ -152,17 +152,17 @@ def test_how_a_snapshot_ended_is_told_once_and_until_it_could_be_sent(drivers: M
 
 def test_a_file_that_is_not_what_was_written_is_never_taken_for_a_model(tmp_path: Path) -> None:
     tensor = torch.arange(8.0)
-    parked = Parked([tensor])
-    parked.to_disk(tmp_path / "one")
+    offloaded = OffloadedModel([tensor])
+    offloaded.to_disk(tmp_path / "one")
     content = (tmp_path / "one").read_bytes()
     (tmp_path / "one").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(RuntimeError, match="is not what was written"):
-        parked.put_back()
+        offloaded.restore()
     (tmp_path / "one").unlink()
     with pytest.raises(RuntimeError, match="cannot be read"):
-        parked.put_back()
+        offloaded.restore()
     (tmp_path / "one").write_bytes(content)
-    parked.put_back()
+    offloaded.restore()
     assert torch.equal(tensor, torch.arange(8.0))
     assert not (tmp_path / "one").exists()
 
@@ -170,9 +170,9 @@ def test_a_file_that_is_not_what_was_written_is_never_taken_for_a_model(tmp_path
 def test_a_disk_that_takes_nothing_leaves_the_model_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     tensor = torch.arange(8.0)
-    parked = Parked([tensor])
+    offloaded = OffloadedModel([tensor])
     with pytest.raises(OSError, match="file"):
-        parked.to_disk(tmp_path / "file" / "one")
-    assert parked.in_memory
-    parked.put_back()
+        offloaded.to_disk(tmp_path / "file" / "one")
+    assert offloaded.in_memory
+    offloaded.restore()
     assert torch.equal(tensor, torch.arange(8.0))

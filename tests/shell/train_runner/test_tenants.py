@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strata.train.runner.tiny import TinyModel, make
+from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.tenancy import TENANTS, Composition, Quick, independent, settle
 

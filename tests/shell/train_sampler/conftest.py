@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from strata.train.runner.model import Base
-from strata.train.runner.ranks import Ranks
-from strata.train.runner.tiny import Family, TinyModel, make
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.model.base import BaseModel
+from strata.train.runner.model.tiny import Family, TinyModel, make
 from tests.shell.train_sampler.stage import BASE, Stage, base_of
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     meet = tmp_path_factory.mktemp("ranks") / "rendezvous"
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=0, world_size=1)
-    yield Ranks(torch.device("cpu"))
+    yield RankGroup(torch.device("cpu"))
     dist.destroy_process_group()
     torch.set_num_threads(threads)
 
@@ -57,12 +57,12 @@ def _configure(model: Path, changes: dict[str, object]) -> None:
 
 
 @pytest.fixture(scope="session")
-def llama(models: Path, ranks: Ranks) -> Base:
+def llama(models: Path, ranks: RankGroup) -> BaseModel:
     return base_of(models / "llama", ranks)
 
 
 @pytest.fixture
-def stage(llama: Base, ranks: Ranks) -> Stage:
+def stage(llama: BaseModel, ranks: RankGroup) -> Stage:
     """A sampler of the plain base, with room for a few sequences."""
     made = Stage(llama, ranks, sequences=16, cached_tokens=4096, prompt_tokens=64)
     made.sampler.open_base(BASE)

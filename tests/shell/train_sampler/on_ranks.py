@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import Sample, SampleResult
-from strata.train.runner.ranks import Ranks
+from strata.train.runner.collectives import RankGroup
 from tests.shell.train_sampler.stage import BASE, Stage, ask, base_of, greedy, logprobs_in, prompt_of, tokens_in
 
 Found = dict[str, Any]
@@ -66,7 +66,7 @@ def _shown(outcome: object) -> object:
     }
 
 
-def scenes(models: Path, ranks: Ranks) -> Found:
+def scenes(models: Path, ranks: RankGroup) -> Found:
     found: Found = {}
     kinds: Sequence[tuple[str, dict[str, Any], Callable[[Stage], None]]] = (
         ("qwen3", {}, adapted),
@@ -86,7 +86,7 @@ def scenes(models: Path, ranks: Ranks) -> Found:
 def main(models: Path, out: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
-    ranks = Ranks(torch.device("cpu"))
+    ranks = RankGroup(torch.device("cpu"))
     found = scenes(models, ranks)
     if ranks.first:
         out.write_bytes(msgspec.json.encode(found))

@@ -24,29 +24,29 @@ from strata.train.core.sampling import (
     SampleResult,
     TopLogprobs,
 )
-from strata.train.runner.lora import Adapter, targets_of
-from strata.train.runner.model import Base
-from strata.train.runner.packed import Row
-from strata.train.runner.ranks import Ranks
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora.adapter import Adapter, targets_of
+from strata.train.runner.model.base import BaseModel
+from strata.train.runner.model.trained import local
+from strata.train.runner.passes.logprobs import Row
+from strata.train.runner.sampling.request_validator import SamplerLimits
 from strata.train.runner.sampling.sampler import Sampler
-from strata.train.runner.sampling.spread import decode_quantum, decode_sampled, encode
-from strata.train.runner.sampling.terms import SamplerLimits
+from strata.train.runner.sampling.scatter import decode_quantum, decode_sampled, encode
 from strata.train.runner.settings import RunnerSettings
-from strata.train.runner.trained import local
 
 Array = np.ndarray[Any, Any]
 BASE = "base"
 END, QUANTUM, TRAIN = range(3)
 
 
-def base_of(path: Path, ranks: Ranks, **options: Any) -> Base:
-    return Base(RunnerSettings(model=str(path), sleep_folder=path.parent / "asleep", **options), ranks)
+def base_of(path: Path, ranks: RankGroup, **options: Any) -> BaseModel:
+    return BaseModel(RunnerSettings(model=str(path), sleep_folder=path.parent / "asleep", **options), ranks)
 
 
 class Stage:
     """Rank 0's part of a sampler on one rank or several: the others call `follow` as often as this calls `quantum`."""
 
-    def __init__(self, base: Base, ranks: Ranks, **limits: int) -> None:
+    def __init__(self, base: BaseModel, ranks: RankGroup, **limits: int) -> None:
         self.base = base
         self.ranks = ranks
         self.sampler = Sampler(base, ranks, SamplerLimits(**limits))

@@ -11,8 +11,8 @@ import torch
 
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import MISSING_LOGPROB, Layout, Sample, SampleParams, SampleResult, Targets
-from strata.train.runner.ranks import Ranks
-from strata.train.runner.trained import local
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.model.trained import local
 from tests.shell.train_sampler.stage import (
     BASE,
     Reference,
@@ -33,7 +33,7 @@ LENGTHS = (1, 5, 17, 40, 90, 3, 28, 64)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "window", "tied", "untied"])
-def test_the_likeliest_tokens_are_those_of_generate(name: str, models: Path, ranks: Ranks) -> None:
+def test_the_likeliest_tokens_are_those_of_generate(name: str, models: Path, ranks: RankGroup) -> None:
     stage = Stage(base_of(models / name, ranks), ranks, sequences=5, prompt_tokens=50)
     stage.sampler.open_base(BASE)
     theirs = Reference.load(models / name)
@@ -43,7 +43,7 @@ def test_the_likeliest_tokens_are_those_of_generate(name: str, models: Path, ran
         assert tokens_in(only(found[key])) == theirs.greedy(prompt, 30), key
 
 
-def test_half_precision_is_close_to_full_precision(models: Path, ranks: Ranks) -> None:
+def test_half_precision_is_close_to_full_precision(models: Path, ranks: RankGroup) -> None:
     stage = Stage(base_of(models / "qwen3", ranks, dtype="bfloat16"), ranks)
     stage.sampler.open_base(BASE)
     prompt = prompt_of(3, 20)
@@ -83,7 +83,7 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(params: dict[str, Any
 
 
 @pytest.mark.parametrize("logits_bytes", [256 << 20, 4 * 512 * 7])
-def test_logprobs_of_the_prompt_are_those_of_a_pass_over_it(models: Path, ranks: Ranks, logits_bytes: int) -> None:
+def test_logprobs_of_the_prompt_are_those_of_a_pass_over_it(models: Path, ranks: RankGroup, logits_bytes: int) -> None:
     stage = Stage(base_of(models / "llama", ranks, logits_bytes=logits_bytes), ranks)
     stage.sampler.open_base(BASE)
     theirs = Reference.load(models / "llama")
@@ -106,7 +106,7 @@ def test_logprobs_of_the_prompt_are_those_of_a_pass_over_it(models: Path, ranks:
 @pytest.mark.parametrize("logits_bytes", [256 << 20, 4 * 512 * 7])
 @pytest.mark.parametrize(("last", "drawn"), [(1, 0), (7, 2), (12, 0), (32, 1)])
 def test_only_the_end_of_a_prompt_is_spoken_of_where_only_that_was_asked_for(
-    models: Path, ranks: Ranks, logits_bytes: int, last: int, drawn: int
+    models: Path, ranks: RankGroup, logits_bytes: int, last: int, drawn: int
 ) -> None:
     """Also where something else is asked of the whole prompt."""
     stage = Stage(base_of(models / "llama", ranks, logits_bytes=logits_bytes), ranks)
@@ -128,7 +128,7 @@ def test_only_the_end_of_a_prompt_is_spoken_of_where_only_that_was_asked_for(
 @pytest.mark.parametrize("logits_bytes", [256 << 20, 4 * 512 * 7])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_tokens_that_a_client_names_are_as_likely_as_in_a_pass(
-    models: Path, ranks: Ranks, logits_bytes: int, *, sparse: bool
+    models: Path, ranks: RankGroup, logits_bytes: int, *, sparse: bool
 ) -> None:
     stage = Stage(base_of(models / "llama", ranks, logits_bytes=logits_bytes), ranks)
     stage.sampler.open_base(BASE)
@@ -198,7 +198,7 @@ def test_samples_of_a_model_follow_its_distribution(stage: Stage, models: Path) 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_many_adapters_in_one_batch_are_each_as_if_merged_into_the_weights(
-    name: str, models: Path, ranks: Ranks
+    name: str, models: Path, ranks: RankGroup
 ) -> None:
     stage = Stage(base_of(models / name, ranks), ranks, prompt_tokens=30)
     stage.sampler.open_base(BASE)
@@ -231,7 +231,7 @@ def test_many_adapters_in_one_batch_are_each_as_if_merged_into_the_weights(
     assert len(different) == len(samples), "every adapter says something else"
 
 
-def test_a_copy_of_a_whole_model_is_sampled_from_whatever_is_trained_meanwhile(models: Path, ranks: Ranks) -> None:
+def test_a_copy_of_a_whole_model_is_sampled_from_whatever_is_trained_meanwhile(models: Path, ranks: RankGroup) -> None:
     base = base_of(models / "llama", ranks, training="full")
     stage = Stage(base, ranks)
     original, changed = Reference.load(models / "llama"), Reference.load(models / "llama")

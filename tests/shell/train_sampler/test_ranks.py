@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from strata.train.core.sampling import Added, Quantum, SampledSequence, SampleFailed, SampleParams, SampleResult
-from strata.train.runner.ranks import Ranks
-from strata.train.runner.sampling.spread import RankSampled, Spread
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.sampling.scatter import RankSampled, SampleScatter
 from tests.shell.train_sampler.on_ranks import scenes
 from tests.shell.train_sampler.stage import ask, prompt_of
 from tests.support.torchrun import run_on_ranks
@@ -20,7 +20,7 @@ LONGEST_S: Final = 200
 
 
 @pytest.mark.timeout(LONGEST_S + 60)
-def test_two_ranks_sample_what_one_does(models: Path, ranks: Ranks, tmp_path: Path) -> None:
+def test_two_ranks_sample_what_one_does(models: Path, ranks: RankGroup, tmp_path: Path) -> None:
     out = tmp_path / "two.json"
     run_on_ranks("tests.shell.train_sampler.on_ranks", 2, str(models), str(out), within_s=LONGEST_S)
     two: dict[str, Any] = msgspec.json.decode(out.read_bytes())
@@ -44,7 +44,7 @@ def sequence(index: int) -> SampledSequence:
 
 
 def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None:
-    spread = Spread(2, lambda sample: sample.length, 10)
+    spread = SampleScatter(2, lambda sample: sample.length, 10)
     added = [Added("large", ask(prompt_of(1, 30))), Added("many", ask(prompt_of(1, 10), num=5))]
     first, second = spread.cut(Quantum(1, added))
     assert [(one.request_id, one.indices, one.prompt) for one in first.add] == [
@@ -63,7 +63,7 @@ def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None
 
 
 def test_a_request_that_fails_on_one_rank_is_taken_back_from_the_others() -> None:
-    spread = Spread(2, lambda sample: sample.length, 10)
+    spread = SampleScatter(2, lambda sample: sample.length, 10)
     spread.cut(Quantum(1, [Added("it", ask(prompt_of(1, 10), num=4))]))
     done = spread.put_together([msgspec.structs.replace(NOTHING, failed=[("it", "broken")]), NOTHING])
     assert done.ended[0].outcome == SampleFailed("user", "broken")
@@ -75,7 +75,7 @@ def test_a_request_that_fails_on_one_rank_is_taken_back_from_the_others() -> Non
 
 
 def test_every_rank_is_told_of_all_samplers_in_use_so_that_they_meet() -> None:
-    spread = Spread(3, lambda sample: sample.length, 10)
+    spread = SampleScatter(3, lambda sample: sample.length, 10)
     added = [Added(name, ask(prompt_of(1, 5), name)) for name in ("b", "a")]
     parts = spread.cut(Quantum(1, added))
     assert [part.samplers for part in parts] == [["a", "b"]] * 3

@@ -12,12 +12,12 @@ import torch
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import Layout, Sample, SampleFailed, SampleResult, Targets
-from strata.train.runner.asleep import Asleep
-from strata.train.runner.lora import Adapter, Span, targets_of
-from strata.train.runner.model import Base
-from strata.train.runner.packed import Row
-from strata.train.runner.ranks import Ranks
-from strata.train.runner.sampling.terms import Terms
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora.adapter import Adapter, Span, targets_of
+from strata.train.runner.model.base import BaseModel
+from strata.train.runner.model.offload import SleepOffload
+from strata.train.runner.passes.logprobs import Row
+from strata.train.runner.sampling.request_validator import Terms
 from tests.shell.train_sampler.stage import (
     BASE,
     Stage,
@@ -68,7 +68,7 @@ def test_a_seed_belongs_to_no_request_and_no_seed_to_one_alone(stage: Stage) -> 
     assert len({tuple(one) for one in different}) == 4
 
 
-def test_many_short_requests_pass_while_a_long_one_goes_on(llama: Base, ranks: Ranks) -> None:
+def test_many_short_requests_pass_while_a_long_one_goes_on(llama: BaseModel, ranks: RankGroup) -> None:
     stage = Stage(llama, ranks, sequences=4, cached_tokens=2048, prompt_tokens=40)
     stage.sampler.open_base(BASE)
     long = ask(prompt_of(5, 30), max_tokens=200, seed=1, end_tokens=False)
@@ -107,7 +107,7 @@ def test_the_samples_of_a_request_share_its_prompt(stage: Stage) -> None:
     assert done.running == 8
 
 
-def test_nobody_waits_for_ever_if_there_are_fewer_places_than_tenants(llama: Base, ranks: Ranks) -> None:
+def test_nobody_waits_for_ever_if_there_are_fewer_places_than_tenants(llama: BaseModel, ranks: RankGroup) -> None:
     stage = Stage(llama, ranks, sequences=1, cached_tokens=2048)
     stage.sampler.open_base(BASE)
     shares = ("first", "second", "third")
@@ -119,7 +119,7 @@ def test_nobody_waits_for_ever_if_there_are_fewer_places_than_tenants(llama: Bas
     assert [sorted(ended[turn : turn + 3]) for turn in (1, 4)] == [sorted(shares)] * 2
 
 
-def test_a_place_that_becomes_free_is_of_whoever_has_the_fewest(llama: Base, ranks: Ranks) -> None:
+def test_a_place_that_becomes_free_is_of_whoever_has_the_fewest(llama: BaseModel, ranks: RankGroup) -> None:
     """However many samples another asked for before."""
     stage = Stage(llama, ranks, sequences=4, cached_tokens=2048)
     stage.sampler.open_base(BASE)
@@ -141,7 +141,7 @@ def test_a_place_that_becomes_free_is_of_whoever_has_the_fewest(llama: Base, ran
 
 @pytest.mark.parametrize("limits", [{"sequences": 3}, {"cached_tokens": 3 * 64}])
 def test_what_there_is_no_room_for_waits_and_comes_to_its_turn(
-    limits: dict[str, int], llama: Base, ranks: Ranks
+    limits: dict[str, int], llama: BaseModel, ranks: RankGroup
 ) -> None:
     stage = Stage(llama, ranks, **limits)
     stage.sampler.open_base(BASE)
@@ -156,7 +156,7 @@ def test_what_there_is_no_room_for_waits_and_comes_to_its_turn(
     assert order == [str(number) for number in range(9)]
 
 
-def test_places_of_all_lengths_stay_within_the_bound_and_are_given_back(llama: Base, ranks: Ranks) -> None:
+def test_places_of_all_lengths_stay_within_the_bound_and_are_given_back(llama: BaseModel, ranks: RankGroup) -> None:
     """Stage.quantum compares what is allocated with the bound after every quantum."""
     stage = Stage(llama, ranks, sequences=64, cached_tokens=1024)
     stage.sampler.open_base(BASE)
@@ -172,7 +172,7 @@ def test_places_of_all_lengths_stay_within_the_bound_and_are_given_back(llama: B
     assert stage.sampler._cache.allocated == 0
 
 
-def test_cancelling_frees_the_place_for_those_who_wait(llama: Base, ranks: Ranks) -> None:
+def test_cancelling_frees_the_place_for_those_who_wait(llama: BaseModel, ranks: RankGroup) -> None:
     stage = Stage(llama, ranks, sequences=2)
     stage.sampler.open_base(BASE)
     samples = {name: greedy(prompt_of(3, 6), tokens=50, end_tokens=False) for name in ("a", "b", "c", "d")}
@@ -220,7 +220,7 @@ def test_a_stop_token_ends_a_sequence_and_is_part_of_it(stage: Stage) -> None:
     assert len(logprobs_in(found)) == len(tokens_in(found))
 
 
-def test_a_stop_string_ends_a_sequence_wherever_the_borders_of_tokens_are(stage: Stage, llama: Base) -> None:
+def test_a_stop_string_ends_a_sequence_wherever_the_borders_of_tokens_are(stage: Stage, llama: BaseModel) -> None:
     decode = Terms(llama, stage.sampler.limits).decoder()
     options: dict[str, Any] = {"max_tokens": 150, "seed": 2, "temperature": 1.2, "end_tokens": False}
     tokens = tokens_in(stage.one(ask(prompt_of(2, 5), **options)).sequences[0])
@@ -239,7 +239,7 @@ def test_a_stop_string_ends_a_sequence_wherever_the_borders_of_tokens_are(stage:
     assert crossing > 5, "most strings were to end in another token than they began in"
 
 
-def test_a_stop_string_in_the_prompt_stops_nothing(stage: Stage, llama: Base) -> None:
+def test_a_stop_string_in_the_prompt_stops_nothing(stage: Stage, llama: BaseModel) -> None:
     decode = Terms(llama, stage.sampler.limits).decoder()
     prompt = prompt_of(2, 5)
     plain = stage.one(greedy(prompt, end_tokens=False)).sequences[0]
@@ -281,7 +281,9 @@ def test_the_context_is_the_limit_when_no_other_is_given(stage: Stage) -> None:
         (ask(prompt_of(1, 2), targets=Targets(np.array([512], "<i4").tobytes(), Layout((1, 1)))), "target_prompt"),
     ],
 )
-def test_a_request_that_cannot_work_fails_by_itself(sample: Sample, said: str, llama: Base, ranks: Ranks) -> None:
+def test_a_request_that_cannot_work_fails_by_itself(
+    sample: Sample, said: str, llama: BaseModel, ranks: RankGroup
+) -> None:
     stage = Stage(llama, ranks, cached_tokens=256)
     stage.sampler.open_base(BASE)
     found = stage.all({"good": greedy(prompt_of(1, 3)), "bad": sample})
@@ -311,7 +313,7 @@ def test_who_asks_for_few_of_the_likeliest_tokens_keeps_no_more_beside_one_who_a
     assert (np.diff(logprobs, axis=1) <= 0).all()
 
 
-def test_more_requests_than_there_may_be_are_refused_for_now(llama: Base, ranks: Ranks) -> None:
+def test_more_requests_than_there_may_be_are_refused_for_now(llama: BaseModel, ranks: RankGroup) -> None:
     stage = Stage(llama, ranks, requests=3)
     stage.sampler.open_base(BASE)
     done = stage.quantum(1, crowd(5))
@@ -346,9 +348,9 @@ def test_a_batch_that_slept_goes_on_as_if_it_had_not(stage: Stage, tmp_path: Pat
     samples = {name: ask(prompt_of(1, 9), name, max_tokens=20, end_tokens=False) for name in (BASE, "other")}
     awake = stage.all(samples)
     stage.quantum(5, samples)
-    asleep = Asleep(stage.sampler.tensors(), tmp_path / "asleep" / "rank.safetensors")
-    assert asleep.freed > 0
-    asleep.wake()
+    offload = SleepOffload(stage.sampler.tensors(), tmp_path / "asleep" / "rank.safetensors")
+    assert offload.freed > 0
+    offload.restore()
     stage.quantum(100)
     assert stage.outcomes == awake
 
@@ -370,7 +372,7 @@ def test_a_sampler_that_is_closed_fails_its_requests_and_no_others(stage: Stage)
     assert caught.value.code is Code.NOT_FOUND
 
 
-def test_samplers_have_a_bound_and_names_of_their_own(llama: Base, ranks: Ranks) -> None:
+def test_samplers_have_a_bound_and_names_of_their_own(llama: BaseModel, ranks: RankGroup) -> None:
     stage = Stage(llama, ranks, samplers=2)
     stage.sampler.open_base(BASE)
     with pytest.raises(StrataError, match="already"):
@@ -382,7 +384,7 @@ def test_samplers_have_a_bound_and_names_of_their_own(llama: Base, ranks: Ranks)
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_a_sampler_that_is_made_after_training_is_tried_on_the_base_alone(
-    name: str, models: Path, ranks: Ranks
+    name: str, models: Path, ranks: RankGroup
 ) -> None:
     """What the last pass trained must not be in the pass that the sampler is compared with."""
     base = base_of(models / name, ranks)
@@ -398,7 +400,7 @@ def test_a_sampler_that_is_made_after_training_is_tried_on_the_base_alone(
     Stage(base, ranks).sampler.open_base(BASE)
 
 
-def test_an_architecture_that_cannot_be_sampled_is_refused_and_not_tried(models: Path, ranks: Ranks) -> None:
+def test_an_architecture_that_cannot_be_sampled_is_refused_and_not_tried(models: Path, ranks: RankGroup) -> None:
     """One whose layers do something that its configuration does not say, so that the sampler's modules differ."""
     base = base_of(models / "llama", ranks)
     base.arch = "strange"

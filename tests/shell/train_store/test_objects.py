@@ -19,12 +19,12 @@ from strata.base.errors import Code, StrataError
 from strata.base.settings import own_environment
 from strata.journal.memory import MemoryJournal
 from strata.testing.s3 import S3Server
-from strata.train.adapters import stage
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import messages, ops
-from strata.train.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.orchestrator.storage import Storage
+from strata.train.peft.importer import stage
+from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.store.objects import ObjectStore
 from tests.shell.train_orchestrator.leaders import RUN, leading, with_a_model
 from tests.shell.train_orchestrator.stacks import running

@@ -15,7 +15,6 @@ from strata.base.errors import Code, StrataError
 from strata.http.declare import KIB, PUBLIC, RESEARCHER, VIEWER, Answer, Endpoint
 from strata.http.errors import HttpRefusal
 from strata.identity.roles import Kind
-from strata.train import adapters
 from strata.train.api.declare import BATCH, Raw
 from strata.train.api.signed import Grant, address, check, refusal, sign
 from strata.train.api.site import Call
@@ -23,7 +22,8 @@ from strata.train.archive import MEDIA_TYPE, Archive, open_archive, read_members
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import messages, ops
 from strata.train.core.state import IMPORTED
-from strata.train.layers import ADAPTER, ADAPTER_CONFIG
+from strata.train.peft import importer
+from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.wire import bodies, replies
 
 DOWNLOAD: Final = "/api/v1/archive"
@@ -130,13 +130,13 @@ def _stage(
     tenant, name, import_id = whose
     settings = call.site.settings
     files = read_members(raw, (ADAPTER, ADAPTER_CONFIG), IGNORED)
-    config = adapters.read_config(files[ADAPTER_CONFIG], settings.model.base_models, settings.model.max_lora_rank)
+    config = importer.read_config(files[ADAPTER_CONFIG], settings.model.base_models, settings.model.max_lora_rank)
     folder = settings.imports / import_id
     folder.mkdir(parents=True, mode=0o700)
     beside = folder / ADAPTER
     beside.write_bytes(files[ADAPTER])
-    lora = adapters.examine(beside, config, Path(settings.model.path))
-    kept = adapters.own_config(config, adapters.layers_of(beside), settings.model.public_name)
+    lora = importer.examine(beside, config, Path(settings.model.path))
+    kept = importer.own_config(config, importer.layers_of(beside), settings.model.public_name)
     beside.unlink()
     # The same again is the same run: a client that repeats an upload it has heard nothing of makes no second one.
     content = "\n".join((tenant, name, *(sha256_hex(files[each]) for each in sorted(files))))
@@ -144,7 +144,7 @@ def _stage(
     manifest = Manifest(
         model_id=run_id, seq_id=0, kind="weights", base_model=server.base_model, arch=server.arch, lora=lora, steps=0
     )
-    adapters.stage(folder / settings.staged, manifest, {ADAPTER: files[ADAPTER], ADAPTER_CONFIG: kept})
+    importer.stage(folder / settings.staged, manifest, {ADAPTER: files[ADAPTER], ADAPTER_CONFIG: kept})
     return run_id, lora
 
 

@@ -17,7 +17,7 @@ from strata.base.digest import sha256_hex
 from strata.http.declare import KIB, VIEWER, Answer, Endpoint
 from strata.http.problem import ErrorReply, Problem
 from strata.train.api.site import Call
-from strata.train.layers import TOKENIZER_FILES
+from strata.train.peft.layers import TOKENIZER_FILES
 
 PATH: Final = "/hf/{repository:path}/resolve/{revision}/{file}"
 """What clients of a Hub ask for."""

@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 from strata.base import log
-from strata.base.clock import Clock
+from strata.base.clock import Clock, SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
-from strata.train.launch import commands
-from strata.train.launch.child import Child
+from strata.base.private import make_private, write_privately
+from strata.base.settings import own_environment
+from strata.train.folder import held
 from strata.train.launch.preflight import check_memory, check_model
+from strata.train.launch.supervised_process import EVENTS, Child, Command
 from strata.train.link_keys import make_keys, read_keys
 from strata.train.settings import ServerSettings, check_exposure
 
@@ -32,7 +35,27 @@ RANKS_S: Final = 5.0
 START_S: Final = 60.0
 """How long orchestrator and API server may take to be there."""
 
+_SECRETS: Final = frozenset(
+    {"STRATA_SERVER_OPERATOR_TOKEN", "STRATA_SERVER_DATABASE", "STRATA_SERVER_IDENTITY_DATABASE"}
+)
+"""Variables that may hold a password or a token: only a process that needs one gets it."""
+
 _log = log.get(__name__)
+
+
+def run_launcher(settings: ServerSettings, file: Path, announce: Callable[[str], None]) -> None:
+    write_privately()
+    asyncio.run(_run_until_signal(settings, file.absolute(), announce))
+
+
+async def _run_until_signal(settings: ServerSettings, file: Path, announce: Callable[[str], None]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    make_private(settings.data, "the server's files")
+    with held(settings.data):
+        await Launcher(settings, file, own_environment(), SystemClock()).run(stop, announce)
 
 
 class Launcher:
@@ -47,8 +70,8 @@ class Launcher:
         self._environment = environment
         self._ranks: Child | None = None
         if settings.ranks.mode == "auto":
-            self._ranks = Child(commands.ranks(settings, file, environment), clock, lambda _: None)
-        self._orchestrator = Child(commands.orchestrator(file, holder, environment), clock, self._hear_orchestrator)
+            self._ranks = Child(rank_command(settings, file, environment), clock, lambda _: None)
+        self._orchestrator = Child(orchestrator_command(file, holder, environment), clock, self._hear_orchestrator)
         self._api_servers: list[Child] = []
         self._keeping: list[asyncio.Task[None]] = []
 
@@ -112,7 +135,7 @@ class Launcher:
                 self._address = address
                 listening.set()
 
-        child = Child(commands.api_server(self._file, self._environment, number, port), self._clock, hear)
+        child = Child(api_server_command(self._file, self._environment, number, port), self._clock, hear)
         self._api_servers.append(child)
         self._keep(child)
         await self._within(listening, START_S, f"the {child.command.name} does not listen")
@@ -193,3 +216,38 @@ def _bound(settings: ServerSettings) -> socket.socket:
             Code.UNAVAILABLE, f"cannot listen on {server.host}:{server.port}: {error}", hint=FREE_PORT
         ) from error
     return guard
+
+
+def rank_command(settings: ServerSettings, file: Path, environment: Mapping[str, str]) -> Command:
+    """All ranks of this machine under torchrun. It does not restart them itself: the launcher starts all of it anew."""
+    given = {
+        "OMP_NUM_THREADS": str(settings.ranks.threads),
+        # The model is a local folder or in the local cache: nothing is fetched while a server starts.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if sys.platform == "linux":
+        # One machine: what the ranks say to each other stays on it.
+        given |= {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    arguments = (sys.executable, "-m", "strata.train.runner.single_node", "--settings", str(file))
+    return Command("ranks", arguments, _without(environment, _SECRETS) | given)
+
+
+def orchestrator_command(file: Path, holder: str, environment: Mapping[str, str]) -> Command:
+    """Under the launcher's name: the next one need not wait for the lease of one that is known to be dead."""
+    module = ("-m", "strata.train.orchestrator", "--settings", str(file))
+    arguments = (sys.executable, *module, "--events-fd", EVENTS, "--holder", holder)
+    return Command("orchestrator", arguments, _without(environment, _SECRETS - {"STRATA_SERVER_DATABASE"}))
+
+
+def api_server_command(file: Path, environment: Mapping[str, str], number: int = 0, port: int | None = None) -> Command:
+    arguments = [sys.executable, "-m", "strata.train.api", "--settings", str(file), "--ready-fd", EVENTS]
+    arguments += ["--number", str(number)]
+    if port is not None:
+        arguments += ["--port", str(port)]
+    name = f"API server {number}" if number else "API server"
+    return Command(name, arguments, _without(environment, {"STRATA_SERVER_DATABASE"}))
+
+
+def _without(environment: Mapping[str, str], names: frozenset[str] | set[str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}

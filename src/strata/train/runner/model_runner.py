@@ -1,7 +1,7 @@
 """ModelRunner: what every rank does with a command. All ranks get the same commands in the same order.
 
 Whatever can fail for a reason of the request (its shape, a name, a file) fails before the ranks begin to communicate,
-and on all of them together (`Ranks.in_step`). A failure in the midst of the arithmetic, where the others may already
+and on all of them together (`RankGroup.collective_errors`). A failure amid the arithmetic, where the others may already
 wait in a collective, ends the process instead: the group starts anew, from the last snapshot.
 """
 
@@ -22,20 +22,21 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import commands, ops
-from strata.train.runner import saving, snapshot, snapshot_files, weights
-from strata.train.runner.asleep import Asleep
-from strata.train.runner.lora import Adapter, targets_of
-from strata.train.runner.memory import RowMemory
-from strata.train.runner.model import DTYPES, checked_base
-from strata.train.runner.passes import PassRunner, Times
-from strata.train.runner.ranks import Ranks
-from strata.train.runner.rows import RankPass, RankReport, Refused, failed
+from strata.train.runner.checkpoint import formats, save_load
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora.adapter import Adapter, targets_of
+from strata.train.runner.lora.slots import Slots
+from strata.train.runner.model.base import DTYPES, checked_base
+from strata.train.runner.model.memory import RowMemory
+from strata.train.runner.model.offload import SleepOffload
+from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel, local, sharded
+from strata.train.runner.passes.partition import RankPass, RankReport, Refused, failed
+from strata.train.runner.passes.pass_runner import PassRunner, Times
+from strata.train.runner.sampling.request_validator import SamplerLimits
 from strata.train.runner.sampling.sampler import Sampler
-from strata.train.runner.sampling.terms import SamplerLimits
 from strata.train.runner.settings import RunnerSettings
-from strata.train.runner.slots import Slots
-from strata.train.runner.snapshot_files import Copied, SnapshotWriter
-from strata.train.runner.trained import AdapterModel, Trained, WholeModel, local, sharded
+from strata.train.runner.snapshot import files, state
+from strata.train.runner.snapshot.files import Copied, SnapshotWriter
 
 Single = commands.SaveState | commands.LoadState | commands.Manage | commands.MakeSampler
 Executed = commands.Steps | Single
@@ -48,14 +49,14 @@ Managed = ops.CreateModel | ops.UnloadModel | ops.AbortGradients | ops.Sleep | o
 
 
 class ModelRunner:
-    def __init__(self, settings: RunnerSettings, ranks: Ranks) -> None:
+    def __init__(self, settings: RunnerSettings, ranks: RankGroup) -> None:
         self.settings = settings
         self.ranks = ranks
         self.base = checked_base(settings, ranks)
         self.memory = RowMemory(self.base, ranks, settings.sleep_folder / f"rank-{ranks.rank}.row")
-        self.models: dict[str, Trained] = {}
-        self._asleep: Asleep | None = None
-        self._touched = False
+        self.models: dict[str, TrainedModel] = {}
+        self._sleeping: SleepOffload | None = None
+        self._base_modified = False
         """Whether the weights of the base are still those of its folder."""
         # Before anything is trained: it tries out whether it computes as the base does, which has no adapter yet.
         self.sampler = Sampler(
@@ -90,11 +91,11 @@ class ModelRunner:
 
     def _steps(self, operations: Sequence[ops.OptimStep]) -> list[ops.Result]:
         """All are begun before the first is ended: the sums of those behind it travel while it computes."""
-        if self._asleep is not None:
+        if self._sleeping is not None:
             return [failed(_ASLEEP.code, str(_ASLEEP)) for _ in operations]
         self._slots.use(each.model_id for each in operations if each.model_id in self.models)
         # Also without a gradient: weights decay.
-        self._touched = True
+        self._base_modified = True
         begun = [_tried(partial(self._start_step, each)) for each in operations]
         return [each if isinstance(each, ops.Failed) else _tried(each) for each in begun]
 
@@ -103,7 +104,7 @@ class ModelRunner:
         return lambda: ops.StepDone(step().metrics)
 
     def _execute(self, work: Single) -> ops.Result:
-        if self._asleep is not None and not _may_sleep(work):
+        if self._sleeping is not None and not _may_sleep(work):
             raise _ASLEEP
         match work:
             case commands.SaveState(operation, path):
@@ -135,9 +136,9 @@ class ModelRunner:
 
     def forward_backward(self, work: RankPass) -> RankReport:
         """This rank's rows of a pass; the report is put together on rank 0."""
-        if self._asleep is not None:
+        if self._sleeping is not None:
             return RankReport((), [Refused(item, -1, _ASLEEP.code, str(_ASLEEP)) for item in range(len(work.items))])
-        self._touched = self._touched or self.settings.full
+        self._base_modified = self._base_modified or self.settings.full
         self._slots.use(item.model_id for item in work.items if item.model_id in self.models)
         return self._passes.run(work)
 
@@ -152,7 +153,7 @@ class ModelRunner:
         self._slots.use([operation.model_id])
         return ops.ModelCreated(operation.model_id)
 
-    def _adapter(self, operation: ops.CreateModel) -> AdapterModel:
+    def _adapter(self, operation: ops.CreateModel) -> LoraModel:
         lora = operation.lora
         if lora is None:
             raise StrataError(Code.INVALID, "this server trains adapters: give a lora_config")
@@ -162,17 +163,17 @@ class ModelRunner:
         # A model without a seed has one all the same, its name: told again after a restart, it begins the same.
         seed = f"seed/{lora.seed}" if lora.seed is not None else f"model/{operation.model_id}"
         adapter.initialise(hashlib.sha256(seed.encode()).hexdigest())
-        return AdapterModel(operation, adapter, self.ranks)
+        return LoraModel(operation, adapter, self.ranks)
 
-    def _whole(self, operation: ops.CreateModel) -> WholeModel:
+    def _whole(self, operation: ops.CreateModel) -> FullModel:
         if operation.lora is not None:
             raise StrataError(Code.INVALID, "this server trains the whole model: it takes no lora_config")
-        model = WholeModel(operation, self.base.packed, self.ranks)
-        if self._touched:
-            with self.ranks.in_step():
-                found = weights.whole_weights(self.settings.model, model)
-            weights.put_whole(found, model)
-            self._touched = False
+        model = FullModel(operation, self.base.packed, self.ranks)
+        if self._base_modified:
+            with self.ranks.collective_errors():
+                found = formats.whole_weights(self.settings.model, model)
+            formats.put_whole(found, model)
+            self._base_modified = False
         return model
 
     def unload(self, model_id: str) -> ops.ModelUnloaded:
@@ -193,14 +194,14 @@ class ModelRunner:
             steps=model.optimizer.steps,
             user_metadata=operation.user_metadata,
         )
-        saving.save(folder, manifest, model, self.base, self.ranks, overwrite=operation.overwrite)
+        save_load.save(folder, manifest, model, self.base, self.ranks, overwrite=operation.overwrite)
         return ops.WeightsSaved(f"tinker://{operation.model_id}/{operation.kind}/{operation.name}")
 
     def load(self, operation: ops.LoadWeights, folder: Path) -> ops.WeightsLoaded:
         """Weights, and the optimizer if asked for (else it begins anew). Gradients that wait for a step are dropped."""
         model = self._model(operation.model_id)
-        put = saving.load(folder, model, self.base, self.ranks, optimizer=operation.optimizer)
-        self._touched = True
+        put = save_load.load(folder, model, self.base, self.ranks, optimizer=operation.optimizer)
+        self._base_modified = True
         put()
         return ops.WeightsLoaded(f"tinker://{operation.run_id}/{operation.kind}/{operation.name}")
 
@@ -213,7 +214,7 @@ class ModelRunner:
                 sampler.close(other)
         if isinstance(operation, ops.SaveSampler):
             model = self._model(operation.model_id)
-            if isinstance(model, AdapterModel):
+            if isinstance(model, LoraModel):
                 sampler.open_adapter(sampler_id, model.adapter)
             else:
                 sampler.open_whole(sampler_id)
@@ -224,7 +225,7 @@ class ModelRunner:
         return ops.SamplerOpened(sampler_id)
 
     def _open_saved(self, sampler: Sampler, sampler_id: str, folder: Path) -> None:
-        found = saving.open_weights(folder, self.base, self.ranks)
+        found = save_load.open_weights(folder, self.base, self.ranks)
         if isinstance(found, Adapter):
             sampler.open_adapter(sampler_id, found)
         else:
@@ -235,12 +236,12 @@ class ModelRunner:
         started_s = perf_counter()
         copy: Copied | None = None
         try:
-            with self.ranks.in_step():
+            with self.ranks.collective_errors():
                 self.snapshots.check_free()
-                if self._asleep is not None:
+                if self._sleeping is not None:
                     raise _ASLEEP
                 failpoint("train.snapshot.before_copy")
-                copy = snapshot.copied(self._manifest(), self._slots.each(), self._kept(), first=self.ranks.first)
+                copy = state.copied(self._manifest(), self._slots.each_loaded(), self._kept(), first=self.ranks.first)
         except StrataError as error:
             return failed(error.code, str(error))
         assert copy is not None
@@ -251,21 +252,21 @@ class ModelRunner:
     def restore(self, folder: Path, digest: str) -> None:
         """Begin where the snapshot was taken. An error leaves these ranks as they are, which is as they began."""
         ranks = self.ranks
-        with ranks.in_step():
-            manifest = snapshot_files.read_manifest(folder, digest)
-            snapshot.check_base(manifest, self._manifest())
-            snapshot_files.verify(folder, manifest, rank=ranks.rank, ranks=ranks.size)
+        with ranks.collective_errors():
+            manifest = files.read_manifest(folder, digest)
+            state.check_base(manifest, self._manifest())
+            files.verify(folder, manifest, rank=ranks.rank, ranks=ranks.size)
         failpoint("train.snapshot.before_restore")
-        models: dict[str, Trained] = {}
+        models: dict[str, TrainedModel] = {}
         puts: list[Callable[[], None]] = []
-        with ranks.in_step():
-            opened = snapshot.Opened(folder, manifest, rank=ranks.rank, ranks=ranks.size)
+        with ranks.collective_errors():
+            opened = state.Opened(folder, manifest, rank=ranks.rank, ranks=ranks.size)
             for place, part in enumerate(manifest.models):
                 created = part.created
                 full = self.settings.full
-                model = WholeModel(created, self.base.packed, ranks) if full else self._adapter(created)
+                model = FullModel(created, self.base.packed, ranks) if full else self._adapter(created)
                 models[created.model_id] = model
-                puts.append(snapshot.restorer(opened, place, part.steps, model))
+                puts.append(state.restorer(opened, place, part.steps, model))
             puts += [self._reopened(opened, place, part) for place, part in enumerate(manifest.samplers)]
         failpoint("train.snapshot.before_put")
         for put in puts:
@@ -274,60 +275,60 @@ class ModelRunner:
         self.models.update(models)
         for name in models:
             self._slots.use([name])
-        self._touched = manifest.touched
+        self._base_modified = manifest.touched
 
-    def _reopened(self, opened: snapshot.Opened, place: int, part: snapshot_files.SamplerPart) -> Callable[[], None]:
+    def _reopened(self, opened: state.Opened, place: int, part: files.SamplerPart) -> Callable[[], None]:
         self.sampler.check_architecture()
         match part.kind:
             case "base":
                 return lambda: self.sampler.open_base(part.sampler_id)
             case "adapter":
-                lora = snapshot.lora_of(part)
+                lora = state.lora_of(part)
                 adapter = Adapter(lora, targets_of(self.base.lm, lora), self.ranks.device)
-                snapshot.sampled_from(opened, place, adapter)
+                state.sampled_from(opened, place, adapter)
                 return lambda: self.sampler.open_adapter(part.sampler_id, adapter)
             case "whole":
                 live, dtype = dict(sharded(self.base.packed)), DTYPES[self.settings.dtype]
-                found = snapshot.sampled_whole(opened, place, live, dtype)
+                found = state.sampled_whole(opened, place, live, dtype)
                 return lambda: self.sampler.open_whole(part.sampler_id, found)
 
-    def _manifest(self) -> snapshot_files.Manifest:
+    def _manifest(self) -> files.Manifest:
         base = self.base.info()
-        return snapshot_files.Manifest(
+        return files.Manifest(
             base_model=base.name,
             arch=base.arch,
             parameters=base.parameters,
             full=base.full,
             ranks=self.ranks.size,
-            touched=self._touched,
-            models=snapshot.parts_of(list(self.models.values())),
+            touched=self._base_modified,
+            models=state.parts_of(list(self.models.values())),
             samplers=[each.part for each in self._kept()],
         )
 
-    def _kept(self) -> list[snapshot.Kept]:
-        return [snapshot.Kept(*each) for each in self.sampler.kept()]
+    def _kept(self) -> list[state.Kept]:
+        return [state.Kept(*each) for each in self.sampler.kept()]
 
     def sleep(self) -> ops.Asleep:
         """Asleep already is asleep: nothing more is freed."""
-        if self._asleep is not None:
+        if self._sleeping is not None:
             return ops.Asleep(0)
         file = self.settings.sleep_folder / f"rank-{self.ranks.rank}-{os.getpid()}.safetensors"
-        asleep: Asleep | None = None
+        offload: SleepOffload | None = None
         try:
-            with self.ranks.in_step():
-                asleep = Asleep(self._tensors(), file)
+            with self.ranks.collective_errors():
+                offload = SleepOffload(self._tensors(), file)
         except StrataError:
-            if asleep is not None:
-                asleep.wake()
+            if offload is not None:
+                offload.restore()
             raise
-        self._asleep = asleep
-        return ops.Asleep(sum(self.ranks.numbers(asleep.freed)))
+        self._sleeping = offload
+        return ops.Asleep(sum(self.ranks.numbers(offload.freed)))
 
     def wake(self) -> ops.Awake:
         """A rank that cannot get its weights back has lost them: it dies, and the group starts anew."""
-        if self._asleep is not None:
-            self._asleep.wake()
-            self._asleep = None
+        if self._sleeping is not None:
+            self._sleeping.restore()
+            self._sleeping = None
         return ops.Awake()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -336,13 +337,13 @@ class ModelRunner:
             yield from model.tensors()
         yield from self.sampler.tensors()
 
-    def _model(self, model_id: str) -> Trained:
+    def _model(self, model_id: str) -> TrainedModel:
         """On the device, to be worked with."""
         model = self._known(model_id)
         self._slots.use([model_id])
         return model
 
-    def _known(self, model_id: str) -> Trained:
+    def _known(self, model_id: str) -> TrainedModel:
         model = self.models.get(model_id)
         if model is None:
             raise StrataError(Code.NOT_FOUND, f"there is no model {model_id!r}")

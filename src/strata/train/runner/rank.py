@@ -18,11 +18,11 @@ from strata.base import log
 from strata.base.errors import StrataError
 from strata.base.settings import own_environment
 from strata.train.rank_link import RankLink
-from strata.train.runner.local import HERE
+from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model_runner import ModelRunner
-from strata.train.runner.ranks import Ranks
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings, runner_settings
+from strata.train.runner.single_node import HERE
 from strata.train.settings import ServerSettings, load_settings
 from strata.train.sockets import keys_of
 
@@ -38,7 +38,7 @@ def main() -> int:
     own = runner_settings(settings)
     try:
         device = join(own, settings.meeting_place)
-        serve(settings, own, Ranks(device))
+        serve(settings, own, RankGroup(device))
     except StrataError as error:
         _log.error("the rank cannot start", reason=str(error), code=error.code.value)
         return 1
@@ -68,7 +68,7 @@ def join(settings: RunnerSettings, meeting_place: Path) -> torch.device:
     return device
 
 
-def serve(settings: ServerSettings, own: RunnerSettings, ranks: Ranks) -> None:
+def serve(settings: ServerSettings, own: RunnerSettings, ranks: RankGroup) -> None:
     if ranks.first:
         # Keys that are missing are told before the model is loaded, which may take long.
         keys_of(settings)

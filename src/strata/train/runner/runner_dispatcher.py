@@ -20,10 +20,10 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.core import commands, ops
 from strata.train.core.sampling import Quantum, QuantumDone
-from strata.train.runner import rows
+from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model_runner import Executed, ModelRunner, Whole
-from strata.train.runner.ranks import Ranks
-from strata.train.runner.sampling import spread
+from strata.train.runner.passes import partition
+from strata.train.runner.sampling import scatter
 
 _log = log.get(__name__)
 
@@ -51,7 +51,7 @@ class Link(Protocol):
 
 
 class RunnerDispatcher:
-    def __init__(self, runner: ModelRunner, ranks: Ranks, link: Link, group: str) -> None:
+    def __init__(self, runner: ModelRunner, ranks: RankGroup, link: Link, group: str) -> None:
         self._runner = runner
         self._ranks = ranks
         self._link = link
@@ -210,25 +210,25 @@ class RunnerDispatcher:
     def _sample(self, work: Quantum) -> QuantumDone:
         """Rank 0 alone knows whole requests; each rank gets its own sequences of them."""
         sampler = self._runner.sampler
-        parts = [spread.encode(part) for part in self._spread.cut(work)]
+        parts = [scatter.encode(part) for part in self._spread.cut(work)]
         self._ranks.announce(Kind.SAMPLE, [len(part) for part in parts])
         self._ranks.scatter(parts)
-        report = spread.encode(sampler.run(spread.decode_quantum(parts[0])))
-        return self._spread.put_together([spread.decode_sampled(one) for one in self._ranks.gather(report)])
+        report = scatter.encode(sampler.run(scatter.decode_quantum(parts[0])))
+        return self._spread.put_together([scatter.decode_sampled(one) for one in self._ranks.gather(report)])
 
     def _pass(self, work: commands.Pass) -> tuple[Sequence[ops.Result], int]:
         try:
-            made = rows.cut(work, self._ranks.size)
+            made = partition.cut(work, self._ranks.size)
         except StrataError as error:
-            return [rows.failed(error.code, str(error)) for _ in work.items], 0
-        parts = [rows.encode(part) for part in made.parts] if self._ranks.size > 1 else []
+            return [partition.failed(error.code, str(error)) for _ in work.items], 0
+        parts = [partition.encode(part) for part in made.parts] if self._ranks.size > 1 else []
         self._ranks.announce(Kind.PASS, [len(part) for part in parts])
         self._ranks.scatter(parts)
         report = self._runner.forward_backward(made.parts[0])
         if self._ranks.size == 1:
-            return rows.put_together(made, [report]), made.tokens
-        others = self._ranks.gather(rows.encode(report))[1:]
-        return rows.put_together(made, [report, *map(rows.decode_report, others)]), made.tokens
+            return partition.put_together(made, [report]), made.tokens
+        others = self._ranks.gather(partition.encode(report))[1:]
+        return partition.put_together(made, [report, *map(partition.decode_report, others)]), made.tokens
 
 
 def _follow_whole(runner: ModelRunner, work: Whole) -> None:
@@ -243,7 +243,7 @@ def _follow_whole(runner: ModelRunner, work: Whole) -> None:
             runner.execute(work)
 
 
-def follow(runner: ModelRunner, ranks: Ranks) -> None:
+def follow(runner: ModelRunner, ranks: RankGroup) -> None:
     """What every other rank does: as rank 0 announces, until it announces the end."""
     while True:
         kind, sizes = ranks.await_announcement()
@@ -253,11 +253,11 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
                 assert isinstance(work, Whole)
                 _follow_whole(runner, work)
             case Kind.PASS:
-                report = runner.forward_backward(rows.decode_pass(ranks.receive_part(sizes)))
-                ranks.gather(rows.encode(report))
+                report = runner.forward_backward(partition.decode_pass(ranks.receive_part(sizes)))
+                ranks.gather(partition.encode(report))
             case Kind.SAMPLE:
-                quantum = spread.decode_quantum(ranks.receive_part(sizes))
-                ranks.gather(spread.encode(runner.sampler.run(quantum)))
+                quantum = scatter.decode_quantum(ranks.receive_part(sizes))
+                ranks.gather(scatter.encode(runner.sampler.run(quantum)))
             case Kind.HEALTH:
                 ranks.numbers(ranks.rank)
             case Kind.SHUTDOWN:

@@ -1,1 +1,1 @@
-"""The built-in sampler: on each rank a running batch, with what its sequences remember, that goes on by quanta."""
+"""The built-in sampler: on each rank a running batch with a KV cache, which decodes in time slices."""

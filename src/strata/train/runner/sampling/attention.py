@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from strata.train.runner.attention import AttentionTerms, Reach, States, attend_documents, softmax_attention
-from strata.train.runner.sampling.cache import Shelf
+from strata.train.runner.model.attention import AttentionTerms, Reach, States, attend_documents, softmax_attention
+from strata.train.runner.sampling.kv_cache import KVPool
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Prompt:
     """A document of a pass over prompts: how long it is, and which places are to remember it."""
 
     length: int
-    places: Sequence[tuple[Shelf, int]]
+    places: Sequence[tuple[KVPool, int]]
 
 
-class PromptPlan:
+class PrefillPlan:
     """Each prompt looks at itself alone; what it computes is kept in all the places that continue it."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
@@ -39,13 +39,13 @@ class PromptPlan:
         return attend_documents(module, states, self._lengths, terms)
 
 
-class ShelfRows:
+class KVPoolRows:
     """The rows of a step whose places are on one shelf, in the order of their places.
 
     Lengths are before the step: the new token goes to the place of that number.
     """
 
-    def __init__(self, shelf: Shelf, rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, shelf: KVPool, rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
         self.shelf = shelf
         self.count = len(rows)
         ordered = list(rows) == list(range(rows[0], rows[0] + len(rows)))
@@ -89,10 +89,10 @@ class ShelfRows:
         return reach.allows(self.at[:, None], places)[:, None, None]
 
 
-class StepPlan:
+class DecodePlan:
     """One token for each sequence, which looks at all that its place remembers."""
 
-    def __init__(self, shelves: Sequence[ShelfRows]) -> None:
+    def __init__(self, shelves: Sequence[KVPoolRows]) -> None:
         self.shelves = shelves
 
     def advance(self) -> None:
@@ -100,7 +100,7 @@ class StepPlan:
             rows.advance()
 
     @cached_property
-    def _alone(self) -> ShelfRows | None:
+    def _alone(self) -> KVPoolRows | None:
         only = self.shelves[0]
         return only if len(self.shelves) == 1 and only._slice is not None else None
 
@@ -116,7 +116,7 @@ class StepPlan:
         return out[None]
 
 
-def _attend(rows: ShelfRows, layer: int, states: States, terms: AttentionTerms) -> torch.Tensor:
+def _attend(rows: KVPoolRows, layer: int, states: States, terms: AttentionTerms) -> torch.Tensor:
     """Queries are (row, head, dimension). Heads that share keys are to the kernel several queries of one head: so the
     keys need not be repeated for them."""
     query, key, value = states

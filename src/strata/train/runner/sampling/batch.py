@@ -15,13 +15,13 @@ from itertools import groupby
 import torch
 
 from strata.train.core.sampling import SampledSequence
-from strata.train.runner.lora import Span
-from strata.train.runner.sampling.attention import Prompt, PromptPlan, ShelfRows, StepPlan
-from strata.train.runner.sampling.cache import Cache, Shelf
-from strata.train.runner.sampling.choosing import Chosen, Transform, choose
-from strata.train.runner.sampling.prompts import AboutPrompt, about_prompt
+from strata.train.runner.lora.adapter import Span
+from strata.train.runner.sampling.attention import DecodePlan, KVPoolRows, PrefillPlan, Prompt
+from strata.train.runner.sampling.inference_model import InferenceModel
+from strata.train.runner.sampling.kv_cache import KVCache, KVPool
+from strata.train.runner.sampling.prompt_logprobs import PromptLogprobs, prompt_logprobs_of
+from strata.train.runner.sampling.sampling_ops import Chosen, Transform, sample_tokens
 from strata.train.runner.sampling.sequences import Request, SequenceRun, top_of
-from strata.train.runner.sampling.twin import Twin
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Outcomes:
 
     sequences: list[tuple[str, int, SampledSequence]] = field(default_factory=list)
     """By request, and which of its samples it is."""
-    prompts: list[tuple[str, AboutPrompt]] = field(default_factory=list)
+    prompts: list[tuple[str, PromptLogprobs]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     sampled_tokens: int = 0
     prompt_tokens: int = 0
@@ -41,7 +41,7 @@ class Rows:
 
     def __init__(self, running: Iterable[SequenceRun], vocabulary: int, device: torch.device) -> None:
         adapters: dict[int, int] = {}
-        shelves: dict[Shelf, int] = {}
+        shelves: dict[KVPool, int] = {}
         for run in running:
             adapters.setdefault(id(run.request.adapter), len(adapters))
             shelves.setdefault(run.shelf, len(shelves))
@@ -50,12 +50,12 @@ class Rows:
         self.transform = Transform([run.request.sample.params for run in self.runs], vocabulary, device)
         self.tokens = torch.tensor([run.tokens[-1] for run in self.runs], device=device)
         self.positions = torch.tensor([run.length for run in self.runs], device=device)
-        self.plan = StepPlan([self._on(shelf, device) for shelf in shelves])
+        self.plan = DecodePlan([self._on(shelf, device) for shelf in shelves])
 
-    def _on(self, shelf: Shelf, device: torch.device) -> ShelfRows:
+    def _on(self, shelf: KVPool, device: torch.device) -> KVPoolRows:
         own = sorted((run.place, row) for row, run in enumerate(self.runs) if run.shelf is shelf)
         rows = [row for _, row in own]
-        return ShelfRows(shelf, rows, [self.runs[row].length for row in rows], device)
+        return KVPoolRows(shelf, rows, [self.runs[row].length for row in rows], device)
 
     def advance(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens
@@ -66,7 +66,7 @@ class Rows:
 class Batch:
     """Of all sequences with the same base weights. `key` is the name of those."""
 
-    def __init__(self, key: str, cache: Cache, twin: Twin, prompt_tokens: int) -> None:
+    def __init__(self, key: str, cache: KVCache, twin: InferenceModel, prompt_tokens: int) -> None:
         self.key = key
         self.running: list[SequenceRun] = []
         self._waiting: dict[str, deque[tuple[Request, int]]] = {}
@@ -74,7 +74,7 @@ class Batch:
         self._cache = cache
         self._twin = twin
         self._prompt_tokens = prompt_tokens
-        self._on: dict[Shelf, list[SequenceRun]] = {}
+        self._on: dict[KVPool, list[SequenceRun]] = {}
         self._rows: Rows | None = None
 
     @property
@@ -101,9 +101,9 @@ class Batch:
     def step(self, outcomes: Outcomes) -> None:
         admitted = self._admit()
         if admitted:
-            self._begin(admitted, outcomes)
+            self._prefill(admitted, outcomes)
         if self.running:
-            self._go_on(outcomes)
+            self._decode(outcomes)
 
     def _admit(self) -> list[tuple[Request, list[SequenceRun]]]:
         """As long as there is room: of the share with the fewest places the one that came first. Nobody goes before one
@@ -138,7 +138,7 @@ class Batch:
         self._rows = None
         return run
 
-    def _begin(self, groups: list[tuple[Request, list[SequenceRun]]], outcomes: Outcomes) -> None:
+    def _prefill(self, groups: list[tuple[Request, list[SequenceRun]]], outcomes: Outcomes) -> None:
         """Compute the prompts, and the first token of each sample."""
         # In the order of their first appearance, which is the same when it is all done again.
         order: dict[int, int] = {}
@@ -148,7 +148,7 @@ class Batch:
         requests = [request for request, _ in groups]
         lengths = [len(request.prompt) for request in requests]
         device = requests[0].prompt.device
-        plan = PromptPlan(
+        plan = PrefillPlan(
             [Prompt(len(request.prompt), [(run.shelf, run.place) for run in runs]) for request, runs in groups]
         )
         hidden = self._twin.hidden(
@@ -159,24 +159,24 @@ class Batch:
         )
         for request, own in zip(requests, torch.split(hidden, lengths), strict=True):
             if request.wants_prompt:
-                outcomes.prompts.append((request.request_id, about_prompt(self._twin, request, own)))
+                outcomes.prompts.append((request.request_id, prompt_logprobs_of(self._twin, request, own)))
         last = hidden[torch.tensor(lengths, device=device).cumsum(0) - 1]
         logits = self._twin.logits(last, spans_of((request, 1) for request in requests))
         counts = torch.tensor([len(runs) for _, runs in groups], device=device)
         runs = [run for _, own in groups for run in own]
         transform = Transform([run.request.sample.params for run in runs], self._twin.vocabulary, device)
-        chosen = choose(logits.repeat_interleave(counts, 0), transform, _uniform(runs, transform, device))
+        chosen = sample_tokens(logits.repeat_interleave(counts, 0), transform, _uniform(runs, transform, device))
         outcomes.prompt_tokens += sum(lengths)
         self._accept(runs, chosen, outcomes)
 
-    def _go_on(self, outcomes: Outcomes) -> None:
+    def _decode(self, outcomes: Outcomes) -> None:
         """One token more for everybody."""
         if self._rows is None:
             self._rows = Rows(self.running, self._twin.vocabulary, self.running[0].request.prompt.device)
         rows = self._rows
         hidden = self._twin.hidden(rows.tokens, rows.positions, rows.spans, rows.plan)
         logits = self._twin.logits(hidden, rows.spans)
-        chosen = choose(logits, rows.transform, _uniform(rows.runs, rows.transform, rows.tokens.device))
+        chosen = sample_tokens(logits, rows.transform, _uniform(rows.runs, rows.transform, rows.tokens.device))
         for run in rows.runs:
             run.length += 1
         rows.advance(chosen.tokens)

@@ -12,31 +12,31 @@ import torch
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import Sample
-from strata.train.runner.lora import Adapter
-from strata.train.runner.model import DTYPES, Base
-from strata.train.runner.ranks import Ranks
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.sampling.batch import Batch, Outcomes
-from strata.train.runner.sampling.cache import Cache
-from strata.train.runner.sampling.samplers import Samplers
+from strata.train.runner.sampling.inference_model import InferenceModel, put_together
+from strata.train.runner.sampling.kv_cache import KVCache
+from strata.train.runner.sampling.request_validator import SamplerLimits, Terms
+from strata.train.runner.sampling.sampler_weights import SamplerWeights
+from strata.train.runner.sampling.scatter import RankAdded, RankQuantum, RankSampled, SampleScatter
+from strata.train.runner.sampling.self_check import verify_decode_matches_training
 from strata.train.runner.sampling.sequences import Request, tokens_from
-from strata.train.runner.sampling.spread import RankAdded, RankQuantum, RankSampled, Spread
-from strata.train.runner.sampling.terms import SamplerLimits, Terms
-from strata.train.runner.sampling.trial import trouble_with
-from strata.train.runner.sampling.twin import Twin, put_together
 
 
 class Sampler:
     """All ranks make one together. An architecture that cannot be sampled here is refused when a sampler is opened."""
 
-    def __init__(self, base: Base, ranks: Ranks, limits: SamplerLimits) -> None:
+    def __init__(self, base: BaseModel, ranks: RankGroup, limits: SamplerLimits) -> None:
         self.limits = limits
         self._base = base
         self._ranks = ranks
-        self._twin = Twin(base.lm, base.decoder, DTYPES[base.settings.dtype], base.settings.logits_bytes)
-        self._trouble = trouble_with(self._twin, base, ranks.device)
-        self._samplers = Samplers(base, limits.samplers)
+        self._twin = InferenceModel(base.lm, base.decoder, DTYPES[base.settings.dtype], base.settings.logits_bytes)
+        self._trouble = verify_decode_matches_training(self._twin, base, ranks.device)
+        self._samplers = SamplerWeights(base, limits.samplers)
         self._terms = Terms(base, limits)
-        self._cache = Cache(limits.sequences, limits.cached_tokens)
+        self._cache = KVCache(limits.sequences, limits.cached_tokens)
         self._batches: dict[str, Batch] = {}
         self._closed: list[tuple[str, str]] = []
 
@@ -67,9 +67,9 @@ class Sampler:
             self._closed += [(request_id, "its sampler was closed") for request_id in sorted(gone)]
         self._batches.pop(sampler_id, None)
 
-    def spread(self) -> Spread:
+    def spread(self) -> SampleScatter:
         """For rank 0: how requests come to the ranks."""
-        return Spread(self._ranks.size, self.cost, self.limits.requests)
+        return SampleScatter(self._ranks.size, self.cost, self.limits.requests)
 
     def cost(self, sample: Sample) -> int:
         """The tokens that are reserved for each sequence of a request; an error if it cannot be sampled."""
@@ -92,7 +92,7 @@ class Sampler:
             with torch.no_grad():
                 weights = put_together(self._samplers.parameters(key), self._twin.dtype)
             if key in self._batches:
-                with self._twin.lent(weights), torch.inference_mode():
+                with self._twin.with_weights(weights), torch.inference_mode():
                     _run(self._batches[key], work, outcomes)
         if not self._cache.sequences:
             self._cache.trim()

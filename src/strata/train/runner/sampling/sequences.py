@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from strata.train.core.sampling import MISSING_LOGPROB, Sample, SampledSequence, TopLogprobs
-from strata.train.runner.lora import Adapter
-from strata.train.runner.sampling.cache import Shelf
-from strata.train.runner.sampling.choosing import Chance, is_greedy
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.sampling.kv_cache import KVPool
+from strata.train.runner.sampling.sampling_ops import SeededRng, is_greedy
 
 Decode = Callable[[Sequence[int]], str]
 CONTEXT: Final = 4
@@ -88,7 +88,7 @@ class SequenceRun:
     request: Request
     index: int
     """Which of the request's samples it is."""
-    shelf: Shelf
+    shelf: KVPool
     place: int
     length: int = 0
     """Tokens that its place remembers."""
@@ -96,14 +96,14 @@ class SequenceRun:
     logprobs: list[float] = field(default_factory=list)
     top_tokens: bytearray = field(default_factory=bytearray)
     top_logprobs: bytearray = field(default_factory=bytearray)
-    chance: Chance | None = None
+    chance: SeededRng | None = None
     strings: StopStrings | None = None
 
     def __post_init__(self) -> None:
         sample = self.request.sample
         params = sample.params
         if not is_greedy(params):
-            self.chance = Chance(f"{chance_name(sample)}/{self.index}")
+            self.chance = SeededRng(f"{chance_name(sample)}/{self.index}")
         if params.stop_strings and self.request.decode is not None:
             prompt = self.request.prompt[-CONTEXT:].tolist()
             self.strings = StopStrings(self.request.decode, params.stop_strings, prompt)

@@ -1,0 +1,116 @@
+"""Offload of tensors: their memory is taken away under them and given back later, bit for bit.
+
+The storage of a tensor is resized to nothing and later resized back, so that the engine's own references, and its
+views into one storage, stay valid. `SleepOffload` offloads a whole rank while the server sleeps; `OffloadedModel` one
+model that waits for a slot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load, save, save_file
+
+
+class SleepOffload:
+    """Everything large of a rank: memory of a device goes to the host, memory of the host goes to a file."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], file: Path) -> None:
+        """Take away the memory of these tensors. `freed` says how many bytes that was."""
+        self._file = file
+        self._storages = _storages_of(tensors)
+        self._host: list[torch.Tensor] = []
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self.freed = sum(self._sizes)
+        if any(storage.device.type == "cpu" for storage in self._storages):
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            save_file({str(number): _bytes_of(storage) for number, storage in enumerate(self._storages)}, file)
+        else:
+            self._host = [_bytes_of(storage).cpu() for storage in self._storages]
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        if self._host:
+            for storage, size, content in zip(self._storages, self._sizes, self._host, strict=True):
+                storage.resize_(size)
+                _bytes_of(storage).copy_(content)
+            return
+        if not self._storages:
+            return
+        with safe_open(self._file, framework="pt") as contents:
+            for number, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
+                storage.resize_(size)
+                _bytes_of(storage).copy_(contents.get_tensor(str(number)))
+        self._file.unlink(missing_ok=True)
+
+
+class OffloadedModel:
+    """One model's tensors, offloaded to the host's memory and from there, if that is short, to its disk.
+
+    The file belongs to this process and is worthless after it: ranks that restart have a snapshot.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._storages = _storages_of(tensors)
+        self._contents: list[torch.Tensor] = [_bytes_of(storage).to("cpu", copy=True) for storage in self._storages]
+        self._file: Path | None = None
+        self._digest = b""
+        for storage in self._storages:
+            storage.resize_(0)
+
+    @property
+    def in_memory(self) -> bool:
+        return self._file is None
+
+    def to_disk(self, file: Path) -> None:
+        """OSError if the file cannot be written; the model then stays in memory."""
+        data = save({str(number): content for number, content in enumerate(self._contents)})
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file.write_bytes(data)
+        except OSError:
+            file.unlink(missing_ok=True)
+            raise
+        self._file, self._digest, self._contents = file, hashlib.sha256(data).digest(), []
+
+    def restore(self) -> None:
+        """A rank that cannot get its weights back has lost them: it dies, and the group restarts."""
+        if self._file is not None:
+            try:
+                data = self._file.read_bytes()
+            except OSError as error:
+                # Not as an OSError: the operation would fail, and the rank would continue with an empty model.
+                raise RuntimeError(f"{self._file} cannot be read: the model offloaded there is lost") from error
+            if hashlib.sha256(data).digest() != self._digest:
+                raise RuntimeError(f"{self._file} is not what was written: the model offloaded there is lost")
+            tensors = load(data)
+            self._contents = [tensors[str(number)] for number in range(len(self._storages))]
+        for storage, content in zip(self._storages, self._contents, strict=True):
+            storage.resize_(content.numel())
+            _bytes_of(storage).copy_(content)
+        self.discard()
+
+    def discard(self) -> None:
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
+        self._contents = []
+
+
+def _storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The memory behind these tensors, each block once."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages.setdefault(storage.data_ptr(), storage)
+    return list(storages.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,1 @@
+"""forward_backward on a rank: partition into packed rows, log probabilities, losses, gradients, optimizer steps."""

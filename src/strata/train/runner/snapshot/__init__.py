@@ -1,0 +1,1 @@
+"""Snapshots of everything the ranks hold: copied, written while training continues, and restored."""
