@@ -6,6 +6,8 @@ from __future__ import annotations
 import ipaddress
 from typing import Final
 
+from strata.base.errors import Code, StrataError
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _TRANSLATED: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 """NAT64: the last 32 bits are where the packets go."""
@@ -20,6 +22,16 @@ def is_loopback_host(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_loopback_address(listen: str) -> bool:
+    """`HOST:PORT` or `unix:PATH`."""
+    if listen.startswith("unix:"):
+        return True
+    host, colon, port = listen.rpartition(":")
+    if not colon or not port.isdigit():
+        raise StrataError(Code.INVALID, f"{listen!r} is not HOST:PORT")
+    return is_loopback_host(host.removeprefix("[").removesuffix("]"))
 
 
 def inner_address(address: Address) -> Address:

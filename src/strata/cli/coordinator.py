@@ -44,8 +44,8 @@ def _run(config: Path | None, flags: dict[str, str | None]) -> None:
     from strata.base.settings import load, no_color
     from strata.cli.extras import require
 
-    require("grpc", extra="hub")
-    require("uvloop", extra="hub")
+    require("grpc", extra="coordinator")
+    require("uvloop", extra="coordinator")
     from strata.coord.rpc.server import run
     from strata.coord.settings import SECTION, CoordinatorSettings
 

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.base.loopback import is_loopback_host
+from strata.base.loopback import is_loopback_address
 from strata.base.settings import Secret
 from strata.coord.core.facts import JobConfig
 
@@ -51,7 +51,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_exposure(settings: CoordinatorSettings) -> None:
     """Refuse to be reached from other machines in the clear, or by anybody who likes."""
-    if is_loopback(settings.listen):
+    if is_loopback_address(settings.listen):
         return
     if settings.tls is None:
         raise StrataError(
@@ -65,12 +65,3 @@ def check_exposure(settings: CoordinatorSettings) -> None:
             f"{settings.listen} can be reached from other machines, and every caller would be operator of all jobs",
             hint="set coordinator.token_secret; a client certificate (tls.client_ca) names no job and no role",
         )
-
-
-def is_loopback(listen: str) -> bool:
-    if listen.startswith("unix:"):
-        return True
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdigit():
-        raise StrataError(Code.INVALID, f"{listen!r} is not HOST:PORT")
-    return is_loopback_host(host.removeprefix("[").removesuffix("]"))

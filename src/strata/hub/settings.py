@@ -8,8 +8,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.base.loopback import is_loopback_address
 from strata.base.settings import Secret
-from strata.coord.settings import is_loopback
 from strata.fleet.artifacts.retention import Policy
 from strata.fleet.core.lease import LEASE_S
 from strata.http.failures import BURST
@@ -102,7 +102,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_exposure(settings: HubSettings) -> None:
     """Refuse to be reached from other machines in the clear: tokens and jobs would be everybody's."""
-    if is_loopback(settings.listen) or settings.tls.enabled:
+    if is_loopback_address(settings.listen) or settings.tls.enabled:
         return
     raise StrataError(
         Code.INVALID,

@@ -38,7 +38,7 @@ def test_the_extra_of_each_distribution_comes_from_the_metadata() -> None:
     ("module", "line"),
     [
         ("psycopg.rows", "this command needs psycopg, which is not installed: pip install 'strata-train[postgres]'"),
-        ("grpc", "this command needs grpcio, which is not installed: pip install 'strata-train[hub]'"),
+        ("grpc", "this command needs grpcio, which is not installed: pip install 'strata-train[coordinator]'"),
         ("zmq", "this command needs pyzmq, which is not installed: pip install 'strata-train[train]'"),
     ],
 )

@@ -62,7 +62,7 @@ def up(
 
     require("uvicorn", extra="hub")
     require("uvloop", extra="hub")
-    from strata.coord.settings import is_loopback
+    from strata.base.loopback import is_loopback_address
     from strata.fleet.agent import settings as agent_settings
     from strata.hub import settings as hub_settings
     from strata.sdk.fleet import client_settings
@@ -86,7 +86,7 @@ def up(
             "interpreter": interpreter,
         },
     )
-    if not is_loopback(hub.listen) or hub.tls.enabled:
+    if not is_loopback_address(hub.listen) or hub.tls.enabled:
         raise StrataError(
             Code.INVALID, "strata up is for one machine", hint="for others: strata hub --tls, and strata join on each"
         )

@@ -15,12 +15,12 @@ import msgspec
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
+from strata.base.loopback import is_loopback_address
 from strata.base.settings import Secret
 from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.rpc.viewed import job_view, summary_view
-from strata.coord.settings import is_loopback
 from strata.coord.view import JobSummaryView, JobView
 from strata.coord.worker.link import Answer, Call, Deadline, Link, Request, error_of
 from strata.coord.worker.settings import Tls, WorkerSettings
@@ -50,7 +50,7 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
         addresses = [each.strip() for each in self.address.split(",") if each.strip()]
         if not addresses:
             raise StrataError(Code.INVALID, "the address of the coordinator is empty")
-        away = [each for each in addresses if not is_loopback(each)]
+        away = [each for each in addresses if not is_loopback_address(each)]
         if self.token is not None and self.tls is None and away:
             raise StrataError(
                 Code.INVALID, f"the token would be sent to {away[0]} in the clear", hint=f"set {SECTION}.tls.ca"
