@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.rpc.server import OPTIONS, SERVICE
+from strata.coord.server.process import OPTIONS, SERVICE
 
 TEACH: Final = "/bench.Bare/Teach"
 CANNED: Final = ("RegisterWorker", "Heartbeat", "HeartbeatBatch", "GetNextShards")

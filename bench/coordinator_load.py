@@ -22,7 +22,7 @@ from bench.coordinator_orders import Batches, Define, Heartbeats, Join, Meet, Of
 from bench.load_process import Figures
 from bench.percentiles import percentile
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.rpc.server import SERVICE
+from strata.coord.server.process import SERVICE
 
 DATASET: Final = "corpus"
 SHARD_SIZE: Final = 1_000

@@ -10,7 +10,7 @@ import click
 
 from soak import real, simulated
 from soak.campaigns import REAL, SIMULATED
-from soak.coord.result import Database
+from soak.trials import Database
 
 RECORD = Path(__file__).parents[1] / "docs" / "proof.md"
 

@@ -10,13 +10,13 @@ from typing import Final
 import msgspec
 
 from soak import fleet
-from soak.coord import herd, kill, restart, zombie
-from soak.coord.result import Ask, Result, Tell
+from soak.coord import kill, load, restart, zombie
 from soak.fleet_agent import kill as agent_kill
 from soak.fleet_agent import zombie as agent_zombie
 from soak.fleet_hub import kill as hub_kill
 from soak.fleet_hub import postgres as hub_postgres
 from soak.train import kill as train_kill
+from soak.trials import CampaignRequest, CampaignResult, OnProgress
 from tests.sim.coord import epochs, lineage
 from tests.sim.register import scenario as register
 from tests.sim.train import scenario as train
@@ -68,7 +68,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Real:
-    run: Callable[[Ask, Tell], Awaitable[Result]]
+    run: Callable[[CampaignRequest, OnProgress], Awaitable[CampaignResult]]
     times: int
     """How many trials, unless told."""
     workers: int
@@ -87,8 +87,8 @@ SIMULATED: Final = {
 REAL: Final = {
     "coordinator-kill": Real(kill.run, times=100, workers=1_000),
     "coordinator-zombie": Real(zombie.run, times=20, workers=50),
-    "coordinator-herd": Real(herd.run, times=1, workers=10_000),
-    "coordinator-load": Real(herd.run_loaded, times=1, workers=1_000),
+    "coordinator-herd": Real(load.run, times=1, workers=10_000),
+    "coordinator-load": Real(load.run_loaded, times=1, workers=1_000),
     "gang-restart": Real(restart.run, times=60, workers=2),
     "fleet-hub-kill": Real(hub_kill.run, times=300, workers=12),
     "fleet-hub-postgres": Real(hub_postgres.run, times=20, workers=12, own_server=True),

@@ -36,7 +36,7 @@ class Arm:
 
     @property
     def program(self) -> Sequence[str]:
-        return (sys.executable, "-m", "soak.coord.armed", self.failpoint, str(self.skip))
+        return (sys.executable, "-m", "soak.coord.fault_injection", self.failpoint, str(self.skip))
 
 
 class HubProcess:

@@ -14,8 +14,8 @@ from pathlib import Path
 import click
 
 from soak.campaigns import REAL, quiet
-from soak.coord.result import Ask, Database, Result, Tell
 from soak.record import TRIALS, Trials, next_number
+from soak.trials import CampaignRequest, CampaignResult, Database, OnProgress
 from strata.testing.postgres import PostgresServer
 
 
@@ -32,7 +32,7 @@ def run(campaign: str, times: int | None, workers: int | None, database: Databas
     first = next_number(rows, name)
     command = f"make soak CAMPAIGN={campaign} KILLS={times}{more}"
 
-    def tell(result: Result) -> None:
+    def tell(result: CampaignResult) -> None:
         click.echo(f"{result.times}/{times}, {len(result.problems)} violations; {result.figures}", err=True)
         if record:
             today = datetime.now(UTC).date().isoformat()
@@ -44,7 +44,7 @@ def run(campaign: str, times: int | None, workers: int | None, database: Databas
     # Not uvloop: it starts processes by fork, and gRPC in such a child crashed before the child became a coordinator.
     needed = nullcontext("") if chosen.own_server else _database(database, folder)
     with needed as url, asyncio.Runner() as runner:
-        ask = Ask(first=first, times=times, workers=workers, database=database, url=url, folder=folder)
+        ask = CampaignRequest(first=first, times=times, workers=workers, database=database, url=url, folder=folder)
         result = runner.run(_run(campaign, ask, tell))
     tell(result)
     for problem in result.problems:
@@ -59,7 +59,7 @@ def _load() -> str:
     return f"load average {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
 
 
-async def _run(campaign: str, ask: Ask, tell: Tell) -> Result:
+async def _run(campaign: str, ask: CampaignRequest, tell: OnProgress) -> CampaignResult:
     running = asyncio.current_task()
     assert running is not None
     # Cut off, a campaign must not leave its coordinators behind.

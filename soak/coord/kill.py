@@ -1,4 +1,4 @@
-"""Kill the coordinator again and again under a crew at work, and see that nothing it said was taken back.
+"""Kill the coordinator again and again under a load of workers, and see that nothing it said was taken back.
 
 On SQLite the same coordinator starts again on its journal; on PostgreSQL a warm standby takes over. Every second kill
 comes at a random moment from outside, the others at a failpoint, where the process ends itself.
@@ -12,12 +12,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from soak.coord.books import Books
-from soak.coord.chance import chance
-from soak.coord.crew import Crew, Plan
-from soak.coord.figures import spread_s
+from soak.coord.expected_state import ExpectedState
 from soak.coord.processes import Arm, Coordinator, failpoints
-from soak.coord.result import Ask, Database, Result, Tell
+from soak.coord.workers import WorkerPlan, WorkerPool
+from soak.trials import CampaignRequest, CampaignResult, Database, OnProgress, seeded_random, spread_s
 from strata.coord.core.facts import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 
@@ -66,7 +64,7 @@ class Outcome:
     epochs: int = 0
     memory_mb: float = 0.0
 
-    def result(self, limit_s: float) -> Result:
+    def result(self, limit_s: float) -> CampaignResult:
         late = [each for each in self.back_s if each > limit_s]
         failpoints_hit = sum(count for moment, count in self.moments.items() if moment != OUTSIDE)
         figures = (
@@ -76,7 +74,9 @@ class Outcome:
             f" {min(self.in_barrier, default=0)} workers in an open barrier at each kill; {self.confirmed} acks,"
             f" {self.epochs} epochs; {self.memory_mb:.0f} MB"
         )
-        return Result(times=self.kills, problems=self.problems, figures=figures, worst_s=max(self.back_s, default=0.0))
+        return CampaignResult(
+            times=self.kills, problems=self.problems, figures=figures, worst_s=max(self.back_s, default=0.0)
+        )
 
 
 def schedule(database: Database, first: int, kills: int) -> list[Kill]:
@@ -84,7 +84,7 @@ def schedule(database: Database, first: int, kills: int) -> list[Kill]:
     names = failpoints(database)
     made = []
     for number in range(first, first + kills):
-        dice = chance(number)
+        dice = seeded_random(number)
         arm = None
         if number % 2:
             name = names[number // 2 % len(names)]
@@ -98,39 +98,39 @@ def schedule(database: Database, first: int, kills: int) -> list[Kill]:
 class Campaign:
     """Kills in order. The process that will suffer one is armed when it starts, if a failpoint is to end it."""
 
-    def __init__(self, coordinators: list[Coordinator], crew: Crew, kills: list[Kill]) -> None:
+    def __init__(self, coordinators: list[Coordinator], pool: WorkerPool, kills: list[Kill]) -> None:
         self._coordinators = coordinators
-        self._crew = crew
+        self._pool = pool
         self._kills = kills
         self._dead_twice = False
         """Killed again before anybody was answered."""
         self.outcome = Outcome()
 
     async def run(self, tell: Callable[[Outcome], None]) -> Outcome:
-        outcome, crew = self.outcome, self._crew
+        outcome, pool = self.outcome, self._pool
         try:
             for ahead, coordinator in enumerate(self._coordinators):
                 await coordinator.start(self._arm(ahead))
                 await (coordinator.stands_by() if ahead else coordinator.leads())
-            await crew.join()
+            await pool.join()
             for turn in range(len(self._kills)):
                 await self._kill(turn)
                 outcome.problems = [
-                    *crew.books.told(),
+                    *pool.expected.summary(),
                     *(crash for each in self._coordinators for crash in each.crashes),
                 ]
-                outcome.confirmed = crew.books.confirmed
-                outcome.epochs = crew.workers[0].epoch
+                outcome.confirmed = pool.expected.confirmed
+                outcome.epochs = pool.workers[0].epoch
                 tell(outcome)
                 if outcome.problems:
                     return outcome
-            outcome.epochs = await self._unless_killed(crew.finish(FINISH_S), "finished the epoch", FINISH_S) or 0
+            outcome.epochs = await self._unless_killed(pool.finish(FINISH_S), "finished the epoch", FINISH_S) or 0
             await self._check_job(0, -1)
-            outcome.confirmed = crew.books.confirmed
+            outcome.confirmed = pool.expected.confirmed
             outcome.memory_mb = max((each.memory_mb() for each in self._coordinators if each.runs), default=0.0)
         finally:
-            outcome.problems = crew.books.told()
-            await crew.close()
+            outcome.problems = pool.expected.summary()
+            await pool.close()
             for coordinator in self._coordinators:
                 await coordinator.close()
             outcome.problems += [crash for coordinator in self._coordinators for crash in coordinator.crashes]
@@ -140,12 +140,12 @@ class Campaign:
         return self._kills[turn].arm if turn < len(self._kills) else None
 
     async def _kill(self, turn: int) -> None:
-        kill, crew, outcome = self._kills[turn], self._crew, self.outcome
+        kill, pool, outcome = self._kills[turn], self._pool, self.outcome
         victim, died_s, moment = await self._strike(kill)
-        crew.down(died_s)
-        epoch = crew.workers[0].epoch
-        confirmed = crew.books.confirmed_in(epoch)
-        outcome.in_barrier.append(crew.waiting)
+        pool.down(died_s)
+        epoch = pool.workers[0].epoch
+        confirmed = pool.expected.confirmed_in(epoch)
+        outcome.in_barrier.append(pool.waiting)
         outcome.kills += 1
         outcome.moments[moment] = outcome.moments.get(moment, 0) + 1
         if kill.down_s:
@@ -176,7 +176,7 @@ class Campaign:
             await asyncio.sleep(kill.pause_s)
             until_s = time.monotonic() + FIRES_S
             # Between two epochs nobody waits in a barrier or nobody reads: a kill shows more a moment later.
-            while not (self._crew.waiting and self._crew.reading) and time.monotonic() < until_s:  # noqa: ASYNC110
+            while not (self._pool.waiting and self._pool.reading) and time.monotonic() < until_s:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         victim = await self._leader()
         return victim, await victim.kill(), OUTSIDE
@@ -192,8 +192,8 @@ class Campaign:
 
     async def _back(self, kill: Kill, died_s: float) -> bool:
         """Wait for an answer; False if the one that should give it was killed before it could."""
-        crew, outcome = self._crew, self.outcome
-        first_s = await self._unless_killed(crew.answered(), f"answered a worker after kill {kill.number}")
+        pool, outcome = self._pool, self.outcome
+        first_s = await self._unless_killed(pool.answered(), f"answered a worker after kill {kill.number}")
         if first_s is None:
             self._dead_twice = True
             return False
@@ -202,7 +202,7 @@ class Campaign:
             outcome.slow_s.append(first_s - died_s - kill.down_s)
             return True
         outcome.back_s.append(first_s - died_s)
-        all_s = await self._unless_killed(crew.answered_everywhere(), f"answered all channels after kill {kill.number}")
+        all_s = await self._unless_killed(pool.answered_everywhere(), f"answered all channels after kill {kill.number}")
         if all_s is not None:
             outcome.everywhere_s.append(all_s - died_s)
         return all_s is not None
@@ -224,32 +224,32 @@ class Campaign:
             return task.result()
         task.cancel()
         if sum(each.runs for each in self._coordinators) == alive:
-            self._crew.books.problem(f"nobody {what} within {within_s:g} s")
+            self._pool.expected.problem(f"nobody {what} within {within_s:g} s")
         return None
 
     async def _check_job(self, confirmed: int, epoch: int) -> None:
         """Nobody is gone, and every ack that was confirmed before the kill is in the ledger after it."""
-        crew = self._crew
-        job = await self._unless_killed(crew.job(), "said how the job stands")
+        pool = self._pool
+        job = await self._unless_killed(pool.job(), "said how the job stands")
         if job is None:
             return
-        if (job.generation, job.world_size) != (crew.generation, len(crew.workers)):
-            crew.books.problem(f"generation {job.generation} has {job.world_size} workers, not {len(crew.workers)}")
+        if (job.generation, job.world_size) != (pool.generation, len(pool.workers)):
+            pool.expected.problem(f"generation {job.generation} has {job.world_size} workers, not {len(pool.workers)}")
         lost = [each.message for each in job.incidents if each.kind != pb.INCIDENT_KIND_FAILOVER]
         if lost:
             # First of all: the rest follows from it.
-            crew.books.problems.insert(0, f"{len(lost)} incidents, such as: {'; '.join(lost[-3:])}")
+            pool.expected.problems.insert(0, f"{len(lost)} incidents, such as: {'; '.join(lost[-3:])}")
         for progress in (each for dataset in job.datasets for each in dataset.open_epochs):
             if progress.epoch == epoch and progress.done_shards < confirmed:
-                crew.books.problem(f"{confirmed} acks of epoch {epoch} confirmed, {progress.done_shards} are known")
+                pool.expected.problem(f"{confirmed} acks of epoch {epoch} confirmed, {progress.done_shards} are known")
 
 
-async def run(ask: Ask, tell: Tell, plan: Plan | None = None) -> Result:
-    plan = plan or Plan(workers=ask.workers, shards=3 * ask.workers)
+async def run(ask: CampaignRequest, tell: OnProgress, plan: WorkerPlan | None = None) -> CampaignResult:
+    plan = plan or WorkerPlan(workers=ask.workers, shards=3 * ask.workers)
     names = ["coordinator"] if ask.database == "sqlite" else ["coordinator-a", "coordinator-b"]
     coordinators = [Coordinator(ask.url, ask.folder, name, _SETTINGS) for name in names]
-    books = Books(plan.shards * plan.shard_size)
-    crew = Crew([each.address for each in coordinators], plan, books, chance(ask.first))
-    campaign = Campaign(coordinators, crew, schedule(ask.database, ask.first, ask.times))
+    expected = ExpectedState(plan.shards * plan.shard_size)
+    pool = WorkerPool([each.address for each in coordinators], plan, expected, seeded_random(ask.first))
+    campaign = Campaign(coordinators, pool, schedule(ask.database, ask.first, ask.times))
     limit_s = LIMIT_S[ask.database]
     return (await campaign.run(lambda outcome: tell(outcome.result(limit_s)))).result(limit_s)

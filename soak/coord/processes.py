@@ -16,7 +16,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2
 
-from strata.coord.rpc.server import SERVICE
+from strata.coord.server.process import SERVICE
 from strata.testing.ports import port_of, reserve_port
 
 ROOT: Final = Path(__file__).parents[2]
@@ -71,7 +71,11 @@ class Coordinator:
         return self._process is not None and self._process.returncode is None
 
     async def start(self, arm: Arm | None = None) -> None:
-        command = [STRATA] if arm is None else [sys.executable, "-m", "soak.coord.armed", arm.failpoint, str(arm.skip)]
+        command = (
+            [STRATA]
+            if arm is None
+            else [sys.executable, "-m", "soak.coord.fault_injection", arm.failpoint, str(arm.skip)]
+        )
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command, *self._args, env=self._environ, stderr=log, stdin=asyncio.subprocess.DEVNULL, cwd=ROOT

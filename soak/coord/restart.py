@@ -22,10 +22,8 @@ from typing import Final
 
 import grpc
 
-from soak.coord.chance import chance
-from soak.coord.figures import spread_s
 from soak.coord.processes import ROOT, Coordinator
-from soak.coord.result import Ask, Result, Tell
+from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from tests.e2e.blocks import blocks
@@ -59,7 +57,7 @@ class Tally:
     """How workers ended that did not succeed, by reason."""
     taken_s: list[float] = field(default_factory=list)
 
-    def result(self) -> Result:
+    def result(self) -> CampaignResult:
         ends = ", ".join(f"{count} x {reason}" for reason, count in self.ends.most_common(3)) or "none"
         figures = (
             f"{self.complete} of {self.times} jobs complete with each of {SAMPLES:,} samples once,"
@@ -67,7 +65,7 @@ class Tally:
             f" workers that ended with an error: {ends}; {self.refused} runs of a finished job refused;"
             f" a job took {spread_s(self.taken_s)}"
         )
-        return Result(times=self.times, problems=self.problems, figures=figures)
+        return CampaignResult(times=self.times, problems=self.problems, figures=figures)
 
 
 @dataclass
@@ -77,7 +75,7 @@ class Ended:
     """The last line that it wrote to stderr."""
 
 
-class Crew:
+class WorkerProcesses:
     """The worker processes of one job."""
 
     def __init__(self, folder: Path, address: str, job: str, size: int) -> None:
@@ -127,12 +125,12 @@ class Crew:
 class Trial:
     """One job from its first worker to its last."""
 
-    def __init__(self, number: int, ask: Ask, coordinator: Coordinator, tally: Tally) -> None:
+    def __init__(self, number: int, ask: CampaignRequest, coordinator: Coordinator, tally: Tally) -> None:
         self._job = f"restarted-{number}"
-        self._chance = chance(number)
+        self._chance = seeded_random(number)
         self._folder = ask.folder / self._job
         self._address = coordinator.address
-        self._crew = Crew(self._folder, coordinator.address, self._job, ask.workers)
+        self._pool = WorkerProcesses(self._folder, coordinator.address, self._job, ask.workers)
         self._tally = tally
 
     async def run(self) -> None:
@@ -143,26 +141,26 @@ class Trial:
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(END_S):
-                await self._crew.start()
+                await self._pool.start()
                 await self._kill_and_restart(self._chance)
-                ended = await self._crew.ended()
+                ended = await self._pool.ended()
                 self._tally.taken_s.append(time.monotonic() - began_s)
                 await self._judge(ended)
         except TimeoutError:
             self._tally.problems.append(f"{self._job}: not over within {END_S:g} s")
         finally:
-            await self._crew.kill()
+            await self._pool.kill()
         self._tally.times += 1
 
     async def _kill_and_restart(self, rng: random.Random) -> None:
         for _ in range(rng.randint(*KILLS)):
             await asyncio.sleep(rng.uniform(*LIFE_S))
-            killed = await self._crew.kill()
+            killed = await self._pool.kill()
             if not killed:
                 return
             self._tally.kills += 1
             await asyncio.sleep(rng.choice([0.0, rng.uniform(0.0, 1.0)]))
-            await self._crew.start(killed)
+            await self._pool.start(killed)
 
     async def _judge(self, ended: list[Ended]) -> None:
         job = await self._look()
@@ -189,8 +187,8 @@ class Trial:
         """By mistake, as it is. A job whose last worker was killed before it had left is not finished: then it ends."""
         if job.status != pb.JOB_STATUS_FINISHED:
             return
-        await self._crew.start(["worker-0"])
-        again = (await self._crew.ended())[0]
+        await self._pool.start(["worker-0"])
+        again = (await self._pool.ended())[0]
         if again.status == 0 or FINISHED not in again.reason:
             self._tally.problems.append(f"{self._job}: run again, it ended with status {again.status}: {again.reason}")
         else:
@@ -210,7 +208,7 @@ def _problem_of(job: pb.JobState) -> str | None:
     return f"the model lacks {missing} samples and has {doubled} more than once" if missing or doubled else None
 
 
-async def run(ask: Ask, tell: Tell) -> Result:
+async def run(ask: CampaignRequest, tell: OnProgress) -> CampaignResult:
     tally = Tally()
     coordinator = Coordinator(ask.url, ask.folder, "coordinator", {})
     try:

@@ -15,12 +15,11 @@ from typing import Final, Literal
 
 import msgspec
 
-from soak.coord.figures import spread_s
 from soak.coord.processes import ROOT, Coordinator
-from soak.coord.result import Ask, Result, Tell
 from soak.coord.successor import Successor
 from soak.coord.zombie_leader import run_leaders
 from soak.coord.zombie_worker import Answer, Held
+from soak.trials import CampaignRequest, CampaignResult, OnProgress, spread_s
 from strata.coord.pb import coordinator_pb2 as pb
 
 WITHIN_S: Final = {signal.SIGKILL: 1.0, signal.SIGSTOP: 5.0}
@@ -69,14 +68,14 @@ class Tally:
     refused: int = 0
     times: int = 0
 
-    def result(self) -> Result:
+    def result(self) -> CampaignResult:
         times = []
         for number, taken in self.reissued_s.items():
             late = sum(each > WITHIN_S[number] for each in taken)
             spread = spread_s(taken)
             times.append(f"{number.name} to the shard's next owner {spread}, {late} over {WITHIN_S[number]:g} s")
         figures = f"{'; '.join(times)}; {self.refused} stale writes refused"
-        return Result(times=self.times, problems=self.problems, figures=figures)
+        return CampaignResult(times=self.times, problems=self.problems, figures=figures)
 
 
 class Trial:
@@ -172,7 +171,7 @@ class Trial:
                 self._tally.problems.append(f"{self.name}: the zombie changed the job's {what}")
 
 
-async def run(ask: Ask, tell: Tell) -> Result:
+async def run(ask: CampaignRequest, tell: OnProgress) -> CampaignResult:
     """On PostgreSQL leaders, else workers: `times` of them."""
     if ask.database == "postgres":
         return await run_leaders(ask, tell)

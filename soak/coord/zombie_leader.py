@@ -1,4 +1,4 @@
-"""Freeze the coordinator that leads past its lease under a crew at work. The standby takes over; then wake it up."""
+"""Freeze the coordinator that leads past its lease under a load of workers. The standby takes over; then wake it up."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Final
 
 import grpc
 
-from soak.coord.books import Books
-from soak.coord.chance import chance
-from soak.coord.crew import Crew, Plan
-from soak.coord.figures import spread_s
+from soak.coord.expected_state import ExpectedState
 from soak.coord.processes import Coordinator
-from soak.coord.result import Ask, Result, Tell
+from soak.coord.workers import WorkerPlan, WorkerPool
+from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
 from strata.base.clock import SystemClock
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
@@ -37,67 +35,69 @@ class Tally:
     confirmed: int = 0
     epochs: int = 0
 
-    def result(self, problems: list[str]) -> Result:
+    def result(self, problems: list[str]) -> CampaignResult:
         late = sum(each > LEADS_S for each in self.leads_s)
         figures = (
             f"SIGSTOP of the leader to a standby that leads {spread_s(self.leads_s)}, {late} over {LEADS_S:g} s; to the"
             f" first answer that a worker got {spread_s(self.answered_s)}; {self.refused} calls to the zombie refused;"
             f" {self.confirmed} acks, {self.epochs} epochs"
         )
-        return Result(times=self.times, problems=problems, figures=figures, worst_s=max(self.leads_s, default=0.0))
+        return CampaignResult(
+            times=self.times, problems=problems, figures=figures, worst_s=max(self.leads_s, default=0.0)
+        )
 
 
-async def run_leaders(ask: Ask, tell: Tell) -> Result:
+async def run_leaders(ask: CampaignRequest, tell: OnProgress) -> CampaignResult:
     both = [Coordinator(ask.url, ask.folder, name, {}) for name in ("coordinator-a", "coordinator-b")]
-    plan = Plan(workers=ask.workers, channels=min(50, ask.workers), shards=4 * ask.workers, think_s=0.5)
-    books = Books(plan.shards * plan.shard_size)
-    crew = Crew([each.address for each in both], plan, books, chance(ask.first))
+    plan = WorkerPlan(workers=ask.workers, channels=min(50, ask.workers), shards=4 * ask.workers, think_s=0.5)
+    expected = ExpectedState(plan.shards * plan.shard_size)
+    pool = WorkerPool([each.address for each in both], plan, expected, seeded_random(ask.first))
     tally = Tally()
     try:
         await both[0].start()
         await both[0].leads()
         await both[1].start()
         await both[1].stands_by()
-        await crew.join()
+        await pool.join()
         for number in range(ask.first, ask.first + ask.times):
-            await _freeze(both, crew, tally, number)
+            await _freeze(both, pool, tally, number)
             tally.times += 1
-            tally.confirmed, tally.epochs = books.confirmed, crew.workers[0].epoch
-            tell(tally.result(books.told()))
-            if books.problems:
+            tally.confirmed, tally.epochs = expected.confirmed, pool.workers[0].epoch
+            tell(tally.result(expected.summary()))
+            if expected.problems:
                 break
-        tally.epochs = await crew.finish(FINISH_S)
-        tally.confirmed = books.confirmed
-        books.problems += await _check_journal(ask.url)
+        tally.epochs = await pool.finish(FINISH_S)
+        tally.confirmed = expected.confirmed
+        expected.problems += await _check_journal(ask.url)
     finally:
-        await crew.close()
+        await pool.close()
         for each in both:
             if each.runs:
                 each.signal(signal.SIGCONT)
             await each.close()
-    books.problems += [crash for each in both for crash in each.crashes]
-    return tally.result(books.told())
+    expected.problems += [crash for each in both for crash in each.crashes]
+    return tally.result(expected.summary())
 
 
-async def _freeze(both: list[Coordinator], crew: Crew, tally: Tally, number: int) -> None:
+async def _freeze(both: list[Coordinator], pool: WorkerPool, tally: Tally, number: int) -> None:
     leader, standby = both if await both[0].is_leading() else reversed(both)
-    await asyncio.sleep(chance(number).uniform(0.2, 2.0))
+    await asyncio.sleep(seeded_random(number).uniform(0.2, 2.0))
     began_s = time.monotonic()
     leader.signal(signal.SIGSTOP)
-    crew.down(began_s)
+    pool.down(began_s)
     async with grpc.aio.insecure_channel(leader.address) as channel:
         stub: pb_grpc.CoordinatorAsyncStub = pb_grpc.CoordinatorStub(channel)
-        # In flight while it sleeps, beside what the crew sent: the first things that the zombie reads.
+        # In flight while it sleeps, besides the requests of the workers: the first things that the zombie reads.
         ghost = pb.WorkerInfo(worker_id=f"ghost-{number}", incarnation="1")
         late = asyncio.ensure_future(_code(stub, ghost))
         await standby.leads()
         tally.leads_s.append(time.monotonic() - began_s)
-        tally.answered_s.append(await asyncio.wait_for(crew.answered(), SETTLED_S) - began_s)
-        await asyncio.wait_for(crew.answered_everywhere(), SETTLED_S)
+        tally.answered_s.append(await asyncio.wait_for(pool.answered(), SETTLED_S) - began_s)
+        await asyncio.wait_for(pool.answered_everywhere(), SETTLED_S)
         leader.signal(signal.SIGCONT)
         code = await late
     if code != "UNAVAILABLE":
-        crew.books.problem(f"freeze {number}: the zombie answered a registration with {code}")
+        pool.expected.problem(f"freeze {number}: the zombie answered a registration with {code}")
     tally.refused += code == "UNAVAILABLE"
     until_s = time.monotonic() + CoordinatorSettings().lease_s
     while leading := await leader.is_leading():
@@ -105,12 +105,12 @@ async def _freeze(both: list[Coordinator], crew: Crew, tally: Tally, number: int
         if time.monotonic() > until_s:
             break
     if leading:
-        crew.books.problem(f"freeze {number}: the zombie still says that it leads, a lease after it woke up")
-    job = await crew.job()
+        pool.expected.problem(f"freeze {number}: the zombie still says that it leads, a lease after it woke up")
+    job = await pool.job()
     if f"ghost-{number}" in {each.worker_id for each in job.workers}:
-        crew.books.problem(f"freeze {number}: the registration at the zombie counts")
-    if (job.generation, job.world_size) != (crew.generation, len(crew.workers)):
-        crew.books.problem(f"freeze {number}: generation {job.generation} has {job.world_size} workers")
+        pool.expected.problem(f"freeze {number}: the registration at the zombie counts")
+    if (job.generation, job.world_size) != (pool.generation, len(pool.workers)):
+        pool.expected.problem(f"freeze {number}: generation {job.generation} has {job.world_size} workers")
     await leader.stands_by()
 
 

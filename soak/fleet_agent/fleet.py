@@ -9,10 +9,10 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from soak.coord.result import Ask
 from soak.fleet_agent.counting.train import after, last_words, said, weights
 from soak.fleet_agent.processes import AgentProcess, is_alive, until
 from soak.hub_process import READY_S, HubProcess
+from soak.trials import CampaignRequest
 from strata.fleet import wire
 from strata.fleet.client import HubClient
 from strata.fleet.core.job import TERMINAL
@@ -146,7 +146,7 @@ class Operator:
 class Fleet:
     """All processes of a campaign, and the end of each of them."""
 
-    def __init__(self, ask: Ask, plan: Plan, *, hosts: int, slots: int, lease_s: float) -> None:
+    def __init__(self, ask: CampaignRequest, plan: Plan, *, hosts: int, slots: int, lease_s: float) -> None:
         self.plan = plan
         self.lease_s = lease_s
         self.hub = HubProcess(ask.folder, database=ask.url, settings={"STALE_AFTER_S": str(lease_s), "DRAIN_S": "1"})

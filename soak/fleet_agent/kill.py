@@ -17,13 +17,12 @@ from contextlib import suppress
 from itertools import cycle, islice
 from typing import Final
 
-from soak.coord.chance import chance
-from soak.coord.result import Ask, Result, Tell
 from soak.fleet_agent import books
 from soak.fleet_agent.fleet import Fleet, Plan
 from soak.fleet_agent.outcome import LEASE_S, Outcome
 from soak.fleet_agent.processes import AgentProcess, Child, failpoints, until
 from soak.hub_process import Arm
+from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random
 from strata.fleet.core.job import TERMINAL, Cause, Status
 
 SLOTS: Final = 2
@@ -108,7 +107,7 @@ class Campaign:
             kind = KINDS[number % len(KINDS)]
             outcome.trials += 1
             try:
-                await self._trials[kind](chance(number))
+                await self._trials[kind](seeded_random(number))
             except TimeoutError as error:
                 raise TimeoutError(f"trial {number}, {kind}: {error}") from error
             await self._settle()
@@ -317,7 +316,7 @@ def _arm(name: str, dice: random.Random) -> Arm:
     return Arm(name, dice.randint(0, most))
 
 
-async def run(ask: Ask, tell: Tell, plan: Plan | None = None) -> Result:
+async def run(ask: CampaignRequest, tell: OnProgress, plan: Plan | None = None) -> CampaignResult:
     fleet = Fleet(ask, plan or Plan(), hosts=ask.workers, slots=SLOTS, lease_s=LEASE_S)
     campaign = Campaign(fleet, ask.first, ask.times)
     return (await campaign.run(lambda outcome: tell(outcome.result()))).result()

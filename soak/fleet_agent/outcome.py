@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from soak.coord.figures import spread_s
-from soak.coord.result import Result
+from soak.trials import CampaignResult, spread_s
 
 LEASE_S: Final = 8.0
 LIMIT_S: Final = 2.0
@@ -41,7 +40,7 @@ class Outcome:
         if moment:
             self.moments[moment] = self.moments.get(moment, 0) + 1
 
-    def result(self) -> Result:
+    def result(self) -> CampaignResult:
         late = [sum(each > LIMIT_S for each in times) for times in (self.crash_s, self.claimable_s)]
         victims = ", ".join(f"{count} {what}" for what, count in sorted(self.victims.items()))
         figures = (
@@ -54,4 +53,4 @@ class Outcome:
             f" {self.dropped} late reports refused"
         )
         worst_s = max((*self.crash_s, *self.claimable_s), default=0.0)
-        return Result(times=self.kills, problems=self.problems, figures=figures, worst_s=worst_s)
+        return CampaignResult(times=self.kills, problems=self.problems, figures=figures, worst_s=worst_s)

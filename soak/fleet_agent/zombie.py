@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Final, Literal
 
-from soak.coord.chance import chance
-from soak.coord.figures import spread_s
-from soak.coord.result import Ask, Result, Tell
 from soak.fleet_agent import books, stale
 from soak.fleet_agent.fleet import Fleet, Plan
 from soak.fleet_agent.processes import AgentProcess, Freeze, failpoints, is_frozen, until
+from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
 from strata.fleet import wire
 from strata.fleet.core.job import TERMINAL, Cause
 
@@ -55,7 +53,7 @@ class Tally:
     dropped: int = 0
     """Attempts that the zombie itself gave up because it was refused."""
 
-    def result(self) -> Result:
+    def result(self) -> CampaignResult:
         late = sum(each > LIMIT_S for each in self.claimed_s)
         fates = ", ".join(f"{count} {fate}" for fate, count in self.fates.items())
         figures = (
@@ -64,7 +62,7 @@ class Tally:
             f" refused; {self.dropped} attempts dropped by woken agents, all gone after {spread_s(self.ended_s)}"
         )
         worst_s = max(self.claimed_s, default=0.0)
-        return Result(times=self.times, problems=self.problems, figures=figures, worst_s=worst_s)
+        return CampaignResult(times=self.times, problems=self.problems, figures=figures, worst_s=worst_s)
 
 
 class Trials:
@@ -78,7 +76,7 @@ class Trials:
         self.tally = Tally()
 
     async def run(self, number: int, fate: Fate) -> None:
-        dice = chance(number)
+        dice = seeded_random(number)
         victim, other = self._fleet.hosts if number % 2 else reversed(self._fleet.hosts)
         await self._order(other, "pause")
         match fate:
@@ -214,7 +212,7 @@ class Trials:
         await until(lambda: all(host.idle() for host in self._fleet.hosts), WAITS_S, "all hosts are done")
 
 
-async def _all(trials: Trials, fleet: Fleet, ask: Ask, tell: Callable[[Tally], None]) -> None:
+async def _all(trials: Trials, fleet: Fleet, ask: CampaignRequest, tell: Callable[[Tally], None]) -> None:
     await fleet.start()
     fates = islice(cycle(FATES), ask.first % len(FATES), None)
     for number, fate in zip(range(ask.first, ask.first + ask.times), fates, strict=False):
@@ -225,7 +223,7 @@ async def _all(trials: Trials, fleet: Fleet, ask: Ask, tell: Callable[[Tally], N
     trials.tally.problems += await fleet.left_behind()
 
 
-async def run(ask: Ask, tell: Tell, plan: Plan | None = None) -> Result:
+async def run(ask: CampaignRequest, tell: OnProgress, plan: Plan | None = None) -> CampaignResult:
     fleet = Fleet(ask, plan or Plan(), hosts=2, slots=1, lease_s=LEASE_S)
     trials = Trials(fleet, ask.first)
     try:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
-from soak.coord.result import Result
 from soak.fleet_hub import audit
 from soak.fleet_hub.books import Books
 from soak.fleet_hub.hosts import HOLDER, Host, Temper
 from soak.fleet_hub.people import Listener, Operator, Receiver
 from soak.hub_process import HubProcess
+from soak.trials import CampaignResult
 from strata.base.secret import Secret
 from strata.fleet import wire
 
@@ -39,7 +39,7 @@ class Outcome:
     def counts(self) -> str:
         return ", ".join(f"{count} {what}" for what, count in self.counted.items())
 
-    def result(self) -> Result:
+    def result(self) -> CampaignResult:
         raise NotImplementedError
 
 
@@ -70,7 +70,7 @@ class Crew:
 
     async def rounds(
         self, trials: Sequence[T], per_round: int, do: Callable[[Sequence[T]], Awaitable[None]], outcome: Outcome
-    ) -> AsyncIterator[Result]:
+    ) -> AsyncIterator[CampaignResult]:
         """Let `do` hurt the hub, one round after the other, while everybody works; compare everything after each.
 
         A round that showed a problem at once is the last, and is not counted.

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from soak.coord.chance import chance
-from soak.coord.figures import spread_s
-from soak.coord.result import Ask, Database, Result, Tell
 from soak.fleet_hub.books import Books
 from soak.fleet_hub.crew import LEASE_S, SEEDS_PER_TRIAL, Crew, Outcome, settings
 from soak.fleet_hub.people import Receiver
 from soak.hub_process import ROOT, STRATA, Arm, HubProcess
+from soak.trials import CampaignRequest, CampaignResult, Database, OnProgress, seeded_random, spread_s
 
 ROUND: Final = 20
 FIRES_S: Final = 15.0
@@ -67,7 +65,7 @@ def schedule(database: Database, first: int, kills: int) -> list[Kill]:
     names = failpoints(database)
     made = []
     for number in range(first, first + kills):
-        dice = chance(number)
+        dice = seeded_random(number)
         arm = None
         if number % 2:
             name = names[number // 2 % len(names)]
@@ -90,7 +88,7 @@ class Killed(Outcome):
     """Times that the hub was away for longer than a lease, killed or frozen."""
     memory_mb: float = 0.0
 
-    def result(self) -> Result:
+    def result(self) -> CampaignResult:
         at_failpoints = sum(count for moment, count in self.moments.items() if moment != OUTSIDE)
         figures = (
             f"restart to serving {spread_s(self.serving_s)}; {at_failpoints} kills at"
@@ -98,7 +96,7 @@ class Killed(Outcome):
             f" {self.counts()}; {self.memory_mb:.0f} MB"
         )
         worst_s = max(self.serving_s, default=0.0)
-        return Result(times=self.times, problems=self.problems, figures=figures, worst_s=worst_s)
+        return CampaignResult(times=self.times, problems=self.problems, figures=figures, worst_s=worst_s)
 
 
 class Campaign:
@@ -145,18 +143,18 @@ class Campaign:
 
 
 async def run(
-    ask: Ask,
-    tell: Tell,
+    ask: CampaignRequest,
+    tell: OnProgress,
     *,
     kills: Sequence[Kill] = (),
     per_round: int = ROUND,
     program: Sequence[str] = (STRATA,),
-) -> Result:
+) -> CampaignResult:
     """`kills` other than the next ones of the schedule, and a `program` that lacks a safeguard, are for tests."""
     receiver = Receiver()
     database = ask.url if ask.database == "postgres" else ""
     hub = HubProcess(ask.folder, database=database, config=settings(ask.folder, receiver), program=program)
-    crew = Crew(hub, receiver, ask.workers, chance(ask.first), ask.first * SEEDS_PER_TRIAL)
+    crew = Crew(hub, receiver, ask.workers, seeded_random(ask.first), ask.first * SEEDS_PER_TRIAL)
     try:
         wanted = kills or schedule(ask.database, ask.first, ask.times)
         campaign = Campaign(hub, crew.books)

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
-from soak.coord.chance import chance
-from soak.coord.figures import spread_s
-from soak.coord.result import Ask, Result, Tell
 from soak.fleet_hub.books import Books
 from soak.fleet_hub.crew import LEASE_S, SEEDS_PER_TRIAL, Crew, Outcome, settings
 from soak.fleet_hub.people import Receiver
 from soak.hub_process import HubProcess
+from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
 from strata.testing.postgres import PostgresServer
 from strata.testing.proxy import ChaosProxy
 
@@ -105,13 +103,13 @@ class Hurt(Outcome):
     back_s: list[float] = field(default_factory=list)
     kinds: dict[str, int] = field(default_factory=dict)
 
-    def result(self) -> Result:
+    def result(self) -> CampaignResult:
         late = [each for each in self.back_s if each > LIMIT_S]
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
         back = f"database back to a write answered {spread_s(self.back_s)}, {len(late)} over {LIMIT_S:g} s"
         figures = f"{back}; {kinds}; {self.counts()}"
         worst_s = max(self.back_s, default=0.0)
-        return Result(times=self.times, problems=self.problems, figures=figures, worst_s=worst_s)
+        return CampaignResult(times=self.times, problems=self.problems, figures=figures, worst_s=worst_s)
 
 
 class Campaign:
@@ -127,7 +125,7 @@ class Campaign:
                 return
 
     async def _hurt(self, number: int) -> None:
-        dice, outcome, books = chance(number), self.outcome, self._books
+        dice, outcome, books = seeded_random(number), self.outcome, self._books
         await asyncio.sleep(CALM_S if number % CALM_EVERY == 0 else dice.uniform(0.5, 2.0))
         fault = FAULTS[number % len(FAULTS)]
         await fault(self._site, dice.uniform(0.1, 2.0))
@@ -141,7 +139,7 @@ class Campaign:
             outcome.back_s.append(books.answered_s - over_s)
 
 
-async def run(ask: Ask, tell: Tell, *, per_round: int = ROUND) -> Result:
+async def run(ask: CampaignRequest, tell: OnProgress, *, per_round: int = ROUND) -> CampaignResult:
     """With a server of its own, since it is killed."""
     receiver = Receiver()
     with PostgresServer() as server:
@@ -150,7 +148,7 @@ async def run(ask: Ask, tell: Tell, *, per_round: int = ROUND) -> Result:
             parts = urlsplit(url)
             through = urlunsplit(parts._replace(netloc=f"{parts.username}@127.0.0.1:{proxy.port}"))
             hub = HubProcess(ask.folder, database=through, config=settings(ask.folder, receiver))
-            crew = Crew(hub, receiver, ask.workers, chance(ask.first), ask.first * SEEDS_PER_TRIAL)
+            crew = Crew(hub, receiver, ask.workers, seeded_random(ask.first), ask.first * SEEDS_PER_TRIAL)
             campaign = Campaign(Site(server, url, proxy), crew.books)
             numbers = range(ask.first, ask.first + ask.times)
             try:

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import httpx
 
-from soak.coord.chance import chance
 from soak.train.progress import Heard
+from soak.trials import seeded_random
 
 GIVE_UP_S: Final = 240.0
 AGAIN_S: Final = 0.05
@@ -23,7 +23,7 @@ LARGE: Final = (8, 900)
 
 def texts(place: int, number: int, *, large: bool = False) -> Sequence[list[int]]:
     """What a model is trained on follows from its place and the number of the operation."""
-    dice = chance(1000 * place + number)
+    dice = seeded_random(1000 * place + number)
     if large:
         count, tokens = LARGE
         return [[dice.randrange(300) for _ in range(tokens)] for _ in range(count)]
@@ -69,7 +69,7 @@ class Trainer:
             ahead = min(WINDOW // 2, most - steps)
             numbers = [*range(2 * steps + 1, 2 * (steps + ahead) + 1)]
             sent_s = asyncio.get_running_loop().time()
-            shuffled = chance(steps).sample(numbers, len(numbers))
+            shuffled = seeded_random(steps).sample(numbers, len(numbers))
             ids = dict(zip(shuffled, await asyncio.gather(*map(self._submit, shuffled)), strict=True))
             for number in numbers:
                 self.results[number] = await self._result(ids[number])

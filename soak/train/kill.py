@@ -20,8 +20,6 @@ from typing import Final, get_args
 
 import httpx
 
-from soak.coord.chance import chance
-from soak.coord.result import Ask, Result, Tell
 from soak.train import armed, sdk
 from soak.train.client import Trainer
 from soak.train.compare import compare_counts, compare_files, compare_results, final_folder
@@ -39,6 +37,7 @@ from soak.train.server import (
     serving,
     until,
 )
+from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random
 
 ROUND: Final = 20
 KINDS: Final = 3
@@ -70,7 +69,7 @@ class Round:
         return NO_SNAPSHOTS if self.packed else OFTEN
 
 
-async def run(ask: Ask, tell: Tell) -> Result:
+async def run(ask: CampaignRequest, tell: OnProgress) -> CampaignResult:
     # The SDK reports to the server it trains on what it does, which would be one thing more to be retried.
     os.environ["TINKER_TELEMETRY"] = "0"  # noqa: TID251 - of the SDK in this process
     model = ask.folder / "tiny"
@@ -140,7 +139,7 @@ async def _hurt_all(
     training = [asyncio.create_task(each.train(enough, ENDLESS)) for each in trainers]
     try:
         for number, what in moments.items():
-            await asyncio.sleep(chance(number).uniform(0.0, 1.0))
+            await asyncio.sleep(seeded_random(number).uniform(0.0, 1.0))
             await _while_training(training, _hurt(server, what, heard, outcome))
             outcome.times += 1
         enough.set()

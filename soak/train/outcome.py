@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from soak.coord.figures import spread_s
-from soak.coord.result import Result
+from soak.trials import CampaignResult, spread_s
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Outcome:
         self.victims[victim] += 1
         self.recovered_s[victim].append(seconds)
 
-    def result(self, failpoints: Sequence[str] = ()) -> Result:
+    def result(self, failpoints: Sequence[str] = ()) -> CampaignResult:
         killed = ", ".join(f"{count} {name}" for name, count in sorted(self.victims.items()))
         each = "; ".join(f"{name} {spread_s(found)}" for name, found in sorted(self.recovered_s.items()))
         every = [seconds for found in self.recovered_s.values() for seconds in found]
@@ -53,4 +52,6 @@ class Outcome:
             figures = figures.replace(", none lost or doubled", "")
         if self.missed:
             figures += f"; not reached in time: {', '.join(self.missed)}"
-        return Result(times=self.times, problems=self.problems, figures=figures, worst_s=max(every, default=0.0))
+        return CampaignResult(
+            times=self.times, problems=self.problems, figures=figures, worst_s=max(every, default=0.0)
+        )

@@ -19,9 +19,9 @@ from strata.base.clock import SystemClock
 from strata.base.secret import Secret
 from strata.coord.core.barriers import MAX_OPEN
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.rpc.handlers import MOST_BYTES, MOST_BYTES_OF, has_more_fields
+from strata.coord.server.grpc_handler import MOST_BYTES, MOST_BYTES_OF, has_more_fields
+from strata.coord.server.tokens import Claims, RevokedTokens, Role, Tokens
 from strata.coord.settings import CoordinatorSettings, Tls, check_exposure
-from strata.coord.tokens import Claims, RevokedTokens, Role, Tokens
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, Running, connect, in_process, refused
 from tests.shell.coord.test_access import LATER, SECRET, bearer, token

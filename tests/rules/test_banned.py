@@ -13,7 +13,7 @@ from tests.rules.banned import Rule, Source
 ROOT: Final = Path(__file__).parents[2]
 
 CORE: Final = "src/strata/coord/core/state.py"
-SHELL: Final = "src/strata/coord/service.py"
+SHELL: Final = "src/strata/coord/server/service.py"
 
 PLANTS: Final[tuple[tuple[Rule, str, str], ...]] = (
     (banned.unpickling, SHELL, "import pickle"),

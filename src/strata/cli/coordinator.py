@@ -46,7 +46,7 @@ def _run(config: Path | None, flags: dict[str, str | None]) -> None:
 
     require("grpc", extra="coordinator")
     require("uvloop", extra="coordinator")
-    from strata.coord.rpc.server import run
+    from strata.coord.server.process import run
     from strata.coord.settings import SECTION, CoordinatorSettings
 
     names = {name: name.replace("tls_", "tls.") for name in flags}
@@ -88,8 +88,8 @@ def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
     from strata.base.clock import SystemClock
     from strata.base.ids import Ids
     from strata.base.settings import load
+    from strata.coord.server.tokens import Claims, Role, Tokens
     from strata.coord.settings import SECTION, CoordinatorSettings
-    from strata.coord.tokens import Claims, Role, Tokens
 
     ttl_s, renew_s = _seconds(wanted["ttl"]), _seconds(wanted["renew_for"], least=0)
     secret = load(CoordinatorSettings, section=SECTION, file=config, flags={}).token_secret

@@ -30,7 +30,9 @@ COMMANDS: Final[Mapping[str, Entry]] = {
         "strata.cli.doctor.command:doctor", "Look for what you would stumble over: here, at the hub, in the agent."
     ),
     "drain": Entry("strata.cli.fleet.control:drain", "Let each HOST finish what it has, and give it nothing more."),
-    "gang": Entry("strata.cli.gang:gang", "Show the workers of a job, live if you like, and give them commands."),
+    "gang": Entry(
+        "strata.cli.gang.commands:gang", "Show the workers of a job, live if you like, and give them commands."
+    ),
     "hub": Entry("strata.cli.hub:hub", "Run the hub that hands out jobs and keeps what comes of them."),
     "invite": Entry("strata.cli.fleet.enrol:invite", "Make a join token for one host, and print what to run there."),
     "join": Entry("strata.cli.fleet.enrol:join", "Make this machine a host of the hub at URL."),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from strata.cli.fleet.asking import count, size_of
-from strata.cli.gang_layout import Cell, Column, Screen, Table
-from strata.cli.gang_words import age, names
+from strata.cli.gang.format import age, names
+from strata.cli.layout import Cell, Column, Screen, Table
 
 if TYPE_CHECKING:
     from strata.train.core.status import RunningStatus, Status, TenantStatus, Timeline

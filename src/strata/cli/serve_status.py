@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.gang_layout import Cell, Screen, render
-from strata.cli.gang_words import clock
+from strata.cli.gang.format import clock
+from strata.cli.layout import Cell, Screen, render
 from strata.cli.output import Format, complain, output_option, printable, write
 from strata.cli.serve_screen import line, screen
 from strata.cli.terminal import as_json, console, print_once

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Final
 
-from strata.cli.gang_layout import Screen, render
+from strata.cli.layout import Screen, render
 from strata.cli.output import Format, write
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from strata.base.settings import load
 from strata.coord.core.permutation import key_of, order_of, slice_of
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.rpc.status import STATUS_OF
-from strata.coord.worker.held import Capture
+from strata.coord.server.grpc_handler import STATUS_OF
+from strata.coord.worker.leases import Capture
 from strata.coord.worker.settings import SECTION
 
 Given = Mapping[str, Any]

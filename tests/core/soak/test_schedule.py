@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from soak.coord.figures import percentile, spread_s
 from soak.coord.kill import schedule
 from soak.coord.processes import failpoints
-from soak.coord.result import Database
+from soak.trials import Database, percentile, spread_s
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from strata.cli.gang_layout import Cell, Column, Table, fitted, render
-from strata.cli.gang_screen import screen
-from strata.cli.gang_words import age, attention, changes, summary
+from strata.cli.gang.format import age, attention, changes, summary
+from strata.cli.gang.screen import screen
+from strata.cli.layout import Cell, Column, Table, fitted, render
+from strata.coord.operator import job_view
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.rpc.viewed import job_view
 from strata.coord.view import JobView
 
 SCHEMA: Final = Path(__file__).with_name("gang_schema.json")

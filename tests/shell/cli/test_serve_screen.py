@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from strata.cli.exits import Exit
-from strata.cli.gang_layout import render
+from strata.cli.layout import render
 from strata.cli.main import run
 from strata.cli.serve_screen import line, screen, took
 from strata.train.core.commands import Timing

@@ -20,11 +20,11 @@ from strata.base.clock import SystemClock
 from strata.coord.core.facts import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.rpc.gate import Gate
-from strata.coord.rpc.server import SERVICE, Server
-from strata.coord.service import CoordinatorService, Options
+from strata.coord.server.authenticator import Gate
+from strata.coord.server.process import SERVICE, Server
+from strata.coord.server.service import CoordinatorService, Options
+from strata.coord.server.tokens import Tokens
 from strata.coord.settings import CoordinatorSettings, Tls
-from strata.coord.tokens import Tokens
 from strata.journal.memory import MemoryJournal
 
 STRATA: Final = str(Path(sys.executable).with_name("strata"))

@@ -20,9 +20,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.rpc.server import SERVICE
+from strata.coord.server.process import SERVICE
+from strata.coord.server.tokens import Claims, Role, Tokens
 from strata.coord.settings import CoordinatorSettings, Tls, check_exposure
-from strata.coord.tokens import Claims, Role, Tokens
 from tests.shell.coord.running import health, in_process, refused
 
 SECRET = Tokens(Secret("s" * 32))

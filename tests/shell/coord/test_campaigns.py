@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from soak.coord import herd, kill, restart, zombie
-from soak.coord.crew import Plan
-from soak.coord.result import Ask, Database, Result
+from soak.coord import kill, load, restart, zombie
+from soak.coord.workers import WorkerPlan
 from soak.coord.zombie_leader import LEADS_S
+from soak.trials import CampaignRequest, CampaignResult, Database
 from tests.support.busy import BUSY
 
-BRISK = Plan(workers=100, channels=20, shards=300, think_s=0.2)
+BRISK = WorkerPlan(workers=100, channels=20, shards=300, think_s=0.2)
 
 
-def ask(folder: Path, url: str, *, times: int, workers: int = 100, first: int = 0) -> Ask:
+def ask(folder: Path, url: str, *, times: int, workers: int = 100, first: int = 0) -> CampaignRequest:
     database: Database = "postgres" if url.startswith("postgresql") else "sqlite"
-    return Ask(first=first, times=times, workers=workers, database=database, url=url, folder=folder)
+    return CampaignRequest(first=first, times=times, workers=workers, database=database, url=url, folder=folder)
 
 
-def show(result: Result) -> None:
+def show(result: CampaignResult) -> None:
     print(f"\n{result.figures}")
 
 
@@ -67,6 +67,6 @@ async def test_a_leader_that_was_thought_dead_changes_nothing(tmp_path: Path, po
 
 
 async def test_a_herd_registers_beats_and_meets_without_losing_anybody(tmp_path: Path, sqlite_url: str) -> None:
-    result = await herd.run(ask(tmp_path, sqlite_url, times=1, workers=500), show)
+    result = await load.run(ask(tmp_path, sqlite_url, times=1, workers=500), show)
     assert result.problems == []
     assert result.times == 1

@@ -18,7 +18,7 @@ from strata.base.secret import Secret
 from strata.cli.exits import Exit
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.tokens import Claims, Role, Tokens
+from strata.coord.server.tokens import Claims, Role, Tokens
 from tests.shell.coord.running import STRATA
 
 SECRET = "0123456789abcdef" * 4

@@ -25,7 +25,7 @@ from strata.base.secret import Secret
 from strata.cli.exits import Exit
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.tokens import Claims, Role, Tokens
+from strata.coord.server.tokens import Claims, Role, Tokens
 from strata.coord.view import JobView
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import STRATA, CoordinatorProcess, connect, in_process, register

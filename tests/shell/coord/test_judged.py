@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.coord import calls
 from strata.coord.core.facts import CommandKind, JobConfig, Worker
 from strata.coord.core.inputs import Issue, Register
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.service import CoordinatorService, Options
+from strata.coord.server import operations
+from strata.coord.server.service import CoordinatorService, Options
 from strata.journal.memory import MemoryJournal
 from tests.shell.coord.running import QUICK, Running, in_process, refused, register, trailing
 
@@ -162,8 +162,8 @@ async def test_a_request_is_known_to_the_next_leader() -> None:
         while not service.leads:
             await asyncio.sleep(0)
         if not answers:
-            await calls.register(service, Register("default", Worker(worker_id="a", incarnation="1")))
-        answers.append(await calls.issue(service, Issue("default", CommandKind.DRAIN, request_id="nightly")))
+            await operations.register(service, Register("default", Worker(worker_id="a", incarnation="1")))
+        answers.append(await operations.issue(service, Issue("default", CommandKind.DRAIN, request_id="nightly")))
         await service.drain()
         await serving
     assert answers == [(1, ("a",))] * 2

@@ -14,7 +14,7 @@ from strata.coord.core.facts import JobConfig
 from strata.coord.core.inputs import Caller
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.presence import attached
+from strata.coord.server.presence import attached
 from tests.shell.coord.running import Running, as_worker, connect, in_process, patiently, register
 from tests.support.busy import BUSY
 

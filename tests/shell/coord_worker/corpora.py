@@ -15,7 +15,7 @@ from pyarrow import parquet
 from strata.base.settings import Secret
 from strata.coord.core.facts import Dataset, File
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.wire import slices
+from strata.coord.server.wire import slices
 from strata.coord.worker.stores import S3Settings
 from strata.testing.s3 import S3Server
 

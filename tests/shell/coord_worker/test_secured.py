@@ -20,7 +20,7 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.tokens import Claims, RevokedTokens, Role
+from strata.coord.server.tokens import Claims, RevokedTokens, Role
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, Running, in_process
 from tests.shell.coord.test_access import LATER, SECRET, bearer, certificate, tls_files, token

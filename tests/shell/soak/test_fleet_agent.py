@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from soak.coord.result import Ask, Result
 from soak.fleet_agent import books, kill, outcome, zombie
 from soak.fleet_agent.fleet import Plan
+from soak.trials import CampaignRequest, CampaignResult
 from strata.fleet import wire
 from strata.fleet.core.job import Cause, Status
 from strata.fleet.core.jobspec import JobSpec
@@ -20,11 +20,13 @@ PLAN = Plan(steps=8, lines=3, every=4, tail=50)
 SEED = 7
 
 
-def ask(folder: Path, *, times: int, first: int = 0) -> Ask:
-    return Ask(first=first, times=times, workers=3, database="sqlite", url=f"sqlite:{folder}/hub.db", folder=folder)
+def ask(folder: Path, *, times: int, first: int = 0) -> CampaignRequest:
+    return CampaignRequest(
+        first=first, times=times, workers=3, database="sqlite", url=f"sqlite:{folder}/hub.db", folder=folder
+    )
 
 
-def show(result: Result) -> None:
+def show(result: CampaignResult) -> None:
     print(f"\n{result.figures}")
 
 

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from soak.coord.result import Ask, Database, Result
 from soak.fleet_hub import kill, postgres
 from soak.fleet_hub.crew import LEASE_S
 from soak.fleet_hub.kill import Kill
 from soak.fleet_hub.weakened import PROGRAM
 from soak.hub_process import Arm
+from soak.trials import CampaignRequest, CampaignResult, Database
 from tests.support.busy import BUSY
 
 HOSTS = 8
 
 
-def ask(folder: Path, *, times: int, database: Database = "sqlite", url: str = "", first: int = 0) -> Ask:
-    return Ask(first=first, times=times, workers=HOSTS, database=database, url=url, folder=folder)
+def ask(folder: Path, *, times: int, database: Database = "sqlite", url: str = "", first: int = 0) -> CampaignRequest:
+    return CampaignRequest(first=first, times=times, workers=HOSTS, database=database, url=url, folder=folder)
 
 
-def show(result: Result) -> None:
+def show(result: CampaignResult) -> None:
     print(f"\n{result.figures}")
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strata.base.errors import StrataError
-from strata.coord.core.alive import interval_s
 from strata.coord.core.facts import CommandKind, Fact, JobConfig, WorkerJudged, WorkerLost
 from strata.coord.core.inputs import Beat, Leave, Pulse
+from strata.coord.core.liveness import interval_s
 from strata.coord.core.state import Said
 from tests.core.coord.jobs import CORPUS, Job
 

@@ -7,13 +7,13 @@ from itertools import accumulate
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.coord import wire
 from strata.coord.core.facts import CommandKind, Dataset, File, JobConfig, Verdict
 from strata.coord.core.inputs import Assignment, BarrierState, Caller, Leased
 from strata.coord.core.ledger import DatasetLedger, EpochLedger, Lease, Rest
 from strata.coord.core.state import JobState
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.wire import Identity
+from strata.coord.server import wire
+from strata.coord.server.wire import Identity
 
 FILES = Dataset(
     dataset_id="d", samples=30, shard_size=10, files=(File("a", 5), File("b", 0), File("c", 18), File("d", 7))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, assert_never
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import alive, barriers, checkpoints, lifecycle, members, pace, shards
+from strata.coord.core import barriers, checkpoints, lifecycle, liveness, members, pace, shards
 from strata.coord.core.facts import CommandIssued, Fact, parts_of
 from strata.coord.core.inputs import (
     Arrive,
@@ -44,7 +44,7 @@ def decide(state: CoordState, given: Input, now_s: float) -> Outcome:
 
 def _decide(state: CoordState, given: Input, now_s: float) -> tuple[list[Fact], Reply]:  # noqa: C901, PLR0911, PLR0912
     if isinstance(given, NextShards | Arrive | Report | Recover | RegisterDataset):
-        alive.notice(state, given.caller, now_s)
+        liveness.notice(state, given.caller, now_s)
     match given:
         case CreateJob():
             return members.create(state, given), Done()
@@ -61,10 +61,10 @@ def _decide(state: CoordState, given: Input, now_s: float) -> tuple[list[Fact], 
             members.detach(state, given, now_s)
             return [], Done()
         case Waits():
-            alive.wait(state, given)
+            liveness.wait(state, given)
             return [], Done()
         case WaitsNoLonger():
-            alive.wait_no_longer(state, given, now_s)
+            liveness.wait_no_longer(state, given, now_s)
             return [], Done()
         case RegisterDataset():
             return shards.register_dataset(state, given)
@@ -117,13 +117,13 @@ def _tick(state: CoordState, now_s: float) -> list[Fact]:
     for job in state.jobs.values():
         live = state.live_of(job.job)
         if blind_s > BLIND_S:
-            alive.forgive(live, blind_s, now_s)
-        lost = members.lose_the_silent(job, live, alive.patience_s(state, job, live, now_s), now_s)
+            liveness.forgive(live, blind_s, now_s)
+        lost = members.lose_the_silent(job, live, liveness.patience_s(state, job, live, now_s), now_s)
         formed = members.form(job, live, now_s) if not lost else []
         if lost or not job.settled:
             # Waiters hear at once that the generation is over, not only when the next one is there: it may take long.
             facts += barriers.end_all(job, live)
         else:
-            facts += pace.judge(job, live, alive.interval_s(state, job), now_s)
+            facts += pace.judge(job, live, liveness.interval_s(state, job), now_s)
         facts += [*lost, *barriers.time_out(job, live, now_s), *formed]
     return facts

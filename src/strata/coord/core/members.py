@@ -7,7 +7,7 @@ from math import inf
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import alive, lifecycle, pace
+from strata.coord.core import lifecycle, liveness, pace
 from strata.coord.core.facts import (
     CommandAcked,
     Fact,
@@ -189,13 +189,13 @@ def register(state: CoordState, given: Register, now_s: float) -> list[Fact]:
     if job is not None and given.worker.incarnation in job.fenced.get(given.worker.worker_id, ()):
         raise _replaced(given.worker.worker_id)
     live = state.live_of(given.job)
-    alive.see(live, given.worker.worker_id, now_s)
+    liveness.see(live, given.worker.worker_id, now_s)
     if member is not None:
         if member.worker.incarnation == given.worker.incarnation:
             return facts
         assert job is not None
         facts += _lost(job, live, given.worker.worker_id, "replaced", now_s)
-        alive.see(live, given.worker.worker_id, now_s)
+        liveness.see(live, given.worker.worker_id, now_s)
     _change(live, now_s)
     recover_first = job is not None and job.has_moved and not given.worker.elastic
     return [*facts, WorkerJoined(given.job, given.worker, recover_first)]
@@ -222,7 +222,7 @@ def beat(state: CoordState, given: Beat, now_s: float) -> tuple[list[Fact], Puls
         live.read_until[worker_id] = given.read_until
     if not (job.commands or given.failed):
         # Nearly every beat, so it must cost nearly nothing.
-        alive.see(live, worker_id, now_s)
+        liveness.see(live, worker_id, now_s)
         return [], Pulse(job.generation, ())
     facts: list[Fact] = [
         CommandAcked(job.job, command_id, worker_id)
@@ -237,7 +237,7 @@ def beat(state: CoordState, given: Beat, now_s: float) -> tuple[list[Fact], Puls
     if given.failed:
         facts += _lost(job, live, worker_id, "error", now_s)
         return facts, Pulse(job.generation, commands)
-    alive.see(live, worker_id, now_s)
+    liveness.see(live, worker_id, now_s)
     return facts, Pulse(job.generation, commands)
 
 
@@ -252,13 +252,13 @@ def plain_beat(
     live = state.live_of(job_id)
     if said is not None:
         pace.take_in(live, worker_id, said, now_s)
-    alive.see(live, worker_id, now_s)
+    liveness.see(live, worker_id, now_s)
     return True
 
 
 def attach(state: CoordState, given: Attached, now_s: float) -> None:
     member_of(job_of(state, given.caller), given.caller)
-    alive.see(state.live_of(given.caller.job), given.caller.worker_id, now_s)
+    liveness.see(state.live_of(given.caller.job), given.caller.worker_id, now_s)
 
 
 def detach(state: CoordState, given: Detached, now_s: float) -> None:
@@ -293,14 +293,14 @@ def lose_the_silent(job: JobState, live: Live, limit_s: float, now_s: float) -> 
         live.seen_s.update(dict.fromkeys(live.unheard, amnesty_s))
     broken = [worker for worker, since_s in live.suspect_s.items() if now_s - since_s >= SUSPECT_S]
     causes = dict.fromkeys(broken, "connection lost")
-    for worker_id in alive.silent(job, live, now_s - limit_s, now_s):
+    for worker_id in liveness.silent(job, live, now_s - limit_s, now_s):
         causes.setdefault(worker_id, f"silent for {limit_s:g} s")
     for worker_id, reason in pace.overdue(job, live, limit_s, now_s).items():
         causes.setdefault(worker_id, f"did not stop when told to: {reason}")
     for worker_id, cause in causes.items():
         if worker_id in job.members:
             facts += _lost(job, live, worker_id, cause, now_s)
-        alive.overlook(live, worker_id)
+        liveness.overlook(live, worker_id)
     return facts
 
 
@@ -332,7 +332,7 @@ def _lost(job: JobState, live: Live, worker_id: str, cause: str, now_s: float) -
     """It is lost, and what it last said it had read is consumed: only the rest is handed out again."""
     _change(live, now_s)
     facts = _read(job, worker_id, dict(live.read_until.get(worker_id, ())))
-    alive.overlook(live, worker_id)
+    liveness.overlook(live, worker_id)
     return [*facts, WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)]
 
 

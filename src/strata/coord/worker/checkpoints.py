@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from strata.base.digest import file_digest
 from strata.base.errors import Code, StrataError
+from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.worker.leases import Capture
+from strata.coord.worker.session import Life
+
+COMMIT_POLL_S: Final = (0.02, 0.5)
+"""First and longest pause between two looks at a checkpoint that others have not reported."""
 
 
 @dataclass(frozen=True)
@@ -76,3 +85,73 @@ def verify_part(path: str | Path, digest: str) -> None:
         raise StrataError(Code.CORRUPT, f"cannot read the part {path}: {error.strerror}") from error
     if digest and found != digest:
         raise StrataError(Code.CORRUPT, f"the part {path} is not what was written: {found}, not {digest}")
+
+
+@dataclass(frozen=True)
+class Saving:
+    life: Life
+
+    def begin(self, step: int) -> Capture:
+        self.life.check()
+        self.life.commands.take(CommandKind.CHECKPOINT_NOW)
+        capture = self.life.ledger.begin(self.life.ids.new("checkpoint"), step)
+        self.life.status = pb.WORKER_STATUS_CHECKPOINTING
+        return capture
+
+    def give_up(self, capture: Capture) -> None:
+        self.life.ledger.end(capture)
+
+    async def report(self, capture: Capture, path: str | Path, digest: str | None, size: int | None) -> Reported:
+        return await self._report(capture, await _stored(path, digest, size))
+
+    async def commit(
+        self, step: int, path: str | Path, digest: str | None, size: int | None, within_s: float | None
+    ) -> Reported:
+        """Begin, report and, unless `within_s` is 0, wait for the others; the last answer."""
+        capture = self.begin(step)
+        try:
+            stored = await _stored(path, digest, size)
+            reported = await self._report(capture, stored)
+        finally:
+            self.give_up(capture)
+        if within_s == 0:
+            return reported
+        until_s = self.life.clock.monotonic_s() + (within_s or float("inf"))
+        pause_s, longest_s = COMMIT_POLL_S
+        while not reported.committed:
+            if self.life.clock.monotonic_s() > until_s:
+                missing = ", ".join(map(str, reported.missing_ranks))
+                raise StrataError(Code.DEADLINE, f"the checkpoint of step {step} lacks the ranks {missing}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(longest_s, pause_s * 1.5)
+            reported = await self._report(capture, stored)
+        return reported
+
+    async def _report(self, capture: Capture, stored: Stored) -> Reported:
+        life = self.life
+
+        def make() -> pb.CheckpointInfo:
+            return pb.CheckpointInfo(
+                checkpoint_id=capture.checkpoint_id,
+                path=stored.uri,
+                size_bytes=stored.size,
+                job_id=life.job,
+                worker_id=life.worker_id,
+                incarnation=life.incarnation,
+                generation=life.generation,
+                step=capture.step,
+                rank=life.rank,
+                world_size=life.world_size,
+                digest=stored.digest,
+                consumed=capture.consumed,
+                explicit_consumed=True,
+            )
+
+        ack = await life.call(lambda stub: stub.ReportCheckpoint, make)
+        life.ledger.end(capture)
+        life.status = pb.WORKER_STATUS_TRAINING
+        return Reported(ack.step, ack.committed, tuple(ack.missing_ranks), tuple(ack.tombstones))
+
+
+async def _stored(path: str | Path, digest: str | None, size: int | None) -> Stored:
+    return await asyncio.to_thread(stored_part, os.fspath(path), digest, size)

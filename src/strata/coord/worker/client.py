@@ -15,17 +15,15 @@ from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker import checkpoints
-from strata.coord.worker.checkpoints import Manifest, Reported
+from strata.coord.worker.checkpoints import Manifest, Reported, Saving
 from strata.coord.worker.commands import Command
-from strata.coord.worker.datasets import DatasetOptions
-from strata.coord.worker.held import Capture, Held
-from strata.coord.worker.life import ATTEMPT_S, Life, OnCommand
+from strata.coord.worker.leases import Capture, Held
 from strata.coord.worker.prefetch import Prefetch
 from strata.coord.worker.readers import Readers
 from strata.coord.worker.reasons import RECOVERABLE, reason_of
-from strata.coord.worker.saving import Saving
+from strata.coord.worker.session import ATTEMPT_S, Life, OnCommand
 from strata.coord.worker.settings import WorkerSettings
-from strata.coord.worker.shard import Shard, pieces
+from strata.coord.worker.shard import DatasetOptions, Shard, pieces
 from strata.coord.worker.stores import S3Settings
 from strata.coord.worker.tombstones import Swept, Tombstones
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.coord.worker.held import Held, Ledger
+from strata.coord.worker.leases import Held, Ledger
 
 BATCHES_AHEAD: Final = 4
 """Of about a megabyte each, or four from S3."""

@@ -8,9 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker.held import Held
+from strata.coord.worker.leases import Held
 from strata.coord.worker.prefetch import ReadAhead
 from strata.coord.worker.readers import Readers
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """How the shards of a dataset are handed out."""
+
+    seed: int = 0
+    shuffle: bool = True
+    buckets: int = 0
+    """Units of placement; 0 leaves it to the coordinator."""
+    global_batch_shards: int = 0
+    """Not 0: the dataset is DETERMINISTIC, and all workers together take so many shards in a step."""
+
+    def write(self, message: pb.DatasetInfo) -> None:
+        message.seed, message.shuffle, message.buckets = self.seed, self.shuffle, self.buckets
+        message.global_batch_shards = self.global_batch_shards
+        deterministic = self.global_batch_shards > 0
+        message.mode = pb.DATASET_MODE_DETERMINISTIC if deterministic else pb.DATASET_MODE_LEASED
 
 
 @dataclass(frozen=True)

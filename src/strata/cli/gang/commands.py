@@ -1,0 +1,294 @@
+"""`strata gang`: the workers of one job, at a glance or live, and commands for them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.default import DefaultGroup
+from strata.cli.exits import Exit
+from strata.cli.gang.screen import screen
+from strata.cli.gang.watch import follow
+from strata.cli.output import Column, Format, Rows, complain, output_option
+from strata.cli.terminal import print_once
+
+if TYPE_CHECKING:
+    from strata.coord.operator import Issued, Operator, OperatorSettings
+    from strata.coord.view import JobSummaryView
+
+T = TypeVar("T")
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+ANSWER_S: Final = 20.0
+"""How long a command may take to be acknowledged: a worker that is not attached hears of it with its next heartbeat."""
+_ACKNOWLEDGED: Final = (Column("worker"), Column("command", number=True), Column("kind"), Column("answer"))
+_SETTINGS: Final = {
+    "address": "address",
+    "token_file": "token",
+    "tls_ca": "tls.ca",
+    "tls_certificate": "tls.certificate",
+    "tls_key": "tls.key",
+    "job": "job",
+}
+
+
+class Gang(DefaultGroup):
+    """A first word that is no command is a job to show."""
+
+    default = "show"
+
+
+def connection_options(function: _Function) -> _Function:
+    """Where the coordinator is and who we are; passed to the command together, as `given`."""
+    file = click.Path(path_type=Path, dir_okay=False)
+    options = (
+        click.option("--config", type=file, metavar="FILE", help="Settings, [gang] in TOML."),
+        click.option("--address", metavar="HOST:PORT", help="The coordinator; 127.0.0.1:7070 unless set."),
+        click.option("--token-file", type=file, metavar="FILE", help="A token of the job that only you can read."),
+        click.option("--tls-ca", metavar="FILE", help="PEM file: the authority of the coordinator's certificate."),
+        click.option("--tls-certificate", metavar="FILE", help="PEM file, if the coordinator asks for one."),
+        click.option("--tls-key", metavar="FILE", help="PEM file."),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@click.group(cls=Gang, name="gang")
+def gang() -> None:
+    """Show the workers of a job, live if you like, and give them commands.
+
+    'strata gang [JOB]' is 'strata gang show [JOB]'; see 'strata gang show --help'. JOB is the job of the token, else
+    'default', unless you name it. Every option can stand in FILE or in the environment too (STRATA_GANG_ADDRESS,
+    STRATA_GANG_TOKEN_FILE, …).
+    """
+
+
+@gang.command()
+@click.argument("job", required=False)
+@click.option("-w", "--watch", is_flag=True, help="Follow it: a live screen, or a line for each change if piped.")
+@connection_options
+@output_option
+def show(job: str | None, watch: bool, output: Format, **given: Any) -> None:  # noqa: FBT001 (click's signature)
+    """Show the workers of JOB and what they wait for.
+
+    Also its checkpoints, data, commands and incidents. What needs attention comes first. --watch goes on over restarts
+    of the coordinator; Ctrl-C ends it. With -o jsonl it prints the whole state after each change.
+    """
+    if watch and output is Format.JSON:
+        raise click.UsageError("-o json is one document: use -o jsonl with --watch")
+    history = 0 if output is Format.TABLE else _ALL
+
+    async def look(operator: Operator) -> None:
+        if not watch:
+            state = await operator.job(history)
+            print_once(state, screen(state, wide=output is Format.WIDE), output)
+            return
+        from contextlib import aclosing
+
+        async with aclosing(operator.watch(history)) as states:
+            await follow(states, output)
+
+    _ask(job, given, look)
+
+
+_ALL: Final = 1_000
+"""Of checkpoints and incidents; more than a coordinator keeps."""
+
+
+_LISTED: Final = (
+    Column("job_id"),
+    Column("status"),
+    Column("run", number=True),
+    Column("workers", number=True),
+    Column("min_workers", number=True),
+    Column("max_workers", number=True),
+    Column("generation", number=True),
+    Column("checkpoint_step", number=True),
+)
+
+
+def _show_jobs(jobs: Iterable[JobSummaryView], output: Format) -> None:
+    from msgspec import structs
+
+    with Rows(output, _LISTED) as rows:
+        for each in jobs:
+            rows.add(structs.asdict(each))
+
+
+@gang.command("list")
+@connection_options
+@output_option
+def list_jobs(output: Format, **given: Any) -> None:
+    """List the jobs of the coordinator: with a token, the one that it is for.
+
+    STATUS is CREATED (no worker has joined), RUNNING, STOPPED (all workers are gone and data is left; those that join
+    next recover first) or FINISHED (all data is consumed; no worker joins before a reset).
+    """
+    _show_jobs(_ask(None, given, lambda operator: operator.jobs()), output)
+
+
+@gang.command()
+@click.argument("job")
+@click.option("--min", "least", type=click.IntRange(min=1), default=None, metavar="N", help="Start with N workers.")
+@click.option("--max", "most", type=click.IntRange(min=1), default=None, metavar="N", help="Take at most N workers.")
+@click.option("--param", "parameters", multiple=True, metavar="NAME=VALUE", help="A training parameter; repeatable.")
+@connection_options
+@output_option
+def create(
+    job: str, least: int | None, most: int | None, parameters: tuple[str, ...], output: Format, **given: Any
+) -> None:
+    """Create JOB before its first worker joins, with settings of its own.
+
+    What you do not set is as the coordinator is configured. A job that exists with the same settings is left alone.
+    """
+    wrong = [each for each in parameters if "=" not in each]
+    if wrong:
+        raise click.UsageError(f"--param {wrong[0]} is not NAME=VALUE")
+    named = dict(each.split("=", 1) for each in parameters)
+    _show_jobs([_ask(job, given, lambda operator: operator.create(least or 0, most or 0, named))], output)
+
+
+@gang.command()
+@click.argument("job")
+@connection_options
+@output_option
+def reset(job: str, output: Format, **given: Any) -> None:
+    """Begin the next run of JOB, from the beginning.
+
+    No data is consumed then and no checkpoint is known; files of earlier checkpoints stay where they are. JOB must have
+    no workers: stop them first.
+    """
+    _show_jobs([_ask(job, given, lambda operator: operator.reset())], output)
+
+
+@gang.command()
+@click.argument("job")
+@connection_options
+def delete(job: str, **given: Any) -> None:
+    """Forget JOB. It must have no workers; files of its checkpoints stay where they are."""
+    _ask(job, given, lambda operator: operator.delete())
+    complain(f"strata gang: job {job} is deleted")
+
+
+def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
+    """Add a command that tells workers to do `kind`. One that ends work takes no silence for an answer to "who"."""
+
+    @gang.command(name, help=text)
+    @click.argument("job")
+    @click.argument("workers", nargs=-1, metavar="[WORKER]...")
+    @click.option("--all", "everybody", is_flag=True, help="All workers of the job.")
+    @click.option("--reason", default="", metavar="TEXT", help="For the workers' logs.")
+    @click.option(
+        "--wait",
+        "wait_s",
+        type=click.FloatRange(min=0),
+        default=ANSWER_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long to wait until all have acknowledged it; 101 if some have not.",
+    )
+    @connection_options
+    @output_option
+    def order(
+        job: str,
+        workers: tuple[str, ...],
+        everybody: bool,  # noqa: FBT001 (click's signature)
+        reason: str,
+        wait_s: float,
+        output: Format,
+        **given: Any,
+    ) -> None:
+        if workers and everybody:
+            raise click.UsageError("name workers, or say --all: not both")
+        if ends_work and not (workers or everybody):
+            raise click.UsageError(f"say which workers to {name}, or --all")
+
+        async def tell(operator: Operator) -> bool:
+            from strata.coord.core.facts import CommandKind
+
+            issued = await operator.issue(CommandKind[kind], workers, reason)
+            return await _acknowledged(operator, issued, kind, wait_s, output)
+
+        if not _ask(job, given, tell):
+            click.get_current_context().exit(Exit.UNFINISHED)
+
+
+_order("stop", "STOP", "Tell workers to end.", ends_work=True)
+_order("drain", "DRAIN", "Tell workers to finish their shards and leave.", ends_work=True)
+_order("checkpoint", "CHECKPOINT_NOW", "Tell workers to write a checkpoint now.", ends_work=False)
+_order("rebalance", "REBALANCE", "Tell workers to register again.", ends_work=False)
+
+
+async def _acknowledged(operator: Operator, issued: Issued, kind: str, wait_s: float, output: Format) -> bool:
+    """Wait for the answers and print them. Whether all have answered."""
+    import asyncio
+    from contextlib import aclosing
+
+    answers = dict.fromkeys(issued.worker_ids, "waiting")
+    complain(f"strata gang: {kind} is command {issued.command_id}, for {len(answers)} workers")
+    try:
+        async with asyncio.timeout(wait_s), aclosing(operator.watch()) as states:
+            async for state in states:
+                answers = _answers(state, issued) or answers
+                if "waiting" not in answers.values():
+                    break
+    except TimeoutError:
+        pass
+    with Rows(output, _ACKNOWLEDGED) as rows:
+        for worker, answer in answers.items():
+            rows.add({"worker": worker, "command": issued.command_id, "kind": kind, "answer": answer})
+    return "waiting" not in answers.values()
+
+
+def _answers(state: object, issued: Issued) -> dict[str, str]:
+    from strata.coord.view import JobView
+
+    if not isinstance(state, JobView):
+        return {}
+    waiting = {
+        worker for each in state.commands if each.command.command_id == issued.command_id for worker in each.waiting_for
+    }
+    found: dict[str, str] = {}
+    for worker_id in issued.worker_ids:
+        worker = state.worker(worker_id)
+        gone = worker is None or worker.is_gone
+        liveness = (worker.liveness if worker else None) or "LOST"
+        found[worker_id] = "waiting" if worker_id in waiting else liveness.lower() if gone else "acknowledged"
+    return found
+
+
+def _ask(job: str | None, given: dict[str, Any], use: Callable[[Operator], Awaitable[T]]) -> T:
+    import asyncio
+
+    settings = _settings(job, given)
+
+    async def run() -> T:
+        from strata.base.clock import SystemClock
+        from strata.coord.operator import Operator
+
+        async with Operator(settings, SystemClock()) as operator:
+            return await use(operator)
+
+    return asyncio.run(run())
+
+
+def _settings(job: str | None, given: dict[str, Any]) -> OperatorSettings:
+    from strata.base.settings import load
+    from strata.cli.extras import require
+
+    require("grpc", extra="worker")
+    require("psutil", extra="worker")
+    from strata.coord.operator import SECTION, OperatorSettings
+
+    file = given.pop("config")
+    flags: dict[str, Any] = {_SETTINGS[name]: value for name, value in (given | {"job": job}).items()}
+    if flags["token"] is not None:
+        flags["token"] = {"file": str(flags["token"])}
+    if job == "":
+        raise StrataError(Code.INVALID, "the name of the job is empty")
+    return load(OperatorSettings, section=SECTION, file=file, flags=flags)

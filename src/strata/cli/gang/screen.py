@@ -1,0 +1,307 @@
+"""The state of a job as a screen: what needs attention first, then tables that fit a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from strata.cli.gang.format import NAMED, age, attention, clock, missing_parts, names, summary
+from strata.cli.layout import Cell, Column, Screen, Table
+
+if TYPE_CHECKING:
+    from strata.coord.view import CheckpointView, DatasetView, JobView, WorkerView
+
+GONE_SHOWN: Final = 3
+HISTORY_SHOWN: Final = 5
+BAR: Final = 10
+"""Characters of a progress bar."""
+
+
+def screen(job: JobView, *, wide: bool = False, rows: int | None = None) -> Screen:
+    """`rows`: how high it may be; of many workers those that need attention are then shown."""
+    lines = [Cell(summary(job), "bold")]
+    lines += [Cell(f"! {each}", "bold red") for each in attention(job)] or [Cell("nothing needs attention", "green")]
+    others = [
+        table
+        for table in (
+            _barriers(job, wide=wide),
+            _checkpoints(job, wide=wide),
+            _data(job),
+            _quarantined(job, wide=wide),
+            _commands(job, wide=wide),
+            _incidents(job, wide=wide),
+        )
+        if table.rows
+    ]
+    room = None
+    if rows is not None:
+        # Its heading, what it leaves out, and the empty line before every table.
+        room = max(3, rows - len(lines) - sum(table.height + 1 for table in others) - 3)
+    workers = _workers(job, wide=wide, room=room)
+    return Screen(lines, [table for table in (workers, *others) if table.rows])
+
+
+_LIFE_STYLE: Final = {"SUSPECT": "bold yellow", "LOST": "red", "LEFT": "dim"}
+_WORKER: Final = (
+    Column("WORKER", cuts=True),
+    Column("RANK", number=True),
+    Column("GEN", number=True),
+    Column("STATE"),
+    Column("SEEN", number=True),
+    Column("STEP", number=True),
+    Column("TIME", number=True),
+    Column("SHARDS", number=True),
+)
+_WORKER_WIDE: Final = (
+    Column("HOST", cuts=True),
+    Column("ADDRESS"),
+    Column("GPUS", number=True),
+    Column("WEIGHT", number=True),
+    Column("CPU", number=True),
+    Column("MEMORY", number=True),
+    Column("GPU USE", number=True),
+    Column("SDK", cuts=True),
+)
+
+
+def _workers(job: JobView, *, wide: bool, room: int | None) -> Table:
+    there = list(job.members)
+    gone = [each for each in job.workers if each.is_gone]
+    # The coordinator lists those that are gone oldest first and keeps thousands.
+    shown_gone = gone if wide else gone[-GONE_SHOWN:]
+    shown = there
+    if room is not None and len(there) + len(shown_gone) > room:
+        shown_gone = shown_gone[-1:]
+        troubled = sorted(there, key=lambda each: each.liveness == "ALIVE" and each.rank is not None)
+        chosen = {each.worker_id for each in troubled[: max(1, room - len(shown_gone))]}
+        shown = [each for each in there if each.worker_id in chosen]
+    left_out = [
+        f"{len(there) - len(shown)} more workers" if len(there) > len(shown) else "",
+        f"{len(gone) - len(shown_gone)} that are gone" if len(gone) > len(shown_gone) else "",
+    ]
+    more = " and ".join(each for each in left_out if each)
+    return Table(
+        (*_WORKER, *(_WORKER_WIDE if wide else ()), Column("NOTE")),
+        [_worker(job, each, wide=wide) for each in [*shown, *shown_gone]],
+        f"… and {more}: -o wide shows all" if more else "",
+    )
+
+
+def _worker(job: JobView, worker: WorkerView, *, wide: bool) -> list[Cell]:
+    style = _LIFE_STYLE.get(worker.liveness or "", "")
+    note = "waiting" if worker.rank is None else ""
+    if worker.liveness != "ALIVE":
+        note = (worker.liveness or "?").lower()
+        # Why stands among what needs attention and in the incidents; here it would take the room of the name.
+        note += f": {worker.liveness_reason}" if wide else ""
+    state = worker.status or ("-" if worker.is_gone else "?")
+    cells = [
+        Cell(worker.worker_id, style),
+        Cell(_number(worker.rank)),
+        Cell(_number(job.generation if worker.rank is not None else None)),
+        Cell(state, "bold red" if state == "ERROR" else "" if worker.is_gone else "cyan"),
+        Cell("-" if worker.is_gone else age(worker.silent_ms), style),
+        Cell(_number(worker.step)),
+        Cell("-" if worker.step_time_ms is None else _duration(worker.step_time_ms)),
+        Cell("-" if worker.is_gone else str(worker.leased_shards)),
+    ]
+    return [*cells, *(_worker_wide(worker) if wide else ()), Cell(note, style)]
+
+
+def _worker_wide(worker: WorkerView) -> list[Cell]:
+    uses = worker.resources
+    gpus = uses.gpu_metrics if uses else ()
+    texts = [
+        worker.hostname or "-",
+        f"{worker.ip}:{worker.port}" if worker.ip else "-",
+        str(worker.gpu_count),
+        f"{worker.weight:g}",
+        f"{uses.cpu_percent:.0f}%" if uses else "-",
+        _bytes(uses.memory_used_bytes) if uses else "-",
+        f"{sum(gpu.utilization_percent for gpu in gpus) / len(gpus):.0f}%" if gpus else "-",
+        worker.sdk_version or "-",
+    ]
+    return [Cell(text) for text in texts]
+
+
+def _barriers(job: JobView, *, wide: bool) -> Table:
+    return Table(
+        (
+            Column("BARRIER", cuts=True),
+            Column("STEP", number=True),
+            Column("THERE"),
+            Column("OPEN", number=True),
+            Column("MISSING", folds=True),
+        ),
+        [
+            [
+                Cell(each.barrier_id),
+                Cell(str(each.step)),
+                Cell(f"{each.arrived}/{each.expected}"),
+                Cell(age(each.open_ms)),
+                Cell(names(each.missing, None if wide else NAMED), "yellow"),
+            ]
+            for each in job.barriers
+        ],
+    )
+
+
+def _checkpoints(job: JobView, *, wide: bool) -> Table:
+    open_ones = [each for each in job.checkpoints if not each.committed]
+    committed = [each for each in job.checkpoints if each.committed]
+    shown = [*open_ones, *(committed if wide else committed[:HISTORY_SHOWN])]
+    columns = (
+        Column("CHECKPOINT"),
+        Column("GEN", number=True),
+        Column("PARTS"),
+        Column("SIZE", number=True),
+        Column("COMMITTED", folds=True),
+        Column("ID", cuts=True),
+    )
+    return Table(columns, [_checkpoint(job, each, wide=wide) for each in shown])
+
+
+def _checkpoint(job: JobView, checkpoint: CheckpointView, *, wide: bool) -> list[Cell]:
+    manifest = checkpoint.manifest
+    done = len(manifest.parts)
+    if checkpoint.committed:
+        how = Cell(_when(job, manifest.committed_at_unix_ms) or "yes", "green")
+    else:
+        how = Cell(f"not yet, missing {missing_parts(job, checkpoint, None if wide else NAMED)}", "yellow")
+    return [
+        Cell(f"step {manifest.step}"),
+        Cell(str(manifest.generation)),
+        Cell(f"{done}/{done + len(checkpoint.missing_ranks)}"),
+        Cell(_bytes(sum(part.size_bytes for part in manifest.parts))),
+        how,
+        Cell(manifest.checkpoint_id, "dim"),
+    ]
+
+
+def _data(job: JobView) -> Table:
+    columns = (
+        Column("DATASET", cuts=True),
+        Column("EPOCH", number=True),
+        Column("SHARDS DONE"),
+        Column("LEASED", number=True),
+        Column("LEFT", number=True),
+        Column("ASIDE", number=True),
+        Column("ENDED", folds=True),
+    )
+    return Table(columns, [row for each in job.datasets for row in _dataset(each)])
+
+
+def _dataset(dataset: DatasetView) -> Iterable[list[Cell]]:
+    finished = Cell(_ranges(dataset.finished_epochs) or "-")
+    for each in dataset.open_epochs:
+        counts = (each.leased_shards, each.waiting_shards)
+        yield [
+            Cell(dataset.dataset_id),
+            Cell(str(each.epoch)),
+            Cell(_bar(each.done_shards, dataset.num_shards)),
+            *(Cell(str(count)) for count in counts),
+            Cell(str(each.quarantined_shards), "bold red" if each.quarantined_shards else ""),
+            finished,
+        ]
+    if not dataset.open_epochs:
+        # Nothing is handed out by a ledger now, and of a deterministic dataset never.
+        how = "by step" if dataset.mode == "DETERMINISTIC" else "-"
+        yield [Cell(dataset.dataset_id), Cell("-"), Cell(how), Cell("-"), Cell("-"), Cell("-"), finished]
+
+
+def _quarantined(job: JobView, *, wide: bool) -> Table:
+    found = [each for dataset in job.datasets for each in dataset.quarantined]
+    shown = found if wide else found[:HISTORY_SHOWN]
+    more = len(found) - len(shown)
+    return Table(
+        (Column("PUT ASIDE", cuts=True), Column("EPOCH", number=True), Column("SAMPLES"), Column("WHY", folds=True)),
+        [
+            [
+                Cell(each.shard_id, "red"),
+                Cell(str(each.epoch)),
+                Cell(f"{each.start_index} to {each.end_index - 1}"),
+                Cell(each.reason),
+            ]
+            for each in shown
+        ],
+        f"… and {more} more: -o wide shows all" if more else "",
+    )
+
+
+def _commands(job: JobView, *, wide: bool) -> Table:
+    return Table(
+        (Column("COMMAND", number=True), Column("KIND"), Column("ISSUED"), Column("NOT ACKNOWLEDGED BY", folds=True)),
+        [
+            [
+                Cell(str(each.command.command_id)),
+                Cell(each.command.kind or "?"),
+                Cell(_when(job, each.issued_at_unix_ms) or "-"),
+                Cell(names(each.waiting_for, None if wide else NAMED), "yellow"),
+            ]
+            for each in job.commands
+        ],
+    )
+
+
+def _incidents(job: JobView, *, wide: bool) -> Table:
+    shown = job.incidents if wide else job.incidents[:HISTORY_SHOWN]
+    return Table(
+        (
+            Column("INCIDENT"),
+            Column("GEN", number=True),
+            Column("WHAT"),
+            Column("WHO", cuts=True),
+            Column("WHY", folds=True),
+        ),
+        [
+            [
+                Cell(_when(job, each.at_unix_ms) or "-"),
+                Cell(str(each.generation)),
+                Cell(each.kind or "?", "red"),
+                Cell(each.worker_id or "-"),
+                Cell(each.message),
+            ]
+            for each in shown
+        ],
+    )
+
+
+def _when(job: JobView, unix_ms: int) -> str:
+    if not unix_ms:
+        return ""
+    now_ms = job.observed_at_unix_ms
+    return f"{clock(unix_ms, now_ms)} ({age(max(0, now_ms - unix_ms))} ago)"
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _duration(ms: float) -> str:
+    return f"{ms:.0f}ms" if ms < 1_000 else f"{ms / 1_000:.1f}s"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1_024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1_024
+    return f"{count:.1f} TiB"
+
+
+def _bar(done: int, total: int) -> str:
+    # Rounded down: what is not finished must not look so.
+    full = done * BAR // total if total else 0
+    percent = done * 100 // total if total else 0
+    return f"{'#' * full}{'.' * (BAR - full)} {percent:>3}% {done}/{total}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 5` for 0, 1, 2, 3, 5."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] + 1 == number:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)

@@ -1,0 +1,77 @@
+"""Following a job: a screen that stays up to date on a terminal; elsewhere a line for each change, or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from strata.cli.gang.format import attention, changes, clock, summary
+from strata.cli.gang.screen import screen
+from strata.cli.layout import Cell, Screen, render
+from strata.cli.output import Format, complain, printable, write
+from strata.cli.terminal import as_json, console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from strata.coord.operator import Broken
+    from strata.coord.view import JobView
+
+
+async def follow(states: AsyncIterator[JobView | Broken], output: Format) -> None:
+    """Until interrupted, or until the watch fails for good."""
+    if output is Format.JSONL:
+        await _each(states, lambda job: write(as_json(job, indent=False)))
+        return
+    found = console()
+    if found.is_terminal and not found.is_dumb_terminal:
+        await _live(states, found, wide=output is Format.WIDE)
+    else:
+        await _each(states, Lines().print)
+
+
+async def _each(states: AsyncIterator[JobView | Broken], show: Callable[[JobView], None]) -> None:
+    """States go to stdout. That the connection broke and came back is no state of the job: stderr."""
+    from strata.coord.view import JobView
+
+    broken = False
+    async for each in states:
+        if isinstance(each, JobView):
+            if broken:
+                complain("strata gang: connected again")
+            broken = False
+            show(each)
+        elif not broken:
+            complain(f"strata gang: lost the coordinator: {each.reason}; trying again")
+            broken = True
+
+
+class Lines:
+    """A line for each change, with its time; at first how the job stands."""
+
+    def __init__(self) -> None:
+        self._before: JobView | None = None
+
+    def print(self, job: JobView) -> None:
+        before, self._before = self._before, job
+        now_ms = job.observed_at_unix_ms
+        for each in [summary(job), *attention(job)] if before is None else changes(before, job):
+            write(f"{clock(now_ms, now_ms)} {printable(each)}")
+
+
+async def _live(states: AsyncIterator[JobView | Broken], found: Console, *, wide: bool) -> None:
+    from rich.live import Live
+
+    from strata.coord.view import JobView
+
+    job: JobView | None = None
+    with Live(console=found, auto_refresh=False, vertical_overflow="ellipsis") as live:
+        async for each in states:
+            if isinstance(each, JobView):
+                job = each
+                now_ms = job.observed_at_unix_ms
+                head = Cell(f"{clock(now_ms, now_ms)}  Ctrl-C ends", "dim")
+            else:
+                head = Cell(f"NOT CONNECTED, attempt {each.attempt}: {each.reason}", "bold white on red")
+            shown = Screen([], []) if job is None else screen(job, wide=wide, rows=found.height - 1)
+            live.update(render(shown, found.width, before=[head]), refresh=True)

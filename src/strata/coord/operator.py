@@ -1,0 +1,254 @@
+"""The operator's side of the contract: look at a job once or for as long as one likes, and give it commands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Annotated, Any, Final, Self, TypeAlias
+
+import grpc
+import msgspec
+from google.protobuf.message import Message
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.base.ids import Ids
+from strata.base.loopback import is_loopback_address
+from strata.base.settings import Secret
+from strata.coord.core.facts import CommandKind
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
+from strata.coord.view import JobSummaryView, JobView
+from strata.coord.worker.link import Answer, Call, Deadline, Link, Request, error_of
+from strata.coord.worker.settings import Tls, WorkerSettings
+
+SECTION: Final = "gang"
+ATTEMPT_S: Final = 2.0
+"""An answer that takes longer than this got lost."""
+TOGETHER_MS: Final = 200
+"""Changes within this time come together."""
+SILENT_S: Final = 6.0
+"""A watched coordinator says something every two seconds: one that is silent for this long is frozen or gone."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Descriptor: TypeAlias = Any
+"""Of a field or an enum: protobuf has two implementations without a common type."""
+
+
+class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    address: str = "127.0.0.1:7070"
+    """HOST:PORT of the coordinator; of several, with commas between, one leads and the others stand by."""
+    job: str = ""
+    """Empty: what the token says, else `default`."""
+    token: Secret | None = None
+    tls: Tls | None = None
+    patience_s: Positive = 3.0
+    """How long to try before the coordinator counts as unreachable; a takeover by a standby fits in."""
+
+    def __post_init__(self) -> None:
+        addresses = [each.strip() for each in self.address.split(",") if each.strip()]
+        if not addresses:
+            raise StrataError(Code.INVALID, "the address of the coordinator is empty")
+        away = [each for each in addresses if not is_loopback_address(each)]
+        if self.token is not None and self.tls is None and away:
+            raise StrataError(
+                Code.INVALID, f"the token would be sent to {away[0]} in the clear", hint=f"set {SECTION}.tls.ca"
+            )
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Nobody answers now; what is known may be out of date. We keep trying."""
+
+    reason: str
+    attempt: int
+    """From 1, counted since the last answer."""
+
+
+@dataclass(frozen=True)
+class Issued:
+    command_id: int
+    worker_ids: tuple[str, ...]
+
+
+class Operator:
+    """One job through one coordinator, between `async with`."""
+
+    def __init__(self, settings: OperatorSettings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._ids = Ids(clock)
+        same = WorkerSettings(address=settings.address, job=settings.job, token=settings.token, tls=settings.tls)
+        self._link = Link(same, "", clock)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._link.close()
+
+    async def job(self, history: int = 0) -> JobView:
+        """How it stands now. `history`: how many checkpoints and incidents; 0: as many as is useful."""
+        request = pb.GetJobRequest(history_limit=history)
+        return job_view((await self._call(lambda stub: stub.GetJob, request)).job)
+
+    async def watch(self, history: int = 0) -> AsyncGenerator[JobView | Broken, None]:
+        """How it stands, at once and after every change, for ever: over restarts and takeovers, which it tells of."""
+        attempt = 0
+        until_s: float | None = self._clock.monotonic_s() + self._settings.patience_s
+        while True:
+            index = self._link.index
+            try:
+                async with aclosing(self._changes(history)) as changes:
+                    async for view in changes:
+                        attempt, until_s = 0, None
+                        yield view
+            except grpc.aio.AioRpcError as error:
+                failure = error_of(error)
+                if failure.code is Code.UNAUTHENTICATED and self._link.read_token_again():
+                    continue
+            except TimeoutError:
+                failure = StrataError(Code.UNAVAILABLE, f"nothing was heard of it for {SILENT_S:g} s")
+            else:
+                failure = StrataError(Code.UNAVAILABLE, "it ended the connection")
+            if failure.code not in (Code.UNAVAILABLE, Code.EXHAUSTED):
+                raise self._explained(failure)
+            if until_s is not None and self._clock.monotonic_s() > until_s:
+                raise self._explained(failure)
+            attempt += 1
+            yield Broken(_why(failure), attempt)
+            self._link.try_next(index)
+            await self._clock.sleep(self._link.pause_s(attempt))
+
+    async def issue(self, kind: CommandKind, workers: tuple[str, ...], reason: str) -> Issued:
+        """No workers: all members. Sent again if the answer got lost; the request id keeps it one command."""
+        request = pb.IssueCommandRequest(
+            worker_ids=workers,
+            kind=pb.CommandKind.ValueType(kind.value),
+            reason=reason,
+            request_id=self._ids.new("order"),
+        )
+        found = await self._call(lambda stub: stub.IssueCommand, request)
+        return Issued(found.command_id, tuple(found.worker_ids))
+
+    async def jobs(self) -> tuple[JobSummaryView, ...]:
+        """All that the token allows."""
+        found = await self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
+        return tuple(map(summary_view, found.jobs))
+
+    async def create(self, min_workers: int, max_workers: int, parameters: Mapping[str, str]) -> JobSummaryView:
+        """0: as the coordinator is configured."""
+        request = pb.CreateJobRequest(
+            min_workers=min_workers, max_workers=max_workers, training_parameters=dict(parameters)
+        )
+        return summary_view((await self._call(lambda stub: stub.CreateJob, request)).job)
+
+    async def reset(self) -> JobSummaryView:
+        """Another run, from the beginning. Names the run that it ends: sent again, it ends no other."""
+        run = (await self.job(1)).run
+        return summary_view((await self._call(lambda stub: stub.ResetJob, pb.ResetJobRequest(run=run))).job)
+
+    async def delete(self) -> None:
+        await self._call(lambda stub: stub.DeleteJob, pb.DeleteJobRequest())
+
+    async def _call(
+        self, method: Callable[[pb_grpc.CoordinatorAsyncStub], Call[Request, Answer]], request: Request
+    ) -> Answer:
+        try:
+            return await self._link.call(method, request, self._deadline)
+        except StrataError as error:
+            raise self._explained(error) from None
+
+    @property
+    def _deadline(self) -> Deadline:
+        return Deadline(ATTEMPT_S, self._settings.patience_s)
+
+    async def _changes(self, history: int) -> AsyncGenerator[JobView, None]:
+        """Until the connection breaks; TimeoutError if it is only silent."""
+        request = pb.WatchJobRequest(history_limit=history, min_interval_ms=TOGETHER_MS)
+        call = self._link.stub().WatchJob(request, metadata=self._link.metadata)
+        try:
+            while True:
+                # Not a deadline of the call: that would end a watch that is well.
+                async with asyncio.timeout(SILENT_S):
+                    message = await call.read()
+                if not isinstance(message, pb.WatchJobResponse):
+                    return
+                yield job_view(message.job)
+        finally:
+            call.cancel()
+
+    def _explained(self, error: StrataError) -> StrataError:
+        """What happened, where, and what to do about it in terms of the settings."""
+        at = f"the coordinator at {self._settings.address}"
+        hint: str | None = None
+        match error.code:
+            case Code.UNAVAILABLE:
+                message = f"cannot reach {at}: {_why(error)}"
+                hint = "is 'strata coordinator' running there, with the same TLS? see --address, --tls-ca"
+            case Code.UNAUTHENTICATED:
+                message = f"{at} refused us: {error.message}"
+                hint = (
+                    "name the file of a token with --token-file;"
+                    " 'strata coordinator token --role operator --job JOB' prints one"
+                )
+            case Code.FORBIDDEN:
+                message = f"{at} refused us: {error.message}"
+                hint = "a token is good for one job and one role; commands need the role operator"
+            case Code.NOT_FOUND:
+                message = f"{at} says: {error.message}"
+                hint = "a job is there from the first registration of a worker on; is the name right?"
+            case _:
+                message = f"{at} says: {error.message}"
+        return StrataError(error.code, message, hint=hint, **error.detail)
+
+
+def _why(error: StrataError) -> str:
+    """Without what gRPC says of every failed connection before it comes to the point."""
+    return error.message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+
+
+def job_view(message: pb.JobState) -> JobView:
+    return msgspec.convert(plain(message), JobView)
+
+
+def summary_view(message: pb.JobSummary) -> JobSummaryView:
+    return msgspec.convert(plain(message), JobSummaryView)
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Every field, also those that are 0 or empty; one that may be absent and is, is None."""
+    return {field.name: _value(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _value(message: Message, field: Descriptor) -> Any:
+    value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(value)
+    if field.is_repeated:
+        return [_single(each, field) for each in value]
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    return _single(value, field)
+
+
+def _single(value: Any, field: Descriptor) -> Any:
+    if field.message_type is not None:
+        return plain(value)
+    if field.enum_type is not None:
+        return _name(field.enum_type, value)
+    return value
+
+
+def _name(enum: Descriptor, number: int) -> str | None:
+    """`TRAINING` for WORKER_STATUS_TRAINING; None for what was not said. A later coordinator may know more values."""
+    if number == 0:
+        return None
+    known = enum.values_by_number.get(number)
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return str(known.name).removeprefix(prefix) if known is not None else f"UNKNOWN_{number}"

@@ -1,0 +1,1 @@
+"""The coordinator process: the service that leads one partition, and its gRPC edge."""

@@ -1,0 +1,179 @@
+"""The coordinator as a process: listens, leads or stands by, and ends gracefully when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+from strata.base import log
+from strata.base.clock import SystemClock
+from strata.base.errors import Code, StrataError
+from strata.base.private import write_privately
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.server.authenticator import Gate
+from strata.coord.server.grpc_handler import CoordinatorHandler, GenericOnly
+from strata.coord.server.service import CoordinatorService, Options
+from strata.coord.server.servicer import Servicer
+from strata.coord.server.tokens import RevokedTokens, Tokens
+from strata.coord.settings import CoordinatorSettings, Tls, check_exposure
+from strata.journal.open import open_journal
+
+SERVICE: Final = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
+_PING_MS: Final = 2_000
+GC_THRESHOLDS: Final = (50_000, 20, 20)
+
+OPTIONS: Final = (
+    # Two coordinators on one port would each get some of the workers.
+    ("grpc.so_reuseport", 0),
+    # Of one connection. A host with more workers than this waits in its own client.
+    ("grpc.max_concurrent_streams", 4_096),
+    # The defaults lose a herd: of 10,000 simultaneous calls nearly half were cancelled.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 200_000),
+    # A frozen peer answers no ping. Without ping_timeout_ms that is never noticed.
+    ("grpc.keepalive_time_ms", _PING_MS),
+    ("grpc.keepalive_timeout_ms", _PING_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+)
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_log = log.get(__name__)
+
+
+def run(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
+    """Until SIGTERM or SIGINT. `announce` is told, for people, where the coordinator listens."""
+    import uvloop
+
+    check_exposure(settings)
+    write_privately()
+    # Calls make many objects and few cycles: at the usual thresholds the state of all jobs is looked through too often.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, announce))
+
+
+async def _serve(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    clock = SystemClock()
+    tokens = Tokens(settings.token_secret) if settings.token_secret else None
+    revoked = RevokedTokens(settings.revoked_tokens, clock) if settings.revoked_tokens else frozenset[str]()
+    async with await open_journal(settings.database, clock) as journal:
+        service = CoordinatorService(
+            journal,
+            clock,
+            Options(
+                stream=settings.stream,
+                lease_s=settings.lease_s,
+                snapshot_every=settings.snapshot_every,
+                job=settings.job,
+            ),
+        )
+        server = Server(service, Gate(tokens, clock, revoked), settings)
+        await server.start(announce)
+        await server.serve_until(stop)
+
+
+class Server:
+    """The gRPC server around one service."""
+
+    def __init__(self, service: CoordinatorService, gate: Gate, settings: CoordinatorSettings) -> None:
+        self._service = service
+        self._settings = settings
+        self._health = health.aio.HealthServicer()
+        others: Any = GenericOnly()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, others)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+        add_reflection(reflection.aio.ReflectionServicer(names), others)
+        servicer = Servicer(service, gate)
+        handlers = (CoordinatorHandler(servicer.calls, servicer.admit), *others.handlers)
+        self._server = grpc.aio.server(handlers=handlers, options=OPTIONS)
+        self.port = 0
+
+    async def start(self, announce: Callable[[str], None]) -> None:
+        """Listen: a standby answers too, that it does not lead."""
+        await self._health.set(SERVICE, _NOT_SERVING)
+        self.port = self._bind()
+        await self._server.start()
+        host = self._settings.listen.rpartition(":")[0]
+        announce(f"listening on {host}:{self.port}, {self._guarded_by()}")
+
+    async def serve_until(self, stop: asyncio.Event) -> None:
+        leading = asyncio.create_task(self._service.run(self._on_change), name="lead")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait([leading, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
+        finally:
+            stopping.cancel()
+            if not leading.done():
+                leading.cancel()
+            await asyncio.wait([leading, stopping])
+        if not leading.cancelled():
+            leading.result()
+
+    async def _drain(self) -> None:
+        _log.info("draining")
+        await self._health.enter_graceful_shutdown()
+        await self._service.drain()
+        await self._server.stop(self._settings.drain_s)
+        _log.info("drained")
+
+    async def _on_change(self) -> None:
+        await self._health.set(SERVICE, _SERVING if self._service.leads else _NOT_SERVING)
+
+    def _bind(self) -> int:
+        listen, tls = self._settings.listen, self._settings.tls
+        try:
+            if tls is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, _credentials(tls))
+        except RuntimeError as error:
+            raise StrataError(
+                Code.UNAVAILABLE, f"cannot listen on {listen}", hint="is another process using that port?"
+            ) from error
+        return port
+
+    def _guarded_by(self) -> str:
+        tls = self._settings.tls
+        transport = "no TLS" if tls is None else "TLS" if tls.client_ca is None else "mTLS"
+        if self._settings.token_secret is not None:
+            return f"{transport}, tokens required"
+        return f"{transport}, no tokens required: every user of this machine may call as any worker or operator"
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    client_ca = _read(tls.client_ca) if tls.client_ca is not None else None
+    return grpc.ssl_server_credentials(
+        [(_read(tls.key), _read(tls.certificate))],
+        root_certificates=client_ca,
+        require_client_auth=client_ca is not None,
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StrataError(Code.INVALID, f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,336 @@
+"""The coordinator of one partition: leads its stream when it can, decides one input at a time, wakes who waited.
+
+Speaks the words of the core only. What a remote procedure call makes of them is in `calls` and above.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import Final
+
+from strata.base import log
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
+from strata.base.ids import Ids
+from strata.base.loop import every
+from strata.coord.core import liveness
+from strata.coord.core.decide import decide
+from strata.coord.core.facts import (
+    BarrierDecided,
+    CommandIssued,
+    CommandKind,
+    Fact,
+    GenerationFormed,
+    JobConfig,
+    JobDeleted,
+    JobReset,
+    Recovered,
+    ShardAcked,
+    ShardReturned,
+    WorkerLost,
+)
+from strata.coord.core.inputs import Arrive, BarrierState, Caller, Input, Issue, Outcome, Tick, Waits, WaitsNoLonger
+from strata.coord.core.machine import CoordMachine
+from strata.coord.core.state import CoordState
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.server.notify import Waiters
+from strata.coord.server.telemetry import Observed
+from strata.journal.port import Journal
+from strata.journal.replica import Replica
+from strata.journal.writer import WriterLimits
+
+TICK_S: Final = 0.1
+GATHER_S: Final = 0.002
+"""What an ack may wait, while there are many, to share its commit with others: a commit is not cheap."""
+DRAIN_S: Final = 5.0
+"""How long the end of this process waits for a database that does not answer."""
+RETRY_S: Final = 0.25
+"""What a caller is told to wait while nobody leads."""
+
+_log = log.get(__name__)
+
+CoordReplica = Replica[CoordState, Input, Outcome]
+Given = Input | Callable[[CoordState], Input]
+"""An input, or how to make one from the state at the moment of the decision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    stream: str = "coord/0"
+    lease_s: float = 2.0
+    snapshot_every: int = 20_000
+    """Facts between two snapshots."""
+    job: JobConfig = field(default_factory=JobConfig)
+    """Of jobs that their first worker creates."""
+
+
+def not_leading() -> StrataError:
+    return StrataError(
+        Code.UNAVAILABLE, "this coordinator does not lead", hint="call again after the delay", retry_after_s=RETRY_S
+    )
+
+
+class CoordinatorService:
+    """Holds at most one leading replica. A replica that lost the lead is thrown away with all who waited on it."""
+
+    def __init__(self, journal: Journal, clock: Clock, options: Options) -> None:
+        self.clock = clock
+        self.options = options
+        self.ids = Ids(clock)
+        self.barriers: Waiters[BarrierState] = Waiters()
+        """By (job, generation, barrier_id)."""
+        self.events: Waiters[None] = Waiters()
+        """By ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
+        self.observed: dict[str, Observed] = {}
+        self._journal = journal
+        self._replica: CoordReplica | None = None
+        self._reigning: asyncio.Task[None] | None = None
+        self._asked: set[asyncio.Task[Outcome]] = set()
+        self._draining = asyncio.Event()
+        self._fleet = 0
+
+    @property
+    def leads(self) -> bool:
+        return self._replica is not None
+
+    @property
+    def state(self) -> CoordState:
+        """For reading. UNAVAILABLE unless we lead."""
+        state = self.state_if_leading
+        if state is None:
+            raise not_leading()
+        return state
+
+    @property
+    def state_if_leading(self) -> CoordState | None:
+        replica = self._replica
+        return replica.state if replica is not None and replica.failure is None else None
+
+    def watch(self, job: str) -> Observed:
+        """What this process has seen of a job that exists."""
+        found = self.observed.get(job)
+        if found is None:
+            found = self.observed[job] = Observed()
+        return found
+
+    async def run(self, on_change: Callable[[], Awaitable[None]]) -> None:
+        """Stand by, lead, and stand by again when deposed; until cancelled or drained. `on_change`: `leads` is new."""
+        holder = self.ids.new("coordinator")
+        while not self._draining.is_set():
+            replica: CoordReplica = Replica(self._journal, self.options.stream, CoordMachine(), self.clock)
+            try:
+                await replica.stand_by(holder, self.options.lease_s, WriterLimits(gather_s=GATHER_S))
+            except StrataError as error:
+                # Somebody was faster between our taking the lead and our reading to its head.
+                if error.code not in (Code.STALE, Code.UNAVAILABLE):
+                    raise
+                await self.clock.sleep(TICK_S)
+                continue
+            if self._draining.is_set():
+                await replica.resign()
+                return
+            self._begin(replica)
+            await on_change()
+            self._reigning = asyncio.create_task(self._reign(replica), name=f"reign {self.options.stream}")
+            try:
+                await asyncio.wait([self._reigning])
+            finally:
+                self._reigning.cancel()
+                self._end()
+            if not self._reigning.cancelled():
+                self._reigning.result()
+            await on_change()
+
+    async def drain(self) -> None:
+        """Take no more calls, finish those begun, and let a standby in at once."""
+        self._draining.set()
+        replica, self._replica = self._replica, None
+        if replica is None:
+            return
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await self._resign(replica)
+        except (StrataError, TimeoutError) as error:
+            _log.warning("the lead was not given back, a standby has to wait for it", reason=str(error))
+        self._end()
+
+    async def _resign(self, replica: CoordReplica) -> None:
+        if self._asked:
+            await asyncio.wait(self._asked)
+        if self._reigning is not None:
+            # Before resigning: a renewal after it would hold the lease of nobody.
+            self._reigning.cancel()
+            await asyncio.wait([self._reigning])
+        await replica.resign()
+
+    def _begin(self, replica: CoordReplica) -> None:
+        state = replica.state
+        state.leader_epoch = replica.epoch
+        self.observed = {name: Observed.at_start(job) for name, job in state.jobs.items()}
+        if replica.epoch > 1:
+            for watch in self.observed.values():
+                message = f"a coordinator took over as leader {replica.epoch}"
+                watch.incident(pb.INCIDENT_KIND_FAILOVER, self.clock.wall_s(), message)
+        self._replica = replica
+        _log.info("leading", stream=self.options.stream, epoch=replica.epoch, jobs=len(state.jobs))
+
+    async def _reign(self, replica: CoordReplica) -> None:
+        async def tick() -> None:
+            try:
+                await self._decide(replica, Tick())
+                self._tell_interval(replica.state)
+            except StrataError:
+                # A leader that failed is about to be thrown away; `reign` says why.
+                if replica.failure is None:
+                    raise
+
+        ticks = every(TICK_S, tick, clock=self.clock, max_backoff_s=1.0)
+        ticking = asyncio.create_task(ticks, name=f"tick {self.options.stream}")
+        try:
+            reason = await replica.reign(self.options.lease_s, snapshot_every=self.options.snapshot_every)
+            _log.warning("deposed", stream=self.options.stream, code=reason.code.value, reason=str(reason))
+        finally:
+            ticking.cancel()
+            await asyncio.wait([ticking])
+
+    def _tell_interval(self, state: CoordState) -> None:
+        """The answer to heartbeats is made once and kept: make it again when the fleet has another interval."""
+        if state.fleet != self._fleet:
+            self._fleet = state.fleet
+            for watch in self.observed.values():
+                watch.pulse = None
+
+    def _end(self) -> None:
+        self._replica = None
+        self.barriers.cancel_all()
+        self.events.cancel_all()
+
+    async def ask(self, given: Given) -> Outcome:
+        """Decide, and return once it is durable. The others are woken even if this caller is cancelled meanwhile."""
+        if self._replica is None:
+            raise not_leading()
+        return await self._decide(self._replica, given)
+
+    def _ask_beside(self, replica: CoordReplica, given: Input) -> None:
+        """Something that nobody waits for, and that may be refused."""
+        task = asyncio.create_task(self._decide(replica, given))
+        self._asked.add(task)
+        task.add_done_callback(self._answered)
+
+    def look(self, given: Input) -> Outcome:
+        """Decide without writing: for inputs that make no facts. One that does has changed nothing yet; `ask` it."""
+        return decide(self.state, given, self.clock.monotonic_s())
+
+    def open_call(self, caller: Caller) -> OpenCall:
+        """For a `with` statement: while a call of a worker waits here the worker is there, even if it says nothing."""
+        job = self.state.jobs.get(caller.job)
+        member = job.members.get(caller.worker_id) if job else None
+        if member is not None and not caller.incarnation:
+            # The current life; when it has ended, this call says nothing about the next.
+            caller = replace(caller, incarnation=member.worker.incarnation)
+        return OpenCall(self, caller)
+
+    def _answered(self, task: asyncio.Task[Outcome]) -> None:
+        self._asked.discard(task)
+        if not task.cancelled():
+            # A refusal: nobody wants to hear of it.
+            task.exception()
+
+    async def _decide(self, replica: CoordReplica, given: Given) -> Outcome:
+        try:
+            made = given(replica.state) if callable(given) else given
+            outcome, durable = replica.put(made, partial(self._became_true, replica, made))
+            if durable is not None:
+                await durable
+        except StrataError as error:
+            if replica.failure is not None:
+                raise not_leading() from error
+            raise
+        if outcome.facts:
+            failpoint("coord.service.before_reply")
+        return outcome
+
+    def _became_true(self, replica: CoordReplica, given: Input, outcome: Outcome) -> None:
+        """Facts are committed: remember them for people, and wake who waited for them."""
+        state = replica.state
+        at_s = self.clock.wall_s()
+        for fact in outcome.facts:
+            self._observe(fact, state, at_s)
+            match fact:
+                case BarrierDecided():
+                    self._release(fact, given, outcome)
+                case GenerationFormed():
+                    self.events.wake(("formed", fact.job), None)
+                    ranks = state.jobs[fact.job].ranks
+                    self._call_back(replica, fact, ranks)
+                    for worker_id in ranks:
+                        self.events.wake(("worker", fact.job, worker_id), None)
+                case CommandIssued():
+                    for worker_id in fact.workers:
+                        self.events.wake(("worker", fact.job, worker_id), None)
+                case WorkerLost():
+                    self.events.wake(("worker", fact.job, fact.worker_id), None)
+                case _:
+                    pass
+            if _moves_data(fact, state):
+                self.events.wake(("data", fact.job), None)
+        for job in {fact.job for fact in outcome.facts}:
+            self.events.wake(("changed", job), None)
+
+    def _observe(self, fact: Fact, state: CoordState, at_s: float) -> None:
+        if isinstance(fact, JobReset | JobDeleted):
+            # What was seen of workers, checkpoints and incidents is of a run that is over.
+            self.observed.pop(fact.job, None)
+            if fact.job in state.jobs:
+                self.observed[fact.job] = Observed.at_start(state.jobs[fact.job])
+        else:
+            self.watch(fact.job).take(fact, at_s)
+
+    def _call_back(self, replica: CoordReplica, fact: GenerationFormed, ranks: Iterable[str]) -> None:
+        """Who was told that there is no generation yet is told to register again, now that there is one."""
+        unplaced = self.watch(fact.job).unplaced
+        workers = tuple(worker_id for worker_id in ranks if worker_id in unplaced)
+        unplaced.difference_update(workers)
+        if workers and self.leads:
+            reason = f"generation {fact.generation} has formed"
+            self._ask_beside(replica, Issue(fact.job, CommandKind.REBALANCE, workers, reason))
+
+    def _release(self, fact: BarrierDecided, given: Input, outcome: Outcome) -> None:
+        reply = outcome.reply
+        if not (isinstance(given, Arrive) and isinstance(reply, BarrierState)):
+            reply = BarrierState(fact.verdict, fact.generation, 0, 0, fact.missing)
+        self.barriers.wake((fact.job, fact.generation, fact.barrier_id), reply)
+
+
+class OpenCall:
+    """A call that waits. Ten thousand of them end at once when a barrier is released."""
+
+    __slots__ = ("_caller", "_service")
+
+    def __init__(self, service: CoordinatorService, caller: Caller) -> None:
+        self._service = service
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        liveness.wait(self._service.state, Waits(self._caller))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state = self._service.state_if_leading
+        if state is not None:
+            liveness.wait_no_longer(state, WaitsNoLonger(self._caller), self._service.clock.monotonic_s())
+
+
+def _moves_data(fact: Fact, state: CoordState) -> bool:
+    """Whether somebody who found no shard may find one now, or the end of the epoch."""
+    if isinstance(fact, ShardAcked):
+        dataset = state.jobs[fact.job].datasets.get(fact.dataset_id)
+        ledger = dataset.epochs.get(fact.epoch) if dataset else None
+        return ledger is None or not ledger.leases
+    return isinstance(fact, WorkerLost | GenerationFormed | ShardReturned | Recovered)

@@ -1,0 +1,288 @@
+"""The RPCs of the contract: each says who calls, converts, calls the service, and converts back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, NoReturn, TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from strata.base import log
+from strata.base.errors import Code, StrataError
+from strata.coord.core.inputs import BarrierState, Caller, CreateJob, DeleteJob, Recover, ResetJob
+from strata.coord.core.shards import files_of
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.server import operations, wire
+from strata.coord.server.authenticator import ANY, NOBODY, OPERATOR, WORKER, Gate, Metadata
+from strata.coord.server.grpc_handler import STATUS_OF, trailing
+from strata.coord.server.heartbeat import Heartbeats
+from strata.coord.server.notify import until
+from strata.coord.server.presence import attached
+from strata.coord.server.service import CoordinatorService, not_leading
+from strata.coord.server.tokens import Role
+from strata.coord.server.wire import Identity
+from strata.coord.server.wire_job import job_config, job_state, summary
+
+MAX_WAIT_S: Final = 60.0
+"""A call for shards waits no longer than this, so that its answer still finds the caller."""
+WATCH_S: Final = 0.5
+VALID_CHECK_S: Final = 1.0
+"""How long a stream may outlive its token."""
+REFRESH_S: Final = 2.0
+"""Telemetry alone is no change, but people want to see it."""
+
+NAMED: Final = (pb.ShardRequest, pb.BarrierRequest)
+
+Request = TypeVar("Request", bound=Message)
+Reply = TypeVar("Reply")
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Callable[[Any, Context], Awaitable[Any]]
+
+_log = log.get(__name__)
+
+
+class Servicer:
+    """What answers each call of the contract, in `operations` under the contract's name."""
+
+    def __init__(self, service: CoordinatorService, gate: Gate) -> None:
+        self._service = service
+        self._gate = gate
+        self._released: tuple[BarrierState | None, bytes] = None, b""
+        heartbeats = Heartbeats(service)
+        self._roles: dict[str, frozenset[Role]] = {}
+        self.calls: Final[Mapping[str, Handler]] = {
+            "RegisterWorker": self._serving("RegisterWorker", WORKER, self._register),
+            "Heartbeat": self._serving(
+                "Heartbeat", WORKER, self._renewing(heartbeats.one), heartbeats.plain if gate.is_open else None
+            ),
+            "HeartbeatBatch": self._serving("HeartbeatBatch", WORKER, self._renewing(heartbeats.batch)),
+            "GetNextShards": self._serving("GetNextShards", WORKER, self._next_shards),
+            "AckDataset": self._serving("AckDataset", WORKER, self._ack_dataset),
+            "Barrier": self._serving("Barrier", WORKER, self._barrier),
+            "ReportCheckpoint": self._serving("ReportCheckpoint", WORKER, self._report),
+            "RequestRecovery": self._serving("RequestRecovery", WORKER, self._recover),
+            "LeaveWorker": self._serving("LeaveWorker", WORKER, self._leave),
+            "Attach": self._serving("Attach", WORKER, self._while_valid(WORKER, self._attach)),
+            "GetJob": self._serving("GetJob", ANY, self._get_job),
+            "WatchJob": self._serving("WatchJob", ANY, self._while_valid(ANY, self._watch_job)),
+            "IssueCommand": self._serving("IssueCommand", OPERATOR, self._issue),
+            "ListJobs": self._serving("ListJobs", ANY, self._list_jobs),
+            "CreateJob": self._serving("CreateJob", OPERATOR, self._create_job),
+            "ResetJob": self._serving("ResetJob", OPERATOR, self._reset_job),
+            "DeleteJob": self._serving("DeleteJob", OPERATOR, self._delete_job),
+        }
+
+    def admit(self, name: str, metadata: Metadata) -> None:
+        """Raise unless the metadata may make this call; before its message is read."""
+        if not self._gate.is_open:
+            self._gate.identify(metadata, self._roles[name])
+
+    def _serving(
+        self,
+        name: str,
+        roles: frozenset[Role],
+        work: Callable[[Request, Identity, Context], Awaitable[Reply]],
+        at_once: Callable[[Request], Reply | None] | None = None,
+    ) -> Handler:
+        """The outermost handler of a call: an error leaves as a status, never as a traceback.
+
+        `at_once` answers without asking who calls, if it can.
+        """
+        self._roles[name] = roles
+
+        async def answer(request: Request | StrataError, context: Context) -> Reply:
+            if isinstance(request, StrataError):
+                await self._abort(context, request)
+            try:
+                if at_once is not None and (reply := at_once(request)) is not None:
+                    return reply
+                return await work(request, self._identify(request, context, roles), context)
+            except grpc.aio.BaseError:
+                raise
+            except Exception as error:
+                await self._abort(context, error)
+                raise AssertionError("abort always raises") from error
+
+        return answer
+
+    def _while_valid(
+        self, roles: frozenset[Role], work: Callable[[Request, Identity, Context], Awaitable[None]]
+    ) -> Callable[[Request, Identity, Context], Awaitable[None]]:
+        """A stream ends with the token that opened it, at its expiry or when it is revoked."""
+        if self._gate.is_open:
+            return work
+
+        async def stream(request: Request, who: Identity, context: Context) -> None:
+            metadata = cast(Metadata, context.invocation_metadata() or ())
+            streaming = asyncio.ensure_future(work(request, who, context))
+            try:
+                while not (await asyncio.wait({streaming}, timeout=VALID_CHECK_S))[0]:
+                    self._gate.identify(metadata, roles)
+                streaming.result()
+            finally:
+                streaming.cancel()
+                await asyncio.wait({streaming})
+
+        return stream
+
+    def _renewing(
+        self, work: Callable[[Request, Identity, Context], Awaitable[Message | bytes]]
+    ) -> Callable[[Request, Identity, Context], Awaitable[Message | bytes]]:
+        """A heartbeat brings the successor of the worker's token once that is due."""
+        if self._gate.is_open:
+            return work
+
+        async def renew(request: Request, who: Identity, context: Context) -> Message | bytes:
+            reply = await work(request, who, context)
+            token = self._gate.renewal(cast(Metadata, context.invocation_metadata() or ()))
+            if token is None:
+                return reply
+            encoded = reply if isinstance(reply, bytes) else reply.SerializeToString()
+            # Messages on the wire are merged by putting one after the other; both replies have the token in field 14.
+            return encoded + pb.HeartbeatResponse(token=token).SerializeToString()
+
+        return renew
+
+    async def _abort(self, context: Context, error: Exception) -> NoReturn:
+        if not isinstance(error, StrataError):
+            correlation_id = self._service.ids.new("fault")
+            with log.correlation(correlation_id):
+                _log.error("a call failed unexpectedly", exc_info=error)
+            error = StrataError(Code.INTERNAL, f"internal error; the log knows more under {correlation_id}")
+        await context.abort(STATUS_OF[error.code], str(error), trailing(error))
+
+    def _identify(self, request: Message, context: Context, roles: frozenset[Role]) -> Identity:
+        if self._gate.is_open and isinstance(request, NAMED) and request.job_id and request.worker_id:
+            # The metadata is heard only where the message says nothing, and reading it is not free.
+            return NOBODY
+        return self._gate.identify(cast(Metadata, context.invocation_metadata() or ()), roles)
+
+    async def _register(self, request: pb.WorkerInfo, who: Identity, _: Context) -> pb.WorkerConfig:
+        given = wire.worker(request, who, self._service.ids.new("life"))
+        job, place = await operations.register(self._service, given)
+        if request.sdk_version:
+            self._service.watch(job.job).sdks[given.worker.worker_id] = request.sdk_version
+        reply = wire.config(self._service.state, job, place)
+        if request.include_members and place.generation:
+            reply.members.extend(wire.members(job))
+        if request.held_leases:
+            reply.lost_leases.extend(operations.lost_leases(job, given.worker.worker_id, request.held_leases))
+        return reply
+
+    async def _next_shards(self, request: pb.ShardRequest, who: Identity, _: Context) -> pb.ShardAssignment:
+        given = wire.next_shards(request, who)
+        found = await operations.next_shards(self._service, given, min(request.wait_ms / 1000, MAX_WAIT_S))
+        state = self._service.state
+        job, live = state.jobs[given.caller.job], state.live_of(given.caller.job)
+        dataset = job.datasets[given.dataset_id].dataset
+        files_of(live, dataset, 0, 1)
+        ends = live.file_ends[given.dataset_id]
+        generation = self._service.watch(job.job).generation
+        return wire.assignment(found, generation, request.epoch, dataset, ends)
+
+    async def _ack_dataset(self, request: pb.DatasetInfo, who: Identity, _: Context) -> pb.DatasetAck:
+        registered, ledger = await operations.confirm_dataset(
+            self._service,
+            wire.caller(request, who, request.generation),
+            request.dataset_id,
+            lambda known: wire.dataset(request, known),
+        )
+        return wire.dataset_ack(registered, ledger)
+
+    async def _barrier(self, request: pb.BarrierRequest, who: Identity, context: Context) -> bytes:
+        wait = request.wait if request.HasField("wait") else True
+        # The headers of the answer go out while the worker waits, so that a release has less to send.
+        found = await operations.arrive(
+            self._service, wire.arrive(request, who), wait=wait, on_wait=lambda: context.send_initial_metadata(())
+        )
+        # All who are released come here one after the other, with the very same state.
+        released, encoded = self._released
+        if found is not released:
+            encoded = wire.barrier(found).SerializeToString()
+            self._released = found, encoded
+        return encoded
+
+    async def _report(self, request: pb.CheckpointInfo, who: Identity, _: Context) -> pb.CheckpointAck:
+        caller = wire.caller(request, who, request.generation)
+        steps = self._service.watch(caller.job).steps if caller.job in self._service.state.jobs else {}
+        found, step = await operations.report(
+            self._service,
+            caller,
+            lambda job: wire.report(request, caller, job, steps.get(caller.worker_id, 0)),
+        )
+        return wire.checkpoint_ack(found, step)
+
+    async def _recover(self, request: pb.RecoveryRequest, who: Identity, _: Context) -> pb.RecoveryResponse:
+        caller = wire.caller(request, who)
+        given = Recover(caller, request.observed_generation, request.bad_checkpoint_id or None)
+        found = await operations.recover(self._service, given)
+        times = self._service.watch(caller.job).committed_at_s
+        at_s = times.get(found.checkpoint.checkpoint_id, 0.0) if found.checkpoint else 0.0
+        return wire.recovery(found, self._service.state.leader_epoch, at_s)
+
+    async def _leave(self, request: pb.LeaveWorkerRequest, who: Identity, _: Context) -> pb.LeaveWorkerResponse:
+        caller = wire.caller(request, who)
+        generation, rejected = await operations.leave(
+            self._service, caller, request.reason, wire.acks(request.acks), finished=request.finished
+        )
+        return pb.LeaveWorkerResponse(generation=generation, rejected_leases=rejected)
+
+    async def _attach(self, request: pb.AttachRequest, who: Identity, context: Context) -> None:
+        caller: Caller = wire.caller(request, who)
+        with attached(self._service, caller) as presence:
+            while True:
+                news = await presence.news()
+                await context.write(
+                    pb.AttachResponse(
+                        commands=map(wire.command, news.commands),
+                        generation=news.generation,
+                        leader_epoch=self._service.state.leader_epoch,
+                    )
+                )
+
+    async def _get_job(self, request: pb.GetJobRequest, who: Identity, _: Context) -> pb.GetJobResponse:
+        return pb.GetJobResponse(job=self._show(who.job_of(request.job_id), request.history_limit))
+
+    async def _watch_job(self, request: pb.WatchJobRequest, who: Identity, context: Context) -> None:
+        job_id = who.job_of(request.job_id)
+        pause_s = request.min_interval_ms / 1000 or WATCH_S
+        while True:
+            with self._service.events.on(("changed", job_id)) as changed:
+                await context.write(pb.WatchJobResponse(job=self._show(job_id, request.history_limit)))
+                await self._service.clock.sleep(pause_s)
+                await until(changed, max(REFRESH_S, pause_s))
+                if changed.cancelled():
+                    raise not_leading()
+
+    def _show(self, job_id: str, limit: int) -> pb.JobState:
+        state = self._service.state
+        if job_id not in state.jobs:
+            raise StrataError(Code.NOT_FOUND, f"there is no job {job_id!r}", reason="unknown-job")
+        clock = self._service.clock
+        return job_state(state, job_id, self._service.watch(job_id), clock.monotonic_s(), clock.wall_s(), limit)
+
+    async def _issue(self, request: pb.IssueCommandRequest, who: Identity, _: Context) -> pb.IssueCommandResponse:
+        command_id, workers = await operations.issue(self._service, wire.issue(request, who))
+        return pb.IssueCommandResponse(command_id=command_id, worker_ids=workers)
+
+    async def _list_jobs(self, _: pb.ListJobsRequest, who: Identity, __: Context) -> pb.ListJobsResponse:
+        jobs = self._service.state.jobs
+        return pb.ListJobsResponse(
+            jobs=[summary(jobs[name]) for name in sorted(jobs) if who.token_job in ("", name)],
+        )
+
+    async def _create_job(self, request: pb.CreateJobRequest, who: Identity, _: Context) -> pb.CreateJobResponse:
+        name = who.job_of(request.job_id)
+        await self._service.ask(CreateJob(name, job_config(request, self._service.options.job)))
+        return pb.CreateJobResponse(job=summary(self._service.state.jobs[name]))
+
+    async def _reset_job(self, request: pb.ResetJobRequest, who: Identity, _: Context) -> pb.ResetJobResponse:
+        name = who.job_of(request.job_id)
+        await self._service.ask(ResetJob(name, request.run))
+        return pb.ResetJobResponse(job=summary(self._service.state.jobs[name]))
+
+    async def _delete_job(self, request: pb.DeleteJobRequest, who: Identity, _: Context) -> pb.DeleteJobResponse:
+        await self._service.ask(DeleteJob(who.job_of(request.job_id)))
+        return pb.DeleteJobResponse()
