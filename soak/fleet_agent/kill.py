@@ -1,4 +1,4 @@
-"""Kill agents, children, waiters, whole hosts and the hub, again and again under jobs at work; nothing may be lost.
+"""Kill agents, children, supervisors, whole hosts and the hub, again and again under jobs at work; nothing may be lost.
 
 Every second trial or so ends a process at a failpoint, where it has just changed something; the others come from
 outside at a random moment. All processes start again at once, except a host that is dead: that one stays away until
@@ -37,7 +37,7 @@ FIRES_S: Final = 12.0
 WAITS_S: Final = 60.0
 FEED_S: Final = 0.3
 KINDS: Final = (
-    *("failpoint", "child", "agent", "hub failpoint", "failpoint", "host", "failpoint", "waiter"),
+    *("failpoint", "child", "agent", "hub failpoint", "failpoint", "host", "failpoint", "supervisor"),
     *("hub", "failpoint", "away", "child", "failpoint", "both", "hub away"),
 )
 _FAILS: Final = "agent.fail."
@@ -67,7 +67,7 @@ class Campaign:
             "away": lambda dice: self._kill_agent(dice, LEASE_S * AWAY),
             "failpoint": self._kill_agent_at_a_failpoint,
             "child": lambda dice: self._kill_child(dice, "child"),
-            "waiter": lambda dice: self._kill_child(dice, "waiter"),
+            "supervisor": lambda dice: self._kill_child(dice, "supervisor"),
             "host": self._kill_host,
             "hub": self._kill_hub,
             "hub away": lambda dice: self._kill_hub(dice, LEASE_S * HUB_AWAY),
@@ -155,7 +155,7 @@ class Campaign:
             await self._fleet.over(job_id)
         await self._settle()
         self.outcome.problems += await self._fleet.left_behind()
-        refused = ("an attempt is dropped", "must stop")
+        refused = ("attempt_report_refused", "lease_lost")
         self.outcome.dropped = sum(host.said(words) for host in self._fleet.hosts for words in refused)
 
     # Victims
@@ -233,12 +233,12 @@ class Campaign:
 
     async def _kill_child(self, dice: random.Random, what: str) -> None:
         _, child = await self._busy(dice)
-        cause, pid = (Cause.OOM, child.pid) if what == "child" else (Cause.INFRA, child.waiter)
+        cause, pid = (Cause.OOM, child.pid) if what == "child" else (Cause.INFRA, child.supervisor)
         self._blamed({(child.job_id, child.epoch)}, cause)
         killed_s = time.time()
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        self.outcome.killed("children" if what == "child" else "waiters")
+        self.outcome.killed("children" if what == "child" else "supervisors")
 
         def ended() -> object:
             found = self._operator.attempt(child.job_id, child.epoch)
@@ -250,7 +250,7 @@ class Campaign:
             self.outcome.crash_s.append(attempt.ended_at_s - killed_s)
 
     async def _kill_host(self, dice: random.Random) -> None:
-        """Agent, waiters and children. It comes back when others have its jobs, and is refused."""
+        """Agent, supervisors and children. It comes back when others have its jobs, and is refused."""
         host, _ = await self._busy(dice)
         killed_s = await host.kill_host()
         self.outcome.killed("hosts")

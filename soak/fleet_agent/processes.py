@@ -20,8 +20,8 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
 from strata.fleet.agent.disk import read_json
-from strata.fleet.agent.identity import connect, save_local
-from strata.fleet.agent.state import Record
+from strata.fleet.agent.identity import connect_to_hub, save_local
+from strata.fleet.agent.state import AttemptRecord
 from strata.fleet.client import HubClient
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Child:
 
     job_id: str
     epoch: int
-    waiter: int
+    supervisor: int
     pid: int
 
 
@@ -133,7 +133,7 @@ class AgentProcess:
 
     def client(self) -> HubClient:
         """With this host's own credentials."""
-        return connect(self.state)
+        return connect_to_hub(self.state)
 
     def children(self) -> list[Child]:
         """Attempts whose child runs now."""
@@ -141,7 +141,7 @@ class AgentProcess:
         for folder in self._attempts():
             with suppress(FileNotFoundError, ValueError, KeyError):
                 pids: dict[str, Any] = json.loads((folder / "pid.json").read_text())
-                record = read_json(folder / "record.json", Record)
+                record = read_json(folder / "record.json", AttemptRecord)
                 if record is not None and is_alive(pids["child"]) and not (folder / "exit.json").exists():
                     lease = record.lease
                     found.append(Child(lease.job_id, lease.epoch, pids["waiter"], pids["child"]))
@@ -152,7 +152,7 @@ class AgentProcess:
         return not self._attempts()
 
     def processes(self) -> list[int]:
-        """All that works in this host's folders beside the agent: waiters, and children by their environment."""
+        """All that works in this host's folders beside the agent: supervisors, and children by their environment."""
         own = str(self.state.parent).encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -164,7 +164,7 @@ class AgentProcess:
         return found
 
     async def kill_host(self) -> float:
-        """Agent, waiters and children: as if the machine had lost its power."""
+        """Agent, supervisors and children: as if the machine had lost its power."""
         sent_s = time.time()
         self.signal(SIGKILL)
         for pid in self.processes():

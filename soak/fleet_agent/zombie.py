@@ -156,7 +156,7 @@ class Trials:
             self.tally.ended_s.append(time.monotonic() - woken_s)
         except TimeoutError:
             self.tally.problems.append(f"{name}: {ENDS_S:g} s after it woke up the host keeps what it had")
-        self.tally.dropped += bool(victim.said("must stop", logged) + victim.said("is dropped", logged))
+        self.tally.dropped += bool(victim.said("lease_lost", logged) + victim.said("attempt_report_refused", logged))
         with victim.client() as client:
             answers = await self._fleet.ask(lambda: stale.send_all(client, job_id, 1))
         for call, code in stale.EXPECTED.items():

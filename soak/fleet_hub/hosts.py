@@ -19,8 +19,8 @@ from soak.fleet_hub.books import Books, Hold, Key
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
-from strata.fleet.agent.calls import Calls
-from strata.fleet.agent.state import Claiming
+from strata.fleet.agent.hub_api import HubApi
+from strata.fleet.agent.state import PendingClaim
 from strata.fleet.artifacts.manifest import File, Kind, Lineage, Manifest
 from strata.fleet.client import HubClient
 from strata.fleet.core.capability import Capability
@@ -112,7 +112,7 @@ class Host:
         self._dice = dice
         self._client = HubClient(url, bearer=secret, timeout_s=15.0)
         self._beating = HubClient(url, bearer=secret, timeout_s=10.0)
-        self._calls = Calls(self._client)
+        self._calls = HubApi(self._client)
         self._stopping = threading.Event()
         # A host asks again soon enough after any outage to keep what it holds: as the agent, in proportion.
         self._patient = Asking(books, self._stopping, dice, lease_s / 6)
@@ -162,7 +162,7 @@ class Host:
 
     def _claim(self) -> dict[Key, tuple[LeaseGiven, Hold]]:
         count = self._temper.count
-        claiming = Claiming(claim_id=f"{self.name}-{next(_names)}", count=count, slots=count)
+        claiming = PendingClaim(claim_id=f"{self.name}-{next(_names)}", count=count, slots=count)
         held = self._keep(self._patient.ask("claim", lambda: self._calls.claim(claiming, WAIT_S)))
         if held and self._chance(self._temper.repeats):
             again = self._patient.ask("claim again", lambda: self._calls.claim(claiming, 0.0))
@@ -306,7 +306,7 @@ class Host:
     def _beat(self) -> None:
         held = self._all_held()
         if held:
-            for each in self._beats.ask("renew", lambda: Calls(self._beating).renew(held)):
+            for each in self._beats.ask("renew", lambda: HubApi(self._beating).renew(held)):
                 self._books.verdict(self.name, each)
 
     def _all_held(self) -> tuple[wire.LeaseHeld, ...]:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Final
 
 from strata.fleet import wire
-from strata.fleet.agent.calls import Calls
-from strata.fleet.agent.prepare import Site, make_work
+from strata.fleet.agent.attempt_folder import JobUser, find_job_user
+from strata.fleet.agent.hub_api import HubApi
+from strata.fleet.agent.prepare import HostContext, create_work_folder
 from strata.fleet.agent.settings import AgentSettings
-from strata.fleet.agent.workdir import Owner, owner_of
 from strata.fleet.client import HubClient
 
 USER: Final = "nobody"
@@ -40,39 +40,39 @@ while True:
 
 
 @contextmanager
-def a_host(client: HubClient | None = None, user: str = USER) -> Iterator[Site]:
+def a_host(client: HubClient | None = None, user: str = USER) -> Iterator[HostContext]:
     """State with a key that only root can read; work that the job's user can reach."""
     assert os.geteuid() == 0, "only root can become another user: run this as root"
     folder = Path(tempfile.mkdtemp(prefix="strata-abuse-"))
     folder.chmod(0o711)
     try:
         settings = AgentSettings(state=folder / "state", work=folder / "work", run_as=user)
-        make_work(settings)
+        create_work_folder(settings)
         identity = settings.state_folder / "identity"
         identity.mkdir(mode=0o700, parents=True)
         settings.state_folder.chmod(0o700)
         (identity / "host.key").write_text(HOST_KEY)
         (identity / "host.key").chmod(0o600)
-        calls = Calls(client or HubClient("http://127.0.0.1:1"))
-        yield Site(settings, calls, {"PATH": "/usr/bin:/bin", "HOME": "/h/agent"}, owner_of(user))
+        calls = HubApi(client or HubClient("http://127.0.0.1:1"))
+        yield HostContext(settings, calls, {"PATH": "/usr/bin:/bin", "HOME": "/h/agent"}, find_job_user(user))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def host_key(site: Site) -> Path:
+def host_key(site: HostContext) -> Path:
     return site.settings.state_folder / "identity" / "host.key"
 
 
-def is_untouched(site: Site) -> bool:
+def is_untouched(site: HostContext) -> bool:
     """Whether the key and the way to it are still root's alone."""
     key = host_key(site)
     ways = [key, key.parent, key.parent.parent]
     return all(path.lstat().st_uid == 0 and path.lstat().st_mode & 0o077 == 0 for path in ways)
 
 
-def owner(site: Site) -> Owner:
-    assert site.owner is not None
-    return site.owner
+def owner(site: HostContext) -> JobUser:
+    assert site.job_user is not None
+    return site.job_user
 
 
 @contextmanager

@@ -23,19 +23,19 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
-from strata.fleet.agent import child, unprivileged
+from strata.fleet.agent import privsep, supervised
+from strata.fleet.agent.artifact_transfer import send_missing_chunks
 from strata.fleet.agent.attempt import Attempt
-from strata.fleet.agent.calls import Calls
+from strata.fleet.agent.attempt_folder import AttemptPaths, create_attempt_folder, remove_folder
 from strata.fleet.agent.git import LOCAL
-from strata.fleet.agent.job_input import Checkout
-from strata.fleet.agent.lease_paths import attempt_name
-from strata.fleet.agent.patience import Threads
-from strata.fleet.agent.prepare import Site, prepare
-from strata.fleet.agent.sources import unpacking
-from strata.fleet.agent.state import Record, State
-from strata.fleet.agent.transfer import send
-from strata.fleet.agent.unprivileged import feed, receive
-from strata.fleet.agent.workdir import Place, make, remove
+from strata.fleet.agent.hub_api import HubApi
+from strata.fleet.agent.path_names import attempt_name
+from strata.fleet.agent.prepare import HostContext, prepare_attempt
+from strata.fleet.agent.privsep import run_with_input, stream_output
+from strata.fleet.agent.privsep_worker import CheckoutCommit
+from strata.fleet.agent.retry import ThreadPools
+from strata.fleet.agent.state import AgentState, AttemptRecord
+from strata.fleet.agent.trainer_source import unpack_request
 from strata.fleet.artifacts.files import Tree, scan
 from strata.fleet.artifacts.manifest import Kind, Lineage
 from strata.fleet.client import HubClient
@@ -57,7 +57,7 @@ from tests.abuse.second_user import (
 )
 from tests.core.fleet_agent.leases import a_trainer, lease
 from tests.shell.fleet_agent.running import PLANTED, HubProcess, agent
-from tests.shell.fleet_agent.test_child import Trial
+from tests.shell.fleet_agent.test_supervised import Trial
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 from tests.support.archives import header, pax_archive
 
@@ -94,7 +94,7 @@ for _ in range(6000):
     for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {str(os.getpid())}:
         try:
             parent = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
-            if parent == sys.argv[1] and "job_input" in open(f"/proc/{pid}/cmdline").read():
+            if parent == sys.argv[1] and "privsep_worker" in open(f"/proc/{pid}/cmdline").read():
                 os.kill(int(pid), signal.SIGSTOP)
                 print(pid, flush=True)
                 sys.exit()
@@ -135,25 +135,25 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
 
 
 @pytest.fixture
-def host() -> Iterator[Site]:
+def host() -> Iterator[HostContext]:
     with a_host() as site:
         yield site
 
 
 @pytest.fixture
-def host_with_hub(hub: HubProcess) -> Iterator[Site]:
+def host_with_hub(hub: HubProcess) -> Iterator[HostContext]:
     with a_host(hub.operator) as site:
         yield site
 
 
-def a_place(site: Site, given: LeaseGiven) -> Place:
-    return Place(site.attempts / attempt_name(given.job_id, given.epoch))
+def a_place(site: HostContext, given: LeaseGiven) -> AttemptPaths:
+    return AttemptPaths(site.attempts / attempt_name(given.job_id, given.epoch))
 
 
-def prepared(site: Site, trainer: TrainerSpec) -> Place:
+def prepared(site: HostContext, trainer: TrainerSpec) -> AttemptPaths:
     given = lease(trainer)
     place = a_place(site, given)
-    prepare(site, given, place, None)
+    prepare_attempt(site, given, place, None)
     return place
 
 
@@ -190,21 +190,21 @@ def test_no_secret_of_the_agent_is_in_its_log_its_arguments_or_what_a_job_is_giv
         assert secret not in hub.log(job)
 
 
-@pytest.mark.attack(AREA, "the trainer overrides STRATA_*; LD_PRELOAD and PYTHONPATH towards the waiter")
+@pytest.mark.attack(AREA, "the trainer overrides STRATA_*; LD_PRELOAD and PYTHONPATH towards the supervisor")
 def test_variables_of_a_trainer_reach_the_job_and_not_the_process_that_watches_it(
     trial: Trial, tmp_path: Path, tries: Callable[[int], None]
 ) -> None:
     hostile = {"LD_PRELOAD": "/tmp/evil.so", "PYTHONPATH": "/tmp", "STRATA_JOB": "another", "STRATA_OUTPUT": "/etc"}
     with a_host() as site:
         given = lease(a_trainer(directory="/", env=hostile))
-        run = prepare(site, given, a_place(site, given), None)
+        run = prepare_attempt(site, given, a_place(site, given), None)
         assert run.env["STRATA_JOB"] == given.job_id
         assert run.env["STRATA_OUTPUT"].startswith(str(site.attempts))
     trial.start("import time; print('up', flush=True); time.sleep(300)", env=hostile | {"PATH": "/usr/bin:/bin"})
     trial.says("up")
-    pids = child.pids(trial.folder)
+    pids = supervised.read_pids(trial.folder)
     assert pids is not None
-    assert Path(f"/proc/{pids.waiter}/environ").read_bytes() == b""
+    assert Path(f"/proc/{pids.supervisor}/environ").read_bytes() == b""
     tries(len(hostile))
 
 
@@ -228,14 +228,14 @@ def test_all_that_a_child_started_ends_with_it_wherever_it_went(trial: Trial, ho
     pids = [int(word) for word in said[:3]]
     if how == "it is stopped":
         assert all(map(is_alive, pids))
-        child.stop(trial.folder, 0.1)
+        supervised.request_stop(trial.folder, 0.1)
     trial.exit()
     eventually(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.attack(AREA, "a variable whose name has an equals sign, or a NUL in its value")
 @pytest.mark.parametrize("env", [{"A=B": "x"}, {"A": "x\0y"}, {"": "x"}])
-def test_a_variable_that_no_process_can_have_is_refused_and_the_waiter_lives(
+def test_a_variable_that_no_process_can_have_is_refused_and_the_supervisor_lives(
     trial: Trial, hub: HubProcess, env: dict[str, str]
 ) -> None:
     trial.start("pass", env=env)
@@ -267,13 +267,13 @@ TRAVERSALS = [
 
 @pytest.mark.attack(AREA, "C1: a bundle that is a path into the host, with run_as")
 @pytest.mark.parametrize("bundle", TRAVERSALS)
-def test_a_bundle_that_is_a_path_is_refused_by_the_host(host: Site, bundle: str) -> None:
+def test_a_bundle_that_is_a_path_is_refused_by_the_host(host: HostContext, bundle: str) -> None:
     # The first part is there, as after a job of that source: without it the path leads nowhere.
     for name in (ARTIFACT, "a" * 64, "sha256:" + "a" * 64):
         (host.cache / name).mkdir(parents=True)
     given = lease(a_trainer(bundle=bundle))
     with pytest.raises(StrataError, match="is not an uploaded source"):
-        prepare(host, given, a_place(host, given), None)
+        prepare_attempt(host, given, a_place(host, given), None)
     assert not holds(host.attempts, HOST_KEY)
     assert is_untouched(host)
 
@@ -293,12 +293,12 @@ def test_a_trainer_with_a_path_for_a_digest_is_refused_by_the_hub(
 
 
 @pytest.mark.attack(AREA, "an id or an epoch of a lease that is a path")
-def test_a_lease_with_a_path_for_an_id_names_no_folder(host: Site, tries: Callable[[int], None]) -> None:
+def test_a_lease_with_a_path_for_an_id_names_no_folder(host: HostContext, tries: Callable[[int], None]) -> None:
     good = lease(a_trainer(directory="/"))
     hostile = ["job1_" + "a" * 64 + "/../..", "../../state", "job1_", "job1_" + "a" * 63, "job1_" + "A" * 64, "x\0y"]
     for job_id in hostile:
         with pytest.raises(StrataError, match="is not an attempt"):
-            Record(lease=msgspec.structs.replace(good, job_id=job_id), claimed_at_s=0.0).key  # noqa: B018
+            AttemptRecord(lease=msgspec.structs.replace(good, job_id=job_id), claimed_at_s=0.0).key  # noqa: B018
         encoded = msgspec.json.encode(msgspec.structs.replace(good, job_id=job_id))
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(encoded, type=LeaseGiven)
@@ -316,13 +316,13 @@ def test_git_fetches_over_https_and_ssh_alone(run_as: bool, tries: Callable[[int
         "https://127.0.0.1:9/x\n--upload-pack=touch", "fd::0", "transport::address", "./relative", "user@-host:x",
     ]  # fmt: skip
     with a_host() as site:
-        host = site if run_as else Site(site.settings, site.calls, site.environ, None)
+        host = site if run_as else HostContext(site.settings, site.hub, site.environ, None)
         mark = site.settings.work_folder / "touched"
         began_s = time.monotonic()
         for url in hostile:
             given = lease(a_trainer(git=url.format(mark=mark), commit=COMMIT))
             with pytest.raises(StrataError) as refused:
-                prepare(host, given, a_place(host, given), None)
+                prepare_attempt(host, given, a_place(host, given), None)
             assert refused.value.code is Code.PRECONDITION
         assert time.monotonic() - began_s < 60.0
         assert not list(site.settings.work_folder.rglob("touched"))
@@ -332,17 +332,17 @@ def test_git_fetches_over_https_and_ssh_alone(run_as: bool, tries: Callable[[int
 @pytest.mark.attack(AREA, "L4: git fd::17 holds a slot for ten minutes")
 def test_a_git_address_that_is_a_descriptor_is_refused_at_once(tmp_path: Path) -> None:
     with a_host() as site:
-        for host in (site, Site(site.settings, site.calls, site.environ, None)):
+        for host in (site, HostContext(site.settings, site.hub, site.environ, None)):
             given = lease(a_trainer(git="fd::17", commit=COMMIT))
             began_s = time.monotonic()
             with pytest.raises(StrataError, match="not an address of a git repository"):
-                prepare(host, given, a_place(host, given), None)
+                prepare_attempt(host, given, a_place(host, given), None)
             assert time.monotonic() - began_s < 10.0
 
 
 @pytest.mark.attack(AREA, "M14: git by path, a repository in a folder of root's, with run_as")
 @pytest.mark.parametrize("form", ["{path}", "file://{path}", "localhost:{path}"])
-def test_a_repository_that_only_root_can_read_is_not_fetched_for_a_job(host: Site, form: str) -> None:
+def test_a_repository_that_only_root_can_read_is_not_fetched_for_a_job(host: HostContext, form: str) -> None:
     repository = host.settings.state_folder / "repository"
     repository.mkdir(mode=0o700)
     (repository / "secret.txt").write_text(HOST_KEY)
@@ -352,13 +352,13 @@ def test_a_repository_that_only_root_can_read_is_not_fetched_for_a_job(host: Sit
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, check=True, text=True)
     given = lease(a_trainer(git=form.format(path=repository), commit=head.stdout.strip()))
     with pytest.raises(StrataError):
-        prepare(host, given, a_place(host, given), None)
+        prepare_attempt(host, given, a_place(host, given), None)
     assert not holds(host.attempts, HOST_KEY)
     assert not holds(host.cache, HOST_KEY)
 
 
 @pytest.mark.attack(AREA, "what git writes for a job is the job's user's, and none of it is left behind")
-def test_git_runs_as_the_jobs_user_with_nothing_of_roots(host: Site) -> None:
+def test_git_runs_as_the_jobs_user_with_nothing_of_roots(host: HostContext) -> None:
     """Over the protocol of files, which `run_as` does not allow: what is looked at is who does the work."""
     repository = host.settings.work_folder / "repository"
     repository.mkdir()
@@ -370,22 +370,22 @@ def test_git_runs_as_the_jobs_user_with_nothing_of_roots(host: Site) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, check=True, text=True)
     given = lease(a_trainer(bundle="a" * 64))
     place = a_place(host, given)
-    make(place, given, a_trainer(bundle="a" * 64), host.owner)
+    create_attempt_folder(place, given, a_trainer(bundle="a" * 64), host.job_user)
     # git refuses a repository of another user.
     subprocess.run(["chown", "-R", "nobody", str(repository)], check=True)
     environ = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
-    request = Checkout(
+    request = CheckoutCommit(
         url=str(repository), commit=head.stdout.strip(), scratch=str(place.tmp), protocols=LOCAL, environ=environ
     )
-    packed = b"".join(receive(request, host.owner, 1 << 20))
-    feed(unpacking(place.source, any_link=True), host.owner, [packed])
+    packed = b"".join(stream_output(request, host.job_user, 1 << 20))
+    run_with_input(unpack_request(place.source, any_link=True), host.job_user, [packed])
     assert (place.source / "train.py").read_text() == "print(1)"
     assert (place.source / "link").is_symlink()
     assert {path.lstat().st_uid for path in place.source.rglob("*")} == {owner(host).uid}
     assert list(place.tmp.iterdir()) == []
 
 
-def a_remote(site: Site) -> tuple[Site, str, str]:
+def a_remote(site: HostContext) -> tuple[HostContext, str, str]:
     """A host whose jobs' user has a home, an address there that `ssh` reaches, and a commit of many files."""
     folder = site.settings.work_folder
     home, programs, repository = folder / "home", folder / "programs", folder / "repository"
@@ -403,28 +403,28 @@ def a_remote(site: Site) -> tuple[Site, str, str]:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, check=True, text=True)
     subprocess.run(["chown", "-R", "nobody", str(repository), str(home)], check=True)
     environ = {"PATH": f"{programs}:/usr/bin:/bin"}
-    host = Site(site.settings, site.calls, environ, replace(owner(site), home=str(home)))
+    host = HostContext(site.settings, site.hub, environ, replace(owner(site), home=str(home)))
     return host, f"localhost:{repository}", head.stdout.strip()
 
 
 @pytest.mark.attack(AREA, "rewrite what git checked out for another job, before it is packed and kept for all")
-def test_a_checkout_that_another_job_rewrote_is_not_given_to_later_attempts(host: Site) -> None:
+def test_a_checkout_that_another_job_rewrote_is_not_given_to_later_attempts(host: HostContext) -> None:
     site, url, commit = a_remote(host)
     first, later = (lease(a_trainer(git=url, commit=commit), epoch=epoch) for epoch in (1, 2))
     with as_user(REWRITE, a_place(site, first).tmp) as racer:
         assert racer.stdout is not None
         racer.stdout.readline()
-        prepare(site, first, a_place(site, first), None)
+        prepare_attempt(site, first, a_place(site, first), None)
     # Jobs of one user are not protected from each other while both are there; what comes later is.
     assert (a_place(site, first).source / "train.py").read_text() == "evil"
-    prepare(site, later, a_place(site, later), None)
+    prepare_attempt(site, later, a_place(site, later), None)
     assert (a_place(site, later).source / "train.py").read_text() == HONEST
     assert not site.cache.exists() or list(site.cache.iterdir()) == []
 
 
 @pytest.mark.attack(AREA, "leave a filter for git in the home of the jobs' user")
 @pytest.mark.parametrize("attributes", ["named in .gitconfig", ".config/git/attributes"])
-def test_a_filter_in_the_home_of_the_jobs_user_changes_no_source(host: Site, attributes: str) -> None:
+def test_a_filter_in_the_home_of_the_jobs_user_changes_no_source(host: HostContext, attributes: str) -> None:
     site, url, commit = a_remote(host)
     home = Path(owner(site).home)
     places = {"named in .gitconfig": home / "attributes", ".config/git/attributes": home / ".config/git/attributes"}
@@ -439,16 +439,16 @@ def test_a_filter_in_the_home_of_the_jobs_user_changes_no_source(host: Site, att
 
 
 @pytest.mark.attack(AREA, "a folder of root's as the source, with run_as")
-def test_a_folder_that_the_jobs_user_cannot_reach_is_not_there_for_it(host: Site) -> None:
+def test_a_folder_that_the_jobs_user_cannot_reach_is_not_there_for_it(host: HostContext) -> None:
     given = lease(a_trainer(directory=str(host_key(host).parent)))
     with pytest.raises(StrataError, match="is not on this host"):
-        prepare(host, given, a_place(host, given), None)
+        prepare_attempt(host, given, a_place(host, given), None)
 
 
 @pytest.mark.attack(AREA, "what root makes of a source: every file of an attempt is the job's user's from the start")
-def test_a_source_is_unpacked_by_the_jobs_user_and_kept_by_root_as_it_came(host_with_hub: Site) -> None:
+def test_a_source_is_unpacked_by_the_jobs_user_and_kept_by_root_as_it_came(host_with_hub: HostContext) -> None:
     site = host_with_hub
-    digest = send_bundle(site.calls.client, a_bundle("pkg/", "pkg/a.py", "run.sh"))
+    digest = send_bundle(site.hub.client, a_bundle("pkg/", "pkg/a.py", "run.sh"))
     place = prepared(site, a_trainer(bundle=digest))
     found = list(place.source.rglob("*"))
     assert len(found) == 3
@@ -458,28 +458,28 @@ def test_a_source_is_unpacked_by_the_jobs_user_and_kept_by_root_as_it_came(host_
 
 
 @pytest.mark.attack(AREA, "M15: a 62 KB bundle with a pax header of digits")
-def test_a_pax_header_of_digits_stops_nobody(host_with_hub: Site, tries: Callable[[int], None]) -> None:
+def test_a_pax_header_of_digits_stops_nobody(host_with_hub: HostContext, tries: Callable[[int], None]) -> None:
     for records in (b"1" * 62_000, b"%d comment=%s\n" % (62_000, b"1" * 61_985)):
-        bundle = send_bundle(host_with_hub.calls.client, pax_archive(records))
+        bundle = send_bundle(host_with_hub.hub.client, pax_archive(records))
         given = lease(a_trainer(bundle=bundle))
         own_s, children_s = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         with suppress(StrataError):
-            prepare(host_with_hub, given, a_place(host_with_hub, given), None)
+            prepare_attempt(host_with_hub, given, a_place(host_with_hub, given), None)
         assert time.process_time() - own_s < 1.0, "the agent itself reads nothing of a bundle"
         assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - children_s < 3.0
         tries(1)
 
 
 @pytest.mark.attack(AREA, "M15: a 312 KB xz bundle with a pax header of 2 GiB")
-def test_a_pax_header_of_two_gib_is_refused_before_it_is_read(host_with_hub: Site) -> None:
+def test_a_pax_header_of_two_gib_is_refused_before_it_is_read(host_with_hub: HostContext) -> None:
     compressor = lzma.LZMACompressor()
     content = compressor.compress(header("pax", 2 << 30, kind=b"x"))
     # Of the same shape as 2 GiB of zeros, which take too long to compress here: the header alone has to be enough.
     content += compressor.compress(bytes(64 << 20)) + compressor.flush()
-    given = lease(a_trainer(bundle=send_bundle(host_with_hub.calls.client, content)))
+    given = lease(a_trainer(bundle=send_bundle(host_with_hub.hub.client, content)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(StrataError, match="at most 65536 are allowed"):
-        prepare(host_with_hub, given, a_place(host_with_hub, given), None)
+        prepare_attempt(host_with_hub, given, a_place(host_with_hub, given), None)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
     watched = subprocess.run(
         [sys.executable, "-c", PEAK], input=content, capture_output=True, check=True, timeout=60
@@ -488,16 +488,16 @@ def test_a_pax_header_of_two_gib_is_refused_before_it_is_read(host_with_hub: Sit
 
 
 @pytest.mark.attack(AREA, "a bundle whose compression asks for a window of gigabytes")
-def test_an_unpacking_that_asks_for_too_much_memory_ends_and_nothing_else(host_with_hub: Site) -> None:
+def test_an_unpacking_that_asks_for_too_much_memory_ends_and_nothing_else(host_with_hub: HostContext) -> None:
     content = bytearray(lzma.compress(a_bundle("a"), filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 16}]))
     # The size of the window is one byte of the block's header: 40 asks for 4 GiB. Its checksum is made right again.
     at = content.index(bytes([lzma.FILTER_LZMA2, 1]), 12)
     content[at + 2] = 40
     size = (content[12] + 1) * 4
     content[12 + size - 4 : 12 + size] = zlib.crc32(bytes(content[12 : 12 + size - 4])).to_bytes(4, "little")
-    given = lease(a_trainer(bundle=send_bundle(host_with_hub.calls.client, bytes(content))))
+    given = lease(a_trainer(bundle=send_bundle(host_with_hub.hub.client, bytes(content))))
     with pytest.raises(StrataError, match="memory"):
-        prepare(host_with_hub, given, a_place(host_with_hub, given), None)
+        prepare_attempt(host_with_hub, given, a_place(host_with_hub, given), None)
 
 
 # Races of the job's user with root
@@ -505,10 +505,10 @@ def test_an_unpacking_that_asks_for_too_much_memory_ends_and_nothing_else(host_w
 
 @pytest.mark.attack(AREA, "H2: swap folders for links while the agent hands an attempt over")
 def test_no_file_of_root_changes_hands_while_an_attempt_is_prepared(
-    host_with_hub: Site, tries: Callable[[int], None]
+    host_with_hub: HostContext, tries: Callable[[int], None]
 ) -> None:
     site = host_with_hub
-    digest = send_bundle(site.calls.client, a_bundle(*(f"d{number:03}/identity/host.key" for number in range(300))))
+    digest = send_bundle(site.hub.client, a_bundle(*(f"d{number:03}/identity/host.key" for number in range(300))))
     given = lease(a_trainer(bundle=digest))
     place = a_place(site, given)
     baits = site.settings.work_folder / "baits"
@@ -524,7 +524,7 @@ def test_no_file_of_root_changes_hands_while_an_attempt_is_prepared(
         for _ in range(3):
             # A source that was swapped away may fail to be unpacked; root's files are what counts.
             with suppress(StrataError):
-                prepare(site, given, place, None)
+                prepare_attempt(site, given, place, None)
             assert is_untouched(site)
     tries(3)
 
@@ -532,9 +532,9 @@ def test_no_file_of_root_changes_hands_while_an_attempt_is_prepared(
 @pytest.mark.attack(AREA, "stop the process that prepares another attempt, which then holds its slot for ever")
 @pytest.mark.parametrize("content", [a_bundle("a"), a_bundle("a", content=bytes(4 << 20))], ids=["read", "unread"])
 def test_a_preparation_that_is_stopped_ends_as_the_hosts_failure(
-    host: Site, monkeypatch: pytest.MonkeyPatch, content: bytes
+    host: HostContext, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    monkeypatch.setattr(unprivileged, "WAIT_S", 3.0)
+    monkeypatch.setattr(privsep, "WAIT_S", 3.0)
     place = prepared(host, a_trainer(directory="/"))
     pids: list[int] = []
 
@@ -543,7 +543,7 @@ def test_a_preparation_that_is_stopped_ends_as_the_hosts_failure(
         yield content
 
     with ThreadPoolExecutor(1) as pool:
-        preparing = pool.submit(feed, unpacking(place.tmp), host.owner, pieces())
+        preparing = pool.submit(run_with_input, unpack_request(place.tmp), host.job_user, pieces())
         try:
             # No errno: nothing that a source could have brought about.
             with pytest.raises(ChildProcessError, match=r"more than 3 s") as failed:
@@ -556,27 +556,29 @@ def test_a_preparation_that_is_stopped_ends_as_the_hosts_failure(
 
 
 @pytest.mark.attack(AREA, "stop the process that runs git for another attempt")
-def test_a_checkout_that_is_stopped_ends_as_the_hosts_failure(host: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unprivileged, "WAIT_S", 3.0)
+def test_a_checkout_that_is_stopped_ends_as_the_hosts_failure(
+    host: HostContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(privsep, "WAIT_S", 3.0)
     site, url, commit = a_remote(host)
     given = lease(a_trainer(git=url, commit=commit))
     with as_user(STOP, os.getpid()), pytest.raises(ChildProcessError, match=r"more than 3 s"):
-        prepare(site, given, a_place(site, given), None)
+        prepare_attempt(site, given, a_place(site, given), None)
 
 
 @pytest.mark.attack(AREA, "H3: swap a checkpoint for a link while it is uploaded")
-def test_no_file_of_root_is_sent_as_a_checkpoint(host_with_hub: Site, tries: Callable[[int], None]) -> None:
+def test_no_file_of_root_is_sent_as_a_checkpoint(host_with_hub: HostContext, tries: Callable[[int], None]) -> None:
     site = host_with_hub
     given = lease(a_trainer(directory="/"))
     place = a_place(site, given)
-    prepare(site, given, place, None)
+    prepare_attempt(site, given, place, None)
     plant = (
         "import os, sys\ncheckpoints, identity = sys.argv[1:]\nos.mkdir(checkpoints + '/c')\n"
         "open(checkpoints + '/c/host.key', 'w').write('mine')\nos.symlink(identity, checkpoints + '/.link')\n"
     )
     assert said_by_user(plant, place.checkpoints, host_key(site).parent) == ""
-    record = Record(lease=given, claimed_at_s=0.0)
-    attempt = Attempt(record, State(site.settings.state_folder), site, Threads())
+    record = AttemptRecord(lease=given, claimed_at_s=0.0)
+    attempt = Attempt(record, AgentState(site.settings.state_folder), site, ThreadPools())
     count = 0
     with as_user(EXCHANGE, place.checkpoints / "c", place.checkpoints / ".link") as racer:
         assert racer.stdout is not None
@@ -586,15 +588,15 @@ def test_no_file_of_root_is_sent_as_a_checkpoint(host_with_hub: Site, tries: Cal
             count += 1
             # The chunks are sent; the commit is refused, for the hub knows no such attempt.
             with suppress(StrataError):
-                attempt._upload(("checkpoints", "c"), Kind.CHECKPOINT)
+                attempt._upload_folder(("checkpoints", "c"), Kind.CHECKPOINT)
     tries(count)
     digests = {hashlib.sha256(text.encode()).hexdigest(): len(text) for text in (HOST_KEY, "mine")}
-    missing = [chunk.digest for chunk in site.calls.missing(digests)]
+    missing = [chunk.digest for chunk in site.hub.missing(digests)]
     assert missing == [hashlib.sha256(HOST_KEY.encode()).hexdigest()], "the key was sent, or nothing was ever read"
 
 
 @pytest.mark.attack(AREA, "a hard link to a file of root's among the results")
-def test_a_result_that_belongs_to_another_user_is_refused(host: Site) -> None:
+def test_a_result_that_belongs_to_another_user_is_refused(host: HostContext) -> None:
     place = prepared(host, a_trainer(directory="/"))
     # As on a machine without fs.protected_hardlinks: root makes the link that the job could make there.
     os.link(host_key(host), place.output / "model.bin")
@@ -603,9 +605,9 @@ def test_a_result_that_belongs_to_another_user_is_refused(host: Site) -> None:
 
 
 @pytest.mark.attack(AREA, "run_as: read the state, /proc of the agent and cached sources; move what the agent reads")
-def test_the_jobs_user_reaches_nothing_of_the_agents(host_with_hub: Site, tries: Callable[[int], None]) -> None:
+def test_the_jobs_user_reaches_nothing_of_the_agents(host_with_hub: HostContext, tries: Callable[[int], None]) -> None:
     site = host_with_hub
-    place = prepared(site, a_trainer(bundle=send_bundle(site.calls.client, a_bundle("a"))))
+    place = prepared(site, a_trainer(bundle=send_bundle(site.hub.client, a_bundle("a"))))
     key, metrics = host_key(site), place.metrics
     attacks = [
         f"open({str(key)!r}).read()",
@@ -627,7 +629,7 @@ def test_the_jobs_user_reaches_nothing_of_the_agents(host_with_hub: Site, tries:
 
 
 @pytest.mark.attack(AREA, "another user than the job's reads or writes an attempt")
-def test_a_third_user_reaches_nothing_of_an_attempt(host: Site, tries: Callable[[int], None]) -> None:
+def test_a_third_user_reaches_nothing_of_an_attempt(host: HostContext, tries: Callable[[int], None]) -> None:
     place = prepared(host, a_trainer(directory="/"))
     attacks = [f"open({str(place.spec)!r}).read()", f"os.listdir({str(place.output)!r})",
                f"open({str(place.output / 'x')!r}, 'w')", f"open({str(place.metrics)!r}, 'a')"]  # fmt: skip
@@ -651,13 +653,13 @@ def test_metrics_that_are_not_a_file_are_the_jobs_failure(hub: HubProcess, tmp_p
 
 
 @pytest.mark.attack(AREA, "folders in folders, deeper than a recursion, among the results and to be removed")
-def test_folders_without_end_are_refused_as_a_result_and_removed(host: Site) -> None:
+def test_folders_without_end_are_refused_as_a_result_and_removed(host: HostContext) -> None:
     place = prepared(host, a_trainer(directory="/"))
     dig = "import os, sys\nos.chdir(sys.argv[1])\nfor _ in range(1200):\n    os.mkdir('dd')\n    os.chdir('dd')\n"
     assert said_by_user(dig, place.output) == ""
     with pytest.raises(StrataError, match="folders deep"):
         scan(Tree(place.folder, ("output",), uid=owner(host).uid), links="skip")
-    remove(place.folder)
+    remove_folder(place.folder)
     assert not place.folder.exists()
 
 
@@ -682,7 +684,7 @@ def test_a_host_reads_only_what_its_leases_name(hub: HubProcess, tmp_path: Path)
     source.mkdir()
     (source / "a").write_text("of somebody else")
     manifest = scan(source)
-    send(Calls(hub.operator), source, manifest, lambda: True)
+    send_missing_chunks(HubApi(hub.operator), source, manifest, lambda: True)
     body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=Kind.SOURCE))
     artifact = hub.operator.call("POST", "/v1/artifacts", wire.CommitReply, body=body).artifact_id
     made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=wire.LocalHostRequest(name="curious"))

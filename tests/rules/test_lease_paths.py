@@ -1,7 +1,7 @@
 """Nothing that comes from a lease is joined to a path without a full match.
 
 A lease is written by whoever may submit jobs. In the agent every path is joined with a constant, or with a name from
-the list below: what `lease_paths` has matched, what the agent has read from its own folders, and what it has made.
+the list below: what `path_names` has matched, what the agent has read from its own folders, and what it has made.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ JOINS: Final = ("joinpath", "with_name", "with_stem", "with_suffix")
 PATHS: Final = ("Path", "PurePath", "PurePosixPath", "PosixPath", "os.path.join")
 ALLOWED: Final = {
     "attempt.py": {
-        "site.attempts / record.key": "lease_paths.attempt_name",
+        "host.attempts / record.key": "path_names.attempt_name",
     },
     "state.py": {
-        "self._attempts / record.key": "lease_paths.attempt_name",
+        "self._attempts / record.key": "path_names.attempt_name",
     },
-    "sources.py": {
-        "cache / name": "a PathName of lease_paths",
-        "cache / f'.{name}.{secrets.token_hex(8)}.partial'": "a PathName of lease_paths",
+    "trainer_source.py": {
+        "cache / name": "a PathName of path_names",
+        "cache / f'.{name}.{secrets.token_hex(8)}.partial'": "a PathName of path_names",
         "Path(trainer.directory)": "the host's own folder: the job's user enters it, and the agent does not",
     },
     "environment.py": {
         "Path(trainer.venv)": "for the PATH of the job; the agent opens nothing there",
     },
     "unpack.py": {
-        "folder / _inside(member.target)": "in the process of the job's user; nothing leads outside",
+        "folder / _relative_path(member.target)": "in the process of the job's user; nothing leads outside",
         "folder / name": "in the process of the job's user; nothing leads outside",
         "PurePosixPath(name.lstrip('/'))": "in the process of the job's user",
         "PurePosixPath(target)": "in the process of the job's user",
     },
-    "job_input.py": {
+    "privsep_worker.py": {
         "Path(request.target)": "in the process of the job's user",
         "Path(tempfile.mkdtemp(prefix='source-', dir=request.scratch))": "in the process of the job's user",
     },
-    "waiter.py": {
+    "supervisor.py": {
         "Path(__file__)": "our own program",
         "Path(f'/proc/{pid}/stat')": "a number",
         "Path('/sys/fs/cgroup' + path)": "of this process",
@@ -127,7 +127,7 @@ def test_a_field_of_a_lease_in_a_path_is_found(planted: str) -> None:
 
 
 def test_only_full_matches_make_names_of_leases() -> None:
-    tree = ast.parse((AGENT / "lease_paths.py").read_text(encoding="utf-8"))
+    tree = ast.parse((AGENT / "path_names.py").read_text(encoding="utf-8"))
     calls = {
         node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }

@@ -57,11 +57,11 @@ def probe(config: Path | None, interpreter: str | None) -> None:
     import msgspec
 
     from strata.base.settings import own_environment
-    from strata.fleet.agent.environment import allowed
-    from strata.fleet.agent.start import capability
+    from strata.fleet.agent.environment import inherited_by_jobs
+    from strata.fleet.agent.start import probe_capability
 
     settings = _settings(config, {"interpreter": interpreter})
-    probed = capability(settings, allowed(own_environment(), settings.pass_env))
+    probed = probe_capability(settings, inherited_by_jobs(own_environment(), settings.pass_env))
     for problem in probed.problems:
         complain(f"strata agent: {problem}")
     write(msgspec.json.format(msgspec.json.encode(probed.capability)).decode())
@@ -73,17 +73,17 @@ def probe(config: Path | None, interpreter: str | None) -> None:
 @_work
 def check(config: Path | None, state: str | None, work: str | None) -> None:
     """Test whether this host is fit for jobs: folders, disk, child processes, the hub and its clock."""
-    from strata.fleet.agent.identity import connect
-    from strata.fleet.agent.start import check as test
+    from strata.fleet.agent.identity import connect_to_hub
+    from strata.fleet.agent.start import check_host
 
     settings = _settings(config, {"state": state, "work": work})
     joined = (settings.state_folder / "identity" / "hub.json").exists()
-    findings = test(settings, connect(settings.state_folder) if joined else None)
+    results = check_host(settings, connect_to_hub(settings.state_folder) if joined else None)
     if not joined:
         complain("strata agent: this host has not joined a hub; its part is tested alone")
-    for finding in findings:
-        write(f"{'ok ' if finding.ok else 'BAD'}  {finding.what}: {finding.reason}")
-    if not all(finding.ok for finding in findings):
+    for result in results:
+        write(f"{'ok ' if result.ok else 'BAD'}  {result.check}: {result.reason}")
+    if not all(result.ok for result in results):
         raise StrataError(Code.PRECONDITION, "this host is not fit for jobs")
 
 

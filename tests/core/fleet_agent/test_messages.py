@@ -8,7 +8,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
 from strata.fleet.agent.identity import Membership
-from strata.fleet.agent.selftest import skew
+from strata.fleet.agent.selftest import check_clock_skew
 from strata.fleet.client import HubClient, spell_query
 from strata.fleet.core.job import Status
 
@@ -60,7 +60,7 @@ def test_what_is_no_address_of_a_hub_is_refused_without_repeating_a_password(url
 
 
 def test_a_clock_that_is_far_off_is_said_with_its_direction() -> None:
-    assert skew(10.0, 300.0).ok
-    behind = skew(-4000.0, 300.0)
+    assert check_clock_skew(10.0, 300.0).ok
+    behind = check_clock_skew(-4000.0, 300.0)
     assert not behind.ok
     assert "4000 s behind" in behind.reason

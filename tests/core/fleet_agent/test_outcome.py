@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from strata.fleet.agent.child import Exit, Lost
-from strata.fleet.agent.outcome import ERROR_BYTES, outcome_of, spell
-from strata.fleet.agent.state import Stop
+from strata.fleet.agent.outcome import ERROR_BYTES, classify_exit, describe_exit_status
+from strata.fleet.agent.state import StopOrder
+from strata.fleet.agent.supervised import ChildExit, SupervisorLost
 from strata.fleet.core.job import Cause
 
-PREEMPTED = Stop(cause=Cause.PREEMPTED, reason="the agent was stopped")
-STALE = Stop(cause=Cause.CANCELLED, reason="another attempt has begun", drop=True)
+PREEMPTED = StopOrder(cause=Cause.PREEMPTED, reason="the agent was stopped")
+STALE = StopOrder(cause=Cause.CANCELLED, reason="another attempt has begun", drop=True)
 NO_TORCH = """\
 Traceback (most recent call last):
   File "train.py", line 1, in <module>
@@ -23,51 +23,55 @@ CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 @pytest.mark.parametrize(
     ("seen", "tail", "stop", "cause"),
     [
-        (Exit(started=True, status=0), "", None, None),
-        (Exit(started=True, status=1), "ValueError: no", None, Cause.USER_ERROR),
-        (Exit(started=True, status=-11), "", None, Cause.USER_ERROR),
-        (Exit(started=True, status=-9), "", None, Cause.OOM),
-        (Exit(started=True, status=137), "", None, Cause.OOM),
-        (Exit(started=True, status=1, oom_kills=1), "a worker died", None, Cause.OOM),
-        (Exit(started=True, status=1), CUDA, None, Cause.OOM),
-        (Exit(started=True, status=1), "MemoryError\n", None, Cause.OOM),
-        (Exit(started=True, status=1), "x = MemoryErrors()", None, Cause.USER_ERROR),
-        (Exit(started=True, status=0), CUDA, None, None),
-        (Exit(started=False, error="no such file", setup=True), "", None, Cause.SETUP_ERROR),
-        (Exit(started=False, error="cannot allocate memory"), "", None, Cause.INFRA),
-        (Exit(started=True, status=1), NO_TORCH, None, Cause.SETUP_ERROR),
-        (Exit(started=True, status=1), f"{NO_TORCH}Retrying\n", None, Cause.USER_ERROR),
-        (Exit(started=True, status=2), NO_TORCH, None, Cause.USER_ERROR),
-        (Exit(started=True, status=1), NO_TORCH.splitlines()[-1], None, Cause.USER_ERROR),
-        (Exit(started=True, status=-9, timed_out=True), "", None, Cause.TIMEOUT),
-        (Exit(started=True, status=-15, stopped=True), "", PREEMPTED, Cause.PREEMPTED),
-        (Exit(started=True, status=0, stopped=True), "", PREEMPTED, Cause.PREEMPTED),
-        (Exit(started=True, status=-15, stopped=True), "", None, Cause.PREEMPTED),
+        (ChildExit(started=True, status=0), "", None, None),
+        (ChildExit(started=True, status=1), "ValueError: no", None, Cause.USER_ERROR),
+        (ChildExit(started=True, status=-11), "", None, Cause.USER_ERROR),
+        (ChildExit(started=True, status=-9), "", None, Cause.OOM),
+        (ChildExit(started=True, status=137), "", None, Cause.OOM),
+        (ChildExit(started=True, status=1, oom_kills=1), "a worker died", None, Cause.OOM),
+        (ChildExit(started=True, status=1), CUDA, None, Cause.OOM),
+        (ChildExit(started=True, status=1), "MemoryError\n", None, Cause.OOM),
+        (ChildExit(started=True, status=1), "x = MemoryErrors()", None, Cause.USER_ERROR),
+        (ChildExit(started=True, status=0), CUDA, None, None),
+        (ChildExit(started=False, error="no such file", setup=True), "", None, Cause.SETUP_ERROR),
+        (ChildExit(started=False, error="cannot allocate memory"), "", None, Cause.INFRA),
+        (ChildExit(started=True, status=1), NO_TORCH, None, Cause.SETUP_ERROR),
+        (ChildExit(started=True, status=1), f"{NO_TORCH}Retrying\n", None, Cause.USER_ERROR),
+        (ChildExit(started=True, status=2), NO_TORCH, None, Cause.USER_ERROR),
+        (ChildExit(started=True, status=1), NO_TORCH.splitlines()[-1], None, Cause.USER_ERROR),
+        (ChildExit(started=True, status=-9, timed_out=True), "", None, Cause.TIMEOUT),
+        (ChildExit(started=True, status=-15, stopped=True), "", PREEMPTED, Cause.PREEMPTED),
+        (ChildExit(started=True, status=0, stopped=True), "", PREEMPTED, Cause.PREEMPTED),
+        (ChildExit(started=True, status=-15, stopped=True), "", None, Cause.PREEMPTED),
         # It was over before the agent's wish reached it.
-        (Exit(started=True, status=0), "", PREEMPTED, None),
-        (Exit(started=True, status=1), "", PREEMPTED, Cause.USER_ERROR),
-        (Lost(), "", None, Cause.INFRA),
-        (Lost(), "", PREEMPTED, Cause.PREEMPTED),
+        (ChildExit(started=True, status=0), "", PREEMPTED, None),
+        (ChildExit(started=True, status=1), "", PREEMPTED, Cause.USER_ERROR),
+        (SupervisorLost(), "", None, Cause.INFRA),
+        (SupervisorLost(), "", PREEMPTED, Cause.PREEMPTED),
     ],
 )
 def test_how_a_child_ends_decides_the_cause(
-    seen: Exit | Lost, tail: str, stop: Stop | None, cause: Cause | None
+    seen: ChildExit | SupervisorLost, tail: str, stop: StopOrder | None, cause: Cause | None
 ) -> None:
-    assert outcome_of(seen, tail, stop=stop, timeout_s=0).cause is cause
+    assert classify_exit(seen, tail, stop=stop, timeout_s=0).cause is cause
 
 
 def test_an_attempt_that_nobody_wants_is_dropped_however_it_ended() -> None:
-    for seen in (Exit(started=True, status=0), Exit(started=True, status=-9, stopped=True), Lost()):
-        assert outcome_of(seen, "", stop=STALE, timeout_s=0).drop
+    for seen in (ChildExit(started=True, status=0), ChildExit(started=True, status=-9, stopped=True), SupervisorLost()):
+        assert classify_exit(seen, "", stop=STALE, timeout_s=0).drop
 
 
 def test_the_error_has_the_last_lines_of_the_output_and_not_all_of_it() -> None:
     tail = "early\n" + "x" * ERROR_BYTES + "\nValueError: the end"
-    error = outcome_of(Exit(started=True, status=3), tail, stop=None, timeout_s=0).error
+    error = classify_exit(ChildExit(started=True, status=3), tail, stop=None, timeout_s=0).error
     assert error.startswith("exit code 3\n")
     assert error.endswith("ValueError: the end")
     assert "early" not in error
 
 
 def test_signals_are_spelled_by_name() -> None:
-    assert [spell(status) for status in (2, -9, -250)] == ["exit code 2", "killed by SIGKILL", "killed by signal 250"]
+    assert [describe_exit_status(status) for status in (2, -9, -250)] == [
+        "exit code 2",
+        "killed by SIGKILL",
+        "killed by signal 250",
+    ]

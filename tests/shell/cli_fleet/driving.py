@@ -12,8 +12,8 @@ import pytest
 from strata.base.secret import Secret
 from strata.cli.main import run
 from strata.fleet import wire
-from strata.fleet.agent.calls import Calls
-from strata.fleet.agent.state import Claiming
+from strata.fleet.agent.hub_api import HubApi
+from strata.fleet.agent.state import PendingClaim
 from strata.fleet.client import HubClient
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause
@@ -62,24 +62,24 @@ class HostByHand:
         body = wire.LocalHostRequest(name=name)
         made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body)
         self.name = name
-        self.calls = Calls(HubClient(hub.address, bearer=Secret(made.secret)))
-        self.calls.register(Capability(hostname=name, cores=4, ram_bytes=8 << 30))
+        self.hub = HubApi(HubClient(hub.address, bearer=Secret(made.secret)))
+        self.hub.register(Capability(hostname=name, cores=4, ram_bytes=8 << 30))
         self._claims = 0
 
     def close(self) -> None:
-        self.calls.client.close()
+        self.hub.client.close()
 
     def claim(self) -> wire.LeaseGiven:
         self._claims += 1
-        (lease,) = self.calls.claim(Claiming(claim_id=f"{self.name}-{self._claims}", count=1, slots=1), 5.0)
+        (lease,) = self.hub.claim(PendingClaim(claim_id=f"{self.name}-{self._claims}", count=1, slots=1), 5.0)
         return lease
 
     def completes(self) -> wire.LeaseGiven:
         lease = self.claim()
-        self.calls.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+        self.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
         return lease
 
     def fails(self, error: str) -> wire.LeaseGiven:
         lease = self.claim()
-        self.calls.fail(lease, Cause.USER_ERROR, error, {})
+        self.hub.fail(lease, Cause.USER_ERROR, error, {})
         return lease

@@ -77,7 +77,7 @@ def test_joining_logging_in_and_working_show_no_secret_to_other_processes(
                 agent.terminate()
                 agent.wait(60)
     assert said.status == 0, (said.err, (tmp_path / "agent.log").read_text())
-    for part in (" join ", " login ", " agent ", "waiter.py", "train.py"):
+    for part in (" join ", " login ", " agent ", "supervisor.py", "train.py"):
         assert any(part in line for line in watch.seen), f"{part} was looked at"
     assert (watch.arguments, watch.environments) == (set(), set())
     key = (state / "identity" / "host.key").read_text().splitlines()[1]

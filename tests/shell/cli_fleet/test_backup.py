@@ -34,7 +34,7 @@ def test_a_running_hub_is_backed_up_and_comes_back_fenced(
     person.says("apply", str(manifest))
     key = person.says("keys", "create", "laptop", "--role", "viewer", "-o", "json").value
     held = host.claim()
-    host.calls.append(held, "log", 0, b"half way\n")
+    host.hub.append(held, "log", 0, b"half way\n")
     kept = tmp_path / "kept"
     done = person.says("backup", str(kept), "--data", str(hub.data), "--all")
     assert done.status == Exit.OK, done.err
@@ -45,7 +45,7 @@ def test_a_running_hub_is_backed_up_and_comes_back_fenced(
     assert person.says("restore", str(kept), "--data", str(hub.data)).status == Exit.OK
     hub.start()
     with pytest.raises(StrataError) as refused:
-        host.calls.complete(held, wire.CompleteRequest(epoch=held.epoch))
+        host.hub.complete(held, wire.CompleteRequest(epoch=held.epoch))
     assert refused.value.code is Code.STALE
     again = host.claim()
     assert (again.job_id, again.epoch) == (held.job_id, EPOCHS + held.epoch + 1)

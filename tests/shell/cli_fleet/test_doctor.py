@@ -12,7 +12,7 @@ from strata.base.secret import Secret
 from strata.cli.exits import Exit
 from strata.fleet import wire
 from strata.fleet.agent.disk import write_json
-from strata.fleet.agent.identity import Membership, membership, save_local
+from strata.fleet.agent.identity import Membership, load_membership, save_local
 from strata.fleet.agent.lock import try_lock
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.fleet_agent.running import HubProcess
@@ -120,7 +120,7 @@ def test_secrets_that_others_can_read_are_a_problem(checkup: Checkup) -> None:
 
 def test_an_agent_that_runs_is_seen_and_a_certificate_that_ran_out_too(checkup: Checkup) -> None:
     checkup.joins()
-    member = membership(checkup.state)
+    member = load_membership(checkup.state)
     old = Membership(url=member.url, host_id=member.host_id, name=member.name, certified_at_s=1.0, valid_for_s=86_400.0)
     write_json(checkup.state / "identity" / "hub.json", old)
     lock = try_lock(checkup.state / "lock")

@@ -63,7 +63,7 @@ def test_why_of_a_job_that_ended_says_how(applied: Person, host: HostByHand) -> 
     applied.says("requeue", "tree-small")
     lease = host.claim()
     assert applied.says("why", "tree-small").out == "tree-small is claimed: a host has it\n"
-    host.calls.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+    host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
     assert applied.says("why", "tree-small").out == "tree-small is completed\n"
 
 

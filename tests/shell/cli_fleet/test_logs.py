@@ -23,7 +23,7 @@ def lease(person: Person, host: HostByHand, manifest: Path) -> wire.LeaseGiven:
 
 
 def test_a_log_and_its_tail_are_printed_as_they_are(person: Person, host: HostByHand, lease: wire.LeaseGiven) -> None:
-    host.calls.append(lease, "log", 0, b"one\ntwo\n\x1b]0;title\x07three\n", last=True)
+    host.hub.append(lease, "log", 0, b"one\ntwo\n\x1b]0;title\x07three\n", last=True)
     assert person.says("logs", "tree-small").out == "one\ntwo\n\x1b]0;title\x07three\n"
     assert person.says("logs", "tree-small", "--tail", "2").out == "two\n\x1b]0;title\x07three\n"
     assert person.says("logs", "tree-large").status == Exit.NOT_FOUND
@@ -39,14 +39,14 @@ def test_a_follower_misses_nothing_over_a_restart_of_the_hub(
             [STRATA, "logs", "-f", "tree-small"], stdout=out, stderr=subprocess.PIPE, env=environ
         )
         try:
-            sent = host.calls.append(lease, "log", 0, b"before\n")
+            sent = host.hub.append(lease, "log", 0, b"before\n")
             eventually(lambda: printed.read_bytes() == b"before\n")
             hub.kill(signal.SIGKILL)
             hub.start()
-            sent = host.calls.append(lease, "log", sent, b"after\n")
+            sent = host.hub.append(lease, "log", sent, b"after\n")
             eventually(lambda: printed.read_bytes() == b"before\nafter\n")
-            host.calls.append(lease, "log", sent, b"the end", last=True)
-            host.calls.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+            host.hub.append(lease, "log", sent, b"the end", last=True)
+            host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
             _, said = follower.communicate(timeout=60)
         finally:
             follower.kill()

@@ -34,8 +34,8 @@ def searched(person: Person, host: HostByHand, manifest: Path) -> Person:
     for _ in rates:
         lease = host.claim()
         line = f'{{"type":"metrics","at_s":1.5,"values":{{"auc":{1 - rates[lease.job_id] / 3}}}}}\n'
-        host.calls.append(lease, "metrics", 0, line.encode(), last=True)
-        host.calls.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+        host.hub.append(lease, "metrics", 0, line.encode(), last=True)
+        host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
     return person
 
 

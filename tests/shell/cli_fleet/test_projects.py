@@ -34,7 +34,7 @@ def test_a_queued_job_runs_the_code_it_was_queued_with_whatever_is_applied_after
     person: Person, hub: HubProcess, tmp_path: Path, first: str, second: str
 ) -> None:
     with agent(hub, tmp_path, "desk") as desk:
-        eventually(lambda: "registered" in desk.said())
+        eventually(lambda: "host_registered" in desk.said())
         assert person.says("pause", "desk").status == 0
         one = write_project(tmp_path / "A", "A", first)
         two = write_project(tmp_path / "B", "B", second)

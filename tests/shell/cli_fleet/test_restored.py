@@ -185,12 +185,12 @@ def test_an_attempt_that_a_restore_ended_keeps_its_number_and_the_next_one_is_on
     strata.succeeds("apply", "manifest.toml")
     host = HostByHand(hub, "here")
     held = host.claim()
-    host.calls.append(held, "log", 0, b"half way\n")
+    host.hub.append(held, "log", 0, b"half way\n")
     back_up_and_restore(strata, hub, database, tmp_path / "kept")
     assert strata.succeeds("logs", held.job_id) == "half way\n"
     again = host.claim()
     assert again.job_id == held.job_id
-    host.calls.append(again, "log", 0, b"once more\n")
+    host.hub.append(again, "log", 0, b"once more\n")
     host.close()
     assert strata.succeeds("logs", held.job_id) == "once more\n"
     assert strata.succeeds("logs", held.job_id, "--attempt", "1") == "half way\n"

@@ -39,7 +39,7 @@ def test_the_host_gets_the_command_and_the_folder_and_the_person_the_outcome(
     lease = host.completes()
     assert lease.trainer is not None
     assert lease.trainer.command == ("python", "train.py")
-    assert b"print('hello')" in host.calls.source(lease.trainer.bundle)
+    assert b"print('hello')" in host.hub.source(lease.trainer.bundle)
     assert person.says("run", "--", "python", "train.py").status == Exit.OK
     person.says("cancel", person.says("run", "-d", "--seed", "2", "--", "python", "train.py").out.strip())
     done = person.says("run", "--seed", "2", "--", "python", "train.py")

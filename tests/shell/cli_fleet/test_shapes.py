@@ -31,8 +31,8 @@ def test_the_json_of_every_command_keeps_its_shape(person: Person, host: HostByH
     found: dict[str, Any] = {"apply": shape(person.says("apply", str(manifest), "-o", "json").value)}
     lease = host.claim()
     line = b'{"type":"metrics","at_s":1.5,"step":3,"values":{"loss":0.5}}\n'
-    host.calls.append(lease, "metrics", 0, line, last=True)
-    host.calls.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+    host.hub.append(lease, "metrics", 0, line, last=True)
+    host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
     asked = {
         "list": ("list", "--status", "completed"),
         "show": ("show", "tree-small"),

@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 
 from strata.cli.fleet.service import UNIT, unit_text
-from strata.fleet.agent.loop import LAST_WORDS_S
+from strata.fleet.agent.loop import DRAIN_REPORT_S
 from strata.fleet.agent.settings import AgentSettings
 from strata.hub.settings import HubSettings
 
@@ -101,7 +101,7 @@ def test_jobs_outlive_an_agent_that_crashes_and_have_their_time_when_it_is_stopp
         unit = service(path)
         assert (unit["KillMode"], unit["OOMPolicy"], unit["Restart"]) == ("process", "continue", "always")
         assert unit["ExecReload"] == "/bin/kill -USR1 $MAINPID"
-        assert float(unit["TimeoutStopSec"]) >= AgentSettings().grace_s + LAST_WORDS_S + 30
+        assert float(unit["TimeoutStopSec"]) >= AgentSettings().grace_s + DRAIN_REPORT_S + 30
         assert unit["NoNewPrivileges"] == "yes"
 
 

@@ -190,7 +190,7 @@ class AgentProcess:
         return (self.folder / "agent.log").read_text()
 
     def children(self) -> Mapping[str, Any]:
-        """What the waiters wrote about their processes, by attempt."""
+        """What the supervisors wrote about their processes, by attempt."""
         found = {}
         for path in (self.state / "attempts").glob("*/pid.json"):
             found[path.parent.name] = json.loads(path.read_text())
@@ -207,7 +207,7 @@ class AgentProcess:
             self._process.wait(30)
         for each in self.children().values():
             for pid in (each.get("child"), each["waiter"]):
-                if pid and b"waiter.py" in _command(each["waiter"]):
+                if pid and b"supervisor.py" in _command(each["waiter"]):
                     os.kill(pid, signal.SIGKILL)
 
 

@@ -20,7 +20,7 @@ def test_an_agent_that_is_told_to_hand_over_leaves_its_job_to_the_next_one(hub: 
         assert vera.end(signal.SIGUSR1) == 0
         assert is_alive(pid)
         vera.start()
-        eventually(lambda: "goes on with an attempt" in vera.said())
+        eventually(lambda: "attempt_resumed" in vera.said())
         release.touch()
         seen = hub.until(job, "completed", "failed")
         assert (seen.job.status, len(seen.attempts)) == ("completed", 1)
@@ -33,7 +33,7 @@ def test_an_agent_that_stops_already_is_not_hurried_by_being_told_to_hand_over(h
         hub.says(job, "held")
         pid = wanda.child()
         wanda.send(signal.SIGTERM)
-        eventually(lambda: "stopping" in wanda.said())
+        eventually(lambda: "agent_stopping" in wanda.said())
         wanda.send(signal.SIGUSR1)
         with pytest.raises(AssertionError, match="not within"):
             eventually(lambda: not is_alive(pid), within_s=1.0)

@@ -11,7 +11,7 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.agent import identity
-from strata.fleet.agent.calls import Calls
+from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.client import HubClient, TlsFiles
 from strata.fleet.core.capability import Capability
 from strata.hub.settings import Tls
@@ -43,8 +43,8 @@ async def test_a_joined_host_registers_by_its_certificate_and_renews_it(secure: 
     await join(secure, state)
     assert [path.stat().st_mode & 0o077 for path in (state / "identity").iterdir()] == [0] * 5
     before = (state / "identity" / "host.pem").read_bytes()
-    with identity.connect(state) as client:
-        calls = Calls(client)
+    with identity.connect_to_hub(state) as client:
+        calls = HubApi(client)
         reply = await asyncio.to_thread(calls.register, Capability(hostname="anna"))
         assert reply.name == "anna"
         renewed = await asyncio.to_thread(identity.renew_certificate, state, client, 2000.0)
@@ -65,5 +65,5 @@ async def test_a_hub_of_another_authority_is_not_talked_to(secure: Running, tmp_
 
 def test_a_host_that_has_not_joined_is_told_how(tmp_path: Path) -> None:
     with pytest.raises(StrataError, match="has not joined") as refused:
-        identity.connect(tmp_path)
+        identity.connect_to_hub(tmp_path)
     assert (refused.value.code, refused.value.hint) == (Code.PRECONDITION, "strata join")

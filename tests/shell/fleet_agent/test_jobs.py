@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from strata.fleet import wire
-from strata.fleet.agent.calls import Calls
-from strata.fleet.agent.transfer import send
+from strata.fleet.agent.artifact_transfer import send_missing_chunks
+from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.artifacts.files import scan
 from strata.fleet.artifacts.manifest import Kind, Lineage
 from strata.fleet.core.job import Cause
@@ -110,7 +110,7 @@ def test_a_source_that_was_uploaded_is_run_and_a_result_that_is_a_link_is_not_ke
         "(out / 'where').write_text(os.getcwd())\n(out / 'passwd').symlink_to('/etc/passwd')\n"
     )
     manifest = scan(source)
-    send(Calls(hub.operator), source, manifest, lambda: True)
+    send_missing_chunks(HubApi(hub.operator), source, manifest, lambda: True)
     body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=Kind.SOURCE))
     bundle = hub.operator.call("POST", "/v1/artifacts", wire.CommitReply, body=body).artifact_id
     with agent(hub, tmp_path, "fred") as fred:
@@ -150,17 +150,17 @@ def test_slots_bound_what_runs_at_once(hub: HubProcess, tmp_path: Path) -> None:
 
 def test_a_second_agent_in_the_same_folder_does_not_start(hub: HubProcess, tmp_path: Path) -> None:
     with agent(hub, tmp_path, "ines") as ines:
-        eventually(lambda: "registered" in ines.said())
+        eventually(lambda: "host_registered" in ines.said())
         first = ines._process
         ines.start()
         assert ines._process.wait(60) == 100
-        assert "another agent works in" in ines.said()
+        assert "another agent uses the state folder" in ines.said()
         ines._process = first
 
 
 def test_the_hub_is_told_what_the_host_is(hub: HubProcess, tmp_path: Path) -> None:
     with agent(hub, tmp_path, "jule", labels='{ rack = "b4" }') as jule:
-        eventually(lambda: "registered" in jule.said())
+        eventually(lambda: "host_registered" in jule.said())
         host = hub.operator.call("GET", "/v1/host/jule", wire.Host)
         assert host.capability.os == "linux"
         assert host.capability.cores >= 1

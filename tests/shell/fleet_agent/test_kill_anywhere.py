@@ -45,13 +45,13 @@ main()
 """
 
 
-def waiters(under: Path) -> list[str]:
+def supervisors(under: Path) -> list[str]:
     """Processes that watch a child of an agent whose folder is there."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             command = file.read_text()
-            if "waiter.py" in command and str(under) in command:
+            if "supervisor.py" in command and str(under) in command:
                 found.append(command)
     return found
 
@@ -122,6 +122,6 @@ def test_a_defect_in_an_attempt_is_told_at_once_as_the_hosts(hub: HubProcess, tm
         job = hub.submit(host, "once", release=str(tmp_path / "never"), ran=str(tmp_path / "ran"))
         tried = hub.until_tried(job, within_s=20)
         # Nothing of it runs on, unseen, beside the next attempt.
-        assert waiters(tmp_path) == []
+        assert supervisors(tmp_path) == []
         assert (tried.cause, name in tried.error) == (Cause.INFRA, True), tried
         assert hub.job(job).job.status == "pending"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from strata.fleet.agent import gpu
-from strata.fleet.agent.probe import ask_interpreter, commit_of, hostname, probe
-from strata.fleet.agent.selftest import room, self_test
-from strata.fleet.agent.workdir import owner_of
+from strata.fleet.agent.attempt_folder import find_job_user
+from strata.fleet.agent.probe import commit_of, hostname, probe_host, query_interpreter
+from strata.fleet.agent.selftest import check_disk_space, run_self_test
 
 PRINTS = """#!/bin/sh
 case "$1" in
@@ -32,7 +32,7 @@ def a_program(folder: Path, name: str, text: str) -> dict[str, str]:
 
 
 def test_this_machine_is_described() -> None:
-    found = probe({"PATH": "/usr/bin:/bin"}, interpreter="/usr/bin/python3", labels={"a": "b"}).capability
+    found = probe_host({"PATH": "/usr/bin:/bin"}, interpreter="/usr/bin/python3", labels={"a": "b"}).capability
     assert found.hostname == hostname()
     assert found.os == "linux"
     assert 1 <= found.cores <= (os.cpu_count() or 1)
@@ -44,29 +44,29 @@ def test_this_machine_is_described() -> None:
 def test_the_interpreter_is_asked_for_torch_in_a_process_of_its_own() -> None:
     # Another test of this process may have imported it; asking must not.
     here = "torch" in sys.modules
-    told = ask_interpreter(sys.executable, {"PATH": "/usr/bin"}, cards=False)
+    told = query_interpreter(sys.executable, {"PATH": "/usr/bin"}, with_cuda=False)
     assert told.torch.partition("+")[0] == version("torch").partition("+")[0]
     assert ("torch" in sys.modules) == here
 
 
 def test_an_interpreter_that_cannot_be_asked_is_said_and_not_raised() -> None:
     for wrong in ("/no/such/python", "/bin/false"):
-        assert wrong in ask_interpreter(wrong, {}, cards=False).problem
+        assert wrong in query_interpreter(wrong, {}, with_cuda=False).problem
 
 
 def test_cards_and_their_users_are_found(tmp_path: Path) -> None:
     environ = a_program(tmp_path, "nvidia-smi", PRINTS)
-    seen = gpu.cards(environ)
+    seen = gpu.query_gpus(environ)
     assert [card.name for card in seen.gpus] == ["NVIDIA GeForce RTX 4090"]
     assert seen.driver_cuda == "12.4"
-    assert gpu.users(environ) == {4711}
+    assert gpu.compute_pids(environ) == {4711}
     # No torch in that interpreter: the driver has the word.
-    assert probe(environ, interpreter="/usr/bin/python3").capability.cuda == "12.4"
+    assert probe_host(environ, interpreter="/usr/bin/python3").capability.cuda == "12.4"
 
 
 def test_a_broken_driver_is_a_problem_and_no_card(tmp_path: Path) -> None:
     environ = a_program(tmp_path, "nvidia-smi", "#!/bin/sh\necho 'Failed to initialize NVML'\nexit 9\n")
-    found = probe(environ, interpreter="/usr/bin/python3")
+    found = probe_host(environ, interpreter="/usr/bin/python3")
     assert found.capability.gpus == ()
     assert any("Failed to initialize NVML" in problem for problem in found.problems)
 
@@ -88,8 +88,8 @@ def test_a_fit_host_passes_every_test(tmp_path: Path) -> None:
     state, work = tmp_path / "state", tmp_path / "work"
     for folder in (state, work):
         folder.mkdir()
-    found = self_test(state, work, min_free_gib=0, max_skew_s=300, ahead_s=1.0)
-    assert [finding.what for finding in found] == [
+    found = run_self_test(state, work, min_free_gib=0, max_skew_s=300, ahead_s=1.0)
+    assert [finding.check for finding in found] == [
         "state folder", "work folder", "disk space", "child process", "clock",
     ]  # fmt: skip
     assert all(finding.ok for finding in found), found
@@ -99,10 +99,10 @@ def test_a_fit_host_passes_every_test(tmp_path: Path) -> None:
 def test_what_a_host_cannot_do_is_said_in_words(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
-    found = {each.what: each for each in self_test(state, tmp_path / "gone", min_free_gib=0, max_skew_s=300)}
+    found = {each.check: each for each in run_self_test(state, tmp_path / "gone", min_free_gib=0, max_skew_s=300)}
     assert not found["work folder"].ok
     assert not found["child process"].ok
-    full = room(tmp_path, 1e9)
+    full = check_disk_space(tmp_path, 1e9)
     assert not full.ok
     assert "min_free_gib" in full.reason
 
@@ -113,7 +113,7 @@ def test_a_work_folder_that_the_jobs_user_cannot_enter_is_found(tmp_path: Path) 
     state.mkdir()
     work.mkdir(parents=True)
     work.parent.chmod(0o700)
-    owner = owner_of("nobody")
-    found = {each.what: each for each in self_test(state, work, min_free_gib=0, max_skew_s=300, owner=owner)}
+    owner = find_job_user("nobody")
+    found = {each.check: each for each in run_self_test(state, work, min_free_gib=0, max_skew_s=300, job_user=owner)}
     assert not found["child process"].ok
     assert "Permission denied" in found["child process"].reason

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent.sources import Fetch, provide, unpacking
-from strata.fleet.agent.unprivileged import feed
-from strata.fleet.agent.workdir import Place
+from strata.fleet.agent.attempt_folder import AttemptPaths
+from strata.fleet.agent.privsep import run_with_input
+from strata.fleet.agent.trainer_source import SourceFetcher, provide_source, unpack_request
 from tests.core.fleet_agent.leases import a_trainer
 
 ENVIRON = {"PATH": "/usr/bin:/bin", "GIT_CONFIG_GLOBAL": "/dev/null"}
@@ -56,10 +56,10 @@ def refuse(*_: Any) -> Any:
 
 
 def fetched(trainer: Any, tmp_path: Path, name: str = "a", fetch_blob: Any = refuse) -> Path:
-    place = Place(tmp_path / name)
+    place = AttemptPaths(tmp_path / name)
     for folder in (place.source, place.tmp):
         folder.mkdir(parents=True)
-    return provide(trainer, place, tmp_path / "cache", Fetch(refuse, fetch_blob), environ=ENVIRON)
+    return provide_source(trainer, place, tmp_path / "cache", SourceFetcher(refuse, fetch_blob), environ=ENVIRON)
 
 
 def test_each_attempt_gets_its_own_copy_of_the_commit(repository: Path, tmp_path: Path) -> None:
@@ -174,13 +174,13 @@ def test_a_preparation_that_is_killed_is_the_hosts_failure(tmp_path: Path) -> No
             yield bytes(1 << 20)
 
     with pytest.raises(ChildProcessError, match="status -9"):
-        feed(unpacking(tmp_path), None, killed())
+        run_with_input(unpack_request(tmp_path), None, killed())
 
 
 def _prepares(path: Path) -> bool:
     try:
         mine = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
-        return mine and b"job_input" in path.read_bytes()
+        return mine and b"privsep_worker" in path.read_bytes()
     except OSError:
         return False
 

@@ -26,7 +26,7 @@ def test_an_agent_that_was_killed_finds_its_child_and_the_log_has_every_line(hub
         anna.end(signal.SIGKILL)
         assert is_alive(pid)
         anna.start()
-        eventually(lambda: "goes on with an attempt" in anna.said())
+        eventually(lambda: "attempt_resumed" in anna.said())
         assert anna.child() == pid
         release.touch()
         seen = hub.until(job, "completed", "failed")
@@ -98,7 +98,7 @@ def test_a_host_that_is_told_to_finish_finishes_and_takes_nothing_new(hub: HubPr
         job = hub.submit("emil", "held", release=str(release))
         hub.says(job, "held")
         emil.send(signal.SIGTERM)
-        eventually(lambda: '"stopping"' in emil.said())
+        eventually(lambda: "agent_stopping" in emil.said())
         later = hub.submit("emil", "complete")
         release.touch()
         assert emil.end(0) == 0
@@ -112,7 +112,7 @@ def test_a_host_that_is_told_twice_stops_at_once(hub: HubProcess, tmp_path: Path
         hub.says(job, "counting")
         pid = fred.child()
         fred.send(signal.SIGTERM)
-        eventually(lambda: '"stopping"' in fred.said())
+        eventually(lambda: "agent_stopping" in fred.said())
         assert is_alive(pid)
         assert fred.end() == 0
         assert not is_alive(pid)
@@ -168,4 +168,4 @@ def test_a_host_that_somebody_wants_back_gives_its_job_back(hub: HubProcess, tmp
         attempt = hub.until_tried(job)
         assert attempt.cause is Cause.PREEMPTED
         assert f"process {os.getpid()} uses a GPU and is not ours" in attempt.error
-        assert "claims nothing" in ines.said()
+        assert "claims_paused" in ines.said()

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 def look(state: str | None) -> Iterator[Finding]:
     from strata.base.settings import load
-    from strata.fleet.agent.identity import FOLDER, membership
+    from strata.fleet.agent.identity import FOLDER, load_membership
     from strata.fleet.agent.lock import is_locked
     from strata.fleet.agent.settings import SECTION, AgentSettings
 
     settings = load(AgentSettings, section=SECTION, file=None, flags={"state": state})
     folder = settings.state_folder
     try:
-        member = membership(folder)
+        member = load_membership(folder)
     except StrataError as error:
         if error.code is Code.PRECONDITION:
             yield ok("agent", "this machine is the host of no hub")
@@ -67,24 +67,24 @@ def certificate(member: Membership) -> Finding:
 
 
 def jobs_user(settings: AgentSettings) -> Finding:
-    from strata.fleet.agent.workdir import owner_of
+    from strata.fleet.agent.attempt_folder import find_job_user
 
     if not settings.run_as:
         told = "jobs run as the agent's user and can read its credentials"
         return warning("jobs' user", told, "set run_as, if you do not trust those who submit jobs")
     try:
-        owner = owner_of(settings.run_as)
+        owner = find_job_user(settings.run_as)
     except StrataError as error:
         return problem("jobs' user", error.message, "run the agent as root, or leave run_as out")
     return ok("jobs' user", settings.run_as if owner else f"{settings.run_as}, which is the agent's own")
 
 
 def its_hub(folder: Path, max_skew_s: float) -> Iterator[Finding]:
-    from strata.fleet.agent.identity import connect
+    from strata.fleet.agent.identity import connect_to_hub
     from strata.fleet.wire import Caller
 
     try:
-        with connect(folder, timeout_s=10.0) as client:
+        with connect_to_hub(folder, timeout_s=10.0) as client:
             caller = client.call("GET", "/v1/caller", Caller)
             yield ok("agent's hub", f"knows this host as {caller.name}")
             if client.ahead_s is not None:

@@ -129,15 +129,15 @@ def get(artifact: str, folder: Path | None, context: str | None) -> None:
     ARTIFACT is an id, the beginning of one, or a completed job. FOLDER is called after the artifact unless you name it.
     """
     with asking(context, timeout_s=120.0) as client:
-        from strata.fleet.agent.calls import Calls
+        from strata.fleet.agent.hub_api import HubApi
         from strata.fleet.artifacts.files import materialise
 
         found = _artifact(client, artifact)
         target = folder or Path(short(found.id))
         if target.exists():
             raise StrataError(Code.CONFLICT, f"{target} exists", hint="name another folder")
-        calls = Calls(client)
-        materialise(found.manifest, lambda digest, _: calls.chunk(digest, found.urls.get(digest, "")), target)
+        hub = HubApi(client)
+        materialise(found.manifest, lambda digest, _: hub.chunk(digest, found.urls.get(digest, "")), target)
     complain(f"strata: {count(len(found.manifest.files), 'file')}, {size_of(found.size)}, in")
     write(str(target))
 
@@ -145,16 +145,16 @@ def get(artifact: str, folder: Path | None, context: str | None) -> None:
 def _artifact(client: HubClient, text: str) -> wire.ArtifactReply:
     import re
 
-    from strata.fleet.agent.calls import Calls
+    from strata.fleet.agent.hub_api import HubApi
 
-    calls = Calls(client)
+    hub = HubApi(client)
     if re.fullmatch(r"[0-9a-z_]{1,80}", text):
         try:
-            return calls.artifact(text)
+            return hub.artifact(text)
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
     job = job_named(client, text).job
     if not job.artifact:
         raise StrataError(Code.NOT_FOUND, f"{job.spec.label} is {job.status} and has no artifact")
-    return calls.artifact(job.artifact)
+    return hub.artifact(job.artifact)

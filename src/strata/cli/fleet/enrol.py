@@ -99,12 +99,12 @@ def join(
             hint="let 'strata invite' make another one, and paste it when 'strata join URL' asks; or --token-file FILE",
         )
     require("cryptography", extra="agent")
-    from strata.fleet.agent.identity import membership
+    from strata.fleet.agent.identity import load_membership
 
     settings = _settings(state)
     url = url.rstrip("/")
     try:
-        member = membership(settings.state_folder)
+        member = load_membership(settings.state_folder)
     except StrataError as error:
         if error.code is not Code.PRECONDITION:
             raise
@@ -178,14 +178,14 @@ def leave(*, state: str | None, force: bool) -> None:
     import shutil
 
     from strata.cli.fleet.service import remove
-    from strata.fleet.agent.identity import FOLDER, connect, membership
+    from strata.fleet.agent.identity import FOLDER, connect_to_hub, load_membership
     from strata.fleet.agent.lock import is_locked
 
     folder = _settings(state).state_folder
     if remove():
         complain("strata: the service of the agent is removed")
     try:
-        member = membership(folder)
+        member = load_membership(folder)
     except StrataError as error:
         if error.code is not Code.PRECONDITION:
             raise
@@ -195,7 +195,7 @@ def leave(*, state: str | None, force: bool) -> None:
     if is_locked(folder / "lock"):
         raise StrataError(Code.CONFLICT, f"an agent works in {folder}", hint="stop it first")
     try:
-        with connect(folder) as client:
+        with connect_to_hub(folder) as client:
             client.call("POST", "/v1/host/leave", type(None))
     except StrataError as error:
         # Who is refused has been revoked already, perhaps by a leave whose reply was lost.

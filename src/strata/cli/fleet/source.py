@@ -168,17 +168,17 @@ def _ask(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
     import json
 
     from strata.base.settings import own_environment
-    from strata.fleet.agent.environment import allowed, command
+    from strata.fleet.agent.environment import inherited_by_jobs, job_command
     from strata.fleet.trainer.describe import FLAG
 
-    words = [*command(trainer, sys.executable), FLAG]
+    words = [*job_command(trainer, sys.executable), FLAG]
     if trainer.venv and not trainer.interpreter and words[0].startswith("python"):
         words[0] = str(Path(trainer.venv) / "bin" / words[0])
     try:
         done = subprocess.run(
             words,
             cwd=folder,
-            env=allowed(own_environment()) | dict(trainer.env) | {"PYTHONDONTWRITEBYTECODE": "1"},
+            env=inherited_by_jobs(own_environment()) | dict(trainer.env) | {"PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=DESCRIBE_S,

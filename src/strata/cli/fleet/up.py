@@ -129,10 +129,10 @@ async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: s
 async def _enrol(hub: Hub, state: Path, url: str, name: str) -> None:
     """The host secret of this machine, made at the first start; the address may be another one each time."""
     from strata.base.secret import Secret, read_secret
-    from strata.fleet.agent.identity import membership, save_local
+    from strata.fleet.agent.identity import load_membership, save_local
 
     try:
-        member = membership(state)
+        member = load_membership(state)
     except StrataError as error:
         if error.code is not Code.PRECONDITION:
             raise
@@ -165,22 +165,22 @@ async def _work(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
     from strata.fleet.agent import environment, identity
     from strata.fleet.agent.disk import private_folder
     from strata.fleet.agent.lock import try_lock
-    from strata.fleet.agent.start import capability, check
+    from strata.fleet.agent.start import check_host, probe_capability
 
     folder = private_folder(settings.state_folder)
     lock = try_lock(folder / "lock")
     if lock is None:
-        raise StrataError(Code.CONFLICT, f"another agent works in {folder}")
+        raise StrataError(Code.CONFLICT, f"another agent uses the state folder {folder}")
     try:
-        allowed = environment.allowed(own_environment(), settings.pass_env)
-        client = identity.connect(folder)
-        findings = await asyncio.to_thread(check, settings, client)
-        bad = [f"{finding.what}: {finding.reason}" for finding in findings if not finding.ok]
-        if bad:
-            raise StrataError(Code.PRECONDITION, f"this machine is not fit for jobs: {'; '.join(bad)}")
-        probed = await asyncio.to_thread(capability, settings, allowed)
+        allowed = environment.inherited_by_jobs(own_environment(), settings.pass_env)
+        client = identity.connect_to_hub(folder)
+        results = await asyncio.to_thread(check_host, settings, client)
+        failed = [f"{result.check}: {result.reason}" for result in results if not result.ok]
+        if failed:
+            raise StrataError(Code.PRECONDITION, f"the self-test of this machine failed: {'; '.join(failed)}")
+        probed = await asyncio.to_thread(probe_capability, settings, allowed)
         agent = _agent(settings, client, allowed, probed.capability)
-        _tell(settings, identity.membership(folder).name, probed.capability)
+        _tell(settings, identity.load_membership(folder).name, probed.capability)
         await _until_stopped(agent, serving)
     finally:
         os.close(lock)
@@ -188,14 +188,14 @@ async def _work(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
 
 def _agent(settings: AgentSettings, client: HubClient, allowed: dict[str, str], capability: Capability) -> Agent:
     from strata.base.clock import SystemClock
-    from strata.fleet.agent.calls import Calls
+    from strata.fleet.agent.attempt_folder import find_job_user
+    from strata.fleet.agent.hub_api import HubApi
     from strata.fleet.agent.loop import Agent
-    from strata.fleet.agent.prepare import Site
-    from strata.fleet.agent.state import State
-    from strata.fleet.agent.workdir import owner_of
+    from strata.fleet.agent.prepare import HostContext
+    from strata.fleet.agent.state import AgentState
 
-    site = Site(settings, Calls(client), allowed, owner_of(settings.run_as))
-    return Agent(site, State(settings.state_folder), SystemClock(), capability)
+    host = HostContext(settings, HubApi(client), allowed, find_job_user(settings.run_as))
+    return Agent(host, AgentState(settings.state_folder), SystemClock(), capability)
 
 
 async def _until_stopped(agent: Agent, serving: asyncio.Task[None]) -> None:

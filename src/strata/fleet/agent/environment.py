@@ -1,7 +1,7 @@
-"""The environment of a job: what is on a list, what the trainer declares, and our own variables. Nothing else.
+"""The environment of a job: allowed variables of the agent, those the trainer declares, and the STRATA_ variables.
 
-A variable that is not on the list may be a credential, so the list says what goes and not what stays. Our variables
-cannot be overridden by a trainer.
+A variable that is not on the list may be a credential, so the list names what is passed and not what is withheld. A
+trainer cannot override a STRATA_ variable.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from strata.fleet.agent.workdir import Place
+from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.wire import LeaseGiven
 
-USUAL: Final = (
+PASSED: Final = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TERM",
     "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
     "NVIDIA_DRIVER_CAPABILITIES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
@@ -25,69 +25,69 @@ USUAL: Final = (
 )  # fmt: skip
 
 
-def allowed(given: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
-    """Of these variables, those that a job may have."""
-    patterns = (*USUAL, *more)
+def inherited_by_jobs(environ: Mapping[str, str], extra: Sequence[str] = ()) -> dict[str, str]:
+    """The variables of the agent that jobs inherit; `extra` are more names or patterns."""
+    patterns = (*PASSED, *extra)
     return {
         name: value
-        for name, value in given.items()
+        for name, value in environ.items()
         if not name.startswith("STRATA_") and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     }
 
 
-def environment(
+def job_environment(
     lease: LeaseGiven,
     trainer: TrainerSpec,
-    place: Place,
+    paths: AttemptPaths,
     *,
     inherited: Mapping[str, str],
     home: str = "",
     devices: Sequence[int] | None = None,
 ) -> dict[str, str]:
-    """`inherited` is what `allowed` let through; `home` that of another user, if the job runs as one."""
-    made = of_user(inherited, home)
-    made |= {"TMPDIR": str(place.tmp), "PYTHONUNBUFFERED": "1"}
+    """`inherited` comes from `inherited_by_jobs`; `home` is set if the job runs as another user."""
+    environ = for_user(inherited, home)
+    environ |= {"TMPDIR": str(paths.tmp), "PYTHONUNBUFFERED": "1"}
     if devices is not None:
-        made["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     if trainer.venv:
         programs = Path(trainer.venv) / ("Scripts" if os.name == "nt" else "bin")
-        made["VIRTUAL_ENV"] = trainer.venv
-        made["PATH"] = os.pathsep.join(filter(None, (str(programs), made.get("PATH", ""))))
-    made |= {name: value for name, value in trainer.env.items() if not name.startswith("STRATA_")}
-    return made | ours(lease, place)
+        environ["VIRTUAL_ENV"] = trainer.venv
+        environ["PATH"] = os.pathsep.join(filter(None, (str(programs), environ.get("PATH", ""))))
+    environ |= {name: value for name, value in trainer.env.items() if not name.startswith("STRATA_")}
+    return environ | strata_variables(lease, paths)
 
 
-def of_user(inherited: Mapping[str, str], home: str) -> dict[str, str]:
-    """What was inherited, without what belongs to the agent's own user if `home` is that of another one."""
-    made = dict(inherited)
+def for_user(inherited: Mapping[str, str], home: str) -> dict[str, str]:
+    """The inherited variables; with a `home`, that of another user, without those of the agent's own user."""
+    environ = dict(inherited)
     if home:
         for name in ("USER", "LOGNAME", "SHELL", "HF_HOME", "TORCH_HOME"):
-            made.pop(name, None)
-        made["HOME"] = home
-    return made
+            environ.pop(name, None)
+        environ["HOME"] = home
+    return environ
 
 
-def ours(lease: LeaseGiven, place: Place) -> dict[str, str]:
-    """The contract with trainers; `strata.fleet.trainer` reads it."""
-    made = {
+def strata_variables(lease: LeaseGiven, paths: AttemptPaths) -> dict[str, str]:
+    """The STRATA_ variables: the contract with trainers, which `strata.fleet.trainer` reads."""
+    environ = {
         "STRATA_JOB": lease.job_id,
         "STRATA_EPOCH": str(lease.epoch),
         "STRATA_MODEL": lease.spec.model,
         "STRATA_MODE": lease.spec.mode,
         "STRATA_SEED": str(lease.spec.seed),
-        "STRATA_SPEC": str(place.spec),
-        "STRATA_HYPER": str(place.hyper),
-        "STRATA_OUTPUT": str(place.output),
-        "STRATA_METRICS": str(place.metrics),
-        "STRATA_CHECKPOINT": str(place.checkpoints),
+        "STRATA_SPEC": str(paths.spec),
+        "STRATA_HYPER": str(paths.hyper),
+        "STRATA_OUTPUT": str(paths.output),
+        "STRATA_METRICS": str(paths.metrics),
+        "STRATA_CHECKPOINT": str(paths.checkpoints),
     }
     if lease.checkpoint:
-        made["STRATA_CHECKPOINT_IN"] = str(place.resume)
-    return made
+        environ["STRATA_CHECKPOINT_IN"] = str(paths.resume)
+    return environ
 
 
-def command(trainer: TrainerSpec, interpreter: str) -> list[str]:
-    """`python` is the trainer's interpreter, or the host's; every other program is looked for in its PATH."""
+def job_command(trainer: TrainerSpec, interpreter: str) -> list[str]:
+    """`python` becomes the trainer's interpreter, or the host's; any other program is found in the job's PATH."""
     first, *rest = trainer.command
     if first in ("python", "python3") and not (trainer.venv and not trainer.interpreter):
         return [trainer.interpreter or interpreter, *rest]

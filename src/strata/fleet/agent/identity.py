@@ -1,11 +1,11 @@
-"""Who this host is to its hub, as files: `strata join` writes them, the agent reads and renews them.
+"""The identity of this host at its hub, as files: `strata join` writes them, the agent reads and renews them.
 
-identity/hub.json      address of the hub, id and name of the host, when the certificate came and how long it is good
-identity/ca.pem        the hub's authority, whose pin the join token carried
-identity/host.key      the key, made here and never sent
+identity/hub.json      address of the hub, id and name of the host, when the certificate was issued and its validity
+identity/ca.pem        the hub's certificate authority, whose pin the join token carried
+identity/host.key      the private key, made on this host and never sent
 identity/host.csr      the signing request for it: sent again for each renewal, so renewing needs no cryptography
 identity/host.pem      the certificate
-identity/secret        instead of the four above: the bearer secret of a host beside its hub on loopback
+identity/secret        instead of the four above: the bearer secret of a host on the same machine as its hub
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """0: there is no certificate."""
 
     def renewal_due(self, now_s: float) -> bool:
-        """At half life; and when the clock says that the certificate is of the future, for then it is wrong."""
+        """After half of the validity; also if it comes from the future: then the clock was wrong."""
         if not self.valid_for_s:
             return False
         age_s = now_s - self.certified_at_s
@@ -45,7 +45,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def save_certified(
     state: Path, url: str, reply: CertificateReply, *, key_pem: bytes, request_pem: bytes, now_s: float
 ) -> None:
-    """What a join got. The membership is written last: while it is absent, this host has not joined."""
+    """Save the reply to a join. The membership is written last: without it this host has not joined."""
     folder = private_folder(private_folder(state) / FOLDER)
     write_whole(folder / "host.key", key_pem)
     write_whole(folder / "host.csr", request_pem)
@@ -60,23 +60,23 @@ def save_certified(
 
 
 def save_local(state: Path, url: str, *, host_id: str, name: str, secret: Secret) -> None:
-    """The agent beside its hub, on loopback without TLS."""
+    """For an agent on the same machine as its hub: loopback without TLS."""
     folder = private_folder(private_folder(state) / FOLDER)
     write_whole(folder / "secret", secret.reveal().encode())
     write_json(folder / "hub.json", Membership(url=url, host_id=host_id, name=name))
 
 
-def membership(state: Path) -> Membership:
-    found = read_json(state / FOLDER / "hub.json", Membership)
-    if found is None:
+def load_membership(state: Path) -> Membership:
+    member = read_json(state / FOLDER / "hub.json", Membership)
+    if member is None:
         raise StrataError(
             Code.PRECONDITION, f"this host has not joined a hub: there is no {state / FOLDER}", hint="strata join"
         )
-    return found
+    return member
 
 
-def connect(state: Path, *, timeout_s: float = 30.0) -> HubClient:
-    member = membership(state)
+def connect_to_hub(state: Path, *, timeout_s: float = 30.0) -> HubClient:
+    member = load_membership(state)
     folder = state / FOLDER
     if (folder / "secret").exists():
         return HubClient(member.url, bearer=read_secret(folder / "secret"), timeout_s=timeout_s)
@@ -85,13 +85,13 @@ def connect(state: Path, *, timeout_s: float = 30.0) -> HubClient:
 
 
 def renew_certificate(state: Path, client: HubClient, now_s: float) -> Membership:
-    """A new certificate for the same key, in use from the next connection on."""
+    """Get a new certificate for the same key; it is used from the next connection on."""
     folder = state / FOLDER
     request = RenewRequest(request_pem=(folder / "host.csr").read_text())
     reply = client.call("POST", "/v1/certificate/renew", CertificateReply, body=request)
-    # If the process ends between the two, the next one renews again, which does no harm.
+    # If the process ends between the two writes, the next one renews again, which is harmless.
     write_whole(folder / "host.pem", reply.certificate_pem.encode())
-    renewed = msgspec.structs.replace(membership(state), certified_at_s=now_s, valid_for_s=reply.valid_for_s)
+    renewed = msgspec.structs.replace(load_membership(state), certified_at_s=now_s, valid_for_s=reply.valid_for_s)
     write_json(folder / "hub.json", renewed)
     client.reload()
     return renewed

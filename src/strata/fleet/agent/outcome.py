@@ -1,4 +1,4 @@
-"""From how a child ended to what is reported: one function, and the words people will read."""
+"""Classifies how a child ended: the cause and the message that the agent reports to the hub."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 import signal
 from typing import Any, Final
 
-from strata.fleet.agent.child import Exit, Lost
-from strata.fleet.agent.state import Outcome, Stop
+from strata.fleet.agent.state import AttemptOutcome, StopOrder
+from strata.fleet.agent.supervised import ChildExit, SupervisorLost
 from strata.fleet.core.job import Cause
 
 ERROR_BYTES: Final = 8192
 _KILL: Final = 9
-"""SIGKILL; the number, because Windows has no such name."""
+"""SIGKILL as a number: Windows has no such name."""
 _OUT_OF_MEMORY: Final = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError|HIP out of memory|^MemoryError\b"
     r"|Cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED",
@@ -23,46 +23,48 @@ _TRACEBACK: Final = "Traceback (most recent call last):"
 _IMPORT: Final = re.compile(r"(?:ModuleNotFoundError|ImportError): ")
 
 
-def outcome_of(seen: Exit | Lost, tail: str, *, stop: Stop | None, timeout_s: float) -> Outcome:
-    """`tail` is the end of the child's output, `stop` what this agent asked for, if anything."""
-    if isinstance(seen, Lost):
-        lost = "the process that watched the child was killed, or the host restarted"
-        return _stopped(stop, {}) if stop is not None else Outcome(cause=Cause.INFRA, error=lost)
-    facts = _facts(seen)
-    if stop is not None and (seen.stopped or stop.drop):
+def classify_exit(
+    status: ChildExit | SupervisorLost, tail: str, *, stop: StopOrder | None, timeout_s: float
+) -> AttemptOutcome:
+    """`tail` is the end of the child's output, `stop` this agent's order to stop, if there was one."""
+    if isinstance(status, SupervisorLost):
+        message = "the supervisor of the child was killed, or the host restarted"
+        return _stopped(stop, {}) if stop is not None else AttemptOutcome(cause=Cause.INFRA, error=message)
+    facts = _facts(status)
+    if stop is not None and (status.stopped or stop.drop):
         return _stopped(stop, facts)
-    cause, words = _cause(seen, tail, timeout_s)
-    if seen.started and cause in (Cause.TIMEOUT, Cause.OOM, Cause.USER_ERROR, Cause.SETUP_ERROR):
-        words = _with_tail(words, tail)
-    return Outcome(cause=cause, error=words, facts=facts)
+    cause, message = _cause(status, tail, timeout_s)
+    if status.started and cause in (Cause.TIMEOUT, Cause.OOM, Cause.USER_ERROR, Cause.SETUP_ERROR):
+        message = _with_tail(message, tail)
+    return AttemptOutcome(cause=cause, error=message, facts=facts)
 
 
-def _stopped(stop: Stop, facts: dict[str, Any]) -> Outcome:
-    return Outcome(cause=stop.cause, error=stop.reason, facts=facts, drop=stop.drop)
+def _stopped(stop: StopOrder, facts: dict[str, Any]) -> AttemptOutcome:
+    return AttemptOutcome(cause=stop.cause, error=stop.reason, facts=facts, drop=stop.drop)
 
 
-def _cause(seen: Exit, tail: str, timeout_s: float) -> tuple[Cause | None, str]:
-    ended = spell(seen.status)
-    judged: tuple[tuple[bool, Cause | None, str], ...] = (
-        (not seen.started, Cause.SETUP_ERROR if seen.setup else Cause.INFRA, seen.error),
-        (seen.timed_out, Cause.TIMEOUT, f"ran longer than timeout_s = {timeout_s:g}"),
-        # Somebody told the waiter and not the agent: the system is going down.
-        (seen.stopped, Cause.PREEMPTED, "the host is stopping"),
-        (seen.status == 0, None, ""),
-        (_out_of_memory(seen, tail), Cause.OOM, f"out of memory: {ended}"),
-        (_import_failed(seen, tail), Cause.SETUP_ERROR, f"a module is missing: {ended}"),
+def _cause(child: ChildExit, tail: str, timeout_s: float) -> tuple[Cause | None, str]:
+    ended = describe_exit_status(child.status)
+    rules: tuple[tuple[bool, Cause | None, str], ...] = (
+        (not child.started, Cause.SETUP_ERROR if child.setup else Cause.INFRA, child.error),
+        (child.timed_out, Cause.TIMEOUT, f"ran longer than timeout_s = {timeout_s:g}"),
+        # SIGTERM reached the supervisor without the agent's request: the system is going down.
+        (child.stopped, Cause.PREEMPTED, "the host is stopping"),
+        (child.status == 0, None, ""),
+        (_out_of_memory(child, tail), Cause.OOM, f"out of memory: {ended}"),
+        (_import_failed(child, tail), Cause.SETUP_ERROR, f"a module is missing: {ended}"),
         (True, Cause.USER_ERROR, ended),
     )
-    return next((cause, words) for applies, cause, words in judged if applies)
+    return next((cause, message) for applies, cause, message in rules if applies)
 
 
-def _import_failed(seen: Exit, tail: str) -> bool:
-    """Python ended with a traceback of a failed import, as its very last words: on this host it will do so again."""
+def _import_failed(child: ChildExit, tail: str) -> bool:
+    """Python ended with the traceback of a failed import as its last output: on this host it will do so again."""
     last = tail.rstrip().rpartition("\n")[2]
-    return seen.status == 1 and _TRACEBACK in tail and _IMPORT.match(last) is not None
+    return child.status == 1 and _TRACEBACK in tail and _IMPORT.match(last) is not None
 
 
-def spell(status: int) -> str:
+def describe_exit_status(status: int) -> str:
     if status >= 0:
         return f"exit code {status}"
     try:
@@ -71,23 +73,23 @@ def spell(status: int) -> str:
         return f"killed by signal {-status}"
 
 
-def _out_of_memory(seen: Exit, tail: str) -> bool:
-    # Nobody of ours killed it, so SIGKILL is the kernel's way to say that memory ran out; a shell makes 128 + 9 of it.
-    killed = seen.status in (-_KILL, 128 + _KILL)
-    return killed or seen.oom_kills > 0 or _OUT_OF_MEMORY.search(tail) is not None
+def _out_of_memory(child: ChildExit, tail: str) -> bool:
+    # Neither agent nor supervisor killed it, so SIGKILL came from the OOM killer; a shell turns it into 128 + 9.
+    killed = child.status in (-_KILL, 128 + _KILL)
+    return killed or child.oom_kills > 0 or _OUT_OF_MEMORY.search(tail) is not None
 
 
-def _with_tail(words: str, tail: str) -> str:
+def _with_tail(message: str, tail: str) -> str:
     last = tail[-ERROR_BYTES:].strip()
-    return f"{words}\n{last}" if last else words
+    return f"{message}\n{last}" if last else message
 
 
-def _facts(seen: Exit) -> dict[str, Any]:
-    facts: dict[str, Any] = {"ran_s": round(seen.ran_s, 3), "max_rss_bytes": seen.max_rss_bytes}
-    if seen.started:
-        facts["exit"] = seen.status
-    if seen.oom_kills:
-        facts["oom_kills"] = seen.oom_kills
-    if seen.left_out:
-        facts["log_left_out_bytes"] = seen.left_out
+def _facts(child: ChildExit) -> dict[str, Any]:
+    facts: dict[str, Any] = {"ran_s": round(child.ran_s, 3), "max_rss_bytes": child.max_rss_bytes}
+    if child.started:
+        facts["exit"] = child.status
+    if child.oom_kills:
+        facts["oom_kills"] = child.oom_kills
+    if child.left_out:
+        facts["log_left_out_bytes"] = child.left_out
     return facts

@@ -1,4 +1,4 @@
-"""From a lease to something that can be started: source, folder, checkpoint, environment, command."""
+"""Prepares an attempt: from a lease to the spec that a supervisor can run (source, checkpoint, environment)."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from pathlib import Path
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent import environment, sources, workdir
-from strata.fleet.agent.calls import Calls
-from strata.fleet.agent.child import Run
-from strata.fleet.agent.lease_paths import artifact_id
+from strata.fleet.agent import environment, trainer_source
+from strata.fleet.agent.artifact_transfer import download_as_tar
+from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, create_attempt_folder, remove_folder
+from strata.fleet.agent.hub_api import HubApi
+from strata.fleet.agent.path_names import artifact_id
+from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.settings import AgentSettings
-from strata.fleet.agent.transfer import download
-from strata.fleet.agent.unprivileged import feed
-from strata.fleet.agent.workdir import Owner, Place
+from strata.fleet.agent.supervised import SupervisorSpec
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.wire import LeaseGiven
 
 MIB: Final = 1024 * 1024
-KEEP_SOURCES_S: Final = 30 * 86_400.0
-KEEP_PARTIAL_S: Final = 86_400.0
+SOURCE_TTL_S: Final = 30 * 86_400.0
+PARTIAL_TTL_S: Final = 86_400.0
 _NO_LIMIT: Final = 2**63 - 1
-"""The manifest of an artifact has been checked against limits of its own."""
+"""The manifest of an artifact is checked against limits of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """What of this host an attempt needs."""
+class HostContext:
+    """What attempts need of this host: settings, hub, environment, the user whom jobs run as."""
 
     settings: AgentSettings
-    calls: Calls
+    hub: HubApi
     environ: Mapping[str, str]
-    """The agent's own variables that jobs may have."""
-    owner: Owner | None
+    """The agent's own variables that jobs inherit."""
+    job_user: JobUser | None
 
     @property
     def uid(self) -> int | None:
-        """Whose files results and checkpoints are; None: not looked at."""
-        return None if self.owner is None else self.owner.uid
+        """The required owner of results and checkpoints; None: not checked."""
+        return None if self.job_user is None else self.job_user.uid
 
     @property
     def attempts(self) -> Path:
@@ -55,8 +55,8 @@ class Site:
         return self.settings.work_folder / "sources"
 
 
-def make_work(settings: AgentSettings) -> None:
-    """Others may pass through, to the folders that belong to them, and see no names."""
+def create_work_folder(settings: AgentSettings) -> None:
+    """Create the work folder: other users can enter their own folders below it, and cannot list it."""
     for folder in (settings.work_folder, settings.work_folder / "attempts"):
         folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         if settings.run_as and os.name == "posix":
@@ -67,67 +67,70 @@ def make_work(settings: AgentSettings) -> None:
                 )
 
 
-def prepare(site: Site, lease: LeaseGiven, place: Place, devices: tuple[int, ...] | None) -> Run:
+def prepare_attempt(
+    host: HostContext, lease: LeaseGiven, paths: AttemptPaths, devices: tuple[int, ...] | None
+) -> SupervisorSpec:
     trainer = lease.trainer
     if trainer is None:
         raise StrataError(
             Code.PRECONDITION, f"the trainer {lease.spec.trainer!r} was removed since the job was claimed"
         )
-    owner = site.owner
-    workdir.make(place, lease, trainer, owner)
-    cwd = sources.provide(
+    job_user = host.job_user
+    create_attempt_folder(paths, lease, trainer, job_user)
+    cwd = trainer_source.provide_source(
         trainer,
-        place,
-        site.cache,
-        sources.Fetch(lambda artifact: download(site.calls, artifact), site.calls.source),
-        environ=environment.of_user(site.environ, "" if owner is None else owner.home),
-        owner=owner,
+        paths,
+        host.cache,
+        trainer_source.SourceFetcher(lambda artifact: download_as_tar(host.hub, artifact), host.hub.source),
+        environ=environment.for_user(host.environ, "" if job_user is None else job_user.home),
+        job_user=job_user,
     )
     if lease.checkpoint:
-        resumed = download(site.calls, artifact_id(lease.checkpoint))
-        feed(sources.unpacking(place.resume, max_bytes=_NO_LIMIT, max_members=_NO_LIMIT), owner, resumed)
-    return _run(site, lease, trainer, place, cwd, devices)
+        checkpoint = download_as_tar(host.hub, artifact_id(lease.checkpoint))
+        request = trainer_source.unpack_request(paths.resume, max_bytes=_NO_LIMIT, max_members=_NO_LIMIT)
+        run_with_input(request, job_user, checkpoint)
+    return _supervisor_spec(host, lease, trainer, paths, cwd, devices)
 
 
-def _run(
-    site: Site,
+def _supervisor_spec(
+    host: HostContext,
     lease: LeaseGiven,
     trainer: TrainerSpec,
-    place: Place,
+    paths: AttemptPaths,
     cwd: Path,
     devices: tuple[int, ...] | None,
-) -> Run:
-    settings, owner = site.settings, site.owner
-    return Run(
-        command=environment.command(trainer, settings.interpreter or sys.executable),
+) -> SupervisorSpec:
+    settings, job_user = host.settings, host.job_user
+    return SupervisorSpec(
+        command=environment.job_command(trainer, settings.interpreter or sys.executable),
         cwd=str(cwd),
-        env=environment.environment(
+        env=environment.job_environment(
             lease,
             trainer,
-            place,
-            inherited=site.environ,
-            home="" if owner is None else owner.home,
+            paths,
+            inherited=host.environ,
+            home="" if job_user is None else job_user.home,
             devices=devices,
         ),
         max_log_bytes=int(settings.max_log_mib * MIB),
         timeout_s=lease.spec.timeout_s,
         grace_s=settings.grace_s,
-        uid=None if owner is None else owner.uid,
-        gid=None if owner is None else owner.gid,
-        groups=() if owner is None else owner.groups,
+        uid=None if job_user is None else job_user.uid,
+        gid=None if job_user is None else job_user.gid,
+        groups=() if job_user is None else job_user.groups,
     )
 
 
-def prune(site: Site, keep: set[str], now_s: float) -> None:
-    """Folders of attempts that nobody knows any more, and sources that nobody has used for long."""
-    for folder in site.attempts.iterdir():
+def prune_work_folder(host: HostContext, keep: set[str], now_s: float) -> None:
+    """Remove folders of attempts that have no record, and cached sources whose TTL has passed since their last use."""
+    for folder in host.attempts.iterdir():
         if folder.name not in keep:
             with suppress(StrataError):
-                workdir.remove(folder)
-    for kept in site.cache.iterdir() if site.cache.is_dir() else ():
-        keep_s = KEEP_PARTIAL_S if kept.name.endswith(".partial") else KEEP_SOURCES_S
-        if now_s - kept.lstat().st_mtime > keep_s:
-            if kept.is_dir():
-                shutil.rmtree(kept, ignore_errors=True)
+                remove_folder(folder)
+    for cached in host.cache.iterdir() if host.cache.is_dir() else ():
+        ttl_s = PARTIAL_TTL_S if cached.name.endswith(".partial") else SOURCE_TTL_S
+        if now_s - cached.lstat().st_mtime > ttl_s:
+            if cached.is_dir():
+                shutil.rmtree(cached, ignore_errors=True)
             else:
-                kept.unlink(missing_ok=True)
+                cached.unlink(missing_ok=True)

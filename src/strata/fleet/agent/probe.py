@@ -1,4 +1,4 @@
-"""What this host is: found out, not configured. Limits of a container count, and not what the machine below it has."""
+"""Probes what this host is: hardware, interpreter, limits. Limits of a container count, not those of its machine."""
 
 from __future__ import annotations
 
@@ -18,77 +18,77 @@ import msgspec
 from strata.fleet.agent import cgroup, gpu
 from strata.fleet.core.capability import Capability
 
-TORCH_S: Final = 120.0
+INTERPRETER_TIMEOUT_S: Final = 120.0
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _TORCH: Final = """
 import json, platform, sys
 from importlib import metadata
-told = {"python": platform.python_version(), "torch": "", "cuda": "", "asked": False}
+result = {"python": platform.python_version(), "torch": "", "cuda": "", "queried": False}
 try:
-    told["torch"] = metadata.version("torch")
+    result["torch"] = metadata.version("torch")
 except metadata.PackageNotFoundError:
     pass
-if told["torch"] and sys.argv[1] == "cards":
+if result["torch"] and sys.argv[1] == "cuda":
     import torch
-    told["asked"] = True
-    told["cuda"] = (torch.version.cuda or "") if torch.cuda.is_available() else ""
-print(json.dumps(told))
+    result["queried"] = True
+    result["cuda"] = (torch.version.cuda or "") if torch.cuda.is_available() else ""
+print(json.dumps(result))
 """
-"""Importing torch takes seconds, so it is done only where there is a card to ask it about."""
+"""Importing torch takes seconds, so it happens only where there is a GPU."""
 
 
-class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
+class InterpreterProbe(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""
     torch: str = ""
     cuda: str = ""
-    asked: bool = False
-    """There is a torch, and it was asked for CUDA."""
+    queried: bool = False
+    """There is a torch, and it was queried for CUDA."""
     problem: str = ""
 
 
-class Probed(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     capability: Capability
     problems: tuple[str, ...] = ()
-    """What could not be found out, and why."""
+    """What could not be determined, and why."""
 
 
-def probe(
+def probe_host(
     environ: Mapping[str, str],
     *,
     interpreter: str = "",
     source: Path | None = None,
     labels: Mapping[str, str] | None = None,
-) -> Probed:
-    """`environ` is what children get. Takes seconds where there are cards and torch."""
-    seen = gpu.cards(environ)
-    python = ask_interpreter(interpreter or sys.executable, environ, cards=bool(seen.gpus))
-    # A torch that sees no CUDA has the last word; where there is none, the driver has.
-    cuda = python.cuda if python.asked else seen.driver_cuda
+) -> ProbeResult:
+    """`environ` is the environment of jobs. Takes seconds where there are GPUs and torch."""
+    inventory = gpu.query_gpus(environ)
+    python = query_interpreter(interpreter or sys.executable, environ, with_cuda=bool(inventory.gpus))
+    # What torch reports counts; without torch, what the driver reports.
+    cuda = python.cuda if python.queried else inventory.driver_cuda
     capability = Capability(
         hostname=hostname(),
         os=platform.system().lower(),
         arch=platform.machine().lower().replace("amd64", "x86_64"),
         cores=cores(cgroup.cpu_quota()),
         ram_bytes=ram_bytes(cgroup.memory_limit()),
-        cuda=cuda if seen.gpus else "",
-        gpus=seen.gpus,
+        cuda=cuda if inventory.gpus else "",
+        gpus=inventory.gpus,
         torch=python.torch[:256],
         python=python.python[:256],
         git_commit=commit_of(source, environ) if source is not None else "",
         labels=dict(labels or {}),
         utc_offset_min=utc_offset_min(),
     )
-    return Probed(capability=capability, problems=tuple(filter(None, (seen.problem, python.problem))))
+    return ProbeResult(capability=capability, problems=tuple(filter(None, (inventory.problem, python.problem))))
 
 
 def hostname() -> str:
-    """In the letters that names of hosts have here."""
+    """The host's name, reduced to the letters that names of hosts may have."""
     spelled = _NOT_IN_NAMES.sub("-", socket.gethostname()).strip("-._")[:64]
     return spelled or "host"
 
 
 def cores(quota: float | None) -> int:
-    """What this process may use: its CPU set, and the quota of its container rounded down, at least one."""
+    """The cores this process may use: its CPU set, or the quota of its container rounded down; at least one."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, usable if quota is None else min(usable, int(quota)))
 
@@ -104,7 +104,7 @@ def utc_offset_min() -> int:
 
 
 def commit_of(source: Path, environ: Mapping[str, str]) -> str:
-    """The commit of a checkout, marked if there are changes; empty if it is none."""
+    """The commit of a checkout, with `-dirty` if there are changes; empty if it is no checkout."""
     where = ["git", "-C", str(source), "-c", f"core.hooksPath={os.devnull}", "-c", "core.fsmonitor=false"]
     head = _output([*where, "rev-parse", "HEAD"], environ, 10.0)
     if not head:
@@ -113,25 +113,25 @@ def commit_of(source: Path, environ: Mapping[str, str]) -> str:
     return head.strip() + ("-dirty" if changed else "")
 
 
-def ask_interpreter(interpreter: str, environ: Mapping[str, str], *, cards: bool) -> Interpreter:
-    """A child asks: what torch does while it is imported must not happen to the agent."""
+def query_interpreter(interpreter: str, environ: Mapping[str, str], *, with_cuda: bool) -> InterpreterProbe:
+    """In a child process, so that importing torch cannot affect the agent."""
     try:
         done = subprocess.run(
-            [interpreter, "-c", _TORCH, "cards" if cards else "none"],
+            [interpreter, "-c", _TORCH, "cuda" if with_cuda else "none"],
             env=dict(environ),
             cwd="/" if os.name == "posix" else None,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=TORCH_S,
+            timeout=INTERPRETER_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Interpreter(problem=f"{interpreter} cannot be asked for torch: {error}")
+        return InterpreterProbe(problem=f"{interpreter} cannot be queried for torch: {error}")
     try:
-        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Interpreter)
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=InterpreterProbe)
     except (msgspec.DecodeError, IndexError):
-        said = done.stderr.decode(errors="replace").strip()[-300:]
-        return Interpreter(problem=f"{interpreter} cannot be asked for torch: {said or done.returncode}")
+        stderr = done.stderr.decode(errors="replace").strip()[-300:]
+        return InterpreterProbe(problem=f"{interpreter} cannot be queried for torch: {stderr or done.returncode}")
 
 
 def _physical_bytes() -> int:

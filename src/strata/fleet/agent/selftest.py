@@ -1,4 +1,4 @@
-"""What a host must be able to do before it asks for jobs. A host that cannot would fail them one after the other."""
+"""The self-test of a host: what it must be able to do before it claims jobs, because otherwise it would fail them."""
 
 from __future__ import annotations
 
@@ -14,61 +14,61 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import StrataError
-from strata.fleet.agent import child
+from strata.fleet.agent import supervised
+from strata.fleet.agent.attempt_folder import JobUser
 from strata.fleet.agent.disk import private_folder
-from strata.fleet.agent.workdir import Owner
 
 GIB: Final = 1024**3
-STARTING_S: Final = 20.0
+CHILD_TIMEOUT_S: Final = 20.0
 _SLEEPER: Final = "import time; print('alive', flush=True); time.sleep(600)"
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    what: str
+class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
+    check: str
     ok: bool
     reason: str = ""
 
 
-def self_test(
+def run_self_test(
     state: Path,
     work: Path,
     *,
     min_free_gib: float,
     max_skew_s: float,
     ahead_s: float | None = None,
-    owner: Owner | None = None,
-) -> list[Finding]:
-    """Every finding, good or bad; `ahead_s` is what the hub's clock told, if it was reached."""
+    job_user: JobUser | None = None,
+) -> list[SelfTestResult]:
+    """Every check with its result; `ahead_s` is this clock's lead over the hub's, if the hub was reached."""
     return [
-        _writable("state folder", state),
-        _writable("work folder", work),
-        room(work, min_free_gib),
-        _runs_and_ends(state, work, owner),
-        *([] if ahead_s is None else [skew(ahead_s, max_skew_s)]),
+        _check_writable("state folder", state),
+        _check_writable("work folder", work),
+        check_disk_space(work, min_free_gib),
+        _check_child_process(state, work, job_user),
+        *([] if ahead_s is None else [check_clock_skew(ahead_s, max_skew_s)]),
     ]
 
 
-def room(work: Path, min_free_gib: float) -> Finding:
+def check_disk_space(work: Path, min_free_gib: float) -> SelfTestResult:
     try:
         free_gib = shutil.disk_usage(work).free / GIB
     except OSError as error:
-        return Finding(what="disk space", ok=False, reason=f"{work}: {error.strerror}")
+        return SelfTestResult(check="disk space", ok=False, reason=f"{work}: {error.strerror}")
     if free_gib < min_free_gib:
-        return Finding(
-            what="disk space",
+        return SelfTestResult(
+            check="disk space",
             ok=False,
             reason=f"{work} has {free_gib:.1f} GiB free, and min_free_gib is {min_free_gib:g}",
         )
-    return Finding(what="disk space", ok=True, reason=f"{free_gib:.1f} GiB free")
+    return SelfTestResult(check="disk space", ok=True, reason=f"{free_gib:.1f} GiB free")
 
 
-def skew(ahead_s: float, max_skew_s: float) -> Finding:
+def check_clock_skew(ahead_s: float, max_skew_s: float) -> SelfTestResult:
     side = "ahead of" if ahead_s > 0 else "behind"
-    told = f"this clock is {abs(ahead_s):.0f} s {side} the hub's"
-    return Finding(what="clock", ok=abs(ahead_s) <= max_skew_s, reason=told)
+    reason = f"this clock is {abs(ahead_s):.0f} s {side} the hub's"
+    return SelfTestResult(check="clock", ok=abs(ahead_s) <= max_skew_s, reason=reason)
 
 
-def _writable(what: str, folder: Path) -> Finding:
+def _check_writable(check: str, folder: Path) -> SelfTestResult:
     probe = folder / f".probe-{secrets.token_hex(4)}"
     try:
         probe.write_bytes(b"written")
@@ -76,75 +76,75 @@ def _writable(what: str, folder: Path) -> Finding:
             os.fsync(file.fileno())
         probe.unlink()
     except (OSError, StrataError) as error:
-        return Finding(what=what, ok=False, reason=f"{folder} cannot be written: {error}")
-    return Finding(what=what, ok=True, reason=str(folder))
+        return SelfTestResult(check=check, ok=False, reason=f"{folder} cannot be written: {error}")
+    return SelfTestResult(check=check, ok=True, reason=str(folder))
 
 
-def _runs_and_ends(state: Path, work: Path, owner: Owner | None) -> Finding:
-    """A real child, started and ended as a job would be."""
+def _check_child_process(state: Path, work: Path, job_user: JobUser | None) -> SelfTestResult:
+    """Start and stop a real child as a job would be."""
     name = f".selftest-{secrets.token_hex(4)}"
-    what = "child process"
+    check = "child process"
     process: subprocess.Popen[bytes] | None = None
-    place = work / name
+    cwd = work / name
     folder = state / name
     try:
         private_folder(folder)
-        place.mkdir(mode=0o700)
-        if owner is not None:
-            os.lchown(place, owner.uid, owner.gid)
-        run = child.Run(
+        cwd.mkdir(mode=0o700)
+        if job_user is not None:
+            os.lchown(cwd, job_user.uid, job_user.gid)
+        spec = supervised.SupervisorSpec(
             command=[sys.executable, "-I", "-S", "-c", _SLEEPER],
-            cwd=str(place),
+            cwd=str(cwd),
             env={},
             max_log_bytes=4096,
-            timeout_s=STARTING_S,
+            timeout_s=CHILD_TIMEOUT_S,
             grace_s=0,
-            uid=None if owner is None else owner.uid,
-            gid=None if owner is None else owner.gid,
-            groups=() if owner is None else owner.groups,
+            uid=None if job_user is None else job_user.uid,
+            gid=None if job_user is None else job_user.gid,
+            groups=() if job_user is None else job_user.groups,
         )
-        child.write(folder, run)
-        process = child.start(folder)
-        ended = _ended_when_alive(folder, process)
+        supervised.write_spec(folder, spec)
+        process = supervised.start_supervisor(folder)
+        status = _stop_when_running(folder, process)
     except (OSError, StrataError) as error:
-        return Finding(what=what, ok=False, reason=str(error))
+        return SelfTestResult(check=check, ok=False, reason=str(error))
     finally:
         if process is not None:
             _wait(process)
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(place, ignore_errors=True)
-    if isinstance(ended, child.Exit) and ended.stopped:
-        return Finding(what=what, ok=True, reason="starts and ends")
-    return Finding(what=what, ok=False, reason=_reason(ended))
+        shutil.rmtree(cwd, ignore_errors=True)
+    if isinstance(status, supervised.ChildExit) and status.stopped:
+        return SelfTestResult(check=check, ok=True, reason="starts and ends")
+    return SelfTestResult(check=check, ok=False, reason=_describe(status))
 
 
-def _ended_when_alive(folder: Path, process: subprocess.Popen[bytes]) -> child.Seen:
-    until_s = time.monotonic() + STARTING_S
-    asked = False
-    seen: child.Seen = child.NotStarted()
+def _stop_when_running(folder: Path, process: subprocess.Popen[bytes]) -> supervised.ChildStatus:
+    until_s = time.monotonic() + CHILD_TIMEOUT_S
+    stop_requested = False
+    status: supervised.ChildStatus = supervised.ChildNotStarted()
     while time.monotonic() < until_s:
-        seen = child.look(folder, process)
-        if isinstance(seen, child.Exit | child.Lost):
+        status = supervised.read_status(folder, process)
+        if isinstance(status, supervised.ChildExit | supervised.SupervisorLost):
             break
-        log = folder / child.LOG
-        if not asked and log.exists() and b"alive" in log.read_bytes():
-            child.stop(folder, 0.0)
-            asked = True
+        log = folder / supervised.LOG
+        if not stop_requested and log.exists() and b"alive" in log.read_bytes():
+            supervised.request_stop(folder, 0.0)
+            stop_requested = True
         time.sleep(0.05)
-    return seen
+    return status
 
 
-def _reason(ended: child.Seen) -> str:
-    if isinstance(ended, child.Exit) and ended.error:
-        return ended.error
-    if isinstance(ended, child.Exit):
-        return f"a child ended by itself with status {ended.status}"
-    return "a child did not start, or did not end when it was told to"
+def _describe(status: supervised.ChildStatus) -> str:
+    if isinstance(status, supervised.ChildExit) and status.error:
+        return status.error
+    if isinstance(status, supervised.ChildExit):
+        return f"a child ended by itself with status {status.status}"
+    return "a child process did not start, or did not end on request"
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
     try:
-        process.wait(STARTING_S)
+        process.wait(CHILD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

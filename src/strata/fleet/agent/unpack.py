@@ -1,9 +1,9 @@
-"""A source becomes a folder, and nothing of it gets outside: the sender of the archive is not trusted.
+"""Unpacks a source archive into a folder, and nothing outside of it: the sender of the archive is not trusted.
 
-Files and folders come first and symbolic links last, so that nothing is ever written through a link, nor is a link made
-through another one that leads outside; then every link is followed, to see that it stays inside. The root of an
-absolute path is taken off, as every tar does; a name that comes again replaces what had it before. Of a mode only that
-a file can be executed is kept. A hard link becomes a copy, and counts as one.
+Files and folders are written first and symbolic links last, so that nothing is ever written through a link, nor is a
+link created through another one that leads outside; then every link is resolved, to check that it stays inside. The
+root of an absolute path is removed, as every tar does; a name that occurs again replaces the earlier member. Of a mode
+only the executable bit is kept. A hard link becomes a copy, and counts as one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from strata.base.tar import TarKind, TarReader, decompressed
 
 MAX_UNPACKED: Final = 8 << 30
 MAX_MEMBERS: Final = 500_000
-_OF_THE_HOST: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE})
-"""What no archive brings about: the disk is full or broken."""
+_HOST_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE})
+"""OS errors that no archive can cause: the disk is full or broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,17 @@ class UnpackLimits:
     max_bytes: int = MAX_UNPACKED
     max_members: int = MAX_MEMBERS
     any_link: bool = False
-    """Links may lead outside: those of a git repository, which are what was committed."""
+    """Links may lead outside: for a git repository, whose links are part of the commit."""
 
 
 def unpack(archive: BufferedReader, folder: Path, limits: UnpackLimits | None = None) -> None:
-    """A tar file, plain or compressed with gzip, bzip2 or xz, into a folder that is there and empty."""
+    """Unpack a tar file, plain or compressed with gzip, bzip2 or xz, into an existing empty folder."""
     try:
         _unpack(TarReader(decompressed(archive)), folder, limits or UnpackLimits())
     except StrataError as error:
         raise StrataError(Code.PRECONDITION, f"the source bundle cannot be unpacked: {error.message}") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno in _OF_THE_HOST:
+        if isinstance(error, OSError) and error.errno in _HOST_ERRNOS:
             raise
         raise StrataError(Code.PRECONDITION, f"the source bundle cannot be unpacked: {error}") from error
 
@@ -51,13 +51,13 @@ def _unpack(tar: TarReader, folder: Path, limits: UnpackLimits) -> None:
     unpacked = 0
     for number, member in enumerate(tar):
         # A hard link has no size of its own.
-        linked = folder / _inside(member.target) if member.kind is TarKind.HARD_LINK else None
+        linked = folder / _relative_path(member.target) if member.kind is TarKind.HARD_LINK else None
         unpacked += linked.stat().st_size if linked is not None and linked.is_file() else member.size
         if unpacked > limits.max_bytes or number >= limits.max_members:
             raise StrataError(
                 Code.PRECONDITION, f"it has more than {limits.max_bytes} bytes, or more than {limits.max_members} files"
             )
-        name = _inside(member.name)
+        name = _relative_path(member.name)
         links.pop(name, None)
         if member.kind is TarKind.FOLDER:
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -68,16 +68,16 @@ def _unpack(tar: TarReader, folder: Path, limits: UnpackLimits) -> None:
         elif linked is not None:
             _copy(linked, folder / name)
         else:
-            raise _refused(member.name, "it is neither a file nor a folder nor a link")
-    _link(folder, links, any_link=limits.any_link)
+            raise _rejected(member.name, "it is neither a file nor a folder nor a link")
+    _create_links(folder, links, any_link=limits.any_link)
 
 
-def _inside(name: str) -> PurePosixPath:
+def _relative_path(name: str) -> PurePosixPath:
     path = PurePosixPath(name.lstrip("/"))
     if ".." in path.parts or "\0" in name:
-        raise _refused(name, "it would be outside of the folder")
+        raise _rejected(name, "it would be outside of the folder")
     if os.name == "nt" and any(character in name for character in '\\:<>"|?*'):
-        raise _refused(name, "this system cannot have such a name")
+        raise _rejected(name, "this system cannot have such a name")
     return path
 
 
@@ -91,34 +91,34 @@ def _write(pieces: Iterator[bytes], path: Path, *, executable: bool) -> None:
 
 
 def _copy(source: Path, path: Path) -> None:
-    """A hard link: to a file of this archive that came before."""
+    """A hard link: to an earlier file of this archive."""
     if not source.is_file():
-        raise _refused(path.name, "it is a link to a file that is not in the archive")
+        raise _rejected(path.name, "it is a link to a file that is not in the archive")
     if source != path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         shutil.copy(source, path)
 
 
-def _link(folder: Path, links: dict[PurePosixPath, str], *, any_link: bool) -> None:
+def _create_links(folder: Path, links: dict[PurePosixPath, str], *, any_link: bool) -> None:
     root = os.path.realpath(folder)
     for name, target in links.items():
         path = folder / name
-        # Before anything is touched: a link that was made just now may be on the way.
-        if not _below(root, path.parent) or (PurePosixPath(target).is_absolute() and not any_link):
-            raise _refused(str(name), "it is a link that leads outside of the folder")
+        # Before anything is written: a link that was just created may be part of the path.
+        if not _is_below(root, path.parent) or (PurePosixPath(target).is_absolute() and not any_link):
+            raise _rejected(str(name), "it is a link that leads outside of the folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         path.symlink_to(target)
     for name in () if any_link else links:
-        # Only when all are there: one link may lead through another.
-        if not _below(root, folder / name):
-            raise _refused(str(name), "it is a link that leads outside of the folder")
+        # Only when all links exist: one may lead through another.
+        if not _is_below(root, folder / name):
+            raise _rejected(str(name), "it is a link that leads outside of the folder")
 
 
-def _below(root: str, path: Path) -> bool:
+def _is_below(root: str, path: Path) -> bool:
     return os.path.commonpath([root, os.path.realpath(path)]) == root
 
 
-def _refused(name: str, reason: str) -> StrataError:
+def _rejected(name: str, reason: str) -> StrataError:
     return StrataError(Code.PRECONDITION, f"{name[:200]!r}: {reason}")

@@ -1,8 +1,8 @@
 """What Windows does differently: a Job Object instead of a process group, a Scheduled Task instead of a unit.
 
-Standard library only, for the waiter loads this file by its path. Written from the documentation of the system calls
-and never run on Windows by our tests, which check what can be checked elsewhere: the layout of the structures and the
-text of the task.
+Standard library only, because the supervisor loads this file by its path. Written from the documentation of the system
+calls and never run on Windows by our tests, which check what can be checked elsewhere: the layout of the structures and
+the text of the task.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MemoryStatus(ctypes.Structure):
 
 
 def kill_on_close() -> ExtendedLimits:
-    """The processes of the job end with the last handle to it, which is the waiter's: whatever happens to that."""
+    """The processes of the job end with the last handle to it, which the supervisor holds."""
     limits = ExtendedLimits()
     limits.BasicLimitInformation.LimitFlags = KILL_ON_CLOSE
     return limits

@@ -66,7 +66,7 @@ class Cause(StrEnum):
     """The host was drained or wanted back by its owner."""
     CANCELLED = "cancelled"
     INFRA = "infra"
-    """The host could not do its part: no disk space, a broken driver, a waiter that was killed."""
+    """The host could not do its part: no disk space, a broken driver, a supervisor that was killed."""
     SETUP_ERROR = "setup_error"
     """What the job asks for is not on this host: program, folder, commit, interpreter, module, source. The host is well
     and stays in service; it is excluded for this job."""

@@ -1,14 +1,16 @@
-"""The process between agent and child: starts the child once, keeps its output and its exit code, ends all of it.
+"""The supervisor of one child (what containerd calls a shim): starts it once, keeps its log and exit code, ends it.
 
-It outlives the agent, so the next agent finds everything in files. It runs as a script, on the standard library alone,
-to start fast and stay small: `python -I -S waiter.py FOLDER`. In FOLDER:
+The supervisor outlives the agent, so the next agent finds everything in files. It runs as a script, on the standard
+library alone, to start fast and stay small: `python -I -S supervisor.py FOLDER`. In FOLDER:
 
     waiter.json   what to run; written by the agent
-    waiter.lock   held while this process lives: that is how the agent knows
-    pid.json      this process and its child, written once: a second waiter for the same attempt goes away
-    log           what the child and its children wrote, bounded, the end always kept
+    waiter.lock   held while the supervisor lives: that is how the agent knows
+    pid.json      supervisor and child, written once: a second supervisor for the same attempt exits
+    log           what the child and its descendants wrote, bounded; the end is always kept
     stop.json     {"grace_s": …} from the agent: end the child. It may be written again with less grace
-    exit.json     how it ended; written last
+    exit.json     how the child ended; written last
+
+Agents of other versions read these files: their names and keys do not change.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from typing import Any, BinaryIO, Final
 
 POLL_S: Final = 0.1
 REAP_S: Final = 10.0
-"""Looking through all processes costs milliseconds, and a dead orphan can wait."""
+"""Seconds between two scans for zombies: a scan of all processes costs milliseconds, and a zombie can wait."""
 TAIL_BYTES: Final = 256 * 1024
-ALREADY: Final = 3
+ALREADY_SUPERVISED: Final = 3
 _LINUX: Final = sys.platform == "linux"
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
-_KILLING_S: Final = 10.0
-_UNUSABLE: Final = frozenset(
+_KILL_TIMEOUT_S: Final = 10.0
+_SETUP_ERRNOS: Final = frozenset(
     {
         errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,
         errno.ENAMETOOLONG, errno.E2BIG, errno.EINVAL,
@@ -48,28 +50,28 @@ _UNUSABLE: Final = frozenset(
 def main(folder: Path) -> int:
     lock = _lock(folder / "waiter.lock")
     if lock is None or (folder / "pid.json").exists():
-        return ALREADY
+        return ALREADY_SUPERVISED
     spec = json.loads((folder / "waiter.json").read_bytes())
-    asked = threading.Event()
+    sigterm = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
         # Handlers and not SIG_IGN, which the child would inherit.
-        signal.signal(number, lambda seen, _: asked.set() if seen == signal.SIGTERM else None)
+        signal.signal(number, lambda received, _: sigterm.set() if received == signal.SIGTERM else None)
     if _LINUX:
-        # Whoever of the child's children loses its parent becomes ours, and can be found and ended.
+        # Orphaned descendants of the child become children of this process, so that it can find and end them.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    write(folder / "pid.json", {"waiter": os.getpid(), "waiter_started": started_at(os.getpid())})
-    log = Log((folder / "log").open("ab", buffering=0), spec["max_log_bytes"])
+    write_json(folder / "pid.json", {"waiter": os.getpid(), "waiter_started": started_at(os.getpid())})
+    log = BoundedLog((folder / "log").open("ab", buffering=0), spec["max_log_bytes"])
     oom_before = oom_kills()
     began_s = time.monotonic()
     try:
         child = _start(spec)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        # ValueError: a name or a value that no environment can hold.
+        # ValueError: an environment variable whose name or value no process can have.
         log.finish()
-        said = f"cannot start {spec['command'][0]!r}: {error}"
-        write(folder / "exit.json", {"started": False, "error": said, "setup": _is_setup_error(error)})
+        message = f"cannot start {spec['command'][0]!r}: {error}"
+        write_json(folder / "exit.json", {"started": False, "error": message, "setup": _is_setup_error(error)})
         return 0
-    write(
+    write_json(
         folder / "pid.json",
         {
             "waiter": os.getpid(),
@@ -78,14 +80,14 @@ def main(folder: Path) -> int:
             "child_started": started_at(child.pid),
         },
     )
-    pump = threading.Thread(target=_pump, args=(child.stdout, log), daemon=True)
-    pump.start()
-    ended = Ending(child, folder, spec).run(asked)
-    pump.join(_KILLING_S)
+    copier = threading.Thread(target=_copy_output, args=(child.stdout, log), daemon=True)
+    copier.start()
+    stop_reason = ChildMonitor(child, folder, spec).run(sigterm)
+    copier.join(_KILL_TIMEOUT_S)
     left_out = log.finish()
-    write(
+    write_json(
         folder / "exit.json",
-        ended
+        stop_reason
         | {
             "started": True,
             "status": child.returncode,
@@ -98,8 +100,8 @@ def main(folder: Path) -> int:
     return 0
 
 
-class Ending:
-    """Waits for the child, ends it when it is time, and leaves none of its processes behind."""
+class ChildMonitor:
+    """Waits for the child, ends it on request or at its timeout, and leaves none of its processes behind."""
 
     def __init__(self, child: subprocess.Popen[bytes], folder: Path, spec: dict[str, Any]) -> None:
         self._child = child
@@ -111,49 +113,50 @@ class Ending:
         self._kill_at_s: float | None = None
         self._reap_at_s = self._began_s + REAP_S
 
-    def run(self, asked: threading.Event) -> dict[str, Any]:
+    def run(self, sigterm: threading.Event) -> dict[str, Any]:
         stopped = timed_out = False
         while self._child.poll() is None:
             now_s = time.monotonic()
-            grace_s = self._grace_asked(asked)
+            grace_s = self._requested_grace_s(sigterm)
             overdue = 0 < self._timeout_s <= now_s - self._began_s
             if grace_s is not None or overdue:
                 if self._kill_at_s is None:
                     stopped, timed_out = grace_s is not None, grace_s is None
-                self._end(now_s, self._grace_s if grace_s is None else grace_s)
+                self._stop_child(now_s, self._grace_s if grace_s is None else grace_s)
             if now_s >= self._reap_at_s:
-                self._reap()
+                self._reap_zombies()
                 self._reap_at_s = now_s + REAP_S
             time.sleep(POLL_S)
-        self._kill_rest()
+        self._kill_descendants()
         return {"stopped": stopped, "timed_out": timed_out}
 
-    def _grace_asked(self, asked: threading.Event) -> float | None:
+    def _requested_grace_s(self, sigterm: threading.Event) -> float | None:
+        """None: nobody has requested a stop."""
         try:
             return float(json.loads(self._stop_file.read_bytes())["grace_s"])
         except (FileNotFoundError, ValueError, KeyError):
-            return self._grace_s if asked.is_set() else None
+            return self._grace_s if sigterm.is_set() else None
 
-    def _end(self, now_s: float, grace_s: float) -> None:
+    def _stop_child(self, now_s: float, grace_s: float) -> None:
         if self._kill_at_s is None:
             self._kill_at_s = now_s + grace_s
             if grace_s > 0:
-                self._ask_to_end()
-        # Asked again with less grace.
+                self._terminate()
+        # The agent may request it again with less grace.
         self._kill_at_s = min(self._kill_at_s, now_s + grace_s)
         if now_s >= self._kill_at_s:
             self._kill()
 
-    def _ask_to_end(self) -> None:
-        """SIGTERM, once to each: a second one while a program is ending would cut that short."""
+    def _terminate(self) -> None:
+        """SIGTERM, once to each process: a second one could interrupt a program's shutdown."""
         if self._job is not None:
             self._child.terminate()
             return
-        below = descendants(os.getpid())
+        pids = descendants(os.getpid())
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if not below:
+            if not pids:
                 os.killpg(self._child.pid, signal.SIGTERM)
-        for pid in below:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGTERM)
 
@@ -167,18 +170,18 @@ class Ending:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _kill_rest(self) -> None:
-        """Processes that outlived the child. Again and again, because a process may start another while it dies."""
-        until_s = time.monotonic() + _KILLING_S
+    def _kill_descendants(self) -> None:
+        """Kill the processes that outlived the child; repeatedly, because a process may start another while it dies."""
+        until_s = time.monotonic() + _KILL_TIMEOUT_S
         self._kill()
         while descendants(os.getpid()) and time.monotonic() < until_s:
             self._kill()
-            self._reap()
+            self._reap_zombies()
             time.sleep(0.01)
-        self._reap()
+        self._reap_zombies()
 
-    def _reap(self) -> None:
-        """Orphans that became ours and ended; never the child itself, whose status `poll` has to see."""
+    def _reap_zombies(self) -> None:
+        """Reap adopted orphans that have ended; never the child itself, whose status `poll` has to see."""
         if not _LINUX:
             return
         for pid, parent, state in processes():
@@ -187,46 +190,46 @@ class Ending:
                     os.waitpid(pid, os.WNOHANG)
 
 
-class Log:
-    """Writes until it is full, remembers the end of what follows, and appends that at last."""
+class BoundedLog:
+    """A log file of bounded size: when it is full, the end of the output is kept in memory and appended at `finish`."""
 
-    def __init__(self, file: BinaryIO, most: int) -> None:
+    def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         self._file = file
-        self._room = most - file.tell()
+        self._free_bytes = max_bytes - file.tell()
         self._tail = bytearray()
-        self._beyond = 0
+        self._overflow_bytes = 0
         self._lock = threading.Lock()
 
     def write(self, piece: bytes) -> None:
         with self._lock:
-            if self._room > 0:
-                taken, piece = piece[: self._room], piece[self._room :]
-                self._room -= len(taken)
-                self._put(taken)
-            self._beyond += len(piece)
+            if self._free_bytes > 0:
+                head, piece = piece[: self._free_bytes], piece[self._free_bytes :]
+                self._free_bytes -= len(head)
+                self._append(head)
+            self._overflow_bytes += len(piece)
             self._tail += piece
             if len(self._tail) > 2 * TAIL_BYTES:
                 del self._tail[:-TAIL_BYTES]
 
     def finish(self) -> int:
-        """How many bytes are missing in the middle."""
+        """The number of bytes that are missing in the middle."""
         with self._lock:
             tail = bytes(self._tail[-TAIL_BYTES:])
-            missing = self._beyond - len(tail)
+            missing = self._overflow_bytes - len(tail)
             if missing:
-                self._put(f"\n[strata: {missing} bytes of output are left out here]\n".encode())
-            self._put(tail)
+                self._append(f"\n[strata: {missing} bytes of output are left out here]\n".encode())
+            self._append(tail)
             self._tail.clear()
-            self._beyond = 0
+            self._overflow_bytes = 0
             os.fsync(self._file.fileno())
             return missing
 
-    def _put(self, piece: bytes) -> None:
-        # A full disk costs the log and not the job.
+    def _append(self, piece: bytes) -> None:
+        # When the disk is full, the log is lost and the job goes on.
         with contextlib.suppress(OSError):
-            left = memoryview(piece)
-            while left:
-                left = left[os.write(self._file.fileno(), left) :]
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[os.write(self._file.fileno(), rest) :]
 
 
 def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -236,7 +239,7 @@ def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
     else:
         options["start_new_session"] = True
         options["umask"] = 0o077
-        # Before any thread exists, so what runs between fork and exec is safe.
+        # No thread exists yet, so the code between fork and exec is safe.
         options["preexec_fn"] = _before_exec()
         if spec.get("uid") is not None:
             options |= {"user": spec["uid"], "group": spec["gid"], "extra_groups": spec["groups"]}
@@ -253,8 +256,8 @@ def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def _is_setup_error(error: Exception) -> bool:
-    """Whether command, folder or environment cannot be used on this host, rather than the host being out of order."""
-    return isinstance(error, ValueError) or getattr(error, "errno", None) in _UNUSABLE
+    """Whether command, folder or environment cannot be used on this host; otherwise the host itself is at fault."""
+    return isinstance(error, ValueError) or getattr(error, "errno", None) in _SETUP_ERRNOS
 
 
 def _before_exec() -> Callable[[], None]:
@@ -262,49 +265,52 @@ def _before_exec() -> Callable[[], None]:
 
     def prepare() -> None:
         if prctl is not None:
-            # A waiter that is killed takes its child along: nobody would know what became of it.
+            # The child dies with a killed supervisor: nobody else would learn how it ended.
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-            # If memory runs out, the job goes and not the agent.
+            # The kernel's OOM killer takes the job and not the agent.
             with contextlib.suppress(OSError):
                 Path("/proc/self/oom_score_adj").write_text("500")
 
     return prepare
 
 
-def _pump(output: BinaryIO, log: Log) -> None:
+def _copy_output(output: BinaryIO, log: BoundedLog) -> None:
     while piece := os.read(output.fileno(), 65_536):
         log.write(piece)
 
 
 def processes() -> list[tuple[int, int, str]]:
     """(pid, parent, state) of all processes that can be seen; empty where there is no /proc."""
-    found = []
+    rows = []
     for entry in os.listdir("/proc") if _LINUX else ():  # noqa: PTH208 - ten times a second, and names are enough
         if entry.isdigit():
             fields = _stat(int(entry))
             if fields:
-                found.append((int(entry), int(fields[1]), fields[0]))
-    return found
+                rows.append((int(entry), int(fields[1]), fields[0]))
+    return rows
 
 
 def descendants(pid: int) -> list[int]:
     """Living processes below this one."""
     children: dict[int, list[tuple[int, str]]] = {}
-    for one, parent, state in processes():
-        children.setdefault(parent, []).append((one, state))
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        for one, state in children.get(waiting.pop(), ()):
-            waiting.append(one)
+    for child, parent, state in processes():
+        children.setdefault(parent, []).append((child, state))
+    living: list[int] = []
+    to_visit = [pid]
+    while to_visit:
+        for descendant, state in children.get(to_visit.pop(), ()):
+            to_visit.append(descendant)
             if state not in ("Z", "X"):
-                found.append(one)
-    return found
+                living.append(descendant)
+    return living
 
 
 def started_at(pid: int) -> str:
-    """Tells a process from a later one of the same number: boot, and ticks since then; empty if it is gone."""
+    """When the process started, as boot id and ticks since boot: tells it from a later process with the same pid.
+
+    Empty if there is no such process.
+    """
     fields = _stat(pid)
     if not fields:
         return ""
@@ -312,7 +318,7 @@ def started_at(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields behind the name, which may have spaces and brackets itself: state, parent, …"""
+    """The fields behind the program's name, which may itself hold spaces and brackets: state, parent, …"""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -321,7 +327,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def oom_kills() -> int:
-    """How often memory ran out in this control group so far; 0 where nobody counts."""
+    """How many OOM kills the kernel has counted in this control group; 0 where there is no counter."""
     for path in _oom_counters():
         with contextlib.suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
@@ -332,15 +338,15 @@ def oom_kills() -> int:
 
 
 def _oom_counters() -> list[Path]:
-    found = []
+    paths = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                found.append(Path("/sys/fs/cgroup" + path) / "memory.events")
+                paths.append(Path("/sys/fs/cgroup" + path) / "memory.events")
             if "memory" in controllers.split(","):
-                found += [Path(f"/sys/fs/cgroup/memory{at}") / "memory.oom_control" for at in (path, "")]
-    return found
+                paths += [Path(f"/sys/fs/cgroup/memory{at}") / "memory.oom_control" for at in (path, "")]
+    return paths
 
 
 def _max_rss() -> int:
@@ -353,7 +359,7 @@ def _max_rss() -> int:
 
 
 def _lock(path: Path) -> int | None:
-    """The agent looks at this lock by taking it for a moment, so one refusal is none."""
+    """Take the lock. The agent checks it by taking it for a moment, so one failure does not mean that it is held."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     for _ in range(100):
         try:
@@ -373,7 +379,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _job_object(child: subprocess.Popen[bytes]) -> Callable[[], None] | None:
-    """On Windows: what ends the child and all it started."""
+    """On Windows: the function that ends the child and all it started."""
     if os.name != "nt":
         return None
     from importlib.util import module_from_spec, spec_from_file_location
@@ -383,17 +389,17 @@ def _job_object(child: subprocess.Popen[bytes]) -> Callable[[], None] | None:
     assert spec.loader is not None
     windows = module_from_spec(spec)
     spec.loader.exec_module(windows)
-    ending: Callable[[], None] = windows.job_object_of(child.pid).terminate
-    return ending
+    terminate: Callable[[], None] = windows.job_object_of(child.pid).terminate
+    return terminate
 
 
-def write(path: Path, value: dict[str, Any]) -> None:
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("w") as file:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("w") as file:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

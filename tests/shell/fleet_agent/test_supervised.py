@@ -1,4 +1,4 @@
-"""Children under their waiter, with real processes: started once, watched, ended with all they started."""
+"""Children under their supervisor, with real processes: started once, watched, ended with all they started."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from strata.fleet.agent import child, waiter
-from strata.fleet.agent.child import Exit, Lost, Run
+from strata.fleet.agent import supervised, supervisor
+from strata.fleet.agent.attempt_folder import JobUser, find_job_user
 from strata.fleet.agent.disk import private_folder, write_json
 from strata.fleet.agent.lock import try_lock
-from strata.fleet.agent.workdir import Owner, owner_of
+from strata.fleet.agent.supervised import ChildExit, SupervisorLost, SupervisorSpec
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 
 SLEEP = "import time; print('up', flush=True); time.sleep(300)"
@@ -27,7 +27,7 @@ class Trial:
         self.folder = private_folder(folder / "attempt")
         self.cwd = folder / "cwd"
         self.cwd.mkdir()
-        self._waiter: Any = None
+        self._supervisor: Any = None
 
     def start(self, code: str, **more: Any) -> None:
         given: dict[str, Any] = {
@@ -38,37 +38,37 @@ class Trial:
             "timeout_s": 0.0,
             "grace_s": 20.0,
         }
-        child.write(self.folder, Run(**(given | more)))
-        self._waiter = child.start(self.folder)
+        supervised.write_spec(self.folder, SupervisorSpec(**(given | more)))
+        self._supervisor = supervised.start_supervisor(self.folder)
 
-    def look(self) -> child.Seen:
-        return child.look(self.folder, self._waiter)
+    def look(self) -> supervised.ChildStatus:
+        return supervised.read_status(self.folder, self._supervisor)
 
     def gone(self, within_s: float) -> int:
-        """The status of the waiter, when it has ended."""
-        status: int = self._waiter.wait(within_s)
+        """The status of the supervisor, when it has ended."""
+        status: int = self._supervisor.wait(within_s)
         return status
 
     def log(self) -> str:
-        path = self.folder / child.LOG
+        path = self.folder / supervised.LOG
         return path.read_text(errors="replace") if path.exists() else ""
 
     def says(self, text: str) -> str:
         return eventually(lambda: self.log() if text in self.log() else None)
 
-    def exit(self) -> Exit:
-        seen = eventually(lambda: seen if isinstance(seen := self.look(), Exit | Lost) else None)
-        assert isinstance(seen, Exit), seen
-        self._waiter.wait(10)
+    def exit(self) -> ChildExit:
+        seen = eventually(lambda: seen if isinstance(seen := self.look(), ChildExit | SupervisorLost) else None)
+        assert isinstance(seen, ChildExit), seen
+        self._supervisor.wait(10)
         return seen
 
     def pid(self) -> int:
-        return eventually(lambda: seen.pid if isinstance(seen := self.look(), child.Running) else None)
+        return eventually(lambda: seen.pid if isinstance(seen := self.look(), supervised.ChildRunning) else None)
 
     def close(self) -> None:
-        if self._waiter is not None and self._waiter.poll() is None:
-            child.stop(self.folder, 0.0)
-            self._waiter.wait(20)
+        if self._supervisor is not None and self._supervisor.poll() is None:
+            supervised.request_stop(self.folder, 0.0)
+            self._supervisor.wait(20)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_child_that_heeds_sigterm_ends_in_its_own_way(trial: Trial) -> None:
         "print('up', flush=True)\ntime.sleep(300)"
     )
     trial.says("up")
-    child.stop(trial.folder, 20.0)
+    supervised.request_stop(trial.folder, 20.0)
     seen = trial.exit()
     assert (seen.status, seen.stopped) == (0, True)
     assert "saved" in trial.log()
@@ -114,9 +114,9 @@ def test_a_child_that_heeds_sigterm_ends_in_its_own_way(trial: Trial) -> None:
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_and_sooner_if_asked_again(trial: Trial) -> None:
     trial.start("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP)
     trial.says("up")
-    child.stop(trial.folder, 3600.0)
-    assert isinstance(trial.look(), child.Running)
-    child.stop(trial.folder, 0.0)
+    supervised.request_stop(trial.folder, 3600.0)
+    assert isinstance(trial.look(), supervised.ChildRunning)
+    supervised.request_stop(trial.folder, 0.0)
     seen = trial.exit()
     assert (seen.status, seen.stopped) == (-signal.SIGKILL, True)
 
@@ -127,14 +127,14 @@ def test_a_child_that_takes_too_long_is_ended(trial: Trial) -> None:
     assert (seen.timed_out, seen.stopped, seen.status) == (True, False, -signal.SIGTERM)
 
 
-def test_a_waiter_that_is_killed_takes_the_child_along_and_is_missed(trial: Trial) -> None:
+def test_a_supervisor_that_is_killed_takes_the_child_along_and_is_missed(trial: Trial) -> None:
     trial.start(SLEEP)
     trial.says("up")
     pid = trial.pid()
-    pids = child.pids(trial.folder)
+    pids = supervised.read_pids(trial.folder)
     assert pids is not None
-    os.kill(pids.waiter, signal.SIGKILL)
-    eventually(lambda: isinstance(trial.look(), Lost))
+    os.kill(pids.supervisor, signal.SIGKILL)
+    eventually(lambda: isinstance(trial.look(), SupervisorLost))
     eventually(lambda: not is_alive(pid))
 
 
@@ -145,33 +145,36 @@ def test_a_number_that_is_somebody_elses_by_now_is_not_killed(trial: Trial) -> N
     )
     trial.says("up")
     pid = trial.pid()
-    pids = child.pids(trial.folder)
+    pids = supervised.read_pids(trial.folder)
     assert pids is not None
-    write_json(trial.folder / "pid.json", child.Pids(waiter=pids.waiter, child=pid, child_started="another boot:1"))
-    child.end_leftovers(trial.folder)
+    write_json(
+        trial.folder / "pid.json",
+        supervised.ProcessIds(supervisor=pids.supervisor, child=pid, child_started="another boot:1"),
+    )
+    supervised.kill_orphans(trial.folder)
     os.kill(pid, signal.SIGUSR1)
     trial.says("still here")
     write_json(trial.folder / "pid.json", pids)
-    child.end_leftovers(trial.folder)
+    supervised.kill_orphans(trial.folder)
     eventually(lambda: not is_alive(pid))
 
 
-def test_an_attempt_runs_once_however_many_waiters_are_started(trial: Trial) -> None:
+def test_an_attempt_runs_once_however_many_supervisors_are_started(trial: Trial) -> None:
     trial.start("print('ran')")
     trial.exit()
-    assert child.start(trial.folder).wait(20) == 3
+    assert supervised.start_supervisor(trial.folder).wait(20) == 3
     assert trial.log().split() == ["ran"]
 
 
-def test_a_waiter_that_is_slow_is_not_lost_because_a_second_one_went_away(trial: Trial) -> None:
-    """An agent that was killed just after it had started a waiter is followed by one that starts another."""
+def test_a_supervisor_that_is_slow_is_not_lost_because_a_second_one_went_away(trial: Trial) -> None:
+    """An agent that was killed just after it had started a supervisor is followed by one that starts another."""
     slow = try_lock(trial.folder / "waiter.lock")
     assert slow is not None
     trial.start(SLEEP)
-    assert trial.gone(20) == waiter.ALREADY
-    assert isinstance(trial.look(), child.NotStarted)
+    assert trial.gone(20) == supervisor.ALREADY_SUPERVISED
+    assert isinstance(trial.look(), supervised.ChildNotStarted)
     os.close(slow)
-    assert isinstance(trial.look(), Lost)
+    assert isinstance(trial.look(), SupervisorLost)
 
 
 def test_a_log_is_bounded_and_keeps_its_beginning_and_its_end(trial: Trial) -> None:
@@ -193,9 +196,9 @@ def test_a_child_has_the_environment_that_was_made_for_it_and_nothing_else(
     monkeypatch.setenv("AGENT_CREDENTIAL", "hst-secret")
     trial.start(SLEEP, env={"PATH": "/usr/bin", "STRATA_JOB": "job1_x"})
     trial.says("up")
-    pids = child.pids(trial.folder)
+    pids = supervised.read_pids(trial.folder)
     assert pids is not None
-    for pid in (pids.child, pids.waiter):
+    for pid in (pids.child, pids.supervisor):
         seen = dict(
             pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0") if pair
         )
@@ -215,8 +218,8 @@ def test_a_child_is_in_a_session_of_its_own_with_signals_as_usual(trial: Trial) 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_job_that_runs_as_somebody_else_cannot_read_what_is_the_agents(trial: Trial) -> None:
-    owner = owner_of("nobody")
-    assert isinstance(owner, Owner)
+    owner = find_job_user("nobody")
+    assert isinstance(owner, JobUser)
     assert owner.uid == pwd.getpwnam("nobody").pw_uid
     for folder in [trial.cwd, *trial.cwd.parents][:3]:
         folder.chmod(0o755)

@@ -1,6 +1,6 @@
-"""The one place where a field of a lease becomes a name in a path: by full match, and made of what matched.
+"""Turns fields of a lease into path components: the only place, by full match, from the matched text alone.
 
-`tests/rules` holds the rest of the agent to it: a path is joined with a constant or with what comes from here.
+`tests/rules` enforces it: the rest of the agent joins a path with a constant or with a name from here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_EPOCH: Final = 2**53
 
 
 def attempt_name(job_id: str, epoch: int) -> PathName:
-    """Of the folders of an attempt. Short, because it is part of paths and sockets have short ones."""
+    """The name of the folders of an attempt. Short, because the paths of sockets must be short."""
     match = _JOB.fullmatch(job_id)
     if match is None or type(epoch) is not int or not 0 < epoch < _MAX_EPOCH:
         raise StrataError(Code.INVALID, f"{job_id[:80]!r} at epoch {epoch!r} is not an attempt of a job")
@@ -30,7 +30,7 @@ def attempt_name(job_id: str, epoch: int) -> PathName:
 
 
 def blob_digest(bundle: str) -> str:
-    """The SHA-256 of a bundle that was uploaded as one file; empty if it is not one."""
+    """The SHA-256 of a bundle that was uploaded as one file; empty for an artifact."""
     match = _BLOB.fullmatch(bundle)
     return "" if match is None else match[1]
 
@@ -43,12 +43,12 @@ def artifact_id(text: str) -> str:
 
 
 def bundle_name(bundle: str) -> PathName:
-    """Of the file that keeps a bundle."""
+    """The name of the file that caches a bundle."""
     return PathName(f"{blob_digest(bundle) or artifact_id(bundle)}.tar")
 
 
 def commit_name(url: str, commit: str) -> PathName:
-    """Of the file that keeps the files of a commit."""
+    """The name of the file that caches the files of a commit."""
     match = _COMMIT.fullmatch(commit)
     if match is None:
         raise StrataError(Code.INVALID, f"{url[:200]!r} at {commit[:80]!r} is no commit of a repository")

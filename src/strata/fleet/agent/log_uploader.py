@@ -1,4 +1,7 @@
-"""A file that grows becomes a stream at the hub. The hub says how much it has, so nothing need be remembered here."""
+"""Uploads a growing file, the log or the metrics of an attempt, to the hub as a stream.
+
+The hub's replies say how many bytes it has, so the agent stores no offset.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +10,51 @@ from typing import BinaryIO, Final
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet.agent.calls import PIECE, Calls, Stream
+from strata.fleet.agent.hub_api import PIECE, HubApi, Stream
 from strata.fleet.artifacts.files import Tree, open_regular
 from strata.fleet.core.report import MAX_LINE_BYTES, Metrics, parse_lines
 from strata.fleet.wire import LeaseGiven
 
-_TAIL: Final = 65_536
-_LINES: Final = 16
+_TAIL_BYTES: Final = 65_536
+_LINES_PER_READ: Final = 16
 
 
-class Shipper:
-    """One stream of one attempt. `sent` is what the hub has acknowledged; unknown until the first reply."""
+class StreamUploader:
+    """One stream of one attempt. `sent` is how many bytes the hub has acknowledged; unknown until the first reply."""
 
-    def __init__(self, calls: Calls, lease: LeaseGiven, stream: Stream, path: Path) -> None:
-        self._calls = calls
+    def __init__(self, hub: HubApi, lease: LeaseGiven, stream: Stream, path: Path) -> None:
+        self._hub = hub
         self._lease = lease
         self._stream: Stream = stream
         self._path = path
         self.sent: int | None = None
         self.full = False
-        """The hub takes no more of this stream."""
+        """The hub accepts no more bytes of this stream."""
 
-    def ship(self, *, last: bool = False) -> bool:
-        """Send what is new, at most a piece; whether there was something. `last`: all of it, and durable at the hub."""
+    def upload_new(self, *, last: bool = False) -> bool:
+        """Send the next piece of new bytes; whether there were any. `last`: send all, durable at the hub."""
         if self.full:
             return False
         if self.sent is None:
-            # Nothing, at the beginning: the reply says how much an earlier life of this agent has sent.
+            # An empty piece first: the reply says how much an earlier agent process has sent.
             self.sent = self._send(0, b"", last=False)
         piece = self._read(self.sent)
-        moved = bool(piece)
+        has_new = bool(piece)
         while piece or last:
             self.sent = self._send(self.sent, piece, last=last and len(piece) < PIECE)
             failpoint("agent.ship.sent")
             if not last or len(piece) < PIECE or self.full:
                 break
             piece = self._read(self.sent)
-        return moved
+        return has_new
 
     def _send(self, offset: int, piece: bytes, *, last: bool) -> int:
         try:
-            return self._calls.append(self._lease, self._stream, offset, piece, last=last)
+            return self._hub.append(self._lease, self._stream, offset, piece, last=last)
         except StrataError as error:
             size = error.detail.get("size")
             if error.code is Code.PRECONDITION and isinstance(size, int) and size < offset:
-                # The hub lost what was not yet on its disk.
+                # The hub lost bytes that were not yet on its disk.
                 return size
             if error.code is Code.EXHAUSTED and isinstance(size, int):
                 self.full = True
@@ -60,26 +63,26 @@ class Shipper:
 
     def _read(self, offset: int) -> bytes:
         try:
-            with _opened(self._path) as file:
+            with _open_stream(self._path) as file:
                 file.seek(offset)
                 return file.read(PIECE)
         except FileNotFoundError:
             return b""
 
 
-def tail_of(path: Path) -> str:
-    """The end of a log, for people."""
+def read_log_tail(path: Path) -> str:
+    """The end of a log as text."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL))
+            file.seek(max(0, size - _TAIL_BYTES))
             return file.read().decode(errors="replace").replace("\0", "\N{REPLACEMENT CHARACTER}")
     except FileNotFoundError:
         return ""
 
 
-def _opened(path: Path) -> BinaryIO:
-    """INVALID if the job has put something else there than a file; FileNotFoundError if there is nothing."""
+def _open_stream(path: Path) -> BinaryIO:
+    """INVALID if the job put something else there than a regular file; FileNotFoundError if there is nothing."""
     try:
         return open_regular(Tree(path.parent), path.name)
     except FileNotFoundError:
@@ -88,10 +91,10 @@ def _opened(path: Path) -> BinaryIO:
         raise StrataError(Code.INVALID, f"{path.name} cannot be read: {error}") from error
 
 
-def _lines(file: BinaryIO) -> list[bytes]:
-    """Some lines; of one that is too long as much as shows that it is."""
+def _read_lines(file: BinaryIO) -> list[bytes]:
+    """The next lines; of a line that is too long only as much as shows that it is."""
     lines: list[bytes] = []
-    while len(lines) < _LINES and (line := file.readline(MAX_LINE_BYTES + 2)):
+    while len(lines) < _LINES_PER_READ and (line := file.readline(MAX_LINE_BYTES + 2)):
         lines.append(line)
         while line and not line.endswith(b"\n"):
             line = file.readline(MAX_LINE_BYTES)
@@ -99,15 +102,15 @@ def _lines(file: BinaryIO) -> list[bytes]:
 
 
 def last_metrics(path: Path) -> dict[str, float]:
-    """The last value of each metric that is a number: what a completed job is compared by."""
-    found: dict[str, float] = {}
+    """The last value of each numeric metric, by which completed jobs are compared."""
+    latest: dict[str, float] = {}
     try:
-        with _opened(path) as file:
-            while lines := _lines(file):
+        with _open_stream(path) as file:
+            while lines := _read_lines(file):
                 reports, _ = parse_lines(lines)
                 for report in reports:
                     if isinstance(report, Metrics):
-                        found |= {name: value for name, value in report.values.items() if isinstance(value, float)}
+                        latest |= {name: value for name, value in report.values.items() if isinstance(value, float)}
     except FileNotFoundError:
         return {}
-    return dict(list(found.items())[-1000:])
+    return dict(list(latest.items())[-1000:])

@@ -1,4 +1,4 @@
-"""What a host asks its hub, one function per route: blocking, each safe to repeat."""
+"""The hub's HTTP API as the agent uses it: one blocking method per route, each idempotent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from strata import __version__
 from strata.fleet import wire
-from strata.fleet.agent.state import Claiming
+from strata.fleet.agent.state import PendingClaim
 from strata.fleet.artifacts.manifest import Lineage, Manifest
 from strata.fleet.client import HubClient, transfer
 from strata.fleet.core.capability import Capability
@@ -15,10 +15,10 @@ from strata.fleet.wire import LeaseGiven
 
 Stream = Literal["log", "metrics"]
 PIECE: Final = 1024 * 1024
-"""Bytes of a stream in one request: a slow line sends such a piece within the request's time."""
+"""Bytes of a stream in one request: small enough for a slow line to send within the request timeout."""
 
 
-class Calls:
+class HubApi:
     def __init__(self, client: HubClient) -> None:
         self.client = client
 
@@ -26,8 +26,8 @@ class Calls:
         body = wire.RegisterRequest(capability=capability, agent_version=__version__)
         return self.client.call("POST", "/v1/host/register", wire.RegisterReply, body=body)
 
-    def claim(self, claiming: Claiming, wait_s: float) -> tuple[LeaseGiven, ...]:
-        body = wire.ClaimRequest(claim_id=claiming.claim_id, count=claiming.count, slots=claiming.slots, wait_s=wait_s)
+    def claim(self, claim: PendingClaim, wait_s: float) -> tuple[LeaseGiven, ...]:
+        body = wire.ClaimRequest(claim_id=claim.claim_id, count=claim.count, slots=claim.slots, wait_s=wait_s)
         reply = self.client.call("POST", "/v1/job/claim", wire.ClaimReply, body=body, timeout_s=wait_s + 15.0)
         return reply.leases
 

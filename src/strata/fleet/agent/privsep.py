@@ -1,0 +1,181 @@
+"""Privilege separation: runs one request of `privsep_worker` in a process of the job's user.
+
+The agent moves bytes to that process or from it and never parses them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.fleet.agent import privsep_worker
+from strata.fleet.agent.attempt_folder import JobUser
+from strata.fleet.agent.git import GIT_S
+from strata.fleet.agent.privsep_worker import CheckoutCommit, WorkerError, WorkerRequest
+
+WAIT_S: Final = GIT_S + 60.0
+"""Time limit for one process, plus the time its bytes take at `_MIN_BYTES_PER_S`. Waiting for the hub does not count:
+other jobs of the same user can stop this process, but not the hub."""
+_MIN_BYTES_PER_S: Final = 4 << 20
+_PIECE: Final = 1 << 20
+_MAX_REASON: Final = 64 * 1024
+_ENV: Final = {"SYSTEMROOT": r"C:\Windows"} if sys.platform == "win32" else {"LC_ALL": "C.UTF-8"}
+
+
+def run_with_input(request: WorkerRequest, job_user: JobUser | None, pieces: Iterable[bytes] = ()) -> None:
+    """Run the request with these bytes as its archive. `job_user` None: as the agent's own user.
+
+    StrataError if the source is at fault, OSError if the host is.
+    """
+    with _start_worker(request, job_user, stdout=subprocess.DEVNULL) as process:
+        # A worker that has failed reads no more; `finish` raises its error.
+        for piece in pieces:
+            if not process.write(piece):
+                break
+        process.finish()
+
+
+def stream_output(request: CheckoutCommit, job_user: JobUser | None, max_bytes: int) -> Generator[bytes]:
+    """Run the request and yield what it writes, at most `max_bytes`; raises its error if it fails."""
+    with _start_worker(request, job_user, stdout=subprocess.PIPE) as process:
+        process.end_input()
+        received = 0
+        while piece := process.read():
+            received += len(piece)
+            if received > max_bytes:
+                raise StrataError(Code.PRECONDITION, f"the source has more than {max_bytes} bytes")
+            yield piece
+        process.finish()
+
+
+@contextmanager
+def _start_worker(request: WorkerRequest, job_user: JobUser | None, *, stdout: int) -> Iterator[_WorkerProcess]:
+    command = [sys.executable, "-I", "-m", privsep_worker.__name__]
+    if job_user is not None:
+        command += [str(job_user.uid), str(job_user.gid), ",".join(map(str, job_user.groups))]
+    with tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            command,
+            env=_ENV,
+            cwd=os.sep,
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=sys.platform != "win32",
+        )
+        try:
+            worker = _WorkerProcess(process, stderr)
+            worker.write(msgspec.json.encode(request) + b"\n")
+            yield worker
+        finally:
+            _kill(process)
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):
+                        pipe.close()
+
+
+class _WorkerProcess:
+    """A worker with a total time limit for all waits; then it is killed."""
+
+    def __init__(self, process: subprocess.Popen[bytes], stderr: IO[bytes]) -> None:
+        self._process = process
+        self._stderr = stderr
+        self._allowed_s = self._left_s = WAIT_S
+
+    def write(self, piece: bytes) -> bool:
+        """Whether the worker still reads."""
+        assert self._process.stdin is not None
+        try:
+            with self._deadline():
+                self._process.stdin.write(piece)
+                self._process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        self._extend(len(piece))
+        return True
+
+    def end_input(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def read(self) -> bytes:
+        """The next piece; empty at the end."""
+        assert self._process.stdout is not None
+        with self._deadline():
+            piece = self._process.stdout.read(_PIECE)
+        self._extend(len(piece))
+        return piece
+
+    def finish(self) -> None:
+        self.end_input()
+        status = self._wait_for_exit()
+        if status == 0:
+            return
+        if self._left_s <= 0:
+            raise ChildProcessError(f"the process that prepares a source took more than {self._allowed_s:.0f} s")
+        self._stderr.seek(0)
+        reason = self._stderr.read(_MAX_REASON)
+        try:
+            failure = msgspec.json.decode(reason, type=WorkerError)
+        except msgspec.DecodeError:
+            message = reason.decode(errors="replace").strip()[-2000:]
+            raise ChildProcessError(
+                f"the process that prepares a source ended with status {status}: {message}"
+            ) from None
+        if failure.errno:
+            raise OSError(failure.errno, failure.message)
+        raise StrataError(failure.code, failure.message, hint=failure.hint)
+
+    def _wait_for_exit(self) -> int:
+        """The exit status. Processes that the worker left running are killed."""
+        with self._deadline():
+            if sys.platform == "win32":
+                return self._process.wait()
+            if self._process.returncode is None:
+                # WNOWAIT: the worker is not reaped yet, so its process group id cannot be reused.
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        _kill(self._process)
+        return self._process.wait()
+
+    def _extend(self, size: int) -> None:
+        """Extend the time limit by what the bytes may take, unless it is over already."""
+        if self._left_s > 0:
+            self._left_s += size / _MIN_BYTES_PER_S
+            self._allowed_s += size / _MIN_BYTES_PER_S
+
+    @contextmanager
+    def _deadline(self) -> Iterator[None]:
+        began_s = time.monotonic()
+        timer = threading.Timer(max(0.0, self._left_s), _kill, (self._process,))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            # Before the pid can be reused.
+            timer.join()
+            self._left_s -= time.monotonic() - began_s
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError, PermissionError):
+        if sys.platform == "win32":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)

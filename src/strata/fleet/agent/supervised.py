@@ -1,0 +1,154 @@
+"""The agent's view of a supervised child: start a supervisor, read the child's status, stop it.
+
+The agent sees the child only through the files that its supervisor writes (`supervisor` lists them), so it makes no
+difference whether this agent started the supervisor or an earlier one did. The names of the files and of their fields
+are read by the next version of the agent: they keep the spelling `waiter`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from strata.fleet.agent import supervisor
+from strata.fleet.agent.disk import read_json, write_json
+from strata.fleet.agent.lock import is_locked
+
+LOG: Final = "log"
+_NEW_GROUP: Final = 0x200
+"""CREATE_NEW_PROCESS_GROUP: the subprocess module has the name only on Windows."""
+_SUPERVISOR_ENV: Final = {"SYSTEMROOT": r"C:\Windows"} if sys.platform == "win32" else {}
+
+
+class SupervisorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the supervisor runs and within which limits: `waiter.json`."""
+
+    command: Sequence[str]
+    cwd: str
+    env: Mapping[str, str]
+    max_log_bytes: int
+    timeout_s: float
+    grace_s: float
+    uid: int | None = None
+    """None: the agent's own user."""
+    gid: int | None = None
+    groups: Sequence[int] = ()
+
+
+class ChildExit(msgspec.Struct, frozen=True, kw_only=True):
+    """How the child ended: `exit.json`."""
+
+    started: bool
+    error: str = ""
+    """Why the child could not be started."""
+    setup: bool = False
+    """The child could not be started because its program, folder or environment cannot be used on this host."""
+    status: int = 0
+    """As subprocess reports it: the exit code, or minus the signal."""
+    stopped: bool = False
+    """The agent requested the stop."""
+    timed_out: bool = False
+    oom_kills: int = 0
+    left_out: int = 0
+    """Bytes of output that the log does not hold."""
+    ran_s: float = 0.0
+    max_rss_bytes: int = 0
+
+
+class ProcessIds(msgspec.Struct, frozen=True, kw_only=True):
+    """The supervisor and its child: `pid.json`."""
+
+    supervisor: int = msgspec.field(name="waiter")
+    supervisor_started: str = msgspec.field(name="waiter_started", default="")
+    child: int = 0
+    child_started: str = ""
+
+
+class SupervisorLost(msgspec.Struct, frozen=True):
+    """The supervisor ended without a report: it was killed, or the machine was restarted."""
+
+
+class ChildRunning(msgspec.Struct, frozen=True):
+    pid: int
+
+
+class ChildNotStarted(msgspec.Struct, frozen=True):
+    pass
+
+
+ChildStatus = ChildNotStarted | ChildRunning | ChildExit | SupervisorLost
+
+
+def write_spec(folder: Path, spec: SupervisorSpec) -> None:
+    write_json(folder / "waiter.json", spec)
+
+
+def start_supervisor(folder: Path) -> subprocess.Popen[bytes]:
+    """Start a supervisor for the spec in the folder. If the folder has one already, the new one exits at once.
+
+    Pass the process to `read_status`, which reaps it when it has ended.
+    """
+    flags = _NEW_GROUP if sys.platform == "win32" else 0
+    with (folder / "waiter.err").open("ab") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", supervisor.__file__, str(folder)],
+            # None of the agent's own variables, not even for the supervisor.
+            env=_SUPERVISOR_ENV,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+            start_new_session=sys.platform != "win32",
+            creationflags=flags,
+        )
+
+
+def read_status(folder: Path, process: subprocess.Popen[bytes] | None = None) -> ChildStatus:
+    process_ended = process is not None and process.poll() is not None
+    # In this order: a supervisor takes its lock before the first file and writes the last file before it releases it.
+    pids = read_pids(folder)
+    alive = is_locked(folder / "waiter.lock")
+    child_exit = read_json(folder / "exit.json", ChildExit)
+    if child_exit is not None:
+        return child_exit
+    if pids is None:
+        # The process that ended may have yielded to a supervisor of an earlier agent that has not written pid.json yet.
+        return SupervisorLost() if process_ended and not alive else ChildNotStarted()
+    return ChildRunning(pids.child) if alive else SupervisorLost()
+
+
+def is_supervised(folder: Path, process: subprocess.Popen[bytes] | None) -> bool:
+    """Whether a supervisor lives or has just been started, so that a child may live too."""
+    starting = process is not None and process.poll() is None
+    return starting or is_locked(folder / "waiter.lock")
+
+
+def read_pids(folder: Path) -> ProcessIds | None:
+    return read_json(folder / "pid.json", ProcessIds)
+
+
+def request_stop(folder: Path, grace_s: float) -> None:
+    write_json(folder / "stop.json", _StopRequest(grace_s=grace_s))
+
+
+def kill_orphans(folder: Path) -> None:
+    """After the supervisor was lost: kill the child's process group, if the pid still belongs to that child."""
+    pids = read_pids(folder)
+    if pids is None or not pids.child or sys.platform == "win32":
+        return
+    if supervisor.started_at(pids.child) not in ("", pids.child_started):
+        return
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pids.child, signal.SIGKILL)
+
+
+class _StopRequest(msgspec.Struct, frozen=True):
+    grace_s: float
