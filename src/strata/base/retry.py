@@ -1,15 +1,22 @@
-"""How long to wait before a request is sent again: a back-off with jitter, and what a server asks for."""
+"""Retry with exponential backoff and jitter, and the wait that a server requests in Retry-After."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from email.utils import parsedate_to_datetime
+from typing import TypeVar
 
 import msgspec
 
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+
+T = TypeVar("T")
+
 
 class Backoff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Doubling waits. Chance spreads those that failed together over half of the wait: they do not return together."""
+    """Exponential backoff. Jitter spreads clients that failed together over half of the delay."""
 
     first_s: float = 5.0
     most_s: float = 600.0
@@ -19,6 +26,45 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         # 2.0 ** 1024 overflows; long before that the cap holds.
         full = min(self.first_s * 2.0 ** min(max(failures, 1) - 1, 64), self.most_s)
         return full * (0.5 + chance / 2)
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Which errors are transient, how long to wait between attempts, and for how long to go on with them."""
+
+    backoff: Backoff
+    transient: frozenset[Code] = frozenset({Code.UNAVAILABLE})
+    give_up_after_s: float = math.inf
+    """Since the first attempt: a later failure is final."""
+
+
+def no_jitter() -> float:
+    """A `chance` for a single caller, whose retries meet those of no other."""
+    return 1.0
+
+
+async def retry(
+    call: Callable[[], Awaitable[T]],
+    policy: RetryPolicy,
+    *,
+    clock: Clock,
+    chance: Callable[[], float],
+    on_retry: Callable[[StrataError, int], None] = lambda _error, _failures: None,
+) -> T:
+    """The result of `call`, which must be idempotent: it is repeated while it fails with a transient error.
+
+    `on_retry` is called with each error that is retried, and with the number of failures so far.
+    """
+    started_s = clock.monotonic_s()
+    failures = 0
+    while True:
+        try:
+            return await call()
+        except StrataError as error:
+            if error.code not in policy.transient or clock.monotonic_s() - started_s > policy.give_up_after_s:
+                raise
+            failures += 1
+            on_retry(error, failures)
+        await clock.sleep(policy.backoff.delay_s(failures, chance()))
 
 
 def retry_after_s(value: str | None, *, now_s: float) -> float:

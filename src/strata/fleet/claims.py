@@ -14,21 +14,6 @@ BATCH: Final = 64
 """Claims that share a transaction at most; those that come while it runs share the next."""
 
 
-class Changes:
-    """Tells those who wait that there may be work: a new job, the end of a back-off, a lease that ran out."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Event()
-
-    def tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def next(self) -> asyncio.Event:
-        """Set at the next change. Take it before looking: a change in between is not missed."""
-        return self._changed
-
-
 class ClaimQueue:
     def __init__(self, store: Store, lease_s: float, now_s: Callable[[], float]) -> None:
         self._store = store

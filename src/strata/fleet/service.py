@@ -19,7 +19,8 @@ from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet.claims import Changes, ClaimQueue
+from strata.base.notify import Broadcast
+from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.hyper import Schema
 from strata.fleet.core.job import HELD, Cause, Status
 from strata.fleet.core.lease import LEASE_S, may_sweep, quarantine
@@ -70,7 +71,7 @@ class Fleet:
         self._chance = chance
         self._wall_ahead_s = clock.wall_s() - clock.monotonic_s()
         self._roster = Roster(store, self.settings.stale_after_s)
-        self._changes = Changes()
+        self._changes = Broadcast()
         self._claims = ClaimQueue(store, self.settings.stale_after_s, self.now_s)
         self._seen: dict[str, float] = {}
         self._seeing_since_s = self.now_s()
@@ -85,7 +86,7 @@ class Fleet:
         registered = await self.store.register_host(host, actor)
         failpoint("fleet.register.committed")
         self._roster.forget()
-        self._changes.tell()
+        self._changes.notify()
         return registered
 
     async def claim(
@@ -131,7 +132,7 @@ class Fleet:
         row = await self.store.complete(hold, completion, self.now_s())
         failpoint("fleet.complete.committed")
         # What came after it may be ready now.
-        self._changes.tell()
+        self._changes.notify()
         return row
 
     async def fail(self, hold: Hold, failure: Failure) -> JobRow:
@@ -143,7 +144,7 @@ class Fleet:
             await self._judge_host(hold.host_id)
         elif failure.cause is Cause.SETUP_ERROR:
             self._roster.forget()
-        self._changes.tell()
+        self._changes.notify()
         return row
 
     async def checkpointed(self, hold: Hold, artifact: str) -> None:
@@ -183,7 +184,7 @@ class Fleet:
         self._roster.forget()
         if wanted.hosts:
             await self._judge_refused()
-        self._changes.tell()
+        self._changes.notify()
 
     async def cancel(self, job_id: str, reason: str, actor: str) -> JobRow:
         row = await self.store.cancel(job_id, reason, actor, self.now_s())
@@ -192,7 +193,7 @@ class Fleet:
 
     async def requeue(self, job_id: str, actor: str) -> JobRow:
         row = await self.store.requeue(job_id, actor, self.now_s())
-        self._changes.tell()
+        self._changes.notify()
         return row
 
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str) -> HostRow:
@@ -200,7 +201,7 @@ class Fleet:
         self._roster.forget()
         if state == "left":
             await self._judge_refused()
-        self._changes.tell()
+        self._changes.notify()
         return row
 
     async def hosts(self) -> Sequence[HostRow]:
@@ -272,7 +273,7 @@ class Fleet:
         # The beginning: while this tick waited for the database, so did everybody who wanted to renew.
         self._ticked_at_s = now_s
         if ripened or expired:
-            self._changes.tell()
+            self._changes.notify()
 
     async def flush_beats(self) -> None:
         seen, self._seen = self._seen, {}

@@ -31,7 +31,6 @@ from strata.coord.core.inputs import (
 )
 from strata.coord.core.ledger import DatasetLedger
 from strata.coord.core.state import CoordState, JobState
-from strata.coord.server.notify import until
 from strata.coord.server.service import CoordinatorService, not_leading
 from strata.coord.server.telemetry import LEFT
 
@@ -51,7 +50,7 @@ async def register(service: CoordinatorService, given: Register) -> tuple[JobSta
     deadline_s = service.clock.monotonic_s() + PLACE_WAIT_S
     await service.ask(given)
     while True:
-        with service.events.on(("formed", given.job)) as formed:
+        with service.events.subscribe(("formed", given.job)) as formed:
             job = service.state.jobs[given.job]
             members.member_of(job, caller)
             place = members.place_of(job, caller.worker_id)
@@ -64,7 +63,7 @@ async def register(service: CoordinatorService, given: Register) -> tuple[JobSta
                 service.watch(given.job).unplaced.add(caller.worker_id)
                 return job, replace(place, generation=0, rank=-1, world_size=0)
             with service.open_call(caller):
-                await until(formed, left_s)
+                await formed.wait(left_s)
             if formed.cancelled():
                 raise not_leading()
 
@@ -99,7 +98,7 @@ async def _wait_for_shards(
     # What was acked is acked.
     given = replace(given, acks=())
     while True:
-        with service.events.on(("data", given.caller.job)) as moved:
+        with service.events.subscribe(("data", given.caller.job)) as moved:
             try:
                 found = (await service.ask(given)).reply
             except StrataError as error:
@@ -112,7 +111,7 @@ async def _wait_for_shards(
             if found.leases or found.end_of_epoch or left_s <= 0:
                 return replace(found, stale=stale)
             with service.open_call(given.caller):
-                await until(moved, left_s)
+                await moved.wait(left_s)
             if moved.cancelled():
                 raise not_leading()
 
@@ -187,7 +186,7 @@ async def arrive(
     generation = caller.generation or (job.generation if job else 0)
     # Asked for by its number: while we wait to be decided, the current generation may become another one.
     given = replace(given, caller=replace(caller, generation=generation))
-    with service.barriers.on((caller.job, generation, given.barrier_id)) as decided:
+    with service.barriers.subscribe((caller.job, generation, given.barrier_id)) as decided:
         found = (await service.ask(given)).reply
         assert isinstance(found, BarrierState)
         watch = service.watch(caller.job)
@@ -199,7 +198,7 @@ async def arrive(
                 return found
             with service.open_call(caller):
                 await on_wait()
-                if not await until(decided):
+                if not await decided.wait():
                     raise not_leading()
             found = decided.result()
     if found.verdict is Verdict.TIMED_OUT and wait:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from strata.coord.core import members
 from strata.coord.core.inputs import Attached, Caller, Detached
 from strata.coord.core.state import Command
-from strata.coord.server.notify import until
 from strata.coord.server.service import CoordinatorService, not_leading
 
 
@@ -34,7 +33,7 @@ class Presence:
         """At once what is not known yet, else the next thing that happens."""
         caller, service = self._caller, self._service
         while True:
-            with service.events.on(("worker", caller.job, caller.worker_id)) as happened:
+            with service.events.subscribe(("worker", caller.job, caller.worker_id)) as happened:
                 job = members.job_of(service.state, caller)
                 members.member_of(job, caller)
                 watch = service.watch(caller.job)
@@ -47,7 +46,7 @@ class Presence:
                     self._generation = watch.generation
                     self._told.update(each.command_id for each in commands)
                     return News(watch.generation, commands)
-                if not await until(happened):
+                if not await happened.wait():
                     raise not_leading()
 
     def _is_new(self, command_id: int, last_command: int) -> bool:

@@ -18,6 +18,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.ids import Ids
 from strata.base.loop import every
+from strata.base.notify import KeyedNotifier
 from strata.coord.core import liveness
 from strata.coord.core.decide import decide
 from strata.coord.core.facts import (
@@ -38,7 +39,6 @@ from strata.coord.core.inputs import Arrive, BarrierState, Caller, Input, Issue,
 from strata.coord.core.machine import CoordMachine
 from strata.coord.core.state import CoordState
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.server.notify import Waiters
 from strata.coord.server.telemetry import Observed
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
@@ -82,9 +82,9 @@ class CoordinatorService:
         self.clock = clock
         self.options = options
         self.ids = Ids(clock)
-        self.barriers: Waiters[BarrierState] = Waiters()
+        self.barriers: KeyedNotifier[BarrierState] = KeyedNotifier()
         """By (job, generation, barrier_id)."""
-        self.events: Waiters[None] = Waiters()
+        self.events: KeyedNotifier[None] = KeyedNotifier()
         """By ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
         self.observed: dict[str, Observed] = {}
         self._journal = journal
@@ -265,22 +265,22 @@ class CoordinatorService:
                 case BarrierDecided():
                     self._release(fact, given, outcome)
                 case GenerationFormed():
-                    self.events.wake(("formed", fact.job), None)
+                    self.events.notify(("formed", fact.job), None)
                     ranks = state.jobs[fact.job].ranks
                     self._call_back(replica, fact, ranks)
                     for worker_id in ranks:
-                        self.events.wake(("worker", fact.job, worker_id), None)
+                        self.events.notify(("worker", fact.job, worker_id), None)
                 case CommandIssued():
                     for worker_id in fact.workers:
-                        self.events.wake(("worker", fact.job, worker_id), None)
+                        self.events.notify(("worker", fact.job, worker_id), None)
                 case WorkerLost():
-                    self.events.wake(("worker", fact.job, fact.worker_id), None)
+                    self.events.notify(("worker", fact.job, fact.worker_id), None)
                 case _:
                     pass
             if _moves_data(fact, state):
-                self.events.wake(("data", fact.job), None)
+                self.events.notify(("data", fact.job), None)
         for job in {fact.job for fact in outcome.facts}:
-            self.events.wake(("changed", job), None)
+            self.events.notify(("changed", job), None)
 
     def _observe(self, fact: Fact, state: CoordState, at_s: float) -> None:
         if isinstance(fact, JobReset | JobDeleted):
@@ -304,7 +304,7 @@ class CoordinatorService:
         reply = outcome.reply
         if not (isinstance(given, Arrive) and isinstance(reply, BarrierState)):
             reply = BarrierState(fact.verdict, fact.generation, 0, 0, fact.missing)
-        self.barriers.wake((fact.job, fact.generation, fact.barrier_id), reply)
+        self.barriers.notify((fact.job, fact.generation, fact.barrier_id), reply)
 
 
 class OpenCall:

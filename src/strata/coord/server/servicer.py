@@ -18,7 +18,6 @@ from strata.coord.server import operations, wire
 from strata.coord.server.authenticator import ANY, NOBODY, OPERATOR, WORKER, Gate, Metadata
 from strata.coord.server.grpc_handler import STATUS_OF, trailing
 from strata.coord.server.heartbeat import Heartbeats
-from strata.coord.server.notify import until
 from strata.coord.server.presence import attached
 from strata.coord.server.service import CoordinatorService, not_leading
 from strata.coord.server.tokens import Role
@@ -249,10 +248,10 @@ class Servicer:
         job_id = who.job_of(request.job_id)
         pause_s = request.min_interval_ms / 1000 or WATCH_S
         while True:
-            with self._service.events.on(("changed", job_id)) as changed:
+            with self._service.events.subscribe(("changed", job_id)) as changed:
                 await context.write(pb.WatchJobResponse(job=self._show(job_id, request.history_limit)))
                 await self._service.clock.sleep(pause_s)
-                await until(changed, max(REFRESH_S, pause_s))
+                await changed.wait(max(REFRESH_S, pause_s))
                 if changed.cancelled():
                     raise not_leading()
 

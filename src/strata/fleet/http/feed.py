@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final, Protocol
 
+from strata.base.notify import Broadcast
 from strata.database.events import Recorded
-from strata.fleet.claims import Changes
 
 POLL_S: Final = 1.0
 """How often the table is read although nobody poked: another hub may write to it too."""
@@ -35,7 +35,7 @@ class Feed:
         self._place: dict[str, int] = {}
         """Cursor to the index in `_recent` of what comes after it."""
         self._poked = asyncio.Event()
-        self._changes = Changes()
+        self._changes = Broadcast()
         self.listeners = 0
         """Streams that are open."""
 
@@ -45,7 +45,7 @@ class Feed:
 
     def wake(self) -> None:
         """Let everybody who waits look around: the hub stops."""
-        self._changes.tell()
+        self._changes.notify()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -69,10 +69,10 @@ class Feed:
         if self._cursor is None:
             self._cursor = await self._newest()
             self._place = {self._cursor: 0}
-            self._changes.tell()
+            self._changes.notify()
         while fresh := await self._read(self._cursor, _PAGE):
             self._keep(fresh)
-            self._changes.tell()
+            self._changes.notify()
 
     def next(self) -> asyncio.Event:
         """Set when there is more. Take it before reading: what comes in between is not missed."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from typing import Final
 
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import StrataError
+from strata.base.notify import KeyedNotifier
 from strata.journal.replica import Replica
 from strata.train.core.endings import Endings, Target
 from strata.train.core.facts import SnapshotCommitted
@@ -41,7 +41,7 @@ class Ledger:
         """There is a new snapshot of the models, and what came long before it may be let go."""
         self._replica = replica
         self.endings = Endings(replica.epoch, replica.state.futures.ended)
-        self._waiting: defaultdict[str | Target, dict[asyncio.Future[None], None]] = defaultdict(dict)
+        self._endings: KeyedNotifier[None] = KeyedNotifier()
         self._snapshot_at = replica.position
         self._saved_at = 0
 
@@ -65,10 +65,10 @@ class Ledger:
         # Noted now: by the time this is durable, there may be answers that are not.
         settled.append(self.state.settled)
         for future_id in outcome.ended:
-            self._wake(future_id)
+            self._endings.notify(future_id, None)
             target = self.endings.add(future_id)
             if target is not None:
-                self._wake(target)
+                self._endings.notify(target, None)
         if outcome.facts:
             self.figures.decided(outcome, self.state)
             self.changed.set()
@@ -95,24 +95,10 @@ class Ledger:
         self.durable = max(self.durable, *settled)
         self.figures.durable(begun_s)
 
-    def _wake(self, awaited: str | Target) -> None:
-        for waiting in self._waiting.pop(awaited, ()):
-            if not waiting.done():
-                waiting.set_result(None)
-
     async def ended(self, awaited: str | Target, wait_s: float) -> None:
         """Return when the future has its result, or the next sample of the target has; or the time is over."""
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[awaited][waiting] = None
-        try:
-            async with asyncio.timeout(wait_s):
-                await waiting
-        except TimeoutError:
-            pass
-        finally:
-            self._waiting[awaited].pop(waiting, None)
-            if not self._waiting[awaited]:
-                del self._waiting[awaited]
+        with self._endings.subscribe(awaited) as ended:
+            await ended.wait(wait_s)
 
     async def expire(self) -> None:
         await self.commit(Expire(self.clock.wall_s()))
