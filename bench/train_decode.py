@@ -16,9 +16,9 @@ import numpy as np
 from bench.interleave import Measure, interleave
 from bench.report import Report
 from strata.http import zstd
+from strata.http.zstd import decompress_frames
 from strata.train.core.ops import Unreadable
 from strata.train.wire import tinker
-from strata.train.wire.packed import decompress
 from strata.train.wire.pb import tinker_pb2 as pb
 
 DATUMS: Final = 64
@@ -80,7 +80,7 @@ async def run(report: Report, *, rounds: int) -> None:
     report.add("decode", "MB/s", found, note=f"{note}, {size_mb:.2f} MB; checked beside believed")
     limit = 2 * len(plain)
     found = await interleave(
-        rate(lambda: decode_ours(decompress(packed, limit))),
+        rate(lambda: decode_ours(decompress_frames(packed, limit))),
         rate(lambda: decode_bare(zstd.decompress(packed))),
         rounds,
     )

@@ -18,14 +18,13 @@ import msgspec
 import pytest
 
 from strata.base.errors import StrataError
-from strata.fleet.http import body as hub_body
-from strata.fleet.http.openapi import document
-from strata.fleet.http.table import TABLE as HUB
-from strata.http.body import check_depth, read_pairs
-from strata.http.declare import Content, Endpoint
-from strata.train.api import body as train_body
-from strata.train.api.openapi import schemas_of
-from strata.train.api.table import TABLE as TRAIN
+from strata.fleet.http.routes import DOCUMENT
+from strata.fleet.http.routes import ROUTES as HUB
+from strata.http.body import check_depth, path_first, read_pairs
+from strata.http.openapi import Schemas, build_document
+from strata.http.reading import ReadingRules, decode_body, offload
+from strata.http.route import Content, Route
+from strata.train.api.routes import ROUTES as TRAIN
 from strata.train.wire import json_era, native_reader, tinker
 
 Tries = Callable[[int], None]
@@ -79,39 +78,39 @@ def assert_linear(read: Callable[[bytes], object], shape: Callable[[int], bytes]
     pytest.fail(f"{what}: {once_s:.4f} s for {n} bytes, {twice_s:.4f} s for {2 * n}")
 
 
-def structs_read(table: tuple[Endpoint, ...]) -> Iterator[tuple[Endpoint, Any]]:
-    for endpoint in table:
-        kind = endpoint.signature().body
+def structs_read(table: tuple[Route, ...]) -> Iterator[tuple[Route, Any]]:
+    for route in table:
+        kind = route.signature().body
         if kind is not None and not issubclass(kind, Content):
-            yield endpoint, msgspec.json.Decoder(kind)
+            yield route, msgspec.json.Decoder(kind)
 
 
-def limit_of(endpoint: Endpoint) -> int:
-    return endpoint.limit or LARGEST
+def limit_of(route: Route) -> int:
+    return route.limit or LARGEST
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.attack("hub: JSON", "a body that takes quadratic time, at every route that reads JSON")
 def test_the_hub_reads_every_body_in_linear_time(shape: str, tries: Tries) -> None:
-    for endpoint, decoder in structs_read(HUB):
+    for route, decoder in structs_read(HUB):
         tries(2)
 
         def read(raw: bytes, decoder: Any = decoder) -> object:
-            return hub_body.decode_now(decoder, raw)
+            return decode_body(decoder, raw, ReadingRules())
 
-        assert_linear(read, SHAPES[shape], limit_of(endpoint), f"{endpoint.path}: {shape}")
+        assert_linear(read, SHAPES[shape], limit_of(route), f"{route.path}: {shape}")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.attack("training server: content", "a body that takes quadratic time, at every route that reads JSON")
 def test_the_training_server_reads_every_body_in_linear_time(shape: str, tries: Tries) -> None:
-    for endpoint, decoder in structs_read(TRAIN):
+    for route, decoder in structs_read(TRAIN):
         tries(2)
 
         def read(raw: bytes, decoder: Any = decoder) -> object:
-            return train_body.decode(decoder, raw)
+            return decode_body(decoder, raw, ReadingRules(strict=False, reword=path_first))
 
-        assert_linear(read, SHAPES[shape], limit_of(endpoint), f"{endpoint.path}: {shape}")
+        assert_linear(read, SHAPES[shape], limit_of(route), f"{route.path}: {shape}")
 
 
 PREFIX: Final = b'{"model_id":"m","seq_id":1,"forward_backward_input":{"loss_fn":"cross_entropy","data":['
@@ -140,7 +139,7 @@ def test_a_batch_is_read_in_linear_time(form: str, tries: Tries) -> None:
 
 @pytest.mark.attack("hub: JSON", "a text that takes quadratic time in the pattern of a field, for every pattern")
 def test_every_pattern_of_a_field_is_matched_in_linear_time(tries: Tries) -> None:
-    described = json.dumps([document(HUB), schemas_of(TRAIN).components])
+    described = json.dumps([build_document(HUB, DOCUMENT), Schemas.of_routes(TRAIN).components])
     patterns = set(re.findall(r'"pattern": ("(?:[^"\\]|\\.)*+")', described))
     assert len(patterns) > 5
     for pattern in map(json.loads, patterns):
@@ -179,9 +178,9 @@ def test_the_depth_of_the_largest_body_is_known_within_seconds(tries: Tries) -> 
 def test_a_large_body_is_not_decoded_on_the_event_loop() -> None:
     async def decode_and_tick() -> int:
         ticks = 0
-        decoding = asyncio.create_task(
-            hub_body.decode(msgspec.json.Decoder(list[list[int]]), b"[" + b"[]," * (1 << 20) + b"[]]")
-        )
+        raw = b"[" + b"[]," * (1 << 20) + b"[]]"
+        decoder = msgspec.json.Decoder(list[list[int]])
+        decoding = asyncio.create_task(offload(raw, lambda: decode_body(decoder, raw, ReadingRules())))
         while not decoding.done():
             ticks += 1
             await asyncio.sleep(0)

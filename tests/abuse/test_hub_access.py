@@ -11,8 +11,8 @@ import pytest
 from strata.base.errors import StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
-from strata.fleet.http.table import TABLE
-from strata.http.declare import Endpoint
+from strata.fleet.http.routes import ROUTES
+from strata.http.route import Route
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import Tls
 from strata.identity.roles import Role
@@ -22,7 +22,7 @@ from tests.shell.fleet_http.test_access import METHODS, url
 
 Tries = Callable[[int], None]
 AREA = "hub: who calls"
-CLOSED = tuple(endpoint for endpoint in TABLE if not endpoint.need.public)
+CLOSED = tuple(route for route in ROUTES if not route.access.public)
 
 
 @pytest.fixture
@@ -31,12 +31,12 @@ async def site(tmp_path: Path) -> AsyncIterator[Running]:
         yield started
 
 
-async def assert_all(client: httpx.AsyncClient, status: int, tries: Tries, endpoints: tuple[Endpoint, ...]) -> None:
+async def assert_all(client: httpx.AsyncClient, status: int, tries: Tries, endpoints: tuple[Route, ...]) -> None:
     tries(len(endpoints))
     assert endpoints
-    for endpoint in endpoints:
-        reply = await client.request(endpoint.method, url(endpoint.path))
-        assert reply.status_code == status, (endpoint.method, endpoint.path, reply.text)
+    for route in endpoints:
+        reply = await client.request(route.method, url(route.path))
+        assert reply.status_code == status, (route.method, route.path, reply.text)
 
 
 async def made_key(site: Running, **more: object) -> wire.KeyReply:
@@ -47,9 +47,9 @@ async def made_key(site: Running, **more: object) -> wire.KeyReply:
 @pytest.mark.attack(AREA, "no credentials, every route and method")
 async def test_nobody_gets_in_without_credentials(site: Running, tries: Tries) -> None:
     anybody = await site.client()
-    public = {(endpoint.method, endpoint.path) for endpoint in TABLE if endpoint.need.public}
+    public = {(route.method, route.path) for route in ROUTES if route.access.public}
     assert len(public) == 3
-    for path in dict.fromkeys(endpoint.path for endpoint in TABLE):
+    for path in dict.fromkeys(route.path for route in ROUTES):
         for method in METHODS:
             if (method, path) not in public:
                 tries(1)
@@ -129,14 +129,14 @@ async def test_of_two_authorizations_the_first_counts(site: Running, tries: Trie
 @pytest.mark.parametrize("role", [Role.VIEWER, Role.RESEARCHER, Role.OPERATOR, Role.ADMIN], ids=lambda role: role.name)
 @pytest.mark.attack(AREA, "a role on every route above it")
 async def test_a_role_is_refused_on_every_route_above_it(site: Running, role: Role, tries: Tries) -> None:
-    above = tuple(each for each in CLOSED if each.need.role is None or role < each.need.role)
+    above = tuple(each for each in CLOSED if each.access.role is None or role < each.access.role)
     await assert_all(await site.with_role(role.name.lower()), 403, tries, above)
 
 
 @pytest.mark.attack(AREA, "a host on every route of people")
 async def test_a_host_is_refused_on_every_route_of_people(tmp_path: Path, tries: Tries) -> None:
     async with running(tmp_path / "local") as plain:
-        people = tuple(each for each in CLOSED if not each.need.host)
+        people = tuple(each for each in CLOSED if not each.access.host)
         await assert_all((await plain.host("anna")).http, 403, tries, people)
 
 

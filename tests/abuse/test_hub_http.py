@@ -19,8 +19,8 @@ from strata.fleet import wire
 from strata.fleet.artifacts.manifest import File, Limits, Manifest, check_manifest
 from strata.fleet.artifacts.paths import check_together
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.http.table import TABLE
-from strata.http.declare import Content, Upload
+from strata.fleet.http.routes import ROUTES
+from strata.http.route import Content, Upload
 from tests.abuse.test_body_time import assert_linear
 from tests.shell.fleet_http.running import Running, ok, refused, running
 from tests.shell.fleet_http.test_access import url
@@ -39,20 +39,20 @@ async def site(tmp_path: Path) -> AsyncIterator[Running]:
 @pytest.mark.attack(JSON, "a body that a web page can send to another origin: text/plain, a form, no type at all")
 async def test_a_body_that_does_not_say_it_is_json_is_refused_unread(site: Running, tries: Tries) -> None:
     operator, host = await site.operator(), await site.host("anna")
-    for endpoint in TABLE:
-        kind = endpoint.signature().body
+    for route in ROUTES:
+        kind = route.signature().body
         if kind is None or issubclass(kind, Content):
             continue
-        client = host.http if endpoint.need.role is None and not endpoint.need.public else operator
+        client = host.http if route.access.role is None and not route.access.public else operator
         for sent in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
             tries(1)
             headers = {"Content-Type": sent, "Origin": "http://evil.example", "Host": "evil.example"}
-            reply = await client.request(endpoint.method, url(endpoint.path), content=b"{}", headers=headers)
-            assert refused(reply) == (415, "unsupported"), (endpoint.path, sent)
+            reply = await client.request(route.method, url(route.path), content=b"{}", headers=headers)
+            assert refused(reply) == (415, "unsupported"), (route.path, sent)
         typed = await client.request(
-            endpoint.method, url(endpoint.path), content=b"[]", headers={"Content-Type": "application/json; charset=x"}
+            route.method, url(route.path), content=b"[]", headers={"Content-Type": "application/json; charset=x"}
         )
-        assert refused(typed) == (400, "invalid"), endpoint.path
+        assert refused(typed) == (400, "invalid"), route.path
 
 
 @pytest.mark.attack(JSON, "more than 20 KiB to the one route that reads a body of anybody")
@@ -60,7 +60,7 @@ async def test_who_is_unknown_may_send_20_kib_at_most(site: Running) -> None:
     anybody = await site.client(**AS_JSON)
     large = b'{"invite_id": "' + b"x" * (20 << 10) + b'"}'
     assert refused(await anybody.post("/v1/join", content=large)) == (413, "invalid")
-    public = [each for each in TABLE if each.need.public and each.signature().body is not None]
+    public = [each for each in ROUTES if each.access.public and each.signature().body is not None]
     assert [(each.path, each.limit) for each in public] == [("/v1/join", 20 << 10)]
 
 
@@ -115,7 +115,7 @@ async def test_a_path_may_not_change_the_order_in_which_it_is_shown(site: Runnin
         assert refused(await researcher.post("/v1/artifacts", json=body)) == (400, "invalid")
 
 
-JSON_ROUTES = [endpoint for endpoint in TABLE if endpoint.signature().body not in (None, Upload)]
+JSON_ROUTES = [route for route in ROUTES if route.signature().body not in (None, Upload)]
 
 
 @pytest.mark.attack(JSON, "no JSON, wrong JSON, deep JSON, at every route that reads it")
@@ -133,12 +133,12 @@ async def test_every_route_that_reads_json_refuses_what_is_none(site: Running) -
         b"null",
         b'"text"',
     ]
-    for endpoint in JSON_ROUTES:
-        client = host.http if endpoint.need.role is None and not endpoint.need.public else operator
+    for route in JSON_ROUTES:
+        client = host.http if route.access.role is None and not route.access.public else operator
         for body in bodies:
-            if len(body) < endpoint.limit:
-                reply = await client.request(endpoint.method, url(endpoint.path), content=body, headers=AS_JSON)
-                assert refused(reply) == (400, "invalid"), (endpoint.path, body[:40], reply.text)
+            if len(body) < route.limit:
+                reply = await client.request(route.method, url(route.path), content=body, headers=AS_JSON)
+                assert refused(reply) == (400, "invalid"), (route.path, body[:40], reply.text)
 
 
 @pytest.mark.attack(JSON, "a body beyond its limit, with and without its length")

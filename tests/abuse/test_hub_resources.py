@@ -22,10 +22,10 @@ from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.http.site import Writing
+from strata.fleet.http.context import Writing
 from strata.fleet.streams import Streams
-from strata.http.failures import Failures
-from strata.http.strangers import Strangers
+from strata.http.anonymous import AnonymousConnections
+from strata.http.auth_failures import AuthFailures
 from strata.hub import disk
 from strata.hub.records import SQLITE, SqliteRecords
 from tests.shell.fleet_http.running import STRATA, Running, ok, process, refused, running
@@ -95,7 +95,7 @@ class Idle:
 
 @pytest.mark.attack(HTTP, "connections from every address of one IPv6 network")
 async def test_a_network_of_ipv6_counts_as_one_address(tries: Tries) -> None:
-    strangers = Strangers()
+    strangers = AnonymousConnections()
     first = [Idle() for _ in range(1001)]
     for number, each in enumerate(first):
         tries(1)
@@ -112,7 +112,7 @@ async def test_a_network_of_ipv6_counts_as_one_address(tries: Tries) -> None:
 
 @pytest.mark.attack(HTTP, "places that are kept with requests which do not become whole")
 async def test_the_oldest_request_that_is_not_whole_gives_way(tries: Tries) -> None:
-    strangers = Strangers()
+    strangers = AnonymousConnections()
     served, slow, fast = Idle(working=True), Idle(working=True, arriving=True), Idle(working=True, arriving=True)
     others = [Idle(working=True) for _ in range(61)]
     for each in (served, slow, fast, *others):
@@ -124,7 +124,7 @@ async def test_the_oldest_request_that_is_not_whole_gives_way(tries: Tries) -> N
 
 @pytest.mark.attack(HTTP, "connections that send nothing at all, from one address")
 async def test_an_address_has_few_places_without_credentials(tries: Tries) -> None:
-    strangers = Strangers()
+    strangers = AnonymousConnections()
     first = [Idle() for _ in range(64)]
     assert all(strangers.add(each, "192.0.2.1", 200) for each in first)
     elsewhere = Idle()
@@ -308,22 +308,22 @@ async def test_wrong_credentials_are_slowed_down(tmp_path: Path, tries: Tries) -
 @pytest.mark.attack(WHO, "wrong tokens from every address of one IPv6 network")
 def test_failures_are_counted_for_a_network_of_ipv6(tries: Tries) -> None:
     tries(8)
-    failures = Failures(5, 1.0, monotonic_s=lambda: 0.0)
-    over = [failures.note(f"2001:db8:0:1::{number}", "GET", "/v1/jobs", "unknown") for number in range(8)]
+    failures = AuthFailures(5, 1.0, monotonic_s=lambda: 0.0)
+    over = [failures.record(f"2001:db8:0:1::{number}", "GET", "/v1/jobs", "unknown") for number in range(8)]
     assert over == [False] * 5 + [True] * 3
-    assert not failures.note("2001:db8:0:2::1", "GET", "/v1/jobs", "unknown"), "another network has its own count"
+    assert not failures.record("2001:db8:0:2::1", "GET", "/v1/jobs", "unknown"), "another network has its own count"
 
 
 @pytest.mark.attack(WHO, "guesses that leave no trace")
 def test_failed_credentials_are_told_once_a_second_with_their_address(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     log.configure("json", "info")
-    failures = Failures(5, 1.0, monotonic_s=lambda: now[0])
-    over = [failures.note("192.0.2.7", "GET", "/v1/jobs", "unknown") for _ in range(8)]
+    failures = AuthFailures(5, 1.0, monotonic_s=lambda: now[0])
+    over = [failures.record("192.0.2.7", "GET", "/v1/jobs", "unknown") for _ in range(8)]
     assert over == [False] * 5 + [True] * 3
-    assert not failures.note("192.0.2.8", "GET", "/v1/jobs", "unknown"), "another address has its own count"
+    assert not failures.record("192.0.2.8", "GET", "/v1/jobs", "unknown"), "another address has its own count"
     now[0] = 100.0
-    assert not failures.note("192.0.2.7", "GET", "/v1/jobs", "unknown")
+    assert not failures.record("192.0.2.7", "GET", "/v1/jobs", "unknown")
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     told = [(each["event"], each["address"], each["more"]) for each in lines]
     assert told == [

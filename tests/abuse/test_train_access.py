@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import pytest
 
 from strata.identity.roles import Role
-from strata.train.api.table import TABLE
+from strata.train.api.routes import ROUTES
 from tests.shell.train_api.conftest import Reached, reach, settings_in
 from tests.shell.train_api.test_access import METHODS, url
 
 Tries = Callable[[int], None]
 AREA = "training server: who calls"
-PUBLIC = {(each.method, url(each)) for each in TABLE if each.need.public}
-CLOSED = [each for each in TABLE if not each.need.public]
+PUBLIC = {(each.method, url(each)) for each in ROUTES if each.access.public}
+CLOSED = [each for each in ROUTES if not each.access.public]
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Reac
 
 async def assert_unknown(server: Reached, headers: Mapping[str, str], tries: Tries, query: str = "") -> None:
     tries(len(CLOSED))
-    for endpoint in CLOSED:
-        reply = await server.http.request(endpoint.method, url(endpoint) + query, headers=headers)
-        assert reply.status_code == 401, (endpoint.path, reply.text)
+    for route in CLOSED:
+        reply = await server.http.request(route.method, url(route) + query, headers=headers)
+        assert reply.status_code == 401, (route.path, reply.text)
 
 
 @pytest.mark.attack(AREA, "no key, every route and method")
 async def test_nobody_gets_in_without_a_key(server: Reached, tries: Tries) -> None:
-    for path in sorted({url(each) for each in TABLE} | {"/openapi.json", "/", "/docs", "/api/v1/nothing"}):
+    for path in sorted({url(each) for each in ROUTES} | {"/openapi.json", "/", "/docs", "/api/v1/nothing"}):
         for method in METHODS:
             if (method, path) not in PUBLIC:
                 tries(1)
@@ -94,21 +94,21 @@ async def test_a_wrong_operator_token_opens_nothing(server: Reached, tries: Trie
 @pytest.mark.parametrize("role", list(Role), ids=lambda role: role.name)
 @pytest.mark.attack(AREA, "a role on every route above it")
 async def test_a_role_is_refused_on_every_route_above_it(server: Reached, role: Role, tries: Tries) -> None:
-    for endpoint in TABLE:
+    for route in ROUTES:
         tries(1)
-        reply = await server.ask(endpoint.method, url(endpoint), role, content=b"[]")
-        allowed = endpoint.need.public or (endpoint.need.role is not None and role >= endpoint.need.role)
-        assert (reply.status_code != 403) is allowed, (endpoint.path, role, reply.text)
+        reply = await server.ask(route.method, url(route), role, content=b"[]")
+        allowed = route.access.public or (route.access.role is not None and role >= route.access.role)
+        assert (reply.status_code != 403) is allowed, (route.path, role, reply.text)
 
 
 @pytest.mark.attack(AREA, "a body without the media type of JSON, to every route that reads JSON")
 async def test_a_body_that_does_not_say_it_is_json_is_refused(server: Reached, tries: Tries) -> None:
-    for endpoint in CLOSED:
-        kind = endpoint.signature().body
+    for route in CLOSED:
+        kind = route.signature().body
         if kind is None or not hasattr(kind, "__struct_fields__"):
             continue
         for sent in ("text/plain", "application/x-www-form-urlencoded", ""):
             tries(1)
             headers = {"Content-Type": sent}
-            reply = await server.ask(endpoint.method, url(endpoint), Role.ADMIN, content=b"{}", headers=headers)
-            assert reply.status_code == 415, (endpoint.path, sent)
+            reply = await server.ask(route.method, url(route), Role.ADMIN, content=b"{}", headers=headers)
+            assert reply.status_code == 415, (route.path, sent)

@@ -15,13 +15,13 @@ from starlette.types import Message
 
 from strata.base.errors import Code, StrataError
 from strata.http import zstd
-from strata.http.body import Incoming, Pace
+from strata.http.body import BodyPace, IncomingBody
 from strata.http.budget import BodyBudget
 from strata.http.errors import HttpRefusal
+from strata.http.zstd import MAX_FRAMES, decompress_frames, decompressed_size
 from strata.identity.roles import Role
 from strata.train.core import ops
 from strata.train.wire import json_era, native, native_reader, tinker
-from strata.train.wire.packed import MAX_FRAMES, decompress, unpacked_size
 from strata.train.wire.pb import tinker_pb2 as pb
 from tests.shell.train_api.conftest import Reached, reach, settings_in
 
@@ -83,7 +83,7 @@ def test_the_numbers_of_a_batch_are_counted_before_they_are_objects() -> None:
 def test_zstd_may_not_unpack_to_more_than_a_hundred_times_its_size() -> None:
     bomb = zstd.compress(b"\0" * (200 * MIB))
     assert len(bomb) * 100 < 200 * MIB
-    for read in (unpacked_size, decompress):
+    for read in (decompressed_size, decompress_frames):
         with memory_below(40 * MIB), pytest.raises(StrataError, match="unpacked"):
             read(bomb, 256 * MIB)
 
@@ -92,21 +92,21 @@ def test_zstd_may_not_unpack_to_more_than_a_hundred_times_its_size() -> None:
 def test_zstd_of_unknown_size_is_given_no_more_than_it_may_have() -> None:
     packer = zstd.ZstdCompressor()
     bomb = b"".join(packer.compress(b"\0" * MIB) for _ in range(64)) + packer.flush()
-    assert unpacked_size(bomb, 256 * MIB) == 16 * MIB
+    assert decompressed_size(bomb, 256 * MIB) == 16 * MIB
     with memory_below(40 * MIB), pytest.raises(StrataError, match="unpacked"):
-        decompress(bomb, 256 * MIB)
+        decompress_frames(bomb, 256 * MIB)
 
 
 @pytest.mark.attack(AREA, "zstd of ten thousand frames, of a window of 2 GiB, cut off, empty, and none at all")
 def test_zstd_that_is_none_or_asks_for_too_much_is_refused(tries: Tries) -> None:
     frame = zstd.compress(b"abc")
-    assert decompress(frame * 3, 100) == b"abcabcabc"
+    assert decompress_frames(frame * 3, 100) == b"abcabcabc"
     wide = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 31})
     beyond = wide.compress(b"x" * 1000) + wide.flush()
     for body in (frame * (MAX_FRAMES + 1), beyond, frame[:-1], frame + frame[:-1], b"\x28\xb5\x2f\xfd", b"x" * 100):
         tries(1)
         with pytest.raises(StrataError) as refused:
-            decompress(body, MIB)
+            decompress_frames(body, MIB)
         assert refused.value.code is Code.INVALID
 
 
@@ -175,7 +175,7 @@ def test_the_parameters_of_a_loss_and_their_names_are_bounded_before_they_are_re
 
 @pytest.mark.attack(AREA, "a body that came fast, and then stays away or trickles while it keeps its room")
 async def test_a_body_may_not_pause_for_longer_however_fast_it_came(tries: Tries) -> None:
-    pace = Pace(grace_s=0.3, bytes_per_s=1000)
+    pace = BodyPace(grace_s=0.3, bytes_per_s=1000)
     for trickles in (False, True):
         tries(1)
         first: list[Message] = [{"type": "http.request", "body": b"x" * MIB, "more_body": True}]
@@ -188,14 +188,14 @@ async def test_a_body_may_not_pause_for_longer_however_fast_it_came(tries: Tries
 
         async with asyncio.timeout(10):
             with pytest.raises(HttpRefusal) as refused:
-                await Incoming(receive, Headers(), 2 * MIB, pace).whole()
+                await IncomingBody(receive, Headers(), 2 * MIB, pace).whole()
         assert refused.value.status == 408
 
 
 @pytest.mark.attack(AREA, "one body that is as large as all the room there is")
 async def test_the_largest_body_leaves_room_for_others() -> None:
     budget = BodyBudget(100, largest=1000, wait_s=0.01)
-    with budget.hold("a") as first, budget.hold("b") as other:
+    with budget.reserve("a") as first, budget.reserve("b") as other:
         await first.resize(1000)
         await other.resize(1000)
     assert budget.held == 0
@@ -204,7 +204,7 @@ async def test_the_largest_body_leaves_room_for_others() -> None:
 @pytest.mark.attack(AREA, "more bodies at once than there is memory for, of one tenant")
 async def test_a_tenant_has_half_of_the_room_for_bodies() -> None:
     budget = BodyBudget(100, wait_s=0.01)
-    with budget.hold("a") as first, budget.hold("a") as second, budget.hold("b") as other:
+    with budget.reserve("a") as first, budget.reserve("a") as second, budget.reserve("b") as other:
         await first.resize(40)
         with pytest.raises(StrataError) as refused:
             await second.resize(20)
@@ -216,8 +216,8 @@ async def test_a_tenant_has_half_of_the_room_for_bodies() -> None:
 @pytest.mark.attack(AREA, "more bodies at once than there is memory for, of many tenants")
 async def test_bodies_wait_for_room_and_get_it() -> None:
     budget = BodyBudget(100)
-    with budget.hold("c") as waiting:
-        with budget.hold("a") as first, budget.hold("b") as second:
+    with budget.reserve("c") as waiting:
+        with budget.reserve("a") as first, budget.reserve("b") as second:
             await first.resize(50)
             await second.resize(50)
             asked = asyncio.create_task(waiting.resize(30))
@@ -232,7 +232,7 @@ async def test_bodies_wait_for_room_and_get_it() -> None:
 async def test_a_body_for_which_there_is_no_room_is_told_to_come_back(tmp_path: Path, server: Reached) -> None:
     site = server.site
     body = tokens(2 * MIB)
-    with site.bodies.hold("key:researcher") as hold:
+    with site.bodies.reserve("key:researcher") as hold:
         await hold.resize(site.bodies.share - MIB)
         site.bodies.wait_s = 0.01
         reply = await server.ask("POST", PASS, content=body)

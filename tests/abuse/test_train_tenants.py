@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import save
 
+from strata.train.api.routes import ROUTES
 from strata.train.api.signed import Grant, sign
-from strata.train.api.table import TABLE
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import ops
 from strata.train.peft.importer import stage
@@ -226,13 +226,13 @@ async def test_what_belongs_to_another_is_as_if_it_had_never_been(played: Field,
 @pytest.mark.attack(AREA, "a route that takes an id and that no attack is for")
 async def test_every_route_that_takes_an_id_is_attacked() -> None:
     attacked = {(method, shape(path)) for attempts in ATTACKS.values() for method, path, _ in attempts}
-    for endpoint in TABLE:
-        body = endpoint.signature().body
+    for route in ROUTES:
+        body = route.signature().body
         names = [each.name for each in msgspec.structs.fields(body)] if hasattr(body, "__struct_fields__") else []
-        takes = "{" in endpoint.path or any(name.endswith(("_id", "tinker_path")) or name == "target" for name in names)
-        raw = endpoint.path in ("/api/v1/forward_backward", "/api/v1/forward")
-        if (takes or raw) and endpoint.path not in (ELSEWHERE | NO_TENANT):
-            assert (endpoint.method, shape(endpoint.path)) in attacked, endpoint.path
+        takes = "{" in route.path or any(name.endswith(("_id", "tinker_path")) or name == "target" for name in names)
+        raw = route.path in ("/api/v1/forward_backward", "/api/v1/forward")
+        if (takes or raw) and route.path not in (ELSEWHERE | NO_TENANT):
+            assert (route.method, shape(route.path)) in attacked, route.path
 
 
 @pytest.mark.attack(AREA, "load_weights into a model of one's own")

@@ -12,7 +12,7 @@ from typing import Final
 import pytest
 
 from strata.base.settings import own_environment
-from strata.train.api.table import TABLE
+from strata.train.api.routes import ROUTES
 from strata.train.core.ops import LossName
 from strata.train.runner.passes.losses import RULES
 from tests.e2e.blocks import blocks
@@ -70,7 +70,7 @@ def test_the_five_minutes_end_with_a_model_that_has_learned(lived: Path, name: s
 
 def test_every_endpoint_is_in_the_table_with_its_role(page: str) -> None:
     listed = {(found[1], found[2]) for found in re.finditer(r"(?m)^\| `([A-Z]+ \S+)` \| (\w+) \|", page)}
-    assert listed == {(f"{each.method} {each.path.replace(':path', '')}", str(each.need)) for each in TABLE}
+    assert listed == {(f"{each.method} {each.path.replace(':path', '')}", str(each.access)) for each in ROUTES}
 
 
 def test_the_formulas_are_those_of_the_losses(page: str) -> None:

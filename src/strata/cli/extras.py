@@ -13,7 +13,6 @@ DISTRIBUTION: Final = "strata-train"
 DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "backports": "backports-zstd",
     "cryptography": "cryptography",
-    "fastapi": "fastapi",
     "google": "protobuf",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",

@@ -44,7 +44,7 @@ def run(config: Path, *, make_keys: bool) -> None:
     from strata.base.settings import no_color
     from strata.cli.extras import require
 
-    for module in ("zmq", "fastapi"):
+    for module in ("zmq", "starlette"):
         require(module, extra="train")
     from strata.train.launch.launcher import run_launcher
     from strata.train.link_keys import make_first_keys

@@ -1,4 +1,4 @@
-"""Bodies and queries of requests: bounded in size, depth and time, and refused with the reason before all else."""
+"""Bodies and queries of requests: bounded in size, depth and time, and refused with the reason."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from strata.base.errors import Code, StrataError
-from strata.http.declare import Upload
 from strata.http.errors import HttpRefusal
+from strata.http.route import Upload
 
 T = TypeVar("T")
 
@@ -29,15 +29,15 @@ _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _MAX_SPLIT: Final = 1 << 20
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How slow a body may come: at this rate, and never further behind it than the grace, however fast it began."""
+class BodyPace(msgspec.Struct, frozen=True, kw_only=True):
+    """How slowly a body may arrive: at this rate, and never further behind it than the grace period."""
 
     grace_s: float = 20.0
     bytes_per_s: float = 4096.0
 
 
-class Incoming(Upload):
-    def __init__(self, receive: Receive, headers: Headers, limit: int, pace: Pace) -> None:
+class IncomingBody(Upload):
+    def __init__(self, receive: Receive, headers: Headers, limit: int, pace: BodyPace) -> None:
         self._receive = receive
         self._limit = limit
         self._pace = pace
@@ -53,7 +53,7 @@ class Incoming(Upload):
     async def _parts(self) -> AsyncIterator[bytes]:
         left_s = self._pace.grace_s
         while self._more:
-            # Only the client's time counts, not what whoever takes the parts needs for them.
+            # Only the client's time counts, not the time that the handler needs for the parts.
             asked_s = time.monotonic()
             try:
                 async with asyncio.timeout(left_s):
@@ -76,27 +76,38 @@ class Incoming(Upload):
         return b"".join([part async for part in self])
 
 
-def decode(decoder: msgspec.json.Decoder[T], raw: bytes, told: Callable[[str], str] = str) -> T:
-    """`told` puts a complaint about the content into the words of the server's clients."""
+def decode_json(decoder: msgspec.json.Decoder[T], raw: bytes, reword: Callable[[str], str] = str) -> T:
+    """`reword` turns a validation error of msgspec into the wording of the server."""
     check_depth(raw)
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        raise StrataError(Code.INVALID, told(str(error))) from None
+        raise StrataError(Code.INVALID, reword(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StrataError(Code.INVALID, f"the body is not JSON: {error}") from None
 
 
+def path_first(error: str) -> str:
+    """`adam_params.beta1: Expected …` rather than `Expected … - at $.adam_params.beta1`."""
+    reason, _, path = error.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    return f"{path}: {reason}" if path else reason
+
+
 def check_media_type(headers: Headers) -> None:
-    """Refuse a body that does not say it is JSON: a page in a browser cannot say so to another origin unasked."""
+    """Refuse a body that is not declared as JSON: a page in a browser cannot send that to another origin unasked."""
     empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-    given = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if given != JSON and not empty:
-        raise HttpRefusal(415, Code.UNSUPPORTED, f"the body of this request is {JSON}, not {given[:80]!r}")
+    declared = media_type_of(headers)
+    if declared != JSON and not empty:
+        raise HttpRefusal(415, Code.UNSUPPORTED, f"the body of this request is {JSON}, not {declared[:80]!r}")
+
+
+def media_type_of(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def check_depth(raw: bytes) -> None:
-    """Refuse what is nested deeper than anything we exchange: some later step might recurse over it."""
+    """Refuse a body that is nested deeper than any message of ours: some later step might recurse over it."""
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH or _shallow(raw):
         return
     depth = 0
@@ -110,7 +121,7 @@ _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1, ord('"'): 
 
 
 def _shallow(raw: bytes) -> bool:
-    """Whether this is surely not nested deep. Long lists of small things are what clients send all the time."""
+    """Whether the body is surely not nested deep: a fast path for the long flat lists that clients send."""
     if b"\\" in raw or raw.count(b'"') > _MAX_SPLIT:
         return False
     # Without a backslash every second piece between quotes is outside of a string.

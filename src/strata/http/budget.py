@@ -1,4 +1,4 @@
-"""Bodies under way, counted in bytes: what they need together stays within a budget, and no caller gets all of it."""
+"""The memory that bodies under way may take together: a budget in bytes, of which no caller gets more than a share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAIT_S: Final = 10.0
 
 
 class BodyBudget:
-    """`largest` is a body that must fit in, whatever the share of a caller would be."""
+    """`largest` is a body that must fit into the share of a caller."""
 
     def __init__(self, total: int = TOTAL, *, largest: int = 0, wait_s: float = WAIT_S) -> None:
         self.share = max(total // 2, largest)
@@ -32,13 +32,13 @@ class BodyBudget:
         return self._held
 
     @contextmanager
-    def hold(self, caller: str) -> Iterator[Hold]:
-        """Room for one body of this caller, none at first; given back at the end."""
-        hold = Hold(self, caller)
+    def reserve(self, caller: str) -> Iterator[BodyReservation]:
+        """Reserve for one body of this caller: nothing at first, and released at the end."""
+        reservation = BodyReservation(self, caller)
         try:
-            yield hold
+            yield reservation
         finally:
-            self._take(caller, -hold.size)
+            self._charge(caller, -reservation.size)
 
     def fits(self, caller: str, more: int) -> bool:
         return self._held + more <= self.total and self._held_by.get(caller, 0) + more <= self.share
@@ -53,12 +53,12 @@ class BodyBudget:
                 raise StrataError(
                     Code.EXHAUSTED, "bodies that are under way leave no room for this one", hint="send it again"
                 ) from None
-        self._take(caller, more)
+        self._charge(caller, more)
 
     def shrink(self, caller: str, less: int) -> None:
-        self._take(caller, -less)
+        self._charge(caller, -less)
 
-    def _take(self, caller: str, size: int) -> None:
+    def _charge(self, caller: str, size: int) -> None:
         self._held += size
         left = self._held_by.get(caller, 0) + size
         if left:
@@ -70,14 +70,16 @@ class BodyBudget:
             self._freed = asyncio.Event()
 
 
-class Hold:
+class BodyReservation:
+    """The bytes that one body holds of the budget."""
+
     def __init__(self, budget: BodyBudget, caller: str) -> None:
         self._budget = budget
         self._caller = caller
         self.size = 0
 
     async def resize(self, size: int) -> None:
-        """Waits for room; EXHAUSTED if there is none in time."""
+        """Wait until the budget has so much; EXHAUSTED if it does not in time."""
         if size > self.size:
             await self._budget.wait(self._caller, size - self.size)
         else:

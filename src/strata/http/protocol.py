@@ -1,9 +1,9 @@
-"""HTTP/1.1 on a connection: uvicorn's own, plus what it does not do.
+"""HTTP/1.1 on a connection: uvicorn's protocol, plus the timeouts and limits that it lacks.
 
 The client certificate that TLS has verified reaches the application through the scope, where no header can forge it.
-Bytes that lead to no request (a head that does not end, the rest of a body nobody wants) may come for a while only.
-A client that shows no credentials, nor has a certificate, has one of few places, and one that does not take its reply
-is cut off.
+A head that does not end, or the rest of a body that the server does not want, times out. A connection without
+credentials or a certificate counts against the limit of anonymous connections. A client that does not read its reply
+is disconnected.
 """
 
 from __future__ import annotations
@@ -17,135 +17,143 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from strata.http.root import CONNECTION, PEER, SEND_S, UNIX
-from strata.http.strangers import KEEP_ALIVE_S, Strangers
+from strata.http.anonymous import KEEP_ALIVE_S, AnonymousConnections
+from strata.http.authentication import CLIENT_CERTIFICATE, UNIX_SOCKET
+from strata.http.root import CONNECTION, SEND_S
 
 HEADER_S: Final = 10.0
-TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+REQUEST_TIMEOUT: Final = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class PatientProtocol(H11Protocol):
+class LimitedProtocol(H11Protocol):
     header_s = HEADER_S
-    farewell = TOO_SLOW
+    timeout_reply = REQUEST_TIMEOUT
     send_s = SEND_S
-    strangers = Strangers()
+    anonymous = AnonymousConnections()
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._overdue: asyncio.TimerHandle | None = None
-        self._untaken: asyncio.TimerHandle | None = None
-        self._stuck: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._drain_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         tls = transport.get_extra_info("ssl_object")
         der = tls.getpeercert(binary_form=True) if tls is not None else None
-        noted: dict[str, Any] = {CONNECTION: self, PEER: der} if der else {CONNECTION: self}
+        extras: dict[str, Any] = {CONNECTION: self, CLIENT_CERTIFICATE: der} if der else {CONNECTION: self}
         if transport.get_extra_info("socket").family == socket.AF_UNIX:
-            # The server's own user, as nobody else can open it.
-            noted[UNIX] = True
+            # Only the server's own user can open it.
+            extras[UNIX_SOCKET] = True
         elif not der:
-            self._take_place()
-        self.app = _with(self.app, noted)
-        self._expect()
+            self._limit_anonymous()
+        self.app = _extend_scope(self.app, extras)
+        self._start_head_timer()
 
-    def _take_place(self) -> None:
+    def _limit_anonymous(self) -> None:
         self.timeout_keep_alive = min(KEEP_ALIVE_S, self.timeout_keep_alive)
         address = self.client[0] if self.client else ""
-        if not self.strangers.add(self, address, self.limit_concurrency or sys.maxsize):
+        if not self.anonymous.add(self, address, self.limit_concurrency or sys.maxsize):
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._settle()
-        self._unstick()
-        self.strangers.remove(self)
-        if self._untaken is not None:
-            self._untaken.cancel()
+        self._cancel_head_timer()
+        self._cancel_write_timer()
+        self.anonymous.remove(self)
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
         super().connection_lost(exc)
 
-    def show_credentials(self) -> None:
-        """The application knows who calls on this connection."""
-        self.strangers.remove(self)
+    def mark_authenticated(self) -> None:
+        """A request on this connection had good credentials: it does not count as anonymous any more."""
+        self.anonymous.remove(self)
         self.timeout_keep_alive = self.config.timeout_keep_alive
 
     def abort(self) -> None:
-        """Without what was not sent yet: a client that takes nothing would keep it for ever."""
+        """Close without sending the rest: a client that reads nothing would keep it for ever."""
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.busy():
-            self._settle()
+            self._cancel_head_timer()
         else:
-            self._expect()
+            self._start_head_timer()
 
     def on_response_complete(self) -> None:
-        # From here on the timer for idle connections counts, until more bytes come.
-        self._settle()
+        # From here on the keep-alive timer counts, until more bytes come.
+        self._cancel_head_timer()
         super().on_response_complete()
-        if self._untaken is None:
-            self._watch()
+        if self._drain_timer is None:
+            self._start_drain_timer()
 
     def pause_writing(self) -> None:
-        """More waits to be sent than may; if it does not become less in time, nobody takes it."""
+        """The write buffer is full: the client has a limited time to read from it."""
         super().pause_writing()
-        self._stuck = self.loop.call_later(self.send_s, self.abort)
+        self._write_timer = self.loop.call_later(self.send_s, self.abort)
 
     def resume_writing(self) -> None:
-        self._unstick()
+        self._cancel_write_timer()
         super().resume_writing()
 
-    def _unstick(self) -> None:
-        if self._stuck is not None:
-            self._stuck.cancel()
-            self._stuck = None
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
-    def _watch(self) -> None:
+    def _start_drain_timer(self) -> None:
         left = self.transport.get_write_buffer_size()
-        self._untaken = self.loop.call_later(self.send_s, self._check_taken, left) if left else None
+        self._drain_timer = self.loop.call_later(self.send_s, self._check_drained, left) if left else None
 
-    def _check_taken(self, before: int) -> None:
-        """What waits to be sent has to become half of it in the time a piece may take."""
+    def _check_drained(self, before: int) -> None:
+        """The client has to read half of the write buffer within each interval."""
         if self.transport.get_write_buffer_size() > before // 2 and not self.busy():
             self.abort()
-            self._untaken = None
+            self._drain_timer = None
         else:
-            self._watch()
+            self._start_drain_timer()
 
     def busy(self) -> bool:
-        """A request is being answered; how slowly its body may come is the application's matter."""
+        """A request is being handled; how slowly its body may arrive is the application's matter."""
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
 
     def incomplete(self) -> bool:
         return self.busy() and self.cycle.more_body
 
-    def _expect(self) -> None:
-        if self._overdue is None and not self.transport.is_closing():
-            self._overdue = self.loop.call_later(self.header_s, self._give_up)
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self.header_s, self._head_timed_out)
 
-    def _settle(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _give_up(self) -> None:
-        self._overdue = None
+    def _head_timed_out(self) -> None:
+        self._head_timer = None
         if not self.transport.is_closing() and not self.busy():
             if self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE:
-                self.transport.write(self.farewell)
+                self.transport.write(self.timeout_reply)
             self.transport.close()
 
 
-def _with(app: Any, noted: dict[str, Any]) -> ASGIApp:
-    async def with_notes(scope: Scope, receive: Receive, send: Send) -> None:
-        scope.update(noted)
+def _extend_scope(app: Any, extras: dict[str, Any]) -> ASGIApp:
+    async def with_extras(scope: Scope, receive: Receive, send: Send) -> None:
+        scope.update(extras)
         await app(scope, receive, send)
 
-    return with_notes
+    return with_extras
 
 
-def protocol(header_s: float, farewell: bytes = TOO_SLOW, send_s: float = SEND_S) -> type[PatientProtocol]:
-    """For one server. `farewell` is written to a client of whom nothing but a part of a head came in time."""
-    own = {"header_s": header_s, "farewell": farewell, "send_s": send_s, "strangers": Strangers()}
-    return type("PatientProtocol", (PatientProtocol,), own)
+def new_protocol(
+    header_s: float, timeout_reply: bytes = REQUEST_TIMEOUT, send_s: float = SEND_S
+) -> type[LimitedProtocol]:
+    """The protocol of one server. `timeout_reply` is sent to a client that has sent only a part of a head in time."""
+    attributes = {
+        "header_s": header_s,
+        "timeout_reply": timeout_reply,
+        "send_s": send_s,
+        "anonymous": AnonymousConnections(),
+    }
+    return type("LimitedProtocol", (LimitedProtocol,), attributes)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.unix_socket import BACKLOG
-from strata.http.protocol import PatientProtocol
+from strata.http.protocol import LimitedProtocol
 
 KEEP_ALIVE_S: Final = 75
 """Longer than the pause between two heartbeats: a host keeps its connection, and its TLS session with it."""
@@ -36,7 +36,7 @@ class HttpServer(uvicorn.Server):
         # Not by uvicorn, which would wait a minute for a handshake.
         await super().startup([])
         loop, tls, protocol = asyncio.get_running_loop(), self.config.ssl, self.config.http_protocol_class
-        assert issubclass(protocol, PatientProtocol)
+        assert issubclass(protocol, LimitedProtocol)
         handshake_s = None if tls is None else protocol.header_s
         for listener in sockets or ():
             self.servers.append(
@@ -61,7 +61,7 @@ class HttpServer(uvicorn.Server):
 
 def config(
     app: ASGIApp,
-    protocol: type[PatientProtocol],
+    protocol: type[LimitedProtocol],
     *,
     max_connections: int,
     drain_s: float,

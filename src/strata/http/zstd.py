@@ -1,8 +1,12 @@
-"""Zstandard of the standard library, which has it since Python 3.14; before, the same module under another name."""
+"""Zstandard: the module of the standard library (since Python 3.14, before under another name), and bounded
+decompression of request bodies: their size is known before they are decompressed, and never exceeds what is allowed."""
 
 from __future__ import annotations
 
 import sys
+from typing import Final
+
+from strata.base.errors import Code, StrataError
 
 if sys.version_info >= (3, 14):
     from compression.zstd import (
@@ -37,6 +41,74 @@ __all__ = [
     "ZstdError",
     "compress",
     "decompress",
+    "decompress_frames",
+    "decompressed_size",
     "get_frame_info",
     "get_frame_size",
 ]
+
+MAX_RATIO: Final = 100
+FREE_BYTES: Final = 16 << 20
+"""Up to here the ratio does not count: samples of one prompt repeat it, and compress far better than 100 to 1."""
+MAX_FRAMES: Final = 4096
+_WINDOW_LOG: Final = 27
+
+
+def decompressed_size(body: bytes, limit: int) -> int:
+    """How large the content of the frames is: what their headers say, or the most that is allowed."""
+    most = _most(body, limit)
+    total = 0
+    for frame in _frames(body):
+        # The stubs of the module do not say that it may be unknown.
+        size: int | None = get_frame_info(frame).decompressed_size
+        if size is None:
+            return most
+        total += size
+        if total > most:
+            raise _too_much(most)
+    return total
+
+
+def decompress_frames(body: bytes, limit: int) -> bytes:
+    """The content of all frames; never more than `limit` bytes of it are made, nor more than the ratio allows."""
+    most = _most(body, limit)
+    parts: list[bytes] = []
+    received = 0
+    try:
+        for frame in _frames(body):
+            decompressor = ZstdDecompressor(options={DecompressionParameter.window_log_max: _WINDOW_LOG})
+            part = decompressor.decompress(frame, max_length=most + 1 - received)
+            received += len(part)
+            if received > most:
+                raise _too_much(most)
+            if not decompressor.eof:
+                raise StrataError(Code.INVALID, "the zstd body is cut off")
+            parts.append(part)
+    except ZstdError as error:
+        raise StrataError(Code.INVALID, f"the body is not zstd: {error}") from None
+    if body and not received:
+        raise StrataError(Code.INVALID, "the zstd body is empty or cut off")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _most(body: bytes, limit: int) -> int:
+    return min(limit, max(FREE_BYTES, MAX_RATIO * len(body)))
+
+
+def _frames(body: bytes) -> list[memoryview]:
+    frames: list[memoryview] = []
+    rest = memoryview(body)
+    while rest:
+        if len(frames) == MAX_FRAMES:
+            raise StrataError(Code.INVALID, f"the zstd body has more than {MAX_FRAMES} frames")
+        try:
+            size = get_frame_size(rest)
+        except ZstdError as error:
+            raise StrataError(Code.INVALID, f"the body is not zstd, or cut off: {error}") from None
+        frames.append(rest[:size])
+        rest = rest[size:]
+    return frames
+
+
+def _too_much(most: int) -> StrataError:
+    return StrataError(Code.INVALID, f"the body has more than {most} bytes when it is unpacked")

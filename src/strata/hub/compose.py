@@ -18,14 +18,13 @@ from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.artifacts.upkeep import collect, retain, scrub
-from strata.fleet.http.app import application
+from strata.fleet.http.context import Site
 from strata.fleet.http.feed import GAP_S, Feed
-from strata.fleet.http.site import Site
-from strata.fleet.http.table import TABLE
+from strata.fleet.http.routes import application
 from strata.fleet.service import TICK_S, Fleet, FleetSettings
 from strata.fleet.streams import Streams
-from strata.http.body import Pace
-from strata.http.failures import Failures
+from strata.http.auth_failures import AuthFailures
+from strata.http.body import BodyPace
 from strata.http.root import Root, RootLimits
 from strata.hub.certificates import ServerTls, write_private
 from strata.hub.copies import LOOK_S, Copier
@@ -89,12 +88,12 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             public_read=settings.public_read,
             owner_only=owner_only,
             manifest=settings.manifest,
-            pace=Pace(grace_s=settings.body_grace_s),
-            limits=RootLimits(send_s=settings.send_s, failures=Failures(settings.max_failures)),
+            pace=BodyPace(grace_s=settings.body_grace_s),
+            limits=RootLimits(send_s=settings.send_s, failures=AuthFailures(settings.max_failures)),
         )
         loops = _loops(settings, site, tables, tls)
         try:
-            yield Hub(site=site, app=application(site, TABLE), tls=tls, loops=loops)
+            yield Hub(site=site, app=application(site), tls=tls, loops=loops)
         finally:
             await chunks.close()
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from strata.base import log
 from strata.base.errors import StrataError
-from strata.fleet.http.site import Writing
+from strata.fleet.http.context import Writing
 from strata.hub.records import Records
 
 CHECK_S: Final = 2.0

@@ -18,7 +18,7 @@ from strata.base.errors import StrataError
 from strata.base.loop import every
 from strata.base.private import write_privately
 from strata.base.unix_socket import listen_unix, spell_address
-from strata.http.protocol import protocol
+from strata.http.protocol import new_protocol
 from strata.http.server import answer, config, listen, new_loop, stop_on_signals, url_of
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
 from strata.hub.settings import HubSettings, check_exposure
@@ -92,7 +92,7 @@ async def serve(hub: Hub, settings: HubSettings, clock: Clock, listeners: Listen
 def _config(hub: Hub, settings: HubSettings) -> uvicorn.Config:
     return config(
         hub.app,
-        protocol(settings.header_s, send_s=settings.send_s),
+        new_protocol(settings.header_s, send_s=settings.send_s),
         max_connections=settings.max_connections,
         drain_s=settings.drain_s,
         tls=None if hub.tls is None else hub.tls.context,

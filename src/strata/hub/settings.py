@@ -12,7 +12,7 @@ from strata.base.loopback import is_loopback_address
 from strata.base.settings import Secret
 from strata.fleet.artifacts.retention import Policy
 from strata.fleet.core.lease import LEASE_S
-from strata.http.failures import BURST
+from strata.http.auth_failures import BURST
 from strata.http.root import SEND_S
 
 SECTION: Final = "hub"

@@ -9,12 +9,12 @@ import pytest
 
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.http.table import TABLE
-from strata.http.declare import Endpoint
+from strata.fleet.http.routes import ROUTES
+from strata.http.route import Route
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused, running
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
-CLOSED = [endpoint for endpoint in TABLE if not endpoint.need.public]
+CLOSED = [route for route in ROUTES if not route.access.public]
 SHA = "a" * 64
 
 
@@ -23,8 +23,8 @@ def url(endpoint_path: str) -> str:
     return filled.replace("{name}", "m_d").replace("{sha256}", SHA)
 
 
-def named(endpoint: Endpoint) -> str:
-    return f"{endpoint.method} {endpoint.path}"
+def named(route: Route) -> str:
+    return f"{route.method} {route.path}"
 
 
 REQUIRED = {
@@ -45,7 +45,7 @@ and requeues only what she submitted: `test_a_researcher_ends_only_her_own_jobs`
 
 
 def test_the_routes_that_were_asked_for_are_open_to_whom_they_were_meant_for() -> None:
-    assert {(each.method, each.path): str(each.need) for each in TABLE if (each.method, each.path) in REQUIRED} == (
+    assert {(each.method, each.path): str(each.access) for each in ROUTES if (each.method, each.path) in REQUIRED} == (
         REQUIRED
     )
 

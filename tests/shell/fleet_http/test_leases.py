@@ -171,13 +171,13 @@ async def test_labels_of_the_invitation_are_kept_apart_from_what_a_host_says(sit
 
     identity = HostIdentity("host_x", "x", "k", 0.0, labels=("rack=b4", "gpu"), pool="lab")
     await site.hub.site.identity.add_host(identity, "test")
-    from strata.fleet.http.call import Call
+    from strata.fleet.http.context import Call
     from strata.fleet.http.leases import register
     from strata.identity.roles import Kind, Principal
 
     body = wire.RegisterRequest(capability=_capability(labels={"rack": "z9", "own": "1"}))
-    call: Any = Call(Principal(Kind.HOST, "host_x", None), {}, None, None, None)  # type: ignore[arg-type]
-    await register(site.hub.site, call, body)
+    call: Any = Call(site.hub.site, Principal(Kind.HOST, "host_x", None), {}, None, None, None)  # type: ignore[arg-type]
+    await register(call, body)
     (row,) = [host for host in await site.hub.site.fleet.hosts() if host.id == "host_x"]
     assert row.labels == {"rack": "b4", "gpu": "true"}
     assert row.capability.labels == {"rack": "z9", "own": "1"}

@@ -12,14 +12,13 @@ import httpx
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.http.failures import Failures
+from strata.http.auth_failures import AuthFailures
 from strata.identity.enroll import make_key
 from strata.identity.roles import OPERATOR, Role
-from strata.train.api.app import application
+from strata.train.api.context import Site
 from strata.train.api.identity import open_identity
+from strata.train.api.routes import application
 from strata.train.api.server import APIServer
-from strata.train.api.site import Site
-from strata.train.api.table import TABLE
 from strata.train.link import OrchestratorClient
 from strata.train.settings import Limits, ModelSettings, Ranks, Server, ServerSettings
 
@@ -69,8 +68,8 @@ async def reach(settings: ServerSettings, answer_s: float = 10.0) -> AsyncIterat
     keys = await keys_in(settings)
     server = APIServer(settings, SystemClock(), answer_s=answer_s)
     async with OrchestratorClient(settings) as orchestrator, server.open_site(orchestrator) as opened:
-        site = replace(opened, failures=Failures(1_000_000))
-        transport = httpx.ASGITransport(application(site, TABLE), raise_app_exceptions=False)
+        site = replace(opened, failures=AuthFailures(1_000_000))
+        transport = httpx.ASGITransport(application(site), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="https://server") as http:
             yield Reached(http, keys, site)
 

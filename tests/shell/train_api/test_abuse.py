@@ -14,11 +14,11 @@ import pytest
 
 from strata.base.clock import SystemClock
 from strata.http import zstd
-from strata.http.body import Pace
+from strata.http.body import BodyPace
 from strata.http.server import listen, url_of
 from strata.identity.roles import Role
+from strata.train.api.routes import ROUTES
 from strata.train.api.server import APIServer
-from strata.train.api.table import TABLE
 from strata.train.core import ops
 from strata.train.settings import check_exposure
 from strata.train.wire import native, native_reader, tinker
@@ -65,9 +65,9 @@ async def test_a_bomb_is_not_unpacked(alone: Reached) -> None:
     ],
 )
 async def test_broken_json_is_refused_in_words(alone: Reached, content: bytes) -> None:
-    for endpoint in TABLE:
-        if endpoint.method == "POST" and not endpoint.need.public:
-            path = endpoint.path.replace("{session_id}", "s").replace("{id}", "k")
+    for route in ROUTES:
+        if route.method == "POST" and not route.access.public:
+            path = route.path.replace("{session_id}", "s").replace("{id}", "k")
             reply = await alone.ask("POST", path, Role.ADMIN, content=content)
             assert reply.status_code < 500 or reply.json()["error"]["code"] in ("unavailable", "unsupported"), path
 
@@ -117,7 +117,7 @@ async def test_without_the_orchestrator_an_operation_is_to_be_repeated_and_a_res
 async def test_the_document_describes_every_endpoint(alone: Reached) -> None:
     document = (await alone.ask("GET", "/openapi.json", Role.VIEWER)).json()
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert described == {(each.method, each.path.replace(":path", "")) for each in TABLE} | {("GET", "/openapi.json")}
+    assert described == {(each.method, each.path.replace(":path", "")) for each in ROUTES}
     text = json.dumps(document)
     names = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names <= document["components"]["schemas"].keys()
@@ -160,7 +160,7 @@ async def test_slow_heads_and_slow_bodies_are_cut_off(folder: Path) -> None:
     with listen("127.0.0.1:0") as listener:
         port = listener.getsockname()[1]
         assert url_of(listener) == f"http://127.0.0.1:{port}"
-        server = APIServer(settings, SystemClock(), header_s=0.2, pace=Pace(grace_s=0.2))
+        server = APIServer(settings, SystemClock(), header_s=0.2, pace=BodyPace(grace_s=0.2))
         serving = asyncio.create_task(server.serve([listener], stop, lambda: None))
         head = f"POST /api/v1/optim_step HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nContent-Length: 50\r\n"
         head += "Content-Type: application/json\r\n\r\n{"

@@ -5,40 +5,40 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from strata.http.declare import Endpoint
+from strata.http.route import Route
 from strata.identity.roles import Role
 from strata.train.api import archive
-from strata.train.api.table import TABLE
+from strata.train.api.routes import ROUTES
 from tests.shell.train_api.conftest import Reached
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD")
 WRONG = ("tml-0000000000ab-" + "0" * 40, "hst-host_1-" + "1" * 40, "nonsense", "eyJhbGciOiJub25lIn0.e30.", "é")
 
 
-def url(endpoint: Endpoint) -> str:
-    return re.sub(r"\{(\w+)(:\w+)?\}", "x", endpoint.path)
+def url(route: Route) -> str:
+    return re.sub(r"\{(\w+)(:\w+)?\}", "x", route.path)
 
 
-PATHS = sorted({url(endpoint) for endpoint in TABLE})
+PATHS = sorted({url(route) for route in ROUTES})
 
 
 async def test_a_method_that_is_not_declared_is_refused(alone: Reached) -> None:
     for path in PATHS:
-        declared = {each.method for each in TABLE if url(each) == path}
+        declared = {each.method for each in ROUTES if url(each) == path}
         for method in set(METHODS) - declared:
             assert (await alone.ask(method, path, Role.ADMIN)).status_code in (404, 405), (method, path)
 
 
 async def test_what_anybody_may_call_says_no_more_than_that_it_is_there(alone: Reached) -> None:
-    open_to_all = [each for each in TABLE if each.need.public]
+    open_to_all = [each for each in ROUTES if each.access.public]
     assert {each.path for each in open_to_all} == {"/healthz", "/api/v1/healthz", archive.DOWNLOAD}
     for signed in ("", "?token=", "?token=AAAA", f"?token={'A' * 64}"):
         reply = await alone.http.get(archive.DOWNLOAD + signed)
         assert reply.status_code in (400, 403), signed
-    for endpoint in open_to_all:
-        if endpoint.path == archive.DOWNLOAD:
+    for route in open_to_all:
+        if route.path == archive.DOWNLOAD:
             continue
-        reply = await alone.http.request(endpoint.method, endpoint.path)
+        reply = await alone.http.request(route.method, route.path)
         assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
 
 

@@ -1,8 +1,7 @@
-"""Every message is frozen and closed, every endpoint is declared, and the document says what is served."""
+"""Every message is frozen and closed, every route is declared, and the document says what is served."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
@@ -17,14 +16,14 @@ from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.http import body, table
-from strata.fleet.http.openapi import document
-from strata.fleet.http.serve import router
+from strata.fleet.http.routes import DOCUMENT, ROUTES
+from strata.http.app import Router, Serving
 from strata.http.body import MAX_DEPTH, check_depth
-from strata.http.declare import Endpoint, Need, Upload
 from strata.http.errors import PLAIN, STATUS_OF, HttpRefusal
-from strata.http.openapi import structs
+from strata.http.openapi import build_document, messages_of
 from strata.http.problem import ErrorReply
+from strata.http.reading import QueryReader, ReadingRules, decode_body
+from strata.http.route import Access, Route, Upload
 
 MESSAGES = [
     each
@@ -32,10 +31,7 @@ MESSAGES = [
     if issubclass(each, msgspec.Struct) and each.__module__ == wire.__name__
 ]
 READ = [
-    part
-    for endpoint in table.TABLE
-    for part in (endpoint.signature().body, endpoint.signature().query)
-    if part not in (None, Upload)
+    part for route in ROUTES for part in (route.signature().body, route.signature().query) if part not in (None, Upload)
 ]
 
 REQUIRED = {
@@ -81,42 +77,42 @@ def test_what_is_read_from_a_client_takes_no_unknown_field(message: Any) -> None
 
 
 def test_the_eleven_endpoints_of_the_interface_are_there() -> None:
-    assert {(endpoint.method, endpoint.path) for endpoint in table.TABLE} >= REQUIRED
+    assert {(route.method, route.path) for route in ROUTES} >= REQUIRED
 
 
 def test_only_three_endpoints_are_for_anybody() -> None:
-    public = {endpoint.path for endpoint in table.TABLE if endpoint.need.public}
+    public = {route.path for route in ROUTES if route.access.public}
     assert public == {"/v1/health", "/v1/join", "/v1/ca"}
 
 
 def test_an_endpoint_is_declared_once_and_every_one_has_a_summary() -> None:
-    declared = [(endpoint.method, endpoint.path) for endpoint in table.TABLE]
+    declared = [(route.method, route.path) for route in ROUTES]
     assert len(set(declared)) == len(declared)
-    names = [endpoint.name for endpoint in table.TABLE]
+    names = [route.name for route in ROUTES]
     assert len(set(names)) == len(names)
-    assert all(endpoint.summary for endpoint in table.TABLE)
+    assert all(route.summary for route in ROUTES)
     with pytest.raises(StrataError):
-        router(None, [*table.TABLE, table.TABLE[0]])  # type: ignore[arg-type]
+        Router([*ROUTES, ROUTES[0]], Serving(site=None, server="hub", document_path="/", rules=ReadingRules()))
 
 
 def test_an_endpoint_without_who_may_call_it_cannot_be_written() -> None:
     with pytest.raises(TypeError):
-        Endpoint("GET", "/v1/x", handler=test_only_three_endpoints_are_for_anybody)  # type: ignore[call-arg,arg-type]
-    everybody = [need for endpoint in table.TABLE if (need := endpoint.need) == Need()]
+        Route("GET", "/v1/x", handler=test_only_three_endpoints_are_for_anybody)  # type: ignore[call-arg,arg-type]
+    everybody = [need for route in ROUTES if (need := route.access) == Access()]
     assert everybody == []
 
 
 def test_an_endpoint_whose_reply_is_no_message_is_refused() -> None:
-    async def wrong(site: Any, call: Any) -> dict[str, Any]:
+    async def wrong(call: Any) -> dict[str, Any]:
         return {}
 
     with pytest.raises(StrataError):
-        Endpoint("GET", "/v1/x", Need(public=True), wrong).signature()
+        Route("GET", "/v1/x", Access(public=True), wrong).signature()
 
 
 def test_every_path_parameter_is_used_and_no_path_hides_another() -> None:
     seen: list[str] = []
-    for path in dict.fromkeys(endpoint.path for endpoint in table.TABLE):
+    for path in dict.fromkeys(route.path for route in ROUTES):
         filled = re.sub(r"\{\w+\}", "x", path)
         for earlier in seen:
             pattern = re.sub(r"\{\w+\}", "[^/]+", re.escape(earlier).replace(r"\{", "{").replace(r"\}", "}"))
@@ -125,9 +121,9 @@ def test_every_path_parameter_is_used_and_no_path_hides_another() -> None:
 
 
 def test_the_document_has_every_endpoint_and_every_reference_is_there() -> None:
-    made = document(table.TABLE)
+    made = build_document(ROUTES, DOCUMENT)
     listed = {(method.upper(), path) for path, methods in made["paths"].items() for method in methods}
-    assert listed == {(endpoint.method, endpoint.path) for endpoint in table.TABLE}
+    assert listed == {(route.method, route.path) for route in ROUTES}
     text = json.dumps(made)
     references = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
     assert references <= made["components"]["schemas"].keys()
@@ -138,7 +134,7 @@ def test_the_document_has_every_endpoint_and_every_reference_is_there() -> None:
         for method, operation in methods.items()
         if not operation["security"]
     }
-    assert open_to_all == {(each.method, each.path) for each in table.TABLE if each.need.public}
+    assert open_to_all == {(each.method, each.path) for each in ROUTES if each.access.public}
 
 
 def test_every_code_has_a_status_and_a_body_of_the_one_form() -> None:
@@ -159,7 +155,7 @@ def test_every_code_has_a_status_and_a_body_of_the_one_form() -> None:
 @given(raw=st.binary(max_size=200))
 def test_no_bytes_do_more_to_a_decoder_than_be_refused(message: Any, raw: bytes) -> None:
     with allowing_refusal():
-        asyncio.run(body.decode(msgspec.json.Decoder(message), raw))
+        decode_body(msgspec.json.Decoder(message), raw, ReadingRules())
 
 
 @given(
@@ -185,6 +181,6 @@ def test_the_depth_of_a_body_is_counted_right(value: Any) -> None:
 
 @given(raw=st.binary(max_size=100) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "replace")))
 def test_no_query_does_more_than_be_refused(raw: bytes) -> None:
-    for query in {part for endpoint in table.TABLE for part in structs(endpoint.signature().query)}:
+    for query in {part for route in ROUTES for part in messages_of(route.signature().query)}:
         with allowing_refusal():
-            body.QueryReader(query).read(raw)
+            QueryReader(query, ReadingRules()).read(raw)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
+from strata.http.zstd import decompress_frames
 from strata.train.core import ops
 from strata.train.wire import json_era, native_reader, tinker
-from strata.train.wire.packed import decompress
 from strata.train.wire.pb import tinker_pb2 as pb
 from strata.train.wire.request import PassRequest
 
@@ -107,7 +107,7 @@ def read_json(body: bytes) -> object:
 
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_read_or_invalid(body: bytes) -> None:
-    for read in (tinker.read_pass, native_reader.read_pass, read_json, lambda content: decompress(content, 100)):
+    for read in (tinker.read_pass, native_reader.read_pass, read_json, lambda content: decompress_frames(content, 100)):
         attempt(read, body)
 
 

@@ -14,10 +14,10 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from strata.base.errors import Code, StrataError
 from strata.http import zstd
+from strata.http.zstd import decompress_frames
 from strata.train.core import ops
 from strata.train.core.ops import Dense, DType
 from strata.train.wire import tinker
-from strata.train.wire.packed import decompress
 from strata.train.wire.pb import tinker_pb2 as ours
 from strata.train.wire.request import PassRequest
 
@@ -106,10 +106,10 @@ def test_text_in_several_chunks_is_one_text() -> None:
 def test_a_compressed_body_is_unpacked_up_to_the_limit() -> None:
     body = batch(datum([1] * 1000, target_tokens=[1] * 1000, weights=[1.0] * 1000))
     packed = zstd.compress(body)
-    assert decompress(packed, len(body)) == body
+    assert decompress_frames(packed, len(body)) == body
     for broken, limit in ((packed, len(body) - 1), (packed[:-9], 1 << 20), (b"x" * 20, 1 << 20), (packed[:4], 99)):
         with pytest.raises(StrataError) as refused:
-            decompress(broken, limit)
+            decompress_frames(broken, limit)
         assert refused.value.code is Code.INVALID
 
 

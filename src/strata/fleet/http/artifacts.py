@@ -14,19 +14,18 @@ from strata.fleet.artifacts import export, lookup
 from strata.fleet.artifacts.manifest import Chunk, Kind, Lineage
 from strata.fleet.artifacts.ports import Committed, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
-from strata.fleet.http.call import Call
-from strata.fleet.http.naming import artifact_of, hold
-from strata.fleet.http.site import Site
+from strata.fleet.http.context import Call, Site, artifact_of, hold
 from strata.fleet.ports import Hold
-from strata.http.declare import Answer, Upload
+from strata.http.route import RawReply, Upload
 from strata.identity.roles import Kind as CallerKind
 
 _NEWEST: Final = 2**62
 _BYTES: Final = "application/octet-stream"
 
 
-async def missing(site: Site, call: Call, body: wire.MissingRequest) -> wire.MissingReply:
+async def missing(call: Call, body: wire.MissingRequest) -> wire.MissingReply:
     """Which of these chunks have to be sent, and how much of each is there already."""
+    site = call.site
     plan = await site.artifacts.plan(body.chunks, call.actor)
     return wire.MissingReply(
         missing=tuple(
@@ -37,18 +36,21 @@ async def missing(site: Site, call: Call, body: wire.MissingRequest) -> wire.Mis
     )
 
 
-async def put_chunk(site: Site, call: Call, body: Upload, query: wire.ChunkQuery) -> None:
+async def put_chunk(call: Call, body: Upload, query: wire.ChunkQuery) -> None:
     """A chunk, or the rest of one from `offset` on. Verified and durable when the reply comes."""
+    site = call.site
     await site.artifacts.put_chunk(Chunk(call.path["digest"], query.size), body, call.actor, offset=query.offset)
 
 
-async def get_chunk(site: Site, call: Call) -> Answer:
+async def get_chunk(call: Call) -> RawReply:
     """The bytes of a chunk, verified."""
-    return Answer(await site.artifacts.read_chunk(call.path["digest"]), media_type=_BYTES)
+    site = call.site
+    return RawReply(await site.artifacts.read_chunk(call.path["digest"]), media_type=_BYTES)
 
 
-async def commit(site: Site, call: Call, body: wire.CommitRequest) -> wire.CommitReply:
+async def commit(call: Call, body: wire.CommitRequest) -> wire.CommitReply:
     """Make an artifact of chunks that are there; a host's checkpoint is what the next attempt resumes from."""
+    site = call.site
     held = _hold(call, body.job_id, body.epoch)
     lineage = _personal(body.lineage) if held is None else await _attempted(site, body.lineage, held)
     done = await site.artifacts.commit(body.manifest, lineage, call.actor, hold=held, owner=call.actor)
@@ -58,40 +60,44 @@ async def commit(site: Site, call: Call, body: wire.CommitRequest) -> wire.Commi
     return _committed(done)
 
 
-async def put_model(site: Site, call: Call, body: Upload, query: wire.BlobQuery) -> wire.CommitReply:
+async def put_model(call: Call, body: Upload, query: wire.BlobQuery) -> wire.CommitReply:
     """A result as one opaque file; its id is the SHA-256 of its bytes."""
+    site = call.site
     held = hold(call, query.job_id, query.epoch)
     lineage = await _attempted(site, Lineage(kind=Kind.RESULT), held)
     return _committed(await site.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
 
 
-async def put_source(site: Site, call: Call, body: Upload) -> wire.CommitReply:
+async def put_source(call: Call, body: Upload) -> wire.CommitReply:
     """The source of a trainer as one opaque file; its id is the SHA-256 of its bytes."""
+    site = call.site
     lineage = Lineage(kind=Kind.SOURCE)
     return _committed(await site.artifacts.put_blob(call.path["id"], body, lineage, call.actor))
 
 
-async def get_model(site: Site, call: Call) -> Answer:
+async def get_model(call: Call) -> RawReply:
     """A result as it was uploaded."""
+    site = call.site
     return await _blob(site, call)
 
 
-async def get_source(site: Site, call: Call) -> Answer:
+async def get_source(call: Call) -> RawReply:
     """The source of a trainer as it was uploaded."""
+    site = call.site
     return await _blob(site, call)
 
 
-async def _blob(site: Site, call: Call) -> Answer:
+async def _blob(site: Site, call: Call) -> RawReply:
     artifact_id = await site.artifacts.index.blob(call.path["id"])
     row = await site.artifacts.open(artifact_id)
     (file,) = row.manifest.files
     headers = {"Content-Length": str(file.size)}
-    return Answer(site.artifacts.stream(file, 0, file.size), media_type=_BYTES, headers=headers)
+    return RawReply(site.artifacts.stream(file, 0, file.size), media_type=_BYTES, headers=headers)
 
 
-async def listed(site: Site, call: Call, query: wire.ArtifactsQuery) -> wire.MadeReply:
+async def listed(call: Call, query: wire.ArtifactsQuery) -> wire.MadeReply:
     """Artifacts and where they came from, the latest first; or the best, by a metric."""
-    del call
+    site = call.site
     if query.metric and query.before is not None:
         raise StrataError(Code.INVALID, "what is ordered by a metric has one page only")
     wanted = LineageFilter(
@@ -113,20 +119,21 @@ async def listed(site: Site, call: Call, query: wire.ArtifactsQuery) -> wire.Mad
     return wire.MadeReply(artifacts=tuple(map(_made, rows)), next=more)
 
 
-async def latest(site: Site, call: Call, query: wire.LatestQuery) -> wire.Made:
+async def latest(call: Call, query: wire.LatestQuery) -> wire.Made:
     """The newest artifact of a model."""
-    del call
+    site = call.site
     return _made(await lookup.latest(site.artifacts.index, query.model, query.mode, kind=query.kind))
 
 
-async def best(site: Site, call: Call, query: wire.BestQuery) -> wire.Made:
+async def best(call: Call, query: wire.BestQuery) -> wire.Made:
     """The result of a model with the highest, or lowest, figure."""
-    del call
+    site = call.site
     return _made(await lookup.best(site.artifacts.index, query.model, query.metric, query.mode, lowest=query.lowest))
 
 
-async def show(site: Site, call: Call) -> wire.ArtifactReply:
+async def show(call: Call) -> wire.ArtifactReply:
     """The files of an artifact and their chunks."""
+    site = call.site
     found = await site.artifacts.download(await artifact_of(site, call))
     row = found.artifact
     return wire.ArtifactReply(
@@ -139,48 +146,54 @@ async def show(site: Site, call: Call) -> wire.ArtifactReply:
     )
 
 
-async def ancestry(site: Site, call: Call) -> wire.MadeReply:
+async def ancestry(call: Call) -> wire.MadeReply:
     """Where an artifact came from, and what that came from."""
+    site = call.site
     rows = await lookup.ancestry(site.artifacts.index, await artifact_of(site, call))
     return wire.MadeReply(artifacts=tuple(map(_made, rows)))
 
 
-async def file(site: Site, call: Call, query: wire.FileQuery) -> Answer:
+async def file(call: Call, query: wire.FileQuery) -> RawReply:
     """One file of an artifact, verified."""
+    site = call.site
     row = await site.artifacts.open(await artifact_of(site, call))
     found = row.manifest.file(query.path)
     headers = {"Content-Length": str(found.size), "Content-Disposition": "attachment"}
-    return Answer(site.artifacts.stream(found, 0, found.size), media_type=_BYTES, headers=headers)
+    return RawReply(site.artifacts.stream(found, 0, found.size), media_type=_BYTES, headers=headers)
 
 
-async def bundle(site: Site, call: Call) -> Answer:
+async def bundle(call: Call) -> RawReply:
     """An artifact as one deterministic `bundle.tar.zst`."""
+    site = call.site
     artifact_id = await artifact_of(site, call)
     await site.artifacts.open(artifact_id)
     headers = {"Content-Disposition": f'attachment; filename="{BLOB_PATH}"'}
-    return Answer(export.bundle(site.artifacts, artifact_id), media_type="application/zstd", headers=headers)
+    return RawReply(export.bundle(site.artifacts, artifact_id), media_type="application/zstd", headers=headers)
 
 
-async def index(site: Site, call: Call) -> Answer:
+async def index(call: Call) -> RawReply:
     """`index.jsonl`: all results, a line each, with the path of their bundle below /v1/export/."""
-    del call
-    return Answer(_lines(site), media_type="application/x-ndjson")
+    site = call.site
+    return RawReply(_lines(site), media_type="application/x-ndjson")
 
 
-async def exported(site: Site, call: Call) -> Answer:
+async def exported(call: Call) -> RawReply:
     """`<model>_<mode>/<sha256>/bundle.tar.zst` of the export."""
+    site = call.site
     path = f"{call.path['name']}/{call.path['sha256']}/{BLOB_PATH}"
     artifact_id = await export.find(site.artifacts, path)
-    return Answer(export.bundle(site.artifacts, artifact_id), media_type="application/zstd")
+    return RawReply(export.bundle(site.artifacts, artifact_id), media_type="application/zstd")
 
 
-async def pin(site: Site, call: Call, body: wire.PinRequest) -> None:
+async def pin(call: Call, body: wire.PinRequest) -> None:
     """Keep an artifact whatever the retention says; without a reason, let it go."""
+    site = call.site
     await site.artifacts.pin(await artifact_of(site, call), body.reason, call.actor)
 
 
-async def remove(site: Site, call: Call) -> None:
+async def remove(call: Call) -> None:
     """Let go of the bytes of an artifact; where it came from stays known."""
+    site = call.site
     await site.artifacts.remove(await artifact_of(site, call), "removed by hand", call.actor)
 
 

@@ -10,10 +10,9 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database.events import Recorded
 from strata.fleet import wire
-from strata.fleet.http.call import Call
-from strata.fleet.http.site import Site
+from strata.fleet.http.context import Call, Site
 from strata.fleet.http.watch import either, patiently
-from strata.http.declare import Answer
+from strata.http.route import RawReply
 
 NEWEST: Final = "newest"
 HEARTBEAT_S: Final = 10.0
@@ -25,8 +24,9 @@ _PAGE: Final = 256
 _encode: Final = msgspec.json.Encoder().encode
 
 
-async def events(site: Site, call: Call, query: wire.EventsQuery) -> wire.EventsReply | Answer:
+async def events(call: Call, query: wire.EventsQuery) -> wire.EventsReply | RawReply:
     """What has changed, who did it, and when. `Accept: text/event-stream` makes it a stream."""
+    site = call.site
     after = call.headers.get("last-event-id") or query.after
     if after == NEWEST:
         after = await site.feed.newest()
@@ -36,7 +36,7 @@ async def events(site: Site, call: Call, query: wire.EventsQuery) -> wire.Events
     first = await site.feed.after(after, _PAGE, subject=query.subject)
     if site.feed.listeners >= MAX_LISTENERS:
         raise StrataError(Code.EXHAUSTED, f"{MAX_LISTENERS} listeners are connected already")
-    return Answer(_stream(site, call, after, first, query.subject), media_type="text/event-stream")
+    return RawReply(_stream(site, call, after, first, query.subject), media_type="text/event-stream")
 
 
 async def _page(site: Site, call: Call, after: str, query: wire.EventsQuery) -> wire.EventsReply:
@@ -44,7 +44,7 @@ async def _page(site: Site, call: Call, after: str, query: wire.EventsQuery) -> 
     if not found and query.wait_s:
         found = await patiently(call, site.stopping, _wait(site, after, query))
         # It may have taken a minute: what a revoked caller waited for is not told any more.
-        await call.welcome()
+        await call.reauthenticate()
     cursor = found[-1].cursor if found else after
     return wire.EventsReply(events=tuple(map(_event, found)), cursor=cursor)
 
@@ -67,7 +67,7 @@ async def _stream(site: Site, call: Call, after: str, first: Sequence[Recorded],
         checked_s = said_s = site.clock.monotonic_s()
         while not site.stopping.is_set():
             if site.clock.monotonic_s() - checked_s >= CHECK_S:
-                await call.welcome()
+                await call.reauthenticate()
                 checked_s = site.clock.monotonic_s()
             if found:
                 yield b"".join(map(_frame, found))

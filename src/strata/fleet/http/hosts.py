@@ -7,40 +7,43 @@ from typing import Literal
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.lease import SUSPECT_S
-from strata.fleet.http.call import Call
-from strata.fleet.http.naming import host_of
-from strata.fleet.http.site import Site
+from strata.fleet.http.context import Call, Site, host_of
 from strata.fleet.ports import HostRow
 
 
-async def listed(site: Site, call: Call) -> wire.HostsReply:
+async def listed(call: Call) -> wire.HostsReply:
     """All hosts that ever registered."""
-    del call
+    site = call.site
     return wire.HostsReply(hosts=tuple(_shown(site, row) for row in await site.fleet.hosts()))
 
 
-async def show(site: Site, call: Call) -> wire.Host:
+async def show(call: Call) -> wire.Host:
     """One host, by id or name."""
+    site = call.site
     return _shown(site, await host_of(site, call))
 
 
-async def drain(site: Site, call: Call, body: wire.HostStateRequest) -> wire.Host:
+async def drain(call: Call, body: wire.HostStateRequest) -> wire.Host:
     """Let it finish what it has, and give it nothing more."""
+    site = call.site
     return await _set(site, call, "draining", body.reason)
 
 
-async def pause(site: Site, call: Call, body: wire.HostStateRequest) -> wire.Host:
+async def pause(call: Call, body: wire.HostStateRequest) -> wire.Host:
     """Give it nothing more until it is resumed."""
+    site = call.site
     return await _set(site, call, "paused", body.reason)
 
 
-async def resume(site: Site, call: Call, body: wire.HostStateRequest) -> wire.Host:
+async def resume(call: Call, body: wire.HostStateRequest) -> wire.Host:
     """Let it work again, also out of quarantine."""
+    site = call.site
     return await _set(site, call, "active", body.reason)
 
 
-async def revoke(site: Site, call: Call, body: wire.HostStateRequest) -> None:
+async def revoke(call: Call, body: wire.HostStateRequest) -> None:
     """End its credentials: it is refused from now on, and its jobs go to others when their leases run out."""
+    site = call.site
     host_id = await _enrolled(site, call)
     reason = body.reason or "revoked"
     await site.identity.revoke_host(host_id, reason, call.actor, site.clock.wall_s())

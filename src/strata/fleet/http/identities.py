@@ -5,57 +5,58 @@ from __future__ import annotations
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
-from strata.fleet.http.call import Call
-from strata.fleet.http.site import Site
-from strata.http.declare import Answer
+from strata.fleet.http.context import Call, Site
+from strata.http.route import RawReply
 from strata.identity.ca import Issued
 from strata.identity.enroll import make_key
 from strata.identity.ports import Key
 from strata.identity.roles import Kind, Role
 
 
-async def authority(site: Site, call: Call) -> Answer:
+async def authority(call: Call) -> RawReply:
     """The certificate of the hub's authority: compare its pin before you trust it."""
-    del call
-    return Answer(site.authority.certificate_pem, media_type="application/x-pem-file")
+    site = call.site
+    return RawReply(site.authority.certificate_pem, media_type="application/x-pem-file")
 
 
-async def join(site: Site, call: Call, body: wire.JoinRequest) -> wire.CertificateReply:
+async def join(call: Call, body: wire.JoinRequest) -> wire.CertificateReply:
     """Become a host, with an invitation and a key of one's own. The same again gets the same host."""
-    del call
+    site = call.site
     secret = Secret(body.secret)
     enrolled = await site.enrollment.join(body.invite_id, secret, body.name, body.request_pem.encode())
     return _certified(site, enrolled.host.id, enrolled.host.name, enrolled.certificate)
 
 
-async def renew(site: Site, call: Call, body: wire.RenewRequest) -> wire.CertificateReply:
+async def renew(call: Call, body: wire.RenewRequest) -> wire.CertificateReply:
     """A new certificate for the calling host, for the key it enrolled with."""
+    site = call.site
     issued = await site.enrollment.renew(call.caller, body.request_pem.encode())
     host = await site.identity.host(call.caller.need_host())
     assert host is not None, "it was just certified"
     return _certified(site, host.id, host.name, issued)
 
 
-async def add_local(site: Site, call: Call, body: wire.LocalHostRequest) -> wire.LocalHostReply:
+async def add_local(call: Call, body: wire.LocalHostRequest) -> wire.LocalHostReply:
     """A host on the hub's own machine, with a bearer secret: only while the hub is on loopback without TLS."""
-    del call
+    site = call.site
     if site.tls:
         raise StrataError(Code.PRECONDITION, "this hub has TLS: hosts join it and get certificates", hint="strata join")
     host, secret = await site.enrollment.add_local(body.name)
     return wire.LocalHostReply(host_id=host.id, secret=secret)
 
 
-async def invite(site: Site, call: Call, body: wire.InviteRequest) -> wire.InviteReply:
+async def invite(call: Call, body: wire.InviteRequest) -> wire.InviteReply:
     """A join token for one host."""
+    site = call.site
     token = await site.enrollment.invite(
         call.caller, name=body.name, pool=body.pool, labels=body.labels, valid_s=body.valid_s
     )
     return wire.InviteReply(token=token.spell(), id=token.id, expires_in_s=body.valid_s, tls=site.tls)
 
 
-async def invites(site: Site, call: Call) -> wire.InvitesReply:
+async def invites(call: Call) -> wire.InvitesReply:
     """Invitations, used and unused; never their secrets."""
-    del call
+    site = call.site
     return wire.InvitesReply(
         invites=tuple(
             wire.Invited(
@@ -73,13 +74,15 @@ async def invites(site: Site, call: Call) -> wire.InvitesReply:
     )
 
 
-async def revoke_invite(site: Site, call: Call) -> None:
+async def revoke_invite(call: Call) -> None:
     """Take an invitation back."""
+    site = call.site
     await site.identity.revoke_invite(call.path["id"], call.actor, site.clock.wall_s())
 
 
-async def caller(site: Site, call: Call) -> wire.Caller:
+async def caller(call: Call) -> wire.Caller:
     """Who the caller is, and until when."""
+    site = call.site
     who = call.caller
     role = None if who.role is None else _NAMES[who.role]
     key = await site.identity.key(who.id) if who.kind is Kind.KEY else None
@@ -98,8 +101,9 @@ FEIGNED = (Role.RESEARCHER, Role.OPERATOR)
 """Roles that may submit jobs and seem to be less than the owner's."""
 
 
-async def add_key(site: Site, call: Call, body: wire.KeyRequest) -> wire.KeyReply:
+async def add_key(call: Call, body: wire.KeyRequest) -> wire.KeyReply:
     """An API key; its text is in this reply and nowhere else."""
+    site = call.site
     role = Role.named(body.role)
     if site.owner_only and role in FEIGNED and not body.owner:
         raise StrataError(
@@ -111,14 +115,15 @@ async def add_key(site: Site, call: Call, body: wire.KeyRequest) -> wire.KeyRepl
     return wire.KeyReply(key=_shown(key), secret=text)
 
 
-async def keys(site: Site, call: Call) -> wire.KeysReply:
+async def keys(call: Call) -> wire.KeysReply:
     """All keys; never their secrets."""
-    del call
+    site = call.site
     return wire.KeysReply(keys=tuple(map(_shown, await site.identity.keys())))
 
 
-async def revoke_key(site: Site, call: Call) -> None:
+async def revoke_key(call: Call) -> None:
     """End a key."""
+    site = call.site
     await site.identity.revoke_key(call.path["id"], call.actor, site.clock.wall_s())
     site.authenticator.forget()
 

@@ -11,17 +11,15 @@ from strata.fleet.core.hyper import Schema
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.why import Why
-from strata.fleet.http.call import Call
+from strata.fleet.http.context import Call, Site, job_of
 from strata.fleet.http.manifests import qualified
-from strata.fleet.http.naming import job_of
-from strata.fleet.http.site import Site
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow
 from strata.identity.roles import Role
 
 
-async def listed(site: Site, call: Call, query: wire.JobsQuery) -> wire.JobsReply:
+async def listed(call: Call, query: wire.JobsQuery) -> wire.JobsReply:
     """Jobs by id, a page at a time."""
-    del call
+    site = call.site
     rows = await site.fleet.store.jobs(
         JobFilter(
             status=query.status,
@@ -36,22 +34,24 @@ async def listed(site: Site, call: Call, query: wire.JobsQuery) -> wire.JobsRepl
     return wire.JobsReply(jobs=tuple(map(shown, rows)), next=following)
 
 
-async def show(site: Site, call: Call) -> wire.JobReply:
+async def show(call: Call) -> wire.JobReply:
     """One job and its attempts."""
+    site = call.site
     job_id = await job_of(site, call)
     row = await site.fleet.store.job(job_id)
     attempts = await site.fleet.store.attempts(job_id)
     return wire.JobReply(job=shown(row), attempts=tuple(map(_attempt, attempts)))
 
 
-async def why(site: Site, call: Call) -> Why:
+async def why(call: Call) -> Why:
     """Why a job is not running, and the nearest fix."""
+    site = call.site
     return await site.fleet.why(await job_of(site, call))
 
 
-async def status(site: Site, call: Call) -> wire.StatusReply:
+async def status(call: Call) -> wire.StatusReply:
     """How many jobs and hosts there are."""
-    del call
+    site = call.site
     counts = await site.fleet.store.counts()
     return wire.StatusReply(
         by_status=dict(counts.by_status),
@@ -62,8 +62,9 @@ async def status(site: Site, call: Call) -> wire.StatusReply:
     )
 
 
-async def submit(site: Site, call: Call, body: wire.SubmitRequest) -> wire.SubmitReply:
+async def submit(call: Call, body: wire.SubmitRequest) -> wire.SubmitReply:
     """Queue one job that no manifest has. The same job again is the same job."""
+    site = call.site
     spec = body.spec
     trainers, seen = await _trainers(site, spec, body.trainer)
     await _check_hyper(site, spec)
@@ -77,15 +78,17 @@ async def submit(site: Site, call: Call, body: wire.SubmitRequest) -> wire.Submi
     return wire.SubmitReply(job=shown(await site.fleet.store.job(job_id)), new=new)
 
 
-async def cancel(site: Site, call: Call, body: wire.CancelRequest) -> wire.Job:
+async def cancel(call: Call, body: wire.CancelRequest) -> wire.Job:
     """End a job; a host that has it is told with its next heartbeat. A researcher may end a job of her own."""
+    site = call.site
     job_id = await job_of(site, call)
     await _check_may_end(site, call, job_id)
     return shown(await site.fleet.cancel(job_id, body.reason, call.actor))
 
 
-async def requeue(site: Site, call: Call) -> wire.Job:
+async def requeue(call: Call) -> wire.Job:
     """Let an ended job run again, or hosts try again that could not set it up. A researcher: only a job of her own."""
+    site = call.site
     job_id = await job_of(site, call)
     await _check_may_end(site, call, job_id)
     return shown(await site.fleet.requeue(job_id, call.actor))

@@ -13,10 +13,8 @@ from strata.fleet.artifacts.manifest import Kind
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
-from strata.fleet.http.call import Call
+from strata.fleet.http.context import Call, Site, hold, job_of
 from strata.fleet.http.jobs import shown
-from strata.fleet.http.naming import hold, job_of
-from strata.fleet.http.site import Site
 from strata.fleet.http.watch import patiently
 from strata.fleet.ports import Completion, Failure, Hold, HostRow, Lease, Renewal, Renewed
 from strata.identity.ports import HostIdentity
@@ -27,8 +25,9 @@ _STOP: Final = {
 }
 
 
-async def register(site: Site, call: Call, body: wire.RegisterRequest) -> wire.RegisterReply:
+async def register(call: Call, body: wire.RegisterRequest) -> wire.RegisterReply:
     """Say what this host is; again whenever that has changed."""
+    site = call.site
     identity = await site.identity.host(call.caller.need_host())
     if identity is None:
         raise StrataError(Code.NOT_FOUND, "this host is not enrolled", hint="strata join")
@@ -55,8 +54,9 @@ async def register(site: Site, call: Call, body: wire.RegisterRequest) -> wire.R
     )
 
 
-async def claim(site: Site, call: Call, body: wire.ClaimRequest) -> wire.ClaimReply:
+async def claim(call: Call, body: wire.ClaimRequest) -> wire.ClaimReply:
     """Ask for jobs this host may take, and wait for some."""
+    site = call.site
     host_id = call.caller.need_host()
     leases = await site.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots)
     if not leases and body.wait_s:
@@ -65,21 +65,24 @@ async def claim(site: Site, call: Call, body: wire.ClaimRequest) -> wire.ClaimRe
     return wire.ClaimReply(leases=tuple(_given(site, lease) for lease in leases))
 
 
-async def heartbeats(site: Site, call: Call, body: wire.HeartbeatsRequest) -> wire.HeartbeatsReply:
+async def heartbeats(call: Call, body: wire.HeartbeatsRequest) -> wire.HeartbeatsReply:
     """Renew all leases of this host at once; each gets its verdict."""
+    site = call.site
     renewals = [Renewal(job_id=each.job_id, epoch=each.epoch, running=each.running) for each in body.leases]
     return wire.HeartbeatsReply(verdicts=tuple(await _renew(site, call, renewals)))
 
 
-async def heartbeat(site: Site, call: Call, body: wire.HeartbeatRequest) -> wire.Verdict:
+async def heartbeat(call: Call, body: wire.HeartbeatRequest) -> wire.Verdict:
     """Renew one lease."""
+    site = call.site
     renewal = Renewal(job_id=await job_of(site, call), epoch=body.epoch, running=body.running)
     (verdict,) = await _renew(site, call, [renewal])
     return verdict
 
 
-async def complete(site: Site, call: Call, body: wire.CompleteRequest) -> wire.Job:
+async def complete(call: Call, body: wire.CompleteRequest) -> wire.Job:
     """The attempt has a result. It has to be uploaded before."""
+    site = call.site
     job_id = await job_of(site, call)
     held = hold(call, job_id, body.epoch)
     artifact = await _uploaded(site, body.artifact, held)
@@ -87,15 +90,17 @@ async def complete(site: Site, call: Call, body: wire.CompleteRequest) -> wire.J
     return shown(await site.fleet.complete(held, done))
 
 
-async def fail(site: Site, call: Call, body: wire.FailRequest) -> wire.Job:
+async def fail(call: Call, body: wire.FailRequest) -> wire.Job:
     """The attempt ended without a result; the reply says what becomes of the job."""
+    site = call.site
     job_id = await job_of(site, call)
     failure = Failure(cause=body.cause, error=body.error, facts=body.facts)
     return shown(await site.fleet.fail(hold(call, job_id, body.epoch), failure))
 
 
-async def leave(site: Site, call: Call) -> None:
+async def leave(call: Call) -> None:
     """This host goes for good: it gets no more jobs, and its credentials end."""
+    site = call.site
     host_id = call.caller.need_host()
     known = {host.id for host in await site.fleet.hosts()}
     if host_id in known:

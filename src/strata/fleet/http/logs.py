@@ -6,38 +6,40 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.http.call import Call
-from strata.fleet.http.naming import job_of
-from strata.fleet.http.site import Site
+from strata.fleet.http.context import Call, Site, job_of
 from strata.fleet.http.watch import either, patiently
 from strata.fleet.ports import AttemptRow
 from strata.fleet.streams import Name
-from strata.http.declare import Answer, Upload
+from strata.http.route import RawReply, Upload
 
 POLL_S: Final = 2.0
 """How often a follower looks by itself whether the attempt has ended."""
 
 
-async def put_log(site: Site, call: Call, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
+async def put_log(call: Call, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
     """Append a piece to the log of this host's attempt."""
+    site = call.site
     return await _append(site, call, "log", body, query)
 
 
-async def put_metrics(site: Site, call: Call, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
+async def put_metrics(call: Call, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
     """Append JSON lines to the metrics of this host's attempt."""
+    site = call.site
     return await _append(site, call, "metrics", body, query)
 
 
-async def log(site: Site, call: Call, query: wire.StreamQuery) -> Answer:
+async def log(call: Call, query: wire.StreamQuery) -> RawReply:
     """The log of an attempt from an offset on; with `wait_s`, as soon as there is more.
 
     `X-Strata-Offset` is where the body begins, `X-Strata-Next` where to go on; with `X-Strata-Ended` nothing follows.
     """
+    site = call.site
     return await _read(site, call, "log", query)
 
 
-async def metrics(site: Site, call: Call, query: wire.StreamQuery) -> Answer:
+async def metrics(call: Call, query: wire.StreamQuery) -> RawReply:
     """The metrics of an attempt, as JSON lines; read like a log."""
+    site = call.site
     return await _read(site, call, "metrics", query)
 
 
@@ -54,7 +56,7 @@ async def _append(site: Site, call: Call, name: Name, body: Upload, query: wire.
     return wire.PieceReply(size=size)
 
 
-async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> Answer:
+async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> RawReply:
     job_id = await job_of(site, call)
     attempt = await _attempt(site, job_id, query.attempt)
     content, ended = b"", True
@@ -62,7 +64,7 @@ async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> 
         content, ended = await _look(site, attempt, name, query)
         if not content and not ended and query.wait_s:
             content, ended = await patiently(call, site.stopping, _follow(site, attempt, name, query))
-            await call.welcome()
+            await call.reauthenticate()
     headers = {
         "X-Strata-Attempt": str(attempt.number if attempt else 0),
         "X-Strata-Offset": str(query.offset),
@@ -70,7 +72,7 @@ async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> 
         "X-Strata-Ended": "true" if ended and not content else "false",
     }
     media_type = "text/plain; charset=utf-8" if name == "log" else "application/x-ndjson"
-    return Answer(content, media_type=media_type, headers=headers)
+    return RawReply(content, media_type=media_type, headers=headers)
 
 
 async def _attempt(site: Site, job_id: str, number: int) -> AttemptRow | None:

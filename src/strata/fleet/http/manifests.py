@@ -15,17 +15,18 @@ from strata.fleet.core.hyper import Schema
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, TrainerSpec
 from strata.fleet.core.manifest import MAX_BYTES, Digests, peek_project, peek_trainers
 from strata.fleet.core.plan import ApplyOptions, Plan
-from strata.fleet.http.call import Call
-from strata.fleet.http.site import Site
+from strata.fleet.http.context import Call, Site
 
 
-async def apply(site: Site, call: Call, body: wire.ManifestRequest) -> wire.ManifestReply:
+async def apply(call: Call, body: wire.ManifestRequest) -> wire.ManifestReply:
     """Show what a manifest would change, and change it unless it is a dry run."""
+    site = call.site
     return await _apply(site, call, body)
 
 
-async def reload(site: Site, call: Call) -> wire.ManifestReply:
+async def reload(call: Call) -> wire.ManifestReply:
     """Apply the manifest that the hub was configured with, as it is now."""
+    site = call.site
     if site.manifest is None:
         raise StrataError(
             Code.PRECONDITION, "this hub has no manifest of its own", hint="set hub.manifest, or use strata apply"
@@ -33,9 +34,9 @@ async def reload(site: Site, call: Call) -> wire.ManifestReply:
     return await _apply(site, call, await asyncio.to_thread(_read, site.manifest))
 
 
-async def trainers(site: Site, call: Call) -> wire.TrainersReply:
+async def trainers(call: Call) -> wire.TrainersReply:
     """How jobs are run, and the hyper-parameters that each trainer takes."""
-    del call
+    site = call.site
     params = await site.schemas.schemas()
     found = {qualified(project, name): each for (project, name), each in (await site.fleet.store.trainers()).items()}
     return wire.TrainersReply(

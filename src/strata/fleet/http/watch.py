@@ -11,18 +11,18 @@ from weakref import WeakValueDictionary
 from starlette.requests import ClientDisconnect
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.http.call import Call
 from strata.fleet.ports import Store
+from strata.http.route import HttpCall
 
 T = TypeVar("T")
 
 _REMEMBERED: Final = 10_000
 
 
-async def patiently(call: Call, stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+async def patiently(call: HttpCall[Any], stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, unless the client leaves or the hub stops before."""
     doing = asyncio.create_task(work)
-    others = [asyncio.create_task(call.gone()), asyncio.create_task(stopping.wait())]
+    others = [asyncio.create_task(call.disconnected()), asyncio.create_task(stopping.wait())]
     try:
         await asyncio.wait([doing, *others], return_when=asyncio.FIRST_COMPLETED)
         if doing.done():

@@ -12,12 +12,11 @@ from typing import Final
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.http.declare import KIB, PUBLIC, RESEARCHER, VIEWER, Answer, Endpoint
 from strata.http.errors import HttpRefusal
+from strata.http.route import KIB, PUBLIC, RESEARCHER, SETTING, VIEWER, RawBody, RawReply, Route
 from strata.identity.roles import Kind
-from strata.train.api.declare import BATCH, Raw
+from strata.train.api.context import Call
 from strata.train.api.signed import Grant, address, check, refusal, sign
-from strata.train.api.site import Call
 from strata.train.archive import MEDIA_TYPE, Archive, open_archive, read_members
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import messages, ops
@@ -31,7 +30,7 @@ IGNORED: Final = ("README.md",)
 """What PEFT writes beside an adapter."""
 
 
-async def locate(call: Call) -> Answer:
+async def locate(call: Call) -> RawReply:
     """Where the archive of a checkpoint can be fetched for a while, as a redirect (302)."""
     folder, expires_at_s = await _found(call)
     # Now, and not only when it is fetched: whoever asks is told what is wrong, and not a stranger.
@@ -42,7 +41,7 @@ async def locate(call: Call) -> Answer:
         "Expires": formatdate(expires_at_s, usegmt=True),
         "Cache-Control": "no-store",
     }
-    return Answer(b"", 302, headers=headers)
+    return RawReply(b"", 302, headers=headers)
 
 
 async def locate_files(call: Call) -> replies.ExternalWeights:
@@ -67,7 +66,7 @@ def _address(call: Call, folder: str, file: str, expires_at_s: float) -> str:
     return address(call.headers, DOWNLOAD, token=sign(grant, call.site.signing_key))
 
 
-async def fetch(call: Call, query: bodies.Token) -> Answer:
+async def fetch(call: Call, query: bodies.Token) -> RawReply:
     """What such an address names: a tar file of PEFT's or Hugging Face's form, or one file of it."""
     grant = check(query.token, call.site.signing_key, call.site.clock.wall_s())
     if grant.key_id:
@@ -82,7 +81,7 @@ async def fetch(call: Call, query: bodies.Token) -> Answer:
         "Cache-Control": "no-store",
     }
     media_type = "application/octet-stream" if grant.file else MEDIA_TYPE
-    return Answer(_stream(archive, plain=bool(grant.file)), media_type=media_type, headers=headers)
+    return RawReply(_stream(archive, plain=bool(grant.file)), media_type=media_type, headers=headers)
 
 
 async def _stream(archive: Archive, *, plain: bool) -> AsyncIterator[bytes]:
@@ -94,7 +93,7 @@ async def _stream(archive: Archive, *, plain: bool) -> AsyncIterator[bytes]:
         archive.closing.close()
 
 
-async def take(call: Call, query: bodies.ImportQuery, body: Raw) -> replies.Imported:
+async def take(call: Call, query: bodies.ImportQuery, body: RawBody) -> replies.Imported:
     """Make a checkpoint of a PEFT adapter, sent as a tar file of its safetensors and its config."""
     if body.media_type != MEDIA_TYPE:
         raise HttpRefusal(415, Code.UNSUPPORTED, f"an adapter is read as {MEDIA_TYPE}, not as {body.media_type!r}")
@@ -148,15 +147,15 @@ def _stage(
     return run_id, lora
 
 
-ENDPOINTS = (
-    Endpoint("GET", DOWNLOAD, PUBLIC, fetch, KIB),
-    Endpoint("GET", "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/archive", VIEWER, locate, KIB),
-    Endpoint(
+ROUTES = (
+    Route("GET", DOWNLOAD, PUBLIC, fetch, KIB),
+    Route("GET", "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/archive", VIEWER, locate, KIB),
+    Route(
         "GET",
         "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/external_weights_urls",
         VIEWER,
         locate_files,
         KIB,
     ),
-    Endpoint("POST", "/api/v1/import_weights", RESEARCHER, take, BATCH),
+    Route("POST", "/api/v1/import_weights", RESEARCHER, take, SETTING),
 )

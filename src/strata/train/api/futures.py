@@ -11,8 +11,8 @@ import asyncio
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.http.declare import KIB, MIB, RESEARCHER, Answer, Endpoint
-from strata.train.api.site import Call
+from strata.http.route import KIB, MIB, RESEARCHER, RawReply, Route
+from strata.train.api.context import Call
 from strata.train.core import messages, ops
 from strata.train.core.messages import QueueState
 from strata.train.core.sampling import decode_result
@@ -20,7 +20,7 @@ from strata.train.wire import bodies, json_era, native, sampling, tinker
 from strata.train.wire.replies import TryAgain
 
 
-async def retrieve(call: Call, body: bodies.RetrieveFuture) -> Answer:
+async def retrieve(call: Call, body: bodies.RetrieveFuture) -> RawReply:
     """The result of an operation, or after a while 408 with its place in the queue."""
     longest_s = call.site.settings.server.poll_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
@@ -33,36 +33,36 @@ async def retrieve(call: Call, body: bodies.RetrieveFuture) -> Answer:
         found = messages.Waiting(QueueState.PAUSED_CAPACITY, error.message)
     if isinstance(found, messages.Waiting):
         waiting = TryAgain(request_id=body.request_id, queue_state=found.queue_state, queue_state_reason=found.reason)
-        return Answer(msgspec.json.encode(waiting), 408)
+        return RawReply(msgspec.json.encode(waiting), 408)
     if isinstance(found.result, ops.SampleDone):
         return await asyncio.to_thread(_sampled, call, found.result)
     if not isinstance(found.result, ops.PassDone):
-        return Answer(json_era.write_result(found.result))
+        return RawReply(json_era.write_result(found.result))
     return await asyncio.to_thread(_passed, call, found.result)
 
 
-def _passed(call: Call, done: ops.PassDone) -> Answer:
+def _passed(call: Call, done: ops.PassDone) -> RawReply:
     accepted = call.headers.get("accept", "")
     content = call.site.payloads.read(done.payload)
     if native.MEDIA_TYPE in accepted:
-        return Answer(content, media_type=native.MEDIA_TYPE)
+        return RawReply(content, media_type=native.MEDIA_TYPE)
     try:
         result = ops.decode_pass_result(content)
     except msgspec.MsgspecError as error:
         raise StrataError(Code.CORRUPT, f"the result of the pass cannot be read: {error}") from None
     if tinker.MEDIA_TYPE in accepted:
-        return Answer(tinker.write_output(result), media_type=tinker.MEDIA_TYPE)
-    return Answer(json_era.write_output(result))
+        return RawReply(tinker.write_output(result), media_type=tinker.MEDIA_TYPE)
+    return RawReply(json_era.write_output(result))
 
 
-def _sampled(call: Call, done: ops.SampleDone) -> Answer:
+def _sampled(call: Call, done: ops.SampleDone) -> RawReply:
     try:
         result = decode_result(call.site.payloads.read(done.payload))
     except msgspec.MsgspecError as error:
         raise StrataError(Code.CORRUPT, f"what was sampled cannot be read: {error}") from None
     if tinker.MEDIA_TYPE in call.headers.get("accept", ""):
-        return Answer(sampling.write_proto(result), media_type=tinker.MEDIA_TYPE)
-    return Answer(sampling.write_json(result))
+        return RawReply(sampling.write_proto(result), media_type=tinker.MEDIA_TYPE)
+    return RawReply(sampling.write_json(result))
 
 
 async def retrieve_many(call: Call, body: sampling.RetrieveFutures) -> sampling.Completions:
@@ -83,8 +83,8 @@ async def cancel(call: Call, body: bodies.Future) -> None:
     await call.abort(body.request_id)
 
 
-ENDPOINTS = (
-    Endpoint("POST", "/api/v1/retrieve_future", RESEARCHER, retrieve, 4 * KIB),
-    Endpoint("POST", "/api/v1/retrieve_futures", RESEARCHER, retrieve_many, 16 * MIB),
-    Endpoint("POST", "/api/v1/cancel_future", RESEARCHER, cancel, 4 * KIB),
+ROUTES = (
+    Route("POST", "/api/v1/retrieve_future", RESEARCHER, retrieve, 4 * KIB),
+    Route("POST", "/api/v1/retrieve_futures", RESEARCHER, retrieve_many, 16 * MIB),
+    Route("POST", "/api/v1/cancel_future", RESEARCHER, cancel, 4 * KIB),
 )

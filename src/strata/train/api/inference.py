@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from strata.http.declare import KIB, OPERATOR, Endpoint
-from strata.train.api.site import Call
+from strata.http.route import KIB, OPERATOR, Route
+from strata.train.api.context import Call
+from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
 from strata.train.wire import inference
 
@@ -31,9 +32,9 @@ async def sync(call: Call, body: inference.SyncWeights) -> ops.SyncWeights:
     return body.operation()
 
 
-ENDPOINTS = (
-    Endpoint("POST", "/add_inference_endpoint", OPERATOR, add, 16 * KIB),
-    Endpoint("POST", "/remove_inference_endpoint", OPERATOR, remove, 4 * KIB),
-    Endpoint("GET", "/list_inference_endpoints", OPERATOR, listed, KIB),
-    Endpoint("POST", "/api/v1/sync_inference_weights", OPERATOR, sync, 16 * KIB),
+ROUTES = (
+    Route("POST", "/add_inference_endpoint", OPERATOR, add, 16 * KIB),
+    Route("POST", "/remove_inference_endpoint", OPERATOR, remove, 4 * KIB),
+    Route("GET", "/list_inference_endpoints", OPERATOR, listed, KIB),
+    operation_route("/api/v1/sync_inference_weights", OPERATOR, sync, 16 * KIB),
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from strata.http.declare import ADMIN, KIB, Endpoint
+from strata.http.route import ADMIN, KIB, Route
 from strata.identity.enroll import make_key
 from strata.identity.ports import Key
 from strata.identity.roles import Role
-from strata.train.api.site import Call
+from strata.train.api.context import Call
 from strata.train.wire import bodies, replies
 
 
@@ -41,8 +41,8 @@ def _shown(key: Key) -> replies.Key:
     )
 
 
-ENDPOINTS = (
-    Endpoint("POST", "/v1/keys", ADMIN, add, 4 * KIB),
-    Endpoint("GET", "/v1/keys", ADMIN, listed, KIB),
-    Endpoint("POST", "/v1/key/{id}/revoke", ADMIN, revoke, KIB),
+ROUTES = (
+    Route("POST", "/v1/keys", ADMIN, add, 4 * KIB),
+    Route("GET", "/v1/keys", ADMIN, listed, KIB),
+    Route("POST", "/v1/key/{id}/revoke", ADMIN, revoke, KIB),
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from strata.http.declare import KIB, MIB, RESEARCHER, VIEWER, Endpoint
-from strata.train.api.site import Call
+from strata.http.route import KIB, MIB, RESEARCHER, VIEWER, Route
+from strata.train.api.context import Call
+from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
 from strata.train.core.sampling import check_answer
 from strata.train.wire import sampling
@@ -52,10 +53,10 @@ async def show(call: Call) -> sampling.SamplerReply:
     return sampling.SamplerReply(sampler_id=found.sampler_id, base_model=found.base_model, model_path=found.model_path)
 
 
-ENDPOINTS = (
-    Endpoint("POST", "/api/v1/asample", RESEARCHER, sample, 16 * MIB),
-    Endpoint("POST", "/api/v1/save_weights_for_sampler", RESEARCHER, save_for_sampler),
-    Endpoint("POST", "/api/v1/create_sampling_session", RESEARCHER, create_session, 16 * KIB),
-    Endpoint("POST", "/api/v1/join_sampling_session", RESEARCHER, join_session, 4 * KIB),
-    Endpoint("GET", "/api/v1/samplers/{sampler_id}", VIEWER, show, KIB),
+ROUTES = (
+    Route("POST", "/api/v1/asample", RESEARCHER, sample, 16 * MIB),
+    operation_route("/api/v1/save_weights_for_sampler", RESEARCHER, save_for_sampler),
+    Route("POST", "/api/v1/create_sampling_session", RESEARCHER, create_session, 16 * KIB),
+    Route("POST", "/api/v1/join_sampling_session", RESEARCHER, join_session, 4 * KIB),
+    Route("GET", "/api/v1/samplers/{sampler_id}", VIEWER, show, KIB),
 )

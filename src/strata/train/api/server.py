@@ -16,16 +16,16 @@ from strata.base.ids import Ids
 from strata.base.private import make_private
 from strata.base.unix_socket import listen_unix
 from strata.http import server
-from strata.http.body import Pace
+from strata.http.body import BodyPace
 from strata.http.budget import BodyBudget
-from strata.http.protocol import HEADER_S, protocol
+from strata.http.protocol import HEADER_S, new_protocol
 from strata.http.root import Root
 from strata.http.server import config, listen, new_loop, stop_on_signals, url_of
 from strata.identity.authenticate import Authenticator
-from strata.train.api.app import application
+from strata.train.api.context import ANSWER_S, Orchestrator, Site
 from strata.train.api.identity import first_key, open_identity, operator_token
-from strata.train.api.site import ANSWER_S, Orchestrator, Site
-from strata.train.api.table import TABLE
+from strata.train.api.request_metrics import RequestMetrics
+from strata.train.api.routes import application
 from strata.train.link import OrchestratorClient, publish_address
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings, check_exposure
@@ -47,7 +47,7 @@ class APIServer:
         number: int = 0,
         answer_s: float = ANSWER_S,
         header_s: float = HEADER_S,
-        pace: Pace | None = None,
+        pace: BodyPace | None = None,
     ) -> None:
         check_exposure(settings.server.host)
         self._settings = settings
@@ -55,12 +55,12 @@ class APIServer:
         self._clock = clock
         self._answer_s = answer_s
         self._header_s = header_s
-        self._pace = pace or Pace()
+        self._pace = pace or BodyPace()
 
     @asynccontextmanager
     async def application(self, orchestrator: Orchestrator) -> AsyncIterator[Root]:
         async with self.open_site(orchestrator) as site:
-            yield application(site, TABLE)
+            yield application(site)
 
     @asynccontextmanager
     async def open_site(self, orchestrator: Orchestrator) -> AsyncIterator[Site]:
@@ -84,6 +84,7 @@ class APIServer:
                 answer_s=self._answer_s,
                 pace=self._pace,
                 bodies=BodyBudget(largest=settings.server.max_body_bytes),
+                requests=RequestMetrics(self._number),
                 number=self._number,
                 # The same in all API servers: what one has signed, the others let in.
                 signing_key=hmac.digest(token.reveal().encode(), b"addresses of archives", "sha256"),
@@ -103,8 +104,8 @@ async def answer(
     app: Root, listeners: Sequence[socket.socket], stop: asyncio.Event, *, header_s: float = HEADER_S
 ) -> None:
     """HTTP on these sockets until `stop`, then for a moment more, for what is under way."""
-    # A head that does not come gets no farewell: to clients of this protocol a 408 says that a result is not there yet.
-    http = protocol(header_s, farewell=b"")
+    # A head that does not come gets no reply: to clients of this protocol a 408 says that a result is not there yet.
+    http = new_protocol(header_s, timeout_reply=b"")
     await server.answer(config(app, http, max_connections=MAX_CONNECTIONS, drain_s=DRAIN_S), listeners, stop)
 
 

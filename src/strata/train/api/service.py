@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.http.declare import KIB, MIB, OPERATOR, PUBLIC, VIEWER, Answer, Endpoint
-from strata.train.api.site import Call
+from strata.http.route import KIB, MIB, OPERATOR, PUBLIC, VIEWER, RawReply, Route
+from strata.train.api.context import Call
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 
@@ -40,7 +40,7 @@ async def alive(call: Call) -> replies.Alive:
     return replies.Alive()
 
 
-async def health(call: Call) -> Answer:
+async def health(call: Call) -> RawReply:
     """Whether every rank answers; 503 if not, with the reason."""
     found = await call.look(messages.CheckHealth(), messages.Health)
     server = await call.look(messages.DescribeServer(), messages.ServerView)
@@ -52,7 +52,7 @@ async def health(call: Call) -> Answer:
         running=server.running,
         dispatched=server.dispatched,
     )
-    return Answer(msgspec.json.encode(reply), 200 if found.status == "healthy" else 503)
+    return RawReply(msgspec.json.encode(reply), 200 if found.status == "healthy" else 503)
 
 
 async def telemetry(call: Call) -> replies.Accepted:
@@ -61,37 +61,37 @@ async def telemetry(call: Call) -> replies.Accepted:
     return replies.Accepted()
 
 
-async def sleep(call: Call) -> Answer:
+async def sleep(call: Call) -> RawReply:
     """Free what the models hold on the devices. Samples wait; what trains fails, but models can be unloaded."""
     return await _manage(call, ops.Sleep())
 
 
-async def wake_up(call: Call) -> Answer:
+async def wake_up(call: Call) -> RawReply:
     """Bring back what `sleep` put away."""
     return await _manage(call, ops.Wake())
 
 
-async def _manage(call: Call, operation: ops.Sleep | ops.Wake) -> Answer:
+async def _manage(call: Call, operation: ops.Sleep | ops.Wake) -> RawReply:
     accepted = await call.submit(operation)
     found = await call.watch(accepted.future_id, call.site.settings.server.poll_s)
     if isinstance(found, messages.Waiting):
         pending = replies.TryAgain(
             request_id=accepted.future_id, queue_state=found.queue_state, queue_state_reason=found.reason
         )
-        return Answer(msgspec.json.encode(pending), 202)
+        return RawReply(msgspec.json.encode(pending), 202)
     if isinstance(found.result, ops.Failed):
         raise StrataError(Code.UNAVAILABLE, found.result.message)
-    return Answer(msgspec.json.encode(found.result))
+    return RawReply(msgspec.json.encode(found.result))
 
 
-ENDPOINTS = (
-    Endpoint("POST", "/api/v1/client/config", VIEWER, client_config),
-    Endpoint("POST", "/api/v1/client/dynamic_config", VIEWER, dynamic_config),
-    Endpoint("GET", "/api/v1/get_server_capabilities", VIEWER, capabilities),
-    Endpoint("GET", "/api/v1/healthz", PUBLIC, alive, KIB),
-    Endpoint("GET", "/healthz", PUBLIC, alive, KIB),
-    Endpoint("GET", "/health", VIEWER, health, KIB),
-    Endpoint("POST", "/api/v1/telemetry", VIEWER, telemetry, 4 * MIB),
-    Endpoint("POST", "/sleep", OPERATOR, sleep),
-    Endpoint("POST", "/wake_up", OPERATOR, wake_up),
+ROUTES = (
+    Route("POST", "/api/v1/client/config", VIEWER, client_config),
+    Route("POST", "/api/v1/client/dynamic_config", VIEWER, dynamic_config),
+    Route("GET", "/api/v1/get_server_capabilities", VIEWER, capabilities),
+    Route("GET", "/api/v1/healthz", PUBLIC, alive, KIB),
+    Route("GET", "/healthz", PUBLIC, alive, KIB),
+    Route("GET", "/health", VIEWER, health, KIB),
+    Route("POST", "/api/v1/telemetry", VIEWER, telemetry, 4 * MIB),
+    Route("POST", "/sleep", OPERATOR, sleep),
+    Route("POST", "/wake_up", OPERATOR, wake_up),
 )

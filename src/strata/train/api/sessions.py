@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from strata.http.declare import KIB, RESEARCHER, VIEWER, Endpoint
-from strata.train.api.site import Call
+from strata.http.route import KIB, RESEARCHER, VIEWER, Route
+from strata.train.api.context import Call
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 
@@ -95,13 +95,13 @@ async def _session(call: Call, session_id: str) -> messages.SessionView:
     return session
 
 
-ENDPOINTS = (
-    Endpoint("POST", "/api/v1/create_session", RESEARCHER, create),
-    Endpoint("POST", "/api/v1/session_heartbeat", RESEARCHER, heartbeat),
-    Endpoint("POST", "/api/v1/sessions/{session_id}/finish", RESEARCHER, finish),
-    Endpoint("POST", "/api/v1/kill_session", RESEARCHER, kill),
-    Endpoint("GET", "/api/v1/session_info", VIEWER, state, KIB),
-    Endpoint("GET", "/api/v1/sessions", VIEWER, listed, KIB),
-    Endpoint("GET", "/api/v1/sessions/{session_id}", VIEWER, show, KIB),
-    Endpoint("GET", "/api/v1/models/{model_id}", VIEWER, model, KIB),
+ROUTES = (
+    Route("POST", "/api/v1/create_session", RESEARCHER, create),
+    Route("POST", "/api/v1/session_heartbeat", RESEARCHER, heartbeat),
+    Route("POST", "/api/v1/sessions/{session_id}/finish", RESEARCHER, finish),
+    Route("POST", "/api/v1/kill_session", RESEARCHER, kill),
+    Route("GET", "/api/v1/session_info", VIEWER, state, KIB),
+    Route("GET", "/api/v1/sessions", VIEWER, listed, KIB),
+    Route("GET", "/api/v1/sessions/{session_id}", VIEWER, show, KIB),
+    Route("GET", "/api/v1/models/{model_id}", VIEWER, model, KIB),
 )

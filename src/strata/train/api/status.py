@@ -6,9 +6,9 @@ import asyncio
 
 import msgspec
 
-from strata.http.declare import KIB, OPERATOR, VIEWER, Answer, Endpoint
+from strata.http.route import KIB, OPERATOR, VIEWER, RawReply, Route
 from strata.identity.roles import Role
-from strata.train.api.site import Call
+from strata.train.api.context import Call
 from strata.train.core import status
 from strata.train.metrics import MEDIA_TYPE
 from strata.train.wire.timeline import TimelineReply, timeline_reply
@@ -32,21 +32,21 @@ async def timeline(call: Call) -> TimelineReply:
     return timeline_reply((await call.look(asked, status.TimelineView)).timeline)
 
 
-async def trace(call: Call) -> Answer:
+async def trace(call: Call) -> RawReply:
     """The same of all operations that it is kept of, as a trace for Perfetto"""
     found = await call.look(status.ListTimelines(), status.TimelinesView)
-    return Answer(await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(found.timelines))))
+    return RawReply(await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(found.timelines))))
 
 
-async def metrics(call: Call) -> Answer:
+async def metrics(call: Call) -> RawReply:
     """Metrics for Prometheus; queues of other tenants as one, for operators by name"""
     found = await call.look(status.ReadMetrics(_everything(call)), status.MetricsView)
-    return Answer(found.text + call.site.requests.text(), media_type=MEDIA_TYPE)
+    return RawReply(found.text + call.site.requests.expose(), media_type=MEDIA_TYPE)
 
 
-ENDPOINTS = (
-    Endpoint("GET", "/api/v1/status", VIEWER, show, KIB),
-    Endpoint("GET", "/api/v1/futures/{request_id}/timeline", VIEWER, timeline, KIB),
-    Endpoint("GET", "/api/v1/trace", OPERATOR, trace, KIB),
-    Endpoint("GET", "/metrics", VIEWER, metrics, KIB),
+ROUTES = (
+    Route("GET", "/api/v1/status", VIEWER, show, KIB),
+    Route("GET", "/api/v1/futures/{request_id}/timeline", VIEWER, timeline, KIB),
+    Route("GET", "/api/v1/trace", OPERATOR, trace, KIB),
+    Route("GET", "/metrics", VIEWER, metrics, KIB),
 )

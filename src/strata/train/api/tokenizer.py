@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from strata.base.digest import sha256_hex
-from strata.http.declare import KIB, VIEWER, Answer, Endpoint
 from strata.http.problem import ErrorReply, Problem
-from strata.train.api.site import Call
+from strata.http.route import KIB, VIEWER, RawReply, Route
+from strata.train.api.context import Call
 from strata.train.peft.layers import TOKENIZER_FILES
 
 PATH: Final = "/hf/{repository:path}/resolve/{revision}/{file}"
@@ -28,7 +28,7 @@ class _File(NamedTuple):
     digest: str
 
 
-async def file(call: Call) -> Answer:
+async def file(call: Call) -> RawReply:
     """A file of the tokenizer, as a Hugging Face Hub has it."""
     model = call.site.settings.model
     if call.path["repository"] not in (model.tokenizer_id, *model.base_models):
@@ -37,18 +37,18 @@ async def file(call: Call) -> Answer:
     if found is None:
         return _missing("EntryNotFound", "the tokenizer has no such file")
     headers = {"ETag": f'"{found.digest}"', "X-Repo-Commit": await asyncio.to_thread(_commit, Path(model.path))}
-    return Answer(found.content, media_type="application/octet-stream", headers=headers)
+    return RawReply(found.content, media_type="application/octet-stream", headers=headers)
 
 
-async def file_head(call: Call) -> Answer:
+async def file_head(call: Call) -> RawReply:
     """Whether there is such a file, and which one."""
     return await file(call)
 
 
-def _missing(reason: str, message: str) -> Answer:
+def _missing(reason: str, message: str) -> RawReply:
     """In the words by which clients of a Hub tell a file that is not there from a failure."""
     reply = msgspec.json.encode(ErrorReply(error=Problem(code="NOT_FOUND", message=message)))
-    return Answer(reply, 404, headers={"X-Error-Code": reason})
+    return RawReply(reply, 404, headers={"X-Error-Code": reason})
 
 
 def _read(folder: Path, name: str) -> _File | None:
@@ -72,7 +72,7 @@ def _commit(folder: Path) -> str:
     return sha256_hex("".join(each.digest for each in found if each is not None).encode())[:40]
 
 
-ENDPOINTS = (
-    Endpoint("GET", PATH, VIEWER, file, KIB),
-    Endpoint("HEAD", PATH, VIEWER, file_head, KIB),
+ROUTES = (
+    Route("GET", PATH, VIEWER, file, KIB),
+    Route("HEAD", PATH, VIEWER, file_head, KIB),
 )

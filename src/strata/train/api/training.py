@@ -6,10 +6,10 @@ import asyncio
 
 from strata.base.errors import Code
 from strata.http.body import JSON
-from strata.http.declare import KIB, RESEARCHER, VIEWER, Endpoint
 from strata.http.errors import HttpRefusal
-from strata.train.api.declare import BATCH, Raw
-from strata.train.api.site import Call, Site
+from strata.http.route import KIB, RESEARCHER, SETTING, VIEWER, RawBody, Route
+from strata.train.api.context import Call, Site
+from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, json_era, native, native_reader, replies, tinker
 
@@ -25,17 +25,17 @@ async def get_info(call: Call, body: bodies.Model) -> replies.Info:
     return replies.info(await call.look(messages.DescribeModel(body.model_id), messages.ModelView))
 
 
-async def forward_backward(call: Call, body: Raw) -> ops.ForwardBackward | ops.Unreadable:
+async def forward_backward(call: Call, body: RawBody) -> ops.ForwardBackward | ops.Unreadable:
     """A pass over a batch; gradients are added to those the model has."""
     return await asyncio.to_thread(_pass, call.site, body, forward_only=False)
 
 
-async def forward(call: Call, body: Raw) -> ops.ForwardBackward | ops.Unreadable:
+async def forward(call: Call, body: RawBody) -> ops.ForwardBackward | ops.Unreadable:
     """A pass over a batch that leaves the gradients alone."""
     return await asyncio.to_thread(_pass, call.site, body, forward_only=True)
 
 
-def _pass(site: Site, body: Raw, *, forward_only: bool) -> ops.ForwardBackward | ops.Unreadable:
+def _pass(site: Site, body: RawBody, *, forward_only: bool) -> ops.ForwardBackward | ops.Unreadable:
     """Read and keep the batch: when this returns it is durable, and the orchestrator may be told of it."""
     if body.media_type == tinker.MEDIA_TYPE and not forward_only:
         found = tinker.read_pass(body.content)
@@ -68,12 +68,12 @@ async def unload_model(call: Call, body: bodies.UnloadModel) -> ops.UnloadModel:
     return body.operation()
 
 
-ENDPOINTS = (
-    Endpoint("POST", "/api/v1/forward_backward", RESEARCHER, forward_backward, BATCH),
-    Endpoint("POST", "/api/v1/forward", RESEARCHER, forward, BATCH),
-    Endpoint("POST", "/api/v1/optim_step", RESEARCHER, optim_step),
-    Endpoint("POST", "/api/v1/create_model", RESEARCHER, create_model),
-    Endpoint("POST", "/api/v1/get_info", VIEWER, get_info),
-    Endpoint("POST", "/api/v1/abort_gradient_epoch", RESEARCHER, abort_gradients, 4 * KIB),
-    Endpoint("POST", "/api/v1/unload_model", RESEARCHER, unload_model, 4 * KIB),
+ROUTES = (
+    operation_route("/api/v1/forward_backward", RESEARCHER, forward_backward, SETTING),
+    operation_route("/api/v1/forward", RESEARCHER, forward, SETTING),
+    operation_route("/api/v1/optim_step", RESEARCHER, optim_step),
+    operation_route("/api/v1/create_model", RESEARCHER, create_model),
+    Route("POST", "/api/v1/get_info", VIEWER, get_info),
+    operation_route("/api/v1/abort_gradient_epoch", RESEARCHER, abort_gradients, 4 * KIB),
+    operation_route("/api/v1/unload_model", RESEARCHER, unload_model, 4 * KIB),
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.http.declare import KIB, RESEARCHER, VIEWER, Endpoint
-from strata.train.api.site import Call
+from strata.http.route import KIB, RESEARCHER, VIEWER, Route
+from strata.train.api.context import Call
+from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 
@@ -140,20 +141,20 @@ async def _delete(call: Call, model_id: str, checkpoint_id: str) -> None:
 
 _ONE: Final = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}"
 
-ENDPOINTS = (
-    Endpoint("POST", "/api/v1/save_weights", RESEARCHER, save),
-    Endpoint("POST", "/api/v1/save_weights_external", RESEARCHER, save_external),
-    Endpoint("POST", "/api/v1/copy_weights", RESEARCHER, copy, 16 * KIB),
-    Endpoint("POST", "/api/v1/load_weights", RESEARCHER, load),
-    Endpoint("POST", "/api/v1/weights_info", VIEWER, info, 4 * KIB),
-    Endpoint("POST", "/api/v1/list_checkpoints", VIEWER, list_checkpoints, 4 * KIB),
-    Endpoint("POST", "/api/v1/delete_checkpoint", RESEARCHER, delete_checkpoint, 4 * KIB),
-    Endpoint("GET", "/api/v1/checkpoints", VIEWER, of_all, KIB),
-    Endpoint("GET", "/api/v1/training_runs", VIEWER, runs, KIB),
-    Endpoint("GET", "/api/v1/training_runs/{run_id}", VIEWER, run, KIB),
-    Endpoint("GET", "/api/v1/training_runs/{run_id}/checkpoints", VIEWER, of_run, KIB),
-    Endpoint("PUT", f"{_ONE}/ttl", RESEARCHER, set_ttl, KIB),
-    Endpoint("POST", f"{_ONE}/publish", RESEARCHER, publish, KIB),
-    Endpoint("DELETE", f"{_ONE}/publish", RESEARCHER, unpublish, KIB),
-    Endpoint("DELETE", _ONE, RESEARCHER, remove, KIB),
+ROUTES = (
+    operation_route("/api/v1/save_weights", RESEARCHER, save),
+    operation_route("/api/v1/save_weights_external", RESEARCHER, save_external),
+    Route("POST", "/api/v1/copy_weights", RESEARCHER, copy, 16 * KIB),
+    operation_route("/api/v1/load_weights", RESEARCHER, load),
+    Route("POST", "/api/v1/weights_info", VIEWER, info, 4 * KIB),
+    Route("POST", "/api/v1/list_checkpoints", VIEWER, list_checkpoints, 4 * KIB),
+    Route("POST", "/api/v1/delete_checkpoint", RESEARCHER, delete_checkpoint, 4 * KIB),
+    Route("GET", "/api/v1/checkpoints", VIEWER, of_all, KIB),
+    Route("GET", "/api/v1/training_runs", VIEWER, runs, KIB),
+    Route("GET", "/api/v1/training_runs/{run_id}", VIEWER, run, KIB),
+    Route("GET", "/api/v1/training_runs/{run_id}/checkpoints", VIEWER, of_run, KIB),
+    Route("PUT", f"{_ONE}/ttl", RESEARCHER, set_ttl, KIB),
+    Route("POST", f"{_ONE}/publish", RESEARCHER, publish, KIB),
+    Route("DELETE", f"{_ONE}/publish", RESEARCHER, unpublish, KIB),
+    Route("DELETE", _ONE, RESEARCHER, remove, KIB),
 )

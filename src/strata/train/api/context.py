@@ -1,24 +1,25 @@
-"""What the endpoints stand on: the way to the orchestrator, payloads, keys. Nothing of it remembers a client."""
+"""What the handlers of the API server work with: the link to the orchestrator, payloads, keys, and one request.
+
+Nothing here remembers a client: any API server can take any request.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
-
-from starlette.datastructures import Headers
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
-from strata.http.body import Pace
+from strata.http.auth_failures import AuthFailures
+from strata.http.body import BodyPace
 from strata.http.budget import BodyBudget
-from strata.http.failures import Failures
+from strata.http.route import HttpCall
 from strata.identity.authenticate import Authenticator
 from strata.identity.ports import IdentityStore
 from strata.identity.roles import Kind, Principal
-from strata.train.api.requests import Requests
+from strata.train.api.request_metrics import RequestMetrics
 from strata.train.core import messages, ops
 from strata.train.core.messages import OrchestratorRequest, RequestType
 from strata.train.payload import Payloads
@@ -45,12 +46,12 @@ class Site:
     clock: Clock
     ids: Ids
     answer_s: float = ANSWER_S
-    pace: Pace = field(default_factory=Pace)
+    pace: BodyPace = field(default_factory=BodyPace)
     names: dict[str, str] = field(default_factory=dict)
     signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Of addresses that live for minutes."""
-    requests: Requests = field(default_factory=Requests)
-    failures: Failures = field(default_factory=Failures)
+    requests: RequestMetrics = field(default_factory=RequestMetrics)
+    failures: AuthFailures = field(default_factory=AuthFailures)
     bodies: BodyBudget = field(default_factory=BodyBudget)
     number: int = 0
     """Among the API servers of this machine."""
@@ -70,14 +71,9 @@ class Site:
         return f"key:{name}"
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One request, after its caller is known."""
-
-    site: Site
-    caller: Principal
-    path: Mapping[str, str]
-    headers: Headers
+@dataclass(slots=True)
+class Call(HttpCall[Site]):
+    """One request, after its caller is known, with what it may ask of the orchestrator."""
 
     async def submit(self, operation: ops.Operation, session_id: str = "") -> messages.Accepted:
         """Returns when the operation is durable."""

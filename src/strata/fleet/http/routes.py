@@ -1,0 +1,154 @@
+"""Every route of the hub, and the application that serves them.
+
+What hosts request all the time stands first, because the router tries the routes in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from strata import __version__
+from strata.base.errors import Code, StrataError
+from strata.base.failpoint import failpoint
+from strata.fleet import wire
+from strata.fleet.http import artifacts, events, hosts, identities, jobs, leases, logs, manifests
+from strata.fleet.http.context import Call, Site
+from strata.http.app import Serving, build_app
+from strata.http.authentication import RequestAuthenticator
+from strata.http.openapi import BINARY, DocumentSpec, with_document
+from strata.http.reading import ReadingRules
+from strata.http.root import Root
+from strata.http.route import (
+    ADMIN,
+    HOST,
+    KIB,
+    MIB,
+    OPERATOR,
+    PUBLIC,
+    READER,
+    RESEARCHER,
+    UPLOADER,
+    VIEWER,
+    Access,
+    Route,
+)
+
+DOCUMENT_PATH: Final = "/v1/openapi.json"
+_BLOB: Final = 1 << 40
+
+
+async def health(call: Call) -> wire.Health:
+    """Whether this hub takes requests, and can write what they change."""
+    site = call.site
+    if site.writing.fails:
+        raise StrataError(Code.UNAVAILABLE, "the hub cannot write to its database", hint="is the disk full?")
+    return wire.Health(status="stopping" if site.stopping.is_set() else "ok", version=__version__)
+
+
+_ROUTES: Final = (
+    # Hosts
+    Route("POST", "/v1/heartbeats", HOST, leases.heartbeats, 512 * KIB),
+    Route("POST", "/v1/job/claim", HOST, leases.claim),
+    Route("PUT", "/v1/job/{id}/log", HOST, logs.put_log, 4 * MIB),
+    Route("PUT", "/v1/job/{id}/metrics", HOST, logs.put_metrics, 4 * MIB),
+    Route("POST", "/v1/job/{id}/heartbeat", HOST, leases.heartbeat),
+    Route("POST", "/v1/job/{id}/complete", HOST, leases.complete, 1 * MIB),
+    Route("POST", "/v1/job/{id}/fail", HOST, leases.fail, 1 * MIB),
+    Route("POST", "/v1/host/register", HOST, leases.register, 256 * KIB),
+    Route("POST", "/v1/host/leave", HOST, leases.leave),
+    Route("POST", "/v1/certificate/renew", HOST, identities.renew),
+    # Bytes
+    Route("PUT", "/v1/chunk/{digest}", UPLOADER, artifacts.put_chunk, 8 * MIB),
+    Route("GET", "/v1/chunk/{digest}", READER, artifacts.get_chunk),
+    Route("POST", "/v1/chunks/missing", UPLOADER, artifacts.missing, 16 * MIB),
+    Route("POST", "/v1/artifacts", UPLOADER, artifacts.commit, 16 * MIB),
+    Route("PUT", "/v1/model/{id}", HOST, artifacts.put_model, _BLOB),
+    Route("GET", "/v1/model/{id}", READER, artifacts.get_model),
+    Route("PUT", "/v1/source/{id}", RESEARCHER, artifacts.put_source, _BLOB),
+    Route("GET", "/v1/source/{id}", READER, artifacts.get_source),
+    # Jobs
+    Route("GET", "/v1/jobs", READER, jobs.listed, public_read=True),
+    Route("POST", "/v1/jobs", RESEARCHER, jobs.submit, 1 * MIB),
+    Route("GET", "/v1/job/{id}", READER, jobs.show),
+    Route("GET", "/v1/job/{id}/why", VIEWER, jobs.why),
+    Route("GET", "/v1/job/{id}/log", VIEWER, logs.log),
+    Route("GET", "/v1/job/{id}/metrics", VIEWER, logs.metrics),
+    Route("POST", "/v1/job/{id}/cancel", RESEARCHER, jobs.cancel),
+    Route("POST", "/v1/job/{id}/requeue", RESEARCHER, jobs.requeue),
+    Route("GET", "/v1/status", READER, jobs.status),
+    Route("POST", "/v1/manifest", OPERATOR, manifests.apply, 32 * MIB),
+    Route("POST", "/v1/manifest/reload", OPERATOR, manifests.reload),
+    Route("GET", "/v1/trainers", READER, manifests.trainers),
+    Route("GET", "/v1/events", VIEWER, events.events),
+    # Hosts, for people
+    Route("GET", "/v1/workers", READER, hosts.listed, public_read=True),
+    Route("POST", "/v1/hosts/local", OPERATOR, identities.add_local),
+    Route("GET", "/v1/host/{id}", READER, hosts.show),
+    Route("POST", "/v1/host/{id}/drain", OPERATOR, hosts.drain),
+    Route("POST", "/v1/host/{id}/pause", OPERATOR, hosts.pause),
+    Route("POST", "/v1/host/{id}/resume", OPERATOR, hosts.resume),
+    Route("POST", "/v1/host/{id}/revoke", OPERATOR, hosts.revoke),
+    # Artifacts, for people
+    Route("GET", "/v1/artifacts", READER, artifacts.listed),
+    Route("GET", "/v1/artifacts/latest", READER, artifacts.latest),
+    Route("GET", "/v1/artifacts/best", READER, artifacts.best),
+    Route("GET", "/v1/artifact/{id}", READER, artifacts.show),
+    Route("DELETE", "/v1/artifact/{id}", OPERATOR, artifacts.remove),
+    Route("GET", "/v1/artifact/{id}/lineage", READER, artifacts.ancestry),
+    Route("GET", "/v1/artifact/{id}/file", READER, artifacts.file),
+    Route("GET", "/v1/artifact/{id}/bundle.tar.zst", READER, artifacts.bundle),
+    Route("POST", "/v1/artifact/{id}/pin", RESEARCHER, artifacts.pin),
+    Route("GET", "/v1/export/index.jsonl", VIEWER, artifacts.index),
+    Route("GET", "/v1/export/{name}/{sha256}/bundle.tar.zst", VIEWER, artifacts.exported),
+    # Identity
+    Route("POST", "/v1/invites", OPERATOR, identities.invite),
+    Route("GET", "/v1/invites", OPERATOR, identities.invites),
+    Route("POST", "/v1/invite/{id}/revoke", OPERATOR, identities.revoke_invite),
+    Route("GET", "/v1/caller", READER, identities.caller),
+    Route("POST", "/v1/keys", ADMIN, identities.add_key),
+    Route("GET", "/v1/keys", ADMIN, identities.keys),
+    Route("POST", "/v1/key/{id}/revoke", ADMIN, identities.revoke_key),
+    Route("POST", "/v1/join", PUBLIC, identities.join, 20 * KIB),
+    Route("GET", "/v1/ca", PUBLIC, identities.authority),
+    Route("GET", "/v1/health", PUBLIC, health, operation="about.health"),
+)
+
+
+def _security(access: Access) -> Sequence[str]:
+    if access.public:
+        return ()
+    return ("bearer", *(["operator"] if access.role is not None else []), *(["certificate"] if access.host else []))
+
+
+DOCUMENT: Final = DocumentSpec(
+    title="Strata hub",
+    security_schemes={
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "operator": {"type": "apiKey", "in": "header", "name": "X-Operator-Token"},
+        "certificate": {"type": "mutualTLS"},
+    },
+    security=_security,
+    raw_body={"application/octet-stream": BINARY},
+    raw_reply={"events.events": "text/event-stream"},
+)
+ROUTES: Final = with_document(_ROUTES, DOCUMENT_PATH, READER, DOCUMENT, limit=64 * KIB, operation="about.openapi")
+
+
+def application(site: Site, routes: Sequence[Route] = ROUTES) -> Root:
+    authenticator = RequestAuthenticator(routes, site.authenticator, address=site.address, public_read=site.public_read)
+
+    def before_reply(route: Route) -> None:
+        if route.method != "GET":
+            site.feed.poke()
+            failpoint("fleet.http.before_reply")
+
+    serving = Serving(
+        site=site,
+        server="hub",
+        document_path=DOCUMENT_PATH,
+        rules=ReadingRules(pace=site.pace),
+        limits=site.limits,
+        before_reply=before_reply,
+    )
+    return build_app(routes, serving, authenticator.identify)

@@ -1,0 +1,174 @@
+"""How a route is declared: method, path, who may call it, and the function that handles a request.
+
+What the handler reads and replies stands in its signature and nowhere else. The router, the OpenAPI document and the
+abuse tests are made from the same declarations, so there is no route that one of them does not know.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, Literal, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from strata.base.errors import Code, StrataError
+from strata.identity.roles import Kind, Principal, Role
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+SETTING: Final = 0
+"""A limit of bodies that is a setting of the server."""
+Method = Literal["GET", "HEAD", "POST", "PUT", "DELETE"]
+Handler = Callable[..., Awaitable[Any]]
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may call: people from a role on, hosts, or any client at all."""
+
+    role: Role | None = None
+    host: bool = False
+    public: bool = False
+
+    def check(self, caller: Principal) -> None:
+        if self.public or (self.host and caller.kind is Kind.HOST):
+            return
+        if self.role is None:
+            caller.need_host()
+        else:
+            caller.need(self.role)
+
+    def __str__(self) -> str:
+        if self.public:
+            return "anybody"
+        words = [] if self.role is None else [self.role.name.lower()]
+        return " or ".join([*words, *(["host"] if self.host else [])])
+
+
+PUBLIC: Final = Access(public=True)
+HOST: Final = Access(host=True)
+VIEWER: Final = Access(Role.VIEWER)
+RESEARCHER: Final = Access(Role.RESEARCHER)
+OPERATOR: Final = Access(Role.OPERATOR)
+ADMIN: Final = Access(Role.ADMIN)
+READER: Final = Access(Role.VIEWER, host=True)
+UPLOADER: Final = Access(Role.RESEARCHER, host=True)
+
+
+@dataclass(slots=True)
+class HttpCall(Generic[S]):
+    """One request, after its caller is known. `site` is what the handlers of a server work with."""
+
+    site: S
+    caller: Principal
+    path: Mapping[str, str]
+    """The parameters of the path."""
+    headers: Headers
+    receive: Receive
+    reauthenticate: Callable[[], Awaitable[None]]
+    """Raises if the credentials of the request are not good any more: for replies that take long."""
+
+    @property
+    def actor(self) -> str:
+        return self.caller.actor
+
+    async def disconnected(self) -> None:
+        """Return when the client has closed the connection. Only after its body was read."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+
+class Content:
+    """A body or a reply that is no JSON message."""
+
+    __slots__ = ()
+
+
+class Upload(Content, AsyncIterable[bytes]):
+    """A body as it arrives: bounded in size, and not slower than the server allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawBody(Content):
+    """A whole body that the handler decodes itself, and the media type it was sent as."""
+
+    content: bytes
+    media_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawReply(Content):
+    """A reply that the handler encodes itself."""
+
+    content: bytes | AsyncIterable[bytes]
+    status: int = 200
+    media_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a client sends and gets: each is a message, a kind of `Content`, a union of these, or None."""
+
+    body: Any
+    query: Any
+    reply: Any
+    """None for an empty reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    method: Method
+    path: str
+    access: Access
+    handler: Handler
+    limit: int = 64 * KIB
+    """Bytes of the body at most."""
+    public_read: bool = False
+    """Shown to clients without credentials by a server whose settings allow that."""
+    documented: Signature | None = None
+    """What clients send and get, where that differs from the signature of the handler."""
+    operation: str = ""
+    """MODULE.NAME in the OpenAPI document, where that differs from the handler's own."""
+
+    @property
+    def name(self) -> str:
+        return self.operation or f"{self.handler.__module__.rpartition('.')[2]}.{self.handler.__name__}"
+
+    @property
+    def summary(self) -> str:
+        return (self.handler.__doc__ or "").strip().partition("\n")[0]
+
+    def signature(self) -> Signature:
+        signature = self.documented or signature_of(self.handler)
+        for part in (signature.body, signature.query, signature.reply):
+            if part is not None and not all(map(_is_declared, union_members(part))):
+                raise StrataError(Code.INTERNAL, f"{self.name}: {part} is no message")
+        return signature
+
+
+def signature_of(handler: Handler) -> Signature:
+    hints = typing.get_type_hints(handler, include_extras=True)
+    reply = hints["return"]
+    return Signature(hints.get("body"), hints.get("query"), None if reply is type(None) else reply)
+
+
+def union_members(declared: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type."""
+    if isinstance(declared, types.UnionType) or typing.get_origin(declared) is typing.Union:
+        return tuple(member for option in typing.get_args(declared) for member in union_members(option))
+    return (declared,)
+
+
+def is_message(declared: Any) -> bool:
+    return isinstance(declared, type) and issubclass(declared, msgspec.Struct)
+
+
+def _is_declared(declared: Any) -> bool:
+    return isinstance(declared, type) and issubclass(declared, msgspec.Struct | Content)

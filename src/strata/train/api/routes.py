@@ -1,0 +1,117 @@
+"""Every route of the API server, and the application that serves them.
+
+What a training loop requests all the time stands first, because the router tries the routes in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from strata.base.errors import Code
+from strata.base.unix_socket import spell_address
+from strata.http.app import Serving, build_app
+from strata.http.authentication import RequestAuthenticator
+from strata.http.body import path_first
+from strata.http.errors import ErrorTable
+from strata.http.openapi import BINARY, DocumentSpec, with_document
+from strata.http.reading import BudgetRules, ReadingRules
+from strata.http.root import Root, RootLimits
+from strata.http.route import KIB, MIB, VIEWER, Access, Route
+from strata.train.api import (
+    archive,
+    futures,
+    inference,
+    keys,
+    sampling,
+    service,
+    sessions,
+    status,
+    tokenizer,
+    training,
+    weights,
+)
+from strata.train.api.context import Call, Site
+from strata.train.archive import MEDIA_TYPE
+from strata.train.wire import native, tinker
+
+DOCUMENT_PATH: Final = "/openapi.json"
+KEY_HEADER: Final = "X-API-Key"
+MAX_JSON: Final = 16 * MIB
+"""Of a body in JSON, decompressed."""
+ERRORS: Final = ErrorTable(
+    # Clients of this protocol retry 408, 409, 429 and everything from 500 on by themselves. A failure that would
+    # repeat gets another status where that is possible, and `x-should-retry: false` where it is not.
+    instead={Code.CONFLICT: 422, Code.PRECONDITION: 422},
+    final=frozenset({Code.CONFLICT, Code.PRECONDITION, Code.UNSUPPORTED, Code.CORRUPT}),
+)
+
+
+def _security(access: Access) -> Sequence[str]:
+    return () if access.public else ("key", "bearer")
+
+
+def _operation_id(route: Route) -> str:
+    """With the path: some handlers serve several."""
+    return f"{route.name}.{route.path.strip('/').replace('/', '.')}"
+
+
+DOCUMENT: Final = DocumentSpec(
+    title="Strata training server",
+    security_schemes={
+        "key": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
+        "bearer": {"type": "http", "scheme": "bearer"},
+    },
+    security=_security,
+    raw_body={tinker.MEDIA_TYPE: BINARY, native.MEDIA_TYPE: BINARY, "application/json": {}},
+    operation_id=_operation_id,
+)
+ROUTES: Final = with_document(
+    (
+        *futures.ROUTES,
+        *training.ROUTES,
+        *sampling.ROUTES,
+        *sessions.ROUTES,
+        *service.ROUTES,
+        *archive.ROUTES,
+        *weights.ROUTES,
+        *tokenizer.ROUTES,
+        *inference.ROUTES,
+        *keys.ROUTES,
+        *status.ROUTES,
+    ),
+    DOCUMENT_PATH,
+    VIEWER,
+    DOCUMENT,
+    limit=KIB,
+)
+
+
+def reading_rules(site: Site) -> ReadingRules:
+    binary = frozenset({tinker.MEDIA_TYPE, native.MEDIA_TYPE, MEDIA_TYPE})
+    return ReadingRules(
+        pace=site.pace,
+        strict=False,
+        max_body=site.settings.server.max_body_bytes,
+        budget=BudgetRules(budget=site.bodies, owner=site.tenant, max_json=MAX_JSON, binary=binary),
+        reword=path_first,
+    )
+
+
+def application(site: Site, routes: Sequence[Route] = ROUTES) -> Root:
+    authenticator = RequestAuthenticator(
+        routes, site.authenticator, address=spell_address(site.settings.api_socket), key_header=KEY_HEADER
+    )
+    serving = Serving(
+        site=site,
+        server="server",
+        document_path=DOCUMENT_PATH,
+        rules=reading_rules(site),
+        errors=ERRORS,
+        # A result is one piece and may be large: a client that requests the next one without reading it is not waited
+        # for.
+        limits=RootLimits(time_every_send=True, failures=site.failures),
+        call_type=Call,
+        on_reply=site.requests.count,
+    )
+    return build_app(routes, serving, authenticator.identify)
