@@ -45,7 +45,7 @@ PLANTS: Final = (
     Plant("inside-a-layer", "train/checkpoints/plant.py", "import strata.train.store"),
     Plant("inside-a-layer", "train/endpoints/plant.py", "import strata.train.api"),
     Plant("fleet-shells", "fleet/agent/plant.py", "import strata.fleet.store.rows"),
-    Plant("fleet-shells", "fleet/store/plant.py", "import strata.fleet.http.app"),
+    Plant("fleet-shells", "fleet/store/plant.py", "import strata.fleet.http.routes"),
     Plant("fleet-stores", "fleet/store/sqlite/plant.py", "import strata.fleet.store.postgres.tables"),
     Plant("fleet-stores", "fleet/store/rows.py", "import strata.fleet.store.sqlite.tables"),
     Plant("fleet-stores", "fleet/artifacts/store/sqlite.py", "import strata.fleet.artifacts.store.postgres"),
