@@ -16,10 +16,10 @@ from signal import SIGKILL, Signals
 from typing import Any, Final, TypeVar
 
 from soak.hub_process import ROOT, STRATA, Arm
+from strata.base.atomic import read_json
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
-from strata.fleet.agent.disk import read_json
 from strata.fleet.agent.identity import connect_to_hub, save_local
 from strata.fleet.agent.state import AttemptRecord
 from strata.fleet.client import HubClient

@@ -1,7 +1,7 @@
 """Atomic replacement of files and folders: a reader sees the old content or the new one, also after a power failure.
 
 Every function follows one pattern: write under a temporary name in the same folder, fsync the content, rename, fsync
-the folder that holds the name. Only the standard library is used here: trainers and agents import it.
+the folder that holds the name.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
+
+import msgspec
 
 from strata.base.errors import Code, StrataError
+
+T = TypeVar("T")
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -38,6 +42,22 @@ def write_file(path: Path, content: bytes | Iterable[bytes], *, mode: int = 0o60
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def write_json(path: Path, value: msgspec.Struct) -> None:
+    write_file(path, msgspec.json.encode(value))
+
+
+def read_json(path: Path, kind: type[T]) -> T | None:
+    """None if there is no such file; CORRUPT if it holds something else."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise StrataError(Code.CORRUPT, f"{path} cannot be read: {error}") from error
 
 
 def create_file(path: Path, content: bytes, *, mode: int = 0o600) -> bool:

@@ -33,6 +33,18 @@ def make_private(folder: Path, holds: str) -> None:
         )
 
 
+def private_folder(path: Path) -> Path:
+    """The folder, created if it is missing, closed to other users; INVALID if it belongs to another user."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.name == "posix":
+        status = path.stat()
+        if status.st_uid != os.geteuid():
+            raise StrataError(Code.INVALID, f"{path} belongs to another user", hint="choose another state folder")
+        if status.st_mode & 0o077:
+            path.chmod(0o700)
+    return path
+
+
 def make_private_file(path: Path) -> None:
     """Before something is written to it: for its owner alone, also if it was not so before.
 

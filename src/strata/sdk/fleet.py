@@ -17,10 +17,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from strata.base.atomic import read_json, write_file, write_json
 from strata.base.errors import Code, StrataError
+from strata.base.private import private_folder
 from strata.base.secret import Secret, read_secret
 from strata.base.settings import load
-from strata.fleet.agent.disk import private_folder, read_json, write_json, write_whole
 from strata.fleet.client import HubClient, TlsFiles, exchange
 
 SECTION: Final = "client"
@@ -93,13 +94,13 @@ def choose_context(settings: ClientSettings, name: str) -> None:
 
 def keep_secret(settings: ClientSettings, name: str, secret: Secret) -> Path:
     path = private_folder(private_folder(settings.folder) / "tokens") / _checked(name)
-    write_whole(path, f"{secret.reveal()}\n".encode())
+    write_file(path, f"{secret.reveal()}\n".encode())
     return path
 
 
 def keep_authority(settings: ClientSettings, name: str, pem: bytes) -> Path:
     path = private_folder(private_folder(settings.folder) / "authorities") / f"{_checked(name)}.pem"
-    write_whole(path, pem)
+    write_file(path, pem)
     return path
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from strata.base.atomic import write_json
 from strata.base.secret import Secret
 from strata.cli.exits import Exit
 from strata.fleet import wire
-from strata.fleet.agent.disk import write_json
 from strata.fleet.agent.identity import Membership, load_membership, save_local
 from strata.fleet.agent.lock import try_lock
 from tests.shell.cli_fleet.driving import Person

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from strata.base.atomic import read_json, write_json
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent.disk import read_json, write_json
 from strata.fleet.agent.lock import is_locked, try_lock
 from strata.fleet.agent.log_uploader import last_metrics, read_log_tail
 from strata.fleet.agent.state import AgentState, AttemptOutcome, AttemptPhase, AttemptRecord, PendingClaim, StopOrder

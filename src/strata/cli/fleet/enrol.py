@@ -126,9 +126,10 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
     import shutil
     import tempfile
 
+    from strata.base.atomic import write_file
     from strata.base.clock import SystemClock
+    from strata.base.private import private_folder
     from strata.fleet import wire
-    from strata.fleet.agent.disk import private_folder, write_whole
     from strata.fleet.agent.identity import save_certified
     from strata.fleet.agent.probe import hostname
     from strata.fleet.client import HubClient, TlsFiles
@@ -142,8 +143,8 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
     folder = private_folder(private_folder(settings.state_folder) / JOINING)
     if not (folder / "host.csr").exists():
         key, request = new_signing_request()
-        write_whole(folder / "host.key", key)
-        write_whole(folder / "host.csr", request)
+        write_file(folder / "host.key", key)
+        write_file(folder / "host.csr", request)
     body = wire.JoinRequest(
         invite_id=token.id,
         secret=token.secret.reveal(),

@@ -161,9 +161,9 @@ async def _work(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
     import asyncio
     import os
 
+    from strata.base.private import private_folder
     from strata.base.settings import own_environment
     from strata.fleet.agent import environment, identity
-    from strata.fleet.agent.disk import private_folder
     from strata.fleet.agent.lock import try_lock
     from strata.fleet.agent.start import check_host, probe_capability
 

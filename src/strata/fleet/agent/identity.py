@@ -15,9 +15,10 @@ from typing import Final
 
 import msgspec
 
+from strata.base.atomic import read_json, write_file, write_json
 from strata.base.errors import Code, StrataError
+from strata.base.private import private_folder
 from strata.base.secret import Secret, read_secret
-from strata.fleet.agent.disk import private_folder, read_json, write_json, write_whole
 from strata.fleet.client import HubClient, TlsFiles
 from strata.fleet.wire import CertificateReply, RenewRequest
 
@@ -47,10 +48,10 @@ def save_certified(
 ) -> None:
     """Save the reply to a join. The membership is written last: without it this host has not joined."""
     folder = private_folder(private_folder(state) / FOLDER)
-    write_whole(folder / "host.key", key_pem)
-    write_whole(folder / "host.csr", request_pem)
-    write_whole(folder / "ca.pem", reply.ca_pem.encode())
-    write_whole(folder / "host.pem", reply.certificate_pem.encode())
+    write_file(folder / "host.key", key_pem)
+    write_file(folder / "host.csr", request_pem)
+    write_file(folder / "ca.pem", reply.ca_pem.encode())
+    write_file(folder / "host.pem", reply.certificate_pem.encode())
     write_json(
         folder / "hub.json",
         Membership(
@@ -62,7 +63,7 @@ def save_certified(
 def save_local(state: Path, url: str, *, host_id: str, name: str, secret: Secret) -> None:
     """For an agent on the same machine as its hub: loopback without TLS."""
     folder = private_folder(private_folder(state) / FOLDER)
-    write_whole(folder / "secret", secret.reveal().encode())
+    write_file(folder / "secret", secret.reveal().encode())
     write_json(folder / "hub.json", Membership(url=url, host_id=host_id, name=name))
 
 
@@ -90,7 +91,7 @@ def renew_certificate(state: Path, client: HubClient, now_s: float) -> Membershi
     request = RenewRequest(request_pem=(folder / "host.csr").read_text())
     reply = client.call("POST", "/v1/certificate/renew", CertificateReply, body=request)
     # If the process ends between the two writes, the next one renews again, which is harmless.
-    write_whole(folder / "host.pem", reply.certificate_pem.encode())
+    write_file(folder / "host.pem", reply.certificate_pem.encode())
     renewed = msgspec.structs.replace(load_membership(state), certified_at_s=now_s, valid_for_s=reply.valid_for_s)
     write_json(folder / "hub.json", renewed)
     client.reload()

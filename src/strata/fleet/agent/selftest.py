@@ -14,9 +14,9 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import StrataError
+from strata.base.private import private_folder
 from strata.fleet.agent import supervised
 from strata.fleet.agent.attempt_folder import JobUser
-from strata.fleet.agent.disk import private_folder
 
 GIB: Final = 1024**3
 CHILD_TIMEOUT_S: Final = 20.0

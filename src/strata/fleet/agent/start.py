@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.base.private import write_privately
+from strata.base.private import private_folder, write_privately
 from strata.fleet.agent import environment, identity
 from strata.fleet.agent.attempt_folder import find_job_user
-from strata.fleet.agent.disk import private_folder
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.lock import try_lock
 from strata.fleet.agent.loop import Agent, handle_signals

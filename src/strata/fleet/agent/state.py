@@ -17,9 +17,10 @@ from typing import Any
 
 import msgspec
 
+from strata.base.atomic import read_json, write_json
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet.agent.disk import private_folder, read_json, write_json
+from strata.base.private import private_folder
 from strata.fleet.agent.path_names import PathName, attempt_name
 from strata.fleet.core.job import Cause
 from strata.fleet.wire import LeaseGiven

@@ -18,8 +18,8 @@ from typing import Final
 
 import msgspec
 
+from strata.base.atomic import read_json, write_json
 from strata.fleet.agent import supervisor
-from strata.fleet.agent.disk import read_json, write_json
 from strata.fleet.agent.lock import is_locked
 
 LOG: Final = "log"
