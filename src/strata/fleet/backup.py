@@ -12,13 +12,13 @@ Not in the database, and so not in its backup: artifacts, logs and the keys of t
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from strata.base.atomic import rename_file
 from strata.base.errors import Code, StrataError
 from strata.database.events import PLACE, record_postgres, record_sqlite
 from strata.database.events import Event as Record
@@ -71,7 +71,7 @@ async def backup_sqlite(thread: SqliteThread, path: Path, now_s: float) -> int:
                 target.execute("PRAGMA journal_mode = DELETE")
                 seal(target, f"it is a backup taken at {now_s:.0f}; restore it")
                 _check_whole(target, path)
-            return _publish(beside, path)
+            return rename_file(beside, path)
         except (sqlite3.Error, OSError) as error:
             beside.unlink(missing_ok=True)
             raise StrataError(Code.UNAVAILABLE, f"the backup {path} was not written: {error}") from error
@@ -106,7 +106,7 @@ def restore_sqlite(backup: Path, path: Path, components: Sequence[Component], no
             schema.upgrade(db)
             fence_sqlite(db, now_s)
             db.execute("COMMIT")
-        _publish(beside, path)
+        rename_file(beside, path)
     except (sqlite3.Error, OSError) as error:
         raise StrataError(Code.CORRUPT, f"{backup} was not restored: {error}") from error
     finally:
@@ -166,17 +166,3 @@ def _check_whole(db: sqlite3.Connection, path: Path) -> None:
     problems += [f"{row[0]} misses its {row[2]}" for row in db.execute("PRAGMA foreign_key_check").fetchmany(3)]
     if problems:
         raise StrataError(Code.CORRUPT, f"{path} is damaged: {'; '.join(problems)}")
-
-
-def _publish(beside: Path, path: Path) -> int:
-    """On the disk first, then under its name."""
-    with beside.open("rb") as file:
-        os.fsync(file.fileno())
-        size = os.fstat(file.fileno()).st_size
-    beside.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    return size

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+from strata.base.atomic import sync_folder
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 
@@ -89,7 +90,7 @@ class Streams:
             failpoint("fleet.streams.written")
             if last:
                 os.fsync(file.fileno())
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
         return stored + len(new)
 
     def _check_room(self, path: Path, stored: int, more: int) -> None:
@@ -110,14 +111,6 @@ def _write_whole(descriptor: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _size(path: Path) -> int:

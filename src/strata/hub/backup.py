@@ -24,11 +24,10 @@ from typing import Final, Literal
 import msgspec
 
 from strata import __version__
+from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.errors import Code, StrataError
 from strata.database.sqlite import SqliteThread
-from strata.fleet.artifacts.files import sync_folder
 from strata.fleet.backup import backup_sqlite, fence_postgres, refuse_taken, restore_sqlite
-from strata.hub.certificates import write_private
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.copies import ask
 from strata.hub.tables import SQLITE, Untouched, is_postgres, postgres_connections, upgrade_existing
@@ -81,7 +80,7 @@ def _fill(target: Path, data: Path, database: str, now_s: float, *, large: bool)
         with suppress(FileNotFoundError):
             content = (data / name).read_bytes()
             (target / name).parent.mkdir(mode=0o700, exist_ok=True)
-            write_private(target / name, content)
+            write_file(target / name, content)
     if large:
         # After the database: a chunk that it names is there by now.
         for name in LARGE:
@@ -95,7 +94,7 @@ def _fill(target: Path, data: Path, database: str, now_s: float, *, large: bool)
         large=large,
     )
     # Last: a backup without it was not finished.
-    write_private(target / NOTE, msgspec.json.format(msgspec.json.encode(note)))
+    write_file(target / NOTE, msgspec.json.format(msgspec.json.encode(note)))
     sync_folder(target)
     return note
 
@@ -113,7 +112,7 @@ def restore(backup: Path, data: Path, database: str, now_s: float) -> Note:
     for name in SMALL:
         if (backup / name).exists() and not (data / name).exists():
             (data / name).parent.mkdir(mode=0o700, exist_ok=True)
-            write_private(data / name, (backup / name).read_bytes())
+            write_file(data / name, (backup / name).read_bytes())
     for name in LARGE:
         _copy_tree(backup / name, data / name)
     if note.database == "sqlite":
@@ -201,9 +200,7 @@ def _copy_tree(source: Path, target: Path) -> None:
         with suppress(FileNotFoundError):
             shutil.copyfile(path, partial, follow_symlinks=False)
             if not partial.is_symlink():
-                # Not read-only: Windows syncs only what may be written.
-                with partial.open("r+b") as file:
-                    os.fsync(file.fileno())
+                sync_file(partial)
             partial.replace(copy)
             folders.add(copy.parent)
     for folder in folders:

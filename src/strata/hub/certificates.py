@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
 from strata.hub.settings import Tls
 from strata.identity.ca import SERVER_DAYS, Authority
@@ -49,7 +49,7 @@ class ServerTls:
     def _issue(self, now_s: float) -> Path:
         certificate_pem, key_pem = self._authority.issue_server(self._names, now_s)
         place = self._folder / "server.pem"
-        write_private(place, key_pem + certificate_pem)
+        write_file(place, key_pem + certificate_pem)
         return place
 
 
@@ -57,14 +57,3 @@ def own_names(listen: str) -> Sequence[str]:
     host = listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
     names = [*([] if host in _WILDCARDS else [host]), socket.gethostname(), "localhost", "127.0.0.1", "::1"]
     return list(dict.fromkeys(names))
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Whole or not at all, and for its owner only."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from strata.base.atomic import write_file
 from strata.base.clock import Clock
 from strata.base.loop import RunOnce
 from strata.base.private import make_private
@@ -26,7 +27,7 @@ from strata.fleet.streams import Streams
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
 from strata.http.root import Root, RootLimits
-from strata.hub.certificates import ServerTls, write_private
+from strata.hub.certificates import ServerTls
 from strata.hub.copies import LOOK_S, Copier
 from strata.hub.disk import CHECK_S, DiskGuard
 from strata.hub.outbound import Target
@@ -102,7 +103,7 @@ def operator_token(data: Path) -> Secret:
     """The one of this folder, made at the first start."""
     path = data / TOKEN_FILE
     if not path.exists():
-        write_private(path, f"{secrets.token_hex(24)}\n".encode())
+        write_file(path, f"{secrets.token_hex(24)}\n".encode())
     return read_secret(path)
 
 

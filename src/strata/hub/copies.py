@@ -9,7 +9,6 @@ Whoever can write to `backups` in the data folder may ask, and that is the hub's
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import time
@@ -18,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from strata.base.atomic import sync_file, write_file
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
-from strata.hub.certificates import write_private
 
 FOLDER: Final = "backups"
 WANTED: Final = ".wanted"
@@ -56,7 +55,7 @@ class Copier:
             try:
                 await self._copy(wanted.with_suffix(MADE), self._clock.wall_s())
             except StrataError as error:
-                write_private(wanted.with_suffix(FAILED), error.message.encode())
+                write_file(wanted.with_suffix(FAILED), error.message.encode())
             try:
                 wanted.unlink()
             except FileNotFoundError:
@@ -69,11 +68,10 @@ def ask(data: Path, target: Path) -> None:
     """The other side: have a copy made, and take it to `target`."""
     wanted = data / FOLDER / f"{secrets.token_hex(_NAME_BYTES)}{WANTED}"
     try:
-        write_private(wanted, b"")
+        write_file(wanted, b"")
         _wait(wanted)
         shutil.copyfile(wanted.with_suffix(MADE), target)
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(target)
     except OSError as error:
         raise StrataError(
             Code.UNAVAILABLE,

@@ -7,12 +7,10 @@ revocation list: a host certificate lives for a day, and whether its host is sti
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
 import ipaddress
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from strata.base.atomic import create_file
 from strata.base.errors import Code, StrataError
 
 ROOT_DAYS: Final = 3650
@@ -68,10 +67,10 @@ class Authority:
             made = cls.create(name, now_s)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             # One file first and alone decides who made the authority; the certificate is derived from what it holds.
-            _write_once(key, made.key_pem() + made.certificate_pem, mode=0o600)
+            create_file(key, made.key_pem() + made.certificate_pem, mode=0o600)
         found = cls.read(key)
         if not certificate.exists():
-            _write_once(certificate, found.certificate_pem, mode=0o644)
+            create_file(certificate, found.certificate_pem, mode=0o644)
         return found
 
     @classmethod
@@ -240,17 +239,6 @@ def _alternatives(names: Iterable[str]) -> list[x509.GeneralName]:
         except ValueError:
             found.append(x509.DNSName(name))
     return found
-
-
-def _write_once(path: Path, content: bytes, *, mode: int) -> None:
-    """Whole or not at all, and the first one wins."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as partial:
-        partial.write(content)
-        partial.flush()
-        os.fchmod(partial.fileno(), mode)
-        os.fsync(partial.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(partial.name, path)
 
 
 def _unknown() -> StrataError:

@@ -11,13 +11,13 @@ writes, and the agent cannot detect that. Each attempt fetches it again.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from strata.base.atomic import write_file
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent import git
@@ -90,17 +90,7 @@ def _cached(cache: Path, name: PathName, fetch: Callable[[], Iterable[bytes]]) -
         # The time of the last use: `prune_work_folder` removes what has not been used for long.
         os.utime(path)
         return path
-    partial = cache / f".{name}.{secrets.token_hex(8)}.partial"
-    try:
-        with partial.open("xb") as file:
-            for piece in fetch():
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    write_file(path, fetch())
     return path
 
 

@@ -23,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, TypeVar
 
+from strata.base.atomic import sync_folder
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet.artifacts.files import sync_folder
 from strata.fleet.artifacts.manifest import Chunk
 
 T = TypeVar("T")

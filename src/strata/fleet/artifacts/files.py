@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
+from strata.base.atomic import new_folder
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, File, Limits, Manifest, check_manifest
@@ -102,35 +101,9 @@ def materialise(manifest: Manifest, fetch: Fetch, target: Path, *, limits: Limit
     CONFLICT if something is there already; CORRUPT if what was fetched is not what the manifest says.
     """
     check_manifest(manifest, limits or Limits())
-    if target.is_symlink() or target.exists():
-        raise StrataError(Code.CONFLICT, f"{target} is there already", hint="choose another folder")
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
-    beside.mkdir(mode=0o700)
-    try:
+    with new_folder(target, mode=0o700) as folder:
         for file in manifest.files:
-            _write(file, fetch, beside)
-        folders = sorted((path for path in beside.rglob("*") if path.is_dir()), reverse=True)
-        for folder in (*folders, beside):
-            sync_folder(folder)
-        try:
-            beside.rename(target)
-        except OSError as error:
-            raise StrataError(Code.CONFLICT, f"{target} is there already: {error.strerror}") from error
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names durable. Windows has no such call and does it by itself."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            _write(file, fetch, folder)
 
 
 @contextmanager
@@ -244,8 +217,6 @@ def _write(file: File, fetch: Fetch, folder: Path) -> None:
     with os.fdopen(descriptor, "wb") as written:
         for content in fetch_file(file, fetch):
             written.write(content)
-        written.flush()
-        os.fsync(written.fileno())
     with suppress(NotImplementedError):
         place.chmod(mode)
 
