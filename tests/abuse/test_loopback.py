@@ -19,7 +19,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.unix_socket import connect_unix, listen_unix
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.logs import harmless
 from strata.cli.main import run
 from strata.cli.output import Column, Format, Rows
@@ -212,7 +212,7 @@ def test_a_scoped_key_does_reach_whoever_took_the_port(robbed: tuple[Owner, Path
 def test_a_taken_port_is_said_with_a_way_out(robbed: tuple[Owner, Path]) -> None:
     owner, heard = robbed
     done = owner.tries("up", "--listen", f"127.0.0.1:{owner.port}")
-    assert done.returncode == Exit.UNREACHABLE
+    assert done.returncode == ExitCode.UNREACHABLE
     assert "--listen 127.0.0.1:0" in done.stderr
     nothing_of(owner.secrets, heard)
 
@@ -333,7 +333,7 @@ def test_a_hub_without_tls_stays_on_this_machine(tmp_path: Path, tries: Callable
     made = Person(tmp_path / "home")
     for command in ("up", "hub"):
         for host in EVERYWHERE:
-            made.says(command, "--listen", f"{host}:0", status=Exit.USAGE)
+            made.says(command, "--listen", f"{host}:0", status=ExitCode.USAGE)
             tries(1)
     assert not (made.home / "strata-hub").exists()
 
@@ -355,8 +355,8 @@ def test_no_secret_leaves_the_machine_in_the_clear(tmp_path: Path, tries: Callab
     """The addresses are of documentation: nothing is sent, or this would take as long as a connection that fails."""
     made = Person(tmp_path / "home")
     for secret in (f"tml-0123456789ab-{'0' * 40}", "0" * 48, f"fj1.{'0' * 64}.{'0' * 12}.{'0' * 40}"):
-        made.says("login", "http://192.0.2.1:8443", stdin=f"{secret}\n", status=Exit.USAGE)
-        made.says("join", "http://192.0.2.1:8443", stdin=f"{secret}\n", status=Exit.USAGE)
+        made.says("login", "http://192.0.2.1:8443", stdin=f"{secret}\n", status=ExitCode.USAGE)
+        made.says("join", "http://192.0.2.1:8443", stdin=f"{secret}\n", status=ExitCode.USAGE)
         tries(2)
 
 
@@ -416,7 +416,7 @@ def test_the_command_line_sends_nothing_to_whoever_took_the_port_of_a_training_s
         if left_behind:
             # Of a server that was killed.
             listen_unix(folder / "api").close()
-        assert owner.tries("serve", "status", str(config)).returncode == Exit.UNREACHABLE
+        assert owner.tries("serve", "status", str(config)).returncode == ExitCode.UNREACHABLE
         assert owner.tries("weights", "import", str(adapter), "--server", str(config)).returncode != 0
     assert heard.read_bytes() == before
 
@@ -426,7 +426,7 @@ def test_the_command_line_sends_nothing_to_whoever_took_the_port_of_a_training_s
 
 @pytest.mark.attack(AREA, "terminal escapes in an error")
 def test_escape_sequences_in_an_error_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["keys", "create", "x", "--context", "\x1b]0;owned\x07", "--role", "viewer"]) == Exit.USAGE
+    assert run(["keys", "create", "x", "--context", "\x1b]0;owned\x07", "--role", "viewer"]) == ExitCode.USAGE
     shown = capsys.readouterr().err
     assert "\x1b" not in shown
     assert "\x07" not in shown

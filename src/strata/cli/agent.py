@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.output import complain, write
+from strata.cli.output import print_error, write
 
 if TYPE_CHECKING:
     from strata.fleet.agent.settings import AgentSettings
@@ -46,7 +46,7 @@ def agent(ctx: click.Context, /, config: Path | None, **flags: str | None) -> No
     settings = _settings(config, flags)
     style = settings.log_format or ("console" if sys.stderr.isatty() else "json")
     log.configure(style, settings.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
-    run(settings, own_environment(), lambda line: complain(f"strata agent: {line}"))
+    run(settings, own_environment(), lambda line: print_error(f"strata agent: {line}"))
 
 
 @agent.command()
@@ -63,7 +63,7 @@ def probe(config: Path | None, interpreter: str | None) -> None:
     settings = _settings(config, {"interpreter": interpreter})
     probed = probe_capability(settings, inherited_by_jobs(own_environment(), settings.pass_env))
     for problem in probed.problems:
-        complain(f"strata agent: {problem}")
+        print_error(f"strata agent: {problem}")
     write(msgspec.json.format(msgspec.json.encode(probed.capability)).decode())
 
 
@@ -80,7 +80,7 @@ def check(config: Path | None, state: str | None, work: str | None) -> None:
     joined = (settings.state_folder / "identity" / "hub.json").exists()
     results = check_host(settings, connect_to_hub(settings.state_folder) if joined else None)
     if not joined:
-        complain("strata agent: this host has not joined a hub; its part is tested alone")
+        print_error("strata agent: this host has not joined a hub; its part is tested alone")
     for result in results:
         write(f"{'ok ' if result.ok else 'BAD'}  {result.check}: {result.reason}")
     if not all(result.ok for result in results):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.output import complain, redact
+from strata.cli.output import print_error, redact
 
 if TYPE_CHECKING:
     from strata.hub.settings import HubSettings
@@ -25,7 +25,7 @@ _SECRET: Final = ("password", "sslpassword")
 """What may stand behind the ? of an address, and is for nobody to see."""
 
 
-def hub_place(function: _Function) -> _Function:
+def hub_location_options(function: _Function) -> _Function:
     """Which hub: `config`, `data` and `database`, as for `strata hub`."""
     for option in reversed(_OPTIONS):
         function = option(function)
@@ -34,7 +34,7 @@ def hub_place(function: _Function) -> _Function:
 
 @click.command()
 @click.argument("target", type=click.Path(path_type=Path))
-@hub_place
+@hub_location_options
 @click.option("--all", "large", is_flag=True, help="Also logs and artifacts.")
 def backup(*, target: Path, config: Path | None, data: str | None, database: str | None, large: bool) -> None:
     """Copy what a hub cannot do without to the folder TARGET.
@@ -42,46 +42,48 @@ def backup(*, target: Path, config: Path | None, data: str | None, database: str
     The database with jobs, hosts, keys and the index of artifacts, the authority, and the operator's token: TARGET is
     as secret as the hub itself. The hub may run meanwhile. With PostgreSQL it says which pg_dump to run.
     """
-    settings = hub_settings(config, data, database)
+    settings = load_hub_settings(config, data, database)
     from strata.base.clock import SystemClock
-    from strata.cli.fleet.asking import size_of
+    from strata.cli.fleet.client import format_bytes
     from strata.hub.backup import LARGE, back_up, size_below
 
     folder = settings.data.expanduser()
     target = target.expanduser().absolute()
     note = back_up(folder, settings.database, target, SystemClock().wall_s(), large=large)
-    complain(f"strata: the hub of {folder} is backed up in {target}")
+    print_error(f"strata: the hub of {folder} is backed up in {target}")
     if note.database == "postgresql":
-        complain("strata: its database is not in there; now run")
-        complain(f"pg_dump --format=custom --file={target / 'hub.dump'} {without_password(settings.database)}")
+        print_error("strata: its database is not in there; now run")
+        print_error(f"pg_dump --format=custom --file={target / 'hub.dump'} {without_password(settings.database)}")
     left_out = 0 if large else sum(size_below(folder / name) for name in LARGE)
     if left_out:
-        complain(f"strata: logs and artifacts ({size_of(left_out)}) are not in it", hint="--all copies them too")
+        print_error(
+            f"strata: logs and artifacts ({format_bytes(left_out)}) are not in it", hint="--all copies them too"
+        )
 
 
 @click.command()
 @click.argument("source", metavar="BACKUP", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@hub_place
+@hub_location_options
 def restore(*, source: Path, config: Path | None, data: str | None, database: str | None) -> None:
     """Make a hub's data out of BACKUP.
 
     Nothing is overwritten, and no hub may run on it yet. What hosts did since the backup is refused from then on, and
     what they were doing is done again. With PostgreSQL, run pg_restore into an empty database first.
     """
-    settings = hub_settings(config, data, database, exists=False)
+    settings = load_hub_settings(config, data, database, exists=False)
     from strata.base.clock import SystemClock
     from strata.hub.backup import restore as restore_hub
 
     note = restore_hub(source, settings.data.expanduser(), settings.database, SystemClock().wall_s())
-    complain(f"strata: the hub of {settings.data.expanduser()} is restored, as it was at {_date(note.taken_at_s)}")
-    complain(
+    print_error(f"strata: the hub of {settings.data.expanduser()} is restored, as it was at {_date(note.taken_at_s)}")
+    print_error(
         "strata: keys and hosts revoked since then are good again; unused invites are not", hint="strata keys list"
     )
 
 
 @click.command()
 @click.argument("target")
-@hub_place
+@hub_location_options
 def move(*, target: str, config: Path | None, data: str | None, database: str | None) -> None:
     """Move the database of a hub to TARGET.
 
@@ -97,18 +99,20 @@ def move(*, target: str, config: Path | None, data: str | None, database: str | 
             "a password on the command line can be read by every user of this machine",
             hint="leave it out of the URL, and put it into ~/.pgpass or PGPASSWORD",
         )
-    settings = hub_settings(config, data, database)
+    settings = load_hub_settings(config, data, database)
     from strata.base.clock import SystemClock
     from strata.hub.moving import move_database
 
     source = settings.database or f"sqlite:{settings.data.expanduser() / 'hub.db'}"
     moved = asyncio.run(move_database(source, target, SystemClock().wall_s()))
     rows, tables = sum(moved.rows.values()), sum(1 for number in moved.rows.values() if number)
-    complain(f"strata: {rows} rows of {tables} tables are at their new place")
-    complain(f'strata: start the hub with --database {target}, or database = "{target}" under [hub]')
+    print_error(f"strata: {rows} rows of {tables} tables are at their new place")
+    print_error(f'strata: start the hub with --database {target}, or database = "{target}" under [hub]')
 
 
-def hub_settings(config: Path | None, data: str | None, database: str | None, *, exists: bool = True) -> HubSettings:
+def load_hub_settings(
+    config: Path | None, data: str | None, database: str | None, *, exists: bool = True
+) -> HubSettings:
     """Those of the hub; where nobody says which, `strata up`'s if only that is there."""
     from strata.base.settings import load
     from strata.cli.extras import require

@@ -10,7 +10,7 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
-from strata.cli.output import Column, Format, Rows, complain, output_option
+from strata.cli.output import Column, Format, Rows, output_option, print_error
 
 if TYPE_CHECKING:
     from strata.fleet.client import HubClient
@@ -60,7 +60,7 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
         found = _greeted(client)
     kept = keep_secret(settings, name, secret)
     save_context(settings, name, Context(url=url, token_file=str(kept), ca=str(authority or "")))
-    complain(f"strata: {name} is chosen: {url}, {found}")
+    print_error(f"strata: {name} is chosen: {url}, {found}")
 
 
 @click.command()
@@ -109,8 +109,8 @@ def _authority(url: str, pin: str | None, file: Path | None) -> bytes | None:
                 f"the authority of {url} has the pin {found}, and nobody has compared it",
                 hint="give --ca-pin, or --ca FILE",
             )
-        complain(f"strata: the authority of {url} has the pin\n  {found}")
-        complain("strata: the hub prints its pin when it starts, and 'strata invite' shows it")
+        print_error(f"strata: the authority of {url} has the pin\n  {found}")
+        print_error("strata: the hub prints its pin when it starts, and 'strata invite' shows it")
         click.confirm("Is it what the hub's operator told you?", abort=True, err=True)
     return pem
 

@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.output import complain, redact, write
+from strata.cli.output import print_error, redact, write
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _DURATION: Final = re.compile(r"(\d+)([smhd])")
@@ -56,7 +56,7 @@ def _run(config: Path | None, flags: dict[str, str | None]) -> None:
     style = settings.log_format or ("console" if sys.stderr.isatty() else "json")
     log.configure(style, settings.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
     database = redact(settings.database)
-    run(settings, lambda line: complain(f"strata coordinator: {line}, journal {database}"))
+    run(settings, lambda line: print_error(f"strata coordinator: {line}, journal {database}"))
 
 
 @coordinator.command()
@@ -112,7 +112,7 @@ def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
     )
     made = Tokens(secret).issue(claims)
     if revoke_id is None:
-        complain(f"strata coordinator: token {claims.id}; 'strata coordinator revoke {claims.id}' ends it")
+        print_error(f"strata coordinator: token {claims.id}; 'strata coordinator revoke {claims.id}' ends it")
     write(made)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from strata.cli.output import complain, redact
+from strata.cli.output import print_error, redact
 
 
 @click.command()
@@ -44,4 +44,4 @@ def hub(config: Path | None, **flags: Any) -> None:
     style = settings.log_format or ("console" if sys.stderr.isatty() else "json")
     log.configure(style, settings.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
     database = redact(settings.database) or "hub.db in the data folder"
-    run(settings, lambda line: complain(f"strata hub: {line}, database {database}"))
+    run(settings, lambda line: print_error(f"strata hub: {line}, database {database}"))

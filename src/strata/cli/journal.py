@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.cli.output import Column, Format, Rows, output_option
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def verify(database: str, output: Format) -> None:
         return whole
 
     if not _look(database, check):
-        click.get_current_context().exit(Exit.FAILED)
+        click.get_current_context().exit(ExitCode.FAILED)
 
 
 @journal.command()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from strata.cli.output import printable
+from strata.cli.output import Format, printable, write
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 GAP: Final = 2
 FOLDED: Final = 30
@@ -105,3 +106,35 @@ def render(shown: Screen, width: int, *, before: Sequence[Cell] = ()) -> Rendera
         if table.more:
             parts.append(Text(table.more, style="dim"))
     return Group(*parts)
+
+
+UNLIMITED: Final = 1 << 16
+"""Columns when stdout is no terminal: a row is one line, for grep."""
+
+
+def console(width: int | None = None) -> Console:
+    """With the colours and the width of the terminal; without colours and without a limit if there is none."""
+    from rich.console import Console
+
+    if width is None and not sys.stdout.isatty():
+        width = UNLIMITED
+    return Console(file=sys.stdout, highlight=False, emoji=False, width=width)
+
+
+def print_once(state: object, screen: Screen, output: Format) -> None:
+    """Print the state as JSON, or the screen that shows the same state."""
+    if output in (Format.JSON, Format.JSONL):
+        write(to_json(state, indent=output is Format.JSON))
+        return
+    # A wide row is one line, and a terminal that is too narrow folds it.
+    target = console(width=UNLIMITED if output is Format.WIDE else None)
+    with target.capture() as captured:
+        target.print(render(screen, target.width))
+    write("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def to_json(state: object, *, indent: bool) -> str:
+    import msgspec
+
+    encoded = msgspec.json.encode(state)
+    return (msgspec.json.format(encoded, indent=2) if indent else encoded).decode()

@@ -11,61 +11,71 @@ import click
 
 from strata import __version__
 from strata.base.errors import Code, StrataError
-from strata.cli.exits import EXIT_OF, Exit
-from strata.cli.lazy import Entry, LazyGroup
-from strata.cli.output import complain
+from strata.cli.exit_codes import EXIT_CODE_OF, ExitCode
+from strata.cli.groups import CommandEntry, LazyGroup
+from strata.cli.output import print_error
 
-COMMANDS: Final[Mapping[str, Entry]] = {
-    "agent": Entry("strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report."),
-    "apply": Entry("strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and change those that differ."),
-    "artifacts": Entry("strata.cli.fleet.artifacts:artifacts", "List what jobs made, and fetch it."),
-    "backup": Entry("strata.cli.backup:backup", "Copy what a hub cannot do without to the folder TARGET."),
-    "cancel": Entry("strata.cli.fleet.control:cancel", "End each JOB."),
-    "completion": Entry("strata.cli.completion:completion", "Print what makes SHELL complete the words of 'strata'."),
-    "contexts": Entry("strata.cli.contexts:contexts", "List the hubs you logged in to, or choose the one called NAME."),
-    "coordinator": Entry(
+COMMANDS: Final[Mapping[str, CommandEntry]] = {
+    "agent": CommandEntry("strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report."),
+    "apply": CommandEntry("strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and change those that differ."),
+    "artifacts": CommandEntry("strata.cli.fleet.artifacts:artifacts", "List what jobs made, and fetch it."),
+    "backup": CommandEntry("strata.cli.backup:backup", "Copy what a hub cannot do without to the folder TARGET."),
+    "cancel": CommandEntry("strata.cli.fleet.control:cancel", "End each JOB."),
+    "completion": CommandEntry(
+        "strata.cli.completion:completion", "Print what makes SHELL complete the words of 'strata'."
+    ),
+    "contexts": CommandEntry(
+        "strata.cli.contexts:contexts", "List the hubs you logged in to, or choose the one called NAME."
+    ),
+    "coordinator": CommandEntry(
         "strata.cli.coordinator:coordinator", "Run the coordinator that keeps the workers of a job together."
     ),
-    "doctor": Entry(
+    "doctor": CommandEntry(
         "strata.cli.doctor.command:doctor", "Look for what you would stumble over: here, at the hub, in the agent."
     ),
-    "drain": Entry("strata.cli.fleet.control:drain", "Let each HOST finish what it has, and give it nothing more."),
-    "gang": Entry(
+    "drain": CommandEntry(
+        "strata.cli.fleet.control:drain", "Let each HOST finish what it has, and give it nothing more."
+    ),
+    "gang": CommandEntry(
         "strata.cli.gang.commands:gang", "Show the workers of a job, live if you like, and give them commands."
     ),
-    "hub": Entry("strata.cli.hub:hub", "Run the hub that hands out jobs and keeps what comes of them."),
-    "invite": Entry("strata.cli.fleet.enrol:invite", "Make a join token for one host, and print what to run there."),
-    "join": Entry("strata.cli.fleet.enrol:join", "Make this machine a host of the hub at URL."),
-    "journal": Entry("strata.cli.journal:journal", "Look into a journal: streams, records, integrity."),
-    "keys": Entry("strata.cli.fleet.keys:keys", "Make, list and end the API keys of people and programs."),
-    "leave": Entry("strata.cli.fleet.enrol:leave", "Undo 'strata join' on this machine."),
-    "list": Entry("strata.cli.fleet.jobs:list_jobs", "List the jobs, all or some."),
-    "login": Entry("strata.cli.contexts:login", "Choose the hub at URL for all other commands."),
-    "logs": Entry("strata.cli.fleet.logs:logs", "Print the log of JOB."),
-    "metrics": Entry("strata.cli.fleet.metrics:metrics", "Show the metrics of jobs, side by side or over time."),
-    "move": Entry("strata.cli.backup:move", "Move the database of a hub to TARGET."),
-    "models": Entry("strata.cli.models:models", "Make models for the training server, or fetch its tokenizer."),
-    "pause": Entry("strata.cli.fleet.control:pause", "Give each HOST no more jobs until it is resumed."),
-    "reload": Entry(
+    "hub": CommandEntry("strata.cli.hub:hub", "Run the hub that hands out jobs and keeps what comes of them."),
+    "invite": CommandEntry(
+        "strata.cli.fleet.enrol:invite", "Make a join token for one host, and print what to run there."
+    ),
+    "join": CommandEntry("strata.cli.fleet.enrol:join", "Make this machine a host of the hub at URL."),
+    "journal": CommandEntry("strata.cli.journal:journal", "Look into a journal: streams, records, integrity."),
+    "keys": CommandEntry("strata.cli.fleet.keys:keys", "Make, list and end the API keys of people and programs."),
+    "leave": CommandEntry("strata.cli.fleet.enrol:leave", "Undo 'strata join' on this machine."),
+    "list": CommandEntry("strata.cli.fleet.jobs:list_jobs", "List the jobs, all or some."),
+    "login": CommandEntry("strata.cli.contexts:login", "Choose the hub at URL for all other commands."),
+    "logs": CommandEntry("strata.cli.fleet.logs:logs", "Print the log of JOB."),
+    "metrics": CommandEntry("strata.cli.fleet.metrics:metrics", "Show the metrics of jobs, side by side or over time."),
+    "move": CommandEntry("strata.cli.backup:move", "Move the database of a hub to TARGET."),
+    "models": CommandEntry("strata.cli.models:models", "Make models for the training server, or fetch its tokenizer."),
+    "pause": CommandEntry("strata.cli.fleet.control:pause", "Give each HOST no more jobs until it is resumed."),
+    "reload": CommandEntry(
         "strata.cli.fleet.apply:reload", "Apply the manifest that the hub was configured with, as it is now."
     ),
-    "requeue": Entry(
+    "requeue": CommandEntry(
         "strata.cli.fleet.control:requeue", "Let each ended JOB run again, or excluded hosts try a pending one."
     ),
-    "restore": Entry("strata.cli.backup:restore", "Make a hub's data out of BACKUP."),
-    "resume": Entry("strata.cli.fleet.control:resume", "Let each HOST work again, also out of quarantine."),
-    "revoke": Entry(
+    "restore": CommandEntry("strata.cli.backup:restore", "Make a hub's data out of BACKUP."),
+    "resume": CommandEntry("strata.cli.fleet.control:resume", "Let each HOST work again, also out of quarantine."),
+    "revoke": CommandEntry(
         "strata.cli.fleet.control:revoke", "End the credentials of HOST, which is lost or not trusted any more."
     ),
-    "run": Entry("strata.cli.fleet.run:run", "Run COMMAND in a copy of this folder, somewhere in the fleet."),
-    "serve": Entry("strata.cli.serve:serve", "Run a server that trains a model by API."),
-    "show": Entry("strata.cli.fleet.jobs:show", "Show one JOB and its attempts."),
-    "status": Entry("strata.cli.fleet.jobs:status", "Show how many jobs and hosts there are, and what failed."),
-    "up": Entry("strata.cli.fleet.up:up", "Run a hub and the agent of this machine, all in one."),
-    "wait": Entry("strata.cli.fleet.wait:wait", "Wait until every JOB has ended."),
-    "weights": Entry("strata.cli.weights:weights", "Export checkpoints of the training server, or import an adapter."),
-    "why": Entry("strata.cli.fleet.why:why", "Explain why JOB is not running, and what would help."),
-    "workers": Entry("strata.cli.fleet.jobs:workers", "List the hosts that train, and what they are."),
+    "run": CommandEntry("strata.cli.fleet.run:run", "Run COMMAND in a copy of this folder, somewhere in the fleet."),
+    "serve": CommandEntry("strata.cli.serve.commands:serve", "Run a server that trains a model by API."),
+    "show": CommandEntry("strata.cli.fleet.jobs:show", "Show one JOB and its attempts."),
+    "status": CommandEntry("strata.cli.fleet.jobs:status", "Show how many jobs and hosts there are, and what failed."),
+    "up": CommandEntry("strata.cli.fleet.up:up", "Run a hub and the agent of this machine, all in one."),
+    "wait": CommandEntry("strata.cli.fleet.wait:wait", "Wait until every JOB has ended."),
+    "weights": CommandEntry(
+        "strata.cli.weights:weights", "Export checkpoints of the training server, or import an adapter."
+    ),
+    "why": CommandEntry("strata.cli.fleet.why:why", "Explain why JOB is not running, and what would help."),
+    "workers": CommandEntry("strata.cli.fleet.jobs:workers", "List the hosts that train, and what they are."),
 }
 ALIASES: Final[Mapping[str, str]] = {"hosts": "workers", "jobs": "list"}
 
@@ -123,7 +133,7 @@ def run(args: Sequence[str], group: click.Group = strata) -> int:
     except BrokenPipeError:
         # The reader left (`| head`). Without this the interpreter would complain about the same flush when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.BROKEN_PIPE
+        return ExitCode.BROKEN_PIPE
     return status
 
 
@@ -132,13 +142,13 @@ def _guarded(group: click.Group, args: Sequence[str]) -> int:
     try:
         returned = group.main(list(args), prog_name="strata", standalone_mode=False, obj=invocation)
     except (click.Abort, KeyboardInterrupt):
-        return Exit.INTERRUPTED
+        return ExitCode.INTERRUPTED
     except SystemExit as stop:
         # Shell completion ends this way.
-        return stop.code if isinstance(stop.code, int) else Exit.FAILED
+        return stop.code if isinstance(stop.code, int) else ExitCode.FAILED
     except Exception as error:  # noqa: BLE001 (the outermost handler)
         return _report(error, debug=invocation.debug)
-    return returned if isinstance(returned, int) else Exit.OK
+    return returned if isinstance(returned, int) else ExitCode.OK
 
 
 def _report(error: Exception, *, debug: bool) -> int:
@@ -147,23 +157,23 @@ def _report(error: Exception, *, debug: bool) -> int:
     if debug:
         import traceback
 
-        complain("".join(traceback.format_exception(error)).rstrip())
+        print_error("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, ModuleNotFoundError):
         from strata.cli.extras import explain
 
         error = explain(error) or error
     if isinstance(error, StrataError):
-        complain(f"strata: {error.message}", hint=error.hint)
-        return EXIT_OF[error.code]
+        print_error(f"strata: {error.message}", hint=error.hint)
+        return EXIT_CODE_OF[error.code]
     hint = None if debug else "run it again as 'strata --debug …' for the traceback"
-    complain(f"strata: internal error: {type(error).__name__}: {error}", hint=hint)
-    return Exit.INTERNAL
+    print_error(f"strata: internal error: {type(error).__name__}: {error}", hint=hint)
+    return ExitCode.INTERNAL
 
 
 def _report_usage(error: click.ClickException) -> int:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
-        return Exit.USAGE
+        return ExitCode.USAGE
     path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "strata"
-    complain(f"strata: {error.format_message()}", hint=f"{path} --help")
-    return Exit.USAGE
+    print_error(f"strata: {error.format_message()}", hint=f"{path} --help")
+    return ExitCode.USAGE

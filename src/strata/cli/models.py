@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from strata.cli.output import complain
+from strata.cli.output import print_error
 from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
 
 ANSWER_S: Final = 60.0
@@ -47,7 +47,7 @@ def tiny(folder: Path, family: str, layers: int, hidden: int, vocab: int, **more
 
     shape = {"family": family, "layers": layers, "hidden": hidden, "vocabulary": vocab, **more}
     parameters = make(folder, msgspec.convert(shape, TinyModel))
-    complain(f"{family} with {parameters:,} parameters in {folder}")
+    print_error(f"{family} with {parameters:,} parameters in {folder}")
 
 
 @models.command()
@@ -61,4 +61,4 @@ def tokenizer(out: Path, server: str | None, key_file: Path | None, context: str
 
     with connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S) as client:
         names = fetch_tokenizer(client, out)
-    complain(f"{', '.join(names)} in {out}")
+    print_error(f"{', '.join(names)} in {out}")

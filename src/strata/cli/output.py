@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import click
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -84,10 +84,10 @@ def write(text: str) -> None:
     try:
         click.echo(text)
     except BrokenPipeError as error:
-        raise click.exceptions.Exit(Exit.BROKEN_PIPE) from error
+        raise click.exceptions.Exit(ExitCode.BROKEN_PIPE) from error
 
 
-def complain(message: str, *, hint: str | None = None) -> None:
+def print_error(message: str, *, hint: str | None = None) -> None:
     click.echo(printable(redact(message)), err=True)
     if hint:
         click.echo(f"hint: {printable(redact(hint))}", err=True)

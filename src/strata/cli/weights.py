@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import click
 
-from strata.cli.output import complain, write
+from strata.cli.output import print_error, write
 from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
 
 ANSWER_S: Final = 600.0
@@ -52,7 +52,7 @@ def export(checkpoint: str, out: Path, form: Literal["peft", "hf"], base: str, *
     from strata.train.runner.checkpoint.export import export as export_to
 
     manifest = export_to(Path(checkpoint), out, form, base)
-    complain(f"{manifest.model_id} after {manifest.steps} steps in {out}")
+    print_error(f"{manifest.model_id} after {manifest.steps} steps in {out}")
 
 
 def _export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str, server: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ def _export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str
             with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as folder:
                 fetch_checkpoint(client, path, Path(folder))
                 merge_fetched(Path(folder), out, base)
-    complain(f"{path} in {out}")
+    print_error(f"{path} in {out}")
 
 
 @weights.command("import")

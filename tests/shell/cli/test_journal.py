@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.cli.journal import journal
 from strata.cli.main import run
 
@@ -48,7 +48,7 @@ def test_list_shows_each_stream(journal_file: MakeJournal) -> None:
 def test_verify_says_ok_for_a_whole_journal(journal_file: MakeJournal) -> None:
     path = journal_file(6)
     result = invoke("verify", str(path))
-    assert result.exit_code == Exit.OK
+    assert result.exit_code == ExitCode.OK
     assert [row["result"] for row in rows("verify", str(path))] == ["ok", "ok"]
 
 
@@ -66,7 +66,7 @@ def test_verify_names_the_first_problem_of_a_stream_and_still_reads_the_others(
 ) -> None:
     path = journal_file(6)
     damage(path, statement)
-    assert invoke("verify", str(path)).exit_code == Exit.FAILED
+    assert invoke("verify", str(path)).exit_code == ExitCode.FAILED
     first, second = rows("verify", str(path))
     assert first["result"] == "ok"
     assert problem in second["result"]
@@ -95,13 +95,13 @@ def test_dump_starts_after_a_position_and_stops_at_the_limit(journal_file: MakeJ
 
 
 def test_dump_of_an_unknown_stream_is_not_found(journal_file: MakeJournal, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["journal", "dump", str(journal_file(3)), "c"]) == Exit.NOT_FOUND
+    assert run(["journal", "dump", str(journal_file(3)), "c"]) == ExitCode.NOT_FOUND
     assert capsys.readouterr().err == "strata: stream 'c' does not exist\n"
 
 
 def test_a_mistyped_path_is_not_found_and_not_created(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "typo.db"
-    assert run(["journal", "list", str(path)]) == Exit.NOT_FOUND
+    assert run(["journal", "list", str(path)]) == ExitCode.NOT_FOUND
     assert "there is no journal at" in capsys.readouterr().err
     assert not path.exists()
 
@@ -109,13 +109,13 @@ def test_a_mistyped_path_is_not_found_and_not_created(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("database", "status"),
     [
-        ("postgresql://me:hunter2@127.0.0.1:1/x", Exit.UNREACHABLE),
-        ("postgresql://me@127.0.0.1:1/x?password=hunter2", Exit.UNREACHABLE),
-        ("mysql://me:hunter2@db/x", Exit.USAGE),
-        ("host=db password=hunter2", Exit.NOT_FOUND),
+        ("postgresql://me:hunter2@127.0.0.1:1/x", ExitCode.UNREACHABLE),
+        ("postgresql://me@127.0.0.1:1/x?password=hunter2", ExitCode.UNREACHABLE),
+        ("mysql://me:hunter2@db/x", ExitCode.USAGE),
+        ("host=db password=hunter2", ExitCode.NOT_FOUND),
     ],
 )
-def test_a_password_is_never_printed(database: str, status: Exit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_password_is_never_printed(database: str, status: ExitCode, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ([], ["--debug"]):
         assert run([*flags, "journal", "verify", database]) == status
         captured = capsys.readouterr()

@@ -16,9 +16,9 @@ import pytest
 
 from strata import __version__
 from strata.base.errors import Code, StrataError
-from strata.cli.exits import EXIT_OF, Exit
+from strata.cli.exit_codes import EXIT_CODE_OF, ExitCode
 from strata.cli.extras import DISTRIBUTION_OF
-from strata.cli.lazy import Entry, LazyGroup
+from strata.cli.groups import CommandEntry, LazyGroup
 from strata.cli.main import ALIASES, COMMANDS, Root, run, strata
 
 STRATA = str(Path(sys.executable).with_name("strata"))
@@ -115,8 +115,8 @@ def test_an_alias_runs_its_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_target_that_does_not_exist_is_a_defect_and_not_an_unknown_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    group = LazyGroup(name="strata", table={"gone": Entry("strata.cli.gone:gone", "")}, aliases={})
-    assert run(["gone"], group) == Exit.INTERNAL
+    group = LazyGroup(name="strata", table={"gone": CommandEntry("strata.cli.gone:gone", "")}, aliases={})
+    assert run(["gone"], group) == ExitCode.INTERNAL
     assert "internal error: ModuleNotFoundError" in capsys.readouterr().err
 
 
@@ -126,7 +126,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_command_prints_the_help_and_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([]) == Exit.USAGE
+    assert run([]) == ExitCode.USAGE
     assert "Commands:" in capsys.readouterr().err
 
 
@@ -141,7 +141,7 @@ def test_no_command_prints_the_help_and_is_a_usage_error(capsys: pytest.CaptureF
 def test_a_usage_error_says_where_help_is(
     args: list[str], lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(args) == Exit.USAGE
+    assert run(args) == ExitCode.USAGE
     captured = capsys.readouterr()
     assert captured.err.splitlines() == lines
     assert captured.out == ""
@@ -151,9 +151,9 @@ def test_a_usage_error_says_where_help_is(
 def test_a_refusal_is_one_line_its_hint_another_and_its_code_the_exit_status(
     code: Code, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["work"], failing(StrataError(code, "it is full", hint="free some space"))) == EXIT_OF[code]
+    assert run(["work"], failing(StrataError(code, "it is full", hint="free some space"))) == EXIT_CODE_OF[code]
     assert capsys.readouterr().err == "strata: it is full\nhint: free some space\n"
-    assert run(["work"], failing(StrataError(code, "it is full"))) == EXIT_OF[code]
+    assert run(["work"], failing(StrataError(code, "it is full"))) == EXIT_CODE_OF[code]
     assert capsys.readouterr().err == "strata: it is full\n"
 
 
@@ -173,9 +173,9 @@ def test_debug_shows_the_traceback_without_passwords(capsys: pytest.CaptureFixtu
 
 
 def test_the_debug_flag_reaches_the_handler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--debug", "journal", "list", str(tmp_path / "none")]) == Exit.NOT_FOUND
+    assert run(["--debug", "journal", "list", str(tmp_path / "none")]) == ExitCode.NOT_FOUND
     assert "Traceback" in capsys.readouterr().err
-    assert run(["journal", "list", str(tmp_path / "none")]) == Exit.NOT_FOUND
+    assert run(["journal", "list", str(tmp_path / "none")]) == ExitCode.NOT_FOUND
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -195,7 +195,7 @@ def test_a_missing_extra_is_exactly_one_line() -> None:
         main()
         """
     )
-    assert done.returncode == Exit.USAGE
+    assert done.returncode == ExitCode.USAGE
     assert done.stderr == (
         "strata: this command needs psycopg, which is not installed: pip install 'strata-train[postgres]'\n"
     )
@@ -211,7 +211,7 @@ def test_a_reader_that_leaves_is_no_error(journal_file: Callable[[int], Path]) -
     assert os.read(read, 20)
     os.close(read)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (Exit.BROKEN_PIPE, "")
+    assert (process.returncode, errors) == (ExitCode.BROKEN_PIPE, "")
 
 
 @click.command()
@@ -220,8 +220,8 @@ def hang_up() -> None:
 
 
 def test_a_connection_that_breaks_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    group = Root(name="strata", table={"hang-up": Entry(f"{__name__}:hang_up", "")}, aliases={})
-    assert run(["hang-up"], group) == Exit.UNREACHABLE
+    group = Root(name="strata", table={"hang-up": CommandEntry(f"{__name__}:hang_up", "")}, aliases={})
+    assert run(["hang-up"], group) == ExitCode.UNREACHABLE
     assert capsys.readouterr().err == "strata: the other side closed the connection\n"
 
 

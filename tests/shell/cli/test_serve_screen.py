@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.cli.layout import render
 from strata.cli.main import run
-from strata.cli.serve_screen import line, screen, took
+from strata.cli.serve.screen import line, screen, took
 from strata.train.core.commands import Timing
 from strata.train.core.status import RanksStatus, RunningStatus, SnapshotStatus, Status, TenantStatus, Timeline
 
@@ -141,8 +141,8 @@ def test_a_file_of_settings_is_still_run_without_naming_the_command(
 ) -> None:
     file = tmp_path / "train.toml"
     file.write_text("[server]\nport = -1\n")
-    assert run(["serve", str(file)]) == Exit.USAGE
+    assert run(["serve", str(file)]) == ExitCode.USAGE
     assert "port" in capsys.readouterr().err
-    assert run(["serve", str(tmp_path / "missing.toml")]) == Exit.USAGE
+    assert run(["serve", str(tmp_path / "missing.toml")]) == ExitCode.USAGE
     assert "missing.toml" in capsys.readouterr().err
-    assert run(["serve", "status", str(file), "--watch", "-o", "json"]) == Exit.USAGE
+    assert run(["serve", "status", str(file), "--watch", "-o", "json"]) == ExitCode.USAGE

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import STRATA
 from tests.shell.fleet_agent.waiting import eventually
@@ -53,7 +53,7 @@ def test_a_job_that_no_host_may_take_is_explained_and_ctrl_c_leaves_it(
     with attached(project, said, *words) as process:
         says(said, "strata: huge is pending: the only host is not eligible; needs 4096 GiB, here has 8 GiB")
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == Exit.INTERRUPTED
+        assert process.wait(30) == ExitCode.INTERRUPTED
     if words[0] == "run":
         job = person.says("show", "huge", "-o", "json").value["id"].partition("_")[2][:10]
         end = f"strata: huge goes on without you\nhint: strata logs -f {job}, strata cancel {job}\n"
@@ -77,7 +77,7 @@ def test_jobs_that_wait_for_a_host_are_explained_and_again_when_the_reason_is_an
         person.says("resume", host.name)
         host.fails("ValueError: no")
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) in (Exit.INTERRUPTED, Exit.FAILED)
+        assert process.wait(30) in (ExitCode.INTERRUPTED, ExitCode.FAILED)
     if words[0] == "apply":
         assert "what manifest.toml queued goes on without you" in said.read_text()
 

@@ -12,7 +12,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.cli.backup import without_password
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
 from strata.fleet.artifacts.manifest import Kind
 from strata.fleet.backup import EPOCHS
@@ -37,12 +37,12 @@ def test_a_running_hub_is_backed_up_and_comes_back_fenced(
     host.hub.append(held, "log", 0, b"half way\n")
     kept = tmp_path / "kept"
     done = person.says("backup", str(kept), "--data", str(hub.data), "--all")
-    assert done.status == Exit.OK, done.err
+    assert done.status == ExitCode.OK, done.err
     assert modes(kept) == {0}, "it holds the key of the authority"
     assert list((hub.data / "backups").iterdir()) == []
     hub.kill()
     shutil.rmtree(hub.data)
-    assert person.says("restore", str(kept), "--data", str(hub.data)).status == Exit.OK
+    assert person.says("restore", str(kept), "--data", str(hub.data)).status == ExitCode.OK
     hub.start()
     with pytest.raises(StrataError) as refused:
         host.hub.complete(held, wire.CompleteRequest(epoch=held.epoch))
@@ -58,14 +58,14 @@ def test_a_running_hub_is_backed_up_and_comes_back_fenced(
 
 def test_a_backup_and_a_restore_overwrite_nothing(person: Person, hub: HubProcess, tmp_path: Path) -> None:
     kept, data = tmp_path / "kept", str(hub.data)
-    assert person.says("backup", str(kept), "--data", data).status == Exit.OK
-    assert person.says("backup", str(kept), "--data", data).status == Exit.FAILED
-    assert person.says("restore", str(kept), "--data", data).status == Exit.FAILED
+    assert person.says("backup", str(kept), "--data", data).status == ExitCode.OK
+    assert person.says("backup", str(kept), "--data", data).status == ExitCode.FAILED
+    assert person.says("restore", str(kept), "--data", data).status == ExitCode.FAILED
     (tmp_path / "other" / "ca").mkdir(parents=True)
     (tmp_path / "other" / "ca" / "ca.key").write_text("of another hub")
     done = person.says("restore", str(kept), "--data", str(tmp_path / "other"))
-    assert (done.status, "another authority" in done.err) == (Exit.FAILED, True)
-    assert person.says("backup", str(tmp_path / "b"), "--data", str(tmp_path / "nowhere")).status == Exit.NOT_FOUND
+    assert (done.status, "another authority" in done.err) == (ExitCode.FAILED, True)
+    assert person.says("backup", str(tmp_path / "b"), "--data", str(tmp_path / "nowhere")).status == ExitCode.NOT_FOUND
     assert not (tmp_path / "b").exists()
 
 
@@ -74,22 +74,22 @@ def test_a_restore_leaves_a_token_and_a_certificate_that_are_there_as_they_are(
     person: Person, hub: HubProcess, tmp_path: Path, name: str
 ) -> None:
     kept, other = tmp_path / "kept", tmp_path / "other"
-    assert person.says("backup", str(kept), "--data", str(hub.data)).status == Exit.OK
+    assert person.says("backup", str(kept), "--data", str(hub.data)).status == ExitCode.OK
     (other / "ca").mkdir(parents=True)
     (other / name).write_text("of another hub")
     done = person.says("restore", str(kept), "--data", str(other))
-    assert (done.status, f"{Path(name)} is there already" in done.err) == (Exit.FAILED, True), done.err
+    assert (done.status, f"{Path(name)} is there already" in done.err) == (ExitCode.FAILED, True), done.err
     assert (other / name).read_text() == "of another hub"
     assert not (other / "hub.db").exists()
     shutil.copy(kept / name, other / name)
-    assert person.says("restore", str(kept), "--data", str(other)).status == Exit.OK, "the same is no other"
+    assert person.says("restore", str(kept), "--data", str(other)).status == ExitCode.OK, "the same is no other"
 
 
 def test_a_restore_that_was_interrupted_is_finished_by_the_next(
     person: Person, hub: HubProcess, tmp_path: Path
 ) -> None:
     kept, again = tmp_path / "kept", tmp_path / "again"
-    assert person.says("backup", str(kept), "--data", str(hub.data), "--all").status == Exit.OK
+    assert person.says("backup", str(kept), "--data", str(hub.data), "--all").status == ExitCode.OK
     (kept / "streams").mkdir(exist_ok=True)
     (kept / "streams" / "long").write_bytes(os.urandom(1 << 20))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -102,7 +102,7 @@ def test_a_restore_that_was_interrupted_is_finished_by_the_next(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not (again / "streams" / "long").exists()
     done = person.says("restore", str(kept), "--data", str(again))
-    assert done.status == Exit.OK, done.err
+    assert done.status == ExitCode.OK, done.err
     assert (again / "streams" / "long").read_bytes() == (kept / "streams" / "long").read_bytes()
     assert [path for path in again.rglob("*") if "partial" in path.name and path.is_file()] == []
 
@@ -119,7 +119,7 @@ def test_a_backup_that_was_changed_or_is_not_whole_is_refused(
         with (kept / name).open("ab") as file:
             file.write(b"x")
     done = person.says("restore", str(kept), "--data", str(tmp_path / "again"))
-    assert done.status in (Exit.FAILED, Exit.NOT_FOUND), done.err
+    assert done.status in (ExitCode.FAILED, ExitCode.NOT_FOUND), done.err
     assert not (tmp_path / "again").exists()
 
 
@@ -130,7 +130,7 @@ def test_a_hub_that_does_not_run_is_backed_up_too_and_stays_as_it_is(
     hub.kill()
     before = sorted(path.name for path in hub.data.iterdir())
     done = person.says("backup", str(tmp_path / "kept"), "--data", str(hub.data))
-    assert done.status == Exit.OK, done.err
+    assert done.status == ExitCode.OK, done.err
     assert "logs and artifacts" in done.err
     after = sorted(path.name for path in hub.data.iterdir())
     assert set(after) <= set(before), "no file is left behind"
@@ -143,7 +143,7 @@ def test_a_hub_on_postgres_is_backed_up_with_its_own_tools(stranger: Person, pos
     with process(data, "--database", postgres_url) as started, started.client() as operator:
         made = operator.post("/v1/keys", json={"name": "k", "role": "viewer"}).json()
     done = stranger.says("backup", str(kept), "--data", str(data), "--database", postgres_url)
-    assert done.status == Exit.OK, done.err
+    assert done.status == ExitCode.OK, done.err
     (command,) = [line for line in done.err.splitlines() if line.startswith("pg_dump")]
     _, *arguments = command.split()
     subprocess.run([find_programs() / "pg_dump", *arguments], check=True, timeout=60)
@@ -152,13 +152,13 @@ def test_a_hub_on_postgres_is_backed_up_with_its_own_tools(stranger: Person, pos
     subprocess.run(restore, check=True, timeout=60)
     again = tmp_path / "again"
     done = stranger.says("restore", str(kept), "--data", str(again), "--database", postgres_url)
-    assert done.status == Exit.OK, done.err
+    assert done.status == ExitCode.OK, done.err
     with process(again, "--database", postgres_url) as started, started.client() as operator:
         assert operator.get("/v1/keys").json()["keys"][0]["id"] == made["key"]["id"]
         params: dict[str, str | float] = {"subject": "hub", "wait_s": ARRIVES_S}
         told = ok(operator.get("/v1/events", params=params), wire.EventsReply).events
     assert [each.kind for each in told] == ["hub.restored"]
-    assert stranger.says("restore", str(kept), "--data", str(tmp_path / "c")).status == Exit.USAGE
+    assert stranger.says("restore", str(kept), "--data", str(tmp_path / "c")).status == ExitCode.USAGE
 
 
 def test_a_database_moves_to_postgres_and_the_hub_goes_on_there(
@@ -167,15 +167,15 @@ def test_a_database_moves_to_postgres_and_the_hub_goes_on_there(
     person.says("apply", str(manifest))
     jobs = person.says("list", "-o", "json").value
     busy = person.says("move", postgres_url, "--data", str(hub.data))
-    assert (busy.status, "in use" in busy.err) == (Exit.FAILED, True)
+    assert (busy.status, "in use" in busy.err) == (ExitCode.FAILED, True)
     hub.kill()
     moved = person.says("move", postgres_url, "--data", str(hub.data))
-    assert moved.status == Exit.OK, moved.err
+    assert moved.status == ExitCode.OK, moved.err
     with process(hub.data, "--database", postgres_url) as started, started.client() as operator:
         found = operator.get("/v1/jobs").json()["jobs"]
     assert {each["id"] for each in found} == {each["id"] for each in jobs}
     back = person.says("move", f"sqlite:{tmp_path / 'back.db'}", "--data", str(hub.data), "--database", postgres_url)
-    assert back.status == Exit.OK, back.err
+    assert back.status == ExitCode.OK, back.err
     assert sorted(path.name for path in tmp_path.glob("back.db*")) == ["back.db"]
 
 
@@ -191,7 +191,7 @@ def test_a_database_moves_to_postgres_and_the_hub_goes_on_there(
 )
 def test_a_password_on_the_command_line_is_refused_and_not_repeated(stranger: Person, target: str) -> None:
     done = stranger.says("move", target)
-    assert (done.status, "hunter2" in done.err) == (Exit.USAGE, False)
+    assert (done.status, "hunter2" in done.err) == (ExitCode.USAGE, False)
 
 
 def test_a_command_to_copy_has_no_password_in_it() -> None:
@@ -206,6 +206,6 @@ def test_a_copy_that_cannot_be_made_is_said_so(person: Person, hub: HubProcess, 
     other = tmp_path / "other"
     other.mkdir()
     done = person.says("backup", str(tmp_path / "b"), "--data", str(other), "--database", str(hub.data / "hub.db"))
-    assert (done.status, "cannot be used" in done.err) == (Exit.UNREACHABLE, True)
+    assert (done.status, "cannot be used" in done.err) == (ExitCode.UNREACHABLE, True)
     assert not (tmp_path / "b").exists()
     assert os.listdir(other) == []  # noqa: PTH208 - only whether there is anything

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.fleet_agent.running import HubProcess
@@ -35,10 +35,10 @@ def test_a_token_may_come_on_stdin_and_a_wrong_one_is_not_kept(
     stranger: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("wrong\n"))
-    assert stranger.says("login", hub.address).status == Exit.AUTH
+    assert stranger.says("login", hub.address).status == ExitCode.AUTH
     assert not (stranger.home / "config" / "strata" / "contexts.json").exists()
     monkeypatch.setattr("sys.stdin", io.StringIO(token(hub) + "\n"))
-    assert stranger.says("login", hub.address, "--name", "mine").status == Exit.OK
+    assert stranger.says("login", hub.address, "--name", "mine").status == ExitCode.OK
     assert stranger.says("status").out.startswith("no jobs yet")
 
 
@@ -46,18 +46,18 @@ def test_the_environment_stands_above_every_context(
     stranger: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("STRATA_URL", hub.address)
-    assert stranger.says("status").status == Exit.AUTH
+    assert stranger.says("status").status == ExitCode.AUTH
     monkeypatch.setenv("STRATA_OPERATOR_TOKEN", token(hub))
-    assert stranger.says("status").status == Exit.OK
+    assert stranger.says("status").status == ExitCode.OK
     monkeypatch.delenv("STRATA_OPERATOR_TOKEN")
     monkeypatch.setenv("STRATA_OPERATOR_TOKEN_FILE", str(hub.data / "operator.token"))
-    assert stranger.says("status").status == Exit.OK
+    assert stranger.says("status").status == ExitCode.OK
     readable = tmp_path / "readable"
     readable.write_text(token(hub))
     readable.chmod(0o644)
     monkeypatch.setenv("STRATA_OPERATOR_TOKEN_FILE", str(readable))
     done = stranger.says("status")
-    assert (done.status, "can be read by group or others" in done.err) == (Exit.USAGE, True)
+    assert (done.status, "can be read by group or others" in done.err) == (ExitCode.USAGE, True)
 
 
 def test_the_token_of_a_context_goes_to_no_other_address(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_the_token_of_a_context_goes_to_no_other_address(person: Person, monkeyp
         listening = threading.Thread(target=listen)
         listening.start()
         monkeypatch.setenv("STRATA_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
-        assert person.says("status").status == Exit.UNREACHABLE
+        assert person.says("status").status == ExitCode.UNREACHABLE
         listening.join()
     assert heard[0].startswith(b"GET /v1/status ")
     assert b"authorization" not in heard[0].lower()
@@ -80,7 +80,7 @@ def test_the_token_of_a_context_goes_to_no_other_address(person: Person, monkeyp
 
 def test_without_a_hub_it_says_how_to_get_one(stranger: Person) -> None:
     done = stranger.says("status")
-    assert done.status == Exit.USAGE
+    assert done.status == ExitCode.USAGE
     assert done.err == "strata: no hub is chosen\nhint: strata up starts one here; strata login URL chooses another\n"
 
 
@@ -88,10 +88,10 @@ def test_a_hub_that_is_not_there_is_unreachable(stranger: Person, monkeypatch: p
     with reserve_port() as guard:
         monkeypatch.setenv("STRATA_URL", f"http://127.0.0.1:{port_of(guard)}")
         done = stranger.says("status")
-    assert done.status == Exit.UNREACHABLE
+    assert done.status == ExitCode.UNREACHABLE
     assert "cannot be reached" in done.err
 
 
 def test_an_unknown_context_is_named_with_those_there_are(person: Person) -> None:
     done = person.says("status", "--context", "moon")
-    assert (done.status, done.err) == (Exit.USAGE, "strata: there is no context 'moon'\nhint: there are: hub\n")
+    assert (done.status, done.err) == (ExitCode.USAGE, "strata: there is no context 'moon'\nhint: there are: hub\n")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from strata.cli.exits import Exit
-from strata.cli.fleet.service import unit_text
+from strata.cli.exit_codes import ExitCode
+from strata.cli.fleet.agent_service import unit_text
 from strata.sdk.fleet import fetch_authority, pin_of
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.fleet_http.running import Process, process
@@ -27,7 +27,7 @@ def secure(tmp_path: Path) -> Iterator[Process]:
 def operator(secure: Process, stranger: Person) -> Person:
     token, pin = str(secure.data / "operator.token"), told_pin(secure)
     done = stranger.says("login", secure.url, "--token-file", token, "--ca-pin", pin)
-    assert done.status == Exit.OK, done.err
+    assert done.status == ExitCode.OK, done.err
     return stranger
 
 
@@ -48,9 +48,9 @@ def test_a_pin_that_nobody_compared_or_that_differs_is_refused(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("never-sent\n"))
     token = str(secure.data / "operator.token")
-    assert stranger.says("login", secure.url, "--token-file", token).status == Exit.USAGE
+    assert stranger.says("login", secure.url, "--token-file", token).status == ExitCode.USAGE
     done = stranger.says("login", secure.url, "--token-file", token, "--ca-pin", "0" * 64)
-    assert done.status == Exit.AUTH
+    assert done.status == ExitCode.AUTH
     assert "another pin" in done.err
 
 
@@ -67,19 +67,19 @@ def test_a_machine_joins_once_and_leaves_once_however_often_it_is_told(operator:
     state = operator.home / "agent"
     join = ("join", secure.url, "--token-file", str(a_token(operator)), "--name", "bench", "--state", str(state))
     first = operator.says(*join)
-    assert first.status == Exit.OK, first.err
+    assert first.status == ExitCode.OK, first.err
     assert "this machine is the host bench of" in first.err
     assert stat.S_IMODE((state / "identity" / "host.key").stat().st_mode) == 0o600
     assert not (state / "joining").exists()
     again = operator.says(*join)
-    assert (again.status, "already" in again.err) == (Exit.OK, True)
+    assert (again.status, "already" in again.err) == (ExitCode.OK, True)
     left = operator.says("leave", "--state", str(state))
-    assert (left.status, "bench has left" in left.err) == (Exit.OK, True)
+    assert (left.status, "bench has left" in left.err) == (ExitCode.OK, True)
     assert not (state / "identity").exists()
     once_more = operator.says("leave", "--state", str(state))
-    assert (once_more.status, "the host of no hub" in once_more.err) == (Exit.OK, True)
+    assert (once_more.status, "the host of no hub" in once_more.err) == (ExitCode.OK, True)
     used = operator.says(*join)
-    assert used.status in (Exit.AUTH, Exit.NOT_FOUND, Exit.FAILED), used.err
+    assert used.status in (ExitCode.AUTH, ExitCode.NOT_FOUND, ExitCode.FAILED), used.err
 
 
 def test_a_token_for_another_hub_is_not_sent(operator: Person, secure: Process) -> None:
@@ -88,17 +88,17 @@ def test_a_token_for_another_hub_is_not_sent(operator: Person, secure: Process) 
     version, pin, *rest = token.split(".")
     file.write_text(".".join([version, "f" * len(pin), *rest]))
     join = ("join", secure.url, "--token-file", str(file), "--state", str(operator.home / "agent"))
-    assert operator.says(*join).status == Exit.AUTH
+    assert operator.says(*join).status == ExitCode.AUTH
     assert not (operator.home / "agent" / "identity").exists()
     file.write_text(token)
-    assert operator.says(*join).status == Exit.OK
+    assert operator.says(*join).status == ExitCode.OK
 
 
 def test_a_token_on_the_command_line_is_refused_unread_and_unrepeated(operator: Person, secure: Process) -> None:
     token = operator.says("invite").out.strip()
     state = ("--state", str(operator.home / "agent"))
     done = operator.says("join", secure.url, token, *state)
-    assert done.status == Exit.USAGE
+    assert done.status == ExitCode.USAGE
     assert "--token-file FILE" in done.err
     assert token not in done.err + done.out
     assert not (operator.home / "agent").exists()
@@ -109,20 +109,20 @@ def test_a_token_comes_from_stdin_or_from_a_variable_that_is_gone_afterwards(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(operator.says("invite").out))
     one = operator.says("join", secure.url, "--name", "one", "--state", str(operator.home / "one"))
-    assert one.status == Exit.OK, one.err
+    assert one.status == ExitCode.OK, one.err
     monkeypatch.setenv("STRATA_JOIN_TOKEN", operator.says("invite").out.strip())
     two = operator.says("join", secure.url, "--name", "two", "--state", str(operator.home / "two"))
-    assert two.status == Exit.OK, two.err
+    assert two.status == ExitCode.OK, two.err
     assert "STRATA_JOIN_TOKEN" not in os.environ  # noqa: TID251 - what children would inherit
     nothing = operator.says("join", secure.url, "--name", "three", "--state", str(operator.home / "three"))
-    assert (nothing.status, "no join token was given" in nothing.err) == (Exit.USAGE, True)
+    assert (nothing.status, "no join token was given" in nothing.err) == (ExitCode.USAGE, True)
 
 
 def test_a_token_file_that_others_can_read_is_refused(operator: Person, secure: Process) -> None:
     file = a_token(operator)
     file.chmod(0o644)
     done = operator.says("join", secure.url, "--token-file", str(file), "--state", str(operator.home / "agent"))
-    assert (done.status, "can be read by group or others" in done.err) == (Exit.USAGE, True)
+    assert (done.status, "can be read by group or others" in done.err) == (ExitCode.USAGE, True)
 
 
 def test_the_unit_of_the_agent_quotes_what_systemd_would_read(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess
@@ -35,25 +35,25 @@ def test_jobs_are_found_by_id_prefix_and_label(applied: Person) -> None:
     whole = rows["tree-small"]
     for text in (whole, whole[:20], whole.removeprefix("job1_")[:10], "tree-small"):
         assert applied.says("show", text, "-o", "json").value["id"] == whole
-    assert applied.says("show", "tree-medium").status == Exit.NOT_FOUND
+    assert applied.says("show", "tree-medium").status == ExitCode.NOT_FOUND
     assert applied.says("jobs", "--status", "completed", "-o", "json").value == []
 
 
 def test_why_names_the_constraint_and_the_fix_and_exits_with_unschedulable(applied: Person, host: HostByHand) -> None:
     done = applied.says("why", "tree-large")
-    assert done.status == Exit.UNSCHEDULABLE
+    assert done.status == ExitCode.UNSCHEDULABLE
     assert "the only host is not eligible" in done.out
     assert "allowed_hosts:" in done.out
     assert "fix: " in done.out
     assert max(map(len, done.out.splitlines())) <= 80
-    assert applied.says("why", "tree-small").status == Exit.OK
+    assert applied.says("why", "tree-small").status == ExitCode.OK
 
 
 def test_why_of_a_job_that_ended_says_how(applied: Person, host: HostByHand) -> None:
     host.fails(TRACEBACK)
     done = applied.says("why", "tree-small")
     assert (done.status, done.out.splitlines()) == (
-        Exit.OK,
+        ExitCode.OK,
         [
             "tree-small has failed: user_error: attempt 1 of 1 failed",
             "  ValueError: it broke",
@@ -68,31 +68,31 @@ def test_why_of_a_job_that_ended_says_how(applied: Person, host: HostByHand) -> 
 
 
 def test_cancel_and_requeue_change_all_jobs_or_none(applied: Person) -> None:
-    assert applied.says("cancel", "tree-small", "tree-medium").status == Exit.NOT_FOUND
+    assert applied.says("cancel", "tree-small", "tree-medium").status == ExitCode.NOT_FOUND
     assert {row["status"] for row in applied.says("list", "-o", "json").value} == {"pending"}
     done = applied.says("cancel", "tree-small", "tree-large", "--reason", "enough", "-o", "json")
     assert [(row["status"], row["reason"]) for row in done.value] == [("cancelled", "enough")] * 2
-    assert applied.says("wait", "tree-small").status == Exit.CANCELLED
+    assert applied.says("wait", "tree-small").status == ExitCode.CANCELLED
     assert applied.says("requeue", "tree-small", "-o", "json").value[0]["status"] == "pending"
 
 
 def test_wait_says_how_it_ended(applied: Person, host: HostByHand) -> None:
-    assert applied.says("wait", "tree-small", "--timeout", "0.2").status == Exit.UNFINISHED
+    assert applied.says("wait", "tree-small", "--timeout", "0.2").status == ExitCode.UNFINISHED
     host.fails(TRACEBACK)
     done = applied.says("wait", "tree-small")
-    assert (done.status, done.out) == (Exit.FAILED, "")
+    assert (done.status, done.out) == (ExitCode.FAILED, "")
     assert done.err.startswith("failed     tree-small on here in ")
     assert done.err.endswith("ValueError: it broke\n")
     applied.says("requeue", "tree-small")
     host.completes()
-    assert applied.says("wait", "tree-small").status == Exit.OK
+    assert applied.says("wait", "tree-small").status == ExitCode.OK
 
 
 def test_a_host_is_paused_drained_and_resumed_by_name(person: Person, host: HostByHand) -> None:
     for verb, state in (("pause", "paused"), ("drain", "draining"), ("resume", "active")):
         assert person.says(verb, host.name, "-o", "json").value[0]["state"] == state
         assert person.says("hosts", "-o", "json").value[0]["state"] == state
-    assert person.says("drain", "there").status == Exit.NOT_FOUND
+    assert person.says("drain", "there").status == ExitCode.NOT_FOUND
 
 
 def test_a_key_works_until_it_is_revoked(person: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,12 +100,12 @@ def test_a_key_works_until_it_is_revoked(person: Person, hub: HubProcess, monkey
     assert made["secret"] not in person.says("keys", "list").out
     monkeypatch.setenv("STRATA_URL", hub.url)
     monkeypatch.setenv("STRATA_OPERATOR_TOKEN", made["secret"])
-    assert person.says("status").status == Exit.OK
-    assert person.says("drain", "here").status in (Exit.AUTH, Exit.NOT_FOUND)
-    assert person.says("keys", "list").status == Exit.AUTH
+    assert person.says("status").status == ExitCode.OK
+    assert person.says("drain", "here").status in (ExitCode.AUTH, ExitCode.NOT_FOUND)
+    assert person.says("keys", "list").status == ExitCode.AUTH
     monkeypatch.delenv("STRATA_OPERATOR_TOKEN")
     monkeypatch.delenv("STRATA_URL")
-    assert person.says("keys", "revoke", made["id"]).status == Exit.OK
+    assert person.says("keys", "revoke", made["id"]).status == ExitCode.OK
     monkeypatch.setenv("STRATA_URL", hub.url)
     monkeypatch.setenv("STRATA_OPERATOR_TOKEN", made["secret"])
-    assert person.says("status").status == Exit.AUTH
+    assert person.says("status").status == ExitCode.AUTH

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import STRATA, HubProcess
@@ -26,7 +26,7 @@ def test_a_log_and_its_tail_are_printed_as_they_are(person: Person, host: HostBy
     host.hub.append(lease, "log", 0, b"one\ntwo\n\x1b]0;title\x07three\n", last=True)
     assert person.says("logs", "tree-small").out == "one\ntwo\n\x1b]0;title\x07three\n"
     assert person.says("logs", "tree-small", "--tail", "2").out == "two\n\x1b]0;title\x07three\n"
-    assert person.says("logs", "tree-large").status == Exit.NOT_FOUND
+    assert person.says("logs", "tree-large").status == ExitCode.NOT_FOUND
 
 
 def test_a_follower_misses_nothing_over_a_restart_of_the_hub(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.fleet_agent.running import HubProcess
@@ -38,7 +38,7 @@ def test_a_dry_run_shows_the_jobs_and_queues_none(person: Person, manifest: Path
 def test_a_misspelt_parameter_is_found_at_its_line_before_anything_is_sent(person: Person, manifest: Path) -> None:
     manifest.write_text(manifest.read_text().replace("{ depth = 3 }", "{ dept = 3 }"))
     done = person.says("apply", str(manifest))
-    assert done.status == Exit.USAGE
+    assert done.status == ExitCode.USAGE
     assert f"{manifest}:9: jobs[0].hyper.dept" in done.err
     assert 'did you mean "depth"?' in done.err
     assert "sent" not in done.err
@@ -47,7 +47,7 @@ def test_a_misspelt_parameter_is_found_at_its_line_before_anything_is_sent(perso
 def test_a_trainer_that_cannot_describe_itself_is_applied_with_a_word_about_it(person: Person, manifest: Path) -> None:
     (manifest.parent / "code" / "train.py").write_text("# knows --describe\nimport nothing_of_this_name\n")
     done = person.says("apply", str(manifest))
-    assert done.status == Exit.OK
+    assert done.status == ExitCode.OK
     assert "trainer default: its parameters are not checked now" in done.err
     assert "No module named 'nothing_of_this_name'" in done.err
 
@@ -102,7 +102,7 @@ def test_describe_can_be_asked_for_and_forbidden(person: Person, manifest: Path)
 def test_a_folder_that_is_not_there_is_a_mistake_of_the_manifest(person: Person, manifest: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"code"', '"elsewhere"'))
     done = person.says("apply", str(manifest))
-    assert done.status == Exit.USAGE
+    assert done.status == ExitCode.USAGE
     assert "trainers.default.directory: there is no folder" in done.err
 
 
@@ -117,11 +117,11 @@ def test_an_inline_table_keeps_its_line_too(person: Person, manifest: Path) -> N
 
 def test_a_hub_without_a_manifest_of_its_own_says_so_at_reload(person: Person) -> None:
     done = person.says("reload")
-    assert done.status == Exit.FAILED
+    assert done.status == ExitCode.FAILED
     assert "this hub has no manifest of its own" in done.err
 
 
 def test_waiting_for_a_manifest_ends_when_no_host_may_take_what_is_left(person: Person, manifest: Path) -> None:
     done = person.says("apply", "--wait", str(manifest))
-    assert done.status == Exit.UNSCHEDULABLE
+    assert done.status == ExitCode.UNSCHEDULABLE
     assert "2 pending; no host may take what is left" in done.err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
 from tests.shell.cli_fleet.driving import HostByHand, Person
 
@@ -29,7 +29,7 @@ learning_rate = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1]
 @pytest.fixture
 def searched(person: Person, host: HostByHand, manifest: Path) -> Person:
     manifest.write_text(SWEEP)
-    assert person.says("apply", str(manifest)).status == Exit.OK
+    assert person.says("apply", str(manifest)).status == ExitCode.OK
     rates = {row["id"]: row["hyper"]["learning_rate"] for row in person.says("list", "-o", "json").value}
     for _ in rates:
         lease = host.claim()
@@ -53,5 +53,5 @@ def test_without_an_order_the_tenth_point_comes_after_the_ninth(searched: Person
 
 def test_applying_again_and_waiting_says_nothing_of_what_was_completed(searched: Person, manifest: Path) -> None:
     done = searched.says("apply", str(manifest), "--wait")
-    assert (done.status, done.out) == (Exit.OK, "=11 unchanged\n")
+    assert (done.status, done.out) == (ExitCode.OK, "=11 unchanged\n")
     assert done.err == "strata: asking trainer default for its parameters: python train.py --describe\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess, agent
 
@@ -22,7 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_same_command_in_the_same_folder_is_the_same_job(person: Person, here: Path) -> None:
     first = person.says("run", "-d", "--", "python", "train.py", "--fast")
-    assert first.status == Exit.OK
+    assert first.status == ExitCode.OK
     assert "my-project is job" in first.err
     assert person.says("run", "-d", "--", "python", "train.py", "--fast").out == first.out
     assert person.says("run", "-d", "--", "python", "train.py").out != first.out
@@ -40,10 +40,10 @@ def test_the_host_gets_the_command_and_the_folder_and_the_person_the_outcome(
     assert lease.trainer is not None
     assert lease.trainer.command == ("python", "train.py")
     assert b"print('hello')" in host.hub.source(lease.trainer.bundle)
-    assert person.says("run", "--", "python", "train.py").status == Exit.OK
+    assert person.says("run", "--", "python", "train.py").status == ExitCode.OK
     person.says("cancel", person.says("run", "-d", "--seed", "2", "--", "python", "train.py").out.strip())
     done = person.says("run", "--seed", "2", "--", "python", "train.py")
-    assert (done.status, "my-project is cancelled" in done.err) == (Exit.CANCELLED, True)
+    assert (done.status, "my-project is cancelled" in done.err) == (ExitCode.CANCELLED, True)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_command_that_no_host_can_start_ends_with_its_reason(
     del here
     with agent(hub, tmp_path, "here"):
         done = person.says("run", "--", *command)
-    assert done.status == Exit.FAILED
+    assert done.status == ExitCode.FAILED
     last = done.err.splitlines()[-2]
     assert last.startswith("strata: my-project is failed: setup_error: no eligible host could set it up: ")
     assert error in last
@@ -82,8 +82,8 @@ def test_a_name_that_several_jobs_have_means_the_newest_and_says_so(person: Pers
     second = person.says("run", "-d", "--", "python", "train.py").out.strip()
     shown = person.says("show", "my-project", "-o", "json")
     older, newer = (each.partition("_")[2][:10] for each in (first, second))
-    assert (shown.status, shown.value["id"]) == (Exit.OK, second)
+    assert (shown.status, shown.value["id"]) == (ExitCode.OK, second)
     assert shown.err == f"strata: 2 jobs are called my-project; this is the newest, {newer}; before it: {older}\n"
     assert person.says("show", older, "-o", "json").value["id"] == first
     refused = person.says("cancel", "my-project")
-    assert (refused.status, f"say which: {newer}, {older}" in refused.err) == (Exit.USAGE, True), "nothing by guess"
+    assert (refused.status, f"say which: {newer}, {older}" in refused.err) == (ExitCode.USAGE, True), "nothing by guess"

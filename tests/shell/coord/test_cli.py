@@ -15,7 +15,7 @@ import pytest
 
 from strata.base.errors import StrataError
 from strata.base.secret import Secret
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.server.tokens import Claims, Role, Tokens
@@ -57,7 +57,7 @@ def test_a_token_is_renewed_for_a_month_and_says_what_it_is_revoked_by(tmp_path:
     assert claims.renew_until_s - claims.issued_s == 30 * 86_400
     assert f"revoke {claims.id}" in done.stderr
     refused = strata("revoke", claims.id, **environment)
-    assert (refused.returncode, "revoked_tokens" in refused.stderr) == (Exit.USAGE, True)
+    assert (refused.returncode, "revoked_tokens" in refused.stderr) == (ExitCode.USAGE, True)
     file = tmp_path / "revoked"
     for token_id in (claims.id, "another"):
         done = strata("revoke", token_id, STRATA_COORDINATOR_REVOKED_TOKENS=str(file), **environment)
@@ -85,7 +85,7 @@ def test_the_secret_may_stand_in_the_settings_file(tmp_path: Path, secret_file: 
 )
 def test_what_cannot_work_is_said_at_once(args: list[str], said: str) -> None:
     done = strata(*args)
-    assert done.returncode == Exit.USAGE
+    assert done.returncode == ExitCode.USAGE
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -93,7 +93,7 @@ def test_what_cannot_work_is_said_at_once(args: list[str], said: str) -> None:
 def test_a_secret_that_others_can_read_is_refused(secret_file: Path) -> None:
     secret_file.chmod(0o644)
     done = strata("token", "--job", "j", STRATA_COORDINATOR_TOKEN_SECRET_FILE=str(secret_file))
-    assert done.returncode == Exit.USAGE
+    assert done.returncode == ExitCode.USAGE
     assert "chmod 600" in done.stderr
     assert SECRET not in done.stderr
 
@@ -113,7 +113,7 @@ def test_a_missing_extra_is_exactly_one_line(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), module], capture_output=True, text=True, timeout=30, check=False
     )
-    assert done.returncode == Exit.USAGE
+    assert done.returncode == ExitCode.USAGE
     assert len(done.stderr.splitlines()) == 1
     assert "pip install 'strata-train[" in done.stderr
 

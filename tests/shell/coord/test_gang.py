@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from strata.base.secret import Secret
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.server.tokens import Claims, Role, Tokens
@@ -186,7 +186,7 @@ async def test_a_watch_notices_a_killed_worker_and_survives_a_restart_of_the_coo
         watch.send_signal(signal.SIGINT)
         async with asyncio.timeout(10):
             _, err = await watch.communicate()
-        assert watch.returncode == Exit.INTERRUPTED
+        assert watch.returncode == ExitCode.INTERRUPTED
         assert b"Traceback" not in err
 
 
@@ -279,7 +279,7 @@ async def test_eighty_columns_are_enough_and_the_live_screen_says_when_it_is_cut
         await terminal.until("FAILOVER")
         watch.send_signal(signal.SIGINT)
         async with asyncio.timeout(10):
-            assert await watch.wait() == Exit.INTERRUPTED
+            assert await watch.wait() == ExitCode.INTERRUPTED
         assert max(map(len, terminal.lines())) <= 80
         assert terminal.raw().rindex("\x1b[?25h") > terminal.raw().rindex("\x1b[?25l"), "the cursor is back"
         assert not any("Traceback" in text for text in terminal.lines())
@@ -295,11 +295,11 @@ async def test_a_command_is_acknowledged_by_those_it_is_for(tmp_path: Path) -> N
         async with asyncio.timeout(20):
             assert await found.workers[LATE].wait() == 0
         unknown = await gang("stop", "my-run", "nobody", "--address", found.address)
-        assert unknown.status == Exit.NOT_FOUND
+        assert unknown.status == ExitCode.NOT_FOUND
         assert "no worker 'nobody'" in unknown.err
         # These two take a checkpoint when their loop asks for commands, and it waits at a barrier.
         waits = await gang("checkpoint", "my-run", "--wait", "0.5", "--address", found.address)
-        assert waits.status == Exit.UNFINISHED
+        assert waits.status == ExitCode.UNFINISHED
         assert [cells.split()[-1] for cells in waits.out.splitlines()] == ["ANSWER", "waiting", "waiting"]
 
 
@@ -321,26 +321,26 @@ async def test_who_may_not_is_refused_with_4_and_told_what_to_do(tmp_path: Path)
         at = ("--address", running.address)
 
         nobody = await gang(*at)
-        assert (nobody.status, nobody.out) == (Exit.AUTH, "")
+        assert (nobody.status, nobody.out) == (ExitCode.AUTH, "")
         assert "needs a token" in nobody.err
         assert "--token-file" in nobody.err
         watching = await gang("--watch", *at)
-        assert (watching.status, watching.out) == (Exit.AUTH, "")
+        assert (watching.status, watching.out) == (ExitCode.AUTH, "")
 
         assert (await gang(*at, "--token-file", operator)).out.startswith("default: generation 1, 1 of 1 workers alive")
         assert (await gang(*at, STRATA_GANG_TOKEN_FILE=worker)).status == 0
         wrong_job = await gang("default", *at, "--token-file", other)
-        assert wrong_job.status == Exit.AUTH
+        assert wrong_job.status == ExitCode.AUTH
         wrong_role = await gang("rebalance", "default", *at, "--token-file", worker)
-        assert wrong_role.status == Exit.AUTH
+        assert wrong_role.status == ExitCode.AUTH
         assert "operator" in wrong_role.err
         absent = await gang(*at, "--token-file", other)
-        assert absent.status == Exit.NOT_FOUND
+        assert absent.status == ExitCode.NOT_FOUND
         for ended in (nobody, wrong_job, wrong_role, absent):
             assert Path(operator).read_text() not in ended.err
             assert "Traceback" not in ended.err
         Path(operator).chmod(0o644)
-        assert (await gang(*at, "--token-file", operator)).status == Exit.USAGE
+        assert (await gang(*at, "--token-file", operator)).status == ExitCode.USAGE
 
 
 async def test_tls_is_spoken_with_the_authority_that_is_named(tmp_path: Path) -> None:
@@ -349,11 +349,11 @@ async def test_tls_is_spoken_with_the_authority_that_is_named(tmp_path: Path) ->
     (tmp_path / "stranger.pem").write_bytes(certificate("stranger").pem)
     async with in_process(tls=tls_files(tmp_path, certificate("server", authority))) as running:
         named = await gang("--address", running.address, "--tls-ca", str(tmp_path / "ca.pem"))
-        assert named.status == Exit.NOT_FOUND, "it was heard: there is no job yet"
+        assert named.status == ExitCode.NOT_FOUND, "it was heard: there is no job yet"
         quick = {"STRATA_GANG_PATIENCE_S": "0.2"}
         stranger = await gang("--address", running.address, "--tls-ca", str(tmp_path / "stranger.pem"), **quick)
-        assert stranger.status == Exit.UNREACHABLE
-        assert (await gang("--address", running.address, **quick)).status == Exit.UNREACHABLE
+        assert stranger.status == ExitCode.UNREACHABLE
+        assert (await gang("--address", running.address, **quick)).status == ExitCode.UNREACHABLE
 
 
 @pytest.mark.parametrize("args", [(), ("--watch",), ("-o", "json"), ("rebalance", "my-run")])
@@ -361,7 +361,7 @@ async def test_a_coordinator_that_is_not_there_is_3_with_its_address(args: tuple
     with reserve_port() as guard:
         address = f"127.0.0.1:{port_of(guard)}"
         ended = await gang(*args, "--address", address, STRATA_GANG_PATIENCE_S="0.3")
-    assert (ended.status, ended.out) == (Exit.UNREACHABLE, "")
+    assert (ended.status, ended.out) == (ExitCode.UNREACHABLE, "")
     assert f"cannot reach the coordinator at {address}" in ended.err
     assert "hint: is 'strata coordinator' running there" in ended.err
 
@@ -382,14 +382,14 @@ async def test_a_coordinator_that_is_not_there_is_3_with_its_address(args: tuple
 )
 async def test_what_cannot_work_is_said_at_once(args: tuple[str, ...], said: str) -> None:
     ended = await gang(*args)
-    assert (ended.status, ended.out) == (Exit.USAGE, "")
+    assert (ended.status, ended.out) == (ExitCode.USAGE, "")
     assert said in ended.err
 
 
 async def test_a_token_is_never_sent_in_the_clear(tmp_path: Path) -> None:
     file = token_file(tmp_path, Claims("default", Role.OPERATOR, 1))
     ended = await gang("--address", "coordinator.example:7070", "--token-file", file)
-    assert ended.status == Exit.USAGE
+    assert ended.status == ExitCode.USAGE
     assert "in the clear" in ended.err
 
 
@@ -408,6 +408,6 @@ async def test_a_reader_that_leaves_ends_it_quietly() -> None:
         transport = watch._transport.get_pipe_transport(1)  # type: ignore[attr-defined]
         transport.close()
         async with asyncio.timeout(20):
-            assert await watch.wait() == Exit.BROKEN_PIPE
+            assert await watch.wait() == ExitCode.BROKEN_PIPE
         assert watch.stderr is not None
         assert b"Traceback" not in await watch.stderr.read()

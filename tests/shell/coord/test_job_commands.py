@@ -12,7 +12,7 @@ import pytest
 
 import strata.coord.worker as strata
 from strata.base.errors import Code, StrataError
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from tests.shell.coord.running import Running, in_process
 from tests.shell.coord.test_gang import gang
 from tests.shell.coord_worker.test_calls import worker
@@ -41,7 +41,7 @@ async def test_a_job_that_was_created_waits_for_its_workers_and_gives_them_its_p
             listed = json.loads((await gang("list", "-o", "json", *at)).out)
             assert [(each["job_id"], each["status"], each["workers"]) for each in listed] == [("my-run", "RUNNING", 2)]
             refused = await gang("reset", "my-run", *at)
-            assert (refused.status, refused.out) == (Exit.FAILED, "")
+            assert (refused.status, refused.out) == (ExitCode.FAILED, "")
             assert "strata gang stop my-run --all" in refused.err
         again = await gang("create", "my-run", "--min", "3", *at)
         assert again.status != 0
@@ -77,8 +77,8 @@ async def test_a_job_whose_worker_was_told_to_stop_is_not_finished() -> None:
         assert "STOPPED" in (await gang("list", *at)).out
         deleted = await gang("delete", "my-run", *at)
         assert (deleted.status, deleted.out) == (0, "")
-        assert (await gang("my-run", *at)).status == Exit.NOT_FOUND
-        assert (await gang("delete", "my-run", *at)).status == Exit.NOT_FOUND
+        assert (await gang("my-run", *at)).status == ExitCode.NOT_FOUND
+        assert (await gang("delete", "my-run", *at)).status == ExitCode.NOT_FOUND
 
 
 async def test_a_worker_waits_for_as_many_as_it_wants() -> None:

@@ -18,7 +18,7 @@ from typing import Final
 
 import pytest
 
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.sdk.fleet import fetch_authority, pin_of
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.deploy.machine import Machine, Watch, machine
@@ -67,7 +67,7 @@ def operator(
     person = Person(tmp_path / "home", monkeypatch, capsys)
     pin = pin_of(fetch_authority(hub.url))
     done = person.says("login", hub.url, "--token-file", str(hub.data / "operator.token"), "--ca-pin", pin)
-    assert done.status == Exit.OK, done.err
+    assert done.status == ExitCode.OK, done.err
     return person
 
 
@@ -109,7 +109,7 @@ def trains(operator: Person, folder: Path, monkeypatch: pytest.MonkeyPatch) -> s
     (folder / "train.py").write_text(TRAIN)
     monkeypatch.chdir(folder)
     done = operator.says("run", "--name", "job", "--", "python", "train.py")
-    assert done.status == Exit.OK, (done.out, done.err)
+    assert done.status == ExitCode.OK, (done.out, done.err)
     return done.out
 
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import pytest
 
-from strata.cli.fleet.service import UNIT, unit_text
+from strata.cli.fleet.agent_service import UNIT, unit_text
 from strata.fleet.agent.loop import DRAIN_REPORT_S
 from strata.fleet.agent.settings import AgentSettings
 from strata.hub.settings import HubSettings

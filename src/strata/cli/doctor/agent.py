@@ -7,14 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strata.base.errors import Code, StrataError
-from strata.cli.doctor.findings import Finding, State, ok, private, problem, room, skew, warning
+from strata.cli.doctor.findings import (
+    DoctorFinding,
+    FindingState,
+    check_clock_skew,
+    check_disk_space,
+    check_private,
+    ok,
+    problem,
+    warning,
+)
 
 if TYPE_CHECKING:
     from strata.fleet.agent.identity import Membership
     from strata.fleet.agent.settings import AgentSettings
 
 
-def look(state: str | None) -> Iterator[Finding]:
+def check(state: str | None) -> Iterator[DoctorFinding]:
     from strata.base.settings import load
     from strata.fleet.agent.identity import FOLDER, load_membership
     from strata.fleet.agent.lock import is_locked
@@ -35,24 +44,24 @@ def look(state: str | None) -> Iterator[Finding]:
         return
     yield alive(member, is_locked(folder / "lock"))
     files = [folder, *(folder / FOLDER / name for name in ("hub.json", "host.key", "host.pem", "secret"))]
-    yield private("agent's files", files)
+    yield check_private("agent's files", files)
     yield certificate(member)
     yield jobs_user(settings)
     work = settings.work_folder
-    yield room("work folder", next(path for path in (work, *work.parents) if path.exists()))
+    yield check_disk_space("work folder", next(path for path in (work, *work.parents) if path.exists()))
     yield from its_hub(folder, settings.max_skew_s)
 
 
-def alive(member: Membership, running: bool) -> Finding:  # noqa: FBT001 (what was seen)
+def alive(member: Membership, running: bool) -> DoctorFinding:  # noqa: FBT001 (what was seen)
     told = f"host {member.name} of {member.url}"
     if running:
         return ok("agent", f"{told}, running")
     return warning("agent", f"{told}, not running", "systemctl start strata-agent, or strata agent")
 
 
-def certificate(member: Membership) -> Finding:
+def certificate(member: Membership) -> DoctorFinding:
     from strata.base.clock import SystemClock
-    from strata.cli.fleet.asking import span
+    from strata.cli.fleet.client import format_duration
 
     if not member.valid_for_s:
         return ok("certificate", "none: this host has a secret for a hub on loopback")
@@ -60,13 +69,13 @@ def certificate(member: Membership) -> Finding:
     left_s = member.certified_at_s + member.valid_for_s - now_s
     if left_s <= 0:
         return problem("certificate", "it has run out", "strata leave --force, and join again with a new invite")
-    told = f"good for {span(left_s)} more"
+    told = f"good for {format_duration(left_s)} more"
     if member.renewal_due(now_s):
         return warning("certificate", f"{told}, and due for renewal", "let the agent run and reach its hub")
     return ok("certificate", told)
 
 
-def jobs_user(settings: AgentSettings) -> Finding:
+def jobs_user(settings: AgentSettings) -> DoctorFinding:
     from strata.fleet.agent.attempt_folder import find_job_user
 
     if not settings.run_as:
@@ -79,7 +88,7 @@ def jobs_user(settings: AgentSettings) -> Finding:
     return ok("jobs' user", settings.run_as if owner else f"{settings.run_as}, which is the agent's own")
 
 
-def its_hub(folder: Path, max_skew_s: float) -> Iterator[Finding]:
+def its_hub(folder: Path, max_skew_s: float) -> Iterator[DoctorFinding]:
     from strata.fleet.agent.identity import connect_to_hub
     from strata.fleet.wire import Caller
 
@@ -88,8 +97,8 @@ def its_hub(folder: Path, max_skew_s: float) -> Iterator[Finding]:
             caller = client.call("GET", "/v1/caller", Caller)
             yield ok("agent's hub", f"knows this host as {caller.name}")
             if client.ahead_s is not None:
-                found = skew("agent's clock", client.ahead_s, max_skew_s)
-                if found.state is not State.OK:
+                found = check_clock_skew("agent's clock", client.ahead_s, max_skew_s)
+                if found.state is not FindingState.OK:
                     yield found
     except StrataError as error:
         gone = error.code in (Code.UNAUTHENTICATED, Code.FORBIDDEN)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from strata.base.errors import Code, StrataError
-from strata.cli.doctor.findings import Finding, ok, problem, skew, warning
+from strata.cli.doctor.findings import DoctorFinding, check_clock_skew, ok, problem, warning
 
 if TYPE_CHECKING:
     from strata.fleet.client import HubClient
@@ -15,7 +15,7 @@ SOON_S: Final = 7 * 86_400.0
 SKEW_S: Final = 300.0
 
 
-def look(context: str | None) -> Iterator[Finding]:
+def check(context: str | None) -> Iterator[DoctorFinding]:
     from strata.sdk.fleet import client_settings, connect, current_context
 
     settings = client_settings(context=context)
@@ -34,7 +34,7 @@ def look(context: str | None) -> Iterator[Finding]:
         yield problem("hub", error.message, error.hint or f"is the hub at {url} running, and the way to it open?")
 
 
-def asked(client: HubClient, url: str) -> Iterator[Finding]:
+def asked(client: HubClient, url: str) -> Iterator[DoctorFinding]:
     from strata import __version__
     from strata.fleet import wire
 
@@ -45,13 +45,13 @@ def asked(client: HubClient, url: str) -> Iterator[Finding]:
     else:
         yield warning("hub", f"{told}; this is {__version__}", "bring both to the same version, the hub first")
     if client.ahead_s is not None:
-        yield skew("clock", client.ahead_s, SKEW_S)
+        yield check_clock_skew("clock", client.ahead_s, SKEW_S)
     yield credentials(client)
 
 
-def credentials(client: HubClient) -> Finding:
+def credentials(client: HubClient) -> DoctorFinding:
     from strata.base.clock import SystemClock
-    from strata.cli.fleet.asking import span
+    from strata.cli.fleet.client import format_duration
     from strata.fleet import wire
 
     try:
@@ -65,5 +65,7 @@ def credentials(client: HubClient) -> Finding:
         return ok("credentials", f"{told}, without an end")
     left_s = caller.expires_at_s - SystemClock().wall_s()
     if left_s < SOON_S:
-        return warning("credentials", f"{told}, for {span(left_s)} more", "have an admin run strata keys create")
-    return ok("credentials", f"{told}, for {span(left_s)} more")
+        return warning(
+            "credentials", f"{told}, for {format_duration(left_s)} more", "have an admin run strata keys create"
+        )
+    return ok("credentials", f"{told}, for {format_duration(left_s)} more")

@@ -8,18 +8,18 @@ from typing import Any, Final
 
 import click
 
-from strata.cli.backup import hub_place
+from strata.cli.backup import hub_location_options
 from strata.cli.doctor import agent, client, hub, machine
-from strata.cli.doctor.findings import Finding, State
-from strata.cli.exits import Exit
-from strata.cli.fleet.asking import hub_option
+from strata.cli.doctor.findings import DoctorFinding, FindingState
+from strata.cli.exit_codes import ExitCode
+from strata.cli.fleet.client import hub_option
 from strata.cli.output import Column, Format, Rows, output_option, printable, redact, write
 
 _COLUMNS: Final = (Column("state"), Column("check"), Column("why"), Column("fix"))
 
 
 @click.command()
-@hub_place
+@hub_location_options
 @click.option("--state", metavar="FOLDER", help="Of the agent; ~/.local/state/strata/agent unless set.")
 @hub_option
 @output_option
@@ -36,23 +36,23 @@ def doctor(
 
     Each line says ok, warning or problem, why, and what to do. Exits with 100 if there is a problem.
     """
-    worst = State.OK
+    worst = FindingState.OK
     with _Lines() if output is Format.TABLE else Rows(output, _COLUMNS) as rows:
         for finding in _looks(config, data, database, state, context):
             told = {"state": finding.state.value, "why": redact(finding.why), "fix": redact(finding.fix) or None}
             rows.add(finding._asdict() | told)
-            worst = State.PROBLEM if finding.state is State.PROBLEM else worst
-    if worst is State.PROBLEM:
-        click.get_current_context().exit(Exit.FAILED)
+            worst = FindingState.PROBLEM if finding.state is FindingState.PROBLEM else worst
+    if worst is FindingState.PROBLEM:
+        click.get_current_context().exit(ExitCode.FAILED)
 
 
 def _looks(
     config: Path | None, data: str | None, database: str | None, state: str | None, context: str | None
-) -> Iterator[Finding]:
-    yield from machine.look()
-    yield from client.look(context)
-    yield from agent.look(state)
-    yield from hub.look(config, data, database)
+) -> Iterator[DoctorFinding]:
+    yield from machine.check()
+    yield from client.check(context)
+    yield from agent.check(state)
+    yield from hub.check(config, data, database)
 
 
 class _Lines:

@@ -11,43 +11,43 @@ LOW_BYTES: Final = 2 << 30
 """Less room than this is worth a word, wherever it is."""
 
 
-class State(StrEnum):
+class FindingState(StrEnum):
     OK = "ok"
     WARNING = "warning"
     PROBLEM = "problem"
 
 
-class Finding(NamedTuple):
+class DoctorFinding(NamedTuple):
     check: str
-    state: State
+    state: FindingState
     why: str
     fix: str = ""
     """Empty if there is nothing to do."""
 
 
-def ok(check: str, why: str) -> Finding:
-    return Finding(check, State.OK, why)
+def ok(check: str, why: str) -> DoctorFinding:
+    return DoctorFinding(check, FindingState.OK, why)
 
 
-def warning(check: str, why: str, fix: str) -> Finding:
-    return Finding(check, State.WARNING, why, fix)
+def warning(check: str, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(check, FindingState.WARNING, why, fix)
 
 
-def problem(check: str, why: str, fix: str) -> Finding:
-    return Finding(check, State.PROBLEM, why, fix)
+def problem(check: str, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(check, FindingState.PROBLEM, why, fix)
 
 
-def room(check: str, folder: Path) -> Finding:
+def check_disk_space(check: str, folder: Path) -> DoctorFinding:
     import shutil
 
-    from strata.cli.fleet.asking import size_of
+    from strata.cli.fleet.client import format_bytes
 
     free = shutil.disk_usage(folder).free
-    told = f"{size_of(free)} free in {folder}"
+    told = f"{format_bytes(free)} free in {folder}"
     return ok(check, told) if free >= LOW_BYTES else warning(check, told, "free some space")
 
 
-def private(check: str, paths: Sequence[Path]) -> Finding:
+def check_private(check: str, paths: Sequence[Path]) -> DoctorFinding:
     """Whether nobody else can read what is there of these."""
     import os
 
@@ -64,7 +64,7 @@ def private(check: str, paths: Sequence[Path]) -> Finding:
     return ok(check, f"{len(there)} of {len(paths)} are there, for their owner only")
 
 
-def skew(check: str, ahead_s: float, most_s: float) -> Finding:
+def check_clock_skew(check: str, ahead_s: float, most_s: float) -> DoctorFinding:
     side = "ahead of" if ahead_s > 0 else "behind"
     told = f"this clock is {abs(ahead_s):.0f} s {side} the hub's"
     if abs(ahead_s) <= min(5.0, most_s):

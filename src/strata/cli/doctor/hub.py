@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from strata.base.errors import Code, StrataError
-from strata.cli.doctor.findings import Finding, ok, private, problem, room, warning
+from strata.cli.doctor.findings import DoctorFinding, check_disk_space, check_private, ok, problem, warning
 
 if TYPE_CHECKING:
     from strata.hub.settings import HubSettings
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 YEAR_S: Final = 365 * 86_400.0
 
 
-def look(config: Path | None, data: str | None, database: str | None) -> Iterator[Finding]:
+def check(config: Path | None, data: str | None, database: str | None) -> Iterator[DoctorFinding]:
     from importlib.util import find_spec
 
     if find_spec("uvicorn") is None:
         return
-    from strata.cli.backup import hub_settings
+    from strata.cli.backup import load_hub_settings
 
     try:
-        settings = hub_settings(config, data, database)
+        settings = load_hub_settings(config, data, database)
     except StrataError as error:
         yield problem("hub's settings", error.message, "mend the file or the variable it names")
         return
@@ -32,16 +32,16 @@ def look(config: Path | None, data: str | None, database: str | None) -> Iterato
         if data is not None or config is not None:
             yield problem("hub's data", f"there is no folder {folder}", "start the hub once, or name another --data")
         return
-    yield private("hub's data", [folder, folder / "operator.token", folder / "ca" / "ca.key"])
-    yield room("hub's disk", folder)
+    yield check_private("hub's data", [folder, folder / "operator.token", folder / "ca" / "ca.key"])
+    yield check_disk_space("hub's disk", folder)
     if (folder / "ca" / "ca.key").exists():
         yield authority(folder / "ca")
     yield tables(settings, folder)
 
 
-def authority(folder: Path) -> Finding:
+def authority(folder: Path) -> DoctorFinding:
     from strata.base.clock import SystemClock
-    from strata.cli.fleet.asking import span
+    from strata.cli.fleet.client import format_duration
     from strata.identity.ca import Authority
 
     now_s = SystemClock().wall_s()
@@ -49,13 +49,13 @@ def authority(folder: Path) -> Finding:
         left_s = Authority.read(folder / "ca.key").until_s - now_s
     except (StrataError, OSError) as error:
         return problem("authority", str(error), "restore it from a backup")
-    told = f"good for {span(left_s)} more"
+    told = f"good for {format_duration(left_s)} more"
     if left_s < YEAR_S:
         return warning("authority", told, "plan a new one: every host has to join again when it ends")
     return ok("authority", told)
 
 
-def tables(settings: HubSettings, folder: Path) -> Finding:
+def tables(settings: HubSettings, folder: Path) -> DoctorFinding:
     import asyncio
 
     from strata.cli.output import redact

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from strata.cli.doctor.findings import Finding, ok, problem, warning
+from strata.cli.doctor.findings import DoctorFinding, ok, problem, warning
 
 OLDEST: Final = (3, 11)
 NEWEST_TESTED: Final = (3, 13)
@@ -19,13 +19,13 @@ EXTRAS: Final = {
 """Each with a module that it brings, and what needs it."""
 
 
-def look() -> Iterator[Finding]:
+def check() -> Iterator[DoctorFinding]:
     yield python()
     yield extras()
     yield from trainer()
 
 
-def python() -> Finding:
+def python() -> DoctorFinding:
     from platform import python_version
 
     here = sys.version_info[:2]
@@ -37,7 +37,7 @@ def python() -> Finding:
     return ok("python", told)
 
 
-def extras() -> Finding:
+def extras() -> DoctorFinding:
     from importlib.util import find_spec
 
     from strata import __version__
@@ -48,10 +48,10 @@ def extras() -> Finding:
     return ok("install", told + (f"; without {', '.join(lack)}" if lack else ""))
 
 
-def trainer() -> Iterator[Finding]:
+def trainer() -> Iterator[DoctorFinding]:
     """As the agent of this machine would tell it to the hub."""
     from strata.base.settings import load, own_environment
-    from strata.cli.fleet.asking import count, size_of
+    from strata.cli.fleet.client import format_bytes, format_count
     from strata.fleet.agent.environment import inherited_by_jobs
     from strata.fleet.agent.settings import SECTION, AgentSettings
     from strata.fleet.agent.start import probe_capability
@@ -61,7 +61,9 @@ def trainer() -> Iterator[Finding]:
     found = probed.capability
     for trouble in probed.problems:
         yield warning("probe", trouble, "mend it, or jobs that need it will go elsewhere")
-    yield ok("machine", f"{count(found.cores, 'core')}, {size_of(found.ram_bytes)}, {found.os} on {found.arch}")
+    yield ok(
+        "machine", f"{format_count(found.cores, 'core')}, {format_bytes(found.ram_bytes)}, {found.os} on {found.arch}"
+    )
     if not found.torch:
         yield ok("torch", "none in the interpreter that runs trainers which name none")
     elif found.gpus and not found.cuda:
@@ -71,5 +73,5 @@ def trainer() -> Iterator[Finding]:
             "install the build of torch for CUDA, or a newer driver",
         )
     else:
-        cards = ", ".join(f"{card.name} ({size_of(card.vram_bytes)})" for card in found.gpus)
+        cards = ", ".join(f"{card.name} ({format_bytes(card.vram_bytes)})" for card in found.gpus)
         yield ok("torch", f"torch {found.torch}, {f'CUDA {found.cuda}: {cards}' if found.gpus else 'no GPU here'}")

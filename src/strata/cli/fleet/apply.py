@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from strata.cli.fleet.asking import asking, count, hub_option, short, show_one, size_of
+from strata.cli.fleet.client import format_bytes, format_count, hub_client, hub_option, print_value, short_id
 from strata.cli.fleet.wait import say_it_goes_on, wait_for
-from strata.cli.output import Format, complain, output_option, printable, write
+from strata.cli.output import Format, output_option, print_error, printable, write
 
 if TYPE_CHECKING:
     from strata.cli.fleet.source import Prepared
@@ -61,9 +61,11 @@ def apply(  # noqa: PLR0913 (the options of the command)
     """
     from strata.cli.fleet.source import prepare_manifest
 
-    prepared = prepare_manifest(manifest, lambda line: complain(f"strata: {line}"), describe=describe, dry_run=dry_run)
+    prepared = prepare_manifest(
+        manifest, lambda line: print_error(f"strata: {line}"), describe=describe, dry_run=dry_run
+    )
     options = {"accept": accept, "retrain": retrain, "take_over": take_over}
-    with asking(context, timeout_s=120.0) as client:
+    with hub_client(context, timeout_s=120.0) as client:
         plan = _send(client, prepared, options, dry_run=True)
         if not dry_run:
             if _asks(plan) and not yes and sys.stdin.isatty() and sys.stderr.isatty():
@@ -86,7 +88,7 @@ def apply(  # noqa: PLR0913 (the options of the command)
 @output_option
 def reload(context: str | None, output: Format) -> None:
     """Apply the manifest that the hub was configured with, as it is now."""
-    with asking(context, timeout_s=120.0) as client:
+    with hub_client(context, timeout_s=120.0) as client:
         from strata.fleet import wire
 
         plan = client.call("POST", "/v1/manifest/reload", wire.ManifestReply)
@@ -117,8 +119,8 @@ def _upload(client: HubClient, prepared: Prepared) -> None:
         if bundle.sha256 not in there:
             client.send("PUT", f"/v1/source/{bundle.sha256}", bundle.content, wire.CommitReply)
             there.add(bundle.sha256)
-            what = f"{count(bundle.files, 'file')}, {size_of(len(bundle.content))}"
-            complain(f"strata: sent the source of trainer {name} ({what})")
+            what = f"{format_count(bundle.files, 'file')}, {format_bytes(len(bundle.content))}"
+            print_error(f"strata: sent the source of trainer {name} ({what})")
 
 
 def _asks(plan: wire.ManifestReply) -> bool:
@@ -129,17 +131,17 @@ def _asks(plan: wire.ManifestReply) -> bool:
 def _show_changes(plan: wire.ManifestReply) -> None:
     for change in plan.changed[:MOST_SHOWN]:
         later = ", from the next attempt on" if change.deferred else ""
-        complain(f"  ~ {short(change.id)}  {change.label}: {', '.join(change.kinds)}{later}")
+        print_error(f"  ~ {short_id(change.id)}  {change.label}: {', '.join(change.kinds)}{later}")
     if len(plan.changed) > MOST_SHOWN:
-        complain(f"  ~ and {len(plan.changed) - MOST_SHOWN} more; all of them with --dry-run")
+        print_error(f"  ~ and {len(plan.changed) - MOST_SHOWN} more; all of them with --dry-run")
     for job_id in plan.orphaned[:MOST_SHOWN]:
-        complain(f"  \N{MINUS SIGN} {short(job_id)}: no longer in the manifest, kept")
+        print_error(f"  \N{MINUS SIGN} {short_id(job_id)}: no longer in the manifest, kept")
     if len(plan.orphaned) > MOST_SHOWN:
-        complain(f"  \N{MINUS SIGN} and {len(plan.orphaned) - MOST_SHOWN} more")
+        print_error(f"  \N{MINUS SIGN} and {len(plan.orphaned) - MOST_SHOWN} more")
     for job in plan.requeued[:MOST_SHOWN]:
-        complain(f"  ~ {short(job.id)}  {job.label}: {_REQUEUED}")
+        print_error(f"  ~ {short_id(job.id)}  {job.label}: {_REQUEUED}")
     if len(plan.requeued) > MOST_SHOWN:
-        complain(f"  ~ and {len(plan.requeued) - MOST_SHOWN} more run again")
+        print_error(f"  ~ and {len(plan.requeued) - MOST_SHOWN} more run again")
 
 
 def _show(plan: wire.ManifestReply, prepared: Prepared | None, output: Format, *, applied: bool) -> None:
@@ -147,17 +149,17 @@ def _show(plan: wire.ManifestReply, prepared: Prepared | None, output: Format, *
 
     if output in (Format.JSON, Format.JSONL):
         more: dict[str, Any] = {} if prepared is None else {"jobs": prepared.job_ids}
-        show_one(msgspec.to_builtins(plan) | more, output)
+        print_value(msgspec.to_builtins(plan) | more, output)
         return
     write(plan.summary)
     if output is Format.WIDE or not applied:
         for job in plan.new:
-            write(f"  + {short(job.id)}  {printable(job.label)}")
+            write(f"  + {short_id(job.id)}  {printable(job.label)}")
         for change in plan.changed:
-            write(f"  ~ {short(change.id)}  {printable(change.label)}: {', '.join(change.kinds)}")
+            write(f"  ~ {short_id(change.id)}  {printable(change.label)}: {', '.join(change.kinds)}")
         for job in plan.requeued:
-            write(f"  ~ {short(job.id)}  {printable(job.label)}: {_REQUEUED}")
+            write(f"  ~ {short_id(job.id)}  {printable(job.label)}: {_REQUEUED}")
         for job_id in plan.outdated:
-            write(f"  = {short(job_id)}  completed by an earlier trainer; --retrain runs it again")
+            write(f"  = {short_id(job_id)}  completed by an earlier trainer; --retrain runs it again")
     if not applied:
-        complain("strata: a dry run, nothing is changed")
+        print_error("strata: a dry run, nothing is changed")

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.asking import asking, count, hub_option, job_named, short, show_rows, size_of, span
-from strata.cli.output import Column, Format, complain, output_option, write
+from strata.cli.fleet.client import (
+    find_job,
+    format_bytes,
+    format_count,
+    format_duration,
+    hub_client,
+    hub_option,
+    print_rows,
+    short_id,
+)
+from strata.cli.output import Column, Format, output_option, print_error, write
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -57,11 +66,11 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
     output: Format,
 ) -> None:
     """List the artifacts, newest first, or only those of JOB."""
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
         from strata.fleet.artifacts.manifest import Kind
 
-        job_id = job_named(client, job).job.id if job else ""
+        job_id = find_job(client, job).job.id if job else ""
         now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
         query = wire.ArtifactsQuery(
             model=model,
@@ -74,9 +83,9 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
         found = client.call("GET", "/v1/artifacts", wire.MadeReply, query=query)
     # Of one kind are all rows unless somebody asked for others; the metrics need the room more.
     columns = [column for column in _LIST if column.key != "kind" or kind != "result" or output is Format.WIDE]
-    show_rows(output, columns, ((artifact_row(each), _shown(each, metric, now_s)) for each in found.artifacts))
+    print_rows(output, columns, ((artifact_row(each), _shown(each, metric, now_s)) for each in found.artifacts))
     if found.next is not None:
-        complain(f"strata: the first {limit}; there may be more, see --limit")
+        print_error(f"strata: the first {limit}; there may be more, see --limit")
 
 
 def artifact_row(made: wire.Made) -> dict[str, Any]:
@@ -109,12 +118,12 @@ def _shown(made: wire.Made, metric: str, now_s: float) -> dict[str, Any]:
     name = f"{lineage.model}_{lineage.mode}" if lineage.mode else lineage.model
     digest = made.artifact_id.partition("_")[2]
     return {
-        "id": short(made.artifact_id),
+        "id": short_id(made.artifact_id),
         "job": f"{lineage.model}-{lineage.mode}" if lineage.model else None,
-        "size": size_of(made.size),
-        "age": span(now_s - made.committed_at_s),
+        "size": format_bytes(made.size),
+        "age": format_duration(now_s - made.committed_at_s),
         "metrics": metrics or None,
-        "trainer": short(made.trainer_digest) if made.trainer_digest else None,
+        "trainer": short_id(made.trainer_digest) if made.trainer_digest else None,
         "path": f"{name}/{digest}/bundle.tar.zst" if lineage.model else None,
     }
 
@@ -128,17 +137,17 @@ def get(artifact: str, folder: Path | None, context: str | None) -> None:
 
     ARTIFACT is an id, the beginning of one, or a completed job. FOLDER is called after the artifact unless you name it.
     """
-    with asking(context, timeout_s=120.0) as client:
+    with hub_client(context, timeout_s=120.0) as client:
         from strata.fleet.agent.hub_api import HubApi
         from strata.fleet.artifacts.files import materialise
 
         found = _artifact(client, artifact)
-        target = folder or Path(short(found.id))
+        target = folder or Path(short_id(found.id))
         if target.exists():
             raise StrataError(Code.CONFLICT, f"{target} exists", hint="name another folder")
         hub = HubApi(client)
         materialise(found.manifest, lambda digest, _: hub.chunk(digest, found.urls.get(digest, "")), target)
-    complain(f"strata: {count(len(found.manifest.files), 'file')}, {size_of(found.size)}, in")
+    print_error(f"strata: {format_count(len(found.manifest.files), 'file')}, {format_bytes(found.size)}, in")
     write(str(target))
 
 
@@ -154,7 +163,7 @@ def _artifact(client: HubClient, text: str) -> wire.ArtifactReply:
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
-    job = job_named(client, text).job
+    job = find_job(client, text).job
     if not job.artifact:
         raise StrataError(Code.NOT_FOUND, f"{job.spec.label} is {job.status} and has no artifact")
     return hub.artifact(job.artifact)

@@ -6,9 +6,9 @@ from typing import Final
 
 import click
 
-from strata.cli.fleet.asking import all_hosts, asking, host_path, hub_option, job_named, short, show_rows
+from strata.cli.fleet.client import all_hosts, find_job, host_path, hub_client, hub_option, print_rows, short_id
 from strata.cli.fleet.jobs import host_row, job_row
-from strata.cli.output import Column, Format, complain, output_option
+from strata.cli.output import Column, Format, output_option, print_error
 
 _CHANGED: Final = (Column("id"), Column("job", cut=40), Column("status"))
 _HOST: Final = (Column("host"), Column("state"), Column("reason"))
@@ -36,15 +36,15 @@ def requeue(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
 def _each_job(
     jobs: tuple[str, ...], verb: str, context: str | None, output: Format, *, reason: str | None = None
 ) -> None:
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
 
         names = {each.id: each.name for each in all_hosts(client)}
         # All names are looked up before anything is changed: a misspelt one changes nothing.
-        found = [job_named(client, text, newest=False).job for text in jobs]
+        found = [find_job(client, text, newest=False).job for text in jobs]
         body = None if reason is None else wire.CancelRequest(reason=reason)
         changed = [client.call("POST", f"/v1/job/{job.id}/{verb}", wire.Job, body=body) for job in found]
-    show_rows(output, _CHANGED, ((job_row(job, names), {"id": short(job.id)}) for job in changed))
+    print_rows(output, _CHANGED, ((job_row(job, names), {"id": short_id(job.id)}) for job in changed))
 
 
 @click.command()
@@ -85,19 +85,19 @@ def revoke(host: str, reason: str, context: str | None) -> None:
 
     It is refused from now on, and its jobs go to others when their leases run out. It comes back with a new invite.
     """
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
 
         client.call("POST", f"{host_path(host)}/revoke", type(None), body=wire.HostStateRequest(reason=reason))
-    complain(f"strata: {host} is revoked")
+    print_error(f"strata: {host} is revoked")
 
 
 def _each_host(hosts: tuple[str, ...], verb: str, reason: str, context: str | None, output: Format) -> None:
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
 
         found = [client.call("GET", host_path(text), wire.Host) for text in hosts]
         body = wire.HostStateRequest(reason=reason)
         changed = [client.call("POST", f"{host_path(host.id)}/{verb}", wire.Host, body=body) for host in found]
     rows = ({name: value for name, value in host_row(host, 0).items() if name != "jobs"} for host in changed)
-    show_rows(output, _HOST, ((row, {}) for row in rows))
+    print_rows(output, _HOST, ((row, {}) for row in rows))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.asking import asking, hub_option, show_one, span
-from strata.cli.output import Format, complain, output_option, write
+from strata.cli.fleet.client import format_duration, hub_client, hub_option, print_value
+from strata.cli.output import Format, output_option, print_error, write
 
 if TYPE_CHECKING:
     from strata.base.secret import Secret
@@ -38,7 +38,7 @@ def invite(
     from strata.identity.tokens import read_join_token
     from strata.sdk.fleet import client_settings, current_context
 
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
 
         body = wire.InviteRequest(name=name, pool=pool, labels=labels, valid_s=minutes * 60)
@@ -47,15 +47,19 @@ def invite(
         pin = read_join_token(made.token).ca_sha256
     if output in (Format.JSON, Format.JSONL):
         value = {"url": url, "token": made.token, "id": made.id, "expires_in_s": made.expires_in_s, "ca_pin": pin}
-        show_one(value, output)
+        print_value(value, output)
         return
     if not made.tls:
-        complain("strata: this hub is on loopback without TLS: other machines cannot reach it", hint="strata hub --tls")
+        print_error(
+            "strata: this hub is on loopback without TLS: other machines cannot reach it", hint="strata hub --tls"
+        )
     there = url if url.startswith("https:") else "URL"
     if made.tls:
-        complain(f"strata: the hub's pin, for people who run 'strata login {there}':\n  {pin}")
+        print_error(f"strata: the hub's pin, for people who run 'strata login {there}':\n  {pin}")
     join = f"strata join {there} --name {name}" if name else f"strata join {there}"
-    complain(f"strata: good for one host and {span(made.expires_in_s)}; run '{join}' there and give it this:")
+    print_error(
+        f"strata: good for one host and {format_duration(made.expires_in_s)}; run '{join}' there and give it this:"
+    )
     write(made.token)
 
 
@@ -109,17 +113,17 @@ def join(
         if error.code is not Code.PRECONDITION:
             raise
         reply = _enrol(settings, url, _token(token_file, carried), name)
-        complain(f"strata: this machine is the host {reply.name} of {url}")
+        print_error(f"strata: this machine is the host {reply.name} of {url}")
     else:
         if member.url != url:
             raise StrataError(Code.CONFLICT, f"this machine is a host of {member.url}", hint="strata leave, then join")
-        complain(f"strata: this machine is the host {member.name} of {url} already")
+        print_error(f"strata: this machine is the host {member.name} of {url} already")
     if service:
-        from strata.cli.fleet.service import install
+        from strata.cli.fleet.agent_service import install
 
-        complain(f"strata: the agent runs as {install(settings.state_folder)}")
+        print_error(f"strata: the agent runs as {install(settings.state_folder)}")
     else:
-        complain("strata: start its agent with 'strata agent', or join with --service")
+        print_error("strata: start its agent with 'strata agent', or join with --service")
 
 
 def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None) -> CertificateReply:
@@ -178,20 +182,20 @@ def leave(*, state: str | None, force: bool) -> None:
     """
     import shutil
 
-    from strata.cli.fleet.service import remove
+    from strata.cli.fleet.agent_service import remove
     from strata.fleet.agent.identity import FOLDER, connect_to_hub, load_membership
     from strata.fleet.agent.lock import is_locked
 
     folder = _settings(state).state_folder
     if remove():
-        complain("strata: the service of the agent is removed")
+        print_error("strata: the service of the agent is removed")
     try:
         member = load_membership(folder)
     except StrataError as error:
         if error.code is not Code.PRECONDITION:
             raise
         shutil.rmtree(folder / JOINING, ignore_errors=True)
-        complain("strata: this machine is the host of no hub")
+        print_error("strata: this machine is the host of no hub")
         return
     if is_locked(folder / "lock"):
         raise StrataError(Code.CONFLICT, f"an agent works in {folder}", hint="stop it first")
@@ -205,7 +209,7 @@ def leave(*, state: str | None, force: bool) -> None:
             raise StrataError(error.code, error.message, hint=hint) from error
     for name in (FOLDER, JOINING):
         shutil.rmtree(folder / name, ignore_errors=True)
-    complain(f"strata: {member.name} has left {member.url}")
+    print_error(f"strata: {member.name} has left {member.url}")
 
 
 def _token(file: Path | None, carried: Secret | None) -> JoinToken:

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from strata.cli.fleet.asking import (
+from strata.cli.fleet.client import (
     all_hosts,
     all_jobs,
-    asking,
-    count,
     error_line,
+    find_job,
+    format_bytes,
+    format_count,
+    format_duration,
+    hub_client,
     hub_option,
-    job_named,
-    short,
-    show_one,
-    show_rows,
-    size_of,
-    span,
+    print_rows,
+    print_value,
+    short_id,
 )
-from strata.cli.output import Column, Format, complain, output_option, printable, write
+from strata.cli.output import Column, Format, output_option, print_error, printable, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -54,7 +54,7 @@ _RETRIED: Final = (Column("id"), Column("waits", cut=18), Column("attempt", numb
 @output_option
 def status(context: str | None, output: Format) -> None:
     """Show how many jobs and hosts there are, and what failed."""
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
 
         counts = client.call("GET", "/v1/status", wire.StatusReply)
@@ -66,24 +66,28 @@ def status(context: str | None, output: Format) -> None:
         shown = [{"id": host.id, "name": host.name, "state": host.state, "presence": host.presence} for host in hosts]
         value = {"jobs": by_status, "ready": counts.ready, "hosts": shown, "failed": failed, "retried": retried}
         value["version"] = counts.version
-        show_one(value, output)
+        print_value(value, output)
         return
     total = sum(by_status.values())
     parts = [f"{number} {name}" for name, number in by_status.items() if number]
-    write(f"{count(total, 'job')}: {', '.join(parts)}" if parts else "no jobs yet: strata apply MANIFEST")
+    write(f"{format_count(total, 'job')}: {', '.join(parts)}" if parts else "no jobs yet: strata apply MANIFEST")
     here = [host for host in hosts if host.state != "left"]
-    write(f"{count(len(here), 'host')}: {', '.join(map(_in_a_word, here))}" if here else "no hosts yet: strata invite")
+    write(
+        f"{format_count(len(here), 'host')}: {', '.join(map(_in_a_word, here))}"
+        if here
+        else "no hosts yet: strata invite"
+    )
     if failed:
         write("")
-        rows = [(row, {"id": short(row["id"]), "failed": _qualified(row)}) for row in failed]
-        show_rows(output, _FAILED, rows)
+        rows = [(row, {"id": short_id(row["id"]), "failed": _qualified(row)}) for row in failed]
+        print_rows(output, _FAILED, rows)
         if by_status["failed"] > len(failed):
             write(f"and {by_status['failed'] - len(failed)} more: strata list --status failed")
     if retried:
         write("")
-        show_rows(output, _RETRIED, [(row, {"id": short(row["id"]), "waits": _qualified(row)}) for row in retried])
+        print_rows(output, _RETRIED, [(row, {"id": short_id(row["id"]), "waits": _qualified(row)}) for row in retried])
     if by_status["pending"] and not by_status["running"] + by_status["claimed"]:
-        complain("strata: nothing runs at the moment; 'strata why JOB' explains what a pending job waits for")
+        print_error("strata: nothing runs at the moment; 'strata why JOB' explains what a pending job waits for")
 
 
 def _in_a_word(host: wire.Host) -> str:
@@ -134,7 +138,7 @@ def list_jobs(
     statuses: tuple[str, ...], model: str, sweep: str, host: str, context: str | None, output: Format
 ) -> None:
     """List the jobs, all or some."""
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
         from strata.fleet.core.job import Status
 
@@ -149,7 +153,7 @@ def list_jobs(
             jobs = sorted(jobs, key=lambda job: (order[job.status], -job.spec.priority, job.spec.label))
             # Where all jobs are of the default project there is nothing to tell apart.
             columns = list(_LIST) if any(map(_project, jobs)) else columns
-        show_rows(output, columns, ((job_row(job, names), _job_shown(job, now_s)) for job in jobs))
+        print_rows(output, columns, ((job_row(job, names), _job_shown(job, now_s)) for job in jobs))
 
 
 def _project(job: wire.Job) -> str:
@@ -187,7 +191,7 @@ def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
-    return {"id": short(job.id), "age": span(now_s - job.changed_at_s), "attempt": job.attempt or None}
+    return {"id": short_id(job.id), "age": format_duration(now_s - job.changed_at_s), "attempt": job.attempt or None}
 
 
 @click.command()
@@ -196,15 +200,15 @@ def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
 @output_option
 def show(job: str, context: str | None, output: Format) -> None:
     """Show one JOB and its attempts. JOB is an id, the beginning of one, or a name: of several jobs the newest."""
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
 
-        found = job_named(client, job)
+        found = find_job(client, job)
         names = {each.id: each.name for each in all_hosts(client)}
         now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
     row = job_row(found.job, names) | {"attempts": [_attempt_row(each, names) for each in found.attempts]}
     if output in (Format.JSON, Format.JSONL):
-        show_one(row, output)
+        print_value(row, output)
         return
     _show_job(found.job, now_s)
     for attempt in found.attempts:
@@ -223,10 +227,10 @@ def _show_job(job: wire.Job, now_s: float) -> None:
         ("model", f"{spec.model}, mode {spec.mode}, seed {spec.seed}"),
         ("hyper", json.dumps(spec.hyper) if spec.hyper else ""),
         ("project", _project(job)),
-        ("trainer", f"{spec.trainer} ({short(job.trainer_digest)})" if job.trainer_digest else spec.trainer),
+        ("trainer", f"{spec.trainer} ({short_id(job.trainer_digest)})" if job.trainer_digest else spec.trainer),
         ("sweep", spec.sweep),
         ("priority", str(spec.priority) if spec.priority else ""),
-        ("after", ", ".join(map(short, spec.after))),
+        ("after", ", ".join(map(short_id, spec.after))),
         ("artifact", job.artifact),
         ("by", job.submitted_by),
         ("kept", "it is in no manifest any more" if job.orphaned else ""),
@@ -239,7 +243,7 @@ def _show_job(job: wire.Job, now_s: float) -> None:
 def _since(job: wire.Job, now_s: float) -> str:
     from strata.fleet.core.job import TERMINAL
 
-    passed = span(now_s - job.changed_at_s)
+    passed = format_duration(now_s - job.changed_at_s)
     return f"{job.status} {passed} ago" if job.status in TERMINAL else f"{job.status} for {passed}"
 
 
@@ -266,7 +270,7 @@ def _show_attempt(attempt: wire.Attempt, hosts: Mapping[str, str], now_s: float)
     begun_s = attempt.started_at_s or attempt.claimed_at_s
     outcome = attempt.outcome or "goes on"
     cause = f" ({attempt.cause})" if attempt.cause else ""
-    took = span((attempt.ended_at_s or now_s) - begun_s)
+    took = format_duration((attempt.ended_at_s or now_s) - begun_s)
     write("")
     host = printable(hosts.get(attempt.host_id, attempt.host_id))
     write(f"attempt {attempt.attempt} on {host}: {outcome}{cause} after {took}")
@@ -297,7 +301,7 @@ _HOSTS: Final = (
 @output_option
 def workers(context: str | None, output: Format) -> None:
     """List the hosts that train, and what they are."""
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
         from strata.fleet.core.job import HELD
 
@@ -305,7 +309,7 @@ def workers(context: str | None, output: Format) -> None:
         held: dict[str, int] = {}
         for job in all_jobs(client, wire.JobsQuery(status=tuple(HELD))):
             held[job.host_id] = held.get(job.host_id, 0) + 1
-    show_rows(output, _HOSTS, ((host_row(host, held.get(host.id, 0)), _host_shown(host)) for host in hosts))
+    print_rows(output, _HOSTS, ((host_row(host, held.get(host.id, 0)), _host_shown(host)) for host in hosts))
 
 
 def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
@@ -336,7 +340,7 @@ def _host_shown(host: wire.Host) -> dict[str, Any]:
     cards = f"{len(gpus)}x " if len(gpus) > 1 else ""
     return {
         "state": host.presence if host.state == "active" else host.state,
-        "seen": span(host.seen_ago_s),
-        "ram": size_of(host.capability.ram_bytes),
+        "seen": format_duration(host.seen_ago_s),
+        "ram": format_bytes(host.capability.ram_bytes),
         "gpu": f"{cards}{gpus[0].name}" if gpus else None,
     }

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.asking import asking, hub_option, show_one, show_rows
-from strata.cli.output import Column, Format, complain, output_option, write
+from strata.cli.fleet.client import hub_client, hub_option, print_rows, print_value
+from strata.cli.output import Column, Format, output_option, print_error, write
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -34,7 +34,7 @@ def keys() -> None:
 @output_option
 def create(*, name: str, role: str, days: float | None, owner: bool, context: str | None, output: Format) -> None:
     """Make a key called NAME and print it: its text is shown only now."""
-    with asking(context) as client:
+    with hub_client(context) as client:
         import msgspec
 
         from strata.fleet import wire
@@ -44,9 +44,9 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
         body = msgspec.convert(wanted, wire.KeyRequest)
         made = client.call("POST", "/v1/keys", wire.KeyReply, body=body)
     if output in (Format.JSON, Format.JSONL):
-        show_one(_row(made.key) | {"secret": made.secret}, output)
+        print_value(_row(made.key) | {"secret": made.secret}, output)
         return
-    complain(f"strata: the key {made.key.id} for {name}, {role}; it is not shown again")
+    print_error(f"strata: the key {made.key.id} for {name}, {role}; it is not shown again")
     write(made.secret)
 
 
@@ -55,11 +55,11 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
 @output_option
 def list_keys(context: str | None, output: Format) -> None:
     """List the keys; never their texts."""
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
 
         found = client.call("GET", "/v1/keys", wire.KeysReply).keys
-    show_rows(output, _KEYS, ((_row(key), _shown(key)) for key in found))
+    print_rows(output, _KEYS, ((_row(key), _shown(key)) for key in found))
 
 
 @keys.command()
@@ -67,7 +67,7 @@ def list_keys(context: str | None, output: Format) -> None:
 @hub_option
 def revoke(key: str, context: str | None) -> None:
     """End KEY, by its id or by the beginning of it. Whoever uses it is refused from now on."""
-    with asking(context) as client:
+    with hub_client(context) as client:
         from strata.fleet import wire
 
         found = [each for each in client.call("GET", "/v1/keys", wire.KeysReply).keys if each.id.startswith(key)]
@@ -76,7 +76,7 @@ def revoke(key: str, context: str | None) -> None:
             code, word = (Code.INVALID, "several keys begin") if exact else (Code.NOT_FOUND, "no key begins")
             raise StrataError(code, f"{word} with {key[:80]!r}", hint="strata keys list")
         client.call("POST", f"/v1/key/{exact[0].id}/revoke", type(None))
-    complain(f"strata: the key {exact[0].id} ({exact[0].name}) is ended")
+    print_error(f"strata: the key {exact[0].id} ({exact[0].name}) is ended")
 
 
 def _row(key: wire.Key) -> dict[str, Any]:

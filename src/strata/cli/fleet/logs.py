@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.exits import Exit
-from strata.cli.fleet.asking import asking, error_line, hub_option, job_named
-from strata.cli.fleet.reasons import Reasons
-from strata.cli.output import complain, printable
+from strata.cli.exit_codes import ExitCode
+from strata.cli.fleet.client import error_line, find_job, hub_client, hub_option
+from strata.cli.fleet.pending_reasons import PendingReasons
+from strata.cli.output import print_error, printable
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -44,8 +44,8 @@ def logs(
     What a trainer writes to a terminal as colours stays; anything else that a terminal would obey is shown as text. A
     file or a pipe gets the bytes as they are.
     """
-    with asking(context) as client:
-        found = job_named(client, job).job
+    with hub_client(context) as client:
+        found = find_job(client, job).job
         if not found.attempt and not follow:
             raise StrataError(Code.NOT_FOUND, f"{found.spec.label} has not begun", hint=f"strata why {job}")
         Follower(client, found.id, attempt or found.attempt).run(follow=follow, tail=tail, pinned=attempt is not None)
@@ -61,7 +61,7 @@ class Follower:
         self._offset = 0
         self._away = False
         self._out = Printer()
-        self._reasons = Reasons(client)
+        self._reasons = PendingReasons(client)
 
     def run(self, *, follow: bool, tail: int | None = None, pinned: bool = False) -> None:
         if tail is not None and self._attempt:
@@ -82,7 +82,7 @@ class Follower:
         """Whether nothing follows."""
         reply = self._read(self._offset, wait_s)
         if self._away:
-            complain("strata: the hub is back")
+            print_error("strata: the hub is back")
             self._away = False
         self._out.write(reply.content)
         self._offset += len(reply.content)
@@ -113,7 +113,7 @@ class Follower:
             if job.attempt > self._attempt:
                 if self._attempt:
                     ended = _how_it_ended(reply, self._attempt)
-                    complain(f"strata: attempt {self._attempt} has ended{ended}; attempt {job.attempt} begins")
+                    print_error(f"strata: attempt {self._attempt} has ended{ended}; attempt {job.attempt} begins")
                 self._attempt, self._offset = job.attempt, 0
                 self._reasons.runs()
                 return True
@@ -125,7 +125,7 @@ class Follower:
 
     def _wait(self, reason: str) -> None:
         if not self._away:
-            complain(f"strata: {reason}; waiting for it")
+            print_error(f"strata: {reason}; waiting for it")
         self._away = True
         time.sleep(1.0)
 
@@ -151,7 +151,7 @@ class Printer:
                 sys.stdout.write(harmless(self._decode(content)))
             sys.stdout.flush()
         except BrokenPipeError as error:
-            raise click.exceptions.Exit(Exit.BROKEN_PIPE) from error
+            raise click.exceptions.Exit(ExitCode.BROKEN_PIPE) from error
 
     def close(self) -> None:
         if not self._raw:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.asking import all_jobs, asking, hub_option, job_named, short, show_rows
+from strata.cli.fleet.client import all_jobs, find_job, hub_client, hub_option, print_rows, short_id
 from strata.cli.output import Column, Format, output_option
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def metrics(  # noqa: PLR0913 (the options of the command)
     """
     if over_time and len(jobs) != 1:
         raise click.UsageError("--over-time is about one JOB")
-    with asking(context) as client:
+    with hub_client(context) as client:
         if over_time:
-            _over_time(client, job_named(client, jobs[0]).job, output)
+            _over_time(client, find_job(client, jobs[0]).job, output)
             return
         chosen = _chosen(client, jobs, sweep, model)
         rows = [_compared(client, job) for job in chosen]
@@ -72,7 +72,7 @@ def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -
     from strata.fleet.core.job import Status
 
     if texts:
-        return [job_named(client, text).job for text in texts]
+        return [find_job(client, text).job for text in texts]
     found = all_jobs(client, wire.JobsQuery(status=(Status.COMPLETED,), sweep=sweep, model=model))
     return sorted(found, key=lambda job: _natural(job.spec.label))
 
@@ -140,7 +140,7 @@ def _over_time(client: HubClient, job: wire.Job, output: Format) -> None:
     rows = _reports(client, job)
     names = list(dict.fromkeys(name for row in rows for name in row["values"]))
     columns = [Column("step", number=True), *(Column(name, number=True) for name in names)]
-    show_rows(output, columns, ((row, _figures(row["values"])) for row in rows))
+    print_rows(output, columns, ((row, _figures(row["values"])) for row in rows))
 
 
 def _show(rows: list[dict[str, Any]], sort: str, varied: dict[str, int], output: Format) -> None:
@@ -155,12 +155,12 @@ def _show(rows: list[dict[str, Any]], sort: str, varied: dict[str, int], output:
             shown.append(name)
     columns = [Column("id"), Column("job", cut=26), *(Column(name, number=True) for name in (*varied, *shown))]
     columns += [Column("hyper", wide=True), Column("status", wide=True)]
-    show_rows(output, columns, ((row, _cells(row, varied)) for row in rows))
+    print_rows(output, columns, ((row, _cells(row, varied)) for row in rows))
 
 
 def _cells(row: dict[str, Any], varied: Iterable[str]) -> dict[str, str]:
     parameters = {name: _parameter(row["hyper"].get(name)) for name in varied}
-    return {"id": short(row["id"])} | parameters | _figures(row["metrics"])
+    return {"id": short_id(row["id"])} | parameters | _figures(row["metrics"])
 
 
 def _figures(values: dict[str, Any]) -> dict[str, str]:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from strata.cli.exits import Exit
-from strata.cli.fleet.asking import asking, count, error_line, hub_option, job_named, short, size_of
-from strata.cli.output import complain, printable, write
+from strata.cli.exit_codes import ExitCode
+from strata.cli.fleet.client import error_line, find_job, format_bytes, format_count, hub_client, hub_option, short_id
+from strata.cli.output import print_error, printable, write
 
 if TYPE_CHECKING:
     from strata.cli.fleet.bundle import Bundle
     from strata.fleet import wire
     from strata.fleet.core.requirement import Needs
 
-_ENDS = {"completed": Exit.OK, "failed": Exit.FAILED, "cancelled": Exit.CANCELLED}
+_ENDS = {"completed": ExitCode.OK, "failed": ExitCode.FAILED, "cancelled": ExitCode.CANCELLED}
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -53,7 +53,7 @@ def run(  # noqa: PLR0913 (the options of the command)
 
     bundle = make_bundle(Path.cwd())
     label = _name(name or Path.cwd().name)
-    with asking(context, timeout_s=120.0) as client:
+    with hub_client(context, timeout_s=120.0) as client:
         from strata.fleet import wire
         from strata.fleet.core.requirement import Needs
 
@@ -63,11 +63,13 @@ def run(  # noqa: PLR0913 (the options of the command)
             "POST", "/v1/jobs", wire.SubmitReply, body=_request(command, label, seed, needs, bundle)
         )
         job = submitted.job
-        sent = f"{count(bundle.files, 'file')}, {size_of(len(bundle.content))}"
+        sent = f"{format_count(bundle.files, 'file')}, {format_bytes(len(bundle.content))}"
         if submitted.new:
-            complain(f"strata: {label} is job {short(job.id)} ({sent} sent)")
+            print_error(f"strata: {label} is job {short_id(job.id)} ({sent} sent)")
         else:
-            complain(f"strata: this is job {short(job.id)}, which is {job.status}", hint="strata requeue, or --seed N")
+            print_error(
+                f"strata: this is job {short_id(job.id)}, which is {job.status}", hint="strata requeue, or --seed N"
+            )
         if detach:
             write(job.id)
             return
@@ -77,15 +79,15 @@ def run(  # noqa: PLR0913 (the options of the command)
         try:
             Follower(client, job.id, job.attempt).run(follow=True)
         except KeyboardInterrupt:
-            say_it_goes_on(label, short(job.id))
+            say_it_goes_on(label, short_id(job.id))
             raise
-        reply = job_named(client, job.id)
+        reply = find_job(client, job.id)
     ended = reply.job
     if ended.status != "completed":
         error = error_line(reply.attempts[-1].error) if reply.attempts and ended.status == "failed" else ""
         reason = f"{ended.reason}: {error}" if error else ended.reason
-        complain(f"strata: {label} is {ended.status}: {printable(reason)}", hint=f"strata show {short(ended.id)}")
-    click.get_current_context().exit(_ENDS.get(ended.status, Exit.UNFINISHED))
+        print_error(f"strata: {label} is {ended.status}: {printable(reason)}", hint=f"strata show {short_id(ended.id)}")
+    click.get_current_context().exit(_ENDS.get(ended.status, ExitCode.UNFINISHED))
 
 
 def _request(command: tuple[str, ...], label: str, seed: int, needs: Needs, bundle: Bundle) -> wire.SubmitRequest:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.output import complain
+from strata.cli.output import print_error
 
 if TYPE_CHECKING:
     import asyncio
@@ -117,13 +117,13 @@ async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: s
             _choose(hub_settings, listeners.address)
             serving = asyncio.create_task(serve(hub, hub_settings, clock, listeners, stop))
             try:
-                complain(f"strata up: hub on {listeners.url}, all data in {_shown(hub_settings.data.parent)}")
+                print_error(f"strata up: hub on {listeners.url}, all data in {_shown(hub_settings.data.parent)}")
                 await _tell_keys(hub)
                 await _work(agent_settings, serving)
             finally:
                 stop.set()
                 await serving
-    complain("strata up: stopped")
+    print_error("strata up: stopped")
 
 
 async def _enrol(hub: Hub, state: Path, url: str, name: str) -> None:
@@ -153,7 +153,7 @@ def _choose(settings: HubSettings, url: str) -> None:
     before = read_contexts(client).current
     save_context(client, CONTEXT, Context(url=url, token_file=token))
     if before not in ("", CONTEXT):
-        complain(f"strata up: the other commands speak to this hub now; back with: strata contexts {before}")
+        print_error(f"strata up: the other commands speak to this hub now; back with: strata contexts {before}")
 
 
 async def _work(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
@@ -222,7 +222,7 @@ async def _tell_keys(hub: Hub) -> None:
         f"{key.name} ({key.id})" for key in await hub.site.identity.keys() if key.role in FEIGNED and key.valid(now_s)
     ]
     if found:
-        complain(
+        print_error(
             f"strata up: whoever has one of these keys can submit jobs, and so act as you: {', '.join(found)}",
             hint="strata keys revoke KEY",
         )
@@ -234,9 +234,9 @@ def _shown(folder: Path) -> str:
 
 
 def _tell(settings: AgentSettings, name: str, capability: Capability) -> None:
-    from strata.cli.fleet.asking import count, size_of
+    from strata.cli.fleet.client import format_bytes, format_count
 
-    graphics = f", {count(len(capability.gpus), 'GPU')}" if capability.gpus else ""
-    what = f"{count(capability.cores, 'core')}, {size_of(capability.ram_bytes)}{graphics}"
-    complain(f"strata up: this machine is the host {name} ({what}), {count(settings.slots, 'slot')}")
-    complain("strata up: ready. In another terminal: strata apply MANIFEST, strata status. Ctrl-C stops it.")
+    graphics = f", {format_count(len(capability.gpus), 'GPU')}" if capability.gpus else ""
+    what = f"{format_count(capability.cores, 'core')}, {format_bytes(capability.ram_bytes)}{graphics}"
+    print_error(f"strata up: this machine is the host {name} ({what}), {format_count(settings.slots, 'slot')}")
+    print_error("strata up: ready. In another terminal: strata apply MANIFEST, strata status. Ctrl-C stops it.")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.exits import Exit
-from strata.cli.fleet.asking import all_hosts, asking, error_line, hub_option, job_named
-from strata.cli.fleet.reasons import ASK_EVERY_S, Reasons
-from strata.cli.output import complain, printable
+from strata.cli.exit_codes import ExitCode
+from strata.cli.fleet.client import all_hosts, error_line, find_job, hub_client, hub_option
+from strata.cli.fleet.pending_reasons import POLL_EVERY_S, PendingReasons
+from strata.cli.output import print_error, printable
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -36,18 +36,20 @@ def wait(jobs: tuple[str, ...], timeout_s: float | None, context: str | None) ->
     Exits with 0 if all are completed, 100 if one failed, 103 if one was cancelled, 101 when the time is over, and 6
     when all that is left can run on no host.
     """
-    with asking(context) as client:
-        ids = [job_named(client, text).job.id for text in jobs]
+    with hub_client(context) as client:
+        ids = [find_job(client, text).job.id for text in jobs]
         ended = wait_for(client, ids, timeout_s)
     click.get_current_context().exit(ended)
 
 
 def say_it_goes_on(what: str, job: str) -> None:
     """After Ctrl-C: what was queued is not taken back."""
-    complain(f"strata: {what} goes on without you", hint=f"strata logs -f {job}, strata cancel {job}")
+    print_error(f"strata: {what} goes on without you", hint=f"strata logs -f {job}, strata cancel {job}")
 
 
-def wait_for(client: HubClient, ids: Iterable[str], timeout_s: float | None = None, *, only_news: bool = False) -> Exit:
+def wait_for(
+    client: HubClient, ids: Iterable[str], timeout_s: float | None = None, *, only_news: bool = False
+) -> ExitCode:
     """The exit status that says how it went. A hub that is away for a while is waited for too.
 
     With `only_news`, nothing is said of jobs that were completed before.
@@ -63,7 +65,7 @@ def wait_for(client: HubClient, ids: Iterable[str], timeout_s: float | None = No
                     raise
                 watch.away(error.message)
                 time.sleep(1.0)
-                verdict = Exit.UNFINISHED if until_s is not None and time.monotonic() >= until_s else None
+                verdict = ExitCode.UNFINISHED if until_s is not None and time.monotonic() >= until_s else None
             if verdict is not None:
                 return verdict
     finally:
@@ -83,9 +85,9 @@ class _Watch:
         self._changed_at_s = time.monotonic()
         self._hosts: dict[str, str] = {}
         self._away = False
-        self._reasons = Reasons(client, self.clear)
+        self._reasons = PendingReasons(client, self.clear)
 
-    def run_once(self, until_s: float | None) -> Exit | None:
+    def run_once(self, until_s: float | None) -> ExitCode | None:
         from strata.fleet import wire
 
         if not self._cursor:
@@ -99,11 +101,11 @@ class _Watch:
         if verdict is not None:
             return verdict
         self._say_why()
-        left_s = ASK_EVERY_S if until_s is None else min(ASK_EVERY_S, until_s - time.monotonic())
+        left_s = POLL_EVERY_S if until_s is None else min(POLL_EVERY_S, until_s - time.monotonic())
         if left_s <= 0:
             self.clear()
-            complain(f"strata: the time is over; {self._counted()}")
-            return Exit.UNFINISHED
+            print_error(f"strata: the time is over; {self._counted()}")
+            return ExitCode.UNFINISHED
         query = wire.EventsQuery(after=self._cursor, wait_s=left_s, limit=wire.MAX_PAGE)
         reply = self._client.call("GET", "/v1/events", wire.EventsReply, query=query, timeout_s=left_s + 15.0)
         self._cursor = reply.cursor
@@ -122,7 +124,7 @@ class _Watch:
     def away(self, reason: str) -> None:
         if not self._away:
             self.clear()
-            complain(f"strata: {reason}; waiting for it")
+            print_error(f"strata: {reason}; waiting for it")
         self._away = True
         self._looked_at_s = 0.0
 
@@ -154,7 +156,7 @@ class _Watch:
             took = f" in {last.ended_at_s - (last.started_at_s or last.claimed_at_s):.1f}s"
         error = f": {error_line(last.error) or reply.job.reason}" if last and reply.job.status == "failed" else ""
         self.clear()
-        complain(f"{reply.job.status:9}  {reply.job.spec.label}{where}{took}{error}")
+        print_error(f"{reply.job.status:9}  {reply.job.spec.label}{where}{took}{error}")
 
     def _counted(self) -> str:
         counts = Counter(self._states.values())
@@ -170,20 +172,20 @@ class _Watch:
         if sys.stderr.isatty():
             click.echo("\r\x1b[K", err=True, nl=False)
 
-    def _verdict(self) -> Exit | None:
+    def _verdict(self) -> ExitCode | None:
         rest = self._open
         if rest:
             if time.monotonic() - self._changed_at_s < PATIENCE_S or not self._hopeless(rest):
                 return None
             self.clear()
             label = printable(self._labels[rest[0]])
-            complain(f"strata: {self._counted()}; no host may take what is left", hint=f"strata why {label}")
+            print_error(f"strata: {self._counted()}; no host may take what is left", hint=f"strata why {label}")
         states = set(self._states.values())
         if "failed" in states:
-            return Exit.FAILED
+            return ExitCode.FAILED
         if "cancelled" in states:
-            return Exit.CANCELLED
-        return Exit.UNSCHEDULABLE if rest else Exit.OK
+            return ExitCode.CANCELLED
+        return ExitCode.UNSCHEDULABLE if rest else ExitCode.OK
 
     def _hopeless(self, rest: list[str]) -> bool:
         from strata.fleet.core.why import Why

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from strata.cli.exits import Exit
-from strata.cli.fleet.asking import asking, error_line, hub_option, job_named, show_one, wrapped
+from strata.cli.exit_codes import ExitCode
+from strata.cli.fleet.client import error_line, find_job, hub_client, hub_option, print_value, wrap_text
 from strata.cli.output import Format, output_option, printable, write
 
 if TYPE_CHECKING:
@@ -26,22 +26,22 @@ def why(job: str, context: str | None, output: Format) -> None:
 
     Exits with 6 if no host will ever take it as things are.
     """
-    with asking(context) as client:
+    with hub_client(context) as client:
         import msgspec
 
         from strata.fleet.core.why import Why
 
-        asked = job_named(client, job)
+        asked = find_job(client, job)
         found = asked.job
         answer = client.call("GET", f"/v1/job/{found.id}/why", Why)
     if output in (Format.JSON, Format.JSONL):
-        show_one(
+        print_value(
             {"id": found.id, "job": found.spec.label, "status": found.status} | msgspec.to_builtins(answer), output
         )
     else:
         _show_why(asked, answer)
     if found.status == "pending" and not answer.schedulable:
-        click.get_current_context().exit(Exit.UNSCHEDULABLE)
+        click.get_current_context().exit(ExitCode.UNSCHEDULABLE)
 
 
 def _show_why(asked: wire.JobReply, answer: Why) -> None:
@@ -53,18 +53,18 @@ def _show_why(asked: wire.JobReply, answer: Why) -> None:
         write(f"{label} {_ENDED[job.status]}{f': {printable(job.reason)}' if job.reason else ''}")
         error = error_line(asked.attempts[-1].error) if asked.attempts else ""
         if error and job.status == "failed":
-            write(wrapped(error, "  ", "    "))
+            write(wrap_text(error, "  ", "    "))
             write(f"  all of it: strata logs {label}")
         return
     write(f"{label} is {job.status}: {printable(answer.headline)}")
     for obstacle in answer.obstacles:
-        write(wrapped(f"{obstacle.what}: {obstacle.detail}", "  ", "    "))
+        write(wrap_text(f"{obstacle.what}: {obstacle.detail}", "  ", "    "))
         if obstacle.fix:
-            write(wrapped(f"fix: {obstacle.fix}", "    ", "      "))
+            write(wrap_text(f"fix: {obstacle.fix}", "    ", "      "))
     error = error_line(asked.attempts[-1].error) if asked.attempts and job.status == "pending" else ""
     if error:
-        write(wrapped(f"last error: {error}", "  ", "    "))
+        write(wrap_text(f"last error: {error}", "  ", "    "))
     if answer.eligible_hosts:
-        write(wrapped(f"eligible: {', '.join(answer.eligible_hosts)}", "  ", "    "))
+        write(wrap_text(f"eligible: {', '.join(answer.eligible_hosts)}", "  ", "    "))
     if len(answer.nearest_fix) > 1:
-        write(wrapped(f"all that {answer.nearest_host} lacks: {'; '.join(answer.nearest_fix)}", "  ", "    "))
+        write(wrap_text(f"all that {answer.nearest_host} lacks: {'; '.join(answer.nearest_fix)}", "  ", "    "))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.default import DefaultGroup
-from strata.cli.exits import Exit
+from strata.cli.exit_codes import ExitCode
 from strata.cli.gang.screen import screen
 from strata.cli.gang.watch import follow
-from strata.cli.output import Column, Format, Rows, complain, output_option
-from strata.cli.terminal import print_once
+from strata.cli.groups import DefaultGroup
+from strata.cli.layout import print_once
+from strata.cli.output import Column, Format, Rows, output_option, print_error
 
 if TYPE_CHECKING:
     from strata.coord.operator import Issued, Operator, OperatorSettings
@@ -172,7 +172,7 @@ def reset(job: str, output: Format, **given: Any) -> None:
 def delete(job: str, **given: Any) -> None:
     """Forget JOB. It must have no workers; files of its checkpoints stay where they are."""
     _ask(job, given, lambda operator: operator.delete())
-    complain(f"strata gang: job {job} is deleted")
+    print_error(f"strata gang: job {job} is deleted")
 
 
 def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
@@ -215,7 +215,7 @@ def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
             return await _acknowledged(operator, issued, kind, wait_s, output)
 
         if not _ask(job, given, tell):
-            click.get_current_context().exit(Exit.UNFINISHED)
+            click.get_current_context().exit(ExitCode.UNFINISHED)
 
 
 _order("stop", "STOP", "Tell workers to end.", ends_work=True)
@@ -230,7 +230,7 @@ async def _acknowledged(operator: Operator, issued: Issued, kind: str, wait_s: f
     from contextlib import aclosing
 
     answers = dict.fromkeys(issued.worker_ids, "waiting")
-    complain(f"strata gang: {kind} is command {issued.command_id}, for {len(answers)} workers")
+    print_error(f"strata gang: {kind} is command {issued.command_id}, for {len(answers)} workers")
     try:
         async with asyncio.timeout(wait_s), aclosing(operator.watch()) as states:
             async for state in states:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from strata.cli.gang.format import attention, changes, clock, summary
 from strata.cli.gang.screen import screen
-from strata.cli.layout import Cell, Screen, render
-from strata.cli.output import Format, complain, printable, write
-from strata.cli.terminal import as_json, console
+from strata.cli.layout import Cell, Screen, console, render, to_json
+from strata.cli.output import Format, print_error, printable, write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 async def follow(states: AsyncIterator[JobView | Broken], output: Format) -> None:
     """Until interrupted, or until the watch fails for good."""
     if output is Format.JSONL:
-        await _each(states, lambda job: write(as_json(job, indent=False)))
+        await _each(states, lambda job: write(to_json(job, indent=False)))
         return
     found = console()
     if found.is_terminal and not found.is_dumb_terminal:
@@ -38,11 +37,11 @@ async def _each(states: AsyncIterator[JobView | Broken], show: Callable[[JobView
     async for each in states:
         if isinstance(each, JobView):
             if broken:
-                complain("strata gang: connected again")
+                print_error("strata gang: connected again")
             broken = False
             show(each)
         elif not broken:
-            complain(f"strata gang: lost the coordinator: {each.reason}; trying again")
+            print_error(f"strata gang: lost the coordinator: {each.reason}; trying again")
             broken = True
 
 

@@ -1,9 +1,9 @@
-"""A click group that knows its commands by name and imports a command's module only when that command runs."""
+"""Click groups: one that imports a command only when it runs, and one with a default command."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import click
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     target: str
     """`module:attribute` of the command."""
     help: str
@@ -19,7 +19,9 @@ class Entry(NamedTuple):
 
 
 class LazyGroup(click.Group):
-    def __init__(self, *, table: Mapping[str, Entry], aliases: Mapping[str, str], **options: Any) -> None:
+    """Knows its commands by name and imports the module of a command only when that command runs."""
+
+    def __init__(self, *, table: Mapping[str, CommandEntry], aliases: Mapping[str, str], **options: Any) -> None:
         super().__init__(**options)
         self.table = table
         self.aliases = aliases
@@ -42,12 +44,12 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """From the table: completing a name imports no command."""
+        """From the table: completing a name imports no command module."""
         from click.shell_completion import CompletionItem
 
         names = {**{name: entry.help for name, entry in self.table.items()}, **dict.fromkeys(self.aliases, "")}
-        found = [CompletionItem(name, help=text or None) for name, text in names.items() if name.startswith(incomplete)]
-        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+        items = [CompletionItem(name, help=text or None) for name, text in names.items() if name.startswith(incomplete)]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
@@ -59,6 +61,24 @@ class LazyGroup(click.Group):
 
         close = get_close_matches(name, [*self.table, *self.aliases], n=1, cutoff=0.5)
         return f", did you mean '{close[0]}'?" if close else ""
+
+
+class DefaultGroup(click.Group):
+    """A group whose subcommand `default` need not be named: `strata gang JOB` is `strata gang show JOB`."""
+
+    default: ClassVar[str]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands:
+            args = [self.default, *args]
+        return super().resolve_command(ctx, args)
 
 
 def _load(target: str) -> click.Command:

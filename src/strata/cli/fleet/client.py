@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.output import Column, Format, Rows, complain, printable
+from strata.cli.output import Column, Format, Rows, print_error, printable
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -30,7 +30,7 @@ def hub_option(function: _Function) -> _Function:
 
 
 @contextmanager
-def asking(context: str | None = None, *, timeout_s: float = 30.0) -> Iterator[HubClient]:
+def hub_client(context: str | None = None, *, timeout_s: float = 30.0) -> Iterator[HubClient]:
     from strata.sdk.fleet import client_settings, connect
 
     try:
@@ -42,7 +42,7 @@ def asking(context: str | None = None, *, timeout_s: float = 30.0) -> Iterator[H
         raise
 
 
-def show_rows(
+def print_rows(
     output: Format, columns: Sequence[Column], rows: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> None:
     """Each row as it is for programs, and what of it people see in another way."""
@@ -52,7 +52,7 @@ def show_rows(
             printed.add({**plain, **shown} if people else plain)
 
 
-def show_one(value: Mapping[str, Any], output: Format) -> None:
+def print_value(value: Mapping[str, Any], output: Format) -> None:
     import json
 
     from strata.cli.output import write
@@ -60,7 +60,7 @@ def show_one(value: Mapping[str, Any], output: Format) -> None:
     write(json.dumps(value, indent=2 if output is Format.JSON else None))
 
 
-def job_named(client: HubClient, text: str, *, newest: bool = True) -> wire.JobReply:
+def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobReply:
     """By id, by the beginning of one, or by name, with or without its project before it.
 
     Of several jobs of that name it is the newest, with a line about the others; without `newest` that is refused.
@@ -82,11 +82,11 @@ def job_named(client: HubClient, text: str, *, newest: bool = True) -> wire.JobR
         raise StrataError(Code.NOT_FOUND, f"there is no job {text[:100]!r}", hint="strata list")
     found.sort(key=lambda job: -job.created_at_s)
     if len(found) > 1:
-        first, *others = (short(job.id) for job in found[:5])
+        first, *others = (short_id(job.id) for job in found[:5])
         several = f"{len(found)} jobs are called {printable(text)}"
         if not newest:
             raise StrataError(Code.INVALID, several, hint=f"say which: {', '.join((first, *others))}")
-        complain(f"strata: {several}; this is the newest, {first}; before it: {', '.join(others)}")
+        print_error(f"strata: {several}; this is the newest, {first}; before it: {', '.join(others)}")
     return client.call("GET", f"/v1/job/{found[0].id}", wire.JobReply)
 
 
@@ -117,12 +117,12 @@ def host_path(text: str) -> str:
     return f"/v1/host/{quote(text, safe='')}"
 
 
-def short(content_id: str) -> str:
+def short_id(content_id: str) -> str:
     """Of `job1_3f2a…`, what is enough to find it again."""
     return content_id.partition("_")[2][:SHORT] or content_id[:SHORT]
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """45s, 12m, 3h, 5d."""
     for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * size:
@@ -130,12 +130,12 @@ def span(seconds: float) -> str:
     return f"{max(0, int(seconds))}s"
 
 
-def size_of(count: float) -> str:
+def format_bytes(size: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 def error_line(text: str) -> str:
@@ -145,7 +145,7 @@ def error_line(text: str) -> str:
     return (raised or [line.strip() for line in lines] or [""])[-1]
 
 
-def wrapped(text: str, indent: str, hanging: str) -> str:
+def wrap_text(text: str, indent: str, hanging: str) -> str:
     """For reading, not for copying: lines no wider than the terminal."""
     import shutil
     import textwrap
@@ -156,5 +156,5 @@ def wrapped(text: str, indent: str, hanging: str) -> str:
     )
 
 
-def count(number: int, what: str) -> str:
+def format_count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

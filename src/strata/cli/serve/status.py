@@ -11,10 +11,9 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.gang.format import clock
-from strata.cli.layout import Cell, Screen, render
-from strata.cli.output import Format, complain, output_option, printable, write
-from strata.cli.serve_screen import line, screen
-from strata.cli.terminal import as_json, console, print_once
+from strata.cli.layout import Cell, Screen, console, print_once, render, to_json
+from strata.cli.output import Format, output_option, print_error, printable, write
+from strata.cli.serve.screen import line, screen
 from strata.cli.training_server import connect_server, context_option, key_file_option
 
 if TYPE_CHECKING:
@@ -85,13 +84,13 @@ def _follow(looks: Iterator[Status | StrataError], output: Format) -> None:
     for found in looks:
         if isinstance(found, StrataError):
             if not away:
-                complain(f"strata serve: lost the server: {found.message}; trying again")
+                print_error(f"strata serve: lost the server: {found.message}; trying again")
             away = True
             continue
         if away:
-            complain("strata serve: connected again")
+            print_error("strata serve: connected again")
         away = False
-        text = as_json(found, indent=False) if output is Format.JSONL else line(found)
+        text = to_json(found, indent=False) if output is Format.JSONL else line(found)
         if text != before:
             write(text if output is Format.JSONL else f"{_time(found)} {printable(text)}")
         before = text

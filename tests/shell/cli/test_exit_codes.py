@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from strata.base.errors import Code
-from strata.cli.exits import EXIT_OF, Exit
+from strata.cli.exit_codes import EXIT_CODE_OF, ExitCode
 
 
 def test_every_code_has_an_exit_status_that_is_not_success() -> None:
-    assert EXIT_OF.keys() == set(Code)
-    assert Exit.OK not in EXIT_OF.values()
+    assert EXIT_CODE_OF.keys() == set(Code)
+    assert ExitCode.OK not in EXIT_CODE_OF.values()
 
 
 def test_the_numbers_are_those_of_the_documents() -> None:
-    assert {status.name.lower(): status.value for status in Exit} == {
+    assert {status.name.lower(): status.value for status in ExitCode} == {
         "ok": 0,
         "usage": 2,
         "unreachable": 3,

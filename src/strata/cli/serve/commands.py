@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from strata.cli.default import DefaultGroup
-from strata.cli.output import complain
-from strata.cli.serve_status import status
+from strata.cli.groups import DefaultGroup
+from strata.cli.output import print_error
+from strata.cli.serve.status import status
 
 
 class Serve(DefaultGroup):
@@ -60,4 +60,4 @@ def run(config: Path, *, make_keys: bool) -> None:
     log.configure(style, settings.server.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
     model = settings.model.base_model
     ranks = f"{settings.ranks.nproc} ranks" if settings.ranks.mode == "auto" else "ranks started elsewhere"
-    run_launcher(settings, config, lambda where: complain(f"strata serve: {where}, model {model}, {ranks}"))
+    run_launcher(settings, config, lambda where: print_error(f"strata serve: {where}, model {model}, {ranks}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from strata.cli.fleet.asking import count, size_of
+from strata.cli.fleet.client import format_bytes, format_count
 from strata.cli.gang.format import age, names
 from strata.cli.layout import Cell, Column, Screen, Table
 
@@ -85,14 +85,14 @@ def _head(status: Status) -> str:
 
 def _ranks(status: Status) -> str:
     ranks = status.ranks
-    return f"{count(ranks.size, 'rank')} {ranks.state}" if ranks.size else f"the ranks are {ranks.state}"
+    return f"{format_count(ranks.size, 'rank')} {ranks.state}" if ranks.size else f"the ranks are {ranks.state}"
 
 
 def _parameters(number: int) -> str:
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit} parameters"
-    return count(number, "parameter")
+    return format_count(number, "parameter")
 
 
 def _trouble(status: Status) -> list[Cell]:
@@ -149,7 +149,7 @@ def _recoveries(status: Status) -> str:
     if not status.recoveries:
         return "no recoveries"
     last = f", the last in {took(status.recovery_s)}" if status.recovery_s is not None else ""
-    return f"recovered {count(status.recoveries, 'time')}{last}"
+    return f"recovered {format_count(status.recoveries, 'time')}{last}"
 
 
 def _snapshot(status: Status) -> str:
@@ -160,7 +160,7 @@ def _snapshot(status: Status) -> str:
     if snapshot.at_s is not None:
         parts.insert(1, f"{age((status.now_s - snapshot.at_s) * 1000)} old")
     if snapshot.size is not None and snapshot.held_s is not None:
-        parts += [size_of(snapshot.size), f"held {took(snapshot.held_s)}"]
+        parts += [format_bytes(snapshot.size), f"held {took(snapshot.held_s)}"]
     return ", ".join(parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from strata.cli.output import complain, printable
+from strata.cli.output import print_error, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 SAY_AFTER_S: Final = 3.0
 """A job that has waited for so long is explained."""
-ASK_EVERY_S: Final = 3.0
+POLL_EVERY_S: Final = 3.0
 
 
-class Reasons:
+class PendingReasons:
     """What was said of the jobs of one command. `before` is called before a line is printed."""
 
     def __init__(self, client: HubClient, before: Callable[[], None] = lambda: None) -> None:
@@ -34,7 +34,7 @@ class Reasons:
         now_s = time.monotonic()
         if self._waiting != job_id:
             self._waiting, self._since_s, self._said = job_id, now_s, ()
-        if now_s - self._since_s < SAY_AFTER_S or now_s - self._asked_at_s < ASK_EVERY_S:
+        if now_s - self._since_s < SAY_AFTER_S or now_s - self._asked_at_s < POLL_EVERY_S:
             return
         from strata.fleet.core.why import Why
 
@@ -45,7 +45,7 @@ class Reasons:
         if found != self._said:
             self._said = found
             self._before()
-            complain(
+            print_error(
                 f"strata: {printable(label)} is pending: {printable(in_a_line(answer))}", hint=f"strata why {label}"
             )
 

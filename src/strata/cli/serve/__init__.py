@@ -1,0 +1,1 @@
+"""`strata serve`: run a training server, or show what one does."""
