@@ -14,7 +14,7 @@ from bench.coordinator_hashes import jump_owners, maglev_owners, slots_of, witho
 from bench.interleave import Comparison
 from bench.report import Report
 from strata.coord.core.facts import DEFAULT_BUCKETS
-from strata.coord.core.placement import RING_POINTS, Assignment, Scheme, place
+from strata.coord.core.placement import RING_POINTS, BucketAssignment, Scheme, place
 
 GPUS: Final = (1, 2, 4, 8)
 WORKERS: Final = 100
@@ -105,5 +105,5 @@ def _newcomer() -> dict[str, int]:
     return {name: gpus}
 
 
-def _listed(assignment: Assignment) -> list[str]:
+def _listed(assignment: BucketAssignment) -> list[str]:
     return [assignment.workers[number] for number in assignment.numbers().tolist()]

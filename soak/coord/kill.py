@@ -42,7 +42,7 @@ _FIRST: Final = ("lead",)
 @dataclass(frozen=True)
 class Kill:
     number: int
-    pause_s: float
+    backoff_s: float
     """Of a kill from outside: how long after the last one."""
     arm: Arm | None
     down_s: float = 0.0
@@ -173,7 +173,7 @@ class Campaign:
                 assert died_s is not None
                 return dying[each], died_s, kill.arm.failpoint
         else:
-            await asyncio.sleep(kill.pause_s)
+            await asyncio.sleep(kill.backoff_s)
             until_s = time.monotonic() + FIRES_S
             # Between two epochs nobody waits in a barrier or nobody reads: a kill shows more a moment later.
             while not (self._pool.waiting and self._pool.reading) and time.monotonic() < until_s:  # noqa: ASYNC110

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker.link import Deadline, Link
+from strata.coord.worker.link import CoordinatorLink, Deadline
 from strata.coord.worker.settings import WorkerSettings
 
 NAME: Final = "successor"
@@ -20,7 +20,7 @@ class Successor:
     """Calls by the current generation, whatever it is. `problems` has what went wrong for it."""
 
     def __init__(self, address: str) -> None:
-        self._link = Link(WorkerSettings(address=address), "", SystemClock())
+        self._link = CoordinatorLink(WorkerSettings(address=address), "", SystemClock())
         self._who: dict[str, Any] = {"worker_id": NAME, "incarnation": f"{NAME}-1"}
         self._held: dict[str, list[int]] = {}
         self._beating: asyncio.Task[None] | None = None

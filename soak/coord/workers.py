@@ -19,7 +19,7 @@ from soak.coord.expected_state import ExpectedState
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker.link import Deadline, Link, error_of
+from strata.coord.worker.link import CoordinatorLink, Deadline, to_strata_error
 from strata.coord.worker.settings import WorkerSettings
 
 DATASET: Final = "corpus"
@@ -75,7 +75,7 @@ class WorkerPool:
         self._rng = rng
         self._clock = SystemClock()
         settings = WorkerSettings(address=",".join(addresses))
-        self._links = [Link(settings, "", self._clock) for _ in range(plan.channels)]
+        self._links = [CoordinatorLink(settings, "", self._clock) for _ in range(plan.channels)]
         self.workers = [
             LogicalWorker(f"w{number}", f"w{number}-1", number % plan.channels) for number in range(plan.workers)
         ]
@@ -188,11 +188,11 @@ class WorkerPool:
                     attempt = 0
                     self._same_generation(worker, news.generation)
             except grpc.aio.AioRpcError as error:
-                failure = error_of(error)
+                failure = to_strata_error(error)
                 if failure.code is not Code.UNAVAILABLE:
                     raise failure from None
-                link.try_next(index)
-            await asyncio.sleep(min(REATTACH_S, link.pause_s(attempt)))
+                link.fail_over(index)
+            await asyncio.sleep(min(REATTACH_S, link.backoff_s(attempt)))
             attempt += 1
 
     async def _beat(self, worker: LogicalWorker) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from soak.coord.processes import ROOT, Coordinator
 from soak.coord.successor import Successor
 from soak.coord.zombie_leader import run_leaders
-from soak.coord.zombie_worker import Answer, Held
+from soak.coord.zombie_worker import Answer, HeldLease
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, spread_s
 from strata.coord.pb import coordinator_pb2 as pb
 
@@ -35,7 +35,7 @@ FATES: Final[tuple[Fate, ...]] = ("killed", "evicted", "replaced", "returned")
 _WRITES: Final = ("ack", "ack of any generation", "barrier", "checkpoint", "heartbeat")
 
 
-def expected(fate: Fate, held: Held, generation: int) -> dict[str, tuple[str, str | None]]:
+def expected(fate: Fate, held: HeldLease, generation: int) -> dict[str, tuple[str, str | None]]:
     """By message, the documented code, and what comes with it; None: the contract leaves that open.
 
     A heartbeat of an old generation is told the new one.
@@ -102,7 +102,7 @@ class Trial:
         )
         try:
             async with asyncio.timeout(ANSWER_S):
-                held = msgspec.json.decode(await self._line(process), type=Held)
+                held = msgspec.json.decode(await self._line(process), type=HeldLease)
                 await self._doom(process, held, successor)
         except TimeoutError:
             self._tally.problems.append(f"{self.name}: not over within {ANSWER_S:g} s")
@@ -111,7 +111,7 @@ class Trial:
                 process.kill()
             await process.wait()
 
-    async def _doom(self, process: asyncio.subprocess.Process, held: Held, successor: Successor) -> None:
+    async def _doom(self, process: asyncio.subprocess.Process, held: HeldLease, successor: Successor) -> None:
         """The successor takes its own shard, then the one of the doomed as soon as it is free, and finishes."""
         await successor.take(self._dataset)
         number = signal.SIGKILL if self._fate == "killed" else signal.SIGSTOP
@@ -128,7 +128,7 @@ class Trial:
             await self._wake(process, held, successor)
         await successor.dismiss(self._worker_id)
 
-    async def _wake(self, process: asyncio.subprocess.Process, held: Held, successor: Successor) -> None:
+    async def _wake(self, process: asyncio.subprocess.Process, held: HeldLease, successor: Successor) -> None:
         assert process.stdin is not None
         before = await successor.job()
         orders = ["register"] if self._fate == "returned" else []

@@ -23,7 +23,7 @@ from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 TIMEOUT_S = 10.0
 
 
-class Held(msgspec.Struct):
+class HeldLease(msgspec.Struct):
     """What it knows."""
 
     lease_id: int
@@ -65,7 +65,7 @@ class Zombie:
             else:
                 return config
 
-    def hold(self) -> Held:
+    def hold(self) -> HeldLease:
         """Member of a generation, with a lease."""
         config = self.register()
         while not config.generation:
@@ -81,7 +81,7 @@ class Zombie:
                     raise
                 continue
             config = self.register()
-            return Held(found.lease_id, found.start_index, found.end_index, config.generation, config.rank)
+            return HeldLease(found.lease_id, found.start_index, found.end_index, config.generation, config.rank)
 
     def _attach(self) -> None:
         try:
@@ -91,7 +91,7 @@ class Zombie:
             # It was frozen too long. Another stream would be an honest thing to open; a zombie is not honest.
             return
 
-    def write(self, held: Held) -> None:
+    def write(self, held: HeldLease) -> None:
         acks = [pb.ShardAck(lease_id=held.lease_id)]
         since: dict[str, Any] = {"generation": held.generation, **self._who}
         request = pb.ShardRequest(dataset_id=self._dataset, explicit_acks=True, acks=acks, acks_only=True, **since)
@@ -107,7 +107,7 @@ class Zombie:
         beat = pb.HeartbeatRequest(status=pb.WORKER_STATUS_TRAINING, **since)
         self._send("heartbeat", self._stub.Heartbeat, beat, lambda found: f"generation {found.generation}")
 
-    def leave(self, held: Held) -> None:
+    def leave(self, held: HeldLease) -> None:
         request = pb.LeaveWorkerRequest(acks=[pb.ShardAck(lease_id=held.lease_id)], **self._who)
         self._send("leave", self._stub.LeaveWorker, request, _rejected)
 

@@ -21,7 +21,7 @@ from strata.coord.core.barriers import MAX_OPEN
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.grpc_handler import MOST_BYTES, MOST_BYTES_OF, has_more_fields
 from strata.coord.server.tokens import Claims, RevokedTokens, Role, Tokens
-from strata.coord.settings import CoordinatorSettings, Tls, check_exposure
+from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, Running, connect, in_process, refused
 from tests.shell.coord.test_access import LATER, SECRET, bearer, token
@@ -173,7 +173,7 @@ async def test_another_jobs_operator_stops_nothing(guarded: Running) -> None:
 
 @pytest.mark.attack("coordinator: who calls", "a client certificate alone, as worker and operator of every job")
 def test_a_client_certificate_is_no_role() -> None:
-    tls = Tls(certificate=Path("c"), key=Path("k"), client_ca=Path("a"))
+    tls = ServerTls(certificate=Path("c"), key=Path("k"), client_ca=Path("a"))
     with pytest.raises(Exception, match="names no job and no role"):
         check_exposure(CoordinatorSettings(listen="0.0.0.0:7070", tls=tls))
 

@@ -21,31 +21,31 @@ from strata.coord.core.apply import apply
 from strata.coord.core.decide import decide
 from strata.coord.core.facts import (
     BarrierDecided,
+    CheckpointPart,
     Consumed,
     Dataset,
     Fact,
     JobConfig,
-    Part,
+    RegisteredWorker,
     ShardAcked,
     ShardReturned,
-    Worker,
     WorkerLost,
 )
 from strata.coord.core.inputs import (
     Ack,
-    Arrive,
+    ArriveAtBarrier,
     Attached,
-    Beat,
     Caller,
     CreateJob,
     Detached,
+    Heartbeat,
     Input,
     Leave,
     NextShards,
-    Recover,
     Register,
     RegisterDataset,
-    Report,
+    ReportCheckpoint,
+    RequestRecovery,
     ResetJob,
     Tick,
 )
@@ -132,7 +132,7 @@ def _step(machine: Machine, node: Node, move: Move, found: dict[Edge, None]) -> 
     except (StrataError, LookupError):
         return None  # refused, or there is nothing to do it with
     name = type(given).__name__
-    if isinstance(given, Recover) and given.bad_checkpoint_id:
+    if isinstance(given, RequestRecovery) and given.bad_checkpoint_id:
         name += ": it is bad"
     started = status
     for fact in facts:
@@ -151,11 +151,11 @@ def _step(machine: Machine, node: Node, move: Move, found: dict[Edge, None]) -> 
 
 def _key(state: CoordState, now_s: float, status: str) -> str:
     """Equal for two states that go on alike: numbers that only ever grow count from the current one."""
-    job, live = _job(state), state.live_of(JOB)
+    job, live = _job(state), state.soft_of(JOB)
     open_ones = [
         (each.barrier_id, [*each.arrived], _roughly(each.deadline_s - now_s)) for each in live.barriers.values()
     ]
-    times = [(name, _roughly(now_s - at_s)) for name, at_s in [*live.seen_s.items(), *live.suspect_s.items()]]
+    times = [(name, _roughly(now_s - at_s)) for name, at_s in [*live.seen_s.items(), *live.disconnected_at_s.items()]]
     verdicts = {barrier_id: each.verdict for (generation, barrier_id), each in job.verdicts.items() if generation == 1}
     leases: dict[int, int] = {}
 
@@ -172,7 +172,7 @@ def _key(state: CoordState, now_s: float, status: str) -> str:
 
     kept = {key: each for key, each in msgspec.to_builtins(job).items() if key in COUNTED}
     shape = relative("", kept)
-    return repr((shape, min(job.generation, 2), verdicts, times, [*live.suspect_s], open_ones, status))
+    return repr((shape, min(job.generation, 2), verdicts, times, [*live.disconnected_at_s], open_ones, status))
 
 
 def _roughly(seconds: float) -> int:
@@ -201,7 +201,7 @@ def _job(state: CoordState) -> JobState:
 
 
 def _register(worker_id: str, life: int) -> Input:
-    return Register(JOB, Worker(worker_id=worker_id, incarnation=f"{worker_id}-{life}"))
+    return Register(JOB, RegisteredWorker(worker_id=worker_id, incarnation=f"{worker_id}-{life}"))
 
 
 def always(given: Input, after_s: float = SOON_S) -> Move:
@@ -221,7 +221,7 @@ def _worker_status(state: CoordState, before: str) -> str:
         return "gone"
     if "a" not in job.members:
         return "unknown"
-    if "a" in state.live_of(JOB).suspect_s:
+    if "a" in state.soft_of(JOB).disconnected_at_s:
         return "suspect"
     return "member" if "a" in job.ranks and job.settled else "waiting"
 
@@ -242,7 +242,7 @@ WORKER: Final = Machine(
         always(_register("a", 2)),
         always(Attached(A)),
         always(Detached(A)),
-        always(Beat(A, failed=True)),
+        always(Heartbeat(A, failed=True)),
         always(Leave(A)),
         *ticks(),
     ),
@@ -281,7 +281,7 @@ def _next(*acks: Callable[[int], Ack]) -> Move:
 def _report(caller: Caller, checkpoint_id: str, step: int) -> Move:
     def make(state: CoordState) -> Input:
         job = _job(state)
-        part = Part(job.ranks[caller.worker_id], f"{checkpoint_id}/{caller.worker_id}", 1, "")
+        part = CheckpointPart(job.ranks[caller.worker_id], f"{checkpoint_id}/{caller.worker_id}", 1, "")
         leases = [
             lease
             for dataset in job.datasets.values()
@@ -289,13 +289,13 @@ def _report(caller: Caller, checkpoint_id: str, step: int) -> Move:
             for lease in each.leases.values()
         ]
         consumed = tuple(Consumed("d", 0, lease.lease_id, lease.until) for lease in leases)
-        return Report(caller, checkpoint_id, step, part, consumed)
+        return ReportCheckpoint(caller, checkpoint_id, step, part, consumed)
 
     return Move(SOON_S, make)
 
 
 def _recover(bad: str | None = None) -> Move:
-    return Move(SOON_S, lambda state: Recover(A, _job(state).generation, bad))
+    return Move(SOON_S, lambda state: RequestRecovery(A, _job(state).generation, bad))
 
 
 SHARD: Final = Machine(
@@ -330,7 +330,7 @@ def _barrier_status(state: CoordState, before: str) -> str:
     decided = _job(state).verdicts.get((1, "x"))
     if decided is not None:
         return decided.verdict.name
-    return "open" if _job(state).generation == 1 and "x" in state.live_of(JOB).barriers else "not there"
+    return "open" if _job(state).generation == 1 and "x" in state.soft_of(JOB).barriers else "not there"
 
 
 BARRIER: Final = Machine(
@@ -339,8 +339,8 @@ BARRIER: Final = Machine(
     config=SLOW,
     begin=(_register("a", 1), _register("b", 1), Tick()),
     moves=(
-        always(Arrive(A, "x")),
-        always(Arrive(B, "x")),
+        always(ArriveAtBarrier(A, "x")),
+        always(ArriveAtBarrier(B, "x")),
         always(Leave(B)),
         _recover(),
         *ticks(),

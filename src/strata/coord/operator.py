@@ -22,7 +22,7 @@ from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.view import JobSummaryView, JobView
-from strata.coord.worker.link import Answer, Call, Deadline, Link, Request, error_of
+from strata.coord.worker.link import CoordinatorLink, Deadline, Reply, Request, UnaryCall, to_strata_error
 from strata.coord.worker.settings import Tls, WorkerSettings
 
 SECTION: Final = "gang"
@@ -33,7 +33,7 @@ TOGETHER_MS: Final = 200
 SILENT_S: Final = 6.0
 """A watched coordinator says something every two seconds: one that is silent for this long is frozen or gone."""
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Descriptor: TypeAlias = Any
 """Of a field or an enum: protobuf has two implementations without a common type."""
 
@@ -45,7 +45,7 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: what the token says, else `default`."""
     token: Secret | None = None
     tls: Tls | None = None
-    patience_s: Positive = 3.0
+    patience_s: PositiveSeconds = 3.0
     """How long to try before the coordinator counts as unreachable; a takeover by a standby fits in."""
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Broken:
+class ConnectionLost:
     """Nobody answers now; what is known may be out of date. We keep trying."""
 
     reason: str
@@ -69,7 +69,7 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Issued:
+class CommandReceipt:
     command_id: int
     worker_ids: tuple[str, ...]
 
@@ -82,7 +82,7 @@ class Operator:
         self._clock = clock
         self._ids = Ids(clock)
         same = WorkerSettings(address=settings.address, job=settings.job, token=settings.token, tls=settings.tls)
-        self._link = Link(same, "", clock)
+        self._link = CoordinatorLink(same, "", clock)
 
     async def __aenter__(self) -> Self:
         return self
@@ -97,7 +97,7 @@ class Operator:
         request = pb.GetJobRequest(history_limit=history)
         return job_view((await self._call(lambda stub: stub.GetJob, request)).job)
 
-    async def watch(self, history: int = 0) -> AsyncGenerator[JobView | Broken, None]:
+    async def watch(self, history: int = 0) -> AsyncGenerator[JobView | ConnectionLost, None]:
         """How it stands, at once and after every change, for ever: over restarts and takeovers, which it tells of."""
         attempt = 0
         until_s: float | None = self._clock.monotonic_s() + self._settings.patience_s
@@ -109,8 +109,8 @@ class Operator:
                         attempt, until_s = 0, None
                         yield view
             except grpc.aio.AioRpcError as error:
-                failure = error_of(error)
-                if failure.code is Code.UNAUTHENTICATED and self._link.read_token_again():
+                failure = to_strata_error(error)
+                if failure.code is Code.UNAUTHENTICATED and self._link.reload_token():
                     continue
             except TimeoutError:
                 failure = StrataError(Code.UNAVAILABLE, f"nothing was heard of it for {SILENT_S:g} s")
@@ -121,11 +121,11 @@ class Operator:
             if until_s is not None and self._clock.monotonic_s() > until_s:
                 raise self._explained(failure)
             attempt += 1
-            yield Broken(_why(failure), attempt)
-            self._link.try_next(index)
-            await self._clock.sleep(self._link.pause_s(attempt))
+            yield ConnectionLost(_why(failure), attempt)
+            self._link.fail_over(index)
+            await self._clock.sleep(self._link.backoff_s(attempt))
 
-    async def issue(self, kind: CommandKind, workers: tuple[str, ...], reason: str) -> Issued:
+    async def issue(self, kind: CommandKind, workers: tuple[str, ...], reason: str) -> CommandReceipt:
         """No workers: all members. Sent again if the answer got lost; the request id keeps it one command."""
         request = pb.IssueCommandRequest(
             worker_ids=workers,
@@ -134,7 +134,7 @@ class Operator:
             request_id=self._ids.new("order"),
         )
         found = await self._call(lambda stub: stub.IssueCommand, request)
-        return Issued(found.command_id, tuple(found.worker_ids))
+        return CommandReceipt(found.command_id, tuple(found.worker_ids))
 
     async def jobs(self) -> tuple[JobSummaryView, ...]:
         """All that the token allows."""
@@ -157,8 +157,8 @@ class Operator:
         await self._call(lambda stub: stub.DeleteJob, pb.DeleteJobRequest())
 
     async def _call(
-        self, method: Callable[[pb_grpc.CoordinatorAsyncStub], Call[Request, Answer]], request: Request
-    ) -> Answer:
+        self, method: Callable[[pb_grpc.CoordinatorAsyncStub], UnaryCall[Request, Reply]], request: Request
+    ) -> Reply:
         try:
             return await self._link.call(method, request, self._deadline)
         except StrataError as error:

@@ -14,10 +14,10 @@ from strata.coord.core.facts import JobConfig
 
 SECTION: Final = "coordinator"
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class Tls(msgspec.Struct, frozen=True, kw_only=True):
+class ServerTls(msgspec.Struct, frozen=True, kw_only=True):
     """PEM files. With `client_ca` only clients with a certificate of that authority may connect; a token says which job
     and role they have."""
 
@@ -31,13 +31,13 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """HOST:PORT; port 0 takes a free one."""
     database: str = "sqlite:coord.db"
     stream: str = "coord/0"
-    lease_s: Positive = 2.0
+    lease_s: PositiveSeconds = 2.0
     """A standby takes over this long after the leader was last heard from, at the latest."""
     snapshot_every: Annotated[int, msgspec.Meta(ge=1)] = 20_000
     """Facts between two snapshots."""
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
     """How long calls may take to finish when the process is told to end."""
-    tls: Tls | None = None
+    tls: ServerTls | None = None
     token_secret: Secret | None = None
     """Signs the tokens of jobs. Without it no call needs a token, which only a loopback address allows."""
     revoked_tokens: Path | None = None

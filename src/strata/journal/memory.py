@@ -25,18 +25,18 @@ from strata.journal.port import (
     Lead,
     Snapshot,
     StreamStatus,
-    ahead,
+    beyond_head,
     check_candidate,
     check_facts,
     check_lease,
     check_position,
     check_snapshot,
-    held,
-    misplaced,
+    lease_held,
+    not_covered,
     stale,
     truncated,
-    uncovered,
     unknown_stream,
+    wrong_position,
 )
 
 
@@ -130,15 +130,15 @@ class MemoryJournal:
         for frame in self._frames(self._disk.read()):
             self._take(frame)
 
-    async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
+    async def lead(self, stream: str, holder: str, lease_s: float, *, expired_lease: str | None = None) -> Lead:
         check_candidate(stream, holder, lease_s)
 
         async def take() -> Lead:
             found = self._streams.get(stream, StreamLog())
             now_s = self._clock.wall_s()
             lease = f"{found.epoch}@{found.expires_s}"
-            if found.holder != holder and found.expires_s > now_s and lease != silent:
-                raise held(stream, found.holder, lease)
+            if found.holder != holder and found.expires_s > now_s and lease != expired_lease:
+                raise lease_held(stream, found.holder, lease)
             lead = Lead(stream, found.epoch + 1, found.head)
             await self._commit(Led(stream, lead.epoch, holder, now_s + lease_s, found.floor))
             return lead
@@ -194,7 +194,7 @@ class MemoryJournal:
                 break
         return page
 
-    async def grown(self, stream: str, after: int, timeout_s: float) -> int:
+    async def wait_for_growth(self, stream: str, after: int, timeout_s: float) -> int:
         found = self._find(stream)
         try:
             async with asyncio.timeout(timeout_s):
@@ -211,7 +211,7 @@ class MemoryJournal:
             found = self._find(stream)
             self._fence(stream, found, epoch)
             if snapshot.position > found.head:
-                raise ahead(stream, snapshot.position, found.head)
+                raise beyond_head(stream, snapshot.position, found.head)
             if all(kept.position != snapshot.position for kept in found.snapshots):
                 await self._commit(Snapshotted(stream, snapshot))
 
@@ -228,7 +228,7 @@ class MemoryJournal:
             self._fence(stream, found, epoch)
             covering = [kept for kept in found.snapshots if kept.position >= through]
             if not covering:
-                raise uncovered(stream, through)
+                raise not_covered(stream, through)
             found.floor = max(found.floor, through)
             found.batches = [batch for batch in found.batches if batch.last > through]
             found.snapshots = covering
@@ -324,7 +324,7 @@ class MemoryJournal:
 
     def _placed(self, stream: str, found: StreamLog, batch: Batch) -> Batch:
         if batch.first != found.head + 1:
-            raise misplaced(stream, batch.first - 1, found.head)
+            raise wrong_position(stream, batch.first - 1, found.head)
         return batch
 
     def _frames(self, log: bytes) -> Iterator[Frame]:

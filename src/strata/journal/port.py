@@ -86,13 +86,13 @@ class StreamStatus(msgspec.Struct, frozen=True):
 class Journal(Protocol):
     """One database of streams. Adapters: memory, SQLite, PostgreSQL; one conformance suite over all three."""
 
-    async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
+    async def lead(self, stream: str, holder: str, lease_s: float, *, expired_lease: str | None = None) -> Lead:
         """Take the next epoch, creating the stream if need be. CONFLICT while another holder's lease runs.
 
-        `holder` is unique to one life of one process. A holder that asks again gets a new epoch: its lost first reply
-        then cannot matter. The conflict's detail `lease` names the running lease and changes with every renewal. A
-        candidate that has seen the same one for a whole lease by its own clock passes it as `silent`, and it counts as
-        over: the journal's clock may have been set back.
+        `holder` is unique to one run of one process. A holder that calls again gets a new epoch, so a lost first reply
+        does not matter. The conflict's detail `lease` names the running lease and changes with every renewal. A
+        candidate that has seen the same lease for a whole lease time by its own clock passes it as `expired_lease`, and
+        the journal treats it as expired: the journal's own clock may have been set back.
         """
         ...
 
@@ -120,7 +120,7 @@ class Journal(Protocol):
         """One page of committed batches after a position, in order; empty at the head. GONE below the floor."""
         ...
 
-    async def grown(self, stream: str, after: int, timeout_s: float) -> int:
+    async def wait_for_growth(self, stream: str, after: int, timeout_s: float) -> int:
         """Wait until the head is beyond `after` or the time is over, and return the head."""
         ...
 
@@ -205,7 +205,7 @@ def unknown_stream(stream: str) -> StrataError:
     return StrataError(Code.NOT_FOUND, f"stream {stream!r} does not exist", stream=stream)
 
 
-def held(stream: str, holder: str, lease: str) -> StrataError:
+def lease_held(stream: str, holder: str, lease: str) -> StrataError:
     return StrataError(
         Code.CONFLICT, f"stream {stream!r} is led by {holder}", stream=stream, holder=holder, lease=lease
     )
@@ -217,7 +217,7 @@ def stale(stream: str, epoch: int, current: int) -> StrataError:
     )
 
 
-def misplaced(stream: str, after: int, head: int) -> StrataError:
+def wrong_position(stream: str, after: int, head: int) -> StrataError:
     return StrataError(
         Code.CONFLICT,
         f"stream {stream!r} is at position {head}; the append comes after {after}",
@@ -236,11 +236,11 @@ def truncated(stream: str, after: int, floor: int) -> StrataError:
     )
 
 
-def uncovered(stream: str, through: int) -> StrataError:
+def not_covered(stream: str, through: int) -> StrataError:
     return StrataError(Code.PRECONDITION, f"no snapshot of stream {stream!r} covers position {through}", stream=stream)
 
 
-def ahead(stream: str, position: int, head: int) -> StrataError:
+def beyond_head(stream: str, position: int, head: int) -> StrataError:
     return StrataError(
         Code.PRECONDITION,
         f"a snapshot at {position} is beyond the head {head} of stream {stream!r}",

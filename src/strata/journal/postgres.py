@@ -24,18 +24,18 @@ from strata.journal.port import (
     Lead,
     Snapshot,
     StreamStatus,
-    ahead,
+    beyond_head,
     check_candidate,
     check_facts,
     check_lease,
     check_position,
     check_snapshot,
-    held,
-    misplaced,
+    lease_held,
+    not_covered,
     stale,
     truncated,
-    uncovered,
     unknown_stream,
+    wrong_position,
 )
 
 _PAGE_ROWS: Final = 512
@@ -65,12 +65,12 @@ class PostgresJournal:
             raise
         return journal
 
-    async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
+    async def lead(self, stream: str, holder: str, lease_s: float, *, expired_lease: str | None = None) -> Lead:
         check_candidate(stream, holder, lease_s)
-        values = {"stream": stream, "holder": holder, "lease_s": lease_s, "silent": silent or ""}
+        values = {"stream": stream, "holder": holder, "lease_s": lease_s, "expired_lease": expired_lease or ""}
         rows = await self._connections.run(sql.LEAD, values)
         if not rows:
-            raise held(stream, *(await self._connections.run(sql.LEASE, {"stream": stream}))[0])
+            raise lease_held(stream, *(await self._connections.run(sql.LEASE, {"stream": stream}))[0])
         failpoint("journal.postgres.after_lead")
         return Lead(stream, *rows[0])
 
@@ -114,7 +114,7 @@ class PostgresJournal:
         current, head, _ = await self._row(stream)
         if await self._connections.run(sql.FIND_BATCH, batch):
             return
-        raise stale(stream, epoch, current) if current != epoch else misplaced(stream, batch["after"], head)
+        raise stale(stream, epoch, current) if current != epoch else wrong_position(stream, batch["after"], head)
 
     async def read(self, stream: str, after: int) -> list[Batch]:
         check_position(after)
@@ -127,7 +127,7 @@ class PostgresJournal:
             raise truncated(stream, after, floor)
         return [unpack(stream, first, epoch, blob, checksum).after(after) for first, epoch, checksum, blob in rows]
 
-    async def grown(self, stream: str, after: int, timeout_s: float) -> int:
+    async def wait_for_growth(self, stream: str, after: int, timeout_s: float) -> int:
         until_s = self._clock.monotonic_s() + timeout_s
         while True:
             _, head, _ = await self._row(stream)
@@ -152,7 +152,7 @@ class PostgresJournal:
         )
         if not saved:
             current, head, _ = await self._row(stream)
-            raise stale(stream, epoch, current) if current != epoch else ahead(stream, snapshot.position, head)
+            raise stale(stream, epoch, current) if current != epoch else beyond_head(stream, snapshot.position, head)
         failpoint("journal.postgres.after_snapshot")
 
     async def load_snapshot(self, stream: str) -> Snapshot | None:
@@ -167,7 +167,7 @@ class PostgresJournal:
         values = {"stream": stream, "epoch": epoch, "through": through}
         if not await self._connections.write(sql.MOVE_FLOOR, values):
             await self.confirm(stream, epoch)
-            raise uncovered(stream, through)
+            raise not_covered(stream, through)
         failpoint("journal.postgres.after_floor")
         while await self._connections.write(sql.SWEEP_BATCHES, values):
             failpoint("journal.postgres.after_sweep")

@@ -33,7 +33,7 @@ VALUES (%(stream)s, 1, %(holder)s, clock_timestamp() + make_interval(secs => %(l
 ON CONFLICT (stream) DO UPDATE
 SET epoch = s.epoch + 1, holder = excluded.holder, expires_at = excluded.expires_at
 WHERE s.holder = excluded.holder OR s.expires_at <= clock_timestamp()
-  OR s.epoch || '@' || extract(epoch from s.expires_at) = %(silent)s
+  OR s.epoch || '@' || extract(epoch from s.expires_at) = %(expired_lease)s
 RETURNING epoch, head
 """
 LEASE: Final = """

@@ -30,4 +30,4 @@ async def tail(journal: Journal, stream: str, after: int = 0, *, patience_s: flo
         async for batch in replay(journal, stream, position):
             position = batch.last
             yield batch
-        await journal.grown(stream, position, patience_s)
+        await journal.wait_for_growth(stream, position, patience_s)

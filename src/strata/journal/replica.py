@@ -34,7 +34,7 @@ class Machine(Protocol[State, Input_contra, Effect_co]):
 
     def initial(self) -> State: ...
 
-    def decide(self, state: State, given: Input_contra, now_s: float) -> tuple[Sequence[bytes], Effect_co]:
+    def decide(self, state: State, request: Input_contra, now_s: float) -> tuple[Sequence[bytes], Effect_co]:
         """What becomes true and what to tell the caller. Must not change what facts build.
 
         `now_s` is this process's monotonic clock: for measuring how long something takes, never for a fact.
@@ -80,7 +80,7 @@ class Replica(Generic[State, Input, Effect]):
     @property
     def epoch(self) -> int:
         """The epoch we lead under."""
-        return self._led().lead.epoch
+        return self._require_writer().lead.epoch
 
     @property
     def failure(self) -> StrataError | None:
@@ -89,12 +89,12 @@ class Replica(Generic[State, Input, Effect]):
 
     async def catch_up(self) -> None:
         """Read all that is committed now, from the newest snapshot if we are behind it."""
-        self._still_following()
+        self._require_follower()
         while True:
             try:
                 await self._load_newer_snapshot()
                 async for batch in replay(self._journal, self._stream, self._position):
-                    self._take(batch)
+                    self._apply_batch(batch)
             except StrataError as error:
                 # A truncation between the snapshot and the facts: a newer snapshot is there.
                 if error.code is not Code.GONE:
@@ -108,8 +108,8 @@ class Replica(Generic[State, Input, Effect]):
             try:
                 await self.catch_up()
                 async for batch in tail(self._journal, self._stream, self._position):
-                    self._still_following()
-                    self._take(batch)
+                    self._require_follower()
+                    self._apply_batch(batch)
             except StrataError as error:
                 if error.code not in (Code.GONE, Code.NOT_FOUND, Code.UNAVAILABLE):
                     raise
@@ -118,21 +118,21 @@ class Replica(Generic[State, Input, Effect]):
 
     async def lead(self, holder: str, lease_s: float, limits: WriterLimits | None = None) -> None:
         """Take the lead now, or fail with CONFLICT while somebody else has it."""
-        self._still_following()
-        await self._begin(await self._journal.lead(self._stream, holder, lease_s), lease_s, limits)
+        self._require_follower()
+        await self._start_leading(await self._journal.lead(self._stream, holder, lease_s), lease_s, limits)
 
     async def stand_by(self, holder: str, lease_s: float, limits: WriterLimits | None = None) -> None:
         """Follow until the lead is free, then take it. Warm first: a long replay would outlast a lease."""
-        await self._warm_up()
+        await self._catch_up_first()
         following = asyncio.get_running_loop().create_task(self.follow(), name=f"follow {self._stream}")
         lead: Lead | None = None
         seen: str | None = None
         seen_s = self._clock.monotonic_s()
         try:
             while lead is None:
-                silent = seen if self._clock.monotonic_s() - seen_s >= lease_s else None
+                expired_lease = seen if self._clock.monotonic_s() - seen_s >= lease_s else None
                 try:
-                    lead = await self._journal.lead(self._stream, holder, lease_s, silent=silent)
+                    lead = await self._journal.lead(self._stream, holder, lease_s, expired_lease=expired_lease)
                 except StrataError as error:
                     if error.code not in (Code.CONFLICT, Code.UNAVAILABLE):
                         raise
@@ -144,14 +144,14 @@ class Replica(Generic[State, Input, Effect]):
         finally:
             following.cancel()
             await asyncio.wait([following])
-        await self._begin(lead, lease_s, limits)
+        await self._start_leading(lead, lease_s, limits)
 
-    async def reign(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
+    async def lead_until_deposed(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
         """Keep the lease, and snapshots, until the lead is lost; return why. From then on this replica answers nothing.
 
         A leader that could not renew for a whole lease steps down by itself: somebody else may be serving already.
         """
-        writer = self._led()
+        writer = self._require_writer()
         saving: asyncio.Task[None] | None = None
         renewed_s = self._clock.monotonic_s()
         try:
@@ -159,7 +159,7 @@ class Replica(Generic[State, Input, Effect]):
                 since = max(self._snapshot_at, self._snapshot_tried_at)
                 due = snapshot_every is not None and self._position - since >= snapshot_every
                 if due and (saving is None or saving.done()):
-                    saving = asyncio.get_running_loop().create_task(self._snapshot_or_not())
+                    saving = asyncio.get_running_loop().create_task(self._try_snapshot())
                 if await self._renew(writer.lead, lease_s):
                     renewed_s = self._clock.monotonic_s()
                 elif self._clock.monotonic_s() - renewed_s >= lease_s:
@@ -187,7 +187,7 @@ class Replica(Generic[State, Input, Effect]):
             return False
         return True
 
-    async def _warm_up(self) -> None:
+    async def _catch_up_first(self) -> None:
         while True:
             try:
                 await self.catch_up()
@@ -201,7 +201,7 @@ class Replica(Generic[State, Input, Effect]):
             else:
                 return
 
-    async def _begin(self, lead: Lead, lease_s: float, limits: WriterLimits | None) -> None:
+    async def _start_leading(self, lead: Lead, lease_s: float, limits: WriterLimits | None) -> None:
         """Read to the head the epoch began at: nothing can come after that but our own facts."""
         failpoint("journal.replica.after_lead")
 
@@ -224,7 +224,7 @@ class Replica(Generic[State, Input, Effect]):
             )
         self._writer = Writer(self._journal, lead, self._clock, limits)
 
-    def _still_following(self) -> None:
+    def _require_follower(self) -> None:
         if self._writer is not None:
             raise StrataError(
                 Code.PRECONDITION, "this replica has led and holds facts of its own: start over with a new one"
@@ -232,38 +232,39 @@ class Replica(Generic[State, Input, Effect]):
 
     async def resign(self) -> None:
         """Finish what was submitted and let a standby in at once."""
-        writer = self._led()
+        writer = self._require_writer()
         await writer.close()
         writer.stop(StrataError(Code.UNAVAILABLE, f"this process has resigned from stream {self._stream!r}"))
         await self._journal.resign(self._stream, writer.lead.epoch)
 
-    async def submit(self, given: Input) -> Effect:
+    async def submit(self, request: Input) -> Effect:
         """Decide, apply, and return the effect once all it rests on is durable.
 
         Between `decide` and `submit` nothing awaits, so decisions are made one after the other, each on the facts of
         all before it, and the journal has them in that order. An input without facts waits too: what it saw may not be
         committed yet.
         """
-        effect, durable = self.put(given)
+        effect, durable = self.submit_nowait(request)
         if durable is not None:
             await durable
             failpoint("journal.replica.after_commit")
         return effect
 
-    def put(
-        self, given: Input, then: Callable[[Effect], None] | None = None
+    def submit_nowait(
+        self, request: Input, on_commit: Callable[[Effect], None] | None = None
     ) -> tuple[Effect, asyncio.Future[int] | None]:
-        """`submit` without the waiting: the effect, which is nobody's to know before the future is done.
+        """Like `submit`, but returns at once: the effect may be published only after the future is done.
 
-        The future is the caller's own; None if there is nothing to wait for. `then` is called with the effect once its
-        facts are committed, even if the caller has gone; never for an input without facts. It must not raise.
+        The future belongs to the caller; None if there is nothing to wait for. `on_commit` is called with the effect
+        after its facts are committed, even if the caller was cancelled; never for a request without facts. It must not
+        raise.
         """
-        writer = self._led()
-        writer.admit()
-        facts, effect = self._machine.decide(self._state, given, self._clock.monotonic_s())
+        writer = self._require_writer()
+        writer.check_capacity()
+        facts, effect = self._machine.decide(self._state, request, self._clock.monotonic_s())
         if not facts:
             return effect, writer.settling()
-        durable = writer.submit(facts, None if then is None else partial(then, effect))
+        durable = writer.submit(facts, None if on_commit is None else partial(on_commit, effect))
         self._apply_own(writer, facts)
         failpoint("journal.replica.before_commit")
         return effect, durable
@@ -280,15 +281,15 @@ class Replica(Generic[State, Input, Effect]):
 
     async def settled(self) -> None:
         """Return when all that the state holds is durable: call it before telling something of it to others."""
-        await self._led().settled()
+        await self._require_writer().settled()
 
     async def confirm(self) -> None:
         """Return if we still lead: call it before answering a read that must be linearizable."""
-        await self._led().confirm()
+        await self._require_writer().confirm()
 
     async def snapshot(self, *, truncate: bool = True) -> int:
         """Save the state as it is now, once it is durable, and forget the facts it covers. Returns its position."""
-        writer = self._led()
+        writer = self._require_writer()
         position, saved = self._position, self._machine.save(self._state)
         await writer.settled()
         await self._journal.save_snapshot(self._stream, writer.lead.epoch, Snapshot(position, writer.lead.epoch, saved))
@@ -298,7 +299,7 @@ class Replica(Generic[State, Input, Effect]):
             await self._journal.truncate(self._stream, writer.lead.epoch, position)
         return position
 
-    async def _snapshot_or_not(self) -> None:
+    async def _try_snapshot(self) -> None:
         """A snapshot only saves time at the next start: one that fails is tried again later."""
         self._snapshot_tried_at = self._position
         try:
@@ -306,7 +307,7 @@ class Replica(Generic[State, Input, Effect]):
         except StrataError as error:
             _log.warning("a snapshot was not saved", stream=self._stream, code=error.code.value, reason=str(error))
 
-    def _led(self) -> Writer:
+    def _require_writer(self) -> Writer:
         if self._writer is None:
             raise StrataError(Code.UNAVAILABLE, f"this process does not lead stream {self._stream!r}")
         return self._writer
@@ -322,7 +323,7 @@ class Replica(Generic[State, Input, Effect]):
             self._state = self._machine.load(snapshot.state)
             self._position = self._snapshot_at = snapshot.position
 
-    def _take(self, batch: Batch) -> None:
+    def _apply_batch(self, batch: Batch) -> None:
         """Apply what is new in a batch; another reader of this replica may have been faster."""
         if batch.last <= self._position:
             return

@@ -24,18 +24,18 @@ from strata.journal.port import (
     Lead,
     Snapshot,
     StreamStatus,
-    ahead,
+    beyond_head,
     check_candidate,
     check_facts,
     check_lease,
     check_position,
     check_snapshot,
-    held,
-    misplaced,
+    lease_held,
+    not_covered,
     stale,
     truncated,
-    uncovered,
     unknown_stream,
+    wrong_position,
 )
 
 _SCHEMA_VERSION: Final = 1
@@ -90,7 +90,7 @@ class SqliteJournal:
     async def open(cls, path: Path, clock: Clock, *, create: bool = True) -> Self:
         return cls(await SqliteThread.open(path, _Schema(), create=create), clock)
 
-    async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
+    async def lead(self, stream: str, holder: str, lease_s: float, *, expired_lease: str | None = None) -> Lead:
         check_candidate(stream, holder, lease_s)
 
         def take(db: sqlite3.Connection) -> Lead:
@@ -99,8 +99,8 @@ class SqliteJournal:
             now_s = self._clock.monotonic_s()
             until_s = self._lease_until_s.get(stream, now_s)
             lease = f"{epoch}@{until_s}"
-            if current != holder and until_s > now_s and lease != silent:
-                raise held(stream, current, lease)
+            if current != holder and until_s > now_s and lease != expired_lease:
+                raise lease_held(stream, current, lease)
             self._lease_until_s[stream] = now_s + lease_s
             db.execute(
                 "INSERT INTO journal_stream VALUES (?, ?, ?, 0, 0)"
@@ -180,7 +180,7 @@ class SqliteJournal:
 
         return await self._thread.read(page)
 
-    async def grown(self, stream: str, after: int, timeout_s: float) -> int:
+    async def wait_for_growth(self, stream: str, after: int, timeout_s: float) -> int:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -201,7 +201,7 @@ class SqliteJournal:
             _fence(db, stream, epoch)
             head = _head(db, stream)
             if snapshot.position > head:
-                raise ahead(stream, snapshot.position, head)
+                raise beyond_head(stream, snapshot.position, head)
             db.execute(
                 "INSERT INTO journal_snapshot VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (stream, snapshot.position, snapshot.epoch, checksum, snapshot.state),
@@ -230,7 +230,7 @@ class SqliteJournal:
                 "SELECT 1 FROM journal_snapshot WHERE stream = ? AND position >= ? LIMIT 1", (stream, through)
             ).fetchone()
             if covered is None:
-                raise uncovered(stream, through)
+                raise not_covered(stream, through)
             db.execute("UPDATE journal_stream SET floor = max(floor, ?) WHERE stream = ?", (through, stream))
             db.execute("DELETE FROM journal_batch WHERE stream = ? AND last <= ?", (stream, through))
             db.execute("DELETE FROM journal_snapshot WHERE stream = ? AND position < ?", (stream, through))
@@ -308,4 +308,4 @@ def _recognise(db: sqlite3.Connection, stream: str, epoch: int, after: int, batc
         (stream, last, after + 1, epoch, checksum),
     ).fetchone()
     if found is None:
-        raise stale(stream, epoch, current) if current != epoch else misplaced(stream, after, head)
+        raise stale(stream, epoch, current) if current != epoch else wrong_position(stream, after, head)

@@ -18,7 +18,7 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.journal.port import Journal, Lead, check_facts
 
-CROWDED: Final = 5
+GATHER_PERIODS: Final = 5
 """For so many times `gather_s` after a commit that several shared, the next one waits for more."""
 
 
@@ -38,13 +38,13 @@ class WriterLimits(msgspec.Struct, frozen=True):
     longest_retry_s: float = 1.0
 
 
-class _Waiting(msgspec.Struct, frozen=True):
+class _Submission(msgspec.Struct, frozen=True):
     facts: Sequence[bytes]
     size: int
     position: int
     confirm: bool
     committed: asyncio.Future[int]
-    then: Callable[[], None] | None
+    on_commit: Callable[[], None] | None
 
 
 class Writer:
@@ -61,11 +61,11 @@ class Writer:
         self._limits = limits or WriterLimits()
         self._durable = lead.head
         self._submitted = lead.head
-        self._waiting: deque[_Waiting] = deque()
-        self._waiting_bytes = 0
+        self._queue: deque[_Submission] = deque()
+        self._queued_bytes = 0
         self._flushing: asyncio.Task[None] | None = None
         self._failure: StrataError | None = None
-        self._crowded_until_s = -inf
+        self._gather_until_s = -inf
 
     @property
     def durable(self) -> int:
@@ -81,26 +81,26 @@ class Writer:
     def failure(self) -> StrataError | None:
         return self._failure
 
-    def submit(self, facts: Sequence[bytes], then: Callable[[], None] | None = None) -> asyncio.Future[int]:
-        """Place the facts after everything submitted before; the future gives their last position once committed.
+    def submit(self, facts: Sequence[bytes], on_commit: Callable[[], None] | None = None) -> asyncio.Future[int]:
+        """Append the facts after everything submitted before; the future gives their last position once committed.
 
-        The future is the caller's own: whoever cancels it stops waiting, and nothing else. `then` is called when they
-        are committed, whether or not anybody still waits; it must not raise.
+        The future belongs to the caller: cancelling it stops the waiting and nothing else. `on_commit` is called after
+        the commit, even if the caller no longer waits; it must not raise.
 
         Facts submitted together are committed together, all or none.
-        Not a coroutine on purpose: a caller decides, applies and submits without anybody in between.
+        Not a coroutine on purpose: a caller decides, applies and submits without another task in between.
         """
-        self.admit()
-        return self._enqueue(facts, check_facts(facts), then=then)
+        self.check_capacity()
+        return self._enqueue(facts, check_facts(facts), on_commit=on_commit)
 
-    def admit(self) -> None:
+    def check_capacity(self) -> None:
         """Raise if nothing may be submitted now: ask before deciding, so that a refusal leaves nothing half done."""
         self._check()
-        full = self._waiting_bytes >= self._limits.max_pending_bytes
-        if full or len(self._waiting) >= self._limits.max_pending:
+        full = self._queued_bytes >= self._limits.max_pending_bytes
+        if full or len(self._queue) >= self._limits.max_pending:
             raise StrataError(
                 Code.EXHAUSTED,
-                f"{len(self._waiting):,} submissions of {self._waiting_bytes:,} bytes wait for the journal of"
+                f"{len(self._queue):,} submissions of {self._queued_bytes:,} bytes wait for the journal of"
                 f" {self.lead.stream!r}",
             )
 
@@ -137,21 +137,21 @@ class Writer:
             raise _copy(self._failure)
 
     def _enqueue(
-        self, facts: Sequence[bytes], size: int, *, confirm: bool = False, then: Callable[[], None] | None = None
+        self, facts: Sequence[bytes], size: int, *, confirm: bool = False, on_commit: Callable[[], None] | None = None
     ) -> asyncio.Future[int]:
         loop = asyncio.get_running_loop()
         committed: asyncio.Future[int] = loop.create_future()
         self._submitted += len(facts)
-        self._waiting.append(_Waiting(tuple(facts), size, self._submitted, confirm, committed, then))
-        self._waiting_bytes += size
+        self._queue.append(_Submission(tuple(facts), size, self._submitted, confirm, committed, on_commit))
+        self._queued_bytes += size
         if self._flushing is None or self._flushing.done():
             self._flushing = loop.create_task(self._flush(), name=f"journal {self.lead.stream}")
             self._flushing.add_done_callback(self._flushed)
         return committed
 
     async def _flush(self) -> None:
-        while self._waiting:
-            if self._limits.gather_s and self._clock.monotonic_s() < self._crowded_until_s:
+        while self._queue:
+            if self._limits.gather_s and self._clock.monotonic_s() < self._gather_until_s:
                 await self._clock.sleep(self._limits.gather_s)
             count, facts, confirm = self._next_batch()
             try:
@@ -160,12 +160,12 @@ class Writer:
                 self._fail(error)
                 return
             if count > 1:
-                self._crowded_until_s = self._clock.monotonic_s() + CROWDED * self._limits.gather_s
-            for _ in range(min(count, len(self._waiting))):
-                done = self._waiting.popleft()
-                self._waiting_bytes -= done.size
-                if done.then is not None:
-                    done.then()
+                self._gather_until_s = self._clock.monotonic_s() + GATHER_PERIODS * self._limits.gather_s
+            for _ in range(min(count, len(self._queue))):
+                done = self._queue.popleft()
+                self._queued_bytes -= done.size
+                if done.on_commit is not None:
+                    done.on_commit()
                 if not done.committed.done():
                     done.committed.set_result(done.position)
 
@@ -181,13 +181,13 @@ class Writer:
         facts: list[bytes] = []
         size = count = 0
         confirm = False
-        for waiting in self._waiting:
-            if count and size + waiting.size > self._limits.max_batch_bytes:
+        for submission in self._queue:
+            if count and size + submission.size > self._limits.max_batch_bytes:
                 break
-            facts.extend(waiting.facts)
-            size += waiting.size
+            facts.extend(submission.facts)
+            size += submission.size
             count += 1
-            confirm = confirm or waiting.confirm
+            confirm = confirm or submission.confirm
         return count, facts, confirm
 
     async def _commit(self, facts: list[bytes], *, confirm: bool) -> None:
@@ -217,13 +217,13 @@ class Writer:
 
     def _fail(self, error: StrataError) -> None:
         self._failure = self._failure or error
-        while self._waiting:
-            committed = self._waiting.popleft().committed
+        while self._queue:
+            committed = self._queue.popleft().committed
             if not committed.done():
                 committed.set_exception(_copy(error))
                 # Whoever stopped waiting does not want to hear of it either.
                 committed.exception()
-        self._waiting_bytes = 0
+        self._queued_bytes = 0
 
 
 def _copy(error: StrataError) -> StrataError:

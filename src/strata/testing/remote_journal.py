@@ -21,7 +21,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 class LeadCall(Call, frozen=True, tag=True):
     holder: str
     lease_s: float
-    silent: str | None
+    expired_lease: str | None
 
 
 class RenewCall(Call, frozen=True, tag=True):
@@ -103,7 +103,7 @@ async def serve(journal: Journal, request: bytes) -> bytes:
 async def _answer(journal: Journal, call: AnyCall) -> object:  # noqa: C901, PLR0911 - one arm per call
     match call:
         case LeadCall():
-            return await journal.lead(call.stream, call.holder, call.lease_s, silent=call.silent)
+            return await journal.lead(call.stream, call.holder, call.lease_s, expired_lease=call.expired_lease)
         case RenewCall():
             await journal.renew(call.stream, call.epoch, call.lease_s)
         case ResignCall():
@@ -115,7 +115,7 @@ async def _answer(journal: Journal, call: AnyCall) -> object:  # noqa: C901, PLR
         case ReadCall():
             return await journal.read(call.stream, call.after)
         case GrownCall():
-            return await journal.grown(call.stream, call.after, call.timeout_s)
+            return await journal.wait_for_growth(call.stream, call.after, call.timeout_s)
         case SaveCall():
             await journal.save_snapshot(call.stream, call.epoch, call.snapshot)
         case LoadCall():
@@ -138,8 +138,8 @@ class RemoteJournal:
         # The transport gives up on a reply at some time; a wait at the other side has to end before.
         self._longest_wait_s = longest_wait_s
 
-    async def lead(self, stream: str, holder: str, lease_s: float, *, silent: str | None = None) -> Lead:
-        return await self._ask(LeadCall(stream, holder, lease_s, silent), Lead)
+    async def lead(self, stream: str, holder: str, lease_s: float, *, expired_lease: str | None = None) -> Lead:
+        return await self._ask(LeadCall(stream, holder, lease_s, expired_lease), Lead)
 
     async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
         await self._tell(RenewCall(stream, epoch, lease_s))
@@ -156,7 +156,7 @@ class RemoteJournal:
     async def read(self, stream: str, after: int) -> list[Batch]:
         return await self._ask(ReadCall(stream, after), list[Batch])
 
-    async def grown(self, stream: str, after: int, timeout_s: float) -> int:
+    async def wait_for_growth(self, stream: str, after: int, timeout_s: float) -> int:
         return await self._ask(GrownCall(stream, after, min(timeout_s, self._longest_wait_s)), int)
 
     async def save_snapshot(self, stream: str, epoch: int, snapshot: Snapshot) -> None:

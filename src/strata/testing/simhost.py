@@ -52,8 +52,8 @@ class SimDisk:
         """Of the bytes not synced a prefix survives; the file may have grown before its bytes came: zeros."""
         unsynced = len(self._content) - self._synced
         kept = self._synced + self._rng.choice([0, self._rng.randint(0, unsynced), max(unsynced - 4, 0), unsynced])
-        grown = self._rng.choice([kept, self._rng.randint(kept, len(self._content)), len(self._content)])
-        self._content[kept:] = bytes(grown - kept)
+        wait_for_growth = self._rng.choice([kept, self._rng.randint(kept, len(self._content)), len(self._content)])
+        self._content[kept:] = bytes(wait_for_growth - kept)
         self._synced = len(self._content)
 
 

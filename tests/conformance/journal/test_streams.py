@@ -102,8 +102,8 @@ async def test_a_lease_seen_silent_for_its_whole_time_counts_as_over_but_not_one
     seen = await lease_of(journal)
     assert await lease_of(journal) == seen
     await journal.renew("s", first.epoch, LEASE_S + 1)
-    assert await refused(journal.lead("s", "b", LEASE_S, silent=seen)) is Code.CONFLICT
-    second = await journal.lead("s", "b", LEASE_S, silent=await lease_of(journal))
+    assert await refused(journal.lead("s", "b", LEASE_S, expired_lease=seen)) is Code.CONFLICT
+    second = await journal.lead("s", "b", LEASE_S, expired_lease=await lease_of(journal))
     assert second.epoch == first.epoch + 1
 
 
@@ -180,7 +180,7 @@ async def test_an_unknown_stream_is_not_found(journal: Journal) -> None:
     assert await refused(journal.read("nowhere", 0)) is Code.NOT_FOUND
     assert await refused(journal.load_snapshot("nowhere")) is Code.NOT_FOUND
     assert await refused(journal.confirm("nowhere", 1)) is Code.NOT_FOUND
-    assert await refused(journal.grown("nowhere", 0, 0.0)) is Code.NOT_FOUND
+    assert await refused(journal.wait_for_growth("nowhere", 0, 0.0)) is Code.NOT_FOUND
     assert await refused(journal.truncate("nowhere", 1, 0)) is Code.NOT_FOUND
 
 
@@ -208,8 +208,8 @@ async def test_a_large_stream_is_read_page_by_page(journal: Journal) -> None:
 
 async def test_grown_returns_when_the_head_moves_and_not_before(journal: Journal) -> None:
     lead = await journal.lead("s", "a", LEASE_S)
-    assert await journal.grown("s", 0, 0.01) == 0
-    waiting = asyncio.create_task(journal.grown("s", 0, 30.0))
+    assert await journal.wait_for_growth("s", 0, 0.01) == 0
+    waiting = asyncio.create_task(journal.wait_for_growth("s", 0, 30.0))
     await asyncio.sleep(0)
     assert not waiting.done()
     await journal.append("s", lead.epoch, 0, [b"x"])

@@ -8,31 +8,31 @@ from typing import Any, Final, TypeVar
 import pytest
 
 from strata.base.errors import StrataError
-from strata.coord.core.facts import Consumed, Dataset, Fact, JobConfig, Part, Worker
+from strata.coord.core.facts import CheckpointPart, Consumed, Dataset, Fact, JobConfig, RegisteredWorker
 from strata.coord.core.inputs import (
     Ack,
-    Arrive,
-    Assignment,
+    ArriveAtBarrier,
     BarrierState,
-    Beat,
     Caller,
     CheckpointState,
     CreateJob,
+    DatasetRegistration,
+    Heartbeat,
+    HeartbeatReply,
     Input,
     NextShards,
     Outcome,
-    Pulse,
-    Recover,
     Recovery,
     Register,
     RegisterDataset,
-    Registered,
     Reply,
-    Report,
+    ReportCheckpoint,
+    RequestRecovery,
+    ShardAssignment,
     Tick,
 )
 from strata.coord.core.machine import CoordMachine, decode_fact
-from strata.coord.core.state import CoordState, JobState, Live
+from strata.coord.core.state import CoordState, JobState, SoftState
 
 JOB: Final = "job"
 CORPUS: Final = "corpus"
@@ -51,13 +51,13 @@ class Job:
         self.state.leader_epoch = 1
         self.journal: list[bytes] = []
         self.now_s = 1_000.0
-        self.ask(CreateJob(JOB, config or JobConfig()))
+        self.submit(CreateJob(JOB, config or JobConfig()))
         if workers:
             self.join(*(f"w{number}" for number in range(workers)))
 
     # Any input
 
-    def ask(self, given: Input) -> Outcome:
+    def submit(self, given: Input) -> Outcome:
         facts, outcome = self.machine.decide(self.state, given, self.now_s)
         for fact in facts:
             self.state = self.machine.apply(self.state, fact)
@@ -68,13 +68,13 @@ class Job:
         """What the coordinator says when it refuses; nothing is journaled then."""
         before = self.saved
         with pytest.raises(StrataError) as refused:
-            self.ask(given)
+            self.submit(given)
         assert self.saved == before
         return refused.value
 
     def tick(self, *, after_s: float = 0.0) -> tuple[Fact, ...]:
         self.now_s += after_s
-        return self.ask(Tick()).facts
+        return self.submit(Tick()).facts
 
     def run(self, seconds: float, *, beating: Iterable[str] = ()) -> list[Fact]:
         """Time goes by in small ticks while some workers give signs of life."""
@@ -94,8 +94,8 @@ class Job:
         return self.state.jobs[JOB]
 
     @property
-    def live(self) -> Live:
-        return self.state.live_of(JOB)
+    def live(self) -> SoftState:
+        return self.state.soft_of(JOB)
 
     @property
     def facts(self) -> list[Fact]:
@@ -119,7 +119,7 @@ class Job:
     # Members
 
     def register(self, worker_id: str, incarnation: str = LIFE, **fields: Any) -> Outcome:
-        return self.ask(Register(JOB, Worker(worker_id=worker_id, incarnation=incarnation, **fields)))
+        return self.submit(Register(JOB, RegisteredWorker(worker_id=worker_id, incarnation=incarnation, **fields)))
 
     def join(self, *worker_ids: str, **fields: Any) -> None:
         for worker_id in worker_ids:
@@ -132,16 +132,16 @@ class Job:
         self.tick(after_s=self.job.config.settle_s)
         assert self.job.settled
 
-    def beat(self, worker_id: str, **fields: Any) -> Pulse:
-        return self.told(Pulse, Beat(self.caller(worker_id), **fields))
+    def beat(self, worker_id: str, **fields: Any) -> HeartbeatReply:
+        return self.told(HeartbeatReply, Heartbeat(self.caller(worker_id), **fields))
 
     # Data
 
-    def register_dataset(self, worker_id: str = "w0", **fields: Any) -> Registered:
-        return self.told(Registered, RegisterDataset(self.caller(worker_id), corpus(**fields)))
+    def register_dataset(self, worker_id: str = "w0", **fields: Any) -> DatasetRegistration:
+        return self.told(DatasetRegistration, RegisterDataset(self.caller(worker_id), corpus(**fields)))
 
-    def next(self, worker_id: str, epoch: int = 0, **fields: Any) -> Assignment:
-        return self.told(Assignment, NextShards(self.caller(worker_id), CORPUS, epoch, **fields))
+    def next(self, worker_id: str, epoch: int = 0, **fields: Any) -> ShardAssignment:
+        return self.told(ShardAssignment, NextShards(self.caller(worker_id), CORPUS, epoch, **fields))
 
     def take(self, worker_id: str, epoch: int = 0, count: int = 1) -> tuple[int, ...]:
         """Leases for one who keeps what it holds."""
@@ -157,7 +157,7 @@ class Job:
                 samples += range(lease.rest.start, lease.rest.end)
         return samples
 
-    def ack(self, worker_id: str, *acks: Ack, epoch: int = 0) -> Assignment:
+    def ack(self, worker_id: str, *acks: Ack, epoch: int = 0) -> ShardAssignment:
         """Acks what is given and keeps the rest of what is held; may get one shard more."""
         held = tuple(self.job.datasets[CORPUS].epoch(epoch).held.get(worker_id, ()))
         return self.next(worker_id, epoch, acks=acks, held=held)
@@ -166,7 +166,7 @@ class Job:
 
     def arrive(self, worker_id: str, barrier_id: str = "b", **fields: Any) -> BarrierState:
         caller = self.caller(worker_id, fields.pop("generation", None))
-        return self.told(BarrierState, Arrive(caller, barrier_id, **fields))
+        return self.told(BarrierState, ArriveAtBarrier(caller, barrier_id, **fields))
 
     def report(
         self, worker_id: str, step: int, checkpoint_id: str | None = None, consumed: tuple[Consumed, ...] = ()
@@ -175,10 +175,12 @@ class Job:
 
     def report_of(
         self, worker_id: str, step: int, checkpoint_id: str | None = None, consumed: tuple[Consumed, ...] = ()
-    ) -> Report:
+    ) -> ReportCheckpoint:
         name = checkpoint_id or f"c{step}"
         rank = self.job.ranks[worker_id]
-        return Report(self.caller(worker_id), name, step, Part(rank, f"/{name}/{rank}", 1, "sha256:0"), consumed)
+        return ReportCheckpoint(
+            self.caller(worker_id), name, step, CheckpointPart(rank, f"/{name}/{rank}", 1, "sha256:0"), consumed
+        )
 
     def checkpoint(self, step: int) -> None:
         """All ranks report, each with all it has acked and nothing more."""
@@ -188,10 +190,10 @@ class Job:
 
     def recover(self, worker_id: str, observed: int | None = None, bad: str | None = None) -> Recovery:
         generation = self.job.generation if observed is None else observed
-        return self.told(Recovery, Recover(self.caller(worker_id), generation, bad))
+        return self.told(Recovery, RequestRecovery(self.caller(worker_id), generation, bad))
 
     def told(self, kind: type[R], given: Input) -> R:
-        reply = self.ask(given).reply
+        reply = self.submit(given).reply
         assert isinstance(reply, kind)
         return reply
 
@@ -200,5 +202,5 @@ def corpus(**fields: Any) -> Dataset:
     return Dataset(**{"dataset_id": CORPUS, "samples": 40, "shard_size": 4, "buckets": 8, **fields})
 
 
-def samples_of(found: Assignment) -> list[int]:
+def samples_of(found: ShardAssignment) -> list[int]:
     return [sample for lease in found.leases for sample in range(lease.rest.start, lease.rest.end)]

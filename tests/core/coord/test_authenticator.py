@@ -8,16 +8,16 @@ from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.coord.server import authenticator as gates
-from strata.coord.server.authenticator import ANY, OPERATOR, WORKER, Gate, Metadata
+from strata.coord.server.authenticator import ANY, OPERATOR, WORKER, Metadata, TokenAuthenticator
 from strata.coord.server.tokens import Claims, Role, Tokens
 
 TTL_S = 60
 
 
-def guarded() -> tuple[Gate, Tokens, ManualClock]:
+def guarded() -> tuple[TokenAuthenticator, Tokens, ManualClock]:
     clock = ManualClock()
     tokens = Tokens(Secret("s" * 32))
-    return Gate(tokens, clock), tokens, clock
+    return TokenAuthenticator(tokens, clock), tokens, clock
 
 
 def bearing(tokens: Tokens, clock: ManualClock, role: Role = Role.WORKER, worker: str = "") -> Metadata:
@@ -26,50 +26,50 @@ def bearing(tokens: Tokens, clock: ManualClock, role: Role = Role.WORKER, worker
 
 
 async def test_a_token_that_was_let_in_is_refused_when_it_has_expired() -> None:
-    gate, tokens, clock = guarded()
+    authenticator, tokens, clock = guarded()
     metadata = bearing(tokens, clock)
-    assert gate.identify(metadata, WORKER).token_job == "a"
+    assert authenticator.identify(metadata, WORKER).token_job == "a"
     await clock.advance(TTL_S - 1)
-    assert gate.identify(metadata, WORKER).token_job == "a"
+    assert authenticator.identify(metadata, WORKER).token_job == "a"
     await clock.advance(1)
     for _ in range(2):
         with pytest.raises(StrataError) as refused:
-            gate.identify(metadata, WORKER)
+            authenticator.identify(metadata, WORKER)
         assert refused.value.code is Code.UNAUTHENTICATED
 
 
 def test_a_known_token_opens_only_what_its_role_may_do() -> None:
-    gate, tokens, clock = guarded()
+    authenticator, tokens, clock = guarded()
     metadata = bearing(tokens, clock)
-    gate.identify(metadata, WORKER)
-    gate.identify(metadata, ANY)
+    authenticator.identify(metadata, WORKER)
+    authenticator.identify(metadata, ANY)
     with pytest.raises(StrataError) as refused:
-        gate.identify(metadata, OPERATOR)
+        authenticator.identify(metadata, OPERATOR)
     assert refused.value.code is Code.FORBIDDEN
 
 
 def test_a_known_token_with_other_metadata_is_looked_at_again() -> None:
-    gate, tokens, clock = guarded()
+    authenticator, tokens, clock = guarded()
     metadata = bearing(tokens, clock, worker="w1")
-    gate.identify(metadata, WORKER)
+    authenticator.identify(metadata, WORKER)
     for contradiction in (("strata-job", "b"), ("strata-worker", "w2")):
         with pytest.raises(StrataError) as refused:
-            gate.identify((*metadata, contradiction), WORKER)
+            authenticator.identify((*metadata, contradiction), WORKER)
         assert refused.value.code is Code.FORBIDDEN
 
 
 def test_a_refused_token_is_not_remembered() -> None:
-    gate, _, clock = guarded()
+    authenticator, _, clock = guarded()
     forged = bearing(Tokens(Secret("x" * 32)), clock)
     for _ in range(2):
         with pytest.raises(StrataError) as refused:
-            gate.identify(forged, WORKER)
+            authenticator.identify(forged, WORKER)
         assert refused.value.code is Code.UNAUTHENTICATED
 
 
 def test_whoever_sends_other_metadata_every_time_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gates, "KNOWN_KEPT", 4)
-    gate = Gate(None, ManualClock())
+    monkeypatch.setattr(gates, "CACHE_SIZE", 4)
+    authenticator = TokenAuthenticator(None, ManualClock())
     for number in range(10):
-        assert gate.identify((("strata-worker", f"w{number}"),), WORKER).worker_id == f"w{number}"
-        assert len(gate._known) <= 4
+        assert authenticator.identify((("strata-worker", f"w{number}"),), WORKER).worker_id == f"w{number}"
+        assert len(authenticator._cache) <= 4

@@ -11,8 +11,8 @@ import pytest
 
 from strata.base.errors import Code
 from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Consumed, JobConfig, Recovered
-from strata.coord.core.inputs import Ack, CheckpointState, Leave, NextShards, Recover, RegisterDataset
-from strata.coord.core.ledger import Rest
+from strata.coord.core.inputs import Ack, CheckpointState, Leave, NextShards, RegisterDataset, RequestRecovery
+from strata.coord.core.ledger import ShardRange
 from strata.coord.core.state import TOMBSTONES_KEPT
 from tests.core.coord.jobs import CORPUS, Job, corpus, samples_of
 
@@ -27,7 +27,7 @@ def consumed(lease_id: int, until: int, epoch: int = 0) -> Consumed:
     return Consumed(CORPUS, epoch, lease_id, until)
 
 
-def rests(job: Job, epoch: int = 0) -> list[Rest]:
+def rests(job: Job, epoch: int = 0) -> list[ShardRange]:
     return job.job.datasets[CORPUS].epochs[epoch].returned
 
 
@@ -49,9 +49,9 @@ def test_a_checkpoint_is_committed_when_all_ranks_reported_its_step() -> None:
 def test_a_rank_hears_of_the_commit_although_the_other_has_left_and_too_few_are_there() -> None:
     job = training(config=JobConfig(min_workers=2))
     report = job.report_of("w0", 7)
-    job.ask(report)
+    job.submit(report)
     job.report("w1", 7)
-    job.ask(Leave(job.caller("w1")))
+    job.submit(Leave(job.caller("w1")))
     job.tick(after_s=10.0)
     assert not job.job.settled
     assert job.told(CheckpointState, report).committed
@@ -84,13 +84,13 @@ def test_a_rank_that_is_not_the_workers_is_refused() -> None:
 def test_a_report_said_again_is_the_same_report_and_another_part_is_refused() -> None:
     job = training()
     given = job.report_of("w0", 7)
-    assert [type(fact) for fact in job.ask(given).facts] == [CheckpointReported]
-    assert job.ask(given).facts == ()
+    assert [type(fact) for fact in job.submit(given).facts] == [CheckpointReported]
+    assert job.submit(given).facts == ()
     other = replace(given, part=msgspec.structs.replace(given.part, digest="sha256:1"))
     assert job.refusal(other).code is Code.CONFLICT
-    last = job.ask(job.report_of("w1", 7))
+    last = job.submit(job.report_of("w1", 7))
     assert [type(fact) for fact in last.facts] == [CheckpointReported, CheckpointCommitted]
-    again = job.ask(given)
+    again = job.submit(given)
     assert (again.facts, again.reply.committed) == ((), True)  # type: ignore[union-attr]
 
 
@@ -155,7 +155,7 @@ def test_only_so_many_are_kept_and_each_rank_is_told_which_of_its_parts_to_delet
 def test_the_parts_of_ranks_that_are_no_more_are_deleted_by_those_who_are() -> None:
     job = training(3, config=JobConfig(keep_checkpoints=1))
     job.checkpoint(1)
-    job.ask(Leave(job.caller("w2")))
+    job.submit(Leave(job.caller("w2")))
     job.settle()
     job.checkpoint(2)
     assert job.report("w0", 3).tombstones == ("/c1/0", "/c1/2")
@@ -187,7 +187,7 @@ def test_a_path_that_a_kept_checkpoint_uses_is_never_to_be_deleted(goes_back: bo
     job = training(1, config=JobConfig(keep_checkpoints=2))
     for step in (1, 2, 3):
         given = job.report_of("w0", step)
-        job.ask(replace(given, part=msgspec.structs.replace(given.part, uri="/latest")))
+        job.submit(replace(given, part=msgspec.structs.replace(given.part, uri="/latest")))
     if goes_back:
         job.recover("w0", bad="c3")
     assert job.report("w0", 4).tombstones == ()
@@ -250,7 +250,7 @@ def test_ten_thousand_reports_cost_as_much_each_as_a_hundred() -> None:
             reports = [job.report_of(worker_id, step) for worker_id in job.job.ranks]
             began_s = time.process_time()
             for each in reports:
-                job.ask(each)
+                job.submit(each)
             took_s += time.process_time() - began_s
             assert job.job.checkpoints[-1].step == step
         return took_s / 5 / workers
@@ -321,14 +321,14 @@ def test_one_that_slept_until_its_recovery_was_forgotten_is_not_sent_to_the_star
     job.checkpoint(1)
     job.recover("w0", 1)
     job.checkpoint(2)
-    refused = job.refusal(Recover(job.caller("w1"), 1))
+    refused = job.refusal(RequestRecovery(job.caller("w1"), 1))
     assert (refused.code, refused.detail) == (Code.PRECONDITION, {"reason": "stale-generation", "generation": 2})
 
 
 def test_while_a_generation_forms_recovery_has_to_wait() -> None:
     job = training()
     job.register("w2")
-    assert job.refusal(Recover(job.caller("w0"), 1)).code is Code.UNAVAILABLE
+    assert job.refusal(RequestRecovery(job.caller("w0"), 1)).code is Code.UNAVAILABLE
 
 
 def test_leases_from_before_a_recovery_are_void() -> None:
@@ -356,9 +356,9 @@ def test_the_rewound_position_is_that_of_each_workers_own_part() -> None:
     assert job.job.checkpoints
     job.recover("w0")
     expected = [
-        Rest(a // 4, a + 1, a + 4),
-        Rest(b // 4, b + 3, b + 4),
-        Rest(fresh.rest.shard, fresh.rest.start, fresh.rest.end),
+        ShardRange(a // 4, a + 1, a + 4),
+        ShardRange(b // 4, b + 3, b + 4),
+        ShardRange(fresh.rest.shard, fresh.rest.start, fresh.rest.end),
     ]
     got = {sample for rest in rests(job) for sample in range(rest.start, rest.end)}
     wanted = {sample for rest in expected for sample in range(rest.start, rest.end)}
@@ -369,7 +369,7 @@ def test_the_rewound_position_is_that_of_each_workers_own_part() -> None:
 
 
 def samples_of_all(job: Job) -> list[int]:
-    job.ask(Leave(job.caller("w1")))
+    job.submit(Leave(job.caller("w1")))
     job.settle()
     return job.read("w0")
 
@@ -440,4 +440,4 @@ def test_a_recovery_survives_a_restart() -> None:
 def test_a_dataset_may_be_registered_again_after_going_back() -> None:
     job = training(1)
     job.recover("w0")
-    assert job.ask(RegisterDataset(job.caller("w0"), corpus())).facts == ()
+    assert job.submit(RegisterDataset(job.caller("w0"), corpus())).facts == ()

@@ -9,9 +9,9 @@ import grpc
 
 from strata.base.clock import ManualClock
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.server.authenticator import Gate
+from strata.coord.server.authenticator import TokenAuthenticator
 from strata.coord.server.grpc_handler import MAX_BATCH, CoordinatorHandler, GenericOnly
-from strata.coord.server.service import CoordinatorService, Options
+from strata.coord.server.service import CoordinatorService, ServiceOptions
 from strata.coord.server.servicer import Servicer
 from strata.journal.memory import MemoryJournal
 
@@ -26,9 +26,9 @@ class Details:
 
 def handler_of(name: str) -> Any:
     clock = ManualClock()
-    service = CoordinatorService(MemoryJournal(clock), clock, Options())
-    servicer = Servicer(service, Gate(None, clock))
-    return CoordinatorHandler(servicer.calls, servicer.admit).service(Details(f"/{SERVICE.full_name}/{name}"))  # type: ignore[arg-type]
+    service = CoordinatorService(MemoryJournal(clock), clock, ServiceOptions())
+    servicer = Servicer(service, TokenAuthenticator(None, clock))
+    return CoordinatorHandler(servicer.calls, servicer.check_access).service(Details(f"/{SERVICE.full_name}/{name}"))  # type: ignore[arg-type]
 
 
 def test_every_call_of_the_contract_is_answered_as_the_contract_says() -> None:

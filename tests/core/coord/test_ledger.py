@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strata.coord.core import ledger as ledgers
 from strata.coord.core.facts import Grant
-from strata.coord.core.ledger import DatasetLedger, EpochLedger, Lease, Progress, Rest
+from strata.coord.core.ledger import DatasetLedger, EpochLedger, EpochProgress, Lease, ShardRange
 from tests.core.coord.jobs import corpus
 
 
@@ -33,10 +33,10 @@ def test_an_ack_moves_forward_only_and_ends_the_lease_at_its_end() -> None:
 
 def test_the_leases_of_a_lost_worker_come_to_the_front_oldest_first() -> None:
     _, epoch = opened()
-    epoch.returned = [Rest(9, 36, 40)]
+    epoch.returned = [ShardRange(9, 36, 40)]
     ledgers.ack(epoch, 2, 6)
     ledgers.give_back_all(epoch, "w0")
-    assert epoch.returned == [Rest(0, 0, 4), Rest(1, 6, 8), Rest(2, 8, 12), Rest(9, 36, 40)]
+    assert epoch.returned == [ShardRange(0, 0, 4), ShardRange(1, 6, 8), ShardRange(2, 8, 12), ShardRange(9, 36, 40)]
     assert (epoch.leases, epoch.held, epoch.failures) == ({}, {}, {}), "a loss is not the shard's failure"
     ledgers.give_back_all(epoch, "stranger")
 
@@ -56,16 +56,20 @@ def test_only_what_is_out_and_what_came_back_keeps_an_epoch_open() -> None:
     assert ledgers.is_finished(datasets.dataset, epoch)
     ledgers.close_finished(datasets, 0)
     assert (datasets.finished, datasets.epochs) == ([0], {})
-    assert [each.rest for each in datasets.quarantined[0]] == [Rest(2, 8, 12)]
+    assert [each.rest for each in datasets.quarantined[0]] == [ShardRange(2, 8, 12)]
 
 
 def test_progress_adds_up_to_all_shards() -> None:
     datasets, epoch = opened()
     ledgers.ack(epoch, 1, 4)
     ledgers.quarantine(epoch, 2, "broken")
-    assert ledgers.progress(datasets.dataset, epoch) == Progress(total=10, done=1, leased=1, waiting=7, quarantined=1)
+    assert ledgers.progress(datasets.dataset, epoch) == EpochProgress(
+        total=10, done=1, leased=1, waiting=7, quarantined=1
+    )
     ledgers.give_back_all(epoch, "w0")
-    assert ledgers.progress(datasets.dataset, epoch) == Progress(total=10, done=1, leased=0, waiting=8, quarantined=1)
+    assert ledgers.progress(datasets.dataset, epoch) == EpochProgress(
+        total=10, done=1, leased=0, waiting=8, quarantined=1
+    )
 
 
 def test_a_position_has_what_was_read_and_not_what_was_acked_later() -> None:
@@ -73,25 +77,25 @@ def test_a_position_has_what_was_read_and_not_what_was_acked_later() -> None:
     ledgers.ack(epoch, 1, 3)
     read_until = {1: 2, 2: 6}
     late = ledgers.late_part(Lease(1, "w0", 0, 0, 4, until=2), 3, read_until)
-    assert late == Rest(0, 2, 3)
+    assert late == ShardRange(0, 2, 3)
     (position,) = ledgers.position(datasets, read_until, {0: [late]}).epochs
-    assert position.rests == (Rest(0, 2, 4), Rest(1, 6, 8), Rest(2, 8, 12))
+    assert position.rests == (ShardRange(0, 2, 4), ShardRange(1, 6, 8), ShardRange(2, 8, 12))
     assert sum(position.cursors) == 3
 
 
 def test_nothing_is_late_that_was_read_before_the_part_was_taken() -> None:
     lease = Lease(1, "w0", 0, 0, 4, until=0)
     assert ledgers.late_part(lease, 3, {1: 3}) is None
-    assert ledgers.late_part(lease, 4, {1: 3}) == Rest(0, 3, 4)
-    assert ledgers.late_part(lease, 4, {}) == Rest(0, 0, 4), "a lease from after the part"
+    assert ledgers.late_part(lease, 4, {1: 3}) == ShardRange(0, 3, 4)
+    assert ledgers.late_part(lease, 4, {}) == ShardRange(0, 0, 4), "a lease from after the part"
 
 
 def test_neighbouring_rests_of_a_shard_become_one_and_those_of_two_shards_do_not() -> None:
     datasets, epoch = opened()
     ledgers.give_back_all(epoch, "w0")
-    late = {0: [Rest(5, 22, 24), Rest(5, 20, 22)]}
+    late = {0: [ShardRange(5, 22, 24), ShardRange(5, 20, 22)]}
     (position,) = ledgers.position(datasets, {}, late).epochs
-    assert position.rests == (Rest(0, 0, 4), Rest(1, 4, 8), Rest(2, 8, 12), Rest(5, 20, 24))
+    assert position.rests == (ShardRange(0, 0, 4), ShardRange(1, 4, 8), ShardRange(2, 8, 12), ShardRange(5, 20, 24))
 
 
 def test_an_epoch_that_ended_after_a_part_was_taken_is_open_in_the_position() -> None:
@@ -101,13 +105,13 @@ def test_an_epoch_that_ended_after_a_part_was_taken_is_open_in_the_position() ->
         ledgers.ack(epoch, lease_id, epoch.leases[lease_id].end)
     ledgers.close_finished(datasets, 0)
     assert datasets.finished == [0]
-    position = ledgers.position(datasets, {}, {0: [Rest(2, 8, 12)]})
+    position = ledgers.position(datasets, {}, {0: [ShardRange(2, 8, 12)]})
     assert position.finished == ()
     ledgers.rewind(datasets, position)
     again = datasets.epochs[0]
     assert (datasets.finished, datasets.quarantined) == ([], {})
-    assert (again.issued, again.returned) == (3, [Rest(2, 8, 12)])
-    assert [each.rest for each in again.quarantined] == [Rest(1, 4, 8)]
+    assert (again.issued, again.returned) == (3, [ShardRange(2, 8, 12)])
+    assert [each.rest for each in again.quarantined] == [ShardRange(1, 4, 8)]
 
 
 def test_what_a_finished_epoch_put_aside_is_still_shown_after_a_rewind() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strata.base.errors import Code
-from strata.coord.core.facts import JobConfig, JobFinished, JobStatus, Mode, Worker
+from strata.coord.core.facts import DatasetMode, JobConfig, JobFinished, JobStatus, RegisteredWorker
 from strata.coord.core.inputs import Caller, CreateJob, DeleteJob, Leave, NextShards, Register, ResetJob
 from strata.coord.core.lifecycle import NEXT
 from strata.coord.core.state import JobEvent
@@ -21,7 +21,7 @@ def done(workers: int = 1) -> Job:
 
 
 def leave(job: Job, worker_id: str, *, finished: bool = True) -> None:
-    job.ask(Leave(job.caller(worker_id), finished=finished))
+    job.submit(Leave(job.caller(worker_id), finished=finished))
 
 
 def status(job: Job) -> JobStatus:
@@ -69,7 +69,7 @@ def test_a_job_is_not_finished_when(why: str) -> None:
 
 def test_a_deterministic_job_is_finished_when_its_workers_say_so() -> None:
     job = Job(workers=1)
-    job.register_dataset(mode=Mode.DETERMINISTIC)
+    job.register_dataset(mode=DatasetMode.DETERMINISTIC)
     leave(job, "w0")
     assert status(job) is JobStatus.FINISHED
 
@@ -77,7 +77,7 @@ def test_a_deterministic_job_is_finished_when_its_workers_say_so() -> None:
 def test_a_finished_job_takes_no_worker_and_says_what_to_do() -> None:
     job = finished()
     for worker_id in ("w0", "w1"):
-        refused = job.refusal(Register(JOB, Worker(worker_id=worker_id, incarnation="life-2")))
+        refused = job.refusal(Register(JOB, RegisteredWorker(worker_id=worker_id, incarnation="life-2")))
         assert (refused.code, refused.detail["reason"]) == (Code.PRECONDITION, "job-finished")
         assert "strata gang reset job" in str(refused)
 
@@ -87,7 +87,7 @@ def test_a_reset_begins_the_next_run_from_the_beginning() -> None:
     job.checkpoint(1)
     leave(job, "w0")
     generation = job.job.generation
-    job.ask(ResetJob(JOB))
+    job.submit(ResetJob(JOB))
     assert (job.job.status, job.job.run, job.job.checkpoints) == (JobStatus.CREATED, 2, [])
     job.register("w0", "life-2")
     job.settle()
@@ -98,17 +98,17 @@ def test_a_reset_begins_the_next_run_from_the_beginning() -> None:
 
 def test_a_process_of_the_old_run_does_not_come_back_in_the_new_one() -> None:
     job = finished()
-    job.ask(ResetJob(JOB))
-    refused = job.refusal(Register(JOB, Worker(worker_id="w0", incarnation="life-1")))
+    job.submit(ResetJob(JOB))
+    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation="life-1")))
     assert (refused.code, refused.detail["reason"]) == (Code.STALE, "stale-incarnation")
 
 
 def test_a_reset_that_is_sent_again_ends_no_other_run() -> None:
     job = finished()
     for _ in range(2):
-        job.ask(ResetJob(JOB, run=1))
+        job.submit(ResetJob(JOB, run=1))
     job.register("w0", "life-2")
-    assert job.ask(ResetJob(JOB, run=1)).facts == ()
+    assert job.submit(ResetJob(JOB, run=1)).facts == ()
     assert job.job.run == 2
 
 
@@ -120,18 +120,18 @@ def test_a_job_with_workers_is_neither_reset_nor_deleted(given: ResetJob | Delet
 
 def test_a_deleted_job_is_forgotten_and_its_name_is_free() -> None:
     job = finished()
-    job.ask(DeleteJob(JOB))
+    job.submit(DeleteJob(JOB))
     assert job.state.jobs == {}
     assert job.refusal(DeleteJob(JOB)).code is Code.NOT_FOUND
     refused = job.refusal(NextShards(Caller(JOB, "w0"), CORPUS, 0))
     assert refused.detail["reason"] == "not-registered"
-    job.ask(CreateJob(JOB, JobConfig(min_workers=2)))
+    job.submit(CreateJob(JOB, JobConfig(min_workers=2)))
     assert (job.job.run, job.job.status) == (1, JobStatus.CREATED)
 
 
 def test_no_more_workers_join_than_the_job_may_have() -> None:
     job = Job(JobConfig(max_workers=2), workers=2)
-    refused = job.refusal(Register(JOB, Worker(worker_id="w2", incarnation="life-1")))
+    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w2", incarnation="life-1")))
     assert refused.code is Code.EXHAUSTED
     job.register("w1", "life-2")
     leave(job, "w0")
@@ -143,7 +143,7 @@ def test_the_status_survives_a_restart_of_the_coordinator() -> None:
     job = finished()
     job.restart()
     assert status(job) is JobStatus.FINISHED
-    job.ask(ResetJob(JOB))
+    job.submit(ResetJob(JOB))
     job.restart()
     assert (job.job.status, job.job.run) == (JobStatus.CREATED, 2)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from strata.base.errors import Code
-from strata.coord.core.facts import Fact, JobConfig, ShardAcked, Worker, WorkerLost
-from strata.coord.core.inputs import Ack, Beat, Detached, Leave, NextShards, Register, Waits, WaitsNoLonger
+from strata.coord.core.facts import Fact, JobConfig, RegisteredWorker, ShardAcked, WorkerLost
+from strata.coord.core.inputs import Ack, CallClosed, CallOpened, Detached, Heartbeat, Leave, NextShards, Register
 from strata.coord.core.liveness import interval_s
 from tests.core.coord.jobs import CORPUS, JOB, LIFE, Job
 
@@ -59,7 +59,7 @@ def test_a_call_of_a_life_that_is_over_says_nothing_about_the_next() -> None:
 
 def test_a_call_does_not_mend_a_broken_presence() -> None:
     job = Job(workers=2)
-    job.ask(Detached(job.caller("w0")))
+    job.submit(Detached(job.caller("w0")))
     job.arrive("w0")
     assert lost(job.tick(after_s=0.5)) == {"w0": "connection lost"}
 
@@ -70,20 +70,20 @@ def test_a_call_does_not_mend_a_broken_presence() -> None:
 def test_who_waits_for_our_answer_is_there_until_the_call_ends() -> None:
     job = Job(workers=2)
     caller = job.caller("w0")
-    job.ask(Waits(caller))
-    job.ask(Waits(caller))
+    job.submit(CallOpened(caller))
+    job.submit(CallOpened(caller))
     assert lost(job.run(100.0, beating=["w1"])) == {}
-    job.ask(WaitsNoLonger(caller))
+    job.submit(CallClosed(caller))
     assert lost(job.run(100.0, beating=["w1"])) == {}, "one call is still open"
-    job.ask(WaitsNoLonger(caller))
+    job.submit(CallClosed(caller))
     assert lost(job.run(LIMIT_S - 1.0, beating=["w1"])) == {}
     assert list(lost(job.run(2.0, beating=["w1"]))) == ["w0"]
-    assert job.live.waiting == {}
+    assert job.live.open_calls == {}
 
 
 def test_the_open_call_of_an_earlier_life_does_not_keep_the_next_one_alive() -> None:
     job = Job(workers=2)
-    job.ask(Waits(job.caller("w0")))
+    job.submit(CallOpened(job.caller("w0")))
     job.register("w0", "life-2")
     job.settle()
     assert list(lost(job.run(LIMIT_S + 1.0, beating=["w1"]))) == ["w0"]
@@ -91,17 +91,17 @@ def test_the_open_call_of_an_earlier_life_does_not_keep_the_next_one_alive() -> 
 
 def test_an_open_call_does_not_hide_a_broken_presence() -> None:
     job = Job(workers=2)
-    job.ask(Waits(job.caller("w0")))
-    job.ask(Detached(job.caller("w0")))
+    job.submit(CallOpened(job.caller("w0")))
+    job.submit(Detached(job.caller("w0")))
     assert lost(job.tick(after_s=0.5)) == {"w0": "connection lost"}
 
 
 # The interval
 
 
-def fleet(workers: int, beats_per_s: float) -> Job:
+def fleet(workers: int, heartbeats_per_s: float) -> Job:
     job = Job()
-    job.state.beats_per_s = beats_per_s
+    job.state.heartbeats_per_s = heartbeats_per_s
     job.join(*(f"w{number}" for number in range(workers)))
     job.tick()
     return job
@@ -109,7 +109,7 @@ def fleet(workers: int, beats_per_s: float) -> Job:
 
 def test_the_interval_grows_with_the_fleet_so_that_the_beats_stay_below_the_rate() -> None:
     for workers in (1, 50, 51, 99, 500):
-        job = fleet(workers, beats_per_s=10.0)
+        job = fleet(workers, heartbeats_per_s=10.0)
         told_s = interval_s(job.state, job.job)
         assert told_s >= 5.0
         assert workers / told_s <= 10.0
@@ -118,24 +118,24 @@ def test_the_interval_grows_with_the_fleet_so_that_the_beats_stay_below_the_rate
 
 
 def test_all_jobs_of_a_coordinator_are_one_fleet() -> None:
-    job = fleet(30, beats_per_s=10.0)
+    job = fleet(30, heartbeats_per_s=10.0)
     for number in range(70):
-        job.ask(Register("other", Worker(worker_id=f"x{number}", incarnation=LIFE)))
+        job.submit(Register("other", RegisteredWorker(worker_id=f"x{number}", incarnation=LIFE)))
     job.tick()
     assert interval_s(job.state, job.job) == 10.0
 
 
 def test_silence_is_measured_by_the_interval_that_was_told() -> None:
-    job = fleet(100, beats_per_s=10.0)
+    job = fleet(100, heartbeats_per_s=10.0)
     others = [name for name in job.job.members if name != "w7"]
     assert lost(job.run(29.0, beating=others)) == {}
     assert lost(job.run(2.0, beating=others)) == {"w7": "silent for 30 s"}
 
 
 def test_after_the_fleet_shrank_those_who_know_the_longer_interval_only_are_not_lost() -> None:
-    job = fleet(100, beats_per_s=10.0)
+    job = fleet(100, heartbeats_per_s=10.0)
     for number in range(40, 100):
-        job.ask(Leave(job.caller(f"w{number}")))
+        job.submit(Leave(job.caller(f"w{number}")))
     job.settle()
     assert interval_s(job.state, job.job) == 5.0
     others = [name for name in job.job.members if name != "w7"]
@@ -151,11 +151,11 @@ def test_after_the_fleet_shrank_those_who_know_the_longer_interval_only_are_not_
 def test_a_life_that_another_one_followed_never_comes_back() -> None:
     job = Job(workers=2)
     job.register("w0", "life-2")
-    refused = job.refusal(Register(JOB, Worker(worker_id="w0", incarnation=LIFE)))
+    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation=LIFE)))
     assert (refused.code, refused.detail["reason"]) == (Code.STALE, "stale-incarnation")
-    job.ask(Leave(job.caller("w0")))
+    job.submit(Leave(job.caller("w0")))
     job.restart()
-    assert job.refusal(Register(JOB, Worker(worker_id="w0", incarnation=LIFE))).code is Code.STALE
+    assert job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation=LIFE))).code is Code.STALE
     job.register("w0", "life-2")
     assert "w0" in job.job.members
 
@@ -163,13 +163,13 @@ def test_a_life_that_another_one_followed_never_comes_back() -> None:
 def test_an_evicted_life_whose_place_is_free_may_come_back_and_one_whose_place_was_taken_may_not() -> None:
     job = Job(workers=2)
     job.run(LIMIT_S + 1.0, beating=["w1"])
-    assert job.refusal(Beat(job.caller("w0"))).detail["reason"] == "evicted"
+    assert job.refusal(Heartbeat(job.caller("w0"))).detail["reason"] == "evicted"
     job.register("w0")
     job.settle()
     assert "w0" in job.job.ranks
     job.run(LIMIT_S + 1.0, beating=["w1"])
     job.register("w0", "life-2")
-    assert job.refusal(Register(JOB, Worker(worker_id="w0", incarnation=LIFE))).code is Code.STALE
+    assert job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation=LIFE))).code is Code.STALE
 
 
 def test_a_life_that_comes_back_is_known_by_what_it_acked() -> None:
@@ -212,5 +212,5 @@ def test_what_was_read_before_a_recovery_is_not_read_after_it() -> None:
     (lease_id,) = job.take("w0")
     job.beat("w0", read_until=((lease_id, job.job.datasets[CORPUS].epochs[0].leases[lease_id].end),))
     job.recover("w1")
-    job.ask(Detached(job.caller("w0")))
+    job.submit(Detached(job.caller("w0")))
     assert not any(isinstance(fact, ShardAcked) for fact in job.tick(after_s=0.5))

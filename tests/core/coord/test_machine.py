@@ -6,8 +6,18 @@ import msgspec
 import pytest
 
 from strata.coord.core import facts as kinds
-from strata.coord.core.facts import CommandKind, Dataset, Fact, Grant, JobConfig, Mode, Part, Verdict, Worker
-from strata.coord.core.inputs import Ack, CreateJob, Issue, Tick
+from strata.coord.core.facts import (
+    BarrierVerdict,
+    CheckpointPart,
+    CommandKind,
+    Dataset,
+    DatasetMode,
+    Fact,
+    Grant,
+    JobConfig,
+    RegisteredWorker,
+)
+from strata.coord.core.inputs import Ack, CreateJob, IssueCommand, Tick
 from strata.coord.core.machine import CoordMachine, decode_fact
 from tests.core.coord.jobs import CORPUS, JOB, Job
 from tests.sim.coord.lineage import History, LineageError
@@ -17,17 +27,19 @@ EVERY_FACT: list[Fact] = [
     kinds.JobFinished(JOB),
     kinds.JobReset(JOB, 2),
     kinds.JobDeleted(JOB),
-    kinds.WorkerJoined(JOB, Worker(worker_id="w0", incarnation="a", labels={"zone": "b"})),
+    kinds.WorkerJoined(JOB, RegisteredWorker(worker_id="w0", incarnation="a", labels={"zone": "b"})),
     kinds.WorkerLost(JOB, "w0", "a", "left"),
-    kinds.WorkerJudged(JOB, "w0", kinds.Finding.SLOW, kinds.Rung.REWEIGHT, 0.25, "slow"),
+    kinds.WorkerJudged(JOB, "w0", kinds.StragglerFinding.SLOW, kinds.EscalationLevel.REWEIGHT, 0.25, "slow"),
     kinds.RanksListed(JOB, ("w1", "w2")),
     kinds.GenerationFormed(JOB, 1, ("w0",)),
-    kinds.DatasetRegistered(JOB, Dataset(dataset_id=CORPUS, samples=9, shard_size=4, mode=Mode.DETERMINISTIC)),
+    kinds.DatasetRegistered(JOB, Dataset(dataset_id=CORPUS, samples=9, shard_size=4, mode=DatasetMode.DETERMINISTIC)),
     kinds.ShardsGranted(JOB, CORPUS, 0, "w0", (Grant(1 << 32 | 1, 0, 0, 4, True),)),
     kinds.ShardAcked(JOB, CORPUS, 0, 1, 4),
     kinds.ShardReturned(JOB, CORPUS, 0, 1, "torn", False),
-    kinds.BarrierDecided(JOB, 1, "b", Verdict.TIMED_OUT, ("w1",)),
-    kinds.CheckpointReported(JOB, 1, 7, "c7", "w0", Part(0, "/c7", 1, ""), (kinds.Consumed(CORPUS, 0, 1, 2),)),
+    kinds.BarrierDecided(JOB, 1, "b", BarrierVerdict.TIMED_OUT, ("w1",)),
+    kinds.CheckpointReported(
+        JOB, 1, 7, "c7", "w0", CheckpointPart(0, "/c7", 1, ""), (kinds.Consumed(CORPUS, 0, 1, 2),)
+    ),
     kinds.CheckpointCommitted(JOB, 1, 7, "c7"),
     kinds.Recovered(JOB, None, "c7", recover_first=True),
     kinds.WorkerRecovered(JOB, "w0"),
@@ -73,8 +85,8 @@ def busy() -> Job:
         job.arrive(worker)
     job.arrive("w0", "open", timeout_s=1.0)
     job.run(2.0, beating=list(job.job.members))
-    job.ask(Issue(JOB, CommandKind.DRAIN))
-    job.ask(CreateJob("other", JobConfig()))
+    job.submit(IssueCommand(JOB, CommandKind.DRAIN))
+    job.submit(CreateJob("other", JobConfig()))
     return job
 
 
@@ -109,7 +121,7 @@ def test_a_fact_applied_to_a_loaded_state_does_what_it_did_to_the_living_one() -
 def test_deciding_changes_nothing_that_is_journaled() -> None:
     job = busy()
     before = job.saved
-    for given in (Tick(), Issue(JOB, CommandKind.STOP)):
+    for given in (Tick(), IssueCommand(JOB, CommandKind.STOP)):
         job.machine.decide(job.state, given, job.now_s + 100.0)
     assert job.saved == before
 

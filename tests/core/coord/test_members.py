@@ -16,24 +16,24 @@ from strata.coord.core.facts import (
     GenerationFormed,
     JobConfig,
     JobCreated,
-    Worker,
+    RegisteredWorker,
     WorkerJoined,
     WorkerLost,
 )
 from strata.coord.core.inputs import (
     Attached,
-    Beat,
     Caller,
     CreateJob,
     Detached,
+    Heartbeat,
+    HeartbeatReply,
     Leave,
     NextShards,
-    Pulse,
     Register,
     RegisterDataset,
 )
 from strata.coord.core.machine import CoordMachine
-from strata.coord.core.members import place_of
+from strata.coord.core.members import rank_of
 from strata.coord.core.state import EVICTED_KEPT
 from strata.journal.port import MAX_FACT_BYTES
 from tests.core.coord.jobs import CORPUS, JOB, LIFE, Job
@@ -52,14 +52,14 @@ def lost(facts: Any) -> dict[str, str]:
 def test_the_first_registration_creates_its_job_with_the_default_configuration() -> None:
     machine = CoordMachine()
     state = machine.initial()
-    worker = Worker(worker_id="w0", incarnation=LIFE)
+    worker = RegisteredWorker(worker_id="w0", incarnation=LIFE)
     _, outcome = machine.decide(state, Register("default", worker), 0.0)
     assert outcome.facts == (JobCreated("default", JobConfig()), WorkerJoined("default", worker))
 
 
 def test_a_job_made_twice_with_one_configuration_is_one_job() -> None:
     job = Job(JobConfig(min_workers=2))
-    assert job.ask(CreateJob(JOB, JobConfig(min_workers=2))).facts == ()
+    assert job.submit(CreateJob(JOB, JobConfig(min_workers=2))).facts == ()
     assert job.refusal(CreateJob(JOB, JobConfig(min_workers=3))).code is Code.CONFLICT
 
 
@@ -88,13 +88,13 @@ def test_a_configuration_nobody_could_work_with_is_refused_when_the_job_is_made(
 def test_a_worker_with_an_impossible_weight_is_refused_and_not_everybody_else_later(weight: float) -> None:
     job = Job(workers=1)
     job.register_dataset()
-    refused = job.refusal(Register(JOB, Worker(worker_id="w1", incarnation=LIFE, weight=weight)))
+    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w1", incarnation=LIFE, weight=weight)))
     assert (refused.code, "weight" in refused.message) == (Code.INVALID, True)
     assert job.next("w0").leases
 
 
 def test_a_worker_without_a_name_is_refused() -> None:
-    assert Job().refusal(Register(JOB, Worker(worker_id="", incarnation=LIFE))).code is Code.INVALID
+    assert Job().refusal(Register(JOB, RegisteredWorker(worker_id="", incarnation=LIFE))).code is Code.INVALID
 
 
 def test_workers_without_weight_own_nothing_and_read_all_the_same() -> None:
@@ -116,7 +116,7 @@ def test_a_second_life_fences_the_first() -> None:
     assert [type(fact) for fact in facts] == [WorkerLost, WorkerJoined]
     job.settle()
     assert list(job.job.ranks) == ["w0", "w1"], "the id keeps its rank"
-    for given in (Beat(first), NextShards(first, CORPUS, 0), Attached(first), Leave(first)):
+    for given in (Heartbeat(first), NextShards(first, CORPUS, 0), Attached(first), Leave(first)):
         refused = job.refusal(given)
         assert (refused.code, refused.detail["reason"]) == (Code.STALE, "stale-incarnation")
     job.beat("w0")
@@ -124,23 +124,23 @@ def test_a_second_life_fences_the_first() -> None:
 
 def test_a_worker_that_states_no_incarnation_is_the_current_one() -> None:
     job = Job(workers=1)
-    assert job.told(Pulse, Beat(Caller(JOB, "w0"))).generation == 1
+    assert job.told(HeartbeatReply, Heartbeat(Caller(JOB, "w0"))).generation == 1
 
 
 def test_a_place_is_told_only_in_a_settled_generation() -> None:
     job = Job(workers=2)
-    place = place_of(job.job, "w1")
+    place = rank_of(job.job, "w1")
     assert (place.generation, place.rank, place.world_size, place.incarnation) == (1, 1, 2, LIFE)
     job.register("w2")
-    assert place_of(job.job, "w1").generation == 0
+    assert rank_of(job.job, "w1").generation == 0
 
 
 # Refusals
 
 
 def test_a_beat_of_somebody_unknown_is_not_found() -> None:
-    assert Job(workers=1).refusal(Beat(Caller(JOB, "stranger"))).code is Code.NOT_FOUND
-    assert Job().refusal(Beat(Caller("no such job", "w0"))).code is Code.NOT_FOUND
+    assert Job(workers=1).refusal(Heartbeat(Caller(JOB, "stranger"))).code is Code.NOT_FOUND
+    assert Job().refusal(Heartbeat(Caller("no such job", "w0"))).code is Code.NOT_FOUND
 
 
 @pytest.mark.parametrize("job_id", [JOB, "no such job"])
@@ -156,8 +156,8 @@ def test_any_other_call_of_one_never_seen_asks_it_to_register_first(job_id: str)
 def test_any_call_of_an_evicted_worker_is_not_found() -> None:
     job = Job(workers=2)
     gone = job.caller("w1")
-    job.ask(Leave(gone))
-    for given in (Beat(gone), NextShards(gone, CORPUS, 0), Attached(gone)):
+    job.submit(Leave(gone))
+    for given in (Heartbeat(gone), NextShards(gone, CORPUS, 0), Attached(gone)):
         assert job.refusal(given).code is Code.NOT_FOUND
 
 
@@ -190,17 +190,17 @@ def test_a_worker_is_lost_when_its_silence_reaches_the_limit_and_not_before() ->
 
 def test_a_broken_presence_is_a_loss_after_half_a_second() -> None:
     job = Job(workers=2)
-    job.ask(Detached(job.caller("w0")))
+    job.submit(Detached(job.caller("w0")))
     assert lost(job.tick(after_s=0.4)) == {}
     assert lost(job.tick(after_s=0.1)) == {"w0": "connection lost"}
 
 
-@pytest.mark.parametrize("sign", [Attached, Beat])
-def test_a_sign_of_life_in_time_ends_the_suspicion(sign: type[Attached] | type[Beat]) -> None:
+@pytest.mark.parametrize("sign", [Attached, Heartbeat])
+def test_a_sign_of_life_in_time_ends_the_suspicion(sign: type[Attached] | type[Heartbeat]) -> None:
     job = Job(workers=2)
-    job.ask(Detached(job.caller("w0")))
+    job.submit(Detached(job.caller("w0")))
     job.tick(after_s=0.4)
-    job.ask(sign(job.caller("w0")))
+    job.submit(sign(job.caller("w0")))
     assert lost(job.tick(after_s=1.0)) == {}
 
 
@@ -208,29 +208,29 @@ def test_the_broken_stream_of_an_earlier_life_says_nothing_about_this_one() -> N
     job = Job(workers=1)
     first = job.caller("w0")
     job.register("w0", "life-2")
-    job.ask(Detached(first))
-    job.ask(Detached(Caller(JOB, "stranger")))
+    job.submit(Detached(first))
+    job.submit(Detached(Caller(JOB, "stranger")))
     assert lost(job.tick(after_s=1.0)) == {}
 
 
 def test_a_worker_in_error_is_lost_at_once() -> None:
     job = Job(workers=2)
-    assert lost(job.ask(Beat(job.caller("w0"), failed=True)).facts) == {"w0": "error"}
+    assert lost(job.submit(Heartbeat(job.caller("w0"), failed=True)).facts) == {"w0": "error"}
     assert "w0" not in job.job.members
 
 
 def test_leaving_twice_is_leaving_once() -> None:
     job = Job(workers=2)
     caller = job.caller("w0")
-    assert lost(job.ask(Leave(caller, "scaled down")).facts) == {"w0": "scaled down"}
-    assert job.ask(Leave(caller)).facts == ()
+    assert lost(job.submit(Leave(caller, "scaled down")).facts) == {"w0": "scaled down"}
+    assert job.submit(Leave(caller)).facts == ()
 
 
 def test_the_memory_of_the_evicted_is_bounded() -> None:
     job = Job()
     for number in range(EVICTED_KEPT + 5):
         job.register(f"w{number}")
-        job.ask(Leave(Caller(JOB, f"w{number}")))
+        job.submit(Leave(Caller(JOB, f"w{number}")))
     assert len(job.job.evicted) == EVICTED_KEPT
     assert job.refusal(Attached(Caller(JOB, "w4"))).code is Code.PRECONDITION
     assert job.refusal(Attached(Caller(JOB, "w5"))).code is Code.NOT_FOUND
@@ -252,9 +252,9 @@ def test_fifty_joins_within_the_settling_time_make_one_generation() -> None:
 def test_ranks_count_from_zero_and_survivors_keep_their_order() -> None:
     job = Job(workers=5)
     assert job.job.ranks == {f"w{number}": number for number in range(5)}
-    job.ask(Leave(job.caller("w1")))
+    job.submit(Leave(job.caller("w1")))
     job.register("a-newcomer")
-    job.ask(Leave(job.caller("w3")))
+    job.submit(Leave(job.caller("w3")))
     job.settle()
     assert job.job.ranks == {"w0": 0, "w2": 1, "w4": 2, "a-newcomer": 3}
 
@@ -265,14 +265,14 @@ def test_no_generation_forms_below_the_minimum_of_workers() -> None:
     assert job.run(5.0, beating=["w0"]) == []
     job.join("w1")
     assert job.job.generation == 1
-    job.ask(Leave(job.caller("w1")))
+    job.submit(Leave(job.caller("w1")))
     assert job.run(5.0, beating=["w0"]) == []
     assert job.refusal(NextShards(job.caller("w0"), CORPUS, 0)).code is Code.UNAVAILABLE
 
 
 def test_a_loss_and_the_next_generation_are_two_moments() -> None:
     job = Job(workers=2)
-    job.ask(Detached(job.caller("w0")))
+    job.submit(Detached(job.caller("w0")))
     assert [type(fact) for fact in job.tick(after_s=0.5)] == [WorkerLost]
     assert job.tick(after_s=0.1) == ()
     assert job.tick(after_s=0.1) == (GenerationFormed(JOB, 2, ("w1",)),)
@@ -282,7 +282,7 @@ def test_who_keeps_coming_does_not_keep_the_others_from_starting() -> None:
     job = Job(JobConfig(settle_s=0.2))
     formed: list[GenerationFormed] = []
     for number in range(100):
-        job.ask(Register(JOB, Worker(worker_id=f"w{number}", incarnation=LIFE)))
+        job.submit(Register(JOB, RegisteredWorker(worker_id=f"w{number}", incarnation=LIFE)))
         formed += [fact for fact in job.tick(after_s=0.1) if isinstance(fact, GenerationFormed)]
     assert [fact.generation for fact in formed] == [1, 2]
 
@@ -352,7 +352,7 @@ def test_a_restart_amid_coming_and_going_finishes_it() -> None:
 
 def test_a_coordinator_that_was_not_looking_evicts_nobody() -> None:
     job = Job(workers=2)
-    job.ask(Detached(job.caller("w1")))
+    job.submit(Detached(job.caller("w1")))
     assert job.tick(after_s=3_600.0) == ()
     job.beat("w0")
     job.beat("w1")
@@ -390,8 +390,8 @@ job.arrive("w3", "x"); job.arrive("w4", "y")
 for n in range(0, 40, 3):
     job.next(f"w{n}", count=2)
 for n in (3, 9, 15):
-    job.ask(Detached(job.caller(f"w{n}")))
-job.ask(Leave(job.caller("w6")))
+    job.submit(Detached(job.caller(f"w{n}")))
+job.submit(Leave(job.caller("w6")))
 job.run(3.0, beating=["w1"])
 job.run(20.0, beating=["w1", "w2"])
 job.checkpoint(1)

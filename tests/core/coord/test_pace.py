@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from strata.coord.core.facts import CommandKind, Fact, Finding, JobConfig, Rung, WorkerJudged
-from strata.coord.core.inputs import Beat, Tick
-from strata.coord.core.state import Said
+from strata.coord.core.facts import CommandKind, EscalationLevel, Fact, JobConfig, StragglerFinding, WorkerJudged
+from strata.coord.core.inputs import Heartbeat, Tick
+from strata.coord.core.state import StepProgress
 from tests.core.coord.jobs import Job
 
 BEAT_S = 5.0
@@ -35,18 +35,18 @@ class Steps:
                     self.step[worker_id] += 1
                 if worker_id not in self.job.job.members:
                     continue
-                said = Said(
+                progress = StepProgress(
                     self.step[worker_id],
                     self.times_s[worker_id],
                     worker_id in self.busy,
                     self.job.job.generation if generation is None else generation,
                 )
-                self.job.beat(worker_id, said=None if worker_id in self.silent else said)
+                self.job.beat(worker_id, progress=None if worker_id in self.silent else progress)
             found += self.job.run(BEAT_S)
         return [fact for fact in found if isinstance(fact, WorkerJudged)]
 
 
-def rungs(facts: Iterable[WorkerJudged]) -> list[Rung]:
+def rungs(facts: Iterable[WorkerJudged]) -> list[EscalationLevel]:
     return [fact.rung for fact in facts]
 
 
@@ -56,7 +56,7 @@ def test_a_slow_worker_owns_fewer_buckets_at_once_and_after_a_restart() -> None:
     before = len(steps.job.live.placements[256].by_worker["w1"])
     steps.times_s["w1"] = 4.0
     (fact,) = steps.run(18)
-    assert (fact.worker_id, fact.finding, fact.rung) == ("w1", Finding.SLOW, Rung.REWEIGHT)
+    assert (fact.worker_id, fact.finding, fact.rung) == ("w1", StragglerFinding.SLOW, EscalationLevel.REWEIGHT)
     assert fact.weight == pytest.approx(1 / 4)
     for _ in range(2):
         steps.job.next("w1", held=None)
@@ -81,7 +81,7 @@ def test_the_next_life_of_a_worker_begins_below() -> None:
     steps.job.register("w1", "life-2")
     steps.job.settle()
     member = steps.job.job.members["w1"]
-    assert (member.share, member.rung) == (1.0, Rung.NONE)
+    assert (member.share, member.rung) == (1.0, EscalationLevel.NONE)
     steps.times_s["w1"] = 1.0
     assert steps.run(40) == []
 
@@ -93,14 +93,14 @@ def test_the_first_steps_of_a_generation_are_not_judged() -> None:
     steps.job.join("w9")
     steps.step["w9"], steps.times_s["w9"] = 0, 1.0
     assert steps.run(8) == []
-    assert rungs(steps.run(12)) == [Rung.REWEIGHT]
+    assert rungs(steps.run(12)) == [EscalationLevel.REWEIGHT]
 
 
 def test_what_is_said_of_another_generation_does_not_count() -> None:
     steps = Steps()
     steps.times_s["w1"] = 4.0
     assert steps.run(40, generation=7) == []
-    assert rungs(steps.run(18, generation=0)) == [Rung.REWEIGHT], "0 is the current one"
+    assert rungs(steps.run(18, generation=0)) == [EscalationLevel.REWEIGHT], "0 is the current one"
 
 
 def test_who_waits_at_a_barrier_does_not_hang() -> None:
@@ -121,7 +121,7 @@ def test_who_does_not_come_to_a_barrier_and_makes_no_steps_hangs() -> None:
         steps.job.arrive(worker_id, timeout_s=10_000.0)
     found = steps.run(30)
     assert {fact.worker_id for fact in found} == {"w3"}
-    assert rungs(found) == [Rung.REBALANCE, Rung.STOP]
+    assert rungs(found) == [EscalationLevel.REBALANCE, EscalationLevel.STOP]
 
 
 def test_who_found_no_data_does_not_hang() -> None:
@@ -160,7 +160,7 @@ def test_most_of_a_job_is_never_stopped() -> None:
     steps.hung = {"w0", "w1", "w2", "w3"}
     found = steps.run(100)
     assert {fact.worker_id for fact in found} == steps.hung
-    assert set(rungs(found)) == {Rung.REBALANCE}
+    assert set(rungs(found)) == {EscalationLevel.REBALANCE}
     assert "it, like 3 more, is at step" in found[0].reason
     assert steps.job.job.stopping == {}
 
@@ -177,9 +177,13 @@ def test_many_findings_of_one_moment_are_one_command() -> None:
 
 @pytest.mark.parametrize(
     ("until", "expected"),
-    [(Rung.NONE, []), (Rung.REWEIGHT, [Rung.REWEIGHT]), (Rung.REBALANCE, ["reweight", "rebalance"])],
+    [
+        (EscalationLevel.NONE, []),
+        (EscalationLevel.REWEIGHT, [EscalationLevel.REWEIGHT]),
+        (EscalationLevel.REBALANCE, ["reweight", "rebalance"]),
+    ],
 )
-def test_a_job_says_how_far_a_slow_worker_may_climb(until: Rung, expected: list[Rung]) -> None:
+def test_a_job_says_how_far_a_slow_worker_may_climb(until: EscalationLevel, expected: list[EscalationLevel]) -> None:
     steps = Steps(config=JobConfig(slow_until=until))
     steps.times_s["w1"] = 4.0
     assert rungs(steps.run(60)) == expected
@@ -191,7 +195,7 @@ def test_the_hang_of_a_rebalanced_worker_leaves_its_share_as_it_is() -> None:
     steps.run(18)
     share = steps.job.job.members["w1"].share
     steps.hung = {"w1"}
-    assert rungs(steps.run(14))[-1:] == [Rung.REBALANCE]
+    assert rungs(steps.run(14))[-1:] == [EscalationLevel.REBALANCE]
     assert steps.job.job.members["w1"].share == pytest.approx(share)
 
 
@@ -199,15 +203,15 @@ def test_ten_thousand_workers_that_say_their_steps_cost_little() -> None:
     job = Job()
     names = [f"w{number}" for number in range(10_000)]
     job.join(*names)
-    beats = [[Beat(job.caller(name), said=Said(step, 1.0)) for name in names] for step in range(10)]
+    beats = [[Heartbeat(job.caller(name), progress=StepProgress(step, 1.0)) for name in names] for step in range(10)]
     took_s: list[float] = []
     for some in beats:
         for beat in some:
-            job.ask(beat)
+            job.submit(beat)
         for _ in range(50):
             job.now_s += 0.1
             began_s = time.process_time()
-            assert job.ask(Tick()).facts == ()
+            assert job.submit(Tick()).facts == ()
             took_s.append(time.process_time() - began_s)
     print(f"\na tick that judges 10,000 workers: {max(took_s):.3f} s")
     assert max(took_s) < 3.0

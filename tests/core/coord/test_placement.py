@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.coord.core.placement import Assignment, Moves, Scheme, buckets_for, decode, place
+from strata.coord.core.placement import BucketAssignment, Moves, Scheme, buckets_for, decode, place
 
 GPUS: Final = (1, 2, 4, 8)
 HUNDRED: Final = {f"w{number:03}": float(GPUS[number % 4]) for number in range(100)}
@@ -34,7 +34,7 @@ def limit(share: float, bound: float = 0.05) -> int:
     return -(-round(share * (1 + bound) * 1e9) // 10**9)
 
 
-def check(assignment: Assignment, buckets: int, of: Mapping[str, float], bound: float = 0.05) -> None:
+def check(assignment: BucketAssignment, buckets: int, of: Mapping[str, float], bound: float = 0.05) -> None:
     owners = [assignment.owner_of(bucket) for bucket in range(buckets)]
     loads = assignment.loads()
     assert assignment.by_worker() == {worker: assignment.buckets_of(worker) for worker in loads}
@@ -57,7 +57,7 @@ def test_from_scratch_every_bucket_has_an_owner_within_the_bound(
 
 @given(buckets=numbers_of_buckets, history=st.lists(weights, min_size=2, max_size=5))
 def test_any_history_of_members_and_weights_keeps_the_bound(buckets: int, history: list[dict[str, float]]) -> None:
-    assignment: Assignment | None = None
+    assignment: BucketAssignment | None = None
     for of in history:
         before = assignment
         assignment, moves = place(buckets, of, before)
@@ -92,10 +92,10 @@ def test_whoever_joins_gets_its_fair_share_and_others_only_what_the_bound_forces
 ) -> None:
     joiner = "a joiner"
     before, _ = place(buckets, of)
-    grown = of | {joiner: weight}
-    after, moves = place(buckets, grown, before)
-    check(after, buckets, grown)
-    fair = int(share(buckets, grown, joiner) + 1e-9)
+    wait_for_growth = of | {joiner: weight}
+    after, moves = place(buckets, wait_for_growth, before)
+    check(after, buckets, wait_for_growth)
+    fair = int(share(buckets, wait_for_growth, joiner) + 1e-9)
     gained = after.loads()[joiner]
     assert gained >= fair
     assert moves.orphaned == 0

@@ -8,14 +8,14 @@ import pytest
 from strata.base.errors import Code
 from strata.coord.core.facts import (
     Dataset,
+    DatasetMode,
     DatasetRegistered,
     Fact,
     GenerationFormed,
     JobConfig,
     JobCreated,
-    Mode,
     Recovered,
-    Worker,
+    RegisteredWorker,
     WorkerJoined,
 )
 from strata.coord.core.inputs import Ack, Caller, Leave, NextShards
@@ -64,7 +64,7 @@ def test_a_minimal_worker_gets_the_same_protection() -> None:
     minimal = NextShards(Caller(JOB, "w0"), CORPUS, 0, held=None)
     assert job.refusal(minimal).detail["reason"] == "recover-first"
     job.recover("w0")
-    assert job.ask(minimal).facts
+    assert job.submit(minimal).facts
 
 
 def test_workers_that_join_before_the_first_shard_start_at_once() -> None:
@@ -76,7 +76,7 @@ def test_workers_that_join_before_the_first_shard_start_at_once() -> None:
 
 def test_a_committed_checkpoint_alone_is_reason_enough_to_recover() -> None:
     job = Job(workers=1)
-    job.register_dataset(mode=Mode.DETERMINISTIC)
+    job.register_dataset(mode=DatasetMode.DETERMINISTIC)
     job.checkpoint(1)
     restarted(job)
     assert refused(job, "w0") == "recover-first"
@@ -121,7 +121,7 @@ def test_a_member_that_missed_a_recovery_has_to_recover_even_if_it_names_no_gene
     assert job.refusal(minimal).detail["reason"] == "recover-first"
     shared = job.recover("w1")
     assert (shared.rewound, shared.place.generation) == (False, job.job.generation)
-    assert job.ask(minimal).facts
+    assert job.submit(minimal).facts
 
 
 def test_a_slow_worker_does_not_share_a_recovery_whose_other_workers_are_lost() -> None:
@@ -131,7 +131,7 @@ def test_a_slow_worker_does_not_share_a_recovery_whose_other_workers_are_lost() 
     job.recover("w0")
     (lease,) = job.take("w0")
     job.ack("w0", Ack(lease))
-    job.ask(Leave(job.caller("w0"), "silent"))
+    job.submit(Leave(job.caller("w0"), "silent"))
     job.settle()
     assert job.recover("w1", before).rewound
     assert sorted(job.read("w1")) == list(range(40))
@@ -176,8 +176,8 @@ def test_members_that_recovered_before_this_was_journaled_get_shards_after_an_up
     machine = CoordMachine()
     facts: list[Fact] = [
         JobCreated(JOB, JobConfig()),
-        WorkerJoined(JOB, Worker(worker_id="w0", incarnation="a")),
-        WorkerJoined(JOB, Worker(worker_id="w1", incarnation="b")),
+        WorkerJoined(JOB, RegisteredWorker(worker_id="w0", incarnation="a")),
+        WorkerJoined(JOB, RegisteredWorker(worker_id="w1", incarnation="b")),
         GenerationFormed(JOB, 1, ("w0", "w1")),
         DatasetRegistered(JOB, Dataset(dataset_id=CORPUS, samples=40, shard_size=4)),
         Recovered(JOB, None),

@@ -12,11 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.base.errors import Code
-from strata.coord.core.facts import DatasetRegistered, File, JobConfig, Mode, ShardAcked, ShardReturned, ShardsGranted
-from strata.coord.core.inputs import Ack, Assignment, Leave, NextShards, RegisterDataset
+from strata.coord.core.facts import (
+    DatasetMode,
+    DatasetRegistered,
+    File,
+    JobConfig,
+    ShardAcked,
+    ShardReturned,
+    ShardsGranted,
+)
+from strata.coord.core.inputs import Ack, Leave, NextShards, RegisterDataset, ShardAssignment
 from strata.coord.core.permutation import order_of
 from strata.coord.core.shards import MAX_COUNT, files_of
-from strata.coord.core.state import ACKS_KEPT, Live
+from strata.coord.core.state import ACKS_KEPT, SoftState
 from tests.core.coord.jobs import CORPUS, Job, corpus, samples_of
 
 
@@ -37,7 +45,9 @@ def test_a_dataset_registered_twice_is_one_dataset() -> None:
     assert sum(isinstance(fact, DatasetRegistered) for fact in job.facts) == 1
 
 
-@pytest.mark.parametrize("field", [{"samples": 41}, {"shard_size": 5}, {"seed": 1}, {"mode": Mode.DETERMINISTIC}])
+@pytest.mark.parametrize(
+    "field", [{"samples": 41}, {"shard_size": 5}, {"seed": 1}, {"mode": DatasetMode.DETERMINISTIC}]
+)
 def test_another_definition_under_the_same_name_is_refused(field: dict[str, Any]) -> None:
     job = reading()
     assert job.refusal(RegisterDataset(job.caller("w0"), corpus(**field))).code is Code.CONFLICT
@@ -152,7 +162,7 @@ def test_what_a_lost_worker_had_goes_out_first_and_without_what_it_had_acked() -
     start, end = leases[first].start, leases[first].end
     other = leases[second]
     job.ack("w0", Ack(first, start + 3))
-    job.ask(Leave(job.caller("w0")))
+    job.submit(Leave(job.caller("w0")))
     job.settle()
     found = job.next("w1", count=3)
     assert [(lease.rest.start, lease.rest.end) for lease in found.leases[:2]] == [
@@ -271,8 +281,8 @@ def test_a_whole_answer_of_acks_may_be_repeated() -> None:
     acks = tuple(Ack(lease) for lease in job.take("w0", count=10_000))
     assert len(acks) == MAX_COUNT
     given = NextShards(job.caller("w0"), CORPUS, 0, acks=acks)
-    assert job.ask(given).reply.stale == ()  # type: ignore[union-attr]
-    assert job.ask(given).reply.stale == ()  # type: ignore[union-attr]
+    assert job.submit(given).reply.stale == ()  # type: ignore[union-attr]
+    assert job.submit(given).reply.stale == ()  # type: ignore[union-attr]
     assert MAX_COUNT <= ACKS_KEPT
 
 
@@ -337,10 +347,10 @@ def test_whatever_fails_every_sample_is_acked_once_or_shown_as_put_aside(seed: i
     for _ in range(150):
         worker = chance.choice(list(job.job.members))
         given = NextShards(job.caller(worker), CORPUS, 0, count=chance.randint(0, 3), acks=some_acks(worker))
-        found = job.told(Assignment, given)
+        found = job.told(ShardAssignment, given)
         assert not found.stale
         if chance.random() < 0.2:
-            assert not job.told(Assignment, NextShards(given.caller, CORPUS, 0, acks=given.acks, count=0)).stale
+            assert not job.told(ShardAssignment, NextShards(given.caller, CORPUS, 0, acks=given.acks, count=0)).stale
         assert not (ended and found.leases), "an end is an end"
         ended = ended or found.end_of_epoch
         if chance.random() < 0.1:
@@ -417,7 +427,7 @@ def test_what_is_kept_in_memory_of_an_epoch_ends_with_it() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 12])
 def test_the_ranks_together_take_the_same_global_batches_for_every_world_size(world: int) -> None:
-    job = reading(world, samples=400, mode=Mode.DETERMINISTIC, global_batch=12)
+    job = reading(world, samples=400, mode=DatasetMode.DETERMINISTIC, global_batch=12)
     order = order_of(CORPUS, 0, 0, 100)
     for step in range(9):
         batch = [
@@ -434,12 +444,12 @@ def test_the_ranks_together_take_the_same_global_batches_for_every_world_size(wo
 
 
 def test_a_world_size_that_does_not_divide_the_batch_is_refused() -> None:
-    job = reading(3, mode=Mode.DETERMINISTIC, global_batch=4)
+    job = reading(3, mode=DatasetMode.DETERMINISTIC, global_batch=4)
     assert job.refusal(NextShards(job.caller("w0"), CORPUS, 0, step=0)).code is Code.INVALID
 
 
 def test_a_step_of_an_earlier_epoch_is_refused_and_not_taken_for_the_end() -> None:
-    job = reading(mode=Mode.DETERMINISTIC, global_batch=5)
+    job = reading(mode=DatasetMode.DETERMINISTIC, global_batch=5)
     refused = job.refusal(NextShards(job.caller("w0"), CORPUS, 1, step=0))
     assert (refused.code, "steps count through all epochs" in refused.message) == (Code.INVALID, True)
 
@@ -453,7 +463,7 @@ def test_a_step_of_an_earlier_epoch_is_refused_and_not_taken_for_the_end() -> No
 )
 def test_a_range_names_the_files_that_hold_it_in_order(start: int, end: int, files: str) -> None:
     dataset = corpus(samples=30, files=(File("a", 10), File("b", 0), File("c", 5), File("d", 15)))
-    live = Live()
+    live = SoftState()
     assert files_of(live, dataset, start, end) == tuple(files)
     assert files_of(live, dataset, start, end) == tuple(files), "also from what it remembers"
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.coord.core.facts import CommandKind, Finding, Rung
+from strata.coord.core.facts import CommandKind, EscalationLevel, StragglerFinding
 from strata.coord.core.stragglers import (
     COMMAND,
     NEXT,
-    Incident,
-    Limits,
-    Sample,
-    Standing,
+    StepSample,
+    StragglerIncident,
+    StragglerLimits,
+    StragglerStanding,
     judge,
     observed,
 )
@@ -25,22 +25,22 @@ from strata.coord.core.stragglers import (
 class Gang:
     """Workers that each make a step in their own time and tell of it; judged once a round."""
 
-    def __init__(self, workers: int, seed: int = 0, noise: float = 0.1, limits: Limits | None = None) -> None:
+    def __init__(self, workers: int, seed: int = 0, noise: float = 0.1, limits: StragglerLimits | None = None) -> None:
         self.rng = random.Random(seed)
         self.noise = noise
-        self.limits = limits or Limits()
+        self.limits = limits or StragglerLimits()
         self.now_s = 0.0
         self.factor = {f"w{number}": 1.0 for number in range(workers)}
         self.hung: set[str] = set()
         self.steps = dict.fromkeys(self.factor, 0)
-        self.samples: dict[str, Sample] = {}
-        self.standings: dict[str, Standing] = {}
+        self.samples: dict[str, StepSample] = {}
+        self.standings: dict[str, StragglerStanding] = {}
 
     def time_s(self, worker_id: str) -> float:
         hiccup = 5.0 if self.rng.random() < 0.03 else 1.0
         return self.factor[worker_id] * self.rng.lognormvariate(0.0, self.noise) * hiccup
 
-    def round(self, seconds: float = 1.0) -> tuple[Incident, ...]:
+    def round(self, seconds: float = 1.0) -> tuple[StragglerIncident, ...]:
         self.now_s += seconds
         for worker_id in self.factor:
             if worker_id not in self.hung:
@@ -49,12 +49,12 @@ class Gang:
             self.samples[worker_id] = observed(before, self.steps[worker_id], self.time_s(worker_id), self.now_s)
         return self.judge()
 
-    def judge(self) -> tuple[Incident, ...]:
+    def judge(self) -> tuple[StragglerIncident, ...]:
         found = judge(self.samples, self.standings, self.now_s, self.limits)
         self.standings = found.standings
         return found.incidents
 
-    def rounds(self, count: int) -> list[Incident]:
+    def rounds(self, count: int) -> list[StragglerIncident]:
         return [incident for _ in range(count) for incident in self.round()]
 
 
@@ -82,7 +82,7 @@ def test_one_three_times_slower_is_found_within_sixteen_steps_and_nobody_else(
     gang.factor["w1"] = factor
     incidents = gang.rounds(16)
     assert [(each.worker_id, each.finding, each.rung) for each in incidents][:1] == [
-        ("w1", Finding.SLOW, Rung.REWEIGHT)
+        ("w1", StragglerFinding.SLOW, EscalationLevel.REWEIGHT)
     ]
     assert {each.worker_id for each in incidents} == {"w1"}
     assert incidents[0].weight == pytest.approx(1 / factor, rel=0.5)
@@ -100,14 +100,18 @@ def test_a_finding_says_why_in_figures() -> None:
 def test_who_stays_slow_climbs_the_ladder_rung_by_rung_and_no_further() -> None:
     gang = Gang(6)
     gang.factor["w0"] = 4.0
-    assert [each.rung for each in gang.rounds(100)] == [Rung.REWEIGHT, Rung.REBALANCE, Rung.STOP]
-    assert [COMMAND.get(rung) for rung in Rung] == [None, None, CommandKind.REBALANCE, CommandKind.STOP]
+    assert [each.rung for each in gang.rounds(100)] == [
+        EscalationLevel.REWEIGHT,
+        EscalationLevel.REBALANCE,
+        EscalationLevel.STOP,
+    ]
+    assert [COMMAND.get(rung) for rung in EscalationLevel] == [None, None, CommandKind.REBALANCE, CommandKind.STOP]
 
 
 def test_an_elastic_job_goes_no_further_than_giving_it_less() -> None:
-    gang = Gang(6, limits=Limits(slow_until=Rung.REWEIGHT))
+    gang = Gang(6, limits=StragglerLimits(slow_until=EscalationLevel.REWEIGHT))
     gang.factor["w0"] = 4.0
-    assert [each.rung for each in gang.rounds(100)] == [Rung.REWEIGHT]
+    assert [each.rung for each in gang.rounds(100)] == [EscalationLevel.REWEIGHT]
 
 
 def test_who_keeps_up_again_comes_down_and_gets_its_share_back() -> None:
@@ -116,7 +120,12 @@ def test_who_keeps_up_again_comes_down_and_gets_its_share_back() -> None:
     gang.rounds(20)
     gang.factor["w0"] = 1.0
     (back,) = gang.rounds(30)
-    assert (back.worker_id, back.finding, back.rung, back.weight) == ("w0", Finding.FINE, Rung.NONE, 1.0)
+    assert (back.worker_id, back.finding, back.rung, back.weight) == (
+        "w0",
+        StragglerFinding.FINE,
+        EscalationLevel.NONE,
+        1.0,
+    )
     assert "keeps up again" in back.reason
 
 
@@ -126,7 +135,7 @@ def test_between_slow_and_fine_nothing_changes() -> None:
     gang.rounds(20)
     gang.factor["w0"] = 1.35
     assert gang.rounds(60) == []
-    assert gang.standings["w0"].rung is Rung.REWEIGHT
+    assert gang.standings["w0"].rung is EscalationLevel.REWEIGHT
 
 
 def test_one_that_is_slow_now_and_then_is_left_alone() -> None:
@@ -149,7 +158,7 @@ def test_of_two_workers_nobody_can_say_which_is_slow() -> None:
 def test_few_steps_mean_silence() -> None:
     gang = Gang(6)
     gang.factor["w0"] = 10.0
-    assert gang.rounds(Limits().recent) == []
+    assert gang.rounds(StragglerLimits().recent) == []
 
 
 def test_a_new_generation_starts_to_count_again_and_the_rung_stays() -> None:
@@ -157,9 +166,9 @@ def test_a_new_generation_starts_to_count_again_and_the_rung_stays() -> None:
     gang.factor["w0"] = 4.0
     gang.rounds(20)
     gang.samples = {}
-    assert gang.rounds(Limits().recent + Limits().patience_steps) == []
-    assert gang.standings["w0"].rung is Rung.REWEIGHT
-    assert [each.rung for each in gang.rounds(4)] == [Rung.REBALANCE]
+    assert gang.rounds(StragglerLimits().recent + StragglerLimits().patience_steps) == []
+    assert gang.standings["w0"].rung is EscalationLevel.REWEIGHT
+    assert [each.rung for each in gang.rounds(4)] == [EscalationLevel.REBALANCE]
 
 
 # Hung
@@ -172,9 +181,11 @@ def test_one_that_hangs_while_others_go_on_is_found(workers: int, seed: int, noi
     gang.rounds(30)
     gang.hung.add("w1")
     incidents = gang.rounds(70)
-    assert [(each.worker_id, each.finding, each.rung) for each in incidents] == [("w1", Finding.HUNG, Rung.REBALANCE)]
+    assert [(each.worker_id, each.finding, each.rung) for each in incidents] == [
+        ("w1", StragglerFinding.HUNG, EscalationLevel.REBALANCE)
+    ]
     assert "w1 hangs: it is at step 30 for " in incidents[0].reason
-    assert [each.rung for each in gang.rounds(70)] == [Rung.STOP]
+    assert [each.rung for each in gang.rounds(70)] == [EscalationLevel.STOP]
 
 
 def test_the_time_that_counts_as_a_hang_follows_from_the_jobs_own_steps() -> None:
@@ -194,7 +205,7 @@ def test_the_one_behind_is_to_blame_when_the_others_wait_for_it() -> None:
     gang.hung.add("w2")
     gang.round()
     gang.hung |= set(gang.factor)
-    assert {(each.worker_id, each.finding) for each in gang.rounds(100)} == {("w2", Finding.HUNG)}
+    assert {(each.worker_id, each.finding) for each in gang.rounds(100)} == {("w2", StragglerFinding.HUNG)}
 
 
 def test_if_all_stand_at_the_same_step_all_are_named_and_nobody_is_stopped() -> None:
@@ -202,7 +213,9 @@ def test_if_all_stand_at_the_same_step_all_are_named_and_nobody_is_stopped() -> 
     gang.rounds(30)
     gang.hung |= set(gang.factor)
     incidents = gang.rounds(400)
-    assert [(each.worker_id, each.rung) for each in incidents] == [(f"w{n}", Rung.REBALANCE) for n in range(4)]
+    assert [(each.worker_id, each.rung) for each in incidents] == [
+        (f"w{n}", EscalationLevel.REBALANCE) for n in range(4)
+    ]
     assert "like all others it is at step 30" in incidents[0].reason
 
 
@@ -212,7 +225,7 @@ def test_one_that_goes_on_after_a_hang_comes_down() -> None:
     gang.hung.add("w1")
     gang.rounds(70)
     gang.hung.clear()
-    assert [(each.worker_id, each.rung) for each in gang.rounds(40)] == [("w1", Rung.NONE)]
+    assert [(each.worker_id, each.rung) for each in gang.rounds(40)] == [("w1", EscalationLevel.NONE)]
 
 
 def test_who_is_silent_or_says_that_it_is_busy_does_not_hang() -> None:
@@ -255,8 +268,8 @@ def test_a_duration_that_cannot_be_is_not_believed(nonsense: float) -> None:
 
 def test_workers_whose_steps_take_no_time_at_all_are_not_judged() -> None:
     gang = Gang(4)
-    gang.samples = {worker: Sample(40, 0.0, 0.0, (0.0,) * 32, 40) for worker in gang.factor}
-    gang.samples["w0"] = Sample(40, 0.0, 0.0, (1.0,) * 32, 40)
+    gang.samples = {worker: StepSample(40, 0.0, 0.0, (0.0,) * 32, 40) for worker in gang.factor}
+    gang.samples["w0"] = StepSample(40, 0.0, 0.0, (1.0,) * 32, 40)
     assert gang.judge() == ()
 
 
@@ -274,18 +287,18 @@ def test_only_a_window_of_steps_is_remembered() -> None:
 
 
 def test_the_ladder_goes_up_one_rung_at_a_time_and_a_stop_is_final() -> None:
-    rungs = list(Rung)
+    rungs = list(EscalationLevel)
     for (rung, finding), following in NEXT.items():
-        if finding is Finding.SLOW:
+        if finding is StragglerFinding.SLOW:
             assert rungs.index(following) == rungs.index(rung) + 1
-        if finding is Finding.FINE:
-            assert following is Rung.NONE
-    assert not any(rung is Rung.STOP for rung, _ in NEXT)
+        if finding is StragglerFinding.FINE:
+            assert following is EscalationLevel.NONE
+    assert not any(rung is EscalationLevel.STOP for rung, _ in NEXT)
 
 
 def test_ten_thousand_workers_are_judged_in_a_second() -> None:
     gang = Gang(10_000)
-    gang.samples = {worker: Sample(40, 0.0, 0.0, (1.0, 1.1, 0.9, 1.0) * 8, 40) for worker in gang.factor}
+    gang.samples = {worker: StepSample(40, 0.0, 0.0, (1.0, 1.1, 0.9, 1.0) * 8, 40) for worker in gang.factor}
     began_s = time.process_time()
     assert gang.judge() == ()
     took_s = time.process_time() - began_s

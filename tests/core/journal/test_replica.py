@@ -184,7 +184,7 @@ async def test_reign_ends_when_somebody_else_leads() -> None:
     await journal.resign("counter", old.epoch)
     await leading(journal, "b")
     async with asyncio.timeout(5):
-        assert (await old.reign(0.06)).code is Code.STALE
+        assert (await old.lead_until_deposed(0.06)).code is Code.STALE
 
 
 async def test_reign_ends_by_itself_when_the_lease_cannot_be_renewed() -> None:
@@ -192,14 +192,14 @@ async def test_reign_ends_by_itself_when_the_lease_cannot_be_renewed() -> None:
     journal = Cut(clock)
     leader: CounterReplica = Replica(journal, "counter", Counter(), clock)
     await leader.lead("a", LEASE_S)
-    reigning = asyncio.create_task(leader.reign(LEASE_S))
+    leading = asyncio.create_task(leader.lead_until_deposed(LEASE_S))
     await clock.advance(3 * LEASE_S)
-    assert not reigning.done()
+    assert not leading.done()
     journal.away = True
     await clock.advance(LEASE_S / 2)
-    assert not reigning.done()
+    assert not leading.done()
     await clock.advance(LEASE_S)
-    assert (await reigning).code is Code.UNAVAILABLE
+    assert (await leading).code is Code.UNAVAILABLE
 
 
 class Cut(MemoryJournal):
@@ -268,7 +268,7 @@ async def test_a_leader_that_knows_it_is_deposed_answers_nothing() -> None:
     await journal.resign("counter", old.epoch)
     new = await leading(journal, "b")
     await new.submit(41)
-    await old.reign(0.06)
+    await old.lead_until_deposed(0.06)
     with pytest.raises(StrataError) as caught:
         await old.submit(0)
     assert caught.value.code is Code.STALE
@@ -330,14 +330,14 @@ async def test_a_snapshot_that_cannot_be_saved_is_not_tried_at_every_turn() -> N
     await leader.lead("a", LEASE_S)
     for _ in range(10):
         await leader.submit(1)
-    reigning = asyncio.create_task(leader.reign(LEASE_S, snapshot_every=10))
+    leading = asyncio.create_task(leader.lead_until_deposed(LEASE_S, snapshot_every=10))
     await clock.advance(5 * LEASE_S)
     assert journal.tries == 1
     for _ in range(10):
         await leader.submit(1)
     await clock.advance(LEASE_S)
     assert journal.tries == 2
-    reigning.cancel()
+    leading.cancel()
 
 
 class NoSnapshots(MemoryJournal):
@@ -352,14 +352,14 @@ async def test_put_decides_at_once_and_its_effect_follows_the_commit_although_th
     disk = MemoryDisk()
     leader = await leading(MemoryJournal(SystemClock(), disk))
     told: list[int] = []
-    effect, durable = leader.put(3, told.append)
+    effect, durable = leader.submit_nowait(3, told.append)
     assert (effect, leader.state, told) == (3, 3, [])
     assert durable is not None
     durable.cancel()
-    asked, settled = leader.put(0, told.append)
+    asked, settled = leader.submit_nowait(0, told.append)
     assert asked == 3
     assert settled is not None
     await settled
     assert told == [3]
-    assert leader.put(0, told.append) == (3, None)
+    assert leader.submit_nowait(0, told.append) == (3, None)
     assert told == [3]

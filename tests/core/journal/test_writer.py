@@ -87,7 +87,7 @@ async def test_a_batch_has_a_bound_and_a_queue_too() -> None:
     before = disk.syncs
     disk.gate.clear()
     taken = [writer.submit([b"x" * 100]) for _ in range(10)]
-    for refused in (lambda: writer.submit([b"x" * 100]), writer.admit):
+    for refused in (lambda: writer.submit([b"x" * 100]), writer.check_capacity):
         with pytest.raises(StrataError) as caught:
             refused()
         assert caught.value.code is Code.EXHAUSTED

@@ -20,11 +20,11 @@ from strata.base.clock import SystemClock
 from strata.coord.core.facts import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.server.authenticator import Gate
-from strata.coord.server.process import SERVICE, Server
-from strata.coord.server.service import CoordinatorService, Options
+from strata.coord.server.authenticator import TokenAuthenticator
+from strata.coord.server.process import SERVICE, CoordinatorServer
+from strata.coord.server.service import CoordinatorService, ServiceOptions
 from strata.coord.server.tokens import Tokens
-from strata.coord.settings import CoordinatorSettings, Tls
+from strata.coord.settings import CoordinatorSettings, ServerTls
 from strata.journal.memory import MemoryJournal
 
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
@@ -55,18 +55,18 @@ async def in_process(
     *,
     tokens: Tokens | None = None,
     revoked: Container[str] = frozenset(),
-    tls: Tls | None = None,
+    tls: ServerTls | None = None,
     credentials: grpc.ChannelCredentials | None = None,
     standby: bool = False,
 ) -> AsyncIterator[Running]:
     clock = SystemClock()
     journal = MemoryJournal(clock)
-    options = Options(job=job)
+    options = ServiceOptions(job=job)
     if standby:
         await journal.lead(options.stream, "somebody-else", 3_600)
     service = CoordinatorService(journal, clock, options)
     settings = CoordinatorSettings(listen="127.0.0.1:0", drain_s=0, tls=tls)
-    server = Server(service, Gate(tokens, clock, revoked), settings)
+    server = CoordinatorServer(service, TokenAuthenticator(tokens, clock, revoked), settings)
     await server.start(lambda line: None)
     stop = asyncio.Event()
     serving = asyncio.create_task(server.serve_until(stop))

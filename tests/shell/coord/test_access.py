@@ -22,7 +22,7 @@ from strata.base.secret import Secret
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.process import SERVICE
 from strata.coord.server.tokens import Claims, Role, Tokens
-from strata.coord.settings import CoordinatorSettings, Tls, check_exposure
+from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure
 from tests.shell.coord.running import health, in_process, refused
 
 SECRET = Tokens(Secret("s" * 32))
@@ -135,12 +135,12 @@ def certificate(name: str, issuer: Certificate | None = None) -> Certificate:
     return Certificate(made, key)
 
 
-def tls_files(folder: Path, server: Certificate, client_ca: Certificate | None = None) -> Tls:
+def tls_files(folder: Path, server: Certificate, client_ca: Certificate | None = None) -> ServerTls:
     (folder / "server.pem").write_bytes(server.pem)
     (folder / "server.key").write_bytes(server.key_pem)
     if client_ca is not None:
         (folder / "clients.pem").write_bytes(client_ca.pem)
-    return Tls(
+    return ServerTls(
         certificate=folder / "server.pem",
         key=folder / "server.key",
         client_ca=folder / "clients.pem" if client_ca else None,
@@ -177,7 +177,7 @@ async def test_mtls_lets_in_only_clients_of_its_authority(tmp_path: Path) -> Non
             assert not running.service.state.jobs
 
 
-TLS = Tls(certificate=Path("c"), key=Path("k"))
+TLS = ServerTls(certificate=Path("c"), key=Path("k"))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ TLS = Tls(certificate=Path("c"), key=Path("k"))
         (CoordinatorSettings(listen="0.0.0.0:7070", tls=TLS), "operator of all jobs"),
         (
             CoordinatorSettings(
-                listen="0.0.0.0:7070", tls=Tls(certificate=Path("c"), key=Path("k"), client_ca=Path("a"))
+                listen="0.0.0.0:7070", tls=ServerTls(certificate=Path("c"), key=Path("k"), client_ca=Path("a"))
             ),
             "names no job and no role",
         ),

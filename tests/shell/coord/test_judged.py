@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.coord.core.facts import CommandKind, JobConfig, Worker
-from strata.coord.core.inputs import Issue, Register
+from strata.coord.core.facts import CommandKind, JobConfig, RegisteredWorker
+from strata.coord.core.inputs import IssueCommand, Register
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server import operations
-from strata.coord.server.service import CoordinatorService, Options
+from strata.coord.server.service import CoordinatorService, ServiceOptions
 from strata.journal.memory import MemoryJournal
 from tests.shell.coord.running import QUICK, Running, in_process, refused, register, trailing
 
@@ -29,7 +29,7 @@ async def running() -> AsyncIterator[Running]:
 async def test_a_slow_worker_is_shown_with_its_reason_and_gets_less(running: Running) -> None:
     ids = [f"w{number}" for number in range(5)]
     await register(running.stub, *ids)
-    live = running.service.state.live_of("default")
+    live = running.service.state.soft_of("default")
     while not live.pace.generation:
         await asyncio.sleep(0)
     told: list[pb.Command] = []
@@ -44,7 +44,7 @@ async def test_a_slow_worker_is_shown_with_its_reason_and_gets_less(running: Run
             told += beat.commands
         # The judgement that would come with a tick after a second; what was said has to be taken in first.
         live.pace.judged_s = None
-        while live.pace.said or live.pace.judged_s is None:
+        while live.pace.progress or live.pace.judged_s is None:
             await asyncio.sleep(0)
     job = (await running.stub.GetJob(pb.GetJobRequest())).job
     incident = job.incidents[-1]
@@ -63,7 +63,7 @@ async def test_a_worker_whose_call_waits_here_counts_as_there(running: Running) 
     await register(running.stub, "a", "b")
     await running.stub.AckDataset(pb.DatasetInfo(dataset_id="d", worker_id="a", num_samples=10, shard_size=10))
     await running.stub.GetNextShards(pb.ShardRequest(dataset_id="d", worker_id="b"))
-    waiting = running.service.state.live_of("default").waiting
+    waiting = running.service.state.soft_of("default").open_calls
     barrier = running.stub.Barrier(pb.BarrierRequest(worker_id="a", barrier_id="x"))
     shards = running.stub.GetNextShards(pb.ShardRequest(dataset_id="d", worker_id="a", wait_ms=60_000))
     at_barrier, for_shards = asyncio.ensure_future(barrier), asyncio.ensure_future(shards)
@@ -83,11 +83,11 @@ async def test_a_worker_whose_call_waits_here_counts_as_there(running: Running) 
 async def test_a_worker_that_waits_for_a_generation_counts_as_there() -> None:
     async with in_process(JobConfig(settle_s=0.05, min_workers=2)) as running:
         early = asyncio.ensure_future(running.stub.RegisterWorker(pb.WorkerInfo(worker_id="a", incarnation="1")))
-        while ("a", "1") not in running.service.state.live_of("default").waiting:
+        while ("a", "1") not in running.service.state.soft_of("default").open_calls:
             await asyncio.sleep(0)
         await running.stub.RegisterWorker(pb.WorkerInfo(worker_id="b", incarnation="1"))
         assert (await early).generation == 1
-        assert running.service.state.live_of("default").waiting == {}
+        assert running.service.state.soft_of("default").open_calls == {}
 
 
 async def test_an_acked_lease_is_not_lost_when_its_worker_comes_back(running: Running) -> None:
@@ -131,7 +131,7 @@ async def test_what_was_not_found_is_told_apart(running: Running) -> None:
 async def test_a_large_fleet_is_told_a_longer_interval(running: Running) -> None:
     small = await register(running.stub, "a", "b", "c")
     assert small.heartbeat_interval_ms == 5_000
-    running.service.state.beats_per_s = 0.25
+    running.service.state.heartbeats_per_s = 0.25
     assert (await register(running.stub, "a", "b", "c", "d")).heartbeat_interval_ms == 16_000
     beat = await running.stub.Heartbeat(pb.HeartbeatRequest(worker_id="a"))
     assert beat.heartbeat_interval_ms == 16_000
@@ -157,13 +157,15 @@ async def test_a_request_is_known_to_the_next_leader() -> None:
     journal = MemoryJournal(clock)
     answers: list[tuple[int, tuple[str, ...]]] = []
     for _ in range(2):
-        service = CoordinatorService(journal, clock, Options(job=QUICK))
+        service = CoordinatorService(journal, clock, ServiceOptions(job=QUICK))
         serving = asyncio.create_task(service.run(_nobody_cares))
         while not service.leads:
             await asyncio.sleep(0)
         if not answers:
-            await operations.register(service, Register("default", Worker(worker_id="a", incarnation="1")))
-        answers.append(await operations.issue(service, Issue("default", CommandKind.DRAIN, request_id="nightly")))
+            await operations.register(service, Register("default", RegisteredWorker(worker_id="a", incarnation="1")))
+        answers.append(
+            await operations.issue(service, IssueCommand("default", CommandKind.DRAIN, request_id="nightly"))
+        )
         await service.drain()
         await serving
     assert answers == [(1, ("a",))] * 2

@@ -14,7 +14,7 @@ from strata.coord.core.facts import JobConfig
 from strata.coord.core.inputs import Caller
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.server.presence import attached
+from strata.coord.server.presence import open_presence
 from tests.shell.coord.running import Running, as_worker, connect, in_process, patiently, register
 from tests.support.busy import BUSY
 
@@ -129,15 +129,15 @@ async def test_the_death_of_an_attached_worker_frees_the_others_and_its_shards(r
 
 async def test_only_the_end_of_a_workers_newest_stream_is_suspicion(running: Running) -> None:
     await register(running.stub, "a")
-    live = running.service.state.live_of("default")
-    with ExitStack() as second, attached(running.service, Caller("default", "a")):
-        with attached(running.service, Caller("default", "a")):
-            second.enter_context(attached(running.service, Caller("default", "a")))
-        assert not live.suspect_s, "an older stream ended"
+    live = running.service.state.soft_of("default")
+    with ExitStack() as second, open_presence(running.service, Caller("default", "a")):
+        with open_presence(running.service, Caller("default", "a")):
+            second.enter_context(open_presence(running.service, Caller("default", "a")))
+        assert not live.disconnected_at_s, "an older stream ended"
         job = (await running.stub.GetJob(pb.GetJobRequest())).job
         assert (job.workers[0].liveness, job.workers[0].attached) == (pb.LIVENESS_ALIVE, True)
         second.close()
-        assert list(live.suspect_s) == ["a"]
+        assert list(live.disconnected_at_s) == ["a"]
         job = (await running.stub.GetJob(pb.GetJobRequest())).job
         assert (job.workers[0].liveness, job.workers[0].attached) == (pb.LIVENESS_SUSPECT, False)
 

@@ -27,8 +27,8 @@ async def worker(running: Running, worker_id: str = "w", **given: Any) -> AsyncI
 
 def leases(running: Running, epoch: int = 0) -> dict[int, int]:
     """By open lease, how far it is acked."""
-    ledger = running.service.state.jobs[JOB].datasets["corpus"].epochs[epoch]
-    return {lease.lease_id: lease.until for lease in ledger.leases.values()}
+    leases = running.service.state.jobs[JOB].datasets["corpus"].epochs[epoch]
+    return {lease.lease_id: lease.until for lease in leases.leases.values()}
 
 
 async def seen(running: Running, wanted: Callable[[pb.JobState], bool]) -> None:
@@ -122,7 +122,7 @@ async def test_drain_ends_the_loop_and_is_acknowledged() -> None:
         assert found.should_stop
         assert [(each.kind, each.reason) for each in told] == [(strata.CommandKind.DRAIN, "upgrade")]
         assert len(leases(running)) == 1
-    assert running.service.watch(JOB).gone == {"w": "left"}
+    assert running.service.telemetry_of(JOB).departed == {"w": "left"}
 
 
 async def test_a_wanted_checkpoint_is_acknowledged_by_beginning_one() -> None:
@@ -208,4 +208,4 @@ async def test_who_was_told_to_stop_and_was_evicted_does_not_come_back_by_itself
             async with asyncio.timeout(10):
                 await found.barrier("never")
         assert refused.value.detail["reason"] == "evicted"
-        assert running.service.watch(JOB).gone.keys() == {"w"}
+        assert running.service.telemetry_of(JOB).departed.keys() == {"w"}

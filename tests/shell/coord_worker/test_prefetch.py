@@ -108,7 +108,7 @@ async def test_recovery_forgets_what_was_prefetched_and_hands_it_out_again(tmp_p
         following.done()
         # Some of it is still on its way.
         await found.recover()
-        assert found._life.ledger.ids() == []
+        assert found._session.leases.ids() == []
         assert found._prefetch._ahead == {}
         again = [each async for each in found.shards("corpus", 0, prefetch=3)]
         samples = sorted(index for each in again for index in range(each.start, each.end))
@@ -120,16 +120,16 @@ async def test_recovery_forgets_what_was_prefetched_and_hands_it_out_again(tmp_p
 async def test_an_answer_from_before_a_recovery_brings_nothing() -> None:
     async with in_process() as running, worker(running) as found:
         await found.dataset("corpus", samples=100, shard_size=10)
-        asking = asyncio.create_task(found._ask_ahead("corpus", 0, 1))
+        asking = asyncio.create_task(found._prefetch_shards("corpus", 0, 1))
         async with asyncio.timeout(10):
             while "corpus" not in running.service.state.jobs["default"].datasets or not (
                 running.service.state.jobs["default"].datasets["corpus"].epochs
             ):
                 await asyncio.sleep(0)
         assert not asking.done()
-        found._life.ledger.clear()
+        found._session.leases.clear()
         await asking
-        assert found._life.ledger.ids() == []
+        assert found._session.leases.ids() == []
         # It is handed out again, because nobody says that it is known.
         assert sorted(await rest(found)) == list(range(100))
 
@@ -158,9 +158,9 @@ async def test_prefetching_neither_hears_what_is_for_the_loop_nor_moves_it_on() 
         async with worker(running, "other", elastic=True):
             await seen(running, lambda job: job.generation == 2)
             async with asyncio.timeout(10):
-                while found._life._current < 2:
+                while found._session._job_generation < 2:
                     await asyncio.sleep(0.005)
-            found._life.ledger.lose([shard.lease_id])
+            found._session.leases.mark_lost([shard.lease_id])
             found._prefetch.begin("corpus", 0, 1)
             await found._prefetch.arrive()
             assert found.generation == 1

@@ -66,7 +66,7 @@ async def test_two_openings_see_each_other_and_the_epoch_decides(postgres_url: s
     ):
         old = await here.lead("s", "here", 0.0)
         await here.append("s", old.epoch, 0, [b"x"])
-        waiting = asyncio.create_task(here.grown("s", 1, 10.0))
+        waiting = asyncio.create_task(here.wait_for_growth("s", 1, 10.0))
         new = await there.lead("s", "there", 60.0)
         await there.append("s", new.epoch, 1, [b"y"])
         assert await waiting == 2

@@ -219,7 +219,7 @@ async def test_one_callers_mistake_is_nobody_elses(tmp_path: Path) -> None:
 async def test_a_tail_hears_of_an_append_whose_caller_has_gone(tmp_path: Path) -> None:
     async with await opened(tmp_path / "journal.db") as journal:
         lead = await journal.lead("s", "a", 60.0)
-        waiting = asyncio.create_task(journal.grown("s", 0, 30.0))
+        waiting = asyncio.create_task(journal.wait_for_growth("s", 0, 30.0))
         await asyncio.sleep(0.01)
         appending = asyncio.create_task(journal.append("s", lead.epoch, 0, [b"x"]))
         await asyncio.sleep(0)

@@ -9,8 +9,8 @@ from typing import Any
 from strata.coord.core import apply as applying
 from strata.coord.core import checkpoints, ledger, members, shards
 from strata.coord.core.facts import ShardAcked
-from strata.coord.core.inputs import Ack, Caller, NextShards, Recover
-from strata.coord.core.ledger import DatasetLedger, DatasetPosition, EpochLedger, Lease, Rest
+from strata.coord.core.inputs import Ack, Caller, NextShards, RequestRecovery
+from strata.coord.core.ledger import DatasetLedger, DatasetPosition, EpochLedger, Lease, ShardRange
 from strata.coord.core.state import CoordState, JobState, Member
 
 Ablation = tuple[Any, str, Callable[..., Any]]
@@ -28,12 +28,12 @@ def _anybodys_lease(
     job: JobState, given: NextShards, member: Member, mine: dict[int, Lease], acks: tuple[Ack, ...]
 ) -> Any:
     everybodys = job.datasets[given.dataset_id].epoch(given.epoch).leases
-    return _settle_acks(job, given, member, {**everybodys, **mine}, acks)
+    return _apply_acks(job, given, member, {**everybodys, **mine}, acks)
 
 
 def _rest_from_the_start(state: EpochLedger, lease_id: int, *, failed: bool = False) -> None:
     lease = ledger._end(state, lease_id)
-    state.returned.insert(0, Rest(lease.shard, lease.start, lease.end))
+    state.returned.insert(0, ShardRange(lease.shard, lease.start, lease.end))
 
 
 def _nothing_late(before: Lease, until: int, read_until: dict[int, int]) -> None:
@@ -48,7 +48,7 @@ def _anybody_starts(job: JobState, member: Member) -> None:
     return
 
 
-def _everybody_shares(job: JobState, member: Member, given: Recover) -> bool:
+def _everybody_shares(job: JobState, member: Member, given: RequestRecovery) -> bool:
     return member.recover_first or given.observed_generation < job.recovered_generation
 
 
@@ -70,7 +70,7 @@ def _ledger_not_rewound(datasets: DatasetLedger, to: DatasetPosition) -> None:
         del number
 
 
-def _nobody_shares(job: JobState, member: Member, given: Recover) -> bool:
+def _nobody_shares(job: JobState, member: Member, given: RequestRecovery) -> bool:
     return False
 
 
@@ -110,7 +110,7 @@ def _replaced(given: NextShards, **changes: Any) -> NextShards:
 
 _settled_member = members.settled_member
 _member_of = members.member_of
-_settle_acks = shards._settle_acks
+_apply_acks = shards._apply_acks
 _position = ledger.position
 _rewind = ledger.rewind
 _apply_to_job = applying._apply_to_job
@@ -125,7 +125,7 @@ EVERY: dict[str, list[Ablation]] = {
         (shards, "check_recovered", _anybody_starts),
     ],
     "a life that is over may speak": [(members, "member_of", _any_life)],
-    "anybody may ack any lease": [(shards, "_settle_acks", _anybodys_lease)],
+    "anybody may ack any lease": [(shards, "_apply_acks", _anybodys_lease)],
     "a lost worker's shard is read again from its start": [(ledger, "give_back", _rest_from_the_start)],
     "a lost worker keeps its leases": [(ledger, "give_back_all", _leases_stay)],
     "later acks leak into a checkpoint": [(ledger, "late_part", _nothing_late)],

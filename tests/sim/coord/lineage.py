@@ -21,15 +21,15 @@ from strata.base.errors import Code, StrataError
 from strata.coord.core import inputs
 from strata.coord.core.facts import (
     CheckpointCommitted,
+    CheckpointPart,
     Consumed,
     Dataset,
     JobConfig,
-    Part,
+    RegisteredWorker,
     ShardAcked,
     ShardsGranted,
-    Worker,
 )
-from strata.coord.core.inputs import Ack, Assignment, Caller, Outcome, Pulse, Recovery
+from strata.coord.core.inputs import Ack, Caller, HeartbeatReply, Outcome, Recovery, ShardAssignment
 from strata.coord.core.machine import CoordMachine, decode_fact
 from strata.coord.core.state import CoordState
 
@@ -329,7 +329,7 @@ class History:
     def _recover(self, worker: SimWorker) -> None:
         caller = Caller(JOB, worker.worker_id, worker.incarnation)
         try:
-            outcome = self._send(inputs.Recover(caller, worker.generation or self._generation_of(worker)))
+            outcome = self._send(inputs.RequestRecovery(caller, worker.generation or self._generation_of(worker)))
         except StrataError as error:
             if _is_out(error):
                 self._evicted(worker)
@@ -402,7 +402,7 @@ class History:
         self.workers[worker.worker_id] = worker
         self._send(
             inputs.Register(
-                JOB, Worker(worker_id=worker.worker_id, incarnation=worker.incarnation, elastic=self.elastic)
+                JOB, RegisteredWorker(worker_id=worker.worker_id, incarnation=worker.incarnation, elastic=self.elastic)
             )
         )
         dataset = Dataset(dataset_id=DATASET, samples=self.samples, shard_size=4, buckets=8)
@@ -469,7 +469,7 @@ class History:
         if outcome is None:
             return
         reply = outcome.reply
-        assert isinstance(reply, Assignment)
+        assert isinstance(reply, ShardAssignment)
         if set(reply.stale) - {foreign}:
             raise LineageError(f"{worker.worker_id} holds the generation, but not lease {reply.stale[0]}")
         for ack in acks:
@@ -514,8 +514,8 @@ class History:
         saved = worker.saved
         if saved is None:
             return
-        part = Part(worker.rank, f"/{saved.checkpoint_id}/{worker.rank}", 1, "sha256:0")
-        given = inputs.Report(worker.caller, saved.checkpoint_id, saved.step, part, saved.consumed)
+        part = CheckpointPart(worker.rank, f"/{saved.checkpoint_id}/{worker.rank}", 1, "sha256:0")
+        given = inputs.ReportCheckpoint(worker.caller, saved.checkpoint_id, saved.step, part, saved.consumed)
         outcome = self._try(worker, given)
         if outcome is not None and worker.saved is saved:
             worker.saved = None
@@ -585,7 +585,7 @@ class History:
         for worker in list(self.workers.values()):
             self._beat(worker)
         for zombie in [zombie for zombie in self.zombies if zombie.awake]:
-            outcome = self._try(zombie, inputs.Beat(Caller(JOB, zombie.worker_id, zombie.incarnation)))
+            outcome = self._try(zombie, inputs.Heartbeat(Caller(JOB, zombie.worker_id, zombie.incarnation)))
             member = self.coordinator.state.jobs[JOB].members.get(zombie.worker_id)
             if outcome is not None and member is not None and member.worker.incarnation == zombie.incarnation:
                 # It woke up before anybody missed it: a healthy worker.
@@ -594,10 +594,10 @@ class History:
         self._send(inputs.Tick())
 
     def _beat(self, worker: SimWorker) -> None:
-        outcome = self._try(worker, inputs.Beat(Caller(JOB, worker.worker_id, worker.incarnation)))
+        outcome = self._try(worker, inputs.Heartbeat(Caller(JOB, worker.worker_id, worker.incarnation)))
         reply = outcome.reply if outcome else None
         # Also one that has read everything hears here that the others had to go back.
-        if isinstance(reply, Pulse) and worker.generation not in (0, reply.generation):
+        if isinstance(reply, HeartbeatReply) and worker.generation not in (0, reply.generation):
             self._catch_up(worker)
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from strata.base.errors import StrataError
 from strata.coord.core.facts import CommandKind, Fact, JobConfig, WorkerJudged, WorkerLost
-from strata.coord.core.inputs import Beat, Leave, Pulse
+from strata.coord.core.inputs import Heartbeat, HeartbeatReply, Leave
 from strata.coord.core.liveness import interval_s
-from strata.coord.core.state import Said
+from strata.coord.core.state import StepProgress
 from tests.core.coord.jobs import CORPUS, Job
 
 TICK_S = 1.0
@@ -107,13 +107,13 @@ class Gang:
         now_s = self.job.now_s
         interval = interval_s(self.job.state, self.job.job)
         trainer.next_beat_s = now_s + interval * self.rng.uniform(0.9, 1.3)
-        said = Said(
+        progress = StepProgress(
             trainer.step,
             trainer.took_s if self.tells_time and trainer.took_s else None,
             now_s < trainer.busy_until_s,
             self.job.job.generation,
         )
-        pulse = self.job.told(Pulse, Beat(self.job.caller(trainer.worker_id), said=said))
+        pulse = self.job.told(HeartbeatReply, Heartbeat(self.job.caller(trainer.worker_id), progress=progress))
         trainer.told = tuple(command.kind for command in pulse.commands)
         self.job.beat(trainer.worker_id, acked_commands=tuple(command.command_id for command in pulse.commands))
 
@@ -125,7 +125,7 @@ class Gang:
         if kind == "leave" and len(self.trainers) > 4:
             gone = self.rng.choice(list(self.trainers))
             del self.trainers[gone]
-            self.job.ask(Leave(self.job.caller(gone)))
+            self.job.submit(Leave(self.job.caller(gone)))
         elif kind == "come":
             worker_id = f"x{len(self.job.journal)}"
             self.job.register(worker_id)

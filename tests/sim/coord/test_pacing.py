@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.coord.core.facts import CommandKind, Finding, Rung, WorkerJudged, WorkerLost
+from strata.coord.core.facts import CommandKind, EscalationLevel, StragglerFinding, WorkerJudged, WorkerLost
 from tests.core.coord.jobs import CORPUS
 from tests.sim.coord.pacing import Gang
 
@@ -12,7 +12,7 @@ SEEDS = 200
 GROUPS = 4
 
 
-def judged(gang: Gang) -> list[tuple[str, Finding, Rung]]:
+def judged(gang: Gang) -> list[tuple[str, StragglerFinding, EscalationLevel]]:
     return [(fact.worker_id, fact.finding, fact.rung) for fact in gang.faults if isinstance(fact, WorkerJudged)]
 
 
@@ -35,7 +35,7 @@ def test_a_straggler_among_sixteen_gets_a_smaller_share_of_the_buckets() -> None
     gang.trainers["w05"].factor = 3.0
     while not gang.faults and gang.job.now_s < 2_000.0:
         gang.run(5.0)
-    assert judged(gang) == [("w05", Finding.SLOW, Rung.REWEIGHT)]
+    assert judged(gang) == [("w05", StragglerFinding.SLOW, EscalationLevel.REWEIGHT)]
     assert gang.share("w05") == pytest.approx(before / 3, rel=0.25)
     assert gang.job.job.generation == 1, "nobody has to stop for it"
     others = [gang.share(worker) for worker in gang.trainers if worker != "w05"]
@@ -51,7 +51,11 @@ def test_who_stays_slow_is_told_to_rebalance_then_to_stop_and_is_gone_if_it_does
         trainer = gang.trainers["w03"]
         gang.run(1.0)
         told += [kind for kind in trainer.told if kind not in told]
-    assert [rung for _, _, rung in judged(gang)] == [Rung.REWEIGHT, Rung.REBALANCE, Rung.STOP]
+    assert [rung for _, _, rung in judged(gang)] == [
+        EscalationLevel.REWEIGHT,
+        EscalationLevel.REBALANCE,
+        EscalationLevel.STOP,
+    ]
     assert told == [CommandKind.REBALANCE, CommandKind.STOP]
     lost = gang.faults[-1]
     assert isinstance(lost, WorkerLost)
@@ -73,7 +77,10 @@ def test_a_hung_worker_is_stopped_and_its_shards_go_to_others() -> None:
         told += [kind for kind in hung.told if kind not in told]
     took_s = gang.job.now_s - began_s
     print(f"\nstopped after {took_s:.0f} s")
-    assert judged(gang) == [("w07", Finding.HUNG, Rung.REBALANCE), ("w07", Finding.HUNG, Rung.STOP)]
+    assert judged(gang) == [
+        ("w07", StragglerFinding.HUNG, EscalationLevel.REBALANCE),
+        ("w07", StragglerFinding.HUNG, EscalationLevel.STOP),
+    ]
     assert told == [CommandKind.REBALANCE, CommandKind.STOP]
     assert 2 * 60.0 <= took_s <= 3 * 60.0
     gang.run(1.0)
@@ -92,7 +99,7 @@ def test_who_keeps_up_again_gets_its_share_back_also_from_another_coordinator() 
     gang.job.restart()
     gang.trainers["w05"].factor = 1.0
     gang.run(200.0)
-    assert judged(gang)[1:] == [("w05", Finding.FINE, Rung.NONE)]
+    assert judged(gang)[1:] == [("w05", StragglerFinding.FINE, EscalationLevel.NONE)]
     assert gang.job.job.members["w05"].share == 1.0
 
 

@@ -99,7 +99,7 @@ class UnsettledReplica(RegisterReplica):
     """Answers before the facts it saw are durable."""
 
     async def submit(self, given: Request) -> Reply | None:
-        writer = self._led()
+        writer = self._require_writer()
         facts, effect = self._machine.decide(self._state, given, 0.0)
         if facts:
             writer.submit(facts)
@@ -110,7 +110,7 @@ class UnsettledReplica(RegisterReplica):
 class ColdReplica(RegisterReplica):
     """Leads without reading to the head first."""
 
-    async def _begin(self, lead: Lead, lease_s: float, limits: WriterLimits | None) -> None:
+    async def _start_leading(self, lead: Lead, lease_s: float, limits: WriterLimits | None) -> None:
         self._position = lead.head
         self._writer = Writer(self._journal, lead, self._clock, limits)
 
@@ -121,7 +121,7 @@ class StubbornReplica(RegisterReplica):
     async def confirm(self) -> None:
         return
 
-    async def reign(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
+    async def lead_until_deposed(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
         await asyncio.sleep(20 * lease_s)
         return StrataError(Code.UNAVAILABLE, "enough")
 

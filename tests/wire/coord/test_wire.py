@@ -7,9 +7,9 @@ from itertools import accumulate
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import CommandKind, Dataset, File, JobConfig, Verdict
-from strata.coord.core.inputs import Assignment, BarrierState, Caller, Leased
-from strata.coord.core.ledger import DatasetLedger, EpochLedger, Lease, Rest
+from strata.coord.core.facts import BarrierVerdict, CommandKind, Dataset, File, JobConfig
+from strata.coord.core.inputs import BarrierState, Caller, LeasedShard, ShardAssignment
+from strata.coord.core.ledger import DatasetLedger, EpochLedger, Lease, ShardRange
 from strata.coord.core.state import JobState
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server import wire
@@ -81,8 +81,8 @@ def test_samples_are_counted_within_each_file(start: int, end: int, expected: li
 
 
 def test_the_first_shard_stands_where_the_minimal_worker_looks() -> None:
-    leases = (Leased(7, Rest(1, 10, 20), ("c",)), Leased(8, Rest(2, 24, 30), ("d",)))
-    reply = wire.assignment(Assignment(leases, end_of_epoch=False, stale=(3,)), 4, 2, FILES, ENDS)
+    leases = (LeasedShard(7, ShardRange(1, 10, 20), ("c",)), LeasedShard(8, ShardRange(2, 24, 30), ("d",)))
+    reply = wire.assignment(ShardAssignment(leases, end_of_epoch=False, stale=(3,)), 4, 2, FILES, ENDS)
     assert (reply.shard_id, list(reply.file_paths), reply.start_index, reply.end_index) == ("d/2/1", ["c"], 10, 20)
     assert (reply.lease_id, reply.generation, reply.epoch, list(reply.rejected_leases)) == (7, 4, 2, [3])
     assert [(each.shard_id, each.lease_id, each.shard_index) for each in reply.shards] == [
@@ -92,9 +92,9 @@ def test_the_first_shard_stands_where_the_minimal_worker_looks() -> None:
 
 
 def test_no_shard_is_either_the_end_or_a_time_to_ask_again() -> None:
-    over = wire.assignment(Assignment((), end_of_epoch=True, stale=()), 1, 0, FILES, ENDS)
+    over = wire.assignment(ShardAssignment((), end_of_epoch=True, stale=()), 1, 0, FILES, ENDS)
     assert (over.end_of_epoch, over.retry_after_ms, over.shard_id) == (True, 0, "")
-    later = wire.assignment(Assignment((), end_of_epoch=False, stale=()), 1, 0, FILES, ENDS)
+    later = wire.assignment(ShardAssignment((), end_of_epoch=False, stale=()), 1, 0, FILES, ENDS)
     assert (later.end_of_epoch, later.retry_after_ms) == (False, wire.EMPTY_RETRY_MS)
 
 
@@ -155,7 +155,7 @@ def test_a_report_takes_from_the_job_what_it_leaves_out() -> None:
 
 
 def test_every_verdict_and_every_command_has_its_number() -> None:
-    assert wire.VERDICT_OF.keys() == set(Verdict)
+    assert wire.VERDICT_OF.keys() == set(BarrierVerdict)
     assert wire.KIND_OF.keys() == set(CommandKind)
     for ours, theirs in wire.KIND_OF.items():
         assert pb.CommandKind.Name(theirs) == f"COMMAND_KIND_{ours.name}"

@@ -17,7 +17,7 @@ from strata.cli.layout import print_once
 from strata.cli.output import Column, Format, Rows, output_option, print_error
 
 if TYPE_CHECKING:
-    from strata.coord.operator import Issued, Operator, OperatorSettings
+    from strata.coord.operator import CommandReceipt, Operator, OperatorSettings
     from strata.coord.view import JobSummaryView
 
 T = TypeVar("T")
@@ -224,7 +224,7 @@ _order("checkpoint", "CHECKPOINT_NOW", "Tell workers to write a checkpoint now."
 _order("rebalance", "REBALANCE", "Tell workers to register again.", ends_work=False)
 
 
-async def _acknowledged(operator: Operator, issued: Issued, kind: str, wait_s: float, output: Format) -> bool:
+async def _acknowledged(operator: Operator, issued: CommandReceipt, kind: str, wait_s: float, output: Format) -> bool:
     """Wait for the answers and print them. Whether all have answered."""
     import asyncio
     from contextlib import aclosing
@@ -245,7 +245,7 @@ async def _acknowledged(operator: Operator, issued: Issued, kind: str, wait_s: f
     return "waiting" not in answers.values()
 
 
-def _answers(state: object, issued: Issued) -> dict[str, str]:
+def _answers(state: object, issued: CommandReceipt) -> dict[str, str]:
     from strata.coord.view import JobView
 
     if not isinstance(state, JobView):

@@ -13,11 +13,11 @@ from strata.cli.output import Format, print_error, printable, write
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from strata.coord.operator import Broken
+    from strata.coord.operator import ConnectionLost
     from strata.coord.view import JobView
 
 
-async def follow(states: AsyncIterator[JobView | Broken], output: Format) -> None:
+async def follow(states: AsyncIterator[JobView | ConnectionLost], output: Format) -> None:
     """Until interrupted, or until the watch fails for good."""
     if output is Format.JSONL:
         await _each(states, lambda job: write(to_json(job, indent=False)))
@@ -29,7 +29,7 @@ async def follow(states: AsyncIterator[JobView | Broken], output: Format) -> Non
         await _each(states, Lines().print)
 
 
-async def _each(states: AsyncIterator[JobView | Broken], show: Callable[[JobView], None]) -> None:
+async def _each(states: AsyncIterator[JobView | ConnectionLost], show: Callable[[JobView], None]) -> None:
     """States go to stdout. That the connection broke and came back is no state of the job: stderr."""
     from strata.coord.view import JobView
 
@@ -58,7 +58,7 @@ class Lines:
             write(f"{clock(now_ms, now_ms)} {printable(each)}")
 
 
-async def _live(states: AsyncIterator[JobView | Broken], found: Console, *, wide: bool) -> None:
+async def _live(states: AsyncIterator[JobView | ConnectionLost], found: Console, *, wide: bool) -> None:
     from rich.live import Live
 
     from strata.coord.view import JobView

@@ -10,10 +10,12 @@ from strata.coord.core import lifecycle
 from strata.coord.core.facts import (
     BarrierDecided,
     CheckpointCommitted,
+    CheckpointPart,
     CheckpointReported,
     CommandAcked,
     CommandIssued,
     DatasetRegistered,
+    EscalationLevel,
     Fact,
     GenerationFormed,
     JobCreated,
@@ -21,10 +23,8 @@ from strata.coord.core.facts import (
     JobFinished,
     JobReset,
     JobStatus,
-    Part,
     RanksListed,
     Recovered,
-    Rung,
     ShardAcked,
     ShardReturned,
     ShardsGranted,
@@ -43,15 +43,15 @@ from strata.coord.core.state import (
     REQUESTS_KEPT,
     TOMBSTONES_KEPT,
     VERDICTS_KEPT,
-    Checkpoint,
-    Collecting,
-    Command,
+    BarrierResult,
+    CommittedCheckpoint,
     CoordState,
-    Decided,
+    IssuedRequest,
     JobEvent,
     JobState,
     Member,
-    Requested,
+    PendingCheckpoint,
+    PendingCommand,
 )
 
 Key = TypeVar("Key")
@@ -86,7 +86,7 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
             job.ranks = {worker: rank for rank, worker in enumerate([*job.listed, *fact.members])}
             job.listed = []
             # A checkpoint of a generation that is over can never be complete.
-            _abandon(job, list(job.collecting))
+            _discard_pending(job, list(job.collecting))
         case DatasetRegistered():
             job.datasets[fact.dataset.dataset_id] = DatasetLedger(fact.dataset)
         case ShardsGranted():
@@ -98,10 +98,10 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
         case ShardReturned():
             _return(job, fact)
         case BarrierDecided():
-            job.verdicts[fact.generation, fact.barrier_id] = Decided(
+            job.verdicts[fact.generation, fact.barrier_id] = BarrierResult(
                 fact.generation, fact.barrier_id, fact.verdict, fact.missing
             )
-            _forget(job.verdicts, VERDICTS_KEPT)
+            _drop_oldest(job.verdicts, VERDICTS_KEPT)
         case CheckpointReported():
             _report(job, fact)
         case CheckpointCommitted():
@@ -111,9 +111,9 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
         case WorkerRecovered():
             job.members[fact.worker_id].recover_first = False
         case CommandIssued():
-            _command(job, fact)
+            _issue_command(job, fact)
         case CommandAcked():
-            _take_off(job, fact.worker_id, fact.command_id)
+            _clear_command(job, fact.worker_id, fact.command_id)
         case _:
             assert_never(fact)
 
@@ -129,7 +129,7 @@ def _end_run(state: CoordState, fact: JobReset | JobDeleted) -> None:
     fenced = dict(old.fenced)
     for worker_id, incarnation in old.evicted.items():
         fenced[worker_id] = [*fenced.pop(worker_id, []), incarnation][-FENCED_KEPT:]
-    _forget(fenced, EVICTED_KEPT)
+    _drop_oldest(fenced, EVICTED_KEPT)
     state.jobs[fact.job] = JobState(
         fact.job,
         old.config,
@@ -151,7 +151,7 @@ def _join(job: JobState, fact: WorkerJoined) -> None:
     if before not in (None, incarnation):
         fenced = job.fenced.pop(worker_id, [])
         job.fenced[worker_id] = [*fenced, before][-FENCED_KEPT:]
-        _forget(job.fenced, EVICTED_KEPT)
+        _drop_oldest(job.fenced, EVICTED_KEPT)
     job.settled = False
 
 
@@ -163,14 +163,14 @@ def _lose(job: JobState, worker_id: str, incarnation: str) -> None:
     job.stopping.pop(worker_id, None)
     job.evicted.pop(worker_id, None)
     job.evicted[worker_id] = incarnation
-    _forget(job.evicted, EVICTED_KEPT)
+    _drop_oldest(job.evicted, EVICTED_KEPT)
     if member.acked:
         job.parted[worker_id] = member.acked
-        _forget(job.parted, PARTED_KEPT)
+        _drop_oldest(job.parted, PARTED_KEPT)
     for ledger in _open_ledgers(job):
         ledgers.give_back_all(ledger, worker_id)
     for command_id in list(job.commands):
-        _take_off(job, worker_id, command_id)
+        _clear_command(job, worker_id, command_id)
 
 
 def _judge(job: JobState, fact: WorkerJudged) -> None:
@@ -179,15 +179,15 @@ def _judge(job: JobState, fact: WorkerJudged) -> None:
         member.share = fact.weight
         job.reweighted += 1
     member.rung = fact.rung
-    if fact.rung is Rung.STOP:
+    if fact.rung is EscalationLevel.STOP:
         job.stopping[fact.worker_id] = fact.reason
 
 
-def _command(job: JobState, fact: CommandIssued) -> None:
+def _issue_command(job: JobState, fact: CommandIssued) -> None:
     job.last_command = max(job.last_command, fact.command_id)
     known = job.commands.get(fact.command_id)
     if known is None:
-        job.commands[fact.command_id] = Command(
+        job.commands[fact.command_id] = PendingCommand(
             fact.command_id, fact.kind, dict.fromkeys(fact.workers), fact.reason, fact.arguments
         )
     else:
@@ -195,10 +195,10 @@ def _command(job: JobState, fact: CommandIssued) -> None:
     if fact.request_id:
         before = job.requests.get(fact.request_id)
         workers = (*before.workers, *fact.workers) if before else fact.workers
-        job.requests[fact.request_id] = Requested(fact.command_id, workers)
-        _forget(job.requests, REQUESTS_KEPT)
+        job.requests[fact.request_id] = IssuedRequest(fact.command_id, workers)
+        _drop_oldest(job.requests, REQUESTS_KEPT)
         while len(job.requests) > 1 and sum(len(each.workers) for each in job.requests.values()) > REQUESTED_KEPT:
-            _forget(job.requests, len(job.requests) - 1)
+            _drop_oldest(job.requests, len(job.requests) - 1)
 
 
 def _ack(job: JobState, fact: ShardAcked) -> None:
@@ -235,7 +235,7 @@ def _remember_ack(job: JobState, worker_id: str, lease_id: int) -> None:
 
 def _report(job: JobState, fact: CheckpointReported) -> None:
     collecting = job.collecting.setdefault(
-        fact.checkpoint_id, Collecting(fact.checkpoint_id, fact.generation, fact.step)
+        fact.checkpoint_id, PendingCheckpoint(fact.checkpoint_id, fact.generation, fact.step)
     )
     collecting.parts[fact.worker_id] = fact.part
     # After a recovery the same step comes again, perhaps under the same name: what is written now is not to be deleted.
@@ -247,7 +247,7 @@ def _report(job: JobState, fact: CheckpointReported) -> None:
 def _commit(job: JobState, fact: CheckpointCommitted) -> None:
     collecting = job.collecting.pop(fact.checkpoint_id)
     job.checkpoints.append(
-        Checkpoint(
+        CommittedCheckpoint(
             checkpoint_id=fact.checkpoint_id,
             generation=fact.generation,
             step=fact.step,
@@ -259,14 +259,14 @@ def _commit(job: JobState, fact: CheckpointCommitted) -> None:
         )
     )
     # An unfinished one of an earlier step has been overtaken.
-    _abandon(job, [name for name, each in job.collecting.items() if each.step <= fact.step])
+    _discard_pending(job, [name for name, each in job.collecting.items() if each.step <= fact.step])
     while len(job.checkpoints) > job.config.keep_checkpoints:
         old = job.checkpoints.pop(0)
-        _bury(job, old.parts, old.step)
+        _mark_garbage(job, old.parts, old.step)
 
 
 def _recover(job: JobState, fact: Recovered) -> None:
-    _abandon(job, list(job.collecting))
+    _discard_pending(job, list(job.collecting))
     if fact.bad_checkpoint_id is not None:
         job.checkpoints = [each for each in job.checkpoints if each.checkpoint_id != fact.bad_checkpoint_id]
     checkpoint = job.checkpoint(fact.checkpoint_id)
@@ -276,7 +276,7 @@ def _recover(job: JobState, fact: Recovered) -> None:
         gone = job.checkpoints[at + 1 :]
         del job.checkpoints[at + 1 :]
         for each in gone:
-            _bury(job, each.parts, each.step)
+            _mark_garbage(job, each.parts, each.step)
     else:
         job.checkpoints = []
     for name, dataset in job.datasets.items():
@@ -291,16 +291,16 @@ def _recover(job: JobState, fact: Recovered) -> None:
     job.recovered_to = fact.checkpoint_id
 
 
-def _abandon(job: JobState, checkpoint_ids: Iterable[str]) -> None:
+def _discard_pending(job: JobState, checkpoint_ids: Iterable[str]) -> None:
     """Nobody will complete these: what was written for them may be deleted."""
     gone = frozenset(checkpoint_ids)
     given_up = [each for name, each in job.collecting.items() if name in gone]
     job.collecting = {name: each for name, each in job.collecting.items() if name not in gone}
     for each in given_up:
-        _bury(job, each.parts.values(), each.step)
+        _mark_garbage(job, each.parts.values(), each.step)
 
 
-def _bury(job: JobState, parts: Iterable[Part], step: int) -> None:
+def _mark_garbage(job: JobState, parts: Iterable[CheckpointPart], step: int) -> None:
     """These may be deleted, but for paths that a checkpoint that is kept was written to as well."""
     kept = {part.uri for each in job.checkpoints for part in each.parts}
     kept |= {part.uri for each in job.collecting.values() for part in each.parts.values()}
@@ -308,17 +308,17 @@ def _bury(job: JobState, parts: Iterable[Part], step: int) -> None:
     job.tombstones |= buried
     job.tombstone_steps |= dict.fromkeys(buried, step)
     job.burials += 1
-    _forget(job.tombstones, TOMBSTONES_KEPT)
-    _forget(job.tombstone_steps, TOMBSTONES_KEPT)
+    _drop_oldest(job.tombstones, TOMBSTONES_KEPT)
+    _drop_oldest(job.tombstone_steps, TOMBSTONES_KEPT)
 
 
-def _forget(kept: dict[Key, Any], limit: int) -> None:
+def _drop_oldest(kept: dict[Key, Any], limit: int) -> None:
     """The oldest ones, beyond a limit."""
     while len(kept) > limit:
         del kept[next(iter(kept))]
 
 
-def _take_off(job: JobState, worker_id: str, command_id: int) -> None:
+def _clear_command(job: JobState, worker_id: str, command_id: int) -> None:
     command = job.commands.get(command_id)
     if command is not None and worker_id in command.waiting:
         del command.waiting[worker_id]

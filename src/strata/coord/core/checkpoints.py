@@ -8,38 +8,60 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.coord.core.barriers import end_all
 from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Fact, Recovered, WorkerRecovered
-from strata.coord.core.inputs import Caller, CheckpointState, Place, Recover, Recovery, Report
-from strata.coord.core.members import check_recovered, formed, job_of, member_of, settled_member, stale_generation
-from strata.coord.core.state import Checkpoint, Collecting, CoordState, Graves, JobState, Live, Member
+from strata.coord.core.inputs import (
+    Caller,
+    CheckpointState,
+    RankAssignment,
+    Recovery,
+    ReportCheckpoint,
+    RequestRecovery,
+)
+from strata.coord.core.members import (
+    check_recovered,
+    form_generation,
+    job_of,
+    member_of,
+    settled_member,
+    stale_generation,
+)
+from strata.coord.core.state import (
+    CommittedCheckpoint,
+    CoordState,
+    GarbageParts,
+    JobState,
+    Member,
+    PendingCheckpoint,
+    SoftState,
+)
 
 MISSING_NAMED: Final = 64
 """Ranks in the answer to one that reports: all of them in each of ten thousand answers would be fifty million."""
 
 
-def report(state: CoordState, given: Report) -> tuple[list[Fact], CheckpointState]:
-    job = job_of(state, given.caller)
-    committed = job.checkpoint(given.checkpoint_id)
-    check_recovered(job, reporting_member(job, given.caller, is_committed=committed is not None))
-    worker_id, live = given.caller.worker_id, state.live_of(job.job)
-    collecting = job.collecting.get(given.checkpoint_id)
-    _check_step(given, committed or collecting)
-    tombstones = _tombstones(job, live, job.ranks[worker_id], given.part.uri)
+def report(state: CoordState, request: ReportCheckpoint) -> tuple[list[Fact], CheckpointState]:
+    job = job_of(state, request.caller)
+    committed = job.checkpoint(request.checkpoint_id)
+    check_recovered(job, reporting_member(job, request.caller, is_committed=committed is not None))
+    worker_id, live = request.caller.worker_id, state.soft_of(job.job)
+    collecting = job.collecting.get(request.checkpoint_id)
+    _check_step(request, committed or collecting)
+    tombstones = _tombstones(job, live, job.ranks[worker_id], request.part.uri)
     if committed is not None:
         return [], CheckpointState(committed=True, missing_ranks=(), tombstones=tombstones)
-    _check(job, given)
+    _check(job, request)
     if collecting is not None and worker_id in collecting.parts:
-        if collecting.parts[worker_id] != given.part:
-            raise StrataError(Code.CONFLICT, f"worker {worker_id!r} reported another part of {given.checkpoint_id!r}")
-        missing = _missing(job, live, given.checkpoint_id, collecting, None)
+        if collecting.parts[worker_id] != request.part:
+            raise StrataError(Code.CONFLICT, f"worker {worker_id!r} reported another part of {request.checkpoint_id!r}")
+        missing = _missing(job, live, request.checkpoint_id, collecting, None)
         return [], CheckpointState(committed=False, missing_ranks=missing, tombstones=tombstones)
-    _check_consumed(job, given)
+    _check_consumed(job, request)
     reported = CheckpointReported(
-        job.job, job.generation, given.step, given.checkpoint_id, worker_id, given.part, given.consumed
+        job.job, job.generation, request.step, request.checkpoint_id, worker_id, request.part, request.consumed
     )
-    missing = _missing(job, live, given.checkpoint_id, collecting, job.ranks[worker_id])
+    missing = _missing(job, live, request.checkpoint_id, collecting, job.ranks[worker_id])
     if missing:
         return [reported], CheckpointState(committed=False, missing_ranks=missing, tombstones=tombstones)
-    done = CheckpointCommitted(job.job, job.generation, given.step, given.checkpoint_id)
+    done = CheckpointCommitted(job.job, job.generation, request.step, request.checkpoint_id)
     return [reported, done], CheckpointState(committed=True, missing_ranks=(), tombstones=tombstones)
 
 
@@ -54,43 +76,43 @@ def reporting_member(job: JobState, caller: Caller, *, is_committed: bool) -> Me
     return settled_member(job, caller)
 
 
-def _check_step(given: Report, known: Checkpoint | Collecting | None) -> None:
-    if known is not None and known.step != given.step:
+def _check_step(request: ReportCheckpoint, known: CommittedCheckpoint | PendingCheckpoint | None) -> None:
+    if known is not None and known.step != request.step:
         raise StrataError(
-            Code.CONFLICT, f"checkpoint {given.checkpoint_id!r} is of step {known.step}, not of {given.step}"
+            Code.CONFLICT, f"checkpoint {request.checkpoint_id!r} is of step {known.step}, not of {request.step}"
         )
 
 
-def _check(job: JobState, given: Report) -> None:
-    rank = job.ranks[given.caller.worker_id]
-    if given.part.rank != rank:
-        raise StrataError(Code.INVALID, f"worker {given.caller.worker_id!r} has rank {rank}, not {given.part.rank}")
-    if job.checkpoints and given.step < job.checkpoints[-1].step:
+def _check(job: JobState, request: ReportCheckpoint) -> None:
+    rank = job.ranks[request.caller.worker_id]
+    if request.part.rank != rank:
+        raise StrataError(Code.INVALID, f"worker {request.caller.worker_id!r} has rank {rank}, not {request.part.rank}")
+    if job.checkpoints and request.step < job.checkpoints[-1].step:
         raise StrataError(
-            Code.PRECONDITION, f"a checkpoint of step {job.checkpoints[-1].step} is committed; {given.step} is older"
+            Code.PRECONDITION, f"a checkpoint of step {job.checkpoints[-1].step} is committed; {request.step} is older"
         )
 
 
-def _check_consumed(job: JobState, given: Report) -> None:
+def _check_consumed(job: JobState, request: ReportCheckpoint) -> None:
     """What is wrong here would be missing or doubled after a recovery. Leases that are over are consumed anyway."""
-    for each in given.consumed:
+    for each in request.consumed:
         dataset = job.datasets.get(each.dataset_id)
         ledger = dataset.epochs.get(each.epoch) if dataset else None
         lease = ledger.leases.get(each.lease_id) if ledger else None
         if lease is None:
             continue
-        if lease.worker_id != given.caller.worker_id:
-            raise StrataError(Code.INVALID, f"lease {each.lease_id} is not {given.caller.worker_id!r}'s")
+        if lease.worker_id != request.caller.worker_id:
+            raise StrataError(Code.INVALID, f"lease {each.lease_id} is not {request.caller.worker_id!r}'s")
         if not lease.until <= each.until <= lease.end:
             raise StrataError(
                 Code.INVALID,
                 f"lease {each.lease_id} covers samples {lease.start} to {lease.end - 1}, acked up to {lease.until}:"
-                f" the state of step {given.step} cannot have those before {each.until}",
+                f" the state of step {request.step} cannot have those before {each.until}",
                 hint="ack nothing between taking a part of a checkpoint and reporting it",
             )
 
 
-def _tombstones(job: JobState, live: Live, rank: int, written_now: str) -> tuple[str, ...]:
+def _tombstones(job: JobState, live: SoftState, rank: int, written_now: str) -> tuple[str, ...]:
     """Of its own rank, and its share of those whose rank is no more.
 
     Only of steps that are behind a committed checkpoint: others may come again, and somebody may be writing to the same
@@ -98,79 +120,79 @@ def _tombstones(job: JobState, live: Live, rank: int, written_now: str) -> tuple
     """
     behind = job.checkpoints[-1].step if job.checkpoints else -1
     version = (job.generation, job.burials, behind)
-    graves = live.graves
-    if graves is None or graves.version != version:
-        graves = live.graves = Graves(version, {})
+    garbage = live.garbage
+    if garbage is None or garbage.version != version:
+        garbage = live.garbage = GarbageParts(version, {})
         for uri, written_by in job.tombstones.items():
             if job.tombstone_steps.get(uri, 0) <= behind:
-                graves.by_rank.setdefault(written_by % len(job.ranks), []).append(uri)
-    return tuple(uri for uri in graves.by_rank.get(rank, ()) if uri in job.tombstones and uri != written_now)
+                garbage.by_rank.setdefault(written_by % len(job.ranks), []).append(uri)
+    return tuple(uri for uri in garbage.by_rank.get(rank, ()) if uri in job.tombstones and uri != written_now)
 
 
 def _missing(
-    job: JobState, live: Live, checkpoint_id: str, collecting: Collecting | None, just_now: int | None
+    job: JobState, live: SoftState, checkpoint_id: str, collecting: PendingCheckpoint | None, just_now: int | None
 ) -> tuple[int, ...]:
     """The first ranks that have not reported, in order; none if all have. `just_now` is the one that reports."""
     there = collecting.parts if collecting else {}
     if len(there) + (just_now is not None) == len(job.ranks):
         return ()
     key = (job.generation, checkpoint_id)
-    unreported = live.unreported.get(key)
-    if unreported is None:
-        live.unreported = {
+    missing_ranks = live.missing_ranks.get(key)
+    if missing_ranks is None:
+        live.missing_ranks = {
             (generation, name): ranks
-            for (generation, name), ranks in live.unreported.items()
+            for (generation, name), ranks in live.missing_ranks.items()
             if generation == job.generation and name in job.collecting
         }
-        unreported = {rank: None for worker, rank in job.ranks.items() if worker not in there}
-        live.unreported[key] = unreported
+        missing_ranks = {rank: None for worker, rank in job.ranks.items() if worker not in there}
+        live.missing_ranks[key] = missing_ranks
     if just_now is not None:
-        unreported.pop(just_now, None)
-    return tuple(islice(unreported, MISSING_NAMED))
+        missing_ranks.pop(just_now, None)
+    return tuple(islice(missing_ranks, MISSING_NAMED))
 
 
-def recover(state: CoordState, given: Recover) -> tuple[list[Fact], Recovery]:
+def recover(state: CoordState, request: RequestRecovery) -> tuple[list[Fact], Recovery]:
     """One rewind for all members of a generation: the first caller rewinds, the others share where it went."""
-    job = job_of(state, given.caller)
-    member = settled_member(job, _at_any_generation(given))
-    worker_id = given.caller.worker_id
-    if _shares(job, member, given):
+    job = job_of(state, request.caller)
+    member = settled_member(job, _at_any_generation(request))
+    worker_id = request.caller.worker_id
+    if _shares(job, member, request):
         checkpoint = job.checkpoint(job.recovered_to)
         if checkpoint is None and job.recovered_to is not None:
             # The others are so far that it is kept no longer. To say nothing of it would mean the start.
-            raise stale_generation(job, given.observed_generation)
+            raise stale_generation(job, request.observed_generation)
         started: list[Fact] = [WorkerRecovered(job.job, worker_id)] if member.recover_first else []
-        return started, Recovery(_place(job, worker_id, job.generation), checkpoint, rewound=False)
-    usable = [each for each in job.checkpoints if each.checkpoint_id != given.bad_checkpoint_id]
+        return started, Recovery(_rank_assignment(job, worker_id, job.generation), checkpoint, rewound=False)
+    usable = [each for each in job.checkpoints if each.checkpoint_id != request.bad_checkpoint_id]
     checkpoint = usable[-1] if usable else None
     to = checkpoint.checkpoint_id if checkpoint else None
-    live = state.live_of(job.job)
+    live = state.soft_of(job.job)
     facts: list[Fact] = [
         *end_all(job, live),
-        Recovered(job.job, to, given.bad_checkpoint_id, recover_first=True),
+        Recovered(job.job, to, request.bad_checkpoint_id, recover_first=True),
         WorkerRecovered(job.job, worker_id),
-        *formed(job, list(job.ranks)),
+        *form_generation(job, list(job.ranks)),
     ]
     live.pickers.clear()
     live.read_until.clear()
-    return facts, Recovery(_place(job, worker_id, job.generation + 1), checkpoint, rewound=True)
+    return facts, Recovery(_rank_assignment(job, worker_id, job.generation + 1), checkpoint, rewound=True)
 
 
-def _shares(job: JobState, member: Member, given: Recover) -> bool:
+def _shares(job: JobState, member: Member, request: RequestRecovery) -> bool:
     """Whether the last recovery is the one that this caller needs.
 
     Not after somebody came or went since: a worker that is lost took samples of that lineage with it.
     """
     if job.generation != job.recovered_generation:
         return False
-    if given.bad_checkpoint_id is not None and given.bad_checkpoint_id == job.recovered_to:
+    if request.bad_checkpoint_id is not None and request.bad_checkpoint_id == job.recovered_to:
         return False
-    return member.recover_first or given.observed_generation < job.recovered_generation
+    return member.recover_first or request.observed_generation < job.recovered_generation
 
 
-def _at_any_generation(given: Recover) -> Caller:
-    return Caller(given.caller.job, given.caller.worker_id, given.caller.incarnation)
+def _at_any_generation(request: RequestRecovery) -> Caller:
+    return Caller(request.caller.job, request.caller.worker_id, request.caller.incarnation)
 
 
-def _place(job: JobState, worker_id: str, generation: int) -> Place:
-    return Place(generation, job.ranks[worker_id], len(job.ranks), job.members[worker_id].worker.incarnation)
+def _rank_assignment(job: JobState, worker_id: str, generation: int) -> RankAssignment:
+    return RankAssignment(generation, job.ranks[worker_id], len(job.ranks), job.members[worker_id].worker.incarnation)

@@ -15,7 +15,7 @@ import msgspec
 DEFAULT_BUCKETS: Final = 4096
 
 
-class Mode(IntEnum):
+class DatasetMode(IntEnum):
     """How a dataset is handed out."""
 
     LEASED = 1
@@ -24,7 +24,7 @@ class Mode(IntEnum):
     """A pure function of seed, step, rank and world size: the same global batches for any world size."""
 
 
-class Verdict(IntEnum):
+class BarrierVerdict(IntEnum):
     """How a barrier ended."""
 
     RELEASED = 1
@@ -55,7 +55,7 @@ class JobStatus(StrEnum):
     DELETED = "deleted"
 
 
-class Finding(StrEnum):
+class StragglerFinding(StrEnum):
     """How a worker's steps compare with those of its job."""
 
     FINE = "fine"
@@ -63,7 +63,7 @@ class Finding(StrEnum):
     HUNG = "hung"
 
 
-class Rung(StrEnum):
+class EscalationLevel(StrEnum):
     """What is done about a worker that is slow or hangs, from little to much."""
 
     NONE = "none"
@@ -91,7 +91,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Of one dataset. The order of an epoch is computed in one piece, about 0.25 s for each million shards."""
     placement: str = "rendezvous"
     """`rendezvous` or `ring`."""
-    slow_until: Rung = Rung.STOP
+    slow_until: EscalationLevel = EscalationLevel.STOP
     """How far a worker that stays slower than the others may climb: `none`, `reweight`, `rebalance` or `stop`."""
     hang_floor_s: float = 60.0
     """No worker counts as hung before its step has stood still for so long, however short the job's steps are."""
@@ -111,7 +111,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     samples: int
     shard_size: int
     files: tuple[File, ...] = ()
-    mode: Mode = Mode.LEASED
+    mode: DatasetMode = DatasetMode.LEASED
     seed: int = 0
     shuffle: bool = True
     buckets: int = DEFAULT_BUCKETS
@@ -128,7 +128,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return start, min(start + self.shard_size, self.samples)
 
 
-class Worker(msgspec.Struct, frozen=True, kw_only=True):
+class RegisteredWorker(msgspec.Struct, frozen=True, kw_only=True):
     """One life of one worker, as it registered."""
 
     worker_id: str
@@ -161,7 +161,7 @@ class Consumed(msgspec.Struct, frozen=True, array_like=True):
     until: int
 
 
-class Part(msgspec.Struct, frozen=True):
+class CheckpointPart(msgspec.Struct, frozen=True):
     """What one rank wrote."""
 
     rank: int
@@ -197,7 +197,7 @@ class JobDeleted(msgspec.Struct, frozen=True, tag=True):
 
 class WorkerJoined(msgspec.Struct, frozen=True, tag=True):
     job: str
-    worker: Worker
+    worker: RegisteredWorker
     recover_first: bool = False
     """The ledger has moved: it gets no shard before it knows which checkpoint to start from."""
 
@@ -214,8 +214,8 @@ class WorkerJudged(msgspec.Struct, frozen=True, tag=True):
 
     job: str
     worker_id: str
-    finding: Finding
-    rung: Rung
+    finding: StragglerFinding
+    rung: EscalationLevel
     weight: float
     """What its registered weight is multiplied with from now on."""
     reason: str
@@ -274,7 +274,7 @@ class BarrierDecided(msgspec.Struct, frozen=True, tag=True):
     job: str
     generation: int
     barrier_id: str
-    verdict: Verdict
+    verdict: BarrierVerdict
     missing: tuple[str, ...] = ()
 
 
@@ -284,7 +284,7 @@ class CheckpointReported(msgspec.Struct, frozen=True, tag=True):
     step: int
     checkpoint_id: str
     worker_id: str
-    part: Part
+    part: CheckpointPart
     consumed: tuple[Consumed, ...] = ()
 
 

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from strata.coord.core.facts import CommandKind, Consumed, Dataset, Fact, JobConfig, Part, Verdict, Worker
-from strata.coord.core.ledger import Rest
-from strata.coord.core.state import Checkpoint, Command, Said
+from strata.coord.core.facts import (
+    BarrierVerdict,
+    CheckpointPart,
+    CommandKind,
+    Consumed,
+    Dataset,
+    Fact,
+    JobConfig,
+    RegisteredWorker,
+)
+from strata.coord.core.ledger import ShardRange
+from strata.coord.core.state import CommittedCheckpoint, PendingCommand, StepProgress
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class CreateJob:
 @dataclass(frozen=True)
 class Register:
     job: str
-    worker: Worker
+    worker: RegisteredWorker
 
 
 @dataclass(frozen=True)
@@ -42,13 +51,13 @@ class Leave:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A sign of life. `failed` is a worker in ERROR: it is lost, and told to stop."""
 
     caller: Caller
     failed: bool = False
     acked_commands: tuple[int, ...] = ()
-    said: Said | None = None
+    progress: StepProgress | None = None
     """How far it is; None from a worker that does not count its steps."""
     read_until: tuple[tuple[int, int], ...] | None = None
     """How far it has read in its leases; None if it says nothing about that."""
@@ -67,14 +76,14 @@ class Detached:
 
 
 @dataclass(frozen=True)
-class Waits:
+class CallOpened:
     """A call of a worker is open and waits: as long as it does, the worker is there."""
 
     caller: Caller
 
 
 @dataclass(frozen=True)
-class WaitsNoLonger:
+class CallClosed:
     """An open call has ended, for whatever reason."""
 
     caller: Caller
@@ -114,7 +123,7 @@ class NextShards:
 
 
 @dataclass(frozen=True)
-class Arrive:
+class ArriveAtBarrier:
     caller: Caller
     barrier_id: str
     step: int = 0
@@ -123,16 +132,16 @@ class Arrive:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportCheckpoint:
     caller: Caller
     checkpoint_id: str
     step: int
-    part: Part
+    part: CheckpointPart
     consumed: tuple[Consumed, ...] = ()
 
 
 @dataclass(frozen=True)
-class Recover:
+class RequestRecovery:
     """Go back to the last checkpoint, once for all who observed this generation."""
 
     caller: Caller
@@ -141,7 +150,7 @@ class Recover:
 
 
 @dataclass(frozen=True)
-class Issue:
+class IssueCommand:
     """An operator's command, to some workers or (none named) to all. The same request id twice is one command."""
 
     job: str
@@ -174,17 +183,17 @@ Input = (
     CreateJob
     | Register
     | Leave
-    | Beat
+    | Heartbeat
     | Attached
     | Detached
-    | Waits
-    | WaitsNoLonger
+    | CallOpened
+    | CallClosed
     | RegisterDataset
     | NextShards
-    | Arrive
-    | Report
-    | Recover
-    | Issue
+    | ArriveAtBarrier
+    | ReportCheckpoint
+    | RequestRecovery
+    | IssueCommand
     | ResetJob
     | DeleteJob
     | Tick
@@ -192,7 +201,7 @@ Input = (
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAssignment:
     """A worker's place in its job. Generation 0: not placed yet."""
 
     generation: int
@@ -203,25 +212,25 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Pulse:
+class HeartbeatReply:
     """The answer to a beat."""
 
     generation: int
-    commands: tuple[Command, ...]
+    commands: tuple[PendingCommand, ...]
 
 
 @dataclass(frozen=True)
-class Leased:
+class LeasedShard:
     lease_id: int
-    rest: Rest
+    rest: ShardRange
     files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Assignment:
+class ShardAssignment:
     """Shards to read, or why there are none: the epoch is over, or others still read and may give something back."""
 
-    leases: tuple[Leased, ...]
+    leases: tuple[LeasedShard, ...]
     end_of_epoch: bool
     stale: tuple[int, ...]
     """Acked leases that were not this worker's any more: their samples are not counted."""
@@ -231,7 +240,7 @@ class Assignment:
 class BarrierState:
     """No verdict: wait for the missing."""
 
-    verdict: Verdict | None
+    verdict: BarrierVerdict | None
     generation: int
     arrived: int
     expected: int
@@ -240,7 +249,7 @@ class BarrierState:
 
 
 @dataclass(frozen=True)
-class Registered:
+class DatasetRegistration:
     created: bool
     shards: int
 
@@ -257,13 +266,13 @@ class CheckpointState:
 class Recovery:
     """Where to go on. `checkpoint` None: from the start."""
 
-    place: Place
-    checkpoint: Checkpoint | None
+    place: RankAssignment
+    checkpoint: CommittedCheckpoint | None
     rewound: bool
 
 
 @dataclass(frozen=True)
-class Issued:
+class IssuedCommand:
     """The command and who gets it; id 0: there is nobody to get it."""
 
     command_id: int
@@ -275,7 +284,17 @@ class Done:
     """There is nothing to tell."""
 
 
-Reply = Place | Pulse | Assignment | BarrierState | Registered | CheckpointState | Recovery | Issued | Done
+Reply = (
+    RankAssignment
+    | HeartbeatReply
+    | ShardAssignment
+    | BarrierState
+    | DatasetRegistration
+    | CheckpointState
+    | Recovery
+    | IssuedCommand
+    | Done
+)
 
 
 @dataclass(frozen=True)

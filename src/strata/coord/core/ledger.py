@@ -25,7 +25,7 @@ class Lease(msgspec.Struct):
     """Samples before this one are consumed and will not be handed out again in this lineage."""
 
 
-class Rest(msgspec.Struct, frozen=True):
+class ShardRange(msgspec.Struct, frozen=True):
     """Samples that were handed out and not consumed."""
 
     shard: int
@@ -34,7 +34,7 @@ class Rest(msgspec.Struct, frozen=True):
 
 
 class Quarantined(msgspec.Struct, frozen=True):
-    rest: Rest
+    rest: ShardRange
     reason: str
 
 
@@ -43,7 +43,7 @@ class EpochLedger(msgspec.Struct):
     cursors: list[int]
     """For each bucket, how many of its shards were handed out."""
     leases: dict[int, Lease] = {}
-    returned: list[Rest] = []
+    returned: list[ShardRange] = []
     """What goes out before anything fresh, first one first."""
     quarantined: list[Quarantined] = []
     """Shards that failed too often: shown, never dropped silently."""
@@ -68,7 +68,7 @@ class DatasetLedger(msgspec.Struct):
         return self.epochs.get(number) or EpochLedger(number, [0] * self.dataset.buckets)
 
 
-class Progress(msgspec.Struct, frozen=True):
+class EpochProgress(msgspec.Struct, frozen=True):
     """What a person sees of an epoch, in shards."""
 
     total: int
@@ -78,14 +78,14 @@ class Progress(msgspec.Struct, frozen=True):
     quarantined: int
 
 
-def progress(dataset: Dataset, ledger: EpochLedger) -> Progress:
+def progress(dataset: Dataset, ledger: EpochLedger) -> EpochProgress:
     # A shard may be in two of them: after a rewind its rests can be apart.
     quarantined = {each.rest.shard for each in ledger.quarantined}
     leased = {lease.shard for lease in ledger.leases.values()} - quarantined
     unread = {rest.shard for rest in ledger.returned} | leased | quarantined
     done = ledger.issued - len(unread)
     waiting = dataset.shards - done - len(leased) - len(quarantined)
-    return Progress(dataset.shards, done, len(leased), waiting, len(quarantined))
+    return EpochProgress(dataset.shards, done, len(leased), waiting, len(quarantined))
 
 
 def bucket_of(dataset: Dataset, shard: int) -> int:
@@ -108,7 +108,7 @@ def grant(ledger: EpochLedger, dataset: Dataset, worker_id: str, grants: Iterabl
             ledger.cursors[bucket_of(dataset, each.shard)] += 1
             ledger.issued += 1
         else:
-            ledger.returned.remove(Rest(each.shard, each.start, each.end))
+            ledger.returned.remove(ShardRange(each.shard, each.start, each.end))
         ledger.leases[each.lease_id] = Lease(
             each.lease_id, worker_id, each.shard, each.start, each.end, until=each.start
         )
@@ -139,13 +139,13 @@ def give_back(ledger: EpochLedger, lease_id: int, *, failed: bool = False) -> No
     lease = _end(ledger, lease_id)
     if failed:
         ledger.failures[lease.shard] = ledger.failures.get(lease.shard, 0) + 1
-    ledger.returned.insert(0, Rest(lease.shard, lease.until, lease.end))
+    ledger.returned.insert(0, ShardRange(lease.shard, lease.until, lease.end))
 
 
 def quarantine(ledger: EpochLedger, lease_id: int, reason: str) -> None:
     lease = _end(ledger, lease_id)
     ledger.failures[lease.shard] = ledger.failures.get(lease.shard, 0) + 1
-    ledger.quarantined.append(Quarantined(Rest(lease.shard, lease.until, lease.end), reason))
+    ledger.quarantined.append(Quarantined(ShardRange(lease.shard, lease.until, lease.end), reason))
 
 
 def give_back_all(ledger: EpochLedger, worker_id: str) -> None:
@@ -179,7 +179,7 @@ class EpochPosition(msgspec.Struct, frozen=True):
 
     epoch: int
     cursors: tuple[int, ...]
-    rests: tuple[Rest, ...]
+    rests: tuple[ShardRange, ...]
     quarantined: tuple[Quarantined, ...]
     failures: dict[int, int]
 
@@ -191,7 +191,7 @@ class DatasetPosition(msgspec.Struct, frozen=True):
     """By finished epoch."""
 
 
-Late = dict[int, list[Rest]]
+Late = dict[int, list[ShardRange]]
 """By epoch, what was consumed only after its worker had taken its part of a checkpoint."""
 
 
@@ -207,7 +207,7 @@ def position(datasets: DatasetLedger, read_until: dict[int, int], late: Late) ->
         for lease in ledger.leases.values():
             read = max(lease.until, read_until.get(lease.lease_id, lease.start))
             if read < lease.end:
-                rests.append(Rest(lease.shard, read, lease.end))
+                rests.append(ShardRange(lease.shard, read, lease.end))
         rests += ledger.returned
         epochs.append(
             EpochPosition(
@@ -219,18 +219,18 @@ def position(datasets: DatasetLedger, read_until: dict[int, int], late: Late) ->
     return DatasetPosition(finished, tuple(epochs), aside)
 
 
-def late_part(before: Lease, until: int, read_until: dict[int, int]) -> Rest | None:
+def late_part(before: Lease, until: int, read_until: dict[int, int]) -> ShardRange | None:
     """What an ack consumes beyond the point its worker had reached when it reported; None if nothing."""
     start = max(before.until, read_until.get(before.lease_id, before.until))
-    return Rest(before.shard, start, until) if start < until else None
+    return ShardRange(before.shard, start, until) if start < until else None
 
 
-def _joined(rests: list[Rest]) -> tuple[Rest, ...]:
+def _joined(rests: list[ShardRange]) -> tuple[ShardRange, ...]:
     """In order, with neighbours made one."""
-    joined: list[Rest] = []
+    joined: list[ShardRange] = []
     for rest in sorted(rests, key=lambda each: each.start):
         if joined and (joined[-1].shard, joined[-1].end) == (rest.shard, rest.start):
-            joined[-1] = Rest(rest.shard, joined[-1].start, rest.end)
+            joined[-1] = ShardRange(rest.shard, joined[-1].start, rest.end)
         else:
             joined.append(rest)
     return tuple(joined)

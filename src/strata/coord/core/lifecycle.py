@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import Fact, JobDeleted, JobFinished, JobReset, JobStatus, Mode
+from strata.coord.core.facts import DatasetMode, Fact, JobDeleted, JobFinished, JobReset, JobStatus
 from strata.coord.core.inputs import DeleteJob, ResetJob
 from strata.coord.core.state import CoordState, JobEvent, JobState
 
@@ -54,20 +54,20 @@ def _is_consumed(job: JobState) -> bool:
     datasets = job.datasets.values()
     if any(dataset.epochs for dataset in datasets):
         return False
-    return any(dataset.finished or dataset.dataset.mode is Mode.DETERMINISTIC for dataset in datasets)
+    return any(dataset.finished or dataset.dataset.mode is DatasetMode.DETERMINISTIC for dataset in datasets)
 
 
-def reset(state: CoordState, given: ResetJob) -> list[Fact]:
+def reset(state: CoordState, request: ResetJob) -> list[Fact]:
     """The next run, from the beginning. Naming the run that ends makes a repeated request harmless."""
-    job = _job_of(state, given.job)
-    if given.run and given.run < job.run:
+    job = _job_of(state, request.job)
+    if request.run and request.run < job.run:
         return []
     _check(job, JobEvent.RESET, "reset")
     return [JobReset(job.job, job.run + 1)]
 
 
-def delete(state: CoordState, given: DeleteJob) -> list[Fact]:
-    job = _job_of(state, given.job)
+def delete(state: CoordState, request: DeleteJob) -> list[Fact]:
+    job = _job_of(state, request.job)
     _check(job, JobEvent.DELETE, "deleted")
     return [JobDeleted(job.job)]
 

@@ -23,8 +23,8 @@ class CoordMachine:
     def initial(self) -> CoordState:
         return CoordState()
 
-    def decide(self, state: CoordState, given: Input, now_s: float) -> tuple[Sequence[bytes], Outcome]:
-        outcome = decide(state, given, now_s)
+    def decide(self, state: CoordState, request: Input, now_s: float) -> tuple[Sequence[bytes], Outcome]:
+        outcome = decide(state, request, now_s)
         return [_encode(fact) for fact in outcome.facts], outcome
 
     def apply(self, state: CoordState, fact: bytes) -> CoordState:

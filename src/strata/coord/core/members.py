@@ -22,22 +22,22 @@ from strata.coord.core.facts import (
 )
 from strata.coord.core.inputs import (
     Attached,
-    Beat,
     Caller,
     CreateJob,
     Detached,
+    Heartbeat,
+    HeartbeatReply,
     Leave,
-    Place,
-    Pulse,
+    RankAssignment,
     Register,
 )
 from strata.coord.core.placement import MAX_WEIGHT, MAX_WORKERS, Scheme
-from strata.coord.core.state import CoordState, JobState, Live, Member, Said
+from strata.coord.core.state import CoordState, JobState, Member, SoftState, StepProgress
 
-AMNESTY_BEATS: Final = 2
-MOST_SETTLES: Final = 25
+GRACE_BEATS: Final = 2
+MAX_SETTLE_PERIODS: Final = 25
 """A generation is formed after so many times `settle_s` even if members still come and go."""
-SUSPECT_S: Final = 0.5
+RECONNECT_GRACE_S: Final = 0.5
 """How long a broken presence may take to come back."""
 
 
@@ -117,26 +117,26 @@ def stale_generation(job: JobState, generation: int) -> StrataError:
     )
 
 
-def place_of(job: JobState, worker_id: str) -> Place:
+def rank_of(job: JobState, worker_id: str) -> RankAssignment:
     member = job.members[worker_id]
     incarnation = member.worker.incarnation
     if worker_id not in job.ranks or not job.settled:
-        return Place(0, -1, 0, incarnation, member.recover_first)
-    return Place(job.generation, job.ranks[worker_id], len(job.ranks), incarnation, member.recover_first)
+        return RankAssignment(0, -1, 0, incarnation, member.recover_first)
+    return RankAssignment(job.generation, job.ranks[worker_id], len(job.ranks), incarnation, member.recover_first)
 
 
-def create(state: CoordState, given: CreateJob) -> list[Fact]:
-    job = state.jobs.get(given.job)
+def create(state: CoordState, request: CreateJob) -> list[Fact]:
+    job = state.jobs.get(request.job)
     if job is None:
-        _check(given)
-        return [JobCreated(given.job, given.config)]
-    if job.config != given.config:
-        raise StrataError(Code.CONFLICT, f"job {given.job!r} exists with another configuration")
+        _check(request)
+        return [JobCreated(request.job, request.config)]
+    if job.config != request.config:
+        raise StrataError(Code.CONFLICT, f"job {request.job!r} exists with another configuration")
     return []
 
 
-def _check(given: CreateJob) -> None:
-    config = given.config
+def _check(request: CreateJob) -> None:
+    config = request.config
     problems = {
         "heartbeat_interval_s must be above 0": not 0 < config.heartbeat_interval_s < inf,
         "missed_beats must be at least 1": config.missed_beats < 1,
@@ -153,12 +153,12 @@ def _check(given: CreateJob) -> None:
     }
     for problem, found in problems.items():
         if found:
-            raise StrataError(Code.INVALID, f"job {given.job!r}: {problem}")
+            raise StrataError(Code.INVALID, f"job {request.job!r}: {problem}")
 
 
-def _check_worker(given: Register, job: JobState | None) -> None:
+def _check_worker(request: Register, job: JobState | None) -> None:
     """Here, because later it would be everybody's problem: no bucket could be placed."""
-    worker = given.worker
+    worker = request.worker
     if not worker.worker_id:
         raise StrataError(Code.INVALID, "a worker needs a worker_id")
     if not 0 <= worker.weight <= MAX_WEIGHT:
@@ -171,155 +171,155 @@ def _check_worker(given: Register, job: JobState | None) -> None:
     lifecycle.check_open(job)
     most = min(job.config.max_workers or MAX_WORKERS, MAX_WORKERS)
     if worker.worker_id not in job.members and len(job.members) >= most:
-        raise StrataError(Code.EXHAUSTED, f"job {given.job!r} has {most} workers and takes no more")
+        raise StrataError(Code.EXHAUSTED, f"job {request.job!r} has {most} workers and takes no more")
 
 
-def register(state: CoordState, given: Register, now_s: float) -> list[Fact]:
+def register(state: CoordState, request: Register, now_s: float) -> list[Fact]:
     """A second life of the same worker ends the first. The same life again is only a sign of life.
 
     A life that was evicted may come back as long as no other one has followed it: to a worker that was cut off for a
     while that is the way back, and it holds nothing then.
     """
     facts: list[Fact] = []
-    job = state.jobs.get(given.job)
-    _check_worker(given, job)
+    job = state.jobs.get(request.job)
+    _check_worker(request, job)
     if job is None:
-        facts.append(JobCreated(given.job, JobConfig()))
-    member = job.members.get(given.worker.worker_id) if job else None
-    if job is not None and given.worker.incarnation in job.fenced.get(given.worker.worker_id, ()):
-        raise _replaced(given.worker.worker_id)
-    live = state.live_of(given.job)
-    liveness.see(live, given.worker.worker_id, now_s)
+        facts.append(JobCreated(request.job, JobConfig()))
+    member = job.members.get(request.worker.worker_id) if job else None
+    if job is not None and request.worker.incarnation in job.fenced.get(request.worker.worker_id, ()):
+        raise _replaced(request.worker.worker_id)
+    live = state.soft_of(request.job)
+    liveness.touch_presence(live, request.worker.worker_id, now_s)
     if member is not None:
-        if member.worker.incarnation == given.worker.incarnation:
+        if member.worker.incarnation == request.worker.incarnation:
             return facts
         assert job is not None
-        facts += _lost(job, live, given.worker.worker_id, "replaced", now_s)
-        liveness.see(live, given.worker.worker_id, now_s)
-    _change(live, now_s)
-    recover_first = job is not None and job.has_moved and not given.worker.elastic
-    return [*facts, WorkerJoined(given.job, given.worker, recover_first)]
+        facts += _evict(job, live, request.worker.worker_id, "replaced", now_s)
+        liveness.touch_presence(live, request.worker.worker_id, now_s)
+    _membership_changed(live, now_s)
+    recover_first = job is not None and job.has_progress and not request.worker.elastic
+    return [*facts, WorkerJoined(request.job, request.worker, recover_first)]
 
 
-def beat(state: CoordState, given: Beat, now_s: float) -> tuple[list[Fact], Pulse]:
-    job = state.jobs.get(given.caller.job)
-    if job is None or given.caller.worker_id not in job.members:
+def heartbeat(state: CoordState, request: Heartbeat, now_s: float) -> tuple[list[Fact], HeartbeatReply]:
+    job = state.jobs.get(request.caller.job)
+    if job is None or request.caller.worker_id not in job.members:
         # Unlike other calls: a beat of somebody unknown means that we forgot it, and it has to come back.
-        if job is not None and given.caller.worker_id in job.evicted:
-            raise _evicted(job, given.caller.worker_id)
+        if job is not None and request.caller.worker_id in job.evicted:
+            raise _evicted(job, request.caller.worker_id)
         raise StrataError(
             Code.NOT_FOUND,
-            f"worker {given.caller.worker_id!r} is unknown",
+            f"worker {request.caller.worker_id!r} is unknown",
             hint="register again",
             reason="unknown-worker",
         )
-    member_of(job, given.caller)
-    worker_id = given.caller.worker_id
-    live = state.live_of(job.job)
-    if given.said is not None:
-        pace.take_in(live, worker_id, given.said, now_s)
-    if given.read_until is not None:
-        live.read_until[worker_id] = given.read_until
-    if not (job.commands or given.failed):
+    member_of(job, request.caller)
+    worker_id = request.caller.worker_id
+    live = state.soft_of(job.job)
+    if request.progress is not None:
+        pace.take_in(live, worker_id, request.progress, now_s)
+    if request.read_until is not None:
+        live.read_until[worker_id] = request.read_until
+    if not (job.commands or request.failed):
         # Nearly every beat, so it must cost nearly nothing.
-        liveness.see(live, worker_id, now_s)
-        return [], Pulse(job.generation, ())
+        liveness.touch_presence(live, worker_id, now_s)
+        return [], HeartbeatReply(job.generation, ())
     facts: list[Fact] = [
         CommandAcked(job.job, command_id, worker_id)
-        for command_id in dict.fromkeys(given.acked_commands)
+        for command_id in dict.fromkeys(request.acked_commands)
         if command_id in job.commands and worker_id in job.commands[command_id].waiting
     ]
     commands = tuple(
         command
         for command in job.commands.values()
-        if worker_id in command.waiting and command.command_id not in given.acked_commands
+        if worker_id in command.waiting and command.command_id not in request.acked_commands
     )
-    if given.failed:
-        facts += _lost(job, live, worker_id, "error", now_s)
-        return facts, Pulse(job.generation, commands)
-    liveness.see(live, worker_id, now_s)
-    return facts, Pulse(job.generation, commands)
+    if request.failed:
+        facts += _evict(job, live, worker_id, "error", now_s)
+        return facts, HeartbeatReply(job.generation, commands)
+    liveness.touch_presence(live, worker_id, now_s)
+    return facts, HeartbeatReply(job.generation, commands)
 
 
-def plain_beat(
-    state: CoordState, job_id: str, worker_id: str, incarnation: str, said: Said | None, now_s: float
+def fast_heartbeat(
+    state: CoordState, job_id: str, worker_id: str, incarnation: str, progress: StepProgress | None, now_s: float
 ) -> bool:
-    """Take in the beat of a member while its job has no commands; false if it is any other, for `beat` to judge."""
+    """Record the heartbeat of a member whose job has no open commands; False: `heartbeat` has to decide it."""
     job = state.jobs.get(job_id)
     member = job.members.get(worker_id) if job else None
     if job is None or member is None or job.commands or incarnation not in ("", member.worker.incarnation):
         return False
-    live = state.live_of(job_id)
-    if said is not None:
-        pace.take_in(live, worker_id, said, now_s)
-    liveness.see(live, worker_id, now_s)
+    live = state.soft_of(job_id)
+    if progress is not None:
+        pace.take_in(live, worker_id, progress, now_s)
+    liveness.touch_presence(live, worker_id, now_s)
     return True
 
 
-def attach(state: CoordState, given: Attached, now_s: float) -> None:
-    member_of(job_of(state, given.caller), given.caller)
-    liveness.see(state.live_of(given.caller.job), given.caller.worker_id, now_s)
+def attach(state: CoordState, request: Attached, now_s: float) -> None:
+    member_of(job_of(state, request.caller), request.caller)
+    liveness.touch_presence(state.soft_of(request.caller.job), request.caller.worker_id, now_s)
 
 
-def detach(state: CoordState, given: Detached, now_s: float) -> None:
-    job = state.jobs.get(given.caller.job)
-    member = job.members.get(given.caller.worker_id) if job else None
+def detach(state: CoordState, request: Detached, now_s: float) -> None:
+    job = state.jobs.get(request.caller.job)
+    member = job.members.get(request.caller.worker_id) if job else None
     # The stream of an earlier life says nothing about this one.
-    if member is not None and given.caller.incarnation in ("", member.worker.incarnation):
-        state.live_of(given.caller.job).suspect_s.setdefault(given.caller.worker_id, now_s)
+    if member is not None and request.caller.incarnation in ("", member.worker.incarnation):
+        state.soft_of(request.caller.job).disconnected_at_s.setdefault(request.caller.worker_id, now_s)
 
 
-def leave(state: CoordState, given: Leave, now_s: float) -> list[Fact]:
-    job = job_of(state, given.caller)
-    if given.caller.worker_id in job.evicted:
+def leave(state: CoordState, request: Leave, now_s: float) -> list[Fact]:
+    job = job_of(state, request.caller)
+    if request.caller.worker_id in job.evicted:
         return []
-    member_of(job, given.caller)
-    live = state.live_of(job.job)
+    member_of(job, request.caller)
+    live = state.soft_of(job.job)
     # One that says farewell has acked what should count.
-    live.read_until.pop(given.caller.worker_id, None)
-    facts = _lost(job, live, given.caller.worker_id, given.cause, now_s)
-    is_last = given.finished and len(job.members) == 1
+    live.read_until.pop(request.caller.worker_id, None)
+    facts = _evict(job, live, request.caller.worker_id, request.cause, now_s)
+    is_last = request.finished and len(job.members) == 1
     return [*facts, *lifecycle.finish(job)] if is_last else facts
 
 
-def lose_the_silent(job: JobState, live: Live, limit_s: float, now_s: float) -> list[Fact]:
+def evict_expired(job: JobState, live: SoftState, limit_s: float, now_s: float) -> list[Fact]:
     """Those whose presence broke and did not come back, and those who have said nothing for too long."""
     facts: list[Fact] = []
-    if not live.amnesty:
-        live.amnesty = True
+    if not live.grace_granted:
+        live.grace_granted = True
         # Known from the journal and not heard of since this process leads.
-        live.unheard = {worker_id: None for worker_id in job.members if worker_id not in live.seen_s}
-        amnesty_s = now_s + AMNESTY_BEATS * limit_s / job.config.missed_beats
-        live.seen_s.update(dict.fromkeys(live.unheard, amnesty_s))
-    broken = [worker for worker, since_s in live.suspect_s.items() if now_s - since_s >= SUSPECT_S]
+        live.not_yet_seen = {worker_id: None for worker_id in job.members if worker_id not in live.seen_s}
+        grace_until_s = now_s + GRACE_BEATS * limit_s / job.config.missed_beats
+        live.seen_s.update(dict.fromkeys(live.not_yet_seen, grace_until_s))
+    broken = [worker for worker, since_s in live.disconnected_at_s.items() if now_s - since_s >= RECONNECT_GRACE_S]
     causes = dict.fromkeys(broken, "connection lost")
-    for worker_id in liveness.silent(job, live, now_s - limit_s, now_s):
+    for worker_id in liveness.expired(job, live, now_s - limit_s, now_s):
         causes.setdefault(worker_id, f"silent for {limit_s:g} s")
     for worker_id, reason in pace.overdue(job, live, limit_s, now_s).items():
         causes.setdefault(worker_id, f"did not stop when told to: {reason}")
     for worker_id, cause in causes.items():
         if worker_id in job.members:
-            facts += _lost(job, live, worker_id, cause, now_s)
-        liveness.overlook(live, worker_id)
+            facts += _evict(job, live, worker_id, cause, now_s)
+        liveness.forget(live, worker_id)
     return facts
 
 
-def form(job: JobState, live: Live, now_s: float) -> list[Fact]:
+def form_if_settled(job: JobState, live: SoftState, now_s: float) -> list[Fact]:
     """A new generation, once the coming and going has settled. Who stays keeps its place in the order of ranks."""
     if job.settled or len(job.members) < job.config.min_workers:
         return []
     quiet_s = now_s - (live.changed_s if live.changed_s is not None else -job.config.settle_s)
     waited_s = now_s - (live.unsettled_s if live.unsettled_s is not None else now_s)
     # Whoever keeps coming must not keep the others from starting.
-    if quiet_s < job.config.settle_s and waited_s < MOST_SETTLES * job.config.settle_s:
+    if quiet_s < job.config.settle_s and waited_s < MAX_SETTLE_PERIODS * job.config.settle_s:
         return []
     live.unsettled_s = None
     stay = [worker for worker in job.ranks if worker in job.members]
     come = [worker for worker in job.members if worker not in job.ranks]
-    return formed(job, stay + come)
+    return form_generation(job, stay + come)
 
 
-def formed(job: JobState, members: Sequence[str]) -> list[Fact]:
+def form_generation(job: JobState, members: Sequence[str]) -> list[Fact]:
     """The next generation, in as many facts as its names need."""
     *first, last = parts_of(members)
     return [
@@ -328,15 +328,15 @@ def formed(job: JobState, members: Sequence[str]) -> list[Fact]:
     ]
 
 
-def _lost(job: JobState, live: Live, worker_id: str, cause: str, now_s: float) -> list[Fact]:
+def _evict(job: JobState, live: SoftState, worker_id: str, cause: str, now_s: float) -> list[Fact]:
     """It is lost, and what it last said it had read is consumed: only the rest is handed out again."""
-    _change(live, now_s)
-    facts = _read(job, worker_id, dict(live.read_until.get(worker_id, ())))
-    liveness.overlook(live, worker_id)
+    _membership_changed(live, now_s)
+    facts = _ack_progress(job, worker_id, dict(live.read_until.get(worker_id, ())))
+    liveness.forget(live, worker_id)
     return [*facts, WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)]
 
 
-def _read(job: JobState, worker_id: str, read_until: dict[int, int]) -> list[Fact]:
+def _ack_progress(job: JobState, worker_id: str, read_until: dict[int, int]) -> list[Fact]:
     if not read_until:
         return []
     return [
@@ -348,7 +348,7 @@ def _read(job: JobState, worker_id: str, read_until: dict[int, int]) -> list[Fac
     ]
 
 
-def _change(live: Live, now_s: float) -> None:
+def _membership_changed(live: SoftState, now_s: float) -> None:
     live.changed_s = now_s
     if live.unsettled_s is None:
         live.unsettled_s = now_s

@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final
 
-from strata.coord.core.facts import CommandIssued, Fact, Finding, Rung, WorkerJudged, parts_of
-from strata.coord.core.state import JobState, Live, Pace, Said
-from strata.coord.core.stragglers import COMMAND, Incident, Limits, Standing, observed
+from strata.coord.core.facts import CommandIssued, EscalationLevel, Fact, StragglerFinding, WorkerJudged, parts_of
+from strata.coord.core.state import JobState, SoftState, StepProgress, StragglerState
+from strata.coord.core.stragglers import COMMAND, StragglerIncident, StragglerLimits, StragglerStanding, observed
 from strata.coord.core.stragglers import judge as judge_samples
 
 JUDGE_S: Final = 1.0
@@ -27,26 +27,26 @@ FLOOR_BEATS: Final = 4
 LEAST_SHARE: Final = 0.01
 
 
-def take_in(live: Live, worker_id: str, said: Said, now_s: float) -> None:
+def take_in(live: SoftState, worker_id: str, progress: StepProgress, now_s: float) -> None:
     """With every heartbeat, so nothing is made of it here."""
-    live.pace.said[worker_id] = (said, now_s)
+    live.pace.progress[worker_id] = (progress, now_s)
 
 
-def forget(live: Live, worker_id: str) -> None:
+def forget(live: SoftState, worker_id: str) -> None:
     pace = live.pace
-    for known in (pace.said, pace.samples, pace.standings, pace.stopping_s):
+    for known in (pace.progress, pace.samples, pace.standings, pace.stopping_s):
         known.pop(worker_id, None)
     pace.idle.discard(worker_id)
 
 
-def start_over(live: Live) -> None:
+def start_over(live: SoftState) -> None:
     """What was observed so far says nothing about what comes: a new generation, or a process that was not looking."""
-    live.pace.said.clear()
+    live.pace.progress.clear()
     live.pace.samples.clear()
     live.pace.idle.clear()
 
 
-def judge(job: JobState, live: Live, interval_s: float, now_s: float) -> list[Fact]:
+def judge(job: JobState, live: SoftState, interval_s: float, now_s: float) -> list[Fact]:
     pace = live.pace
     if pace.generation != job.generation:
         pace.generation = job.generation
@@ -56,7 +56,7 @@ def judge(job: JobState, live: Live, interval_s: float, now_s: float) -> list[Fa
         return []
     pace.judged_s = now_s
     _pause(pace, _resting(live), now_s)
-    limits = Limits(
+    limits = StragglerLimits(
         slow_until=job.config.slow_until,
         hang_floor_s=max(job.config.hang_floor_s, FLOOR_BEATS * interval_s),
         alive_s=job.config.missed_beats * interval_s,
@@ -66,7 +66,7 @@ def judge(job: JobState, live: Live, interval_s: float, now_s: float) -> list[Fa
     return _consequences(job, found.incidents)
 
 
-def overdue(job: JobState, live: Live, patience_s: float, now_s: float) -> dict[str, str]:
+def overdue(job: JobState, live: SoftState, patience_s: float, now_s: float) -> dict[str, str]:
     """Who was told to stop long ago and is still there, and why it should have gone."""
     since_s = live.pace.stopping_s
     return {
@@ -76,29 +76,29 @@ def overdue(job: JobState, live: Live, patience_s: float, now_s: float) -> dict[
     }
 
 
-def _is_due(job: JobState, pace: Pace, now_s: float) -> bool:
+def _is_due(job: JobState, pace: StragglerState, now_s: float) -> bool:
     return pace.judged_s is None or now_s - pace.judged_s >= max(JUDGE_S, len(job.ranks) / JUDGED_PER_S)
 
 
-def _fold(job: JobState, pace: Pace) -> None:
-    for worker_id in list(islice(pace.said, FOLDED_AT_ONCE)):
-        said, at_s = pace.said.pop(worker_id)
+def _fold(job: JobState, pace: StragglerState) -> None:
+    for worker_id in list(islice(pace.progress, FOLDED_AT_ONCE)):
+        progress, at_s = pace.progress.pop(worker_id)
         # Who still works in another generation says nothing about this one.
-        if worker_id in job.ranks and said.generation in (0, job.generation):
+        if worker_id in job.ranks and progress.generation in (0, job.generation):
             before = pace.samples.get(worker_id)
-            if before is not None and said.step != before.step:
+            if before is not None and progress.step != before.step:
                 pace.idle.discard(worker_id)
-            pace.samples[worker_id] = observed(before, said.step, said.step_time_s, at_s, busy=said.busy)
+            pace.samples[worker_id] = observed(before, progress.step, progress.step_time_s, at_s, busy=progress.busy)
 
 
-def _resting(live: Live) -> Iterable[str]:
+def _resting(live: SoftState) -> Iterable[str]:
     """Who waits for others and not for itself: at a barrier, or for data."""
     yield from live.pace.idle
     for barrier in live.barriers.values():
         yield from barrier.arrived
 
 
-def _pause(pace: Pace, workers: Iterable[str], now_s: float) -> None:
+def _pause(pace: StragglerState, workers: Iterable[str], now_s: float) -> None:
     for worker_id in workers:
         sample = pace.samples.get(worker_id)
         if sample is not None:
@@ -106,23 +106,23 @@ def _pause(pace: Pace, workers: Iterable[str], now_s: float) -> None:
             pace.samples[worker_id] = replace(sample, busy=True, moved_s=now_s)
 
 
-def _standings(job: JobState, pace: Pace) -> dict[str, Standing]:
+def _standings(job: JobState, pace: StragglerState) -> dict[str, StragglerStanding]:
     """The rung is what the facts say: another process, or another life of the worker, may have left it elsewhere."""
-    found: dict[str, Standing] = {}
+    found: dict[str, StragglerStanding] = {}
     for worker_id in pace.samples:
         rung = job.members[worker_id].rung
         standing = pace.standings.get(worker_id)
-        found[worker_id] = standing if standing is not None and standing.rung is rung else Standing(rung)
+        found[worker_id] = standing if standing is not None and standing.rung is rung else StragglerStanding(rung)
     return found
 
 
-def _consequences(job: JobState, incidents: Iterable[Incident]) -> list[Fact]:
+def _consequences(job: JobState, incidents: Iterable[StragglerIncident]) -> list[Fact]:
     facts: list[Fact] = []
-    told: dict[Rung, list[Incident]] = {}
+    told: dict[EscalationLevel, list[StragglerIncident]] = {}
     for each in incidents:
         member = job.members[each.worker_id]
         # How fast one is that hangs nobody knows: its share stays.
-        share = member.share if each.finding is Finding.HUNG else max(LEAST_SHARE, each.weight)
+        share = member.share if each.finding is StragglerFinding.HUNG else max(LEAST_SHARE, each.weight)
         facts.append(WorkerJudged(job.job, each.worker_id, each.finding, each.rung, share, each.reason))
         if each.rung in COMMAND:
             told.setdefault(each.rung, []).append(each)

@@ -137,12 +137,12 @@ class Order:
         """The position of each item."""
         import numpy as np
 
-        given = np.asarray(items)
-        if given.size == 0:
+        request = np.asarray(items)
+        if request.size == 0:
             return np.empty(0, np.uint64)
-        if given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= self.n:
+        if request.dtype.kind not in "iu" or request.min() < 0 or request.max() >= self.n:
             raise StrataError(Code.INVALID, f"an item is an integer from 0 to {self.n - 1}")
-        return self._walk_all(given.astype(np.uint64), inverse=True)
+        return self._walk_all(request.astype(np.uint64), inverse=True)
 
     def _check(self, name: str, value: int) -> None:
         if not 0 <= value < self.n:

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from strata.coord.core.facts import Dataset
-from strata.coord.core.ledger import EpochLedger, Rest
+from strata.coord.core.ledger import EpochLedger, ShardRange
 from strata.coord.core.permutation import order_of
 
 _Entry = tuple[int, int, int]
@@ -39,7 +39,7 @@ class Picker:
         version: tuple[int, int],
         count: int,
         buckets: Callable[[], Sequence[int]],
-    ) -> list[tuple[Rest, bool]]:
+    ) -> list[tuple[ShardRange, bool]]:
         """Up to `count` ranges for a worker, and whether each is fresh.
 
         `buckets` says which ones it owns, if asked; with another `version` of the placement everybody is asked again.
@@ -47,14 +47,14 @@ class Picker:
         if version != self._version:
             self._own.clear()
             self._version = version
-        picked: list[tuple[Rest, bool]] = [(rest, False) for rest in ledger.returned[:count]]
+        picked: list[tuple[ShardRange, bool]] = [(rest, False) for rest in ledger.returned[:count]]
         taken: dict[int, int] = {}
         if worker_id not in self._own:
             self._own[worker_id] = self._heap(ledger, buckets())
         while len(picked) < count and (shard := self._next(self._own[worker_id], ledger, taken)) is not None:
-            picked.append((Rest(shard, *self._dataset.bounds(shard)), True))
+            picked.append((ShardRange(shard, *self._dataset.bounds(shard)), True))
         while len(picked) < count and (shard := self._steal(ledger, taken)) is not None:
-            picked.append((Rest(shard, *self._dataset.bounds(shard)), True))
+            picked.append((ShardRange(shard, *self._dataset.bounds(shard)), True))
         return picked
 
     def _steal(self, ledger: EpochLedger, taken: dict[int, int]) -> int | None:

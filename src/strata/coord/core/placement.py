@@ -20,8 +20,8 @@ to anybody up to its cap, in rounds: each asks for its cheapest worker with room
 requests. Where that would mean too many pairs, workers are put into groups by their names, and a bucket first chooses a
 group by the weights in it and then a worker of that group, both in the same way.
 
-History matters, so an assignment cannot be computed again from the members: it is stored. `Assignment` is what a fact
-or a snapshot carries, four bytes for each bucket and the names once: 16 KiB and the names for 4,096 buckets.
+The result depends on earlier assignments, so it cannot be computed again from the members: it is stored. A
+`BucketAssignment` takes four bytes for each bucket and each name once: 16 KiB and the names for 4,096 buckets.
 
 The plain consistent-hash ring has no bound and no memory; it is there for sites that want what they know.
 No clock, no chance, no I/O; numpy, since a fresh placement looks at every pair.
@@ -58,7 +58,7 @@ class Scheme(StrEnum):
     RING = "ring"
 
 
-class Assignment(msgspec.Struct, frozen=True):
+class BucketAssignment(msgspec.Struct, frozen=True):
     """The owner of every bucket. Equal assignments have equal bytes."""
 
     workers: tuple[str, ...]
@@ -108,9 +108,9 @@ class Assignment(msgspec.Struct, frozen=True):
         return msgspec.msgpack.encode(self)
 
 
-def decode(data: bytes) -> Assignment:
+def decode(data: bytes) -> BucketAssignment:
     try:
-        return msgspec.msgpack.decode(data, type=Assignment)
+        return msgspec.msgpack.decode(data, type=BucketAssignment)
     except msgspec.MsgspecError as error:
         raise StrataError(Code.CORRUPT, f"these bytes are no assignment: {error}") from error
 
@@ -149,11 +149,11 @@ def buckets_for(expected_workers: int) -> int:
 def place(
     buckets: int,
     weights: Mapping[str, float],
-    previous: Assignment | None = None,
+    previous: BucketAssignment | None = None,
     *,
     bound: float = DEFAULT_BOUND,
     scheme: Scheme = Scheme.RENDEZVOUS,
-) -> tuple[Assignment, Moves]:
+) -> tuple[BucketAssignment, Moves]:
     """An owner for every bucket, and what moved. Refused if nobody can own them: then keep the previous assignment."""
     if buckets < 1 or buckets & (buckets - 1):
         raise StrataError(Code.INVALID, f"the number of buckets must be a power of two, not {buckets}")
@@ -169,7 +169,7 @@ def place(
         owners, shed = _rendezvous_owners(members, before, _newcomers(members, previous), bound)
     orphaned = int(np.count_nonzero(before < 0))
     taken = int(np.count_nonzero(before != owners)) - orphaned - shed
-    assignment = Assignment(tuple(members), tuple(members.values()), owners.astype("<u4").tobytes())
+    assignment = BucketAssignment(tuple(members), tuple(members.values()), owners.astype("<u4").tobytes())
     return assignment, Moves(buckets, orphaned, shed, taken)
 
 
@@ -188,7 +188,7 @@ def _members(weights: Mapping[str, float]) -> dict[str, int]:
     return members
 
 
-def _carried(buckets: int, members: Mapping[str, int], previous: Assignment | None) -> Ints:
+def _carried(buckets: int, members: Mapping[str, int], previous: BucketAssignment | None) -> Ints:
     """The present number of each bucket's previous owner, or -1."""
     if previous is None:
         return np.full(buckets, -1, np.int64)
@@ -196,7 +196,7 @@ def _carried(buckets: int, members: Mapping[str, int], previous: Assignment | No
     return np.array([number_of.get(worker, -1) for worker in previous.workers], np.int64)[previous.numbers()]
 
 
-def _newcomers(members: Mapping[str, int], previous: Assignment | None) -> Ints:
+def _newcomers(members: Mapping[str, int], previous: BucketAssignment | None) -> Ints:
     known = {} if previous is None else dict(zip(previous.workers, previous.weights, strict=True))
     return np.array(
         [n for n, (worker, weight) in enumerate(members.items()) if weight > known.get(worker, 0)], np.int64

@@ -10,39 +10,39 @@ from strata.base.errors import Code, StrataError
 from strata.coord.core import ledger as ledgers
 from strata.coord.core.facts import (
     Dataset,
+    DatasetMode,
     DatasetRegistered,
     Fact,
     Grant,
-    Mode,
     ShardAcked,
     ShardReturned,
     ShardsGranted,
 )
-from strata.coord.core.inputs import Ack, Assignment, Leased, NextShards, RegisterDataset, Registered
-from strata.coord.core.ledger import DatasetLedger, EpochLedger, Lease, Rest
+from strata.coord.core.inputs import Ack, DatasetRegistration, LeasedShard, NextShards, RegisterDataset, ShardAssignment
+from strata.coord.core.ledger import DatasetLedger, EpochLedger, Lease, ShardRange
 from strata.coord.core.members import check_recovered, job_of, member_of, settled_member
 from strata.coord.core.permutation import order_of, slice_of
 from strata.coord.core.picker import Picker
 from strata.coord.core.placement import Scheme, place
-from strata.coord.core.state import ACKS_KEPT, CoordState, JobState, Live, Member, Placed
+from strata.coord.core.state import ACKS_KEPT, BucketPlacement, CoordState, JobState, Member, SoftState
 
 MAX_BUCKETS: Final = 1 << 16
 MAX_COUNT: Final = ACKS_KEPT
 """Shards in one answer, and acks in one call: a repeated one is recognised as a whole."""
 
 
-def register_dataset(state: CoordState, given: RegisterDataset) -> tuple[list[Fact], Registered]:
+def register_dataset(state: CoordState, request: RegisterDataset) -> tuple[list[Fact], DatasetRegistration]:
     """Make a dataset known. The same definition again is no change; another one under the same name is refused."""
-    job = job_of(state, given.caller)
-    member_of(job, given.caller)
-    dataset = given.dataset
+    job = job_of(state, request.caller)
+    member_of(job, request.caller)
+    dataset = request.dataset
     known = job.datasets.get(dataset.dataset_id)
     if known is not None:
         if known.dataset != dataset:
             raise StrataError(Code.CONFLICT, f"dataset {dataset.dataset_id!r} is registered with another definition")
-        return [], Registered(created=False, shards=dataset.shards)
+        return [], DatasetRegistration(created=False, shards=dataset.shards)
     _check(dataset, job.config.max_shards)
-    return [DatasetRegistered(job.job, dataset)], Registered(created=True, shards=dataset.shards)
+    return [DatasetRegistered(job.job, dataset)], DatasetRegistration(created=True, shards=dataset.shards)
 
 
 def _check(dataset: Dataset, max_shards: int) -> None:
@@ -66,56 +66,56 @@ def _check(dataset: Dataset, max_shards: int) -> None:
             raise StrataError(Code.INVALID, f"dataset {dataset.dataset_id!r}: {problem}")
 
 
-def next_shards(state: CoordState, given: NextShards) -> tuple[list[Fact], Assignment]:
-    job = job_of(state, given.caller)
-    member = settled_member(job, given.caller)
+def next_shards(state: CoordState, request: NextShards) -> tuple[list[Fact], ShardAssignment]:
+    job = job_of(state, request.caller)
+    member = settled_member(job, request.caller)
     check_recovered(job, member)
-    dataset = job.datasets.get(given.dataset_id)
+    dataset = job.datasets.get(request.dataset_id)
     if dataset is None:
         raise StrataError(
             Code.NOT_FOUND,
-            f"dataset {given.dataset_id!r} is not registered",
+            f"dataset {request.dataset_id!r} is not registered",
             hint="call AckDataset first",
             reason="unknown-dataset",
         )
-    if dataset.dataset.mode is Mode.DETERMINISTIC:
-        return [], _slice(dataset.dataset, job, state.live_of(job.job), given)
-    if len(given.acks) > MAX_COUNT:
-        raise StrataError(Code.INVALID, f"{len(given.acks)} acks in one call: {MAX_COUNT} at most")
-    ledgers.check_epoch(dataset, given.epoch)
-    ledger = dataset.epoch(given.epoch)
-    live = state.live_of(job.job)
-    mine = {lease_id: ledger.leases[lease_id] for lease_id in ledger.held.get(given.caller.worker_id, ())}
-    acks = given.acks if given.held is not None else tuple(Ack(lease_id) for lease_id in mine)
-    facts, over, stale = _settle_acks(job, given, member, mine, acks)
-    again = [lease for lease_id, lease in mine.items() if lease_id not in over and lease_id not in (given.held or ())]
+    if dataset.dataset.mode is DatasetMode.DETERMINISTIC:
+        return [], _slice(dataset.dataset, job, state.soft_of(job.job), request)
+    if len(request.acks) > MAX_COUNT:
+        raise StrataError(Code.INVALID, f"{len(request.acks)} acks in one call: {MAX_COUNT} at most")
+    ledgers.check_epoch(dataset, request.epoch)
+    ledger = dataset.epoch(request.epoch)
+    live = state.soft_of(job.job)
+    mine = {lease_id: ledger.leases[lease_id] for lease_id in ledger.held.get(request.caller.worker_id, ())}
+    acks = request.acks if request.held is not None else tuple(Ack(lease_id) for lease_id in mine)
+    facts, over, stale = _apply_acks(job, request, member, mine, acks)
+    again = [lease for lease_id, lease in mine.items() if lease_id not in over and lease_id not in (request.held or ())]
     if again:
         # Granted before, and the answer was lost: the same leases once more, not others.
         leases = tuple(_leased(live, dataset.dataset, lease) for lease in again)
-        return facts, Assignment(leases, end_of_epoch=False, stale=stale)
-    if given.epoch in dataset.finished:
-        _note_idle(live, given.caller.worker_id, idle=given.count > 0)
-        return facts, Assignment((), end_of_epoch=True, stale=stale)
-    grants = _grants(state, job, dataset, ledger, given)
-    if given.count > 0:
-        _note_idle(live, given.caller.worker_id, idle=not grants)
+        return facts, ShardAssignment(leases, end_of_epoch=False, stale=stale)
+    if request.epoch in dataset.finished:
+        _note_idle(live, request.caller.worker_id, idle=request.count > 0)
+        return facts, ShardAssignment((), end_of_epoch=True, stale=stale)
+    grants = _grants(state, job, dataset, ledger, request)
+    if request.count > 0:
+        _note_idle(live, request.caller.worker_id, idle=not grants)
     if not grants:
         comes_back = any(isinstance(fact, ShardReturned) and not fact.quarantined for fact in facts)
         is_over = ledgers.is_exhausted(dataset.dataset, ledger) and not ledger.leases.keys() - over and not comes_back
-        return facts, Assignment((), end_of_epoch=is_over, stale=stale)
-    facts.append(ShardsGranted(job.job, given.dataset_id, given.epoch, given.caller.worker_id, tuple(grants)))
+        return facts, ShardAssignment((), end_of_epoch=is_over, stale=stale)
+    facts.append(ShardsGranted(job.job, request.dataset_id, request.epoch, request.caller.worker_id, tuple(grants)))
     leases = tuple(
-        Leased(
+        LeasedShard(
             each.lease_id,
-            Rest(each.shard, each.start, each.end),
+            ShardRange(each.shard, each.start, each.end),
             files_of(live, dataset.dataset, each.start, each.end),
         )
         for each in grants
     )
-    return facts, Assignment(leases, end_of_epoch=False, stale=stale)
+    return facts, ShardAssignment(leases, end_of_epoch=False, stale=stale)
 
 
-def _note_idle(live: Live, worker_id: str, *, idle: bool) -> None:
+def _note_idle(live: SoftState, worker_id: str, *, idle: bool) -> None:
     """Who has nothing to read makes no steps, and that is not its fault."""
     if idle:
         live.pace.idle.add(worker_id)
@@ -123,8 +123,8 @@ def _note_idle(live: Live, worker_id: str, *, idle: bool) -> None:
         live.pace.idle.discard(worker_id)
 
 
-def _settle_acks(
-    job: JobState, given: NextShards, member: Member, mine: dict[int, Lease], acks: tuple[Ack, ...]
+def _apply_acks(
+    job: JobState, request: NextShards, member: Member, mine: dict[int, Lease], acks: tuple[Ack, ...]
 ) -> tuple[list[Fact], set[int], tuple[int, ...]]:
     """Facts of the acks, the leases that end with them, and the acked leases that were not the caller's any more."""
     facts: list[Fact] = []
@@ -146,21 +146,21 @@ def _settle_acks(
                 f" {until} is not a place in it",
             )
         if until > lease.until:
-            facts.append(ShardAcked(job.job, given.dataset_id, given.epoch, ack.lease_id, until))
+            facts.append(ShardAcked(job.job, request.dataset_id, request.epoch, ack.lease_id, until))
         if until == lease.end:
             over.add(ack.lease_id)
         elif ack.failed:
             over.add(ack.lease_id)
-            facts.append(_returned(job, given, lease, ack.reason))
+            facts.append(_returned(job, request, lease, ack.reason))
     return facts, over, tuple(stale)
 
 
-def _returned(job: JobState, given: NextShards, lease: Lease, reason: str) -> ShardReturned:
-    failed_before = job.datasets[given.dataset_id].epoch(given.epoch).failures.get(lease.shard, 0)
+def _returned(job: JobState, request: NextShards, lease: Lease, reason: str) -> ShardReturned:
+    failed_before = job.datasets[request.dataset_id].epoch(request.epoch).failures.get(lease.shard, 0)
     return ShardReturned(
         job=job.job,
-        dataset_id=given.dataset_id,
-        epoch=given.epoch,
+        dataset_id=request.dataset_id,
+        epoch=request.epoch,
         lease_id=lease.lease_id,
         reason=reason or "the worker gave it back",
         quarantined=failed_before + 1 >= job.config.max_shard_failures,
@@ -168,17 +168,17 @@ def _returned(job: JobState, given: NextShards, lease: Lease, reason: str) -> Sh
 
 
 def _grants(
-    state: CoordState, job: JobState, dataset: DatasetLedger, ledger: EpochLedger, given: NextShards
+    state: CoordState, job: JobState, dataset: DatasetLedger, ledger: EpochLedger, request: NextShards
 ) -> list[Grant]:
-    live = state.live_of(job.job)
-    key = (given.dataset_id, given.epoch)
+    live = state.soft_of(job.job)
+    key = (request.dataset_id, request.epoch)
     picker = live.pickers.get(key)
     if picker is None:
         for epoch in dataset.finished:
-            live.pickers.pop((given.dataset_id, epoch), None)
-        picker = live.pickers[key] = Picker(dataset.dataset, given.epoch)
-    worker_id = given.caller.worker_id
-    count = max(0, min(given.count, MAX_COUNT))
+            live.pickers.pop((request.dataset_id, epoch), None)
+        picker = live.pickers[key] = Picker(dataset.dataset, request.epoch)
+    worker_id = request.caller.worker_id
+    count = max(0, min(request.count, MAX_COUNT))
     grants: list[Grant] = []
     for rest, fresh in picker.pick(
         ledger, worker_id, _version(job), count, lambda: _buckets_of(job, live, dataset.dataset.buckets, worker_id)
@@ -194,7 +194,7 @@ def _version(job: JobState) -> tuple[int, int]:
     return job.generation, job.reweighted
 
 
-def _buckets_of(job: JobState, live: Live, buckets: int, worker_id: str) -> list[int]:
+def _buckets_of(job: JobState, live: SoftState, buckets: int, worker_id: str) -> list[int]:
     """The caller's buckets in this generation; members keep theirs over generations as far as balance allows."""
     placed = live.placements.get(buckets)
     if placed is None or placed.version != _version(job):
@@ -203,37 +203,37 @@ def _buckets_of(job: JobState, live: Live, buckets: int, worker_id: str) -> list
             return []
         before = placed.assignment if placed else None
         assignment, _ = place(buckets, weights, before, scheme=Scheme(job.config.placement))
-        placed = live.placements[buckets] = Placed(_version(job), assignment, assignment.by_worker())
+        placed = live.placements[buckets] = BucketPlacement(_version(job), assignment, assignment.by_worker())
     return placed.by_worker.get(worker_id, [])
 
 
-def _slice(dataset: Dataset, job: JobState, live: Live, given: NextShards) -> Assignment:
+def _slice(dataset: Dataset, job: JobState, live: SoftState, request: NextShards) -> ShardAssignment:
     """This rank's part of a step, with no ledger: the same for everybody who asks. Steps count through all epochs."""
-    rank = job.ranks[given.caller.worker_id]
-    part = slice_of(given.step, rank, len(job.ranks), global_batch=dataset.global_batch, n=dataset.shards)
-    if part.epoch < given.epoch:
+    rank = job.ranks[request.caller.worker_id]
+    part = slice_of(request.step, rank, len(job.ranks), global_batch=dataset.global_batch, n=dataset.shards)
+    if part.epoch < request.epoch:
         raise StrataError(
             Code.INVALID,
-            f"step {given.step} of {dataset.dataset_id!r} is in epoch {part.epoch}, before epoch {given.epoch}:"
+            f"step {request.step} of {dataset.dataset_id!r} is in epoch {part.epoch}, before epoch {request.epoch}:"
             " steps count through all epochs",
         )
-    if part.epoch > given.epoch:
-        return Assignment((), end_of_epoch=True, stale=())
+    if part.epoch > request.epoch:
+        return ShardAssignment((), end_of_epoch=True, stale=())
     order = order_of(dataset.dataset_id, dataset.seed, part.epoch, dataset.shards, shuffle=dataset.shuffle)
-    leases: list[Leased] = []
+    leases: list[LeasedShard] = []
     for position in range(part.start, part.stop):
         shard = order.at(position)
         start, end = dataset.bounds(shard)
-        leases.append(Leased(0, Rest(shard, start, end), files_of(live, dataset, start, end)))
-    return Assignment(tuple(leases), end_of_epoch=False, stale=())
+        leases.append(LeasedShard(0, ShardRange(shard, start, end), files_of(live, dataset, start, end)))
+    return ShardAssignment(tuple(leases), end_of_epoch=False, stale=())
 
 
-def _leased(live: Live, dataset: Dataset, lease: Lease) -> Leased:
-    rest = Rest(lease.shard, lease.until, lease.end)
-    return Leased(lease.lease_id, rest, files_of(live, dataset, rest.start, rest.end))
+def _leased(live: SoftState, dataset: Dataset, lease: Lease) -> LeasedShard:
+    rest = ShardRange(lease.shard, lease.until, lease.end)
+    return LeasedShard(lease.lease_id, rest, files_of(live, dataset, rest.start, rest.end))
 
 
-def files_of(live: Live, dataset: Dataset, start: int, end: int) -> tuple[str, ...]:
+def files_of(live: SoftState, dataset: Dataset, start: int, end: int) -> tuple[str, ...]:
     """The files that hold these samples, in order."""
     ends = live.file_ends.get(dataset.dataset_id)
     if ends is None:

@@ -1,6 +1,6 @@
-"""What a coordinator knows: per job what the facts built (`JobState`), and what only this process has seen (`Live`).
+"""The coordinator's state: of each job what the facts built (`JobState`) and what this process observed (`SoftState`).
 
-A snapshot holds the first and never the second: after a restart the workers say again what `Live` needs.
+A snapshot holds the first and never the second: after a restart, heartbeats and calls of the workers rebuild it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Final, NamedTuple
 import msgspec
 
 from strata.coord.core.facts import (
+    BarrierVerdict,
+    CheckpointPart,
     CommandKind,
+    EscalationLevel,
     JobConfig,
     JobStatus,
-    Part,
-    Rung,
-    Verdict,
-    Worker,
+    RegisteredWorker,
 )
 from strata.coord.core.ledger import DatasetLedger, DatasetPosition, Late
 from strata.coord.core.picker import Picker
-from strata.coord.core.placement import Assignment
-from strata.coord.core.stragglers import Sample, Standing
+from strata.coord.core.placement import BucketAssignment
+from strata.coord.core.stragglers import StepSample, StragglerStanding
 
 EVICTED_KEPT: Final = 10_000
 VERDICTS_KEPT: Final = 4_096
@@ -37,7 +37,7 @@ PARTED_KEPT: Final = 256
 REQUESTS_KEPT: Final = 1_024
 REQUESTED_KEPT: Final = 100_000
 """Names of workers in all requests that are remembered."""
-BEATS_PER_S: Final = 1_000.0
+HEARTBEATS_PER_S: Final = 1_000.0
 """Heartbeats that one coordinator wants to hear at most: unary calls cost it a quarter to half a millisecond each."""
 
 
@@ -52,48 +52,48 @@ class JobEvent(StrEnum):
 
 
 class Member(msgspec.Struct):
-    worker: Worker
+    worker: RegisteredWorker
     acked: list[int] = []
     """The last leases it acked: a repeated ack is recognised, not refused."""
     share: float = 1.0
     """What its registered weight is multiplied with, because it was found slow."""
-    rung: Rung = Rung.NONE
+    rung: EscalationLevel = EscalationLevel.NONE
     recover_first: bool = False
     """It has not asked which checkpoint to start from, and the ledger stands elsewhere than at the beginning."""
 
 
-class Decided(msgspec.Struct, frozen=True):
+class BarrierResult(msgspec.Struct, frozen=True):
     """A barrier's end, kept so that a repeated call gets the same answer."""
 
     generation: int
     barrier_id: str
-    verdict: Verdict
+    verdict: BarrierVerdict
     missing: tuple[str, ...]
 
 
-class Collecting(msgspec.Struct):
+class PendingCheckpoint(msgspec.Struct):
     """A checkpoint some ranks have reported."""
 
     checkpoint_id: str
     generation: int
     step: int
-    parts: dict[str, Part] = {}
+    parts: dict[str, CheckpointPart] = {}
     read_until: dict[int, int] = {}
     late: dict[str, Late] = {}
     """By dataset, what a worker consumed after its own part: it is not in the checkpoint."""
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class CommittedCheckpoint(msgspec.Struct, frozen=True):
     """A committed one: parts of all ranks, and where every dataset stood at that step."""
 
     checkpoint_id: str
     generation: int
     step: int
-    parts: tuple[Part, ...]
+    parts: tuple[CheckpointPart, ...]
     positions: dict[str, DatasetPosition]
 
 
-class Command(msgspec.Struct):
+class PendingCommand(msgspec.Struct):
     command_id: int
     kind: CommandKind
     waiting: dict[str, None]
@@ -102,7 +102,7 @@ class Command(msgspec.Struct):
     arguments: dict[str, str] = {}
 
 
-class Requested(msgspec.Struct, frozen=True):
+class IssuedRequest(msgspec.Struct, frozen=True):
     """The answer to an operator's request, for when it is asked again."""
 
     command_id: int
@@ -137,28 +137,28 @@ class JobState(msgspec.Struct):
     """The generation that began with the last recovery; who observed an older one has been rewound already."""
     recovered_to: str | None = None
     datasets: dict[str, DatasetLedger] = {}
-    verdicts: dict[tuple[int, str], Decided] = {}
+    verdicts: dict[tuple[int, str], BarrierResult] = {}
     """By generation and id; oldest first."""
-    collecting: dict[str, Collecting] = {}
-    checkpoints: list[Checkpoint] = []
+    collecting: dict[str, PendingCheckpoint] = {}
+    checkpoints: list[CommittedCheckpoint] = []
     tombstones: dict[str, int] = {}
     """Parts of checkpoints that are kept no longer, and the ranks that wrote them; oldest first."""
     tombstone_steps: dict[str, int] = {}
     """Of each tombstone the step. Before a checkpoint of it or a later one is committed it may be written again."""
     burials: int = 0
     """How often tombstones were added."""
-    commands: dict[int, Command] = {}
+    commands: dict[int, PendingCommand] = {}
     last_command: int = 0
-    requests: dict[str, Requested] = {}
+    requests: dict[str, IssuedRequest] = {}
     """By the operators' own ids; oldest first."""
 
     @property
-    def has_moved(self) -> bool:
+    def has_progress(self) -> bool:
         """Whether a process that starts with empty state would miss something."""
         begun = any(dataset.finished or dataset.epochs for dataset in self.datasets.values())
         return begun or bool(self.checkpoints)
 
-    def checkpoint(self, checkpoint_id: str | None) -> Checkpoint | None:
+    def checkpoint(self, checkpoint_id: str | None) -> CommittedCheckpoint | None:
         return next((each for each in self.checkpoints if each.checkpoint_id == checkpoint_id), None)
 
 
@@ -174,7 +174,7 @@ class OpenBarrier:
     """Members of the generation that have not arrived, in order of rank."""
 
 
-class Said(NamedTuple):
+class StepProgress(NamedTuple):
     """What a heartbeat says of a worker's progress."""
 
     step: int
@@ -186,14 +186,14 @@ class Said(NamedTuple):
 
 
 @dataclass
-class Pace:
+class StragglerState:
     """How the workers of a generation get on, as far as they say it."""
 
     generation: int = 0
-    said: dict[str, tuple[Said, float]] = field(default_factory=dict)
+    progress: dict[str, tuple[StepProgress, float]] = field(default_factory=dict)
     """What was said since the last judgement, and when."""
-    samples: dict[str, Sample] = field(default_factory=dict)
-    standings: dict[str, Standing] = field(default_factory=dict)
+    samples: dict[str, StepSample] = field(default_factory=dict)
+    standings: dict[str, StragglerStanding] = field(default_factory=dict)
     judged_s: float | None = None
     idle: set[str] = field(default_factory=set)
     """Workers that asked for data and got none: without data there are no steps."""
@@ -202,15 +202,15 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Placed:
+class BucketPlacement:
     version: tuple[int, int]
     """The generation, and how often shares had changed."""
-    assignment: Assignment
+    assignment: BucketAssignment
     by_worker: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
-class Graves:
+class GarbageParts:
     """Tombstones by the rank that is to be told of them."""
 
     version: tuple[int, int, int]
@@ -219,16 +219,16 @@ class Graves:
 
 
 @dataclass
-class Live:
+class SoftState:
     """What this process has seen of a job. All times are this process's monotonic seconds."""
 
     seen_s: OrderedDict[str, float] = field(default_factory=OrderedDict)
     """When each member last said anything; longest silent first."""
-    suspect_s: dict[str, float] = field(default_factory=dict)
+    disconnected_at_s: dict[str, float] = field(default_factory=dict)
     """Since when a member's presence is broken."""
-    amnesty: bool = False
+    grace_granted: bool = False
     """Whether the members known from the journal were given time to be heard of."""
-    unheard: dict[str, None] = field(default_factory=dict)
+    not_yet_seen: dict[str, None] = field(default_factory=dict)
     """Those of them who have said nothing yet. Their `seen_s` lies ahead, out of order: they are looked at apart."""
     unsettled_s: float | None = None
     """Since when members have been coming and going without a generation being formed."""
@@ -238,20 +238,20 @@ class Live:
     pickers: dict[tuple[str, int], Picker] = field(default_factory=dict)
     file_ends: dict[str, list[int]] = field(default_factory=dict)
     """By dataset, the sample after the last one of each file."""
-    placements: dict[int, Placed] = field(default_factory=dict)
+    placements: dict[int, BucketPlacement] = field(default_factory=dict)
     """By number of buckets, who owns each of them. Gives affinity only; the ledger gives truth."""
-    waiting: dict[tuple[str, str], int] = field(default_factory=dict)
+    open_calls: dict[tuple[str, str], int] = field(default_factory=dict)
     """By worker and incarnation, calls of it that are open: as long as one is, the worker is there."""
     interval_s: float = 0.0
     """The heartbeat interval that members are told."""
-    lenient: tuple[float, float] = (0.0, 0.0)
+    old_interval: tuple[float, float] = (0.0, 0.0)
     """An interval that was told before and was longer, and until when somebody may still keep to it."""
     read_until: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """By worker, how far it last said it had read in its leases."""
-    unreported: dict[tuple[int, str], dict[int, None]] = field(default_factory=dict)
+    missing_ranks: dict[tuple[int, str], dict[int, None]] = field(default_factory=dict)
     """By generation and checkpoint that is being collected, the ranks that have not reported it; only to name them."""
-    graves: Graves | None = None
-    pace: Pace = field(default_factory=Pace)
+    garbage: GarbageParts | None = None
+    pace: StragglerState = field(default_factory=StragglerState)
 
 
 @dataclass
@@ -259,16 +259,16 @@ class CoordState:
     """One partition: its jobs, and what this process needs to give out lease ids of its own."""
 
     jobs: dict[str, JobState] = field(default_factory=dict)
-    live: dict[str, Live] = field(default_factory=dict)
+    live: dict[str, SoftState] = field(default_factory=dict)
     leader_epoch: int = 0
     leases_given: int = 0
     ticked_s: float | None = None
-    beats_per_s: float = BEATS_PER_S
+    heartbeats_per_s: float = HEARTBEATS_PER_S
     fleet: int = 0
     """Members of all jobs, as counted at the last tick."""
 
-    def live_of(self, job: str) -> Live:
+    def soft_of(self, job: str) -> SoftState:
         found = self.live.get(job)
         if found is None:
-            found = self.live[job] = Live()
+            found = self.live[job] = SoftState()
         return found

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf, sqrt
 from typing import Final, assert_never
 
-from strata.coord.core.facts import CommandKind, Finding, Rung
+from strata.coord.core.facts import CommandKind, EscalationLevel, StragglerFinding
 
 _SIGMA: Final = 1.4826
 """A standard deviation in MADs, for normal noise."""
@@ -31,7 +31,7 @@ _MEDIAN_NOISE: Final = 1.2533
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class StragglerLimits:
     recent: int = 8
     """Steps that make a worker's present speed."""
     window: int = 32
@@ -50,12 +50,12 @@ class Limits:
     hang_floor_s: float = 60.0
     alive_s: float = 15.0
     """One that has not been heard of for so long is silent, which is not judged here."""
-    slow_until: Rung = Rung.STOP
+    slow_until: EscalationLevel = EscalationLevel.STOP
     """The last rung for being slow. `reweight` suits elastic jobs: who has less to do holds nobody up."""
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """What one life of one worker told in one generation. `observed` makes the next from the last."""
 
     step: int
@@ -87,11 +87,17 @@ class Sample:
 
 
 def observed(
-    before: Sample | None, step: int, step_time_s: float | None, now_s: float, *, busy: bool = False, window: int = 32
-) -> Sample:
+    before: StepSample | None,
+    step: int,
+    step_time_s: float | None,
+    now_s: float,
+    *,
+    busy: bool = False,
+    window: int = 32,
+) -> StepSample:
     """After a heartbeat. A duration that is not told, or cannot be, follows from the time and the steps in between."""
     if before is None:
-        return Sample(step, now_s, now_s, busy=busy)
+        return StepSample(step, now_s, now_s, busy=busy)
     if step == before.step:
         # What it was busy with is not time in which a step should have ended.
         moved_s = now_s if busy or before.busy else before.moved_s
@@ -102,44 +108,47 @@ def observed(
     if step_time_s is None or not 0 < step_time_s < inf:
         step_time_s = (now_s - before.moved_s) / (step - before.step)
     times_s = (*before.times_s, step_time_s)[-window:]
-    return Sample(step, now_s, now_s, times_s, before.steps + 1, busy)
+    return StepSample(step, now_s, now_s, times_s, before.steps + 1, busy)
 
 
-NEXT: Final[dict[tuple[Rung, Finding], Rung]] = {
-    (Rung.NONE, Finding.SLOW): Rung.REWEIGHT,
-    (Rung.REWEIGHT, Finding.SLOW): Rung.REBALANCE,
-    (Rung.REBALANCE, Finding.SLOW): Rung.STOP,
+NEXT: Final[dict[tuple[EscalationLevel, StragglerFinding], EscalationLevel]] = {
+    (EscalationLevel.NONE, StragglerFinding.SLOW): EscalationLevel.REWEIGHT,
+    (EscalationLevel.REWEIGHT, StragglerFinding.SLOW): EscalationLevel.REBALANCE,
+    (EscalationLevel.REBALANCE, StragglerFinding.SLOW): EscalationLevel.STOP,
     # Less data does not help one that reads none.
-    (Rung.NONE, Finding.HUNG): Rung.REBALANCE,
-    (Rung.REWEIGHT, Finding.HUNG): Rung.REBALANCE,
-    (Rung.REBALANCE, Finding.HUNG): Rung.STOP,
-    (Rung.REWEIGHT, Finding.FINE): Rung.NONE,
-    (Rung.REBALANCE, Finding.FINE): Rung.NONE,
+    (EscalationLevel.NONE, StragglerFinding.HUNG): EscalationLevel.REBALANCE,
+    (EscalationLevel.REWEIGHT, StragglerFinding.HUNG): EscalationLevel.REBALANCE,
+    (EscalationLevel.REBALANCE, StragglerFinding.HUNG): EscalationLevel.STOP,
+    (EscalationLevel.REWEIGHT, StragglerFinding.FINE): EscalationLevel.NONE,
+    (EscalationLevel.REBALANCE, StragglerFinding.FINE): EscalationLevel.NONE,
 }
 """One that was told to stop has no way back: its next life begins below."""
 
-LADDER: Final = tuple(Rung)
+LADDER: Final = tuple(EscalationLevel)
 
-COMMAND: Final[dict[Rung, CommandKind]] = {Rung.REBALANCE: CommandKind.REBALANCE, Rung.STOP: CommandKind.STOP}
+COMMAND: Final[dict[EscalationLevel, CommandKind]] = {
+    EscalationLevel.REBALANCE: CommandKind.REBALANCE,
+    EscalationLevel.STOP: CommandKind.STOP,
+}
 
 
 @dataclass(frozen=True)
-class Standing:
+class StragglerStanding:
     """Where a worker stands, and the finding that may move it, with its beginning."""
 
-    rung: Rung = Rung.NONE
-    finding: Finding | None = None
+    rung: EscalationLevel = EscalationLevel.NONE
+    finding: StragglerFinding | None = None
     since_steps: int = 0
     since_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class Incident:
+class StragglerIncident:
     """A worker moved on the ladder."""
 
     worker_id: str
-    finding: Finding
-    rung: Rung
+    finding: StragglerFinding
+    rung: EscalationLevel
     """What to do now; NONE takes back what was done."""
     weight: float
     """What its share of the data should be multiplied with."""
@@ -147,9 +156,9 @@ class Incident:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    incidents: tuple[Incident, ...]
-    standings: dict[str, Standing]
+class StragglerVerdicts:
+    incidents: tuple[StragglerIncident, ...]
+    standings: dict[str, StragglerStanding]
 
 
 @dataclass(frozen=True)
@@ -177,64 +186,78 @@ class _Hang:
 
 
 def judge(
-    samples: Mapping[str, Sample], standings: Mapping[str, Standing], now_s: float, limits: Limits | None = None
-) -> Judgement:
+    samples: Mapping[str, StepSample],
+    standings: Mapping[str, StragglerStanding],
+    now_s: float,
+    limits: StragglerLimits | None = None,
+) -> StragglerVerdicts:
     """Incidents since the last time, and the standings for the next. `samples` are of one generation's members."""
-    limits = limits or Limits()
+    limits = limits or StragglerLimits()
     speed, hang = _speed(samples, limits), _hang(samples, now_s, limits)
-    incidents: list[Incident] = []
-    after: dict[str, Standing] = {}
+    incidents: list[StragglerIncident] = []
+    after: dict[str, StragglerStanding] = {}
     for worker_id, sample in samples.items():
         finding = _finding(worker_id, speed, hang, limits)
-        standing = standings.get(worker_id, Standing())
+        standing = standings.get(worker_id, StragglerStanding())
         rung = _rung(standing, finding, sample, now_s, hang, limits)
         after[worker_id] = _standing(standing, finding, rung, sample, now_s)
         if rung is not standing.rung and finding is not None:
             hung = _hung_reason(worker_id, sample, hang, now_s)
             incidents.append(_incident(worker_id, finding, rung, speed, hung))
-    return Judgement(tuple(incidents), after)
+    return StragglerVerdicts(tuple(incidents), after)
 
 
-def _finding(worker_id: str, speed: _Speed, hang: _Hang | None, limits: Limits) -> Finding | None:
+def _finding(worker_id: str, speed: _Speed, hang: _Hang | None, limits: StragglerLimits) -> StragglerFinding | None:
     if hang is not None and worker_id in hang.hung:
-        return Finding.HUNG
+        return StragglerFinding.HUNG
     own_s = speed.own_s.get(worker_id)
     if own_s is None:
         return None
     if own_s <= speed.median_s * limits.fine_ratio:
-        return Finding.FINE
+        return StragglerFinding.FINE
     z = (own_s - speed.median_s) / speed.sigma_s
-    return Finding.SLOW if z >= limits.slow_z and own_s >= speed.median_s * limits.slow_ratio else None
+    return StragglerFinding.SLOW if z >= limits.slow_z and own_s >= speed.median_s * limits.slow_ratio else None
 
 
 def _rung(
-    standing: Standing, finding: Finding | None, sample: Sample, now_s: float, hang: _Hang | None, limits: Limits
-) -> Rung:
+    standing: StragglerStanding,
+    finding: StragglerFinding | None,
+    sample: StepSample,
+    now_s: float,
+    hang: _Hang | None,
+    limits: StragglerLimits,
+) -> EscalationLevel:
     """The same, or the next one if the finding lasted long enough."""
     following = NEXT.get((standing.rung, finding), standing.rung) if finding else standing.rung
-    if finding is Finding.HUNG and hang is not None:
-        if hang.most and following is Rung.STOP:
+    if finding is StragglerFinding.HUNG and hang is not None:
+        if hang.most and following is EscalationLevel.STOP:
             return standing.rung
         # The timeout was the patience; the next rung takes another one.
-        began = standing.finding is not Finding.HUNG
+        began = standing.finding is not StragglerFinding.HUNG
         return following if began or now_s - standing.since_s >= hang.timeout_s else standing.rung
-    if finding is Finding.SLOW and LADDER.index(following) > LADDER.index(limits.slow_until):
+    if finding is StragglerFinding.SLOW and LADDER.index(following) > LADDER.index(limits.slow_until):
         return standing.rung
     lasted = sample.steps - standing.since_steps if standing.finding is finding else 0
     return following if lasted >= limits.patience_steps else standing.rung
 
 
-def _standing(standing: Standing, finding: Finding | None, rung: Rung, sample: Sample, now_s: float) -> Standing:
+def _standing(
+    standing: StragglerStanding,
+    finding: StragglerFinding | None,
+    rung: EscalationLevel,
+    sample: StepSample,
+    now_s: float,
+) -> StragglerStanding:
     goes_on = (
         finding is standing.finding
         and rung is standing.rung
         # After a new generation its steps count from the start.
         and sample.steps >= standing.since_steps
     )
-    return standing if goes_on else Standing(rung, finding, sample.steps, now_s)
+    return standing if goes_on else StragglerStanding(rung, finding, sample.steps, now_s)
 
 
-def _speed(samples: Mapping[str, Sample], limits: Limits) -> _Speed:
+def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed:
     told = {worker_id: each for worker_id, each in samples.items() if len(each.times_s) >= limits.recent}
     if len(told) < limits.min_workers:
         return _Speed()
@@ -250,7 +273,7 @@ def _speed(samples: Mapping[str, Sample], limits: Limits) -> _Speed:
     return _Speed(own_s, median_s, max(between_s, within_s, 0.01 * median_s, 1e-9))
 
 
-def _hang(samples: Mapping[str, Sample], now_s: float, limits: Limits) -> _Hang | None:
+def _hang(samples: Mapping[str, StepSample], now_s: float, limits: StragglerLimits) -> _Hang | None:
     """None if nobody's step is overdue."""
     able = {
         worker_id: each
@@ -271,24 +294,26 @@ def _hang(samples: Mapping[str, Sample], now_s: float, limits: Limits) -> _Hang 
     return _Hang(timeout_s, long_s, hung, len(samples))
 
 
-def _incident(worker_id: str, finding: Finding, rung: Rung, speed: _Speed, hung: str) -> Incident:
+def _incident(
+    worker_id: str, finding: StragglerFinding, rung: EscalationLevel, speed: _Speed, hung: str
+) -> StragglerIncident:
     """`hung` is the sentence for one that hangs."""
     own_s, median_s = speed.own_s.get(worker_id, 0.0), speed.median_s
     among = f"{own_s:.3g} s for a step where the median of {len(speed.own_s)} workers is {median_s:.3g} s"
     match finding:
-        case Finding.HUNG:
-            return Incident(worker_id, finding, rung, 1.0, hung)
-        case Finding.SLOW:
+        case StragglerFinding.HUNG:
+            return StragglerIncident(worker_id, finding, rung, 1.0, hung)
+        case StragglerFinding.SLOW:
             times, z = own_s / median_s, (own_s - median_s) / speed.sigma_s
             reason = f"{worker_id} is slow: {among}, {times:.1f} times as long (z {z:.1f})"
-            return Incident(worker_id, finding, rung, 1 / times, reason)
-        case Finding.FINE:
-            return Incident(worker_id, finding, rung, 1.0, f"{worker_id} keeps up again: {among}")
+            return StragglerIncident(worker_id, finding, rung, 1 / times, reason)
+        case StragglerFinding.FINE:
+            return StragglerIncident(worker_id, finding, rung, 1.0, f"{worker_id} keeps up again: {among}")
         case _:
             assert_never(finding)
 
 
-def _hung_reason(worker_id: str, sample: Sample, hang: _Hang | None, now_s: float) -> str:
+def _hung_reason(worker_id: str, sample: StepSample, hang: _Hang | None, now_s: float) -> str:
     if hang is None:
         return ""
     others = len(hang.hung) - 1

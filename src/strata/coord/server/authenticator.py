@@ -14,15 +14,15 @@ from strata.coord.server.wire import Identity
 ANY: Final = frozenset(Role)
 WORKER: Final = frozenset({Role.WORKER})
 OPERATOR: Final = frozenset({Role.OPERATOR})
-KNOWN_KEPT: Final = 16_384
-NOBODY: Final = Identity()
+CACHE_SIZE: Final = 16_384
+ANONYMOUS: Final = Identity()
 _BEARER: Final = "bearer "
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 @dataclass(frozen=True)
-class _Known:
+class _CachedIdentity:
     """What a set of metadata was found to mean."""
 
     identity: Identity
@@ -30,57 +30,57 @@ class _Known:
     """None: no token is needed."""
 
 
-class Gate:
+class TokenAuthenticator:
     """Remembers whom it let in: a worker sends the same metadata with every call."""
 
     def __init__(self, tokens: Tokens | None, clock: Clock, revoked: Container[str] = frozenset()) -> None:
         self._tokens = tokens
         self._clock = clock
         self._revoked = revoked
-        self._known: dict[Metadata, _Known] = {}
+        self._cache: dict[Metadata, _CachedIdentity] = {}
 
     @property
-    def is_open(self) -> bool:
+    def allows_anonymous(self) -> bool:
         """Nobody needs a token."""
         return self._tokens is None
 
     def identify(self, metadata: Metadata, roles: frozenset[Role]) -> Identity:
         """The caller, if its token (where tokens are needed) has one of the roles."""
-        known = self._known.get(metadata)
-        if known is None or (known.claims is not None and self._clock.wall_s() >= known.claims.expires_s):
-            known = self._remember(metadata)
-        claims = known.claims
+        cached = self._cache.get(metadata)
+        if cached is None or (cached.claims is not None and self._clock.wall_s() >= cached.claims.expires_s):
+            cached = self._authenticate(metadata)
+        claims = cached.claims
         if claims is None:
-            return known.identity
+            return cached.identity
         if claims.id and claims.id in self._revoked:
             raise StrataError(Code.UNAUTHENTICATED, "the token has been revoked")
         if claims.role not in roles:
             wanted = " or ".join(sorted(role.value for role in roles))
             raise StrataError(Code.FORBIDDEN, f"this call needs the token of a {wanted}, not of a {claims.role.value}")
-        return known.identity
+        return cached.identity
 
     def renewal(self, metadata: Metadata) -> str | None:
         """The successor of the token that an identified caller sent, once it is due."""
-        known = self._known.get(metadata)
-        if self._tokens is None or known is None or known.claims is None or not known.claims.renew_until_s:
+        cached = self._cache.get(metadata)
+        if self._tokens is None or cached is None or cached.claims is None or not cached.claims.renew_until_s:
             return None
-        claims = known.claims.renewed(self._clock.wall_s())
+        claims = cached.claims.renewed(self._clock.wall_s())
         return None if claims is None else self._tokens.issue(claims)
 
-    def _remember(self, metadata: Metadata) -> _Known:
-        self._known.pop(metadata, None)
-        known = self._read(metadata)
-        if len(self._known) >= KNOWN_KEPT:
+    def _authenticate(self, metadata: Metadata) -> _CachedIdentity:
+        self._cache.pop(metadata, None)
+        cached = self._read(metadata)
+        if len(self._cache) >= CACHE_SIZE:
             # Whoever varies its metadata gains nothing but that everybody is read once more.
-            self._known.clear()
-        self._known[metadata] = known
-        return known
+            self._cache.clear()
+        self._cache[metadata] = cached
+        return cached
 
-    def _read(self, metadata: Metadata) -> _Known:
+    def _read(self, metadata: Metadata) -> _CachedIdentity:
         said = {key: value for key, value in metadata if isinstance(value, str)}
         job, worker_id = said.get("strata-job", ""), said.get("strata-worker", "")
         if self._tokens is None:
-            return _Known(Identity(job, worker_id), None)
+            return _CachedIdentity(Identity(job, worker_id), None)
         bearer = said.get("authorization", "")
         if not bearer.lower().startswith(_BEARER):
             raise StrataError(
@@ -92,4 +92,4 @@ class Gate:
         identity.job_of(job)
         if worker_id:
             identity.worker_of(worker_id)
-        return _Known(identity, claims)
+        return _CachedIdentity(identity, claims)

@@ -63,15 +63,15 @@ MOST_FIELDS_OF: Final[Mapping[str, int]] = {"AckDataset": 200_000, "HeartbeatBat
 _COUNTED_FROM: Final = 32
 """Bytes for each allowed field: a shorter message is parsed without counting, as it cannot have many more."""
 
-Admit = Callable[[str, Metadata], None]
+CheckAccess = Callable[[str, Metadata], None]
 """Raises unless the metadata may make the call of that name."""
 
 
 class CoordinatorHandler(grpc.GenericRpcHandler):
     """All calls of the contract. `calls` has a coroutine function for each of them, by name."""
 
-    def __init__(self, calls: Mapping[str, Callable[[Any, Any], Awaitable[Any]]], admit: Admit) -> None:
-        self._admit = admit
+    def __init__(self, calls: Mapping[str, Callable[[Any, Any], Awaitable[Any]]], check_access: CheckAccess) -> None:
+        self._check_access = check_access
         self._handlers: dict[str, tuple[str, Any]] = {}
         for method in _SERVICE.methods:
             make = (
@@ -92,7 +92,7 @@ class CoordinatorHandler(grpc.GenericRpcHandler):
             return None
         name, handler = found
         try:
-            self._admit(name, details.invocation_metadata or ())
+            self._check_access(name, details.invocation_metadata or ())
         except StrataError as error:
             return _refusing(error)
         return handler

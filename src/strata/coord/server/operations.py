@@ -8,26 +8,26 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core import checkpoints, members
-from strata.coord.core.facts import Dataset, Verdict
+from strata.coord.core.facts import BarrierVerdict, Dataset
 from strata.coord.core.inputs import (
     Ack,
-    Arrive,
-    Assignment,
+    ArriveAtBarrier,
     BarrierState,
     Caller,
     CheckpointState,
     CreateJob,
-    Issue,
-    Issued,
+    DatasetRegistration,
+    IssueCommand,
+    IssuedCommand,
     Leave,
     NextShards,
-    Place,
-    Recover,
+    RankAssignment,
     Recovery,
     Register,
     RegisterDataset,
-    Registered,
-    Report,
+    ReportCheckpoint,
+    RequestRecovery,
+    ShardAssignment,
 )
 from strata.coord.core.ledger import DatasetLedger
 from strata.coord.core.state import CoordState, JobState
@@ -42,25 +42,25 @@ async def _nothing() -> None:
     pass
 
 
-async def register(service: CoordinatorService, given: Register) -> tuple[JobState, Place]:
+async def register(service: CoordinatorService, request: Register) -> tuple[JobState, RankAssignment]:
     """Register, and wait for a place; generation 0 if there is none soon."""
-    if given.job not in service.state.jobs:
-        await service.ask(CreateJob(given.job, service.options.job))
-    caller = Caller(given.job, given.worker.worker_id, given.worker.incarnation)
+    if request.job not in service.state.jobs:
+        await service.submit(CreateJob(request.job, service.options.job))
+    caller = Caller(request.job, request.worker.worker_id, request.worker.incarnation)
     deadline_s = service.clock.monotonic_s() + PLACE_WAIT_S
-    await service.ask(given)
+    await service.submit(request)
     while True:
-        with service.events.subscribe(("formed", given.job)) as formed:
-            job = service.state.jobs[given.job]
+        with service.events.subscribe(("formed", request.job)) as formed:
+            job = service.state.jobs[request.job]
             members.member_of(job, caller)
-            place = members.place_of(job, caller.worker_id)
+            place = members.rank_of(job, caller.worker_id)
             # The core may know of a generation that is being written and could still be lost.
-            if place.generation and place.generation <= service.watch(given.job).generation:
-                service.watch(given.job).unplaced.discard(caller.worker_id)
+            if place.generation and place.generation <= service.telemetry_of(request.job).generation:
+                service.telemetry_of(request.job).awaiting_rank.discard(caller.worker_id)
                 return job, place
             left_s = deadline_s - service.clock.monotonic_s()
             if left_s <= 0:
-                service.watch(given.job).unplaced.add(caller.worker_id)
+                service.telemetry_of(request.job).awaiting_rank.add(caller.worker_id)
                 return job, replace(place, generation=0, rank=-1, world_size=0)
             with service.open_call(caller):
                 await formed.wait(left_s)
@@ -81,53 +81,53 @@ def lost_leases(job: JobState, worker_id: str, held: Sequence[int]) -> list[int]
     return [lease_id for lease_id in held if lease_id not in own]
 
 
-async def next_shards(service: CoordinatorService, given: NextShards, wait_s: float) -> Assignment:
+async def next_shards(service: CoordinatorService, request: NextShards, wait_s: float) -> ShardAssignment:
     """Ack and ask; if there is nothing now but may be later, wait for it."""
     deadline_s = service.clock.monotonic_s() + wait_s
-    given, stale = await _ack_other_epochs(service, given)
-    found = (await service.ask(given)).reply
-    assert isinstance(found, Assignment)
+    request, stale = await _ack_other_epochs(service, request)
+    found = (await service.submit(request)).reply
+    assert isinstance(found, ShardAssignment)
     if found.leases or found.end_of_epoch or wait_s <= 0:
         return replace(found, stale=(*stale, *found.stale)) if stale else found
-    return await _wait_for_shards(service, given, (*stale, *found.stale), deadline_s)
+    return await _wait_for_shards(service, request, (*stale, *found.stale), deadline_s)
 
 
 async def _wait_for_shards(
-    service: CoordinatorService, given: NextShards, stale: tuple[int, ...], deadline_s: float
-) -> Assignment:
+    service: CoordinatorService, request: NextShards, stale: tuple[int, ...], deadline_s: float
+) -> ShardAssignment:
     # What was acked is acked.
-    given = replace(given, acks=())
+    request = replace(request, acks=())
     while True:
-        with service.events.subscribe(("data", given.caller.job)) as moved:
+        with service.events.subscribe(("data", request.caller.job)) as moved:
             try:
-                found = (await service.ask(given)).reply
+                found = (await service.submit(request)).reply
             except StrataError as error:
                 # What may free shards is often the loss of a worker, and then a new generation has to form first.
                 if not (service.leads and error.code is Code.UNAVAILABLE):
                     raise
-                found = Assignment((), end_of_epoch=False, stale=())
-            assert isinstance(found, Assignment)
+                found = ShardAssignment((), end_of_epoch=False, stale=())
+            assert isinstance(found, ShardAssignment)
             left_s = deadline_s - service.clock.monotonic_s()
             if found.leases or found.end_of_epoch or left_s <= 0:
                 return replace(found, stale=stale)
-            with service.open_call(given.caller):
+            with service.open_call(request.caller):
                 await moved.wait(left_s)
             if moved.cancelled():
                 raise not_leading()
 
 
-async def _ack_other_epochs(service: CoordinatorService, given: NextShards) -> tuple[NextShards, tuple[int, ...]]:
+async def _ack_other_epochs(service: CoordinatorService, request: NextShards) -> tuple[NextShards, tuple[int, ...]]:
     """The core acks within one epoch; a worker may ack the last shard of one when it asks for the first of the next."""
-    job = service.state.jobs.get(given.caller.job)
-    dataset = job.datasets.get(given.dataset_id) if job else None
-    if dataset is None or not given.acks or dataset.epochs.keys() <= {given.epoch}:
-        return given, ()
+    job = service.state.jobs.get(request.caller.job)
+    dataset = job.datasets.get(request.dataset_id) if job else None
+    if dataset is None or not request.acks or dataset.epochs.keys() <= {request.epoch}:
+        return request, ()
     stale: tuple[int, ...] = ()
-    for epoch, acks in _by_epoch(dataset, given.caller.worker_id, given.acks).items():
-        if epoch != given.epoch:
-            stale += await _ack_only(service, replace(given, epoch=epoch, acks=acks), dataset)
-            given = replace(given, acks=tuple(ack for ack in given.acks if ack not in acks))
-    return given, stale
+    for epoch, acks in _by_epoch(dataset, request.caller.worker_id, request.acks).items():
+        if epoch != request.epoch:
+            stale += await _ack_only(service, replace(request, epoch=epoch, acks=acks), dataset)
+            request = replace(request, acks=tuple(ack for ack in request.acks if ack not in acks))
+    return request, stale
 
 
 def _by_epoch(dataset: DatasetLedger, worker_id: str, acks: Sequence[Ack]) -> dict[int, tuple[Ack, ...]]:
@@ -139,11 +139,11 @@ def _by_epoch(dataset: DatasetLedger, worker_id: str, acks: Sequence[Ack]) -> di
     return found
 
 
-async def _ack_only(service: CoordinatorService, given: NextShards, dataset: DatasetLedger) -> tuple[int, ...]:
-    ledger = dataset.epochs.get(given.epoch)
-    held = tuple(ledger.held.get(given.caller.worker_id, ())) if ledger else ()
-    found = (await service.ask(replace(given, count=0, held=held))).reply
-    assert isinstance(found, Assignment)
+async def _ack_only(service: CoordinatorService, request: NextShards, dataset: DatasetLedger) -> tuple[int, ...]:
+    ledger = dataset.epochs.get(request.epoch)
+    held = tuple(ledger.held.get(request.caller.worker_id, ())) if ledger else ()
+    found = (await service.submit(replace(request, count=0, held=held))).reply
+    assert isinstance(found, ShardAssignment)
     return found.stale
 
 
@@ -152,10 +152,10 @@ async def confirm_dataset(
     caller: Caller,
     dataset_id: str,
     define: Callable[[Dataset | None], Dataset | None],
-) -> tuple[Registered, DatasetLedger]:
+) -> tuple[DatasetRegistration, DatasetLedger]:
     """`define` makes the caller's definition, given the registered one for what it leaves open; None: no definition."""
 
-    def given(state: CoordState) -> RegisterDataset:
+    def request(state: CoordState) -> RegisterDataset:
         job = members.job_of(state, caller)
         members.member_of(job, caller)
         known = job.datasets.get(dataset_id)
@@ -169,31 +169,35 @@ async def confirm_dataset(
             )
         return RegisterDataset(caller, wanted)
 
-    found = (await service.ask(given)).reply
-    assert isinstance(found, Registered)
+    found = (await service.submit(request)).reply
+    assert isinstance(found, DatasetRegistration)
     return found, service.state.jobs[caller.job].datasets[dataset_id]
 
 
 async def arrive(
-    service: CoordinatorService, given: Arrive, *, wait: bool, on_wait: Callable[[], Awaitable[None]] = _nothing
+    service: CoordinatorService,
+    request: ArriveAtBarrier,
+    *,
+    wait: bool,
+    on_wait: Callable[[], Awaitable[None]] = _nothing,
 ) -> BarrierState:
     """Arrive, and wait for the verdict. A timed out barrier is an error only to those who waited.
 
     `on_wait`: what can be done while the others are awaited need not be done when all are released at once.
     """
-    caller = given.caller
+    caller = request.caller
     job = service.state.jobs.get(caller.job)
     generation = caller.generation or (job.generation if job else 0)
     # Asked for by its number: while we wait to be decided, the current generation may become another one.
-    given = replace(given, caller=replace(caller, generation=generation))
-    with service.barriers.subscribe((caller.job, generation, given.barrier_id)) as decided:
-        found = (await service.ask(given)).reply
+    request = replace(request, caller=replace(caller, generation=generation))
+    with service.barriers.subscribe((caller.job, generation, request.barrier_id)) as decided:
+        found = (await service.submit(request)).reply
         assert isinstance(found, BarrierState)
-        watch = service.watch(caller.job)
-        watch.name_step(caller.worker_id, given.step)
+        watch = service.telemetry_of(caller.job)
+        watch.record_step(caller.worker_id, request.step)
         if found.verdict is None:
             if not decided.done():
-                watch.opened_s.setdefault(given.barrier_id, service.clock.monotonic_s())
+                watch.barrier_opened_s.setdefault(request.barrier_id, service.clock.monotonic_s())
             if not wait:
                 return found
             with service.open_call(caller):
@@ -201,21 +205,21 @@ async def arrive(
                 if not await decided.wait():
                     raise not_leading()
             found = decided.result()
-    if found.verdict is Verdict.TIMED_OUT and wait:
+    if found.verdict is BarrierVerdict.TIMED_OUT and wait:
         missing = ", ".join(found.missing) or "nobody"
-        raise StrataError(Code.DEADLINE, f"barrier {given.barrier_id!r} timed out; missing: {missing}")
-    if found.verdict is Verdict.MEMBERSHIP_CHANGED:
-        return replace(found, generation=service.watch(caller.job).generation)
+        raise StrataError(Code.DEADLINE, f"barrier {request.barrier_id!r} timed out; missing: {missing}")
+    if found.verdict is BarrierVerdict.MEMBERSHIP_CHANGED:
+        return replace(found, generation=service.telemetry_of(caller.job).generation)
     return found
 
 
 async def report(
-    service: CoordinatorService, caller: Caller, make: Callable[[JobState], Report]
+    service: CoordinatorService, caller: Caller, make: Callable[[JobState], ReportCheckpoint]
 ) -> tuple[CheckpointState, int]:
     """How the checkpoint stands, and its step. `make` takes from the job what the caller leaves open."""
-    made: list[Report] = []
+    made: list[ReportCheckpoint] = []
 
-    def given(state: CoordState) -> Report:
+    def request(state: CoordState) -> ReportCheckpoint:
         job = members.job_of(state, caller)
         found = make(job)
         found = replace(found, checkpoint_id=_shared_id(job, found))
@@ -224,30 +228,30 @@ async def report(
         made.append(found)
         return made[-1]
 
-    reply = (await service.ask(given)).reply
+    reply = (await service.submit(request)).reply
     assert isinstance(reply, CheckpointState)
     return reply, made[-1].step
 
 
-def _shared_id(job: JobState, given: Report) -> str:
+def _shared_id(job: JobState, request: ReportCheckpoint) -> str:
     """The ranks may have an id each: a checkpoint is one step of one generation, under the id that came first."""
     for collecting in job.collecting.values():
-        if (collecting.generation, collecting.step) == (job.generation, given.step):
+        if (collecting.generation, collecting.step) == (job.generation, request.step):
             return collecting.checkpoint_id
     for done in reversed(job.checkpoints):
         # One part for each rank, in their order.
-        same = done.parts[given.part.rank : given.part.rank + 1] == (given.part,)
-        if (done.generation, done.step) == (job.generation, given.step) and same:
+        same = done.parts[request.part.rank : request.part.rank + 1] == (request.part,)
+        if (done.generation, done.step) == (job.generation, request.step) and same:
             return done.checkpoint_id
-    return given.checkpoint_id
+    return request.checkpoint_id
 
 
-async def recover(service: CoordinatorService, given: Recover) -> Recovery:
-    def observed(state: CoordState) -> Recover:
-        job = members.job_of(state, given.caller)
-        return replace(given, observed_generation=given.observed_generation or job.generation)
+async def recover(service: CoordinatorService, request: RequestRecovery) -> Recovery:
+    def observed(state: CoordState) -> RequestRecovery:
+        job = members.job_of(state, request.caller)
+        return replace(request, observed_generation=request.observed_generation or job.generation)
 
-    reply = (await service.ask(observed)).reply
+    reply = (await service.submit(observed)).reply
     assert isinstance(reply, Recovery)
     return reply
 
@@ -262,16 +266,16 @@ async def leave(
         members.member_of(job, caller)
         for dataset_id, dataset in job.datasets.items():
             for epoch, some in _by_epoch(dataset, caller.worker_id, acks).items():
-                given = NextShards(caller, dataset_id, epoch, acks=some)
+                request = NextShards(caller, dataset_id, epoch, acks=some)
                 rejected -= {ack.lease_id for ack in some}
-                rejected.update(await _ack_only(service, given, dataset))
+                rejected.update(await _ack_only(service, request, dataset))
     # A program that lost some of what it consumed is not done, whatever it says.
-    await service.ask(Leave(caller, f"{LEFT}: {reason}" if reason else LEFT, finished and not rejected))
-    return service.watch(caller.job).generation, sorted(rejected)
+    await service.submit(Leave(caller, f"{LEFT}: {reason}" if reason else LEFT, finished and not rejected))
+    return service.telemetry_of(caller.job).generation, sorted(rejected)
 
 
-async def issue(service: CoordinatorService, given: Issue) -> tuple[int, tuple[str, ...]]:
+async def issue(service: CoordinatorService, request: IssueCommand) -> tuple[int, tuple[str, ...]]:
     """The command's id and who gets it. The same request id again is the same command, whoever leads by then."""
-    reply = (await service.ask(given)).reply
-    assert isinstance(reply, Issued)
+    reply = (await service.submit(request)).reply
+    assert isinstance(reply, IssuedCommand)
     return reply.command_id, reply.workers

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 from strata.coord.core import members
 from strata.coord.core.inputs import Attached, Caller, Detached
-from strata.coord.core.state import Command
+from strata.coord.core.state import PendingCommand
 from strata.coord.server.service import CoordinatorService, not_leading
 
 
 @dataclass(frozen=True)
-class News:
+class PresenceUpdate:
     """What a presence stream has to tell."""
 
     generation: int
-    commands: tuple[Command, ...]
+    commands: tuple[PendingCommand, ...]
 
 
 class Presence:
@@ -26,17 +26,17 @@ class Presence:
     def __init__(self, service: CoordinatorService, caller: Caller) -> None:
         self._service = service
         self._caller = caller
-        self._told: set[int] = set()
+        self._delivered: set[int] = set()
         self._generation = -1
 
-    async def news(self) -> News:
+    async def next_update(self) -> PresenceUpdate:
         """At once what is not known yet, else the next thing that happens."""
         caller, service = self._caller, self._service
         while True:
             with service.events.subscribe(("worker", caller.job, caller.worker_id)) as happened:
                 job = members.job_of(service.state, caller)
                 members.member_of(job, caller)
-                watch = service.watch(caller.job)
+                watch = service.telemetry_of(caller.job)
                 commands = tuple(
                     each
                     for each in job.commands.values()
@@ -44,23 +44,23 @@ class Presence:
                 )
                 if commands or self._generation != watch.generation:
                     self._generation = watch.generation
-                    self._told.update(each.command_id for each in commands)
-                    return News(watch.generation, commands)
+                    self._delivered.update(each.command_id for each in commands)
+                    return PresenceUpdate(watch.generation, commands)
                 if not await happened.wait():
                     raise not_leading()
 
     def _is_new(self, command_id: int, last_command: int) -> bool:
-        return command_id <= last_command and command_id not in self._told
+        return command_id <= last_command and command_id not in self._delivered
 
 
 @contextmanager
-def attached(service: CoordinatorService, caller: Caller) -> Iterator[Presence]:
+def open_presence(service: CoordinatorService, caller: Caller) -> Iterator[Presence]:
     job = members.job_of(service.state, caller)
     # An unnamed life is the current one: the break of this stream must say nothing about the next.
     caller = replace(caller, incarnation=members.member_of(job, caller).worker.incarnation)
-    service.look(Attached(caller))
+    service.peek(Attached(caller))
     presence = Presence(service, caller)
-    streams = service.watch(caller.job).streams
+    streams = service.telemetry_of(caller.job).streams
     streams[caller.worker_id] = presence
     try:
         yield presence
@@ -68,4 +68,4 @@ def attached(service: CoordinatorService, caller: Caller) -> Iterator[Presence]:
         if streams.get(caller.worker_id) is presence:
             del streams[caller.worker_id]
             if service.leads:
-                service.look(Detached(caller))
+                service.peek(Detached(caller))

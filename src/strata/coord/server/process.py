@@ -18,12 +18,12 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.private import write_privately
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.server.authenticator import Gate
+from strata.coord.server.authenticator import TokenAuthenticator
 from strata.coord.server.grpc_handler import CoordinatorHandler, GenericOnly
-from strata.coord.server.service import CoordinatorService, Options
+from strata.coord.server.service import CoordinatorService, ServiceOptions
 from strata.coord.server.servicer import Servicer
 from strata.coord.server.tokens import RevokedTokens, Tokens
-from strata.coord.settings import CoordinatorSettings, Tls, check_exposure
+from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure
 from strata.journal.open import open_journal
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
@@ -81,22 +81,24 @@ async def _serve(settings: CoordinatorSettings, announce: Callable[[str], None])
         service = CoordinatorService(
             journal,
             clock,
-            Options(
+            ServiceOptions(
                 stream=settings.stream,
                 lease_s=settings.lease_s,
                 snapshot_every=settings.snapshot_every,
                 job=settings.job,
             ),
         )
-        server = Server(service, Gate(tokens, clock, revoked), settings)
+        server = CoordinatorServer(service, TokenAuthenticator(tokens, clock, revoked), settings)
         await server.start(announce)
         await server.serve_until(stop)
 
 
-class Server:
+class CoordinatorServer:
     """The gRPC server around one service."""
 
-    def __init__(self, service: CoordinatorService, gate: Gate, settings: CoordinatorSettings) -> None:
+    def __init__(
+        self, service: CoordinatorService, authenticator: TokenAuthenticator, settings: CoordinatorSettings
+    ) -> None:
         self._service = service
         self._settings = settings
         self._health = health.aio.HealthServicer()
@@ -105,8 +107,8 @@ class Server:
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
         add_reflection(reflection.aio.ReflectionServicer(names), others)
-        servicer = Servicer(service, gate)
-        handlers = (CoordinatorHandler(servicer.calls, servicer.admit), *others.handlers)
+        servicer = Servicer(service, authenticator)
+        handlers = (CoordinatorHandler(servicer.calls, servicer.check_access), *others.handlers)
         self._server = grpc.aio.server(handlers=handlers, options=OPTIONS)
         self.port = 0
 
@@ -163,7 +165,7 @@ class Server:
         return f"{transport}, no tokens required: every user of this machine may call as any worker or operator"
 
 
-def _credentials(tls: Tls) -> grpc.ServerCredentials:
+def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
     client_ca = _read(tls.client_ca) if tls.client_ca is not None else None
     return grpc.ssl_server_credentials(
         [(_read(tls.key), _read(tls.certificate))],

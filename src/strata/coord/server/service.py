@@ -35,11 +35,21 @@ from strata.coord.core.facts import (
     ShardReturned,
     WorkerLost,
 )
-from strata.coord.core.inputs import Arrive, BarrierState, Caller, Input, Issue, Outcome, Tick, Waits, WaitsNoLonger
+from strata.coord.core.inputs import (
+    ArriveAtBarrier,
+    BarrierState,
+    CallClosed,
+    Caller,
+    CallOpened,
+    Input,
+    IssueCommand,
+    Outcome,
+    Tick,
+)
 from strata.coord.core.machine import CoordMachine
 from strata.coord.core.state import CoordState
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.server.telemetry import Observed
+from strata.coord.server.telemetry import JobTelemetry
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
 from strata.journal.writer import WriterLimits
@@ -55,12 +65,12 @@ RETRY_S: Final = 0.25
 _log = log.get(__name__)
 
 CoordReplica = Replica[CoordState, Input, Outcome]
-Given = Input | Callable[[CoordState], Input]
+InputSource = Input | Callable[[CoordState], Input]
 """An input, or how to make one from the state at the moment of the decision."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ServiceOptions:
     stream: str = "coord/0"
     lease_s: float = 2.0
     snapshot_every: int = 20_000
@@ -78,7 +88,7 @@ def not_leading() -> StrataError:
 class CoordinatorService:
     """Holds at most one leading replica. A replica that lost the lead is thrown away with all who waited on it."""
 
-    def __init__(self, journal: Journal, clock: Clock, options: Options) -> None:
+    def __init__(self, journal: Journal, clock: Clock, options: ServiceOptions) -> None:
         self.clock = clock
         self.options = options
         self.ids = Ids(clock)
@@ -86,11 +96,11 @@ class CoordinatorService:
         """By (job, generation, barrier_id)."""
         self.events: KeyedNotifier[None] = KeyedNotifier()
         """By ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
-        self.observed: dict[str, Observed] = {}
+        self.observed: dict[str, JobTelemetry] = {}
         self._journal = journal
         self._replica: CoordReplica | None = None
-        self._reigning: asyncio.Task[None] | None = None
-        self._asked: set[asyncio.Task[Outcome]] = set()
+        self._leading: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[Outcome]] = set()
         self._draining = asyncio.Event()
         self._fleet = 0
 
@@ -111,11 +121,11 @@ class CoordinatorService:
         replica = self._replica
         return replica.state if replica is not None and replica.failure is None else None
 
-    def watch(self, job: str) -> Observed:
+    def telemetry_of(self, job: str) -> JobTelemetry:
         """What this process has seen of a job that exists."""
         found = self.observed.get(job)
         if found is None:
-            found = self.observed[job] = Observed()
+            found = self.observed[job] = JobTelemetry()
         return found
 
     async def run(self, on_change: Callable[[], Awaitable[None]]) -> None:
@@ -134,16 +144,16 @@ class CoordinatorService:
             if self._draining.is_set():
                 await replica.resign()
                 return
-            self._begin(replica)
+            self._start_leading(replica)
             await on_change()
-            self._reigning = asyncio.create_task(self._reign(replica), name=f"reign {self.options.stream}")
+            self._leading = asyncio.create_task(self._lead(replica), name=f"reign {self.options.stream}")
             try:
-                await asyncio.wait([self._reigning])
+                await asyncio.wait([self._leading])
             finally:
-                self._reigning.cancel()
-                self._end()
-            if not self._reigning.cancelled():
-                self._reigning.result()
+                self._leading.cancel()
+                self._stop_leading()
+            if not self._leading.cancelled():
+                self._leading.result()
             await on_change()
 
     async def drain(self) -> None:
@@ -157,33 +167,33 @@ class CoordinatorService:
                 await self._resign(replica)
         except (StrataError, TimeoutError) as error:
             _log.warning("the lead was not given back, a standby has to wait for it", reason=str(error))
-        self._end()
+        self._stop_leading()
 
     async def _resign(self, replica: CoordReplica) -> None:
-        if self._asked:
-            await asyncio.wait(self._asked)
-        if self._reigning is not None:
+        if self._background:
+            await asyncio.wait(self._background)
+        if self._leading is not None:
             # Before resigning: a renewal after it would hold the lease of nobody.
-            self._reigning.cancel()
-            await asyncio.wait([self._reigning])
+            self._leading.cancel()
+            await asyncio.wait([self._leading])
         await replica.resign()
 
-    def _begin(self, replica: CoordReplica) -> None:
+    def _start_leading(self, replica: CoordReplica) -> None:
         state = replica.state
         state.leader_epoch = replica.epoch
-        self.observed = {name: Observed.at_start(job) for name, job in state.jobs.items()}
+        self.observed = {name: JobTelemetry.from_journal(job) for name, job in state.jobs.items()}
         if replica.epoch > 1:
-            for watch in self.observed.values():
+            for telemetry_of in self.observed.values():
                 message = f"a coordinator took over as leader {replica.epoch}"
-                watch.incident(pb.INCIDENT_KIND_FAILOVER, self.clock.wall_s(), message)
+                telemetry_of.add_incident(pb.INCIDENT_KIND_FAILOVER, self.clock.wall_s(), message)
         self._replica = replica
         _log.info("leading", stream=self.options.stream, epoch=replica.epoch, jobs=len(state.jobs))
 
-    async def _reign(self, replica: CoordReplica) -> None:
+    async def _lead(self, replica: CoordReplica) -> None:
         async def tick() -> None:
             try:
                 await self._decide(replica, Tick())
-                self._tell_interval(replica.state)
+                self._refresh_interval(replica.state)
             except StrataError:
                 # A leader that failed is about to be thrown away; `reign` says why.
                 if replica.failure is None:
@@ -192,39 +202,39 @@ class CoordinatorService:
         ticks = every(TICK_S, tick, clock=self.clock, max_backoff_s=1.0)
         ticking = asyncio.create_task(ticks, name=f"tick {self.options.stream}")
         try:
-            reason = await replica.reign(self.options.lease_s, snapshot_every=self.options.snapshot_every)
+            reason = await replica.lead_until_deposed(self.options.lease_s, snapshot_every=self.options.snapshot_every)
             _log.warning("deposed", stream=self.options.stream, code=reason.code.value, reason=str(reason))
         finally:
             ticking.cancel()
             await asyncio.wait([ticking])
 
-    def _tell_interval(self, state: CoordState) -> None:
+    def _refresh_interval(self, state: CoordState) -> None:
         """The answer to heartbeats is made once and kept: make it again when the fleet has another interval."""
         if state.fleet != self._fleet:
             self._fleet = state.fleet
-            for watch in self.observed.values():
-                watch.pulse = None
+            for telemetry_of in self.observed.values():
+                telemetry_of.shared_reply = None
 
-    def _end(self) -> None:
+    def _stop_leading(self) -> None:
         self._replica = None
         self.barriers.cancel_all()
         self.events.cancel_all()
 
-    async def ask(self, given: Given) -> Outcome:
+    async def submit(self, request: InputSource) -> Outcome:
         """Decide, and return once it is durable. The others are woken even if this caller is cancelled meanwhile."""
         if self._replica is None:
             raise not_leading()
-        return await self._decide(self._replica, given)
+        return await self._decide(self._replica, request)
 
-    def _ask_beside(self, replica: CoordReplica, given: Input) -> None:
+    def _submit_in_background(self, replica: CoordReplica, request: Input) -> None:
         """Something that nobody waits for, and that may be refused."""
-        task = asyncio.create_task(self._decide(replica, given))
-        self._asked.add(task)
-        task.add_done_callback(self._answered)
+        task = asyncio.create_task(self._decide(replica, request))
+        self._background.add(task)
+        task.add_done_callback(self._on_background_done)
 
-    def look(self, given: Input) -> Outcome:
-        """Decide without writing: for inputs that make no facts. One that does has changed nothing yet; `ask` it."""
-        return decide(self.state, given, self.clock.monotonic_s())
+    def peek(self, request: Input) -> Outcome:
+        """Decide without writing: for inputs that make no facts. One that does has changed nothing yet; `submit` it."""
+        return decide(self.state, request, self.clock.monotonic_s())
 
     def open_call(self, caller: Caller) -> OpenCall:
         """For a `with` statement: while a call of a worker waits here the worker is there, even if it says nothing."""
@@ -235,16 +245,16 @@ class CoordinatorService:
             caller = replace(caller, incarnation=member.worker.incarnation)
         return OpenCall(self, caller)
 
-    def _answered(self, task: asyncio.Task[Outcome]) -> None:
-        self._asked.discard(task)
+    def _on_background_done(self, task: asyncio.Task[Outcome]) -> None:
+        self._background.discard(task)
         if not task.cancelled():
             # A refusal: nobody wants to hear of it.
             task.exception()
 
-    async def _decide(self, replica: CoordReplica, given: Given) -> Outcome:
+    async def _decide(self, replica: CoordReplica, request: InputSource) -> Outcome:
         try:
-            made = given(replica.state) if callable(given) else given
-            outcome, durable = replica.put(made, partial(self._became_true, replica, made))
+            request_input = request(replica.state) if callable(request) else request
+            outcome, durable = replica.submit_nowait(request_input, partial(self._on_committed, replica, request_input))
             if durable is not None:
                 await durable
         except StrataError as error:
@@ -255,19 +265,19 @@ class CoordinatorService:
             failpoint("coord.service.before_reply")
         return outcome
 
-    def _became_true(self, replica: CoordReplica, given: Input, outcome: Outcome) -> None:
+    def _on_committed(self, replica: CoordReplica, request: Input, outcome: Outcome) -> None:
         """Facts are committed: remember them for people, and wake who waited for them."""
         state = replica.state
         at_s = self.clock.wall_s()
         for fact in outcome.facts:
-            self._observe(fact, state, at_s)
+            self._record_fact(fact, state, at_s)
             match fact:
                 case BarrierDecided():
-                    self._release(fact, given, outcome)
+                    self._release(fact, request, outcome)
                 case GenerationFormed():
                     self.events.notify(("formed", fact.job), None)
                     ranks = state.jobs[fact.job].ranks
-                    self._call_back(replica, fact, ranks)
+                    self._request_reregistration(replica, fact, ranks)
                     for worker_id in ranks:
                         self.events.notify(("worker", fact.job, worker_id), None)
                 case CommandIssued():
@@ -277,32 +287,32 @@ class CoordinatorService:
                     self.events.notify(("worker", fact.job, fact.worker_id), None)
                 case _:
                     pass
-            if _moves_data(fact, state):
+            if _may_free_shards(fact, state):
                 self.events.notify(("data", fact.job), None)
         for job in {fact.job for fact in outcome.facts}:
             self.events.notify(("changed", job), None)
 
-    def _observe(self, fact: Fact, state: CoordState, at_s: float) -> None:
+    def _record_fact(self, fact: Fact, state: CoordState, at_s: float) -> None:
         if isinstance(fact, JobReset | JobDeleted):
             # What was seen of workers, checkpoints and incidents is of a run that is over.
             self.observed.pop(fact.job, None)
             if fact.job in state.jobs:
-                self.observed[fact.job] = Observed.at_start(state.jobs[fact.job])
+                self.observed[fact.job] = JobTelemetry.from_journal(state.jobs[fact.job])
         else:
-            self.watch(fact.job).take(fact, at_s)
+            self.telemetry_of(fact.job).record_fact(fact, at_s)
 
-    def _call_back(self, replica: CoordReplica, fact: GenerationFormed, ranks: Iterable[str]) -> None:
+    def _request_reregistration(self, replica: CoordReplica, fact: GenerationFormed, ranks: Iterable[str]) -> None:
         """Who was told that there is no generation yet is told to register again, now that there is one."""
-        unplaced = self.watch(fact.job).unplaced
-        workers = tuple(worker_id for worker_id in ranks if worker_id in unplaced)
-        unplaced.difference_update(workers)
+        awaiting_rank = self.telemetry_of(fact.job).awaiting_rank
+        workers = tuple(worker_id for worker_id in ranks if worker_id in awaiting_rank)
+        awaiting_rank.difference_update(workers)
         if workers and self.leads:
             reason = f"generation {fact.generation} has formed"
-            self._ask_beside(replica, Issue(fact.job, CommandKind.REBALANCE, workers, reason))
+            self._submit_in_background(replica, IssueCommand(fact.job, CommandKind.REBALANCE, workers, reason))
 
-    def _release(self, fact: BarrierDecided, given: Input, outcome: Outcome) -> None:
+    def _release(self, fact: BarrierDecided, request: Input, outcome: Outcome) -> None:
         reply = outcome.reply
-        if not (isinstance(given, Arrive) and isinstance(reply, BarrierState)):
+        if not (isinstance(request, ArriveAtBarrier) and isinstance(reply, BarrierState)):
             reply = BarrierState(fact.verdict, fact.generation, 0, 0, fact.missing)
         self.barriers.notify((fact.job, fact.generation, fact.barrier_id), reply)
 
@@ -317,17 +327,17 @@ class OpenCall:
         self._caller = caller
 
     def __enter__(self) -> None:
-        liveness.wait(self._service.state, Waits(self._caller))
+        liveness.call_opened(self._service.state, CallOpened(self._caller))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         state = self._service.state_if_leading
         if state is not None:
-            liveness.wait_no_longer(state, WaitsNoLonger(self._caller), self._service.clock.monotonic_s())
+            liveness.call_closed(state, CallClosed(self._caller), self._service.clock.monotonic_s())
 
 
-def _moves_data(fact: Fact, state: CoordState) -> bool:
+def _may_free_shards(fact: Fact, state: CoordState) -> bool:
     """Whether somebody who found no shard may find one now, or the end of the epoch."""
     if isinstance(fact, ShardAcked):
         dataset = state.jobs[fact.job].datasets.get(fact.dataset_id)

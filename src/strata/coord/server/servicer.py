@@ -11,14 +11,14 @@ from google.protobuf.message import Message
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.coord.core.inputs import BarrierState, Caller, CreateJob, DeleteJob, Recover, ResetJob
+from strata.coord.core.inputs import BarrierState, Caller, CreateJob, DeleteJob, RequestRecovery, ResetJob
 from strata.coord.core.shards import files_of
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server import operations, wire
-from strata.coord.server.authenticator import ANY, NOBODY, OPERATOR, WORKER, Gate, Metadata
+from strata.coord.server.authenticator import ANONYMOUS, ANY, OPERATOR, WORKER, Metadata, TokenAuthenticator
 from strata.coord.server.grpc_handler import STATUS_OF, trailing
-from strata.coord.server.heartbeat import Heartbeats
-from strata.coord.server.presence import attached
+from strata.coord.server.heartbeat import HeartbeatHandler
+from strata.coord.server.presence import open_presence
 from strata.coord.server.service import CoordinatorService, not_leading
 from strata.coord.server.tokens import Role
 from strata.coord.server.wire import Identity
@@ -45,40 +45,43 @@ _log = log.get(__name__)
 class Servicer:
     """What answers each call of the contract, in `operations` under the contract's name."""
 
-    def __init__(self, service: CoordinatorService, gate: Gate) -> None:
+    def __init__(self, service: CoordinatorService, authenticator: TokenAuthenticator) -> None:
         self._service = service
-        self._gate = gate
+        self._authenticator = authenticator
         self._released: tuple[BarrierState | None, bytes] = None, b""
-        heartbeats = Heartbeats(service)
+        heartbeats = HeartbeatHandler(service)
         self._roles: dict[str, frozenset[Role]] = {}
         self.calls: Final[Mapping[str, Handler]] = {
-            "RegisterWorker": self._serving("RegisterWorker", WORKER, self._register),
-            "Heartbeat": self._serving(
-                "Heartbeat", WORKER, self._renewing(heartbeats.one), heartbeats.plain if gate.is_open else None
+            "RegisterWorker": self._serve("RegisterWorker", WORKER, self._register),
+            "Heartbeat": self._serve(
+                "Heartbeat",
+                WORKER,
+                self._with_token_renewal(heartbeats.one),
+                heartbeats.plain if authenticator.allows_anonymous else None,
             ),
-            "HeartbeatBatch": self._serving("HeartbeatBatch", WORKER, self._renewing(heartbeats.batch)),
-            "GetNextShards": self._serving("GetNextShards", WORKER, self._next_shards),
-            "AckDataset": self._serving("AckDataset", WORKER, self._ack_dataset),
-            "Barrier": self._serving("Barrier", WORKER, self._barrier),
-            "ReportCheckpoint": self._serving("ReportCheckpoint", WORKER, self._report),
-            "RequestRecovery": self._serving("RequestRecovery", WORKER, self._recover),
-            "LeaveWorker": self._serving("LeaveWorker", WORKER, self._leave),
-            "Attach": self._serving("Attach", WORKER, self._while_valid(WORKER, self._attach)),
-            "GetJob": self._serving("GetJob", ANY, self._get_job),
-            "WatchJob": self._serving("WatchJob", ANY, self._while_valid(ANY, self._watch_job)),
-            "IssueCommand": self._serving("IssueCommand", OPERATOR, self._issue),
-            "ListJobs": self._serving("ListJobs", ANY, self._list_jobs),
-            "CreateJob": self._serving("CreateJob", OPERATOR, self._create_job),
-            "ResetJob": self._serving("ResetJob", OPERATOR, self._reset_job),
-            "DeleteJob": self._serving("DeleteJob", OPERATOR, self._delete_job),
+            "HeartbeatBatch": self._serve("HeartbeatBatch", WORKER, self._with_token_renewal(heartbeats.batch)),
+            "GetNextShards": self._serve("GetNextShards", WORKER, self._next_shards),
+            "AckDataset": self._serve("AckDataset", WORKER, self._ack_dataset),
+            "Barrier": self._serve("Barrier", WORKER, self._barrier),
+            "ReportCheckpoint": self._serve("ReportCheckpoint", WORKER, self._report),
+            "RequestRecovery": self._serve("RequestRecovery", WORKER, self._recover),
+            "LeaveWorker": self._serve("LeaveWorker", WORKER, self._leave),
+            "Attach": self._serve("Attach", WORKER, self._ending_with_token(WORKER, self._attach)),
+            "GetJob": self._serve("GetJob", ANY, self._get_job),
+            "WatchJob": self._serve("WatchJob", ANY, self._ending_with_token(ANY, self._watch_job)),
+            "IssueCommand": self._serve("IssueCommand", OPERATOR, self._issue),
+            "ListJobs": self._serve("ListJobs", ANY, self._list_jobs),
+            "CreateJob": self._serve("CreateJob", OPERATOR, self._create_job),
+            "ResetJob": self._serve("ResetJob", OPERATOR, self._reset_job),
+            "DeleteJob": self._serve("DeleteJob", OPERATOR, self._delete_job),
         }
 
-    def admit(self, name: str, metadata: Metadata) -> None:
+    def check_access(self, name: str, metadata: Metadata) -> None:
         """Raise unless the metadata may make this call; before its message is read."""
-        if not self._gate.is_open:
-            self._gate.identify(metadata, self._roles[name])
+        if not self._authenticator.allows_anonymous:
+            self._authenticator.identify(metadata, self._roles[name])
 
-    def _serving(
+    def _serve(
         self,
         name: str,
         roles: frozenset[Role],
@@ -106,11 +109,11 @@ class Servicer:
 
         return answer
 
-    def _while_valid(
+    def _ending_with_token(
         self, roles: frozenset[Role], work: Callable[[Request, Identity, Context], Awaitable[None]]
     ) -> Callable[[Request, Identity, Context], Awaitable[None]]:
         """A stream ends with the token that opened it, at its expiry or when it is revoked."""
-        if self._gate.is_open:
+        if self._authenticator.allows_anonymous:
             return work
 
         async def stream(request: Request, who: Identity, context: Context) -> None:
@@ -118,7 +121,7 @@ class Servicer:
             streaming = asyncio.ensure_future(work(request, who, context))
             try:
                 while not (await asyncio.wait({streaming}, timeout=VALID_CHECK_S))[0]:
-                    self._gate.identify(metadata, roles)
+                    self._authenticator.identify(metadata, roles)
                 streaming.result()
             finally:
                 streaming.cancel()
@@ -126,16 +129,16 @@ class Servicer:
 
         return stream
 
-    def _renewing(
+    def _with_token_renewal(
         self, work: Callable[[Request, Identity, Context], Awaitable[Message | bytes]]
     ) -> Callable[[Request, Identity, Context], Awaitable[Message | bytes]]:
         """A heartbeat brings the successor of the worker's token once that is due."""
-        if self._gate.is_open:
+        if self._authenticator.allows_anonymous:
             return work
 
         async def renew(request: Request, who: Identity, context: Context) -> Message | bytes:
             reply = await work(request, who, context)
-            token = self._gate.renewal(cast(Metadata, context.invocation_metadata() or ()))
+            token = self._authenticator.renewal(cast(Metadata, context.invocation_metadata() or ()))
             if token is None:
                 return reply
             encoded = reply if isinstance(reply, bytes) else reply.SerializeToString()
@@ -153,16 +156,16 @@ class Servicer:
         await context.abort(STATUS_OF[error.code], str(error), trailing(error))
 
     def _identify(self, request: Message, context: Context, roles: frozenset[Role]) -> Identity:
-        if self._gate.is_open and isinstance(request, NAMED) and request.job_id and request.worker_id:
+        if self._authenticator.allows_anonymous and isinstance(request, NAMED) and request.job_id and request.worker_id:
             # The metadata is heard only where the message says nothing, and reading it is not free.
-            return NOBODY
-        return self._gate.identify(cast(Metadata, context.invocation_metadata() or ()), roles)
+            return ANONYMOUS
+        return self._authenticator.identify(cast(Metadata, context.invocation_metadata() or ()), roles)
 
     async def _register(self, request: pb.WorkerInfo, who: Identity, _: Context) -> pb.WorkerConfig:
-        given = wire.worker(request, who, self._service.ids.new("life"))
+        given = wire.worker(request, who, self._service.ids.new("incarnation"))
         job, place = await operations.register(self._service, given)
         if request.sdk_version:
-            self._service.watch(job.job).sdks[given.worker.worker_id] = request.sdk_version
+            self._service.telemetry_of(job.job).sdk_versions[given.worker.worker_id] = request.sdk_version
         reply = wire.config(self._service.state, job, place)
         if request.include_members and place.generation:
             reply.members.extend(wire.members(job))
@@ -174,11 +177,11 @@ class Servicer:
         given = wire.next_shards(request, who)
         found = await operations.next_shards(self._service, given, min(request.wait_ms / 1000, MAX_WAIT_S))
         state = self._service.state
-        job, live = state.jobs[given.caller.job], state.live_of(given.caller.job)
+        job, live = state.jobs[given.caller.job], state.soft_of(given.caller.job)
         dataset = job.datasets[given.dataset_id].dataset
         files_of(live, dataset, 0, 1)
         ends = live.file_ends[given.dataset_id]
-        generation = self._service.watch(job.job).generation
+        generation = self._service.telemetry_of(job.job).generation
         return wire.assignment(found, generation, request.epoch, dataset, ends)
 
     async def _ack_dataset(self, request: pb.DatasetInfo, who: Identity, _: Context) -> pb.DatasetAck:
@@ -205,7 +208,7 @@ class Servicer:
 
     async def _report(self, request: pb.CheckpointInfo, who: Identity, _: Context) -> pb.CheckpointAck:
         caller = wire.caller(request, who, request.generation)
-        steps = self._service.watch(caller.job).steps if caller.job in self._service.state.jobs else {}
+        steps = self._service.telemetry_of(caller.job).steps if caller.job in self._service.state.jobs else {}
         found, step = await operations.report(
             self._service,
             caller,
@@ -215,9 +218,9 @@ class Servicer:
 
     async def _recover(self, request: pb.RecoveryRequest, who: Identity, _: Context) -> pb.RecoveryResponse:
         caller = wire.caller(request, who)
-        given = Recover(caller, request.observed_generation, request.bad_checkpoint_id or None)
+        given = RequestRecovery(caller, request.observed_generation, request.bad_checkpoint_id or None)
         found = await operations.recover(self._service, given)
-        times = self._service.watch(caller.job).committed_at_s
+        times = self._service.telemetry_of(caller.job).committed_at_s
         at_s = times.get(found.checkpoint.checkpoint_id, 0.0) if found.checkpoint else 0.0
         return wire.recovery(found, self._service.state.leader_epoch, at_s)
 
@@ -230,9 +233,9 @@ class Servicer:
 
     async def _attach(self, request: pb.AttachRequest, who: Identity, context: Context) -> None:
         caller: Caller = wire.caller(request, who)
-        with attached(self._service, caller) as presence:
+        with open_presence(self._service, caller) as presence:
             while True:
-                news = await presence.news()
+                news = await presence.next_update()
                 await context.write(
                     pb.AttachResponse(
                         commands=map(wire.command, news.commands),
@@ -242,25 +245,25 @@ class Servicer:
                 )
 
     async def _get_job(self, request: pb.GetJobRequest, who: Identity, _: Context) -> pb.GetJobResponse:
-        return pb.GetJobResponse(job=self._show(who.job_of(request.job_id), request.history_limit))
+        return pb.GetJobResponse(job=self._describe_job(who.job_of(request.job_id), request.history_limit))
 
     async def _watch_job(self, request: pb.WatchJobRequest, who: Identity, context: Context) -> None:
         job_id = who.job_of(request.job_id)
         pause_s = request.min_interval_ms / 1000 or WATCH_S
         while True:
             with self._service.events.subscribe(("changed", job_id)) as changed:
-                await context.write(pb.WatchJobResponse(job=self._show(job_id, request.history_limit)))
+                await context.write(pb.WatchJobResponse(job=self._describe_job(job_id, request.history_limit)))
                 await self._service.clock.sleep(pause_s)
                 await changed.wait(max(REFRESH_S, pause_s))
                 if changed.cancelled():
                     raise not_leading()
 
-    def _show(self, job_id: str, limit: int) -> pb.JobState:
+    def _describe_job(self, job_id: str, limit: int) -> pb.JobState:
         state = self._service.state
         if job_id not in state.jobs:
             raise StrataError(Code.NOT_FOUND, f"there is no job {job_id!r}", reason="unknown-job")
         clock = self._service.clock
-        return job_state(state, job_id, self._service.watch(job_id), clock.monotonic_s(), clock.wall_s(), limit)
+        return job_state(state, job_id, self._service.telemetry_of(job_id), clock.monotonic_s(), clock.wall_s(), limit)
 
     async def _issue(self, request: pb.IssueCommandRequest, who: Identity, _: Context) -> pb.IssueCommandResponse:
         command_id, workers = await operations.issue(self._service, wire.issue(request, who))
@@ -274,14 +277,14 @@ class Servicer:
 
     async def _create_job(self, request: pb.CreateJobRequest, who: Identity, _: Context) -> pb.CreateJobResponse:
         name = who.job_of(request.job_id)
-        await self._service.ask(CreateJob(name, job_config(request, self._service.options.job)))
+        await self._service.submit(CreateJob(name, job_config(request, self._service.options.job)))
         return pb.CreateJobResponse(job=summary(self._service.state.jobs[name]))
 
     async def _reset_job(self, request: pb.ResetJobRequest, who: Identity, _: Context) -> pb.ResetJobResponse:
         name = who.job_of(request.job_id)
-        await self._service.ask(ResetJob(name, request.run))
+        await self._service.submit(ResetJob(name, request.run))
         return pb.ResetJobResponse(job=summary(self._service.state.jobs[name]))
 
     async def _delete_job(self, request: pb.DeleteJobRequest, who: Identity, _: Context) -> pb.DeleteJobResponse:
-        await self._service.ask(DeleteJob(who.job_of(request.job_id)))
+        await self._service.submit(DeleteJob(who.job_of(request.job_id)))
         return pb.DeleteJobResponse()

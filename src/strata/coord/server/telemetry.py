@@ -11,15 +11,15 @@ from typing import Any, Final
 
 from strata.coord.core.facts import (
     BarrierDecided,
+    BarrierVerdict,
     CheckpointCommitted,
     CommandIssued,
+    EscalationLevel,
     Fact,
-    Finding,
     GenerationFormed,
     Recovered,
-    Rung,
     ShardReturned,
-    Verdict,
+    StragglerFinding,
     WorkerJoined,
     WorkerJudged,
     WorkerLost,
@@ -28,21 +28,21 @@ from strata.coord.core.state import JobState
 from strata.coord.pb import coordinator_pb2 as pb
 
 INCIDENTS_KEPT: Final = 256
-KEPT: Final = 1_024
+HISTORY_KEPT: Final = 1_024
 """Of each thing that is over and that people may still ask about."""
 LEFT: Final = "left"
 """How the cause of a worker's loss begins if it went on purpose."""
 REPLACED: Final = "replaced"
-DONE_ABOUT: Final = {
-    Rung.NONE: "it has its full share of the data",
-    Rung.REWEIGHT: "it gets less data",
-    Rung.REBALANCE: "it was told to rebalance",
-    Rung.STOP: "it was told to stop",
+CONSEQUENCE: Final = {
+    EscalationLevel.NONE: "it has its full share of the data",
+    EscalationLevel.REWEIGHT: "it gets less data",
+    EscalationLevel.REBALANCE: "it was told to rebalance",
+    EscalationLevel.STOP: "it was told to stop",
 }
 
 
 @dataclass(frozen=True)
-class Incident:
+class JobIncident:
     kind: pb.IncidentKind.ValueType
     at_s: float
     generation: int
@@ -51,7 +51,7 @@ class Incident:
 
 
 @dataclass(frozen=True)
-class Plain:
+class SharedReply:
     """The answer to a beat that has no commands: the same for all workers of a job until the generation changes."""
 
     message: pb.HeartbeatResponse
@@ -62,53 +62,53 @@ class Plain:
 
 
 @dataclass
-class Observed:
+class JobTelemetry:
     """One job, as far as this process has seen it."""
 
     generation: int = 0
     """The last one that is committed. The core may be ahead of it by what is being written now."""
     last_command: int = 0
     """The last committed one. An uncommitted command must reach nobody: after a failover its id would come again."""
-    beats: dict[str, pb.HeartbeatRequest] = field(default_factory=dict)
+    heartbeats: dict[str, pb.HeartbeatRequest] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     """By worker, the highest step it has named."""
-    handed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    delivered: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Commands in the last answer to a worker that acknowledges by calling again."""
     streams: dict[str, object] = field(default_factory=dict)
     """By worker, its newest presence stream."""
-    unplaced: set[str] = field(default_factory=set)
+    awaiting_rank: set[str] = field(default_factory=set)
     """Workers that registered and were told that there is no generation for them yet."""
-    sdks: dict[str, str] = field(default_factory=dict)
-    gone: dict[str, str] = field(default_factory=dict)
+    sdk_versions: dict[str, str] = field(default_factory=dict)
+    departed: dict[str, str] = field(default_factory=dict)
     """By worker, why it is no member any more."""
-    incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=INCIDENTS_KEPT))
-    opened_s: dict[str, float] = field(default_factory=dict)
+    incidents: deque[JobIncident] = field(default_factory=lambda: deque(maxlen=INCIDENTS_KEPT))
+    barrier_opened_s: dict[str, float] = field(default_factory=dict)
     """By open barrier, when the first one arrived; monotonic."""
     committed_at_s: dict[str, float] = field(default_factory=dict)
     """By checkpoint, wall time."""
     issued_at_s: dict[int, float] = field(default_factory=dict)
     """By command, wall time."""
-    pulse: Plain | None = None
+    shared_reply: SharedReply | None = None
     """None: to be made anew."""
 
     @classmethod
-    def at_start(cls, job: JobState) -> Observed:
+    def from_journal(cls, job: JobState) -> JobTelemetry:
         """Of a job that was read from the journal: all of it is committed."""
         return cls(generation=job.generation, last_command=job.last_command)
 
-    def name_step(self, worker_id: str, step: int) -> None:
+    def record_step(self, worker_id: str, step: int) -> None:
         if step > self.steps.get(worker_id, -1):
             self.steps[worker_id] = step
 
-    def incident(self, kind: pb.IncidentKind.ValueType, at_s: float, message: str, worker_id: str = "") -> None:
-        self.incidents.append(Incident(kind, at_s, self.generation, message, worker_id))
+    def add_incident(self, kind: pb.IncidentKind.ValueType, at_s: float, message: str, worker_id: str = "") -> None:
+        self.incidents.append(JobIncident(kind, at_s, self.generation, message, worker_id))
 
-    def take(self, fact: Fact, at_s: float) -> None:
+    def record_fact(self, fact: Fact, at_s: float) -> None:
         """A fact is committed."""
         match fact:
             case GenerationFormed():
                 self.generation = max(self.generation, fact.generation)
-                self.pulse = None
+                self.shared_reply = None
             case CommandIssued():
                 self.last_command = max(self.last_command, fact.command_id)
                 self.issued_at_s[fact.command_id] = at_s
@@ -123,7 +123,7 @@ class Observed:
                 self._end_barrier(fact, at_s)
             case ShardReturned() if fact.quarantined:
                 message = f"a shard of {fact.dataset_id}, epoch {fact.epoch}, was put aside: {fact.reason}"
-                self.incident(pb.INCIDENT_KIND_SHARD_QUARANTINED, at_s, message)
+                self.add_incident(pb.INCIDENT_KIND_SHARD_QUARANTINED, at_s, message)
             case CheckpointCommitted():
                 self.committed_at_s[fact.checkpoint_id] = at_s
                 _keep_latest(self.committed_at_s)
@@ -133,41 +133,41 @@ class Observed:
                 pass
 
     def _judge(self, fact: WorkerJudged, at_s: float) -> None:
-        kind = pb.INCIDENT_KIND_HANG if fact.finding is Finding.HUNG else pb.INCIDENT_KIND_STRAGGLER
-        self.incident(kind, at_s, f"{fact.reason}; {DONE_ABOUT[fact.rung]}", fact.worker_id)
+        kind = pb.INCIDENT_KIND_HANG if fact.finding is StragglerFinding.HUNG else pb.INCIDENT_KIND_STRAGGLER
+        self.add_incident(kind, at_s, f"{fact.reason}; {CONSEQUENCE[fact.rung]}", fact.worker_id)
 
     def _end_barrier(self, fact: BarrierDecided, at_s: float) -> None:
-        self.opened_s.pop(fact.barrier_id, None)
-        if fact.verdict is Verdict.TIMED_OUT:
+        self.barrier_opened_s.pop(fact.barrier_id, None)
+        if fact.verdict is BarrierVerdict.TIMED_OUT:
             missing = ", ".join(fact.missing) or "nobody"
             message = f"barrier {fact.barrier_id} timed out; missing: {missing}"
-            self.incident(pb.INCIDENT_KIND_BARRIER_TIMED_OUT, at_s, message)
+            self.add_incident(pb.INCIDENT_KIND_BARRIER_TIMED_OUT, at_s, message)
 
     def _lose(self, fact: WorkerLost, at_s: float) -> None:
         worker_id = fact.worker_id
         self._forget(worker_id)
-        self.gone[worker_id] = fact.cause
-        _keep_latest(self.gone)
+        self.departed[worker_id] = fact.cause
+        _keep_latest(self.departed)
         if fact.cause == REPLACED:
             message = f"another process took over from life {fact.incarnation}"
-            self.incident(pb.INCIDENT_KIND_WORKER_REPLACED, at_s, message, worker_id)
+            self.add_incident(pb.INCIDENT_KIND_WORKER_REPLACED, at_s, message, worker_id)
         elif not fact.cause.startswith(LEFT):
-            self.incident(pb.INCIDENT_KIND_WORKER_LOST, at_s, fact.cause, worker_id)
+            self.add_incident(pb.INCIDENT_KIND_WORKER_LOST, at_s, fact.cause, worker_id)
 
     def _recover(self, fact: Recovered, at_s: float) -> None:
         if fact.bad_checkpoint_id is not None:
             message = f"checkpoint {fact.bad_checkpoint_id} cannot be read"
-            self.incident(pb.INCIDENT_KIND_CHECKPOINT_BAD, at_s, message)
+            self.add_incident(pb.INCIDENT_KIND_CHECKPOINT_BAD, at_s, message)
         where = f"checkpoint {fact.checkpoint_id}" if fact.checkpoint_id else "the beginning"
-        self.incident(pb.INCIDENT_KIND_RECOVERY, at_s, f"the job went back to {where}")
+        self.add_incident(pb.INCIDENT_KIND_RECOVERY, at_s, f"the job went back to {where}")
 
     def _forget(self, worker_id: str) -> None:
         """What was said by an earlier life of a worker is not true of the next."""
-        for said in (self.beats, self.steps, self.handed, self.sdks, self.gone):
+        for said in (self.heartbeats, self.steps, self.delivered, self.sdk_versions, self.departed):
             said.pop(worker_id, None)
-        self.unplaced.discard(worker_id)
+        self.awaiting_rank.discard(worker_id)
 
 
 def _keep_latest(known: dict[Any, Any]) -> None:
-    while len(known) > KEPT:
+    while len(known) > HISTORY_KEPT:
         del known[next(iter(known))]

@@ -76,21 +76,21 @@ class Tokens:
             raise StrataError(Code.INVALID, "a token needs a job")
         if claims.worker and claims.role is not Role.WORKER:
             raise StrataError(Code.INVALID, "only a worker's token can be bound to a worker")
-        head = f"{PREFIX}.{_spell(_encode(claims))}"
-        return f"{head}.{_spell(self._sign(head))}"
+        head = f"{PREFIX}.{_encode_base64(_encode(claims))}"
+        return f"{head}.{_encode_base64(self._sign(head))}"
 
     def read(self, token: str, wall_s: float) -> Claims:
         """The claims of a token that is ours and has not expired; else UNAUTHENTICATED."""
         head, _, signature = token.rpartition(".")
         if len(token) > MAX_TOKEN or not head.startswith(f"{PREFIX}."):
-            raise _unknown()
+            raise _not_ours()
         try:
             # The signature comes first: nothing of a forged token is ever parsed.
-            if not hmac.compare_digest(self._sign(head), _unspell(signature)):
-                raise _unknown()
-            claims = _decode(_unspell(head.removeprefix(f"{PREFIX}.")))
+            if not hmac.compare_digest(self._sign(head), _decode_base64(signature)):
+                raise _not_ours()
+            claims = _decode(_decode_base64(head.removeprefix(f"{PREFIX}.")))
         except (binascii.Error, ValueError, msgspec.MsgspecError):
-            raise _unknown() from None
+            raise _not_ours() from None
         if wall_s >= claims.expires_s:
             raise StrataError(Code.UNAUTHENTICATED, "the token has expired", hint="get a new one")
         return claims
@@ -105,17 +105,17 @@ class RevokedTokens:
     def __init__(self, file: Path, clock: Clock) -> None:
         self._file = file
         self._clock = clock
-        self._looked_s = -inf
+        self._checked_s = -inf
         self._stamp: tuple[int, int] | None = None
         self._ids: frozenset[str] = frozenset()
-        self._look()
+        self._reload()
 
     def __contains__(self, token_id: object) -> bool:
-        if self._clock.monotonic_s() >= self._looked_s + REVOKED_CHECK_S:
-            self._look()
+        if self._clock.monotonic_s() >= self._checked_s + REVOKED_CHECK_S:
+            self._reload()
         return token_id in self._ids
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         """UNAVAILABLE, each time, as long as there is a file that cannot be read: it may revoke anyone."""
         now_s = self._clock.monotonic_s()
         try:
@@ -130,16 +130,16 @@ class RevokedTokens:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise StrataError(Code.UNAVAILABLE, f"cannot read the revoked tokens in {self._file}: {reason}") from error
-        self._looked_s = now_s
+        self._checked_s = now_s
 
 
-def _unknown() -> StrataError:
+def _not_ours() -> StrataError:
     return StrataError(Code.UNAUTHENTICATED, "the token is not one of ours")
 
 
-def _spell(content: bytes) -> str:
+def _encode_base64(content: bytes) -> str:
     return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
 
 
-def _unspell(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     return base64.b64decode(text + "=" * (-len(text) % 4), altchars="-_", validate=True)

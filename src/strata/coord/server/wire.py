@@ -9,11 +9,21 @@ from typing import Final, Protocol
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core import inputs
-from strata.coord.core.facts import DEFAULT_BUCKETS, CommandKind, Consumed, Dataset, File, Mode, Part, Verdict, Worker
+from strata.coord.core.facts import (
+    DEFAULT_BUCKETS,
+    BarrierVerdict,
+    CheckpointPart,
+    CommandKind,
+    Consumed,
+    Dataset,
+    DatasetMode,
+    File,
+    RegisteredWorker,
+)
 from strata.coord.core.inputs import Ack, Caller
 from strata.coord.core.ledger import DatasetLedger, progress
 from strata.coord.core.liveness import interval_s
-from strata.coord.core.state import Checkpoint, Command, CoordState, JobState
+from strata.coord.core.state import CommittedCheckpoint, CoordState, JobState, PendingCommand
 from strata.coord.pb import coordinator_pb2 as pb
 
 DEFAULT_JOB: Final = "default"
@@ -26,9 +36,9 @@ EMPTY_RETRY_MS: Final = 200
 """When to ask again for shards that others may give back."""
 
 VERDICT_OF: Final = {
-    Verdict.RELEASED: pb.BARRIER_VERDICT_RELEASED,
-    Verdict.MEMBERSHIP_CHANGED: pb.BARRIER_VERDICT_MEMBERSHIP_CHANGED,
-    Verdict.TIMED_OUT: pb.BARRIER_VERDICT_TIMED_OUT,
+    BarrierVerdict.RELEASED: pb.BARRIER_VERDICT_RELEASED,
+    BarrierVerdict.MEMBERSHIP_CHANGED: pb.BARRIER_VERDICT_MEMBERSHIP_CHANGED,
+    BarrierVerdict.TIMED_OUT: pb.BARRIER_VERDICT_TIMED_OUT,
 }
 KIND_OF: Final = {
     CommandKind.STOP: pb.COMMAND_KIND_STOP,
@@ -96,7 +106,7 @@ def worker(message: pb.WorkerInfo, identity: Identity, incarnation: str) -> inpu
     weight = message.weight if message.HasField("weight") else float(max(1, message.gpu_count))
     return inputs.Register(
         identity.job_of(message.job_id),
-        Worker(
+        RegisteredWorker(
             worker_id=identity.worker_of(message.worker_id),
             incarnation=_name(message.incarnation or incarnation, "incarnation"),
             address=f"{message.ip}:{message.port}" if message.ip else "",
@@ -113,7 +123,7 @@ def interval_ms(state: CoordState, job: JobState) -> int:
     return round(interval_s(state, job) * 1000)
 
 
-def config(state: CoordState, job: JobState, place: inputs.Place) -> pb.WorkerConfig:
+def config(state: CoordState, job: JobState, place: inputs.RankAssignment) -> pb.WorkerConfig:
     return pb.WorkerConfig(
         heartbeat_interval_ms=interval_ms(state, job),
         training_parameters=job.config.parameters,
@@ -128,7 +138,7 @@ def config(state: CoordState, job: JobState, place: inputs.Place) -> pb.WorkerCo
     )
 
 
-def address(found: Worker) -> tuple[str, int]:
+def address(found: RegisteredWorker) -> tuple[str, int]:
     ip, _, port = found.address.rpartition(":")
     return ip, int(port or 0)
 
@@ -152,7 +162,7 @@ def members(job: JobState) -> list[pb.Member]:
     return found
 
 
-def command(found: Command) -> pb.Command:
+def command(found: PendingCommand) -> pb.Command:
     return pb.Command(
         command_id=found.command_id, kind=KIND_OF[found.kind], reason=found.reason, arguments=found.arguments
     )
@@ -169,7 +179,7 @@ def dataset(message: pb.DatasetInfo, known: Dataset | None) -> Dataset | None:
         samples=samples,
         shard_size=message.shard_size or (known.shard_size if known else DEFAULT_SHARD_SIZE),
         files=tuple(File(file.path, file.num_samples) for file in message.files),
-        mode=Mode.DETERMINISTIC if message.mode == pb.DATASET_MODE_DETERMINISTIC else Mode.LEASED,
+        mode=DatasetMode.DETERMINISTIC if message.mode == pb.DATASET_MODE_DETERMINISTIC else DatasetMode.LEASED,
         seed=message.seed,
         shuffle=message.shuffle if message.HasField("shuffle") else True,
         buckets=message.buckets or (known.buckets if known else DEFAULT_BUCKETS),
@@ -177,7 +187,7 @@ def dataset(message: pb.DatasetInfo, known: Dataset | None) -> Dataset | None:
     )
 
 
-def dataset_ack(found: inputs.Registered, ledger: DatasetLedger) -> pb.DatasetAck:
+def dataset_ack(found: inputs.DatasetRegistration, ledger: DatasetLedger) -> pb.DatasetAck:
     return pb.DatasetAck(
         accepted=True,
         created=found.created,
@@ -228,7 +238,7 @@ def next_shards(message: pb.ShardRequest, identity: Identity) -> inputs.NextShar
 
 
 def assignment(
-    found: inputs.Assignment, generation: int, epoch: int, defined: Dataset, ends: Sequence[int]
+    found: inputs.ShardAssignment, generation: int, epoch: int, defined: Dataset, ends: Sequence[int]
 ) -> pb.ShardAssignment:
     """The first shard also stands at the top, where the minimal worker looks. `ends`: as of `slices`."""
     if not found.leases:
@@ -277,8 +287,8 @@ def slices(defined: Dataset, ends: Sequence[int], start: int, end: int) -> list[
     return found
 
 
-def arrive(message: pb.BarrierRequest, identity: Identity) -> inputs.Arrive:
-    return inputs.Arrive(
+def arrive(message: pb.BarrierRequest, identity: Identity) -> inputs.ArriveAtBarrier:
+    return inputs.ArriveAtBarrier(
         caller(message, identity, message.generation),
         _name(message.barrier_id, "barrier_id"),
         step=message.step,
@@ -290,7 +300,7 @@ def arrive(message: pb.BarrierRequest, identity: Identity) -> inputs.Arrive:
 def barrier(found: inputs.BarrierState) -> pb.BarrierResponse:
     verdict = pb.BARRIER_VERDICT_PENDING if found.verdict is None else VERDICT_OF[found.verdict]
     return pb.BarrierResponse(
-        released=found.verdict is Verdict.RELEASED,
+        released=found.verdict is BarrierVerdict.RELEASED,
         verdict=verdict,
         generation=found.generation,
         arrived=found.arrived,
@@ -299,14 +309,14 @@ def barrier(found: inputs.BarrierState) -> pb.BarrierResponse:
     )
 
 
-def report(message: pb.CheckpointInfo, who: Caller, job: JobState, step: int) -> inputs.Report:
+def report(message: pb.CheckpointInfo, who: Caller, job: JobState, step: int) -> inputs.ReportCheckpoint:
     """`step` is the highest that the worker has named, for one that does not say which step it saved."""
     rank = message.rank if message.HasField("rank") else job.ranks.get(who.worker_id, 0)
-    return inputs.Report(
+    return inputs.ReportCheckpoint(
         who,
         _name(message.checkpoint_id, "checkpoint_id"),
         message.step if message.HasField("step") else step,
-        Part(rank, message.path, message.size_bytes, message.digest),
+        CheckpointPart(rank, message.path, message.size_bytes, message.digest),
         tuple(each for found in message.consumed if (each := _consumed(found, job)) is not None),
     )
 
@@ -331,7 +341,7 @@ def checkpoint_ack(found: inputs.CheckpointState, step: int) -> pb.CheckpointAck
     )
 
 
-def manifest(found: Checkpoint, committed_at_s: float) -> pb.CheckpointManifest:
+def manifest(found: CommittedCheckpoint, committed_at_s: float) -> pb.CheckpointManifest:
     return pb.CheckpointManifest(
         checkpoint_id=found.checkpoint_id,
         step=found.step,
@@ -341,7 +351,7 @@ def manifest(found: Checkpoint, committed_at_s: float) -> pb.CheckpointManifest:
     )
 
 
-def part(found: Part) -> pb.CheckpointPart:
+def part(found: CheckpointPart) -> pb.CheckpointPart:
     return pb.CheckpointPart(rank=found.rank, uri=found.uri, size_bytes=found.size, digest=found.digest)
 
 
@@ -357,7 +367,7 @@ def recovery(found: inputs.Recovery, leader_epoch: int, committed_at_s: float) -
     )
 
 
-def issue(message: pb.IssueCommandRequest, identity: Identity) -> inputs.Issue:
+def issue(message: pb.IssueCommandRequest, identity: Identity) -> inputs.IssueCommand:
     kind = next((ours for ours, theirs in KIND_OF.items() if theirs == message.kind), None)
     if kind is None:
         raise StrataError(Code.INVALID, "a command needs a kind")
@@ -366,7 +376,7 @@ def issue(message: pb.IssueCommandRequest, identity: Identity) -> inputs.Issue:
         raise StrataError(Code.INVALID, f"the arguments of a command have at most {MAX_ARGUMENTS:,} characters")
     if len(message.request_id) > MAX_NAME:
         raise StrataError(Code.INVALID, f"request_id has at most {MAX_NAME} characters")
-    return inputs.Issue(
+    return inputs.IssueCommand(
         identity.job_of(message.job_id),
         kind,
         tuple(message.worker_ids),

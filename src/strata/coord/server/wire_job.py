@@ -8,11 +8,11 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core.barriers import missing_at
-from strata.coord.core.facts import JobConfig, JobStatus, Mode
+from strata.coord.core.facts import DatasetMode, JobConfig, JobStatus
 from strata.coord.core.ledger import DatasetLedger, Quarantined
-from strata.coord.core.state import Collecting, CoordState, JobState, Live, Member
+from strata.coord.core.state import CoordState, JobState, Member, PendingCheckpoint, SoftState
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.server.telemetry import LEFT, Observed
+from strata.coord.server.telemetry import LEFT, JobTelemetry
 from strata.coord.server.wire import MAX_ARGUMENTS, address, command, manifest, open_epochs, part
 
 HISTORY: Final = 20
@@ -26,9 +26,11 @@ LATE_BEATS: Final = 1.5
 """Intervals of silence after which a heartbeat is late."""
 
 
-def job_state(state: CoordState, job_id: str, watch: Observed, now_s: float, wall_s: float, limit: int) -> pb.JobState:
+def job_state(
+    state: CoordState, job_id: str, watch: JobTelemetry, now_s: float, wall_s: float, limit: int
+) -> pb.JobState:
     """`limit`: how many checkpoints and incidents; 0: as many as is useful."""
-    job, live = state.jobs[job_id], state.live_of(job_id)
+    job, live = state.jobs[job_id], state.soft_of(job_id)
     limit = limit or HISTORY
     incidents = list(watch.incidents)[-limit:]
     return pb.JobState(
@@ -94,11 +96,11 @@ def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def _workers(job: JobState, live: Live, watch: Observed, now_s: float) -> list[pb.WorkerState]:
+def _workers(job: JobState, live: SoftState, watch: JobTelemetry, now_s: float) -> list[pb.WorkerState]:
     order = [*(worker for worker in job.ranks if worker in job.members), *job.members]
     found = [_worker(job, job.members[worker_id], live, watch, now_s) for worker_id in dict.fromkeys(order)]
     for worker_id, incarnation in job.evicted.items():
-        cause = watch.gone.get(worker_id, "was gone before this coordinator took over")
+        cause = watch.departed.get(worker_id, "was gone before this coordinator took over")
         liveness = pb.LIVENESS_LEFT if cause.startswith(LEFT) else pb.LIVENESS_LOST
         found.append(
             pb.WorkerState(worker_id=worker_id, incarnation=incarnation, liveness=liveness, liveness_reason=cause)
@@ -106,7 +108,7 @@ def _workers(job: JobState, live: Live, watch: Observed, now_s: float) -> list[p
     return found
 
 
-def _worker(job: JobState, member: Member, live: Live, watch: Observed, now_s: float) -> pb.WorkerState:
+def _worker(job: JobState, member: Member, live: SoftState, watch: JobTelemetry, now_s: float) -> pb.WorkerState:
     worker_id = member.worker.worker_id
     seen_s = live.seen_s.get(worker_id, now_s)
     liveness, reason = _liveness(job, live, worker_id, now_s - seen_s)
@@ -126,13 +128,13 @@ def _worker(job: JobState, member: Member, live: Live, watch: Observed, now_s: f
         attached=worker_id in watch.streams,
         leased_shards=sum(map(len, held)),
         labels=member.worker.labels,
-        sdk_version=watch.sdks.get(worker_id, ""),
+        sdk_version=watch.sdk_versions.get(worker_id, ""),
     )
     if worker_id in job.ranks:
         state.rank = job.ranks[worker_id]
     if worker_id in watch.steps:
         state.step = watch.steps[worker_id]
-    beat = watch.beats.get(worker_id)
+    beat = watch.heartbeats.get(worker_id)
     if beat is not None:
         state.status = beat.status
         if beat.HasField("step_time_ms"):
@@ -142,8 +144,8 @@ def _worker(job: JobState, member: Member, live: Live, watch: Observed, now_s: f
     return state
 
 
-def _liveness(job: JobState, live: Live, worker_id: str, silent_s: float) -> tuple[pb.Liveness.ValueType, str]:
-    if worker_id in live.suspect_s:
+def _liveness(job: JobState, live: SoftState, worker_id: str, silent_s: float) -> tuple[pb.Liveness.ValueType, str]:
+    if worker_id in live.disconnected_at_s:
         return pb.LIVENESS_SUSPECT, "its stream broke"
     if silent_s < 0:
         return pb.LIVENESS_SUSPECT, "not heard from since this coordinator took over"
@@ -153,7 +155,7 @@ def _liveness(job: JobState, live: Live, worker_id: str, silent_s: float) -> tup
 
 
 def _dataset(found: DatasetLedger) -> pb.DatasetState:
-    mode = pb.DATASET_MODE_DETERMINISTIC if found.dataset.mode is Mode.DETERMINISTIC else pb.DATASET_MODE_LEASED
+    mode = pb.DATASET_MODE_DETERMINISTIC if found.dataset.mode is DatasetMode.DETERMINISTIC else pb.DATASET_MODE_LEASED
     return pb.DatasetState(
         dataset_id=found.dataset.dataset_id,
         mode=mode,
@@ -180,7 +182,7 @@ def _quarantined(found: DatasetLedger) -> dict[int, list[Quarantined]]:
     return found.quarantined | {number: ledger.quarantined for number, ledger in found.epochs.items()}
 
 
-def _barriers(job: JobState, live: Live, watch: Observed, now_s: float) -> list[pb.BarrierState]:
+def _barriers(job: JobState, live: SoftState, watch: JobTelemetry, now_s: float) -> list[pb.BarrierState]:
     return [
         pb.BarrierState(
             barrier_id=each.barrier_id,
@@ -189,13 +191,13 @@ def _barriers(job: JobState, live: Live, watch: Observed, now_s: float) -> list[
             arrived=len(each.arrived),
             expected=each.expected or len(job.ranks),
             missing=missing_at(job, each),
-            open_ms=_ms(now_s - watch.opened_s.get(each.barrier_id, now_s)),
+            open_ms=_ms(now_s - watch.barrier_opened_s.get(each.barrier_id, now_s)),
         )
         for each in live.barriers.values()
     ]
 
 
-def _checkpoints(job: JobState, watch: Observed) -> list[pb.CheckpointState]:
+def _checkpoints(job: JobState, watch: JobTelemetry) -> list[pb.CheckpointState]:
     open_ones = [_collecting(job, each) for each in job.collecting.values()]
     committed = [
         pb.CheckpointState(manifest=manifest(each, watch.committed_at_s.get(each.checkpoint_id, 0.0)), committed=True)
@@ -204,7 +206,7 @@ def _checkpoints(job: JobState, watch: Observed) -> list[pb.CheckpointState]:
     return [*reversed(open_ones), *reversed(committed)]
 
 
-def _collecting(job: JobState, found: Collecting) -> pb.CheckpointState:
+def _collecting(job: JobState, found: PendingCheckpoint) -> pb.CheckpointState:
     return pb.CheckpointState(
         manifest=pb.CheckpointManifest(
             checkpoint_id=found.checkpoint_id,

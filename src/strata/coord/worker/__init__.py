@@ -24,13 +24,13 @@ from strata.coord.worker.blocking import Worker
 from strata.coord.worker.checkpoints import Manifest, Part, Reported, verify_part
 from strata.coord.worker.client import AsyncWorker
 from strata.coord.worker.commands import Command
+from strata.coord.worker.garbage_collector import Swept
 from strata.coord.worker.readers import count_samples
 from strata.coord.worker.reasons import Reason, reason_of
 from strata.coord.worker.session import OnCommand
 from strata.coord.worker.settings import SECTION, Tls, WorkerSettings
 from strata.coord.worker.shard import DatasetOptions, FileSlice, Shard
 from strata.coord.worker.stores import S3Settings
-from strata.coord.worker.tombstones import Swept
 
 __all__ = [
     "AsyncWorker",

@@ -13,10 +13,10 @@ from strata.base.errors import Code, StrataError
 from strata.coord.worker.checkpoints import Manifest, Reported
 from strata.coord.worker.client import AsyncWorker
 from strata.coord.worker.commands import Command
+from strata.coord.worker.garbage_collector import Swept
 from strata.coord.worker.leases import Capture
 from strata.coord.worker.reasons import RECOVERABLE, reason_of
 from strata.coord.worker.shard import DatasetOptions, Shard
-from strata.coord.worker.tombstones import Swept
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,7 @@ from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker.leases import Capture
-from strata.coord.worker.session import Life
+from strata.coord.worker.session import WorkerSession
 
 COMMIT_POLL_S: Final = (0.02, 0.5)
 """First and longest pause between two looks at a checkpoint that others have not reported."""
@@ -88,18 +88,18 @@ def verify_part(path: str | Path, digest: str) -> None:
 
 
 @dataclass(frozen=True)
-class Saving:
-    life: Life
+class CheckpointReporter:
+    session: WorkerSession
 
     def begin(self, step: int) -> Capture:
-        self.life.check()
-        self.life.commands.take(CommandKind.CHECKPOINT_NOW)
-        capture = self.life.ledger.begin(self.life.ids.new("checkpoint"), step)
-        self.life.status = pb.WORKER_STATUS_CHECKPOINTING
+        self.session.check()
+        self.session.commands.take(CommandKind.CHECKPOINT_NOW)
+        capture = self.session.leases.begin(self.session.ids.new("checkpoint"), step)
+        self.session.status = pb.WORKER_STATUS_CHECKPOINTING
         return capture
 
     def give_up(self, capture: Capture) -> None:
-        self.life.ledger.end(capture)
+        self.session.leases.end(capture)
 
     async def report(self, capture: Capture, path: str | Path, digest: str | None, size: int | None) -> Reported:
         return await self._report(capture, await _stored(path, digest, size))
@@ -116,40 +116,40 @@ class Saving:
             self.give_up(capture)
         if within_s == 0:
             return reported
-        until_s = self.life.clock.monotonic_s() + (within_s or float("inf"))
-        pause_s, longest_s = COMMIT_POLL_S
+        until_s = self.session.clock.monotonic_s() + (within_s or float("inf"))
+        backoff_s, longest_s = COMMIT_POLL_S
         while not reported.committed:
-            if self.life.clock.monotonic_s() > until_s:
+            if self.session.clock.monotonic_s() > until_s:
                 missing = ", ".join(map(str, reported.missing_ranks))
                 raise StrataError(Code.DEADLINE, f"the checkpoint of step {step} lacks the ranks {missing}")
-            await asyncio.sleep(pause_s)
-            pause_s = min(longest_s, pause_s * 1.5)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(longest_s, backoff_s * 1.5)
             reported = await self._report(capture, stored)
         return reported
 
     async def _report(self, capture: Capture, stored: Stored) -> Reported:
-        life = self.life
+        session = self.session
 
         def make() -> pb.CheckpointInfo:
             return pb.CheckpointInfo(
                 checkpoint_id=capture.checkpoint_id,
                 path=stored.uri,
                 size_bytes=stored.size,
-                job_id=life.job,
-                worker_id=life.worker_id,
-                incarnation=life.incarnation,
-                generation=life.generation,
+                job_id=session.job,
+                worker_id=session.worker_id,
+                incarnation=session.incarnation,
+                generation=session.generation,
                 step=capture.step,
-                rank=life.rank,
-                world_size=life.world_size,
+                rank=session.rank,
+                world_size=session.world_size,
                 digest=stored.digest,
                 consumed=capture.consumed,
                 explicit_consumed=True,
             )
 
-        ack = await life.call(lambda stub: stub.ReportCheckpoint, make)
-        life.ledger.end(capture)
-        life.status = pb.WORKER_STATUS_TRAINING
+        ack = await session.call(lambda stub: stub.ReportCheckpoint, make)
+        session.leases.end(capture)
+        session.status = pb.WORKER_STATUS_TRAINING
         return Reported(ack.step, ack.committed, tuple(ack.missing_ranks), tuple(ack.tombstones))
 
 

@@ -15,17 +15,17 @@ from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker import checkpoints
-from strata.coord.worker.checkpoints import Manifest, Reported, Saving
+from strata.coord.worker.checkpoints import CheckpointReporter, Manifest, Reported
 from strata.coord.worker.commands import Command
-from strata.coord.worker.leases import Capture, Held
+from strata.coord.worker.garbage_collector import GarbageCollector, Swept
+from strata.coord.worker.leases import Capture, HeldLease
 from strata.coord.worker.prefetch import Prefetch
 from strata.coord.worker.readers import Readers
 from strata.coord.worker.reasons import RECOVERABLE, reason_of
-from strata.coord.worker.session import ATTEMPT_S, Life, OnCommand
+from strata.coord.worker.session import ATTEMPT_S, OnCommand, WorkerSession
 from strata.coord.worker.settings import WorkerSettings
 from strata.coord.worker.shard import DatasetOptions, Shard, pieces
 from strata.coord.worker.stores import S3Settings
-from strata.coord.worker.tombstones import Swept, Tombstones
 
 WAIT_S: Final = 2.0
 """How long one call waits for a shard that others may give back."""
@@ -43,14 +43,16 @@ class AsyncWorker:
         on_command: OnCommand | None = None,
         s3: S3Settings | None = None,
     ) -> None:
-        self._life = Life(settings, clock, on_command)
+        self._session = WorkerSession(settings, clock, on_command)
         self._readers = Readers(s3)
-        self._tombstones = Tombstones(settings.checkpoint_root, self._readers.stores)
-        self._saving = Saving(self._life)
+        self._garbage = GarbageCollector(settings.checkpoint_root, self._readers.stores)
+        self._checkpoints = CheckpointReporter(self._session)
         self._prefetch = Prefetch(
-            self._life.ledger, self._ask_ahead, lambda held: self._readers.batches(pieces(held.shard, held.at))
+            self._session.leases,
+            self._prefetch_shards,
+            lambda held: self._readers.batches(pieces(held.shard, held.position)),
         )
-        self._asking = asyncio.Lock()
+        self._data_lock = asyncio.Lock()
         """One call for data at a time: each says which leases are known, so none may be on its way."""
         self._datasets: dict[str, pb.DatasetInfo] = {}
         self._finished: dict[str, set[int]] = {}
@@ -62,14 +64,14 @@ class AsyncWorker:
     async def __aenter__(self) -> Self:
         begun = False
         try:
-            await self._life.begin()
-            if self._life.recover_first:
+            await self._session.start()
+            if self._session.recover_first:
                 self._start = await self.recover("start")
                 self._start_taken = self._start is None
             begun = True
         finally:
             if not begun:
-                await self._life.end(failed=False, reason="did not join")
+                await self._session.close(failed=False, reason="did not join")
         return self
 
     async def __aexit__(
@@ -77,57 +79,57 @@ class AsyncWorker:
     ) -> None:
         await self._prefetch.stop()
         on_purpose = error is None or isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError)
-        await self._life.end(failed=not on_purpose, reason="" if error is None else type(error).__name__)
+        await self._session.close(failed=not on_purpose, reason="" if error is None else type(error).__name__)
 
     # Who we are
 
     @property
     def worker_id(self) -> str:
-        return self._life.worker_id
+        return self._session.worker_id
 
     @property
     def job(self) -> str:
-        return self._life.job
+        return self._session.job
 
     @property
     def incarnation(self) -> str:
-        return self._life.incarnation
+        return self._session.incarnation
 
     @property
     def generation(self) -> int:
-        return self._life.generation
+        return self._session.generation
 
     @property
     def rank(self) -> int:
-        return self._life.rank
+        return self._session.rank
 
     @property
     def world_size(self) -> int:
-        return self._life.world_size
+        return self._session.world_size
 
     @property
     def run_id(self) -> int:
         """Which run of the job this is, from 1; `strata gang reset` begins the next. For the paths of checkpoints."""
-        return self._life.run_id
+        return self._session.run_id
 
     @property
     def parameters(self) -> dict[str, str]:
         """System-wide training parameters of the job."""
-        return self._life.parameters
+        return self._session.parameters
 
     @property
     def should_stop(self) -> bool:
         """An operator wants this worker to end: no more shards come, and `epochs` ends."""
-        return self._life.commands.stopping or self._life.commands.draining
+        return self._session.commands.stopping or self._session.commands.draining
 
     @property
     def should_checkpoint(self) -> bool:
         """An operator wants a checkpoint at the next step; beginning one acknowledges that."""
-        return any(each.kind is CommandKind.CHECKPOINT_NOW for each in self._life.commands.waiting)
+        return any(each.kind is CommandKind.CHECKPOINT_NOW for each in self._session.commands.waiting)
 
     def commands(self) -> list[Command]:
         """Those that wait for this loop (CHECKPOINT_NOW, RELOAD); taking them acknowledges them."""
-        return self._life.commands.take()
+        return self._session.commands.take()
 
     # Where to start
 
@@ -199,7 +201,7 @@ class AsyncWorker:
             message.incarnation = self.incarnation
             return message
 
-        ack = await self._life.call(lambda stub: stub.AckDataset, make)
+        ack = await self._session.call(lambda stub: stub.AckDataset, make)
         self._finished[dataset_id] = set(ack.finished_epochs)
         self._shards[dataset_id] = ack.num_shards
         return ack.num_shards
@@ -220,14 +222,14 @@ class AsyncWorker:
         comes again. `at_once` shards are leased together. With `prefetch`, so many of the next ones are leased and
         read ahead meanwhile; others cannot have them then. One loop for each dataset and epoch at a time.
         """
-        self._life.ledger.restart(dataset_id, epoch)
+        self._session.leases.restart(dataset_id, epoch)
         while (shard := await self.next_shard(dataset_id, epoch, at_once=at_once, prefetch=prefetch)) is not None:
             yield shard
             shard.done()
 
     def restart(self, dataset_id: str, epoch: int) -> None:
         """For a loop over `next_shard`: what an earlier loop left unfinished comes again."""
-        self._life.ledger.restart(dataset_id, epoch)
+        self._session.leases.restart(dataset_id, epoch)
 
     def is_finished(self, dataset_id: str, epoch: int) -> bool:
         """Whether this worker has heard that all samples of the epoch are consumed."""
@@ -240,45 +242,45 @@ class AsyncWorker:
 
         Not to `wait` gives None also while others, or this worker, hold all that is left; `is_finished` tells.
         """
-        life = self._life
+        session = self._session
         self._check_started()
-        with self._doing(pb.WORKER_STATUS_LOADING_DATA, then=pb.WORKER_STATUS_TRAINING):
+        with self._reporting_status(pb.WORKER_STATUS_LOADING_DATA, then=pb.WORKER_STATUS_TRAINING):
             while True:
-                await life.settle()
-                held = None if life.commands.stopping else await self._next_unread(dataset_id, epoch)
+                await session.sync_generation()
+                held = None if session.commands.stopping else await self._next_unread(dataset_id, epoch)
                 if held is not None:
-                    held.begun = True
+                    held.delivered = True
                     if prefetch:
                         self._prefetch.begin(dataset_id, epoch, prefetch)
                     return Shard(held, self._readers, self._prefetch.take(held))
                 if self.should_stop:
                     # Leaving acks what is consumed; asking for acks' sake could bring another shard.
                     return None
-                if await self._ask(dataset_id, epoch, at_once, wait_s=WAIT_S if wait else 0.0):
+                if await self._request_shards(dataset_id, epoch, at_once, wait_s=WAIT_S if wait else 0.0):
                     self._finished.setdefault(dataset_id, set()).add(epoch)
                     return None
-                if not wait and life.ledger.next_unread(dataset_id, epoch) is None:
+                if not wait and session.leases.next_unread(dataset_id, epoch) is None:
                     return None
 
-    async def _next_unread(self, dataset_id: str, epoch: int) -> Held | None:
-        if self._life.ledger.next_unread(dataset_id, epoch) is None:
+    async def _next_unread(self, dataset_id: str, epoch: int) -> HeldLease | None:
+        if self._session.leases.next_unread(dataset_id, epoch) is None:
             await self._prefetch.arrive()
-        return self._life.ledger.next_unread(dataset_id, epoch)
+        return self._session.leases.next_unread(dataset_id, epoch)
 
-    async def _ask_ahead(self, dataset_id: str, epoch: int, count: int) -> None:
+    async def _prefetch_shards(self, dataset_id: str, epoch: int, count: int) -> None:
         if not self.should_stop:
-            await self._ask(dataset_id, epoch, count, wait_s=0.0, ahead=True)
+            await self._request_shards(dataset_id, epoch, count, wait_s=0.0, ahead=True)
 
-    async def _ask(
+    async def _request_shards(
         self, dataset_id: str, epoch: int, count: int, *, wait_s: float, grant: bool = True, ahead: bool = False
     ) -> bool:
         """Ack and, if `grant`, ask for shards; whether the epoch is over. `ahead` of the loop that trains: ask once."""
-        ledger = self._life.ledger
-        call = self._life.attempt if ahead else self._life.call
-        async with self._asking:
-            era = ledger.era
-            sent = ledger.acks(dataset_id)
-            known = ledger.ids(dataset_id)
+        leases = self._session.leases
+        call = self._session.attempt if ahead else self._session.call
+        async with self._data_lock:
+            resets = leases.resets
+            sent = leases.pending_acks(dataset_id)
+            known = leases.ids(dataset_id)
 
             def make() -> pb.ShardRequest:
                 return pb.ShardRequest(
@@ -297,9 +299,9 @@ class AsyncWorker:
                 )
 
             reply = await call(lambda stub: stub.GetNextShards, make, timeout_s=wait_s + ATTEMPT_S)
-            ledger.confirm(sent, reply.rejected_leases)
-            if ledger.era == era:
-                ledger.take(dataset_id, epoch, reply.shards)
+            leases.confirm(sent, reply.rejected_leases)
+            if leases.resets == resets:
+                leases.take(dataset_id, epoch, reply.shards)
         # Acks that a checkpoint holds back keep the epoch open, for the coordinator too.
         return reply.end_of_epoch
 
@@ -325,17 +327,17 @@ class AsyncWorker:
                 step=step,
             )
 
-        reply = await self._life.call(lambda stub: stub.GetNextShards, make)
-        held = [Held(dataset_id, epoch, each, each.start_index, each.start_index) for each in reply.shards]
+        reply = await self._session.call(lambda stub: stub.GetNextShards, make)
+        held = [HeldLease(dataset_id, epoch, each, each.start_index, each.start_index) for each in reply.shards]
         return [Shard(each, self._readers) for each in held]
 
     async def flush(self) -> None:
         """Ack what is consumed, now; raises LEASE_LOST if some of it does not count."""
-        for dataset_id, epoch in self._life.ledger.unacked():
-            await self._ask(dataset_id, epoch, 1, wait_s=0.0, grant=False)
+        for dataset_id, epoch in self._session.leases.unacked_epochs():
+            await self._request_shards(dataset_id, epoch, 1, wait_s=0.0, grant=False)
         # A heartbeat may have learned of an eviction before us; then nothing is left to ack, and nothing counts.
-        self._life.check_failure()
-        self._life.check_leases()
+        self._session.check_failure()
+        self._session.check_leases()
 
     # Together
 
@@ -346,7 +348,7 @@ class AsyncWorker:
         def make() -> pb.BarrierRequest:
             return pb.BarrierRequest(
                 barrier_id=barrier_id,
-                step=self._life.step or 0,
+                step=self._session.step or 0,
                 expected_participants=expected,
                 job_id=self.job,
                 worker_id=self.worker_id,
@@ -355,37 +357,37 @@ class AsyncWorker:
                 timeout_ms=round(timeout_s * 1000),
             )
 
-        with self._doing(pb.WORKER_STATUS_IDLE, then=pb.WORKER_STATUS_IDLE):
+        with self._reporting_status(pb.WORKER_STATUS_IDLE, then=pb.WORKER_STATUS_IDLE):
             while True:
-                reply = await self._life.call(lambda stub: stub.Barrier, make, timeout_s=None)
+                reply = await self._session.call(lambda stub: stub.Barrier, make, timeout_s=None)
                 if reply.released:
                     return
-                self._life.outdate(reply.generation)
+                self._session.mark_stale(reply.generation)
 
     def step(self, number: int) -> None:
         """A global step is finished. A safe point: raises what the loop has to know."""
-        now_s = self._life.clock.monotonic_s()
+        now_s = self._session.clock.monotonic_s()
         if self._step_at_s is not None:
-            self._life.step_time_ms = (now_s - self._step_at_s) * 1000
-        self._step_at_s, self._life.step = now_s, number
-        self._life.status = pb.WORKER_STATUS_TRAINING
-        self._life.check()
+            self._session.step_time_ms = (now_s - self._step_at_s) * 1000
+        self._step_at_s, self._session.step = now_s, number
+        self._session.status = pb.WORKER_STATUS_TRAINING
+        self._session.check()
 
     # Checkpoints
 
     def begin_checkpoint(self, step: int) -> Capture:
         """Take note of what is consumed now; until the report nothing is acked. Inside a shard: `progress` first."""
-        return self._saving.begin(step)
+        return self._checkpoints.begin(step)
 
     def give_up_checkpoint(self, capture: Capture) -> None:
         """It could not be written: acks go on."""
-        self._saving.give_up(capture)
+        self._checkpoints.give_up(capture)
 
     async def report_checkpoint(
         self, capture: Capture, path: str | Path, *, digest: str | None = None, size: int | None = None
     ) -> Reported:
         """This rank's part is stored. Of a local file, size and digest are read from it unless given."""
-        return await self._saving.report(capture, path, digest, size)
+        return await self._checkpoints.report(capture, path, digest, size)
 
     async def checkpoint(
         self,
@@ -401,10 +403,10 @@ class AsyncWorker:
         DEADLINE after `commit_within_s`; 0 does not wait. The report can be repeated, and so is how to look. Then, if a
         `checkpoint_root` is set, old parts are deleted.
         """
-        reported = await self._saving.commit(step, path, digest, size, commit_within_s)
+        reported = await self._checkpoints.commit(step, path, digest, size, commit_within_s)
         if reported.committed:
             await self.flush()
-            if self._life.settings.checkpoint_root:
+            if self._session.settings.checkpoint_root:
                 await self.sweep(reported)
         return reported
 
@@ -413,17 +415,17 @@ class AsyncWorker:
 
         Before the next part is written: a path that is used again is only then safe.
         """
-        return await asyncio.to_thread(self._tombstones.sweep, reported.tombstones)
+        return await asyncio.to_thread(self._garbage.collect, reported.tombstones)
 
     async def recover(self, reason: str = "", *, bad_checkpoint_id: str = "") -> Manifest | None:
         """Go back with everybody to the last committed checkpoint: the one to load, None for the beginning.
 
         What this worker held is void. If the checkpoint cannot be read, call again and name it as bad.
         """
-        life = self._life
-        life.status = pb.WORKER_STATUS_RECOVERING
+        session = self._session
+        session.status = pb.WORKER_STATUS_RECOVERING
         await self._prefetch.stop()
-        life.ledger.clear()
+        session.leases.clear()
         observed = self.generation
 
         def make() -> pb.RecoveryRequest:
@@ -437,12 +439,12 @@ class AsyncWorker:
             )
 
         while True:
-            reply = await life.call(lambda stub: stub.RequestRecovery, make, settled=False)
+            reply = await session.call(lambda stub: stub.RequestRecovery, make, settled=False)
             if not reply.retry_after_ms:
                 break
             await asyncio.sleep(reply.retry_after_ms / 1000)
-        life.ledger.clear()
-        life.adopt(reply.generation, reply.rank, reply.world_size)
+        session.leases.clear()
+        session.adopt(reply.generation, reply.rank, reply.world_size)
         self._start_taken = True
         for dataset_id in self._datasets:
             await self._confirm(dataset_id)
@@ -450,19 +452,21 @@ class AsyncWorker:
 
     async def follow(self) -> None:
         """Go on in the current generation with what is held: right where nothing has to be undone."""
-        await self._life.follow()
+        await self._session.follow()
 
     @contextmanager
-    def _doing(self, status: pb.WorkerStatus.ValueType, *, then: pb.WorkerStatus.ValueType) -> Iterator[None]:
+    def _reporting_status(
+        self, status: pb.WorkerStatus.ValueType, *, then: pb.WorkerStatus.ValueType
+    ) -> Iterator[None]:
         """A checkpoint under way shows through whatever else is done meanwhile."""
-        self._life.status = self._shown(status)
+        self._session.status = self._shown(status)
         try:
             yield
         finally:
-            self._life.status = self._shown(then)
+            self._session.status = self._shown(then)
 
     def _shown(self, status: pb.WorkerStatus.ValueType) -> pb.WorkerStatus.ValueType:
-        return status if self._life.ledger.capture is None else pb.WORKER_STATUS_CHECKPOINTING
+        return status if self._session.leases.capture is None else pb.WORKER_STATUS_CHECKPOINTING
 
 
 def _counts(readers: Readers, files: Sequence[str | Path], samples: int | Sequence[int] | None) -> list[int]:

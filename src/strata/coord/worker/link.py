@@ -58,18 +58,18 @@ OPTIONS: Final = (
     ("grpc.max_receive_message_length", 64 << 20),
 )
 
-FIRST_PAUSE_S: Final = 0.05
-LONGEST_PAUSE_S: Final = 2.0
+FIRST_BACKOFF_S: Final = 0.05
+MAX_BACKOFF_S: Final = 2.0
 
 _log = log.get(__name__)
 
 Request = TypeVar("Request")
 Request_contra = TypeVar("Request_contra", contravariant=True)
 Reply_co = TypeVar("Reply_co", covariant=True)
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 
-class Call(Protocol[Request_contra, Reply_co]):
+class UnaryCall(Protocol[Request_contra, Reply_co]):
     """A unary method of the stub."""
 
     def __call__(
@@ -85,15 +85,15 @@ class Deadline:
     patience_s: float
 
 
-def pause_s(attempt: int, retry_after_s: float | None, chance: float) -> float:
-    """How long to wait after a failed attempt, counted from 0; `chance` from 0 to 1 scatters a herd."""
+def backoff_s(attempt: int, retry_after_s: float | None, jitter: float) -> float:
+    """How long to wait after a failed attempt, counted from 0; `jitter` from 0 to 1 scatters a herd."""
     if retry_after_s is not None:
-        return retry_after_s * (1 + 0.5 * chance)
-    limit_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 16))
-    return limit_s * (0.5 + 0.5 * chance)
+        return retry_after_s * (1 + 0.5 * jitter)
+    limit_s: float = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(attempt, 16))
+    return limit_s * (0.5 + 0.5 * jitter)
 
 
-def error_of(error: grpc.aio.AioRpcError) -> StrataError:
+def to_strata_error(error: grpc.aio.AioRpcError) -> StrataError:
     """What a status and its trailing metadata say, as our one error."""
     said = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     code = CODE_OF.get(error.code(), Code.INTERNAL)
@@ -108,13 +108,13 @@ def error_of(error: grpc.aio.AioRpcError) -> StrataError:
     return StrataError(code, error.details() or code.value, hint=None, **detail)
 
 
-class Link:
+class CoordinatorLink:
     """The way to whichever coordinator leads: of several addresses the next one is tried when one does not answer."""
 
     def __init__(self, settings: WorkerSettings, worker_id: str, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._chance = random.SystemRandom()
+        self._rng = random.SystemRandom()
         self._stubs: dict[int, tuple[grpc.aio.Channel, pb_grpc.CoordinatorAsyncStub]] = {}
         self._index = 0
         self._names = {"strata-job": settings.job, "strata-worker": worker_id}
@@ -127,7 +127,7 @@ class Link:
         bearer = {"authorization": f"Bearer {token.reveal()}"} if token is not None else {}
         self.metadata = tuple((key, value) for key, value in (self._names | bearer).items() if value)
 
-    def read_token_again(self) -> bool:
+    def reload_token(self) -> bool:
         """Whether the file of the token has another one now than the one that was refused."""
         if self._settings.token is None:
             return False
@@ -157,10 +157,10 @@ class Link:
 
     async def call(
         self,
-        method: Callable[[pb_grpc.CoordinatorAsyncStub], Call[Request, Answer]],
+        method: Callable[[pb_grpc.CoordinatorAsyncStub], UnaryCall[Request, Reply]],
         request: Request,
-        within: Deadline,
-    ) -> Answer:
+        deadline: Deadline,
+    ) -> Reply:
         """The answer. While there is none, ask again; UNAVAILABLE when patience is over."""
         attempt = 0
         until_s = 0.0
@@ -168,33 +168,33 @@ class Link:
             index = self._index
             address = self._settings.addresses[index]
             try:
-                answer = await method(self.stub())(request, timeout=within.timeout_s, metadata=self.metadata)
+                reply = await method(self.stub())(request, timeout=deadline.timeout_s, metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
-                failure = error_of(error)
-                if failure.code is Code.UNAUTHENTICATED and self.read_token_again():
+                failure = to_strata_error(error)
+                if failure.code is Code.UNAUTHENTICATED and self.reload_token():
                     continue
-                if not _may_pass(failure, within):
+                if not _is_retryable(failure, deadline):
                     raise failure from None
             else:
                 if attempt > 1:
                     _log.warning(f"the coordinator at {address} answers again", attempts=attempt)
-                return answer
+                return reply
             now_s = self._clock.monotonic_s()
             if attempt == 0:
-                until_s = now_s + within.patience_s
-            wait_s = pause_s(attempt, failure.detail.get("retry_after_s"), self._chance.random())
+                until_s = now_s + deadline.patience_s
+            wait_s = backoff_s(attempt, failure.detail.get("retry_after_s"), self._rng.random())
             if now_s + wait_s > until_s:
                 raise StrataError(
-                    Code.UNAVAILABLE, f"no answer of the coordinator in {within.patience_s:g} s: {failure.message}"
+                    Code.UNAVAILABLE, f"no answer of the coordinator in {deadline.patience_s:g} s: {failure.message}"
                 )
             if attempt == 1:
                 # In the event too: a program that has configured no logs sees nothing else.
                 _log.warning(f"waiting for the coordinator at {address}: {failure.message}", code=failure.code.value)
             attempt += 1
-            self.try_next(index)
+            self.fail_over(index)
             await asyncio.sleep(wait_s)
 
-    def try_next(self, failed: int) -> None:
+    def fail_over(self, failed: int) -> None:
         """Others may have moved on already from the address that failed."""
         if failed == self._index:
             self._index = (failed + 1) % len(self._settings.addresses)
@@ -203,14 +203,14 @@ class Link:
     def index(self) -> int:
         return self._index
 
-    def pause_s(self, attempt: int) -> float:
-        return pause_s(attempt, None, self._chance.random())
+    def backoff_s(self, attempt: int) -> float:
+        return backoff_s(attempt, None, self._rng.random())
 
 
-def _may_pass(failure: StrataError, within: Deadline) -> bool:
+def _is_retryable(failure: StrataError, deadline: Deadline) -> bool:
     if failure.code is Code.DEADLINE:
         # Ours, if the call had one; a barrier has none, and its timeout is an answer.
-        return within.timeout_s is not None
+        return deadline.timeout_s is not None
     return failure.code in (Code.UNAVAILABLE, Code.EXHAUSTED)
 
 

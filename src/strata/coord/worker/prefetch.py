@@ -14,17 +14,17 @@ from typing import Any, Final
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.coord.worker.leases import Held, Ledger
+from strata.coord.worker.leases import HeldLease, LeaseTracker
 
 BATCHES_AHEAD: Final = 4
 """Of about a megabyte each, or four from S3."""
-GOODBYE_S: Final = 1.0
+THREAD_JOIN_S: Final = 1.0
 
 _log = log.get(__name__)
 
-Ask = Callable[[str, int, int], Awaitable[object]]
+LeaseShards = Callable[[str, int, int], Awaitable[object]]
 """Dataset, epoch, how many: lease them, with one attempt only."""
-Read = Callable[[Held], Iterator[list[Any]]]
+Read = Callable[[HeldLease], Iterator[list[Any]]]
 
 
 class ReadAhead:
@@ -103,54 +103,54 @@ class Prefetch:
     Used in the worker's event loop only.
     """
 
-    def __init__(self, ledger: Ledger, ask: Ask, read: Read) -> None:
-        self._ledger = ledger
-        self._ask = ask
+    def __init__(self, leases: LeaseTracker, lease: LeaseShards, read: Read) -> None:
+        self._leases = leases
+        self._lease = lease
         self._read = read
-        self._asking: asyncio.Task[None] | None = None
-        self._ahead: dict[int, tuple[Held, ReadAhead]] = {}
+        self._leasing: asyncio.Task[None] | None = None
+        self._ahead: dict[int, tuple[HeldLease, ReadAhead]] = {}
 
     def begin(self, dataset_id: str, epoch: int, count: int) -> None:
         """Have `count` shards ready for when the loop asks for them."""
-        self._drop(lambda held: held.lost or held.is_over)
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._run(dataset_id, epoch, count), name="strata prefetch")
+        self._drop(lambda held: held.lost or held.is_finished)
+        if self._leasing is None or self._leasing.done():
+            self._leasing = asyncio.create_task(self._run(dataset_id, epoch, count), name="strata prefetch")
 
     async def arrive(self) -> None:
         """Wait for the request that is on its way, if there is one: what it brings need not be asked for again."""
-        if self._asking is not None:
-            await asyncio.wait([self._asking])
+        if self._leasing is not None:
+            await asyncio.wait([self._leasing])
 
-    def take(self, held: Held) -> ReadAhead | None:
+    def take(self, held: HeldLease) -> ReadAhead | None:
         """The samples of a shard that the loop now gets. If it never opens them they are closed with the shard."""
         found = self._ahead.get(held.lease_id)
         return found[1] if found else None
 
     async def stop(self) -> None:
         """Everything that was fetched and not begun is forgotten; it is up to the caller to give up the leases."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait([self._asking])
-            self._asking = None
+        if self._leasing is not None:
+            self._leasing.cancel()
+            await asyncio.wait([self._leasing])
+            self._leasing = None
         left = [ahead for _, ahead in self._ahead.values() if not ahead.opened]
         self._drop(lambda _: True)
         for ahead in left:
-            await asyncio.to_thread(ahead.join, GOODBYE_S)
+            await asyncio.to_thread(ahead.join, THREAD_JOIN_S)
 
     async def _run(self, dataset_id: str, epoch: int, count: int) -> None:
-        lacking = count - len(self._ledger.unread(dataset_id, epoch))
+        lacking = count - len(self._leases.unread(dataset_id, epoch))
         if lacking > 0:
             try:
-                await self._ask(dataset_id, epoch, lacking)
+                await self._lease(dataset_id, epoch, lacking)
             except StrataError as error:
                 # The loop that trains will ask itself, and meet whatever this is about.
                 _log.debug("nothing was prefetched", code=error.code.value, reason=error.message)
                 return
-        for held in self._ledger.unread(dataset_id, epoch)[:count]:
+        for held in self._leases.unread(dataset_id, epoch)[:count]:
             if held.lease_id not in self._ahead and held.shard.slices:
                 self._ahead[held.lease_id] = (held, ReadAhead(self._read(held)))
 
-    def _drop(self, unwanted: Callable[[Held], bool]) -> None:
+    def _drop(self, unwanted: Callable[[HeldLease], bool]) -> None:
         for lease_id, (held, ahead) in list(self._ahead.items()):
             if unwanted(held):
                 del self._ahead[lease_id]

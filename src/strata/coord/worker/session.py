@@ -23,15 +23,15 @@ from strata.base.secret import Secret
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.worker.commands import Command, Commands
-from strata.coord.worker.leases import Ledger
-from strata.coord.worker.link import Answer, Call, Deadline, Link, Request, error_of
+from strata.coord.worker.leases import LeaseTracker
+from strata.coord.worker.link import CoordinatorLink, Deadline, Reply, Request, UnaryCall, to_strata_error
 from strata.coord.worker.reasons import Reason, evicted, lease_lost, membership_changed, reason_of
 from strata.coord.worker.settings import WorkerSettings
 from strata.coord.worker.telemetry import Telemetry
 
 ATTEMPT_S: Final = 10.0
 """An answer that takes longer than this got lost."""
-GOODBYE_S: Final = 2.0
+LEAVE_TIMEOUT_S: Final = 2.0
 PRESENCE_S: Final = 2.0
 WAIT_FOR_POLL_S: Final = 0.1
 """Between two looks at a generation that has too few members for this worker."""
@@ -41,7 +41,7 @@ _log = log.get(__name__)
 OnCommand = Callable[[Command], Awaitable[None] | None]
 
 
-class Life:
+class WorkerSession:
     """Who the worker is now, and its background tasks; `generation` changes only where the loop that trains asks."""
 
     def __init__(self, settings: WorkerSettings, clock: Clock, on_command: OnCommand | None = None) -> None:
@@ -50,7 +50,7 @@ class Life:
         self.ids = Ids(clock)
         self.worker_id = settings.worker_id
         self.job = settings.job
-        self.incarnation = self.ids.new("life")
+        self.incarnation = self.ids.new("incarnation")
         self.generation = 0
         self.rank = 0
         self.world_size = 0
@@ -58,15 +58,15 @@ class Life:
         self.run_id = 0
         self.recover_first = False
         """Whether the last registration said that this life has to ask where to start."""
-        self.ledger = Ledger()
+        self.leases = LeaseTracker()
         self.commands = Commands()
         self.status: pb.WorkerStatus.ValueType = pb.WORKER_STATUS_INITIALIZING
         self.step: int | None = None
         self.step_time_ms: float | None = None
-        self._link = Link(settings, self.worker_id, clock)
+        self._link = CoordinatorLink(settings, self.worker_id, clock)
         self._on_command = on_command
         self._telemetry = Telemetry()
-        self._current = 0
+        self._job_generation = 0
         """The generation of the job as last heard of; the worker's own may be older."""
         self._leader_epoch = 0
         self._reattach_to = 0
@@ -74,13 +74,13 @@ class Life:
         self._registered = False
         self._failure: StrataError | None = None
         self._registering = asyncio.Lock()
-        self._beat_soon = asyncio.Event()
+        self._heartbeat_due = asyncio.Event()
         self._attached = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # Beginning and end
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Register, and wait until there are enough members for a generation."""
         await self._register(adopt=True, wait_for=self.settings.wait_for)
         self.status = pb.WORKER_STATUS_IDLE
@@ -91,12 +91,12 @@ class Life:
         except TimeoutError:
             _log.warning("the presence stream is not open yet")
 
-    async def end(self, *, failed: bool, reason: str = "") -> None:
+    async def close(self, *, failed: bool, reason: str = "") -> None:
         """Leave with the last acks, or tell that this life failed; then let go of everything."""
         try:
             await self._stop_tasks()
             if self._failure is None and self._registered:
-                await (self._fail() if failed else self._leave(reason))
+                await (self._report_failure() if failed else self._leave(reason))
         finally:
             self._telemetry.close()
             await self._link.close()
@@ -109,8 +109,8 @@ class Life:
             await asyncio.wait(tasks)
 
     async def _leave(self, reason: str) -> None:
-        self.ledger.capture = None
-        sent = self.ledger.acks()
+        self.leases.capture = None
+        sent = self.leases.pending_acks()
         request = pb.LeaveWorkerRequest(
             job_id=self.job,
             worker_id=self.worker_id,
@@ -120,7 +120,7 @@ class Life:
             # One that was interrupted or told to stop is not done.
             finished=not (reason or self.commands.stopping or self.commands.draining),
         )
-        patience_s = self.settings.patience_s if sent else GOODBYE_S
+        patience_s = self.settings.patience_s if sent else LEAVE_TIMEOUT_S
         try:
             reply = await self._link.call(lambda stub: stub.LeaveWorker, request, Deadline(ATTEMPT_S, patience_s))
         except StrataError as error:
@@ -128,14 +128,16 @@ class Life:
                 raise
             _log.warning("left without a goodbye", code=error.code.value, reason=error.message)
             return
-        self.ledger.confirm(sent, reply.rejected_leases)
-        if lost := self.ledger.take_lost():
+        self.leases.confirm(sent, reply.rejected_leases)
+        if lost := self.leases.pop_lost():
             raise lease_lost(lost)
 
-    async def _fail(self) -> None:
+    async def _report_failure(self) -> None:
         self.status = pb.WORKER_STATUS_ERROR
         try:
-            await self._link.call(lambda stub: stub.Heartbeat, self._heartbeat(), Deadline(GOODBYE_S, GOODBYE_S))
+            await self._link.call(
+                lambda stub: stub.Heartbeat, self._heartbeat_message(), Deadline(LEAVE_TIMEOUT_S, LEAVE_TIMEOUT_S)
+            )
         except StrataError as error:
             _log.warning("could not tell of the failure", code=error.code.value, reason=error.message)
 
@@ -143,9 +145,9 @@ class Life:
         task: asyncio.Task[None] = asyncio.ensure_future(work)
         task.set_name(name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """A background task ends when it is told to, or by a defect, which must not stay in the background."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
@@ -159,106 +161,106 @@ class Life:
         """A safe point: raise what the loop that trains has to know."""
         self.check_failure()
         self.check_leases()
-        if not self.settings.elastic and self._current > self.generation:
-            raise membership_changed(self.generation, self._current)
+        if not self.settings.elastic and self._job_generation > self.generation:
+            raise membership_changed(self.generation, self._job_generation)
 
     def check_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
     def check_leases(self) -> None:
-        if lost := self.ledger.take_lost():
+        if lost := self.leases.pop_lost():
             raise lease_lost(lost)
 
-    async def settle(self) -> None:
+    async def sync_generation(self) -> None:
         self.check()
-        if self._current > self.generation:
-            await self._catch_up()
+        if self._job_generation > self.generation:
+            await self._join_current_generation()
             self.check()
 
-    async def _catch_up(self) -> None:
+    async def _join_current_generation(self) -> None:
         """To the current generation. Registering would revive an evicted life unnoticed: ask first."""
         incarnation = self.incarnation
         if not await self._is_member(incarnation):
-            await self._gone(StrataError(Code.NOT_FOUND, "the others have gone on without it"), incarnation)
-        if self._failure is None and self._current > self.generation:
+            await self._on_evicted(StrataError(Code.NOT_FOUND, "the others have gone on without it"), incarnation)
+        if self._failure is None and self._job_generation > self.generation:
             await self._register(adopt=True)
 
     async def call(
         self,
-        method: Callable[[pb_grpc.CoordinatorAsyncStub], Call[Request, Answer]],
+        method: Callable[[pb_grpc.CoordinatorAsyncStub], UnaryCall[Request, Reply]],
         make: Callable[[], Request],
         *,
         timeout_s: float | None = ATTEMPT_S,
         settled: bool = True,
-    ) -> Answer:
+    ) -> Reply:
         """Ask as who we are now; `make` is asked again when that changed. Not `settled`: in any generation."""
         while True:
             if settled:
-                await self.settle()
+                await self.sync_generation()
             elif self._failure is not None:
                 raise self._failure
             incarnation = self.incarnation
             try:
                 return await self._link.call(method, make(), Deadline(timeout_s, self.settings.patience_s))
             except StrataError as error:
-                await self._overcome(error, incarnation)
+                await self._handle_call_error(error, incarnation)
 
     async def attempt(
         self,
-        method: Callable[[pb_grpc.CoordinatorAsyncStub], Call[Request, Answer]],
+        method: Callable[[pb_grpc.CoordinatorAsyncStub], UnaryCall[Request, Reply]],
         make: Callable[[], Request],
         *,
         timeout_s: float | None = ATTEMPT_S,
-    ) -> Answer:
+    ) -> Reply:
         """Ask once, beside the loop that trains: whatever stands against it is for that loop to find out."""
         return await self._link.call(method, make(), Deadline(timeout_s, 0.0))
 
-    async def _overcome(self, error: StrataError, incarnation: str) -> None:
+    async def _handle_call_error(self, error: StrataError, incarnation: str) -> None:
         """Returns if it makes sense to call again; raises what the caller has to know."""
         reason = error.detail.get("reason")
         if reason == Reason.MEMBERSHIP_CHANGED.value:
-            self._current = max(self._current, int(error.detail["generation"]))
+            self._job_generation = max(self._job_generation, int(error.detail["generation"]))
         elif reason == Reason.REPLACED.value:
-            await self._replaced(error, incarnation)
+            await self._on_replaced(error, incarnation)
         elif reason == "not-registered" or (error.code is Code.NOT_FOUND and not await self._is_member(incarnation)):
-            await self._gone(error, incarnation)
+            await self._on_evicted(error, incarnation)
         elif self._failure is None and self.incarnation == incarnation:
             raise error
 
-    def outdate(self, generation: int) -> None:
+    def mark_stale(self, generation: int) -> None:
         """Our generation is over, though the next one may not have begun: then it is known what it will be called."""
-        self._current = max(self._current, generation, self.generation + 1)
+        self._job_generation = max(self._job_generation, generation, self.generation + 1)
 
     async def _is_member(self, incarnation: str) -> bool:
         """NOT_FOUND is about us, or about what we asked for: a heartbeat can only mean us."""
         try:
             within = Deadline(ATTEMPT_S, self.settings.patience_s)
-            reply = await self._link.call(lambda stub: stub.Heartbeat, self._heartbeat(), within)
+            reply = await self._link.call(lambda stub: stub.Heartbeat, self._heartbeat_message(), within)
         except StrataError as error:
             if error.code is Code.NOT_FOUND:
                 return False
             if reason_of(error) is not Reason.REPLACED:
                 raise
-            await self._replaced(error, incarnation)
+            await self._on_replaced(error, incarnation)
         else:
-            self._hear(reply.generation, reply.leader_epoch, reply.commands)
+            self._on_job_update(reply.generation, reply.leader_epoch, reply.commands)
         return True
 
-    async def _gone(self, error: StrataError, incarnation: str) -> None:
+    async def _on_evicted(self, error: StrataError, incarnation: str) -> None:
         """Evicted: the end, or a new life that holds nothing. Who was told to stop does not come back by itself."""
         if self.generation == 0:
             # Too slow to join; whoever registers us does it again.
             return
         if not self.settings.rejoin or self.commands.stopping:
             if self._failure is None:
-                self.ledger.lose_all()
-                self.ledger.take_lost()
+                self.leases.mark_all_lost()
+                self.leases.pop_lost()
                 self._failure = evicted(error.message)
             return
         await self._register(adopt=self.settings.elastic, instead_of=incarnation)
 
-    async def _replaced(self, error: StrataError, incarnation: str) -> None:
+    async def _on_replaced(self, error: StrataError, incarnation: str) -> None:
         """The end, unless it was we who replaced that life; a registration under way will tell."""
         async with self._registering:
             if self._failure is None and self.incarnation == incarnation:
@@ -267,12 +269,12 @@ class Life:
     async def follow(self) -> None:
         """Take the current generation without going back."""
         self.check_failure()
-        await self._catch_up()
+        await self._join_current_generation()
         self.check()
 
     def adopt(self, generation: int, rank: int, world_size: int) -> None:
         self.generation, self.rank, self.world_size = generation, rank, world_size
-        self._current = max(self._current, generation)
+        self._job_generation = max(self._job_generation, generation)
 
     async def _register(self, *, adopt: bool, instead_of: str | None = None, wait_for: int = 0) -> None:
         """`adopt`: take the place in the new generation, of at least `wait_for`; else only learn that there is one.
@@ -285,20 +287,20 @@ class Life:
             incarnation = self.incarnation
             if instead_of is not None:
                 _log.warning("evicted; joining again")
-                self.ledger.lose_all()
-                incarnation = self.ids.new("life")
+                self.leases.mark_all_lost()
+                incarnation = self.ids.new("incarnation")
             until_s = self.clock.monotonic_s() + self.settings.patience_s
             while True:
-                found = await self._registered_as(incarnation)
-                self._show_life()
+                found = await self._register_incarnation(incarnation)
+                self._start_background_tasks()
                 self.job, self.incarnation = found.job_id, found.incarnation
                 self.parameters = dict(found.training_parameters)
                 self.recover_first = found.recover_first
                 self.run_id = found.run
                 self._interval_s = found.heartbeat_interval_ms / 1000
                 self._leader_epoch = self._reattach_to = max(self._leader_epoch, found.leader_epoch)
-                self.ledger.forfeit(found.lost_leases)
-                self._current = max(self._current, found.generation)
+                self.leases.mark_unless_finished(found.lost_leases)
+                self._job_generation = max(self._job_generation, found.generation)
                 if (found.generation and found.world_size >= wait_for) or not adopt:
                     break
                 if self.clock.monotonic_s() > until_s:
@@ -309,13 +311,13 @@ class Life:
             if adopt:
                 self.adopt(found.generation, found.rank, found.world_size)
 
-    async def _registered_as(self, incarnation: str) -> pb.WorkerConfig:
+    async def _register_incarnation(self, incarnation: str) -> pb.WorkerConfig:
         until_s = self.clock.monotonic_s() + self.settings.patience_s
         while True:
             try:
                 return await self._link.call(
                     lambda stub: stub.RegisterWorker,
-                    _registration_message(self.settings, self.job, incarnation, self.ledger.ids()),
+                    _registration_message(self.settings, self.job, incarnation, self.leases.ids()),
                     Deadline(ATTEMPT_S, self.settings.patience_s),
                 )
             except StrataError as error:
@@ -323,64 +325,64 @@ class Life:
                 if error.code is not Code.NOT_FOUND or self.clock.monotonic_s() > until_s:
                     raise
 
-    def _show_life(self) -> None:
+    def _start_background_tasks(self) -> None:
         """From the first registration on, also while there are too few members for a generation."""
         if not self._registered:
             self._registered = True
-            self._spawn(self._beat_forever(), "strata heartbeat")
-            self._spawn(self._attach_forever(), "strata presence")
+            self._spawn(self._heartbeat_loop(), "strata heartbeat")
+            self._spawn(self._presence_loop(), "strata presence")
 
     # Signs of life
 
-    async def _beat_forever(self) -> None:
+    async def _heartbeat_loop(self) -> None:
         attempt = 0
         while True:
-            self._beat_soon.clear()
+            self._heartbeat_due.clear()
             try:
-                await self._beat_once()
+                await self._send_heartbeat()
                 attempt, wait_s = 0, self._interval_s
             except StrataError as error:
                 if self._failure is not None:
                     return
-                wait_s = min(self._interval_s, self._link.pause_s(attempt))
+                wait_s = min(self._interval_s, self._link.backoff_s(attempt))
                 attempt += 1
                 _log.debug("a heartbeat failed", code=error.code.value, reason=error.message)
             try:
                 # Not wait_for: that of Python 3.11 forgets a cancellation which comes together with what it waits for.
                 async with asyncio.timeout(wait_s):
-                    await self._beat_soon.wait()
+                    await self._heartbeat_due.wait()
             except TimeoutError:
                 continue
 
-    async def _beat_once(self) -> None:
+    async def _send_heartbeat(self) -> None:
         incarnation = self.incarnation
-        message = self._heartbeat()
+        message = self._heartbeat_message()
         try:
             reply = await self._link.call(
                 lambda stub: stub.Heartbeat, message, Deadline(max(1.0, self._interval_s), self._interval_s)
             )
         except StrataError as error:
-            await self._refused(error, incarnation)
+            await self._handle_heartbeat_error(error, incarnation)
             raise
         self.commands.to_ack.difference_update(message.acked_command_ids)
         self._interval_s = reply.heartbeat_interval_ms / 1000
         if reply.token:
             self._link.use_token(Secret(reply.token))
-        self._hear(reply.generation, reply.leader_epoch, reply.commands)
+        self._on_job_update(reply.generation, reply.leader_epoch, reply.commands)
         if self._reattach_to > self._leader_epoch:
             # Another coordinator leads: tell it what we hold, and hear what of it is lost.
             await self._register(adopt=False)
 
-    async def _refused(self, error: StrataError, incarnation: str) -> None:
+    async def _handle_heartbeat_error(self, error: StrataError, incarnation: str) -> None:
         """A sign of life was refused: we are not who we think we are."""
         if error.code is Code.NOT_FOUND or error.detail.get("reason") == "not-registered":
-            await self._gone(error, incarnation)
+            await self._on_evicted(error, incarnation)
         elif reason_of(error) is Reason.REPLACED:
-            await self._replaced(error, incarnation)
+            await self._on_replaced(error, incarnation)
         elif error.code in (Code.UNAUTHENTICATED, Code.FORBIDDEN, Code.INVALID):
             self._failure = error
 
-    def _heartbeat(self) -> pb.HeartbeatRequest:
+    def _heartbeat_message(self) -> pb.HeartbeatRequest:
         return pb.HeartbeatRequest(
             worker_id=self.worker_id,
             status=self.status,
@@ -391,31 +393,31 @@ class Life:
             step=self.step,
             step_time_ms=self.step_time_ms,
             # What a life that failed made of its samples is nothing to count on.
-            progress=() if self.status == pb.WORKER_STATUS_ERROR else self.ledger.progress(),
+            progress=() if self.status == pb.WORKER_STATUS_ERROR else self.leases.progress(),
             acked_command_ids=sorted(self.commands.to_ack),
             explicit_acks=True,
         )
 
-    def _hear(self, generation: int, leader_epoch: int, commands: Iterable[pb.Command]) -> None:
-        self._current = max(self._current, generation)
+    def _on_job_update(self, generation: int, leader_epoch: int, commands: Iterable[pb.Command]) -> None:
+        self._job_generation = max(self._job_generation, generation)
         self._reattach_to = max(self._reattach_to, leader_epoch)
         for command in self.commands.receive(commands):
             _log.info("told by the coordinator", command=command.kind.name, reason=command.reason)
             if self._on_command is not None:
-                self._spawn(self._tell(self._on_command, command), f"command {command.command_id}")
+                self._spawn(self._run_command(self._on_command, command), f"command {command.command_id}")
         if self.commands.to_ack or self._reattach_to > self._leader_epoch:
-            self._beat_soon.set()
+            self._heartbeat_due.set()
 
-    async def _tell(self, on_command: OnCommand, command: Command) -> None:
+    async def _run_command(self, on_command: OnCommand, command: Command) -> None:
         """In a thread of its own unless it is a coroutine: heartbeats go on meanwhile."""
         if inspect.iscoroutinefunction(on_command):
             await on_command(command)
         else:
             await asyncio.to_thread(on_command, command)
         self.commands.finish(command)
-        self._beat_soon.set()
+        self._heartbeat_due.set()
 
-    async def _attach_forever(self) -> None:
+    async def _presence_loop(self) -> None:
         """A broken stream is suspicion after half a second: open the next one at once."""
         attempt = 0
         while self._failure is None:
@@ -425,18 +427,18 @@ class Life:
                 async for news in self._link.stub().Attach(request, metadata=self._link.metadata):
                     attempt = 0
                     self._attached.set()
-                    self._hear(news.generation, news.leader_epoch, news.commands)
+                    self._on_job_update(news.generation, news.leader_epoch, news.commands)
             except grpc.aio.AioRpcError as error:
-                failure = error_of(error)
+                failure = to_strata_error(error)
                 _log.debug("the presence stream broke", code=failure.code.value, reason=failure.message)
                 if failure.code is Code.UNAVAILABLE:
-                    self._link.try_next(index)
-                elif failure.code is Code.UNAUTHENTICATED and self._link.read_token_again():
+                    self._link.fail_over(index)
+                elif failure.code is Code.UNAUTHENTICATED and self._link.reload_token():
                     continue
                 else:
                     # Heartbeats find out what it means.
-                    self._beat_soon.set()
-            await asyncio.sleep(min(0.5, self._link.pause_s(attempt)))
+                    self._heartbeat_due.set()
+            await asyncio.sleep(min(0.5, self._link.backoff_s(attempt)))
             attempt += 1
 
 

@@ -14,7 +14,7 @@ from strata.base.settings import Secret
 
 SECTION: Final = "worker"
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where other workers reach this one."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
     gpus: Annotated[int, msgspec.Meta(ge=0)] = 0
-    weight: Positive | None = None
+    weight: PositiveSeconds | None = None
     """Share of the data relative to the others. None: the number of GPUs, at least 1."""
     elastic: bool = False
     """Members may come and go: go on in the new generation. Else every change is raised, for all to go back."""
@@ -50,7 +50,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Once evicted, join again as a new life instead of raising."""
     checkpoint_root: str = ""
     """A folder or s3://BUCKET/PREFIX: old parts of checkpoints below it are deleted. Empty: none are."""
-    patience_s: Positive = 300.0
+    patience_s: PositiveSeconds = 300.0
     """How long the coordinator may be unreachable, and how long to wait for the other members at the start."""
 
     def __post_init__(self) -> None:

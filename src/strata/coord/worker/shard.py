@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker.leases import Held
+from strata.coord.worker.leases import HeldLease
 from strata.coord.worker.prefetch import ReadAhead
 from strata.coord.worker.readers import Readers
 
@@ -43,11 +43,11 @@ class FileSlice:
 class Shard:
     """A range of samples of a dataset, leased to this worker: samples from `start` up to, without, `end`."""
 
-    def __init__(self, held: Held, readers: Readers, ahead: ReadAhead | None = None) -> None:
+    def __init__(self, held: HeldLease, readers: Readers, ahead: ReadAhead | None = None) -> None:
         self._held = held
         self._readers = readers
         self._ahead = ahead
-        self.start = held.at
+        self.start = held.position
         self.end = held.shard.end_index
         """What was consumed before, by this worker or another, is not part of it."""
 

@@ -40,7 +40,7 @@ REMOTE_BLOCK: Final = 4 << 20
 """A request costs some ten milliseconds, whatever it brings."""
 CONNECT_S: Final = 5.0
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,10 +56,10 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks: the owner of the keys, nobody, or the machine by the role that its cloud gave it."""
     allow_http: bool = False
     """Let samples and checkpoints pass a network in the clear."""
-    timeout_s: Positive = 30.0
+    timeout_s: PositiveSeconds = 30.0
     """For one request with all of its answer, at most 4 MiB or, of a Parquet file, a row group."""
     retries: Annotated[int, msgspec.Meta(ge=0, le=20)] = 5
-    patience_s: Positive = 60.0
+    patience_s: PositiveSeconds = 60.0
     """For a request and all of its retries."""
 
     def __post_init__(self) -> None:

@@ -78,14 +78,14 @@ class ShardDataset(IterableDataset[Any]):
     @property
     def position(self) -> tuple[Position, ...]:
         """Of the leases that this dataset hands out and that the coordinator does not know as consumed yet."""
-        return tuple(Position(each.shard.lease_id, each.consumed) for each in self._current())
+        return tuple(Position(each.shard.lease_id, each.consumed) for each in self._job_generation())
 
     def consumed(self) -> None:
         """All samples that were handed out are in the model."""
-        for each in self._current():
+        for each in self._job_generation():
             each.shard.progress(each.taken)
             each.consumed = each.taken
-        self._handed = self._current()
+        self._handed = self._job_generation()
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None or os.getpid() != self._process:
@@ -107,7 +107,7 @@ class ShardDataset(IterableDataset[Any]):
     def _samples(self, iteration: int) -> Iterator[Any]:
         self._worker.restart(self._dataset_id, self._epoch)
         # The leases that are not consumed to their end come again as new shards, from where they are consumed.
-        self._handed = [each for each in self._current() if each.consumed == each.shard.end]
+        self._handed = [each for each in self._job_generation() if each.consumed == each.shard.end]
         while (shard := self._next()) is not None:
             handed = _Handed(shard, taken=shard.start, consumed=shard.start)
             self._handed.append(handed)
@@ -126,11 +126,11 @@ class ShardDataset(IterableDataset[Any]):
         wait = self._wait and not self._has_unconsumed()
         return self._worker.next_shard(self._dataset_id, self._epoch, at_once=self._at_once, wait=wait)
 
-    def _current(self) -> list[_Handed]:
+    def _job_generation(self) -> list[_Handed]:
         return [each for each in self._handed if not (each.shard.lost or each.shard.settled)]
 
     def _has_unconsumed(self) -> bool:
-        return any(each.taken > each.consumed for each in self._current())
+        return any(each.taken > each.consumed for each in self._job_generation())
 
 
 def _only_here() -> StrataError:

@@ -61,7 +61,7 @@ class Ledger:
         """
         settled: list[int] = []
         begun_s = self.clock.monotonic_s()
-        outcome, durable = self._replica.put(given, lambda _: self._committed(settled, begun_s))
+        outcome, durable = self._replica.submit_nowait(given, lambda _: self._committed(settled, begun_s))
         # Noted now: by the time this is durable, there may be answers that are not.
         settled.append(self.state.settled)
         for future_id in outcome.ended:

@@ -132,7 +132,7 @@ class Orchestrator:
         every_s = self._settings.server.snapshot_every
         questions = Questions(parts, lambda: self._attached)
         trimming = Trimming(self._settings, self._journal, parts.ledger)
-        reigning = asyncio.create_task(replica.reign(self._settings.server.lease_s), name="reign")
+        reigning = asyncio.create_task(replica.lead_until_deposed(self._settings.server.lease_s), name="reign")
         working = [
             *(asyncio.create_task(self._listen(link, questions), name="listen") for link in apis),
             asyncio.create_task(self._keep_at_work(parts), name="ranks"),

@@ -10,8 +10,8 @@ import pytest
 import strata.coord.worker as strata
 from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import JobConfig
+from strata.coord.worker.garbage_collector import GarbageCollector
 from strata.coord.worker.stores import Stores
-from strata.coord.worker.tombstones import Tombstones
 from strata.testing.s3 import S3Server
 from tests.shell.coord.running import in_process
 from tests.shell.coord_worker.corpora import settings
@@ -27,16 +27,16 @@ def test_files_and_folders_below_the_root_are_deleted_and_may_be_gone_already(tm
     for name in ("a.bin", "step-1/part.bin", "step-1/deep/x", "step-10/part.bin"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"x")
-    tombstones = Tombstones(str(root), Stores())
+    tombstones = GarbageCollector(str(root), Stores())
     named = [str(root / "a.bin"), str(root / "step-1"), f"file://{root}/never", str(root / "no/such/folder")]
-    assert tombstones.sweep(named) == strata.Swept(tuple(named), (), ())
+    assert tombstones.collect(named) == strata.Swept(tuple(named), (), ())
     assert sorted(each.name for each in root.rglob("*")) == ["part.bin", "step-10"]
     # Named again and again, until the coordinator forgets it; then it may mean something new.
-    assert tombstones.sweep(named).deleted == ()
+    assert tombstones.collect(named).deleted == ()
     (root / "a.bin").write_bytes(b"new")
-    assert tombstones.sweep(named[1:]).deleted == ()
+    assert tombstones.collect(named[1:]).deleted == ()
     assert (root / "a.bin").exists()
-    assert tombstones.sweep(named).deleted == (named[0],)
+    assert tombstones.collect(named).deleted == (named[0],)
     assert not (root / "a.bin").exists()
 
 
@@ -60,14 +60,14 @@ def test_nothing_outside_the_root_is_deleted(tmp_path: Path) -> None:
         "mem://part",
         "",
     ):
-        swept = Tombstones(str(root), Stores()).sweep([named])
+        swept = GarbageCollector(str(root), Stores()).collect([named])
         assert swept == strata.Swept((), (named,), ()), named
     # A link inside is deleted itself, not what it leads to.
-    assert Tombstones(str(root), Stores()).sweep([f"{root}/link"]).deleted
+    assert GarbageCollector(str(root), Stores()).collect([f"{root}/link"]).deleted
     assert not (root / "link").is_symlink()
     assert (outside / "precious").exists()
     with pytest.raises(StrataError, match="no root is set"):
-        Tombstones("", Stores()).delete(str(outside / "precious"))
+        GarbageCollector("", Stores()).delete(str(outside / "precious"))
 
 
 def test_objects_below_the_prefix_are_deleted_and_no_others(s3_server: S3Server) -> None:
@@ -76,12 +76,12 @@ def test_objects_below_the_prefix_are_deleted_and_no_others(s3_server: S3Server)
     for key in (*kept, "run/step-1/a", "run/step-1/b/c", "run/part.bin"):
         obstore.put(s3_server.store(bucket), key, b"x")
     stores = Stores(settings(s3_server))
-    tombstones = Tombstones(f"s3://{bucket}/run/", stores)
+    tombstones = GarbageCollector(f"s3://{bucket}/run/", stores)
     here = f"s3://{bucket}"
     inside = [f"{here}/run/step-1", f"{here}/run/part.bin", f"{here}/run/gone"]
-    assert tombstones.sweep(inside) == strata.Swept(tuple(inside), (), ())
+    assert tombstones.collect(inside) == strata.Swept(tuple(inside), (), ())
     outside = [f"{here}/running/a", f"{here}/other", f"{here}/run", f"{here}/run/../other", "s3://another/run/a", here]
-    assert tombstones.sweep(outside) == strata.Swept((), tuple(outside), ())
+    assert tombstones.collect(outside) == strata.Swept((), tuple(outside), ())
     assert keys(s3_server, bucket) == kept
 
 
@@ -89,9 +89,9 @@ def test_what_the_store_does_not_let_go_of_is_tried_again(s3_server: S3Server) -
     bucket = s3_server.create_bucket()
     obstore.put(s3_server.store(bucket), "run/a", b"x")
     named = f"s3://{bucket}/run/a"
-    stranger = Tombstones(f"s3://{bucket}/run", Stores(settings(s3_server, access_key="nobody")))
-    assert stranger.sweep([named]) == stranger.sweep([named])
-    assert stranger.sweep([named]).deleted == ()
+    stranger = GarbageCollector(f"s3://{bucket}/run", Stores(settings(s3_server, access_key="nobody")))
+    assert stranger.collect([named]) == stranger.collect([named])
+    assert stranger.collect([named]).deleted == ()
     assert keys(s3_server, bucket) == {"run/a"}
 
 
@@ -132,5 +132,5 @@ async def test_without_a_root_nothing_is_deleted(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == 4
         assert len((await found.sweep(reported)).refused) == len(reported.tombstones) > 0
         with pytest.raises(StrataError) as caught:
-            found._tombstones.delete(reported.tombstones[0])
+            found._garbage.delete(reported.tombstones[0])
         assert caught.value.code is Code.FORBIDDEN

@@ -35,7 +35,7 @@ class Swept:
     """Inside, and could not be deleted: the next checkpoint names them again."""
 
 
-class Tombstones:
+class GarbageCollector:
     """Deletes below `root`, a folder or `s3://BUCKET/PREFIX`; without one, nothing.
 
     The contract has no word for "it is deleted": the coordinator names a part again with every report until the list is
@@ -47,7 +47,7 @@ class Tombstones:
         self._stores = stores
         self._done: set[str] = set()
 
-    def sweep(self, named: Iterable[str]) -> Swept:
+    def collect(self, named: Iterable[str]) -> Swept:
         """Delete what these names mean: a file, a folder with all that is in it, an object, or all objects below."""
         uris = tuple(dict.fromkeys(named))
         # One that is not named any more was written again, or forgotten.
