@@ -17,12 +17,12 @@ from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.client import HubClient
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.manifest import JobManifest
 
 T = TypeVar("T")
 
 TRAINER: Final = TrainerSpec(name="soak", command=("true",), directory="/nowhere")
 MODELS: Final = ("gbt", "mlp", "cnn")
-_TOML: Final = '[trainers.soak]\ncommand = ["true"]\ndirectory = "/nowhere"\n'
 
 
 class Operator:
@@ -89,11 +89,9 @@ class Operator:
 
     def _apply(self, count: int) -> None:
         specs = [self._next() for _ in range(count)]
-        text = _TOML + "".join(
-            f'[[jobs]]\nmodel = "{spec.model}"\nseed = {spec.seed}\npriority = {spec.priority}\nmax_attempts = 2\n'
-            for spec in specs
-        )
-        body = wire.ManifestRequest(text=text, source="soak.toml")
+        jobs = {spec.id: spec for spec in specs}
+        manifest = JobManifest(source="soak.toml", trainers={TRAINER.name: TRAINER}, jobs=jobs)
+        body = wire.ManifestRequest(manifest=manifest)
         reply = self._asking.ask("apply", lambda: self._send("/v1/manifest", wire.ManifestReply, body))
         if not reply.applied or len(reply.new) + len(reply.changed) + reply.unchanged != count:
             self._books.problem(f"a manifest of {count} jobs was applied as {reply.summary!r}")

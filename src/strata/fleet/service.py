@@ -21,10 +21,9 @@ from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
-from strata.fleet.core.hyper import Schema
 from strata.fleet.core.job import HELD, Cause, Status
 from strata.fleet.core.lease import LEASE_S, may_sweep, quarantine
-from strata.fleet.core.manifest import Digests, read_manifest
+from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.plan import ApplyOptions, Plan, plan
 from strata.fleet.core.why import Question, Waiting, Why, why
 from strata.fleet.ports import (
@@ -158,17 +157,8 @@ class Fleet:
 
     # What people ask
 
-    async def plan_manifest(
-        self,
-        text: str,
-        source: str,
-        *,
-        schemas: Mapping[str, Schema] | None = None,
-        digests: Mapping[str, Digests] | None = None,
-        options: ApplyOptions | None = None,
-    ) -> Plan:
-        """What applying this manifest would change; INVALID with all that is wrong with it."""
-        manifest = read_manifest(text, source, schemas=schemas, digests=digests)
+    async def plan_manifest(self, manifest: JobManifest, options: ApplyOptions | None = None) -> Plan:
+        """What applying this manifest would change."""
         registered = await self.store.trainers()
         return plan(
             manifest,

@@ -15,7 +15,7 @@ from strata.fleet.artifacts.manifest import ArtifactId, Kind, Lineage, Manifest,
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, Status
 from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec
-from strata.fleet.core.manifest import Digests
+from strata.fleet.core.manifest import JobManifest
 
 MAX_WAIT_S: Final = 60.0
 MAX_CLAIM: Final = 256
@@ -229,12 +229,9 @@ class StatusReply(Reply, frozen=True, kw_only=True):
 
 
 class ManifestRequest(Message, frozen=True, kw_only=True):
-    text: Annotated[str, msgspec.Meta(max_length=16 * 1024 * 1024)]
-    source: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] = "manifest"
-    """What messages call it."""
+    manifest: JobManifest
     schemas: dict[Word, Any] = {}
     """JSON Schema of the hyper-parameters, by trainer; those of trainers that are not named stay."""
-    digests: dict[Word, Digests] = {}
     dry_run: bool = False
     accept: bool = False
     """Let results count that were made before a manifest had the job."""

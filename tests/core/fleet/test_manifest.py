@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.hyper import Schema
-from strata.fleet.core.manifest import Digests, Manifest, peek_trainers, read_manifest
+from strata.fleet.core.manifest import JobManifest, parse_manifest, validate_manifest
 from strata.fleet.core.manifest_tables import parse_quiet_hours
 from strata.fleet.core.plan import plan
 from strata.fleet.core.problems import MAX_LISTED
@@ -37,9 +38,10 @@ USED: Final = '[trainers.u]\ncommand = ["x"]\n'
 HERE: Final = 'directory = "/x"\n'
 
 
-def read(text: str, **given: Any) -> Manifest:
+def read(text: str, **given: Any) -> JobManifest:
     # A key of the document itself has to come before the first table.
-    return read_manifest(TRAINER + text if text.lstrip().startswith("[") else f"{text}\n{TRAINER}", "m.toml", **given)
+    whole = TRAINER + text if text.lstrip().startswith("[") else f"{text}\n{TRAINER}"
+    return parse_manifest(whole, "m.toml").resolve(**given)
 
 
 def problems(text: str, **given: Any) -> list[str]:
@@ -56,7 +58,7 @@ def problem(text: str, **given: Any) -> str:
 
 
 def test_the_example_is_a_manifest() -> None:
-    manifest = read_manifest(EXAMPLE.read_text(encoding="utf-8"), EXAMPLE.name)
+    manifest = parse_manifest(EXAMPLE.read_text(encoding="utf-8"), EXAMPLE.name).resolve()
     assert len(manifest.jobs) == 4 + 12 + 20
     assert set(manifest.hosts) == {"pi", "desk"}
     assert str(manifest.hosts["desk"].quiet_hours[0]) == "mon,tue,wed,thu,fri 09:00-18:00"
@@ -225,20 +227,21 @@ def test_a_value_too_large_to_be_kept_with_every_job_is_refused() -> None:
     assert "bytes as JSON" in problem(f'[[jobs]]\nmodel = "m"\nhyper = {{ a = "{"x" * 70_000}" }}\n')
 
 
-def test_retraining_takes_the_commit_or_the_digest_the_caller_found() -> None:
+def test_retraining_takes_the_source_that_the_caller_resolved() -> None:
     plain = read('[[jobs]]\nmodel = "m"\n')
+    draft = parse_manifest(f'retrain_on = ["code"]\n{TRAINER}[[jobs]]\nmodel = "m"\n', "m")
+    with pytest.raises(StrataError, match="the digest of the code is not known"):
+        draft.resolve()
     one, other = (
-        read_manifest(
-            f'retrain_on = ["code"]\n{TRAINER}[[jobs]]\nmodel = "m"\n', "m", digests={"t": Digests(code=code)}
-        )
-        for code in ("sha256:1", "sha256:2")
+        draft.resolve(trainers={"t": msgspec.structs.replace(draft.trainers["t"], directory="", bundle=digit * 64)})
+        for digit in "12"
     )
     assert len({*plain.jobs, *one.jobs, *other.jobs}) == 3
 
 
 def test_the_trainers_can_be_seen_although_the_rest_is_wrong() -> None:
-    seen = peek_trainers(TRAINER + 'params = "p.json"\n[trainers.bad]\n[[jobs]]\nmodle = 3\n', "m.toml")
-    assert {name: spec.params for name, spec in seen.items()} == {"t": "p.json"}
+    draft = parse_manifest(TRAINER + 'params = "p.json"\n[trainers.bad]\n[[jobs]]\nmodle = 3\n', "m.toml")
+    assert {name: spec.params for name, spec in draft.trainers.items()} == {"t": "p.json"}
 
 
 @pytest.mark.parametrize(
@@ -259,6 +262,77 @@ def test_the_trainers_can_be_seen_although_the_rest_is_wrong() -> None:
 def test_quiet_hours_are_written_as_people_write_them(text: str, shown: str | None) -> None:
     hours = parse_quiet_hours(text)
     assert (None if hours is None else str(hours)) == shown
+
+
+VALUE: Final = """
+retrain_on = ["code"]
+[trainers.t]
+command = ["python", "run.py"]
+git = "https://example.org/t"
+commit = "1111111111111111111111111111111111111111"
+[hosts.desk]
+slots = 2
+[[jobs]]
+model = "m"
+hyper = { epochs = 1 }
+[[sweeps]]
+name = "s"
+model = "m"
+grid = { epochs = [2, 3] }
+"""
+
+
+def received(text: str, change: Callable[[Any], object] = lambda value: None) -> JobManifest:
+    """The manifest as the hub decodes it, after a client changed the value."""
+    value = msgspec.to_builtins(parse_manifest(text, "m.toml").resolve())
+    change(value)
+    return msgspec.convert(value, JobManifest)
+
+
+def first(value: Any) -> Any:
+    return next(iter(value["jobs"].values()))
+
+
+def test_a_resolved_manifest_is_valid_as_a_value() -> None:
+    manifest = received(VALUE)
+    validate_manifest(manifest, {"t": SCHEMA})
+    assert [spec.label for spec in manifest.jobs.values()] == ["m-default", "s/0", "s/1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda value: first(value).update(seed=7), "jobs.m-default: the hub computes the id job1_"),
+        (lambda value: first(value).update(project="other"), "jobs.m-default.project: it is of project 'other'"),
+        (lambda value: first(value).update(trainer="u"), 'jobs.m-default.trainer: there is no trainer "u"'),
+        (lambda value: first(value).update(code="2" * 40), "jobs.m-default.retrain_on: code and data are not the"),
+        (lambda value: first(value).update(name="a\x1b[2J"), 'jobs."a\\u001b[2J".name: expected a name'),
+        (lambda value: first(value).update(sweep="../x"), "jobs.m-default.name: expected a name"),
+        (lambda value: first(value).update(hyper={"epochs": 2**60}), "jobs.m-default.hyper.epochs: the integer is"),
+        (lambda value: first(value).update(hyper={"epochs": "x" * 70_000}), "jobs.m-default.hyper: it takes"),
+        (lambda value: value["hosts"]["desk"].update(name="pi"), "hosts.desk: its name is 'pi'"),
+        (lambda value: value["trainers"]["t"].update(name="u"), "trainers.t: its name is 'u'"),
+        (lambda value: value["trainers"]["t"].update(command=[]), "trainers.t: a trainer has a command and"),
+        (lambda value: value["trainers"]["t"].update(directory="/x"), "trainers.t: a trainer has a command and"),
+        (lambda value: value["trainers"]["t"].update(commit="main"), "trainers.t: the trainer 't' cannot be run"),
+        (lambda value: value["trainers"]["t"].update(env={"HF_TOKEN": "a"}), "trainers.t.env.HF_TOKEN: it looks like"),
+        (lambda value: value["trainers"]["t"].update(env={"STRATA_URL": "a"}), "trainers.t.env.STRATA_URL: names that"),
+        (lambda value: value["trainers"]["t"].update(venv="/v", interpreter="/p"), "trainers.t.venv: interpreter is"),
+    ],
+)
+def test_a_value_that_no_client_may_send_is_refused_with_its_path(
+    change: Callable[[Any], object], message: str
+) -> None:
+    with pytest.raises(StrataError) as refused:
+        validate_manifest(received(VALUE, change), {})
+    assert refused.value.code is Code.INVALID
+    assert any(problem.startswith(f"m.toml: {message}") for problem in refused.value.detail["problems"])
+
+
+def test_the_hub_checks_hyper_parameters_against_the_schema_it_has() -> None:
+    schema = Schema({"type": "object", "properties": {"epochs": {"maximum": 2}}})
+    with pytest.raises(StrataError, match=r'm.toml: jobs."s/1".hyper.epochs: expected at most 2, found 3'):
+        validate_manifest(received(VALUE), {"t": schema})
 
 
 KEYS: Final = (
@@ -298,11 +372,14 @@ def toml_text(value: Any) -> str:
 def test_any_toml_is_a_manifest_or_a_strata_error(data: dict[str, Any]) -> None:
     text = "".join(f"{toml_text(key)} = {toml_text(each)}\n" for key, each in drop_nulls(data).items())
     try:
-        manifest = read_manifest(text, "m.toml", schemas={"t": SCHEMA})
+        manifest = parse_manifest(text, "m.toml").resolve(schemas={"t": SCHEMA})
     except StrataError as error:
         assert error.code is Code.INVALID  # noqa: PT017 - either outcome is right, and only this code is
     else:
         assert list(manifest.jobs) == [spec.id for spec in manifest.jobs.values()]
+        received = msgspec.json.decode(msgspec.json.encode(manifest), type=JobManifest)
+        assert received == manifest
+        validate_manifest(received, {"t": SCHEMA})
 
 
 @given(st.text(max_size=60))
@@ -311,7 +388,7 @@ def test_any_toml_is_a_manifest_or_a_strata_error(data: dict[str, Any]) -> None:
 def test_any_text_is_a_manifest_or_a_strata_error(text: str) -> None:
     for before in ("", TRAINER):
         try:
-            read_manifest(before + text, "m.toml")
+            parse_manifest(before + text, "m.toml").resolve()
         except StrataError as error:
             assert error.code is Code.INVALID  # noqa: PT017 - as above
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strata.base.errors import StrataError
 from strata.fleet.core.job import Status
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
-from strata.fleet.core.manifest import Manifest
+from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.plan import KINDS, ApplyOptions, Plan, Policy, Present, Registered, plan
 from strata.fleet.core.requirement import Needs
 
@@ -33,9 +33,9 @@ hosts = st.dictionaries(st.sampled_from(["h", "i"]), st.builds(HostSpec, name=st
 
 
 @st.composite
-def manifests(draw: st.DrawFn) -> Manifest:
+def manifests(draw: st.DrawFn) -> JobManifest:
     jobs = {spec.id: spec for spec in draw(st.lists(specs, max_size=4))}
-    return Manifest(source="m", jobs=jobs, trainers=draw(trainers), hosts=draw(hosts))
+    return JobManifest(source="m", jobs=jobs, trainers=draw(trainers), hosts=draw(hosts))
 
 
 class Fleet:
@@ -46,7 +46,7 @@ class Fleet:
         self.trainers: dict[str, Registered] = {}
         self.hosts: dict[str, Policy] = {}
 
-    def plan(self, manifest: Manifest) -> Plan:
+    def plan(self, manifest: JobManifest) -> Plan:
         return plan(manifest, self.jobs, trainers=self.trainers, hosts=self.hosts)
 
     def apply(self, made: Plan) -> None:
@@ -69,7 +69,7 @@ def registered(spec: TrainerSpec) -> Registered:
 
 @given(st.lists(st.tuples(manifests(), st.sampled_from(Status)), max_size=4), manifests())
 def test_applying_twice_changes_nothing_and_no_job_is_ever_taken_away(
-    history: list[tuple[Manifest, Status]], last: Manifest
+    history: list[tuple[JobManifest, Status]], last: JobManifest
 ) -> None:
     fleet = Fleet()
     for manifest, status in history:
@@ -100,11 +100,11 @@ def test_every_field_of_a_job_makes_its_id_or_can_change() -> None:
     assert changing | identity | recorded == {field.name for field in msgspec.structs.fields(JobSpec)}
 
 
-def manifest_of(*jobs: JobSpec, **more: Any) -> Manifest:
-    return Manifest(source="m.toml", jobs={spec.id: spec for spec in jobs}, **more)
+def manifest_of(*jobs: JobSpec, **more: Any) -> JobManifest:
+    return JobManifest(source="m.toml", jobs={spec.id: spec for spec in jobs}, **more)
 
 
-def planned(manifest: Manifest, *there: tuple[JobSpec, Status]) -> Plan:
+def planned(manifest: JobManifest, *there: tuple[JobSpec, Status]) -> Plan:
     jobs = {spec.id: Present(spec=spec, status=status) for spec, status in there}
     return plan(manifest, jobs, trainers={}, hosts={})
 

@@ -125,3 +125,14 @@ def test_waiting_for_a_manifest_ends_when_no_host_may_take_what_is_left(person: 
     done = person.says("apply", "--wait", str(manifest))
     assert done.status == ExitCode.UNSCHEDULABLE
     assert "2 pending; no host may take what is left" in done.err
+
+
+def test_a_parameter_that_only_the_hub_knows_to_be_wrong_is_found_at_its_line_too(
+    person: Person, manifest: Path
+) -> None:
+    person.says("apply", str(manifest))
+    manifest.write_text(manifest.read_text().replace("{ depth = 3 }", "{ dept = 3 }"))
+    for words in (("--no-describe",), ("--dry-run",)):
+        done = person.says("apply", *words, str(manifest))
+        assert done.status == ExitCode.USAGE
+        assert f"{manifest}:9: jobs[0].hyper.dept" in done.err

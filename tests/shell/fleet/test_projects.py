@@ -17,7 +17,7 @@ from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, Status
-from strata.fleet.core.manifest import read_manifest
+from strata.fleet.core.manifest import parse_manifest
 from strata.fleet.core.plan import ApplyOptions, Plan
 from strata.fleet.ports import Completion, Failure, Hold, HostRow, Lease
 from strata.fleet.service import Fleet
@@ -80,8 +80,8 @@ class World:
 
     async def apply(self, step: Apply) -> None:
         text = text_of(step)
-        manifest = read_manifest(text, "m")
-        made = await self.fleet.plan_manifest(text, "m", options=ApplyOptions(retrain=step.retrain))
+        manifest = parse_manifest(text, "m").resolve()
+        made = await self.fleet.plan_manifest(manifest, ApplyOptions(retrain=step.retrain))
         self.check_owner(made, step.project)
         await self.fleet.apply(made, "operator", source="m")
         digest = manifest.trainers["default"].digest

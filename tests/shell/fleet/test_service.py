@@ -18,6 +18,7 @@ from strata.fleet.claims import BATCH, ClaimQueue
 from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.job import Cause, Status
 from strata.fleet.core.jobspec import HostSpec, JobSpec
+from strata.fleet.core.manifest import JobManifest, parse_manifest
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import Claim, Completion, Failure, Hold, HostRow, Lease, Renewal
@@ -370,36 +371,40 @@ async def test_many_waiting_hosts_share_transactions_and_get_different_jobs(site
 
 
 async def test_a_manifest_is_planned_and_applied_once(site: Site) -> None:
-    text = """
+    declared = parse_manifest(
+        """
     [trainers.default]
     command = ["python", "train.py"]
     directory = "."
     [[jobs]]
     model = "gbt"
     mode = "oracle"
-    """
-    wanted = await site.fleet.plan_manifest(text, "m.toml")
+    """,
+        "m.toml",
+    ).resolve()
+    wanted = await site.fleet.plan_manifest(declared)
     assert wanted.summary().startswith("+1 new")
     await site.fleet.apply(wanted, "operator", source="m.toml")
-    assert (await site.fleet.plan_manifest(text, "m.toml")).empty
+    assert (await site.fleet.plan_manifest(declared)).empty
     anna = await site.host("anna")
     (lease,) = await site.fleet.claim(anna, "c1")
     await site.fleet.complete(hold(lease), Completion(artifact="art"))
-    assert (await site.fleet.plan_manifest(text, "m.toml")).empty
+    assert (await site.fleet.plan_manifest(declared)).empty
 
 
 async def test_a_plan_is_refused_when_its_trainer_was_changed_since_it_was_made(site: Site) -> None:
-    def manifest(script: str, *models: str) -> str:
+    def manifest(script: str, *models: str) -> JobManifest:
         jobs = "".join(f'[[jobs]]\nmodel = "{model}"\n' for model in models)
-        return f'[trainers.default]\ncommand = ["python", "{script}"]\ndirectory = "/t"\n{jobs}'
+        text = f'[trainers.default]\ncommand = ["python", "{script}"]\ndirectory = "/t"\n{jobs}'
+        return parse_manifest(text, "m").resolve()
 
-    await site.fleet.apply(await site.fleet.plan_manifest(manifest("v2.py"), "m"), "operator", source="m")
-    slow = await site.fleet.plan_manifest(manifest("v2.py", "a"), "m")
-    await site.fleet.apply(await site.fleet.plan_manifest(manifest("v3.py"), "m"), "operator", source="m")
+    await site.fleet.apply(await site.fleet.plan_manifest(manifest("v2.py")), "operator", source="m")
+    slow = await site.fleet.plan_manifest(manifest("v2.py", "a"))
+    await site.fleet.apply(await site.fleet.plan_manifest(manifest("v3.py")), "operator", source="m")
     with pytest.raises(StrataError) as outdated:
         await site.fleet.apply(slow, "operator", source="m")
     assert (outdated.value.code, await site.fleet.store.present()) == (Code.CONFLICT, {})
-    again = await site.fleet.plan_manifest(manifest("v2.py", "a"), "m")
+    again = await site.fleet.plan_manifest(manifest("v2.py", "a"))
     await site.fleet.apply(again, "operator", source="m")
     ((job_id, _),) = (await site.fleet.store.present()).items()
     digest = (await site.fleet.store.job(job_id)).trainer_digest

@@ -19,6 +19,7 @@ import msgspec
 from strata.base.clock import SystemClock
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.manifest import parse_manifest
 from strata.fleet.core.plan import Plan
 from strata.http.problem import ErrorReply
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
@@ -29,6 +30,11 @@ from tests.support.unix import short_path
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 TIMEOUT_S: Final = 30.0
 T = TypeVar("T")
+
+
+def manifest_body(text: str, **more: Any) -> dict[str, Any]:
+    """The body of `POST /v1/manifest` for a manifest that is written as TOML."""
+    return {"manifest": msgspec.to_builtins(parse_manifest(text, "m.toml").resolve()), **more}
 
 
 @dataclass

@@ -11,7 +11,7 @@ from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http.routes import ROUTES
 from strata.http.route import Route
-from tests.shell.fleet_http.running import HostClient, Running, ok, refused, running
+from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 CLOSED = [route for route in ROUTES if not route.access.public]
@@ -62,7 +62,7 @@ async def test_a_researcher_ends_only_her_own_jobs(site: Running) -> None:
         assert refused(await other.post(path)) == (403, "forbidden")
         assert ok(await hers.post(path), wire.Job).submitted_by == f"key:{key_id}"
     text = '[trainers.t]\ncommand = ["true"]\nbundle = "' + "0" * 64 + '"\n[[jobs]]\nmodel = "m"\ntrainer = "t"\n'
-    ok(await operator.post("/v1/manifest", json={"text": text}), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=manifest_body(text)), wire.ManifestReply)
     assert refused(await hers.post(f"/v1/job/{job.id}/cancel", json={})) == (403, "forbidden")
     assert ok(await operator.post(f"/v1/job/{job.id}/cancel", json={}), wire.Job).status == "cancelled"
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from strata.fleet import wire
-from tests.shell.fleet_http.running import Running, ok, refused, running
+from tests.shell.fleet_http.running import Running, manifest_body, ok, refused, running
 
 TEXT = """
 [trainers.gbt]
@@ -25,7 +25,7 @@ SCHEMA = {"type": "object", "properties": {"learning_rate": {"type": "number"}},
 
 async def test_a_dry_run_shows_the_plan_and_changes_nothing(site: Running) -> None:
     operator = await site.operator()
-    body = {"text": TEXT, "source": "m.toml", "dry_run": True}
+    body = manifest_body(TEXT, dry_run=True)
     planned = ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
     assert (planned.applied, [job.label for job in planned.new]) == (False, ["gbt-oracle"])
     assert ok(await operator.get("/v1/jobs"), wire.JobsReply).jobs == ()
@@ -39,15 +39,15 @@ async def test_a_dry_run_shows_the_plan_and_changes_nothing(site: Running) -> No
 async def test_a_hyper_parameter_the_trainer_does_not_take_is_found_when_the_manifest_is_applied(site: Running) -> None:
     operator = await site.operator()
     wrong = TEXT.replace("learning_rate", "learning_rat")
-    reply = await operator.post("/v1/manifest", json={"text": wrong, "source": "m.toml", "schemas": {"gbt": SCHEMA}})
+    reply = await operator.post("/v1/manifest", json=manifest_body(wrong, schemas={"gbt": SCHEMA}))
     assert refused(reply) == (400, "invalid")
     assert 'did you mean "learning_rate"' in reply.json()["error"]["message"]
-    assert "m.toml:11" in reply.json()["error"]["message"]
+    assert "m.toml: jobs.gbt-oracle.hyper.learning_rat:" in reply.json()["error"]["message"]
 
 
 async def test_the_schemas_of_trainers_are_kept_and_used_for_single_jobs(site: Running) -> None:
     operator, researcher = await site.operator(), await site.with_role("researcher")
-    body = {"text": TEXT, "source": "m.toml", "schemas": {"gbt": SCHEMA}}
+    body = manifest_body(TEXT, schemas={"gbt": SCHEMA})
     ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
     trainers = ok(await researcher.get("/v1/trainers"), wire.TrainersReply).trainers
     assert trainers["gbt"].params == SCHEMA

@@ -13,7 +13,7 @@ from strata.cli.fleet.wait import say_it_goes_on, wait_for
 from strata.cli.output import Format, output_option, print_error, printable, write
 
 if TYPE_CHECKING:
-    from strata.cli.fleet.source import Prepared
+    from strata.cli.fleet.source import PreparedManifest
     from strata.fleet import wire
     from strata.fleet.client import HubClient
 
@@ -66,17 +66,19 @@ def apply(  # noqa: PLR0913 (the options of the command)
     )
     options = {"accept": accept, "retrain": retrain, "take_over": take_over}
     with hub_client(context, timeout_s=120.0) as client:
+        trainers = _registered(client)
+        prepared.check_hyper(_schemas(prepared, trainers))
         plan = _send(client, prepared, options, dry_run=True)
         if not dry_run:
             if _asks(plan) and not yes and sys.stdin.isatty() and sys.stderr.isatty():
                 _show_changes(plan)
                 click.confirm(f"{plan.summary}\nApply?", default=True, abort=True, err=True)
-            _upload(client, prepared)
+            _upload(client, prepared, trainers)
             plan = _send(client, prepared, options, dry_run=False)
         _show(plan, prepared, output, applied=not dry_run)
         if waits and not dry_run:
             try:
-                ended = wait_for(client, prepared.job_ids, only_news=True)
+                ended = wait_for(client, list(prepared.manifest.jobs), only_news=True)
             except KeyboardInterrupt:
                 say_it_goes_on(f"what {manifest} queued", "JOB")
                 raise
@@ -95,25 +97,35 @@ def reload(context: str | None, output: Format) -> None:
     _show(plan, None, output, applied=True)
 
 
-def _send(client: HubClient, prepared: Prepared, options: dict[str, bool], *, dry_run: bool) -> wire.ManifestReply:
+def _send(
+    client: HubClient, prepared: PreparedManifest, options: dict[str, bool], *, dry_run: bool
+) -> wire.ManifestReply:
     from strata.fleet import wire
 
-    body = wire.ManifestRequest(
-        text=prepared.text,
-        source=prepared.source[-1024:],
-        schemas=prepared.schemas,
-        digests=prepared.digests,
-        dry_run=dry_run,
-        **options,
-    )
+    body = wire.ManifestRequest(manifest=prepared.manifest, schemas=prepared.schemas, dry_run=dry_run, **options)
     return client.call("POST", "/v1/manifest", wire.ManifestReply, body=body)
 
 
-def _upload(client: HubClient, prepared: Prepared) -> None:
-    """The sources that no trainer at the hub has yet."""
+def _registered(client: HubClient) -> dict[str, wire.Trainer]:
+    """The trainers of all projects that the hub has, by their qualified names."""
     from strata.fleet import wire
 
-    trainers = client.call("GET", "/v1/trainers", wire.TrainersReply).trainers
+    return client.call("GET", "/v1/trainers", wire.TrainersReply).trainers
+
+
+def _schemas(prepared: PreparedManifest, trainers: dict[str, wire.Trainer]) -> dict[str, Any]:
+    """What the hub knows of the parameters of the manifest's trainers, by their plain names."""
+    from strata.fleet.core.jobspec import qualified_trainer
+
+    manifest = prepared.manifest
+    named = {name: trainers.get(qualified_trainer(manifest.project, name)) for name in manifest.trainers}
+    return {name: trainer.params for name, trainer in named.items() if trainer is not None and trainer.params}
+
+
+def _upload(client: HubClient, prepared: PreparedManifest, trainers: dict[str, wire.Trainer]) -> None:
+    """Send the sources that no trainer at the hub has yet."""
+    from strata.fleet import wire
+
     there = {trainer.spec.bundle for trainer in trainers.values()}
     for name, bundle in prepared.bundles.items():
         if bundle.sha256 not in there:
@@ -144,11 +156,11 @@ def _show_changes(plan: wire.ManifestReply) -> None:
         print_error(f"  ~ and {len(plan.requeued) - MOST_SHOWN} more run again")
 
 
-def _show(plan: wire.ManifestReply, prepared: Prepared | None, output: Format, *, applied: bool) -> None:
+def _show(plan: wire.ManifestReply, prepared: PreparedManifest | None, output: Format, *, applied: bool) -> None:
     import msgspec
 
     if output in (Format.JSON, Format.JSONL):
-        more: dict[str, Any] = {} if prepared is None else {"jobs": prepared.job_ids}
+        more: dict[str, Any] = {} if prepared is None else {"jobs": list(prepared.manifest.jobs)}
         print_value(msgspec.to_builtins(plan) | more, output)
         return
     write(plan.summary)

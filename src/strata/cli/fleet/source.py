@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,91 +15,81 @@ from strata.base.errors import Code, StrataError
 from strata.cli.fleet.bundle import Bundle, make_bundle
 
 if TYPE_CHECKING:
+    from strata.fleet.core.hyper import Schema
     from strata.fleet.core.jobspec import TrainerSpec
-    from strata.fleet.core.manifest import Digests
+    from strata.fleet.core.manifest import JobManifest, ManifestDraft
 
 DESCRIBE_S: Final = 60.0
+MAX_SOURCE: Final = 1024
+"""Of a path in messages, its end."""
 _MAX_PROGRAM: Final = 1 << 20
 _MARKS: Final = (b"--describe", b"strata.fleet.trainer")
-_DIRECTORY: Final = re.compile(r"""(?P<key>["']?\bdirectory\b["']?)\s*=\s*(?:"[^"]*"|'[^']*')""")
 
 
-@dataclass
-class Prepared:
-    """A manifest that does not depend on this machine any more."""
+@dataclass(frozen=True)
+class PreparedManifest:
+    """A manifest that does not depend on this machine any more, and what the hub needs beside it."""
 
-    text: str
-    source: str
-    schemas: dict[str, Any] = field(default_factory=dict)
-    digests: dict[str, Digests] = field(default_factory=dict)
-    bundles: dict[str, Bundle] = field(default_factory=dict)
-    """By trainer: what has to be at the hub before it is applied."""
-    job_ids: list[str] = field(default_factory=list)
+    draft: ManifestDraft
+    manifest: JobManifest
+    schemas: dict[str, Any]
+    """JSON Schemas of hyper-parameters by trainer, as found on this machine."""
+    bundles: dict[str, Bundle]
+    """By trainer: the source that has to be at the hub before the manifest is applied."""
+
+    def check_hyper(self, registered: Mapping[str, Any]) -> None:
+        """INVALID where a job does not fit the schema that only the hub has of its trainer, by the trainer's name.
+
+        The hub checks this too. Here the lines of the file are known.
+        """
+        if registered.keys() - self.schemas.keys():
+            self.draft.resolve(trainers=self.manifest.trainers, schemas=_compile({**registered, **self.schemas}))
 
 
 def prepare_manifest(
     path: Path, warn: Callable[[str], None], *, describe: bool | None = None, dry_run: bool = False
-) -> Prepared:
-    """Reads it, describes its trainers, bundles their relative folders, and checks all of it as the hub will.
+) -> PreparedManifest:
+    """Parse the manifest once, describe its trainers, bundle their relative folders, and check all of it.
 
     Without `describe`, a trainer is run for its parameters if its program mentions that it knows how; never for a dry
     run.
     """
-    from strata.fleet.core.hyper import Schema
-    from strata.fleet.core.manifest import peek_trainers, read_manifest
+    from msgspec.structs import replace
 
+    from strata.fleet.core.manifest import parse_manifest
+
+    draft = parse_manifest(_read(path), str(path)[-MAX_SOURCE:])
+    schemas: dict[str, Any] = {}
+    bundles: dict[str, Bundle] = {}
+    resolved: dict[str, TrainerSpec] = {}
+    for name, trainer in draft.trainers.items():
+        folder = (path.parent / trainer.directory).resolve() if trainer.directory else None
+        is_relative = bool(trainer.directory) and not Path(trainer.directory).is_absolute()
+        if folder is not None and is_relative and not folder.is_dir():
+            raise StrataError(Code.INVALID, f"{path}: trainers.{name}.directory: there is no folder {folder}")
+        schema = _schema(path.parent, folder, trainer, warn, wanted=describe, dry_run=dry_run)
+        if schema is not None:
+            schemas[name] = schema
+        if folder is not None and is_relative:
+            bundles[name] = make_bundle(folder)
+            resolved[name] = replace(trainer, directory="", bundle=bundles[name].sha256)
+    manifest = draft.resolve(trainers=resolved, schemas=_compile(schemas))
+    return PreparedManifest(draft, manifest, schemas, bundles)
+
+
+def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise StrataError(Code.NOT_FOUND, f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise StrataError(Code.INVALID, f"{path} cannot be read: {error}") from None
-    made = Prepared(text, str(path))
-    for name, trainer in peek_trainers(text, str(path)).items():
-        folder = (path.parent / trainer.directory).resolve() if trainer.directory else None
-        if folder is not None and not Path(trainer.directory).is_absolute() and not folder.is_dir():
-            raise StrataError(Code.INVALID, f"{path}: trainers.{name}.directory: there is no folder {folder}")
-        schema = _schema(path.parent, folder, trainer, warn, wanted=describe, dry_run=dry_run)
-        if schema is not None:
-            made.schemas[name] = schema
-        if folder is not None and not Path(trainer.directory).is_absolute():
-            made.bundles[name] = make_bundle(folder)
-            made.text = _with_bundle(made, name)
-    for name, trainer in peek_trainers(made.text, str(path)).items():
-        made.digests[name] = _digests(trainer)
-    schemas = {name: Schema(schema, source=f"schema of {name}") for name, schema in made.schemas.items()}
-    manifest = read_manifest(made.text, made.source, schemas=schemas, digests=made.digests)
-    made.job_ids = list(manifest.jobs)
-    return made
 
 
-def _with_bundle(made: Prepared, name: str) -> str:
-    """The text with `bundle` in the place of `directory`, on the same line, so that messages keep their numbers."""
-    from strata.base import toml
-    from strata.fleet.core.manifest import peek_trainers
+def _compile(schemas: Mapping[str, Any]) -> dict[str, Schema]:
+    from strata.fleet.core.hyper import Schema
 
-    document = toml.parse(made.text, made.source)
-    number = document.line(("trainers", name, "directory"))
-    lines = made.text.splitlines(keepends=True)
-    if number is not None:
-        bundle = f'bundle = "{made.bundles[name].sha256}"'
-        lines[number - 1] = _DIRECTORY.sub(bundle, lines[number - 1], count=1)
-    text = "".join(lines)
-    changed = peek_trainers(text, made.source).get(name)
-    if changed is None or changed.directory or not changed.bundle:
-        raise StrataError(
-            Code.INVALID, f"{document.where(('trainers', name, 'directory'))}: write directory on a line of its own"
-        )
-    return text
-
-
-def _digests(trainer: TrainerSpec) -> Digests:
-    from strata.base.digest import digest
-    from strata.fleet.core.manifest import Digests
-
-    data = {name: source.digest for name, source in trainer.data.items()}
-    known = data and all(data.values())
-    return Digests(code=trainer.commit or trainer.bundle, data=digest(data) if known else "")
+    return {name: Schema(schema, source=f"schema of {name}") for name, schema in schemas.items()}
 
 
 def _schema(

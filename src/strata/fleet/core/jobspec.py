@@ -15,12 +15,12 @@ A change of these rules needs a new version in the prefix. Ids are in databases,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from strata.base.digest import sha256_hex
+from strata.base.digest import digest, sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.ids import content_id
 from strata.fleet.core.lease import MAX_ATTEMPTS, MAX_INFRA, MAX_LOST, Budget
@@ -107,14 +107,14 @@ def job_id(spec: JobSpec) -> str:
         "train_hosts": spec.train_hosts,
         "seed": spec.seed,
     }
-    for part, digest in (("code", spec.code), ("data", spec.data)):
+    for part, known in (("code", spec.code), ("data", spec.data)):
         if part in spec.retrain_on:
-            if not digest:
+            if not known:
                 raise StrataError(
                     Code.PRECONDITION,
                     f'{spec.label}: retrain_on has "{part}", but the digest of the {part} is not known',
                 )
-            what[part] = digest
+            what[part] = known
     if spec.project != DEFAULT_PROJECT:
         what["project"] = spec.project
     return content_id("job", 1, what)
@@ -155,6 +155,20 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def digest(self) -> str:
         """The identity of this trainer: a changed trainer is another one, and jobs name the one they are run with."""
         return f"trainer1_{sha256_hex(self.encode())}"
+
+    def digests_for(self, retrain_on: Collection[str]) -> tuple[str, str]:
+        """The digests of code and data that become part of a job's identity; empty if not asked for, or not known.
+
+        A directory of the host may be anything tomorrow, so it has no digest.
+        """
+        code = (self.commit or self.bundle) if "code" in retrain_on else ""
+        sources = {name: source.digest for name, source in self.data.items()} if "data" in retrain_on else {}
+        return code, digest(sources) if sources and all(sources.values()) else ""
+
+
+def qualified_trainer(project: str, name: str) -> str:
+    """The name of a trainer among those of all projects; in the default project it is the plain name."""
+    return name if project == DEFAULT_PROJECT else f"{project}/{name}"
 
 
 _encode: Final = msgspec.json.Encoder(order="deterministic").encode

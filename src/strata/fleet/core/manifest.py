@@ -1,95 +1,167 @@
-"""The training manifest: one TOML file that says how jobs are run, who may run them, and what there is to do.
+"""The job manifest: which trainers, host policies and jobs a project declares, as a frozen value.
 
-`project` says whose it is, `[trainers.NAME]` how, `[hosts.NAME]` who, `[[jobs]]` and `[[sweeps]]` what. Reading is all
-or nothing, and reports every problem at once, each with file, line and path. Nothing here opens a file: the schemas of
-hyper-parameters and the digests of code and data are read by the caller, who learns from `peek_trainers` which ones
-there are.
+A person writes it as TOML: `project` says whose it is, `[trainers.NAME]` how jobs are run, `[hosts.NAME]` who may run
+them, `[[jobs]]` and `[[sweeps]]` what there is to do. `parse_manifest` reads the text once, where it is written. The
+caller then resolves the trainers (uploads their folders, fetches the schemas of their hyper-parameters), and
+`ManifestDraft.resolve` makes the `JobManifest`, or raises one error with every problem, each with file, line and path.
+
+A manifest travels to the hub as that value. The hub trusts no client, so `validate_manifest` applies the same rules to
+the value. Nothing here opens a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from strata.base import toml
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.hyper import Schema
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobSpec, TrainerSpec
-from strata.fleet.core.manifest_jobs import Context, read_jobs
-from strata.fleet.core.manifest_tables import read_hosts, read_trainers
-from strata.fleet.core.problems import Problems, read_fields
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobId, JobSpec, TrainerSpec, check_trainer
+from strata.fleet.core.manifest_jobs import MAX_JOBS, Context, check_hyper, read_jobs
+from strata.fleet.core.manifest_tables import env_problem, read_hosts, read_trainers
+from strata.fleet.core.problems import Problems, json_problems, read_fields
 from strata.fleet.core.requirement import Name
 
 MAX_BYTES: Final = 16 * 1024 * 1024
 _TABLES: Final = ("trainers", "hosts", "jobs", "sweep", "sweeps")
+_JobName = Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,63}(/[0-9]{1,9})?)?\Z")]
 
 
-class Digests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the source and the data of a trainer are just now; only asked for by `retrain_on`."""
+class JobManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Resolved: sweeps are jobs, `after` has ids, and a trainer names an uploaded source instead of a local folder."""
 
-    code: str = ""
-    data: str = ""
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    source: str
-    project: str = DEFAULT_PROJECT
+    source: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] = "manifest"
+    """The file it was read from, for messages."""
+    project: Name = DEFAULT_PROJECT
     """Whose trainers and jobs these are. It is written in the file and never follows from the name of a folder."""
-    trainers: dict[str, TrainerSpec] = {}
-    hosts: dict[str, HostSpec] = {}
-    jobs: dict[str, JobSpec] = {}
+    trainers: dict[Name, TrainerSpec] = {}
+    hosts: dict[Name, HostSpec] = {}
+    jobs: dict[JobId, JobSpec] = {}
     """By id, in the order of the file, sweeps last."""
 
 
-def read_manifest(
-    text: str,
-    source: str,
-    *,
-    schemas: Mapping[str, Schema] | None = None,
-    digests: Mapping[str, Digests] | None = None,
-) -> Manifest:
-    """The manifest, or one INVALID error with all that is wrong. `schemas` and `digests` are by trainer."""
-    document = _parsed(text, source)
-    problems = Problems(document)
-    data = document.data
-    own: dict[str, Any] = dict.fromkeys(_TABLES, Any)
-    own["retrain_on"] = tuple[Literal["code", "data"], ...]
-    own["project"] = Name
-    fields = read_fields(problems, (), data, own)
-    trainers = read_trainers(problems, data.get("trainers", {}))
-    hosts = read_hosts(problems, data.get("hosts", {}))
-    context = Context(
-        problems=problems,
-        project=fields.get("project", DEFAULT_PROJECT),
-        trainers=trainers,
-        trainer_names=tuple(data["trainers"]) if isinstance(data.get("trainers"), dict) else (),
-        retrain_on=fields.get("retrain_on", ()),
-        schemas=schemas or {},
-        code={name: each.code for name, each in (digests or {}).items()},
-        data={name: each.data for name, each in (digests or {}).items()},
-    )
-    jobs = read_jobs(context, data)
-    problems.raise_any()
-    return Manifest(source=source, project=context.project, trainers=trainers, hosts=hosts, jobs=jobs)
+@dataclass(frozen=True, kw_only=True)
+class ManifestDraft:
+    """A parsed manifest whose trainers are not resolved yet, and whose jobs are not read: they depend on trainers."""
+
+    document: toml.Document
+    project: str
+    retrain_on: tuple[str, ...]
+    trainers: dict[str, TrainerSpec]
+    """The trainers that could be read, whatever is wrong elsewhere."""
+    hosts: dict[str, HostSpec]
+    problems: Problems
+
+    def resolve(
+        self, *, trainers: Mapping[str, TrainerSpec] | None = None, schemas: Mapping[str, Schema] | None = None
+    ) -> JobManifest:
+        """The manifest with these trainers in the place of those written; or INVALID with all that is wrong."""
+        problems, data = self.problems.copy(), self.document.data
+        resolved = self.trainers | dict(trainers or {})
+        context = Context(
+            problems=problems,
+            project=self.project,
+            trainers=resolved,
+            trainer_names=tuple(data["trainers"]) if isinstance(data.get("trainers"), dict) else (),
+            retrain_on=self.retrain_on,
+            schemas=schemas or {},
+        )
+        jobs = read_jobs(context, data)
+        problems.raise_any()
+        return JobManifest(
+            source=self.document.source, project=self.project, trainers=resolved, hosts=self.hosts, jobs=jobs
+        )
 
 
-def peek_trainers(text: str, source: str) -> dict[str, TrainerSpec]:
-    """The trainers that can be read, whatever is wrong elsewhere: whose schemas and digests to fetch for the rest."""
-    document = _parsed(text, source)
-    return read_trainers(Problems(document), document.data.get("trainers", {}))
-
-
-def peek_project(text: str, source: str) -> str:
-    """The project of a manifest that may have other problems; a name that is none is reported by `read_manifest`."""
-    named = _parsed(text, source).data.get("project", DEFAULT_PROJECT)
-    return named if isinstance(named, str) else DEFAULT_PROJECT
-
-
-def _parsed(text: str, source: str) -> toml.Document:
+def parse_manifest(text: str, source: str) -> ManifestDraft:
+    """INVALID if the text is no TOML; every other problem is kept for `resolve`, which reports all of them at once."""
     if len(text) > MAX_BYTES:
         raise StrataError(
             Code.INVALID, f"{source}: a manifest has at most {MAX_BYTES} characters, this one {len(text)}"
         )
-    return toml.parse(text, source)
+    document = toml.parse(text, source)
+    problems = Problems(document)
+    kinds: dict[str, Any] = dict.fromkeys(_TABLES, Any)
+    kinds["retrain_on"] = tuple[Literal["code", "data"], ...]
+    kinds["project"] = Name
+    fields = read_fields(problems, (), document.data, kinds)
+    return ManifestDraft(
+        document=document,
+        project=fields.get("project", DEFAULT_PROJECT),
+        retrain_on=fields.get("retrain_on", ()),
+        trainers=read_trainers(problems, document.data.get("trainers", {})),
+        hosts=read_hosts(problems, document.data.get("hosts", {})),
+        problems=problems,
+    )
+
+
+def validate_manifest(manifest: JobManifest, schemas: Mapping[str, Schema]) -> None:
+    """INVALID with all that is wrong with a manifest that arrived as a value. Its types are checked by the decoder."""
+    problems = Problems(toml.Document({}, "", manifest.source))
+    for name, trainer in manifest.trainers.items():
+        _validate_trainer(problems, name, trainer)
+    for name, host in manifest.hosts.items():
+        if host.name != name:
+            problems.add(("hosts", name), f"its name is {host.name!r}")
+    if len(manifest.jobs) > MAX_JOBS:
+        problems.add((), f"it has {len(manifest.jobs)} jobs, and at most {MAX_JOBS} are allowed")
+    for job_id, job in manifest.jobs.items():
+        _validate_job(problems, manifest, job_id, job)
+        if not problems.many and job.trainer in schemas:
+            for finding in check_hyper(schemas[job.trainer], job.hyper):
+                problems.add(("jobs", job.label, "hyper", *finding.path), finding.message)
+    problems.raise_any()
+
+
+def _validate_trainer(problems: Problems, name: str, trainer: TrainerSpec) -> None:
+    place = ("trainers", name)
+    if trainer.name != name:
+        problems.add(place, f"its name is {trainer.name!r}")
+    try:
+        check_trainer(trainer)
+    except StrataError as error:
+        problems.add(place, error.message)
+    if trainer.interpreter and trainer.venv:
+        problems.add((*place, "venv"), "interpreter is given too; only one of them can be meant")
+    for variable in trainer.env:
+        problem = env_problem(variable)
+        if problem:
+            problems.add((*place, "env", variable), problem)
+
+
+def _validate_job(problems: Problems, manifest: JobManifest, job_id: str, job: JobSpec) -> None:
+    place = ("jobs", job.label)
+    trainer = manifest.trainers.get(job.trainer)
+    if job.project != manifest.project:
+        problems.add((*place, "project"), f"it is of project {job.project!r}, the manifest of {manifest.project!r}")
+    try:
+        msgspec.convert(job.name, _JobName)
+        msgspec.convert(job.sweep or "sweep", Name)
+    except msgspec.ValidationError:
+        problems.add((*place, "name"), "expected a name of letters, digits, dots, - and _, at most 64 of them")
+    misfits = [
+        misfit for key in ("hyper", "split_recipe") for misfit in json_problems(getattr(job, key), (*place, key))
+    ]
+    for at, problem in misfits:
+        problems.add(at, problem)
+    if trainer is None:
+        problems.add((*place, "trainer"), f'there is no trainer "{job.trainer}"')
+    elif (job.code, job.data) != trainer.digests_for(job.retrain_on):
+        problems.add((*place, "retrain_on"), "code and data are not the digests of its trainer")
+    elif not misfits:
+        _validate_id(problems, place, job_id, job)
+
+
+def _validate_id(problems: Problems, place: tuple[str, str], job_id: str, job: JobSpec) -> None:
+    try:
+        computed = job.id
+    except StrataError as error:
+        problems.add(place, error.message)
+    else:
+        if computed != job_id:
+            # A client with other rules of identity would see other jobs than the hub runs.
+            problems.add(place, f"the hub computes the id {computed}, the client sent {job_id}")

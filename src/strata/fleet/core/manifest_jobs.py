@@ -56,8 +56,6 @@ class Context:
     """All that are declared, also those that could not be read: their jobs are read all the same."""
     retrain_on: tuple[str, ...]
     schemas: Mapping[str, Schema]
-    code: Mapping[str, str]
-    data: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -124,11 +122,9 @@ def _job(context: Context, place: Place, table: dict[str, Any], kinds: Mapping[s
     if len(problems) > before or trainer is None:
         return None
     retrain_on = fields.get("retrain_on", context.retrain_on)
-    if "code" in retrain_on:
-        declared = context.trainers.get(trainer)
-        fields["code"] = (declared.commit if declared else "") or context.code.get(trainer, "")
-    if "data" in retrain_on:
-        fields["data"] = context.data.get(trainer, "")
+    declared = context.trainers.get(trainer)
+    if declared is not None:
+        fields["code"], fields["data"] = declared.digests_for(retrain_on)
     own = {"project": context.project, "trainer": trainer, "retrain_on": retrain_on, "needs": Needs(**needs)}
     return JobSpec(**fields | own)
 
@@ -187,8 +183,10 @@ def _note_unread(read: _Read, table: Mapping[str, Any]) -> None:
 
 def _hyper_findings(context: Context, trainer: str | None, hyper: Any) -> list[Finding]:
     schema = context.schemas.get(trainer or "")
-    if schema is None or context.problems.many:
-        return []
+    return [] if schema is None or context.problems.many else check_hyper(schema, hyper)
+
+
+def check_hyper(schema: Schema, hyper: Any) -> list[Finding]:
     try:
         return schema.check(hyper)
     except StrataError as error:

@@ -63,14 +63,21 @@ def _is_bundle(text: str) -> bool:
 
 def _check_env(problems: Problems, place: Place, env: Any) -> None:
     for name in env if isinstance(env, dict) else ():
-        at = (*place, "env", name)
-        if not (name.isidentifier() and name.isascii()):
-            problems.add(at, "expected letters, digits and _")
-        elif name.startswith("STRATA_"):
-            problems.add(at, "names that begin with STRATA_ belong to the agent")
-        elif any(word in name.upper() for word in _SECRET_WORDS) and not name.upper().endswith(("_FILE", "_PATH")):
-            # The manifest is stored, shown and logged, and what is in a child's environment is in its children's too.
-            problems.add(at, f"it looks like a secret; put it into a file on the host and name that in {name}_FILE")
+        problem = env_problem(name)
+        if problem:
+            problems.add((*place, "env", name), problem)
+
+
+def env_problem(name: str) -> str:
+    """Why a trainer may not set this environment variable; empty if it may."""
+    if not (name.isidentifier() and name.isascii()):
+        return "expected letters, digits and _"
+    if name.startswith("STRATA_"):
+        return "names that begin with STRATA_ belong to the agent"
+    if any(word in name.upper() for word in _SECRET_WORDS) and not name.upper().endswith(("_FILE", "_PATH")):
+        # The manifest is stored, shown and logged, and what is in a child's environment is in its children's too.
+        return f"it looks like a secret; put it into a file on the host and name that in {name}_FILE"
+    return ""
 
 
 def read_hosts(problems: Problems, value: Any) -> dict[str, HostSpec]:

@@ -28,7 +28,7 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.core.hold import outdated_plan
 from strata.fleet.core.job import HELD, TERMINAL, Status
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobSpec, TrainerSpec, find_cycle
-from strata.fleet.core.manifest import Manifest
+from strata.fleet.core.manifest import JobManifest
 
 KINDS: Final = {
     "priority": ("priority",),
@@ -150,7 +150,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def plan(
-    manifest: Manifest,
+    manifest: JobManifest,
     jobs: Mapping[str, Present],
     *,
     trainers: Mapping[str, Registered],
@@ -214,7 +214,7 @@ def _same(spec: TrainerSpec, there: Registered | None) -> bool:
     return there is not None and there.spec == spec
 
 
-def _orphaned(manifest: Manifest, jobs: Mapping[str, Present]) -> tuple[str, ...]:
+def _orphaned(manifest: JobManifest, jobs: Mapping[str, Present]) -> tuple[str, ...]:
     return tuple(
         sorted(
             job_id
@@ -227,7 +227,7 @@ def _orphaned(manifest: Manifest, jobs: Mapping[str, Present]) -> tuple[str, ...
     )
 
 
-def _policies(manifest: Manifest, hosts: Mapping[str, Policy], options: ApplyOptions) -> dict[str, HostSpec]:
+def _policies(manifest: JobManifest, hosts: Mapping[str, Policy], options: ApplyOptions) -> dict[str, HostSpec]:
     changed = {}
     for name, spec in manifest.hosts.items():
         there = hosts.get(name)
@@ -238,7 +238,7 @@ def _policies(manifest: Manifest, hosts: Mapping[str, Policy], options: ApplyOpt
 
 
 def _check_owners(
-    manifest: Manifest, jobs: Mapping[str, Present], hosts: Mapping[str, Policy], options: ApplyOptions
+    manifest: JobManifest, jobs: Mapping[str, Present], hosts: Mapping[str, Policy], options: ApplyOptions
 ) -> None:
     """A manifest changes nothing that belongs to another project."""
     for job_id in manifest.jobs:
@@ -275,7 +275,7 @@ def _change(job_id: str, here: Present, wanted: JobSpec, digest: str) -> Change 
     )
 
 
-def _check_order(manifest: Manifest, jobs: Mapping[str, Present]) -> None:
+def _check_order(manifest: JobManifest, jobs: Mapping[str, Present]) -> None:
     """`after` may name jobs of other manifests: only here is known whether they exist, and whether it is a circle."""
     problems = [
         f"{manifest.source}: {spec.label}: it comes after {other}, and there is no such job"

@@ -28,6 +28,11 @@ class Problems:
         self._document = document
         self._found: dict[tuple[int, str], None] = {}
 
+    def copy(self) -> Problems:
+        other = Problems(self._document)
+        other._found.update(self._found)
+        return other
+
     def add(self, place: Place, message: str) -> None:
         line = self._document.line(place) or 0
         self._found[line, f"{self._document.where(place)}: {dotted(place)}: {message}"] = None

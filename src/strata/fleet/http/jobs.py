@@ -8,11 +8,10 @@ from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.hyper import Schema
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer, qualified_trainer
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.why import Why
 from strata.fleet.http.context import Call, Site, job_of
-from strata.fleet.http.manifests import qualified
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow
 from strata.identity.roles import Role
 
@@ -181,7 +180,7 @@ async def _trainers(
 
 
 async def _check_hyper(site: Site, spec: JobSpec) -> None:
-    schema: Any = (await site.schemas.schemas()).get(qualified(spec.project, spec.trainer))
+    schema: Any = (await site.schemas.schemas()).get(qualified_trainer(spec.project, spec.trainer))
     if schema is None:
         return
     findings = Schema(schema, source=spec.trainer).check(spec.hyper)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from strata.base.digest import digest
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.hyper import Schema
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, TrainerSpec
-from strata.fleet.core.manifest import MAX_BYTES, Digests, peek_project, peek_trainers
+from strata.fleet.core.jobspec import qualified_trainer
+from strata.fleet.core.manifest import MAX_BYTES, ManifestDraft, parse_manifest, validate_manifest
 from strata.fleet.core.plan import ApplyOptions, Plan
 from strata.fleet.http.context import Call, Site
 
@@ -21,6 +20,10 @@ from strata.fleet.http.context import Call, Site
 async def apply(call: Call, body: wire.ManifestRequest) -> wire.ManifestReply:
     """Show what a manifest would change, and change it unless it is a dry run."""
     site = call.site
+    manifest = body.manifest
+    schemas = await _schemas(site, manifest.project, manifest.trainers, body.schemas)
+    # A manifest may have 200,000 jobs, each with an id to compute: other callers are served meanwhile.
+    await asyncio.to_thread(validate_manifest, manifest, schemas)
     return await _apply(site, call, body)
 
 
@@ -31,14 +34,19 @@ async def reload(call: Call) -> wire.ManifestReply:
         raise StrataError(
             Code.PRECONDITION, "this hub has no manifest of its own", hint="set hub.manifest, or use strata apply"
         )
-    return await _apply(site, call, await asyncio.to_thread(_read, site.manifest))
+    draft, given = await asyncio.to_thread(_read, site.manifest)
+    schemas = await _schemas(site, draft.project, draft.trainers, given)
+    manifest = await asyncio.to_thread(draft.resolve, schemas=schemas)
+    return await _apply(site, call, wire.ManifestRequest(manifest=manifest, schemas=given))
 
 
 async def trainers(call: Call) -> wire.TrainersReply:
     """How jobs are run, and the hyper-parameters that each trainer takes."""
     site = call.site
     params = await site.schemas.schemas()
-    found = {qualified(project, name): each for (project, name), each in (await site.fleet.store.trainers()).items()}
+    found = {
+        qualified_trainer(project, name): each for (project, name), each in (await site.fleet.store.trainers()).items()
+    }
     return wire.TrainersReply(
         trainers={
             name: wire.Trainer(spec=each.spec, digest=each.digest, params=params.get(name))
@@ -47,29 +55,24 @@ async def trainers(call: Call) -> wire.TrainersReply:
     )
 
 
-def qualified(project: str, trainer: str) -> str:
-    """How the trainers of all projects are told apart; those of the default project go by their own names."""
-    return trainer if project == DEFAULT_PROJECT else f"{project}/{trainer}"
+async def _schemas(site: Site, project: str, trainers: Collection[str], given: Mapping[str, Any]) -> dict[str, Schema]:
+    """The schemas of these trainers: those that came with the manifest, else those of an earlier one."""
+    stored = await site.schemas.schemas()
+    registered = {name: stored[key] for name in trainers if (key := qualified_trainer(project, name)) in stored}
+    known = registered | {name: schema for name, schema in given.items() if name in trainers}
+    return {name: Schema(schema, source=f"schema of {name}") for name, schema in known.items()}
 
 
-async def _apply(site: Site, call: Call, wanted: wire.ManifestRequest) -> wire.ManifestReply:
-    declared = peek_trainers(wanted.text, wanted.source)
-    project = peek_project(wanted.text, wanted.source)
-    given = {qualified(project, name): schema for name, schema in wanted.schemas.items()}
-    known = {**await site.schemas.schemas(), **given}
-    schemas = {
-        name: Schema(known[key], source=f"schema of {name}")
-        for name, key in ((name, qualified(project, name)) for name in declared)
-        if key in known
-    }
-    digests = {name: _digests(spec) for name, spec in declared.items()} | wanted.digests
-    options = ApplyOptions(accept=wanted.accept, retrain=wanted.retrain, take_over=wanted.take_over)
-    plan = await site.fleet.plan_manifest(wanted.text, wanted.source, schemas=schemas, digests=digests, options=options)
-    if not wanted.dry_run:
-        if given:
-            await site.schemas.put_schemas(given)
-        await site.fleet.apply(plan, call.actor, source=wanted.source)
-    return _told(plan, applied=not wanted.dry_run)
+async def _apply(site: Site, call: Call, body: wire.ManifestRequest) -> wire.ManifestReply:
+    manifest = body.manifest
+    options = ApplyOptions(accept=body.accept, retrain=body.retrain, take_over=body.take_over)
+    plan = await site.fleet.plan_manifest(manifest, options)
+    if not body.dry_run:
+        if body.schemas:
+            schemas = {qualified_trainer(manifest.project, name): schema for name, schema in body.schemas.items()}
+            await site.schemas.put_schemas(schemas)
+        await site.fleet.apply(plan, call.actor, source=manifest.source)
+    return _told(plan, applied=not body.dry_run)
 
 
 def _told(plan: Plan, *, applied: bool) -> wire.ManifestReply:
@@ -92,20 +95,12 @@ def _told(plan: Plan, *, applied: bool) -> wire.ManifestReply:
     )
 
 
-def _digests(trainer: TrainerSpec) -> Digests:
-    """What the manifest itself says of code and data; a directory may be anything tomorrow, so it says nothing."""
-    data = {name: source.digest for name, source in trainer.data.items()}
-    known = data and all(data.values())
-    return Digests(code=trainer.commit or trainer.bundle, data=digest(data) if known else "")
-
-
-def _read(path: Path) -> wire.ManifestRequest:
-    text = _text(path)
-    schemas: dict[str, Any] = {}
-    for name, trainer in peek_trainers(text, path.name).items():
-        if trainer.params:
-            schemas[name] = _schema(path.parent, trainer.params)
-    return wire.ManifestRequest(text=text, source=path.name, schemas=schemas)
+def _read(path: Path) -> tuple[ManifestDraft, dict[str, Any]]:
+    """The hub's own manifest, and the schemas that lie beside it, by trainer."""
+    draft = parse_manifest(_text(path), path.name)
+    return draft, {
+        name: _schema(path.parent, trainer.params) for name, trainer in draft.trainers.items() if trainer.params
+    }
 
 
 def _schema(folder: Path, name: str) -> Mapping[str, Any]:

@@ -77,7 +77,7 @@ _ROUTES: Final = (
     Route("POST", "/v1/job/{id}/cancel", RESEARCHER, jobs.cancel),
     Route("POST", "/v1/job/{id}/requeue", RESEARCHER, jobs.requeue),
     Route("GET", "/v1/status", READER, jobs.status),
-    Route("POST", "/v1/manifest", OPERATOR, manifests.apply, 32 * MIB),
+    Route("POST", "/v1/manifest", OPERATOR, manifests.apply, 128 * MIB),
     Route("POST", "/v1/manifest/reload", OPERATOR, manifests.reload),
     Route("GET", "/v1/trainers", READER, manifests.trainers),
     Route("GET", "/v1/events", VIEWER, events.events),
