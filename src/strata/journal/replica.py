@@ -196,7 +196,7 @@ class Replica(Generic[State, Input, Effect]):
                     return
                 if error.code is not Code.UNAVAILABLE:
                     raise
-                _log.warning("waiting for the journal", stream=self._stream, reason=str(error))
+                _log.warning("journal_unavailable", stream=self._stream, reason=str(error))
                 await self._clock.sleep(_RETRY_S)
             else:
                 return
@@ -305,7 +305,7 @@ class Replica(Generic[State, Input, Effect]):
         try:
             await self.snapshot()
         except StrataError as error:
-            _log.warning("a snapshot was not saved", stream=self._stream, code=error.code.value, reason=str(error))
+            _log.warning("snapshot_failed", stream=self._stream, code=error.code.value, reason=str(error))
 
     def _require_writer(self) -> Writer:
         if self._writer is None:

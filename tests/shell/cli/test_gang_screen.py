@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from strata.cli.gang.format import age, attention, changes, summary
+from strata.cli.gang.format import age, alerts, changes, summary
 from strata.cli.gang.screen import screen
 from strata.cli.layout import Cell, Column, Table, fitted, render
 from strata.coord.operator import job_view
@@ -128,7 +128,7 @@ def test_everything_fits_and_stays_readable(columns: int) -> None:
 
 def test_attention_comes_first_and_names_who_and_why() -> None:
     view = everything("n")
-    assert attention(view) == [
+    assert alerts(view) == [
         "n-1 may be gone: its stream broke",
         "n-3 was lost 5.0s ago: silent for 15 s",
         "waiting for a generation: n-2",
@@ -138,14 +138,14 @@ def test_attention_comes_first_and_names_who_and_why() -> None:
     ]
     assert text(view, 200).splitlines()[1] == "! n-1 may be gone: its stream broke"
     assert text(job(worker("w"))).splitlines()[1] == "nothing needs attention"
-    assert attention(job(generation=0)) == ["nobody takes part"]
+    assert alerts(job(generation=0)) == ["nobody takes part"]
 
 
 def test_a_loss_is_no_news_once_the_worker_is_back_or_time_has_passed() -> None:
     incident = pb.Incident(kind=pb.INCIDENT_KIND_WORKER_LOST, at_unix_ms=NOW_MS - 1_000, worker_id="w", message="x")
-    assert attention(job(worker("w"), incidents=[incident])) == []
+    assert alerts(job(worker("w"), incidents=[incident])) == []
     incident.at_unix_ms = NOW_MS - 3_600_000
-    assert attention(job(worker("v"), lost("w"), incidents=[incident])) == []
+    assert alerts(job(worker("v"), lost("w"), incidents=[incident])) == []
 
 
 def test_a_whole_rack_that_goes_is_one_line() -> None:
@@ -154,7 +154,7 @@ def test_a_whole_rack_that_goes_is_one_line() -> None:
         pb.Incident(kind=pb.INCIDENT_KIND_WORKER_LOST, at_unix_ms=NOW_MS, worker_id=f"g{n}", message="x")
         for n in range(5)
     ]
-    assert attention(job(*silent, *(lost(f"g{n}") for n in range(5)), incidents=losses)) == [
+    assert alerts(job(*silent, *(lost(f"g{n}") for n in range(5)), incidents=losses)) == [
         "40 workers may be gone: s0, s1, s2 and 37 more",
         "5 workers were lost in the last 10m: g0, g1, g2 and 2 more",
     ]

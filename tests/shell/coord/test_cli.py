@@ -140,7 +140,7 @@ def test_the_whole_process_serves_with_tokens_and_ends_on_sigterm(tmp_path: Path
             r"strata coordinator: listening on (127\.0\.0\.1:\d+), no TLS, tokens required, .*\n", first
         )
         assert found, first
-        assert "leading" in process.stderr.readline()
+        assert "leadership_acquired" in process.stderr.readline()
         made = strata("token", "--config", str(config), "--job", "j").stdout.strip()
         with grpc.insecure_channel(found[1]) as channel:
             stub = pb_grpc.CoordinatorStub(channel)

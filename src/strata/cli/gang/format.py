@@ -1,4 +1,4 @@
-"""What to say about a job: how long ago, what needs somebody's attention, and what has changed since a moment ago."""
+"""A job as text: ages and times, the summary line, the alerts, and the changes between two views."""
 
 from __future__ import annotations
 
@@ -60,27 +60,15 @@ def summary(job: JobView) -> str:
     return f"{job.job_id}: {', '.join(parts)}"
 
 
-def attention(job: JobView) -> list[str]:
-    """What a person may have to do something about, the most urgent first."""
-    suspects = [each for each in job.members if each.liveness == "SUSPECT"]
-    found = [f"{each.worker_id} may be gone: {each.liveness_reason}" for each in suspects]
-    if len(suspects) > FEW:
-        found = [f"{len(suspects)} workers may be gone: {names([each.worker_id for each in suspects], FEW)}"]
-    losses = list(_lost_lately(job))
-    if len(losses) > FEW:
-        lost = names([each.worker_id for each in losses], FEW)
-        found.append(f"{len(losses)} workers were lost in the last {age(RECENT_MS)}: {lost}")
-    else:
-        found += [
-            f"{each.worker_id} was lost {age(job.observed_at_unix_ms - each.at_unix_ms)} ago: {each.message}"
-            for each in losses
-        ]
+def alerts(job: JobView) -> list[str]:
+    """What an operator may have to act on, the most urgent first."""
+    found = [*_suspect_alerts(job), *_loss_alerts(job)]
     if not job.members:
         found.append("nobody takes part")
     waiting = [each.worker_id for each in job.members if each.rank is None]
     if waiting:
         found.append(f"waiting for a generation: {names(waiting, FEW)}")
-    found += [_waits(each) for each in job.barriers if each.open_ms >= LONG_MS]
+    found += [_barrier_alert(each) for each in job.barriers if each.open_ms >= LONG_MS]
     found += [
         f"{len(each.quarantined)} shards of {each.dataset_id} failed too often and are put aside"
         for each in job.datasets
@@ -94,7 +82,25 @@ def attention(job: JobView) -> list[str]:
     return found
 
 
-def _lost_lately(job: JobView) -> Iterator[IncidentView]:
+def _suspect_alerts(job: JobView) -> list[str]:
+    suspects = [each for each in job.members if each.liveness == "SUSPECT"]
+    if len(suspects) > FEW:
+        return [f"{len(suspects)} workers may be gone: {names([each.worker_id for each in suspects], FEW)}"]
+    return [f"{each.worker_id} may be gone: {each.liveness_reason}" for each in suspects]
+
+
+def _loss_alerts(job: JobView) -> list[str]:
+    losses = list(_recent_losses(job))
+    if len(losses) > FEW:
+        lost = names([each.worker_id for each in losses], FEW)
+        return [f"{len(losses)} workers were lost in the last {age(RECENT_MS)}: {lost}"]
+    return [
+        f"{each.worker_id} was lost {age(job.observed_at_unix_ms - each.at_unix_ms)} ago: {each.message}"
+        for each in losses
+    ]
+
+
+def _recent_losses(job: JobView) -> Iterator[IncidentView]:
     """The last loss of each worker that has not come back."""
     told: set[str] = set()
     for each in job.incidents:
@@ -109,7 +115,7 @@ def _lost_lately(job: JobView) -> Iterator[IncidentView]:
             yield each
 
 
-def _waits(barrier: BarrierView) -> str:
+def _barrier_alert(barrier: BarrierView) -> str:
     return (
         f"barrier {barrier.barrier_id} has waited {age(barrier.open_ms)} for {names(barrier.missing, FEW)}"
         f" ({barrier.arrived} of {barrier.expected} are there)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from strata.cli.gang.format import NAMED, age, attention, clock, missing_parts, names, summary
+from strata.cli.gang.format import NAMED, age, alerts, clock, missing_parts, names, summary
 from strata.cli.layout import Cell, Column, Screen, Table
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ BAR: Final = 10
 def screen(job: JobView, *, wide: bool = False, rows: int | None = None) -> Screen:
     """`rows`: how high it may be; of many workers those that need attention are then shown."""
     lines = [Cell(summary(job), "bold")]
-    lines += [Cell(f"! {each}", "bold red") for each in attention(job)] or [Cell("nothing needs attention", "green")]
+    lines += [Cell(f"! {each}", "bold red") for each in alerts(job)] or [Cell("nothing needs attention", "green")]
     others = [
         table
         for table in (

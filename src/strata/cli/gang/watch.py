@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from strata.cli.gang.format import attention, changes, clock, summary
+from strata.cli.gang.format import alerts, changes, clock, summary
 from strata.cli.gang.screen import screen
 from strata.cli.layout import Cell, Screen, console, render, to_json
 from strata.cli.output import Format, print_error, printable, write
@@ -54,7 +54,7 @@ class Lines:
     def print(self, job: JobView) -> None:
         before, self._before = self._before, job
         now_ms = job.observed_at_unix_ms
-        for each in [summary(job), *attention(job)] if before is None else changes(before, job):
+        for each in [summary(job), *alerts(job)] if before is None else changes(before, job):
             write(f"{clock(now_ms, now_ms)} {printable(each)}")
 
 

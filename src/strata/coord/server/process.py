@@ -135,11 +135,11 @@ class CoordinatorServer:
             leading.result()
 
     async def _drain(self) -> None:
-        _log.info("draining")
+        _log.info("coordinator_draining")
         await self._health.enter_graceful_shutdown()
         await self._service.drain()
         await self._server.stop(self._settings.drain_s)
-        _log.info("drained")
+        _log.info("coordinator_drained")
 
     async def _on_change(self) -> None:
         await self._health.set(SERVICE, _SERVING if self._service.leads else _NOT_SERVING)

@@ -146,7 +146,7 @@ class CoordinatorService:
                 return
             self._start_leading(replica)
             await on_change()
-            self._leading = asyncio.create_task(self._lead(replica), name=f"reign {self.options.stream}")
+            self._leading = asyncio.create_task(self._lead(replica), name=f"lead {self.options.stream}")
             try:
                 await asyncio.wait([self._leading])
             finally:
@@ -166,7 +166,7 @@ class CoordinatorService:
             async with asyncio.timeout(DRAIN_S):
                 await self._resign(replica)
         except (StrataError, TimeoutError) as error:
-            _log.warning("the lead was not given back, a standby has to wait for it", reason=str(error))
+            _log.warning("resign_failed", reason=str(error))
         self._stop_leading()
 
     async def _resign(self, replica: CoordReplica) -> None:
@@ -187,7 +187,7 @@ class CoordinatorService:
                 message = f"a coordinator took over as leader {replica.epoch}"
                 telemetry_of.add_incident(pb.INCIDENT_KIND_FAILOVER, self.clock.wall_s(), message)
         self._replica = replica
-        _log.info("leading", stream=self.options.stream, epoch=replica.epoch, jobs=len(state.jobs))
+        _log.info("leadership_acquired", stream=self.options.stream, epoch=replica.epoch, jobs=len(state.jobs))
 
     async def _lead(self, replica: CoordReplica) -> None:
         async def tick() -> None:
@@ -195,7 +195,7 @@ class CoordinatorService:
                 await self._decide(replica, Tick())
                 self._refresh_interval(replica.state)
             except StrataError:
-                # A leader that failed is about to be thrown away; `reign` says why.
+                # A leader that failed is about to be thrown away; `lead_until_deposed` returns the reason.
                 if replica.failure is None:
                     raise
 
@@ -203,7 +203,7 @@ class CoordinatorService:
         ticking = asyncio.create_task(ticks, name=f"tick {self.options.stream}")
         try:
             reason = await replica.lead_until_deposed(self.options.lease_s, snapshot_every=self.options.snapshot_every)
-            _log.warning("deposed", stream=self.options.stream, code=reason.code.value, reason=str(reason))
+            _log.warning("leadership_lost", stream=self.options.stream, code=reason.code.value, reason=str(reason))
         finally:
             ticking.cancel()
             await asyncio.wait([ticking])

@@ -151,7 +151,7 @@ class Servicer:
         if not isinstance(error, StrataError):
             correlation_id = self._service.ids.new("fault")
             with log.correlation(correlation_id):
-                _log.error("a call failed unexpectedly", exc_info=error)
+                _log.error("unexpected_error", exc_info=error)
             error = StrataError(Code.INTERNAL, f"internal error; the log knows more under {correlation_id}")
         await context.abort(STATUS_OF[error.code], str(error), trailing(error))
 

@@ -62,7 +62,7 @@ class GarbageCollector:
                 self.delete(uri)
             except StrataError as error:
                 (refused if error.code is Code.FORBIDDEN else failed).append(uri)
-                _log.warning("an old part of a checkpoint stays", path=uri, reason=error.message)
+                _log.warning("garbage_not_deleted", path=uri, reason=error.message)
             else:
                 self._done.add(uri)
                 deleted.append(uri)

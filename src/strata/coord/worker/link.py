@@ -177,7 +177,7 @@ class CoordinatorLink:
                     raise failure from None
             else:
                 if attempt > 1:
-                    _log.warning(f"the coordinator at {address} answers again", attempts=attempt)
+                    _log.warning(f"coordinator_reachable {address}", attempts=attempt)
                 return reply
             now_s = self._clock.monotonic_s()
             if attempt == 0:
@@ -188,8 +188,8 @@ class CoordinatorLink:
                     Code.UNAVAILABLE, f"no answer of the coordinator in {deadline.patience_s:g} s: {failure.message}"
                 )
             if attempt == 1:
-                # In the event too: a program that has configured no logs sees nothing else.
-                _log.warning(f"waiting for the coordinator at {address}: {failure.message}", code=failure.code.value)
+                # The event carries the address: a program that has configured no logs prints nothing else.
+                _log.warning(f"coordinator_unreachable {address}: {failure.message}", code=failure.code.value)
             attempt += 1
             self.fail_over(index)
             await asyncio.sleep(wait_s)

@@ -144,7 +144,7 @@ class Prefetch:
                 await self._lease(dataset_id, epoch, lacking)
             except StrataError as error:
                 # The loop that trains will ask itself, and meet whatever this is about.
-                _log.debug("nothing was prefetched", code=error.code.value, reason=error.message)
+                _log.debug("prefetch_failed", code=error.code.value, reason=error.message)
                 return
         for held in self._leases.unread(dataset_id, epoch)[:count]:
             if held.lease_id not in self._ahead and held.shard.slices:

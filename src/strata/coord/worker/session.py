@@ -89,7 +89,7 @@ class WorkerSession:
             async with asyncio.timeout(PRESENCE_S):
                 await self._attached.wait()
         except TimeoutError:
-            _log.warning("the presence stream is not open yet")
+            _log.warning("presence_not_open")
 
     async def close(self, *, failed: bool, reason: str = "") -> None:
         """Leave with the last acks, or tell that this life failed; then let go of everything."""
@@ -126,7 +126,7 @@ class WorkerSession:
         except StrataError as error:
             if sent:
                 raise
-            _log.warning("left without a goodbye", code=error.code.value, reason=error.message)
+            _log.warning("leave_failed", code=error.code.value, reason=error.message)
             return
         self.leases.confirm(sent, reply.rejected_leases)
         if lost := self.leases.pop_lost():
@@ -139,7 +139,7 @@ class WorkerSession:
                 lambda stub: stub.Heartbeat, self._heartbeat_message(), Deadline(LEAVE_TIMEOUT_S, LEAVE_TIMEOUT_S)
             )
         except StrataError as error:
-            _log.warning("could not tell of the failure", code=error.code.value, reason=error.message)
+            _log.warning("failure_report_failed", code=error.code.value, reason=error.message)
 
     def _spawn(self, work: Awaitable[None], name: str) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(work)
@@ -152,7 +152,7 @@ class WorkerSession:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and self._failure is None:
-            _log.error("a background task of the worker failed", task=task.get_name(), reason=repr(error))
+            _log.error("background_task_failed", task=task.get_name(), reason=repr(error))
             self._failure = StrataError(Code.INTERNAL, f"the worker's {task.get_name()} failed: {error!r}")
 
     # Calls under the current identity
@@ -286,7 +286,7 @@ class WorkerSession:
                 return
             incarnation = self.incarnation
             if instead_of is not None:
-                _log.warning("evicted; joining again")
+                _log.warning("rejoining_after_eviction")
                 self.leases.mark_all_lost()
                 incarnation = self.ids.new("incarnation")
             until_s = self.clock.monotonic_s() + self.settings.patience_s
@@ -346,7 +346,7 @@ class WorkerSession:
                     return
                 wait_s = min(self._interval_s, self._link.backoff_s(attempt))
                 attempt += 1
-                _log.debug("a heartbeat failed", code=error.code.value, reason=error.message)
+                _log.debug("heartbeat_failed", code=error.code.value, reason=error.message)
             try:
                 # Not wait_for: that of Python 3.11 forgets a cancellation which comes together with what it waits for.
                 async with asyncio.timeout(wait_s):
@@ -402,7 +402,7 @@ class WorkerSession:
         self._job_generation = max(self._job_generation, generation)
         self._reattach_to = max(self._reattach_to, leader_epoch)
         for command in self.commands.receive(commands):
-            _log.info("told by the coordinator", command=command.kind.name, reason=command.reason)
+            _log.info("command_received", command=command.kind.name, reason=command.reason)
             if self._on_command is not None:
                 self._spawn(self._run_command(self._on_command, command), f"command {command.command_id}")
         if self.commands.to_ack or self._reattach_to > self._leader_epoch:
@@ -430,7 +430,7 @@ class WorkerSession:
                     self._on_job_update(news.generation, news.leader_epoch, news.commands)
             except grpc.aio.AioRpcError as error:
                 failure = to_strata_error(error)
-                _log.debug("the presence stream broke", code=failure.code.value, reason=failure.message)
+                _log.debug("presence_lost", code=failure.code.value, reason=failure.message)
                 if failure.code is Code.UNAVAILABLE:
                     self._link.fail_over(index)
                 elif failure.code is Code.UNAUTHENTICATED and self._link.reload_token():
