@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -10,6 +9,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from strata.base.atomic import new_folder
 from strata.base.errors import Code, StrataError
 from strata.fleet.client import HubClient
 from strata.train.peft.layers import ADAPTER_CONFIG, TOKENIZER_FILES
@@ -85,16 +85,9 @@ def fetch_adapter(client: HubClient, path: str, out: Path) -> None:
 
 
 def _make(out: Path, fill: Callable[[Path], None]) -> None:
-    """A folder that appears whole."""
-    part = out.absolute().with_name(f".{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(out, temporary=out.absolute().with_name(f".{out.name}.part"), durable=False) as part:
         fill(part)
-        part.rename(out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def _split(path: str) -> tuple[str, str, str]:

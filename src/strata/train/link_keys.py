@@ -5,7 +5,6 @@ They lie in a file of the owner alone and are never in an argument, a log or an 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ import msgspec
 import zmq
 import zmq.auth.thread
 
+from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
 from strata.base.secret import read_secret
 
@@ -65,11 +65,7 @@ def make_keys(path: Path) -> LinkKeys:
     client_public, client_secret = zmq.curve_keypair()
     keys = LinkKeys(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(keys))
-    beside.replace(path)
+    write_file(path, msgspec.json.encode(keys))
     return keys
 
 

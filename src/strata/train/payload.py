@@ -13,6 +13,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Final
 
+from strata.base.atomic import sync_folder
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
@@ -56,10 +57,10 @@ class Payloads:
 
     def _sync_names(self, place: Path) -> None:
         """The name of the file, and those of the folders it lies in, which may have been made for it."""
-        _sync_folder(place.parent)
-        _sync_folder(self._folder)
+        sync_folder(place.parent)
+        sync_folder(self._folder)
         if not self._named:
-            _sync_folder(self._folder.parent)
+            sync_folder(self._folder.parent)
             self._named = True
 
     def read(self, payload: ops.Payload) -> bytes:
@@ -135,7 +136,7 @@ def _put_back(aside: Path, needed: Set[str], before_s: float) -> None:
             with contextlib.suppress(FileExistsError):
                 # Not a rename: one that was written anew meanwhile is younger, and stays.
                 os.link(aside, aside.with_name(sha256))
-            _sync_folder(aside.parent)
+            sync_folder(aside.parent)
             aside.unlink()
     except FileNotFoundError:
         return
@@ -147,11 +148,3 @@ def _write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

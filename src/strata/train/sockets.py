@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from strata.base import log
+from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
 from strata.base.private import make_private
 from strata.train.link_keys import LinkKeys, read_keys
@@ -36,9 +37,7 @@ def keys_of(settings: ServerSettings) -> LinkKeys | None:
 def publish_address(file: Path, endpoint: str) -> None:
     """Whole or not at all: a reader never sees half an address."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    beside = file.with_name(f".{file.name}.new")
-    beside.write_text(endpoint + "\n", encoding="utf-8")
-    beside.replace(file)
+    write_file(file, f"{endpoint}\n".encode(), durable=False)
 
 
 def read_address(file: Path) -> str | None:

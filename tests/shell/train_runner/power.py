@@ -48,7 +48,7 @@ class Recorder:
         self._hook(patch, os, "fsync", self._synced)
         self._hook(patch, os, "rename", self._named)
         self._hook(patch, os, "mkdir", lambda *_: self.look())
-        self._hook(patch, checkpoint, "exchange", self._exchanged)
+        self._hook(patch, checkpoint, "exchange_folders", self._exchanged)
 
     def acked(self, number: int) -> None:
         self.look()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+from strata.base.atomic import write_file
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
@@ -68,7 +68,7 @@ def operator_token(data: Path) -> Secret:
     """The one of this folder, made at the first start."""
     path = data / TOKEN_FILE
     if not path.exists():
-        _write_private(path, secrets.token_hex(24))
+        write_file(path, f"{secrets.token_hex(24)}\n".encode())
     return read_secret(path)
 
 
@@ -77,14 +77,4 @@ async def first_key(store: IdentityStore, clock: Clock, data: Path) -> None:
     path = data / KEY_FILE
     if not path.exists() and not await store.keys():
         _, text = await make_key(store, clock, OPERATOR, name="local", role=Role.RESEARCHER)
-        _write_private(path, text)
-
-
-def _write_private(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(f"{text}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+        write_file(path, f"{text}\n".encode())

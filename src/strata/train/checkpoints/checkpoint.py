@@ -16,10 +16,11 @@ from typing import Final
 
 import msgspec
 
+from strata.base.atomic import exchange_folders, sync_file, sync_folder
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.train.checkpoints.files import File, allowed, check_header, digests, exchange, seal, sync
+from strata.train.checkpoints.files import File, allowed, check_header, digests, seal
 from strata.train.core import ops
 
 MANIFEST: Final = "manifest.json"
@@ -92,11 +93,11 @@ def commit(folder: Path, part: Path, manifest: Manifest, files: Mapping[str, Fil
     made = msgspec.structs.replace(manifest, files=dict(sorted(files.items())))
     (part / MANIFEST).write_bytes(_encode(made.sealed))
     failpoint("train.checkpoint.before_sync")
-    sync(part / MANIFEST)
-    sync(part)
+    sync_file(part / MANIFEST)
+    sync_folder(part)
     failpoint("train.checkpoint.before_rename")
     if folder.exists():
-        exchange(part, folder)
+        exchange_folders(part, folder)
         failpoint("train.checkpoint.after_exchange")
         _sync_names(folder)
         failpoint("train.checkpoint.before_removal")
@@ -117,7 +118,7 @@ def sweep(above: Path) -> None:
     left = [path for path in above.iterdir() if path.name.startswith(".") and path.name.endswith(PART)]
     if left:
         # It may be what the last exchange took away, and the exchange not be on the disk yet.
-        sync(above)
+        sync_folder(above)
     for path in left:
         failpoint("train.checkpoint.before_sweep")
         shutil.rmtree(path, ignore_errors=True)
@@ -197,4 +198,4 @@ def part_of(folder: Path, token: int) -> Path:
 def _sync_names(folder: Path) -> None:
     """A folder that was made a moment ago is found after a loss of power only if the one above it was synced too."""
     for above in folder.parents[:NAMES]:
-        sync(above)
+        sync_folder(above)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from strata.base.atomic import sync_file
 from strata.base.digest import file_digest
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
@@ -24,8 +22,6 @@ HEADER_KEYS: Final = frozenset({"format", "DCP_SHARDING_INFO", "DCP_VERSION"})
 THREADS: Final = 4
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.(safetensors|json|jinja)")
-_AT_FDCWD: Final = -100
-_RENAME_EXCHANGE: Final = 2
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,7 +55,7 @@ def seal(files: Iterable[Path]) -> dict[str, File]:
         if not allowed(path.name):
             raise StrataError(Code.INTERNAL, f"{path.name!r} is no name for a file of a checkpoint")
     with ThreadPoolExecutor(THREADS) as pool:
-        syncing = [pool.submit(sync, path) for path in paths]
+        syncing = [pool.submit(sync_file, path) for path in paths]
         found = list(pool.map(file_digest, paths))
         for each in syncing:
             each.result()
@@ -97,28 +93,3 @@ def header_of(file: Path) -> Header:
 
 def _no_tensors(file: Path, why: str) -> StrataError:
     return StrataError(Code.CORRUPT, f"{file.name} is not a file of tensors as we write them: {why}")
-
-
-def exchange(one: Path, other: Path) -> None:
-    """Both names change places at once: at no moment is there a name without a folder."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = errno.ENOSYS
-    if hasattr(libc, "renameat2"):
-        done = libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-        failed = 0 if done == 0 else ctypes.get_errno()
-    if failed in (errno.ENOSYS, errno.EINVAL):
-        raise StrataError(
-            Code.UNSUPPORTED,
-            f"the file system of {other.parent} cannot exchange two folders, so {other.name!r} stays as it is",
-            hint="save under another name",
-        )
-    if failed:
-        raise OSError(failed, os.strerror(failed), str(other))
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

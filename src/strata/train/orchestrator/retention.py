@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Final, get_args
 
 from strata.base import log
+from strata.base.atomic import exchange_folders, sync_folder
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.files import exchange, sync
 from strata.train.core import inputs, messages, ops
 from strata.train.core.retention import kept_folders
 from strata.train.core.state import IMPORTED, TrainState, folder_of, is_name, run_folder
@@ -151,13 +151,13 @@ def _put_in_place(staged: Path, beside: Path, place: Path) -> None:
             checkpoint.read(beside)
             failpoint("train.orchestrator.import_checked")
             if place.exists():
-                exchange(beside, place)
+                exchange_folders(beside, place)
             else:
                 beside.rename(place)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     for above in place.parents[:4]:
-        sync(above)
+        sync_folder(above)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -17,11 +17,12 @@ import obstore
 from obstore import exceptions
 from obstore.store import S3Store
 
+from strata.base.atomic import sync_folder, sync_tree
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.database.objects import translated
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.files import File, allowed, sync
+from strata.train.checkpoints.files import File, allowed
 from strata.train.settings import CheckpointSettings
 
 _NAMES: Final = 4
@@ -165,9 +166,8 @@ def _make_empty(folder: Path) -> None:
 
 def _put_in_place(beside: Path, place: Path, manifest: bytes) -> None:
     (beside / checkpoint.MANIFEST).write_bytes(manifest)
-    for path in (*beside.iterdir(), beside):
-        sync(path)
+    sync_tree(beside)
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     beside.rename(place)
     for above in place.parents[:_NAMES]:
-        sync(above)
+        sync_folder(above)

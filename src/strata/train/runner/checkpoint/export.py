@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from strata.base.atomic import new_folder
 from strata.base.errors import Code, StrataError
 from strata.train.archive import published
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import Manifest
-from strata.train.checkpoints.files import sync
 from strata.train.core.ops import LoraConfig
 from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, HEADS
@@ -65,22 +65,9 @@ def _fill_fetched(folder: Path, part: Path, base: str) -> None:
 
 
 def _make(out: Path, fill: Callable[[Path], None]) -> None:
-    if out.exists():
-        raise StrataError(Code.CONFLICT, f"{out} is there already", hint="give the name of a new folder")
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    part = out.absolute().with_name(f".{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
+    with new_folder(out, temporary=out.absolute().with_name(f".{out.name}.part")) as part:
         fill(part)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    for file in part.iterdir():
-        sync(file)
-    sync(part)
-    part.rename(out)
-    sync(out.absolute().parent)
 
 
 def _fill(folder: Path, part: Path, manifest: Manifest, form: Form, base: str) -> None:

@@ -22,10 +22,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.train.checkpoints.files import File, check_header, digests, seal, sync
+from strata.train.checkpoints.files import File, check_header, digests, seal
 from strata.train.core import ops
 
 FORMAT: Final = 1
@@ -187,12 +188,12 @@ def commit(folder: Path, manifest: Manifest) -> tuple[str, int]:
     failpoint("train.snapshot.before_manifest")
     data = msgspec.json.encode(manifest)
     (part / MANIFEST).write_bytes(data)
-    sync(part / MANIFEST)
-    sync(part)
+    sync_file(part / MANIFEST)
+    sync_folder(part)
     failpoint("train.snapshot.before_name")
     part.rename(folder)
     for above in folder.parents[:2]:
-        sync(above)
+        sync_folder(above)
     failpoint("train.snapshot.after_name")
     return sha256_hex(data), sum(file.size for file in manifest.files.values())
 
@@ -247,9 +248,7 @@ def _sealed_file(rank: int) -> str:
 
 
 def _say(part: Path, rank: int, sealed: _Sealed) -> None:
-    beside = part / f".{_sealed_file(rank)}"
-    beside.write_bytes(msgspec.json.encode(sealed))
-    beside.rename(part / _sealed_file(rank))
+    write_file(part / _sealed_file(rank), msgspec.json.encode(sealed), durable=False)
 
 
 def _damaged(folder: Path, name: str) -> StrataError:
