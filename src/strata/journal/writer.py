@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Final
 
@@ -16,6 +17,7 @@ import msgspec
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.base.retry import Backoff, RetryPolicy, no_jitter, retry
 from strata.journal.port import Journal, Lead, check_facts
 
 GATHER_PERIODS: Final = 5
@@ -59,6 +61,10 @@ class Writer:
         self._journal = journal
         self._clock = clock
         self._limits = limits or WriterLimits()
+        self._retry_policy = RetryPolicy(
+            backoff=Backoff(first_s=self._limits.first_retry_s, most_s=self._limits.longest_retry_s),
+            give_up_after_s=self._limits.give_up_after_s,
+        )
         self._durable = lead.head
         self._submitted = lead.head
         self._queue: deque[_Submission] = deque()
@@ -192,28 +198,19 @@ class Writer:
 
     async def _commit(self, facts: list[bytes], *, confirm: bool) -> None:
         """Repeat the very same batch until its fate is known: the journal recognises one that got through."""
-        started_s = self._clock.monotonic_s()
-        pause_s = self._limits.first_retry_s
-        while True:
-            try:
-                async with asyncio.timeout(self._limits.commit_timeout_s):
-                    if facts:
-                        self._durable = await self._journal.append(
-                            self.lead.stream, self.lead.epoch, self._durable, facts
-                        )
-                    elif confirm:
-                        await self._journal.confirm(self.lead.stream, self.lead.epoch)
-                    return
-            except TimeoutError:
-                problem = StrataError(Code.UNAVAILABLE, f"stream {self.lead.stream!r}: a commit took too long")
-            except StrataError as error:
-                if error.code is not Code.UNAVAILABLE:
-                    raise
-                problem = error
-            if self._clock.monotonic_s() - started_s > self._limits.give_up_after_s:
-                raise problem
-            await self._clock.sleep(pause_s)
-            pause_s = min(pause_s * 2, self._limits.longest_retry_s)
+        attempt = partial(self._try_commit, facts, confirm=confirm)
+        await retry(attempt, self._retry_policy, clock=self._clock, chance=no_jitter)
+
+    async def _try_commit(self, facts: list[bytes], *, confirm: bool) -> None:
+        lead = self.lead
+        try:
+            async with asyncio.timeout(self._limits.commit_timeout_s):
+                if facts:
+                    self._durable = await self._journal.append(lead.stream, lead.epoch, self._durable, facts)
+                elif confirm:
+                    await self._journal.confirm(lead.stream, lead.epoch)
+        except TimeoutError as error:
+            raise StrataError(Code.UNAVAILABLE, f"stream {lead.stream!r}: a commit took too long") from error
 
     def _fail(self, error: StrataError) -> None:
         self._failure = self._failure or error

@@ -12,7 +12,7 @@ import strata.coord.worker as strata
 from strata.base.digest import file_digest
 from strata.base.settings import load
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker.link import CODE_OF, MAX_BACKOFF_S, backoff_s
+from strata.coord.worker.link import BACKOFF, CODE_OF, backoff_s
 from strata.coord.worker.readers import Readers
 from strata.coord.worker.settings import SECTION, WorkerSettings
 
@@ -60,7 +60,7 @@ def test_every_status_has_a_code() -> None:
 
 def test_pauses_grow_up_to_a_limit_and_do_as_they_are_told() -> None:
     assert [backoff_s(attempt, None, 1.0) for attempt in range(3)] == [0.05, 0.1, 0.2]
-    assert backoff_s(1_000, None, 1.0) == MAX_BACKOFF_S
+    assert backoff_s(1_000, None, 1.0) == BACKOFF.most_s
     assert backoff_s(5, None, 0.0) == backoff_s(5, None, 1.0) / 2
     assert backoff_s(0, 0.4, 0.0) == 0.4
     assert backoff_s(9, 0.4, 1.0) == pytest.approx(0.6)

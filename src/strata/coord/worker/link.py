@@ -18,6 +18,7 @@ import grpc
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.base.retry import Backoff
 from strata.base.secret import Secret
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.worker.settings import Tls, WorkerSettings
@@ -58,8 +59,7 @@ OPTIONS: Final = (
     ("grpc.max_receive_message_length", 64 << 20),
 )
 
-FIRST_BACKOFF_S: Final = 0.05
-MAX_BACKOFF_S: Final = 2.0
+BACKOFF: Final = Backoff(first_s=0.05, most_s=2.0)
 
 _log = log.get(__name__)
 
@@ -89,8 +89,7 @@ def backoff_s(attempt: int, retry_after_s: float | None, jitter: float) -> float
     """How long to wait after a failed attempt, counted from 0; `jitter` from 0 to 1 scatters a herd."""
     if retry_after_s is not None:
         return retry_after_s * (1 + 0.5 * jitter)
-    limit_s: float = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(attempt, 16))
-    return limit_s * (0.5 + 0.5 * jitter)
+    return BACKOFF.delay_s(attempt + 1, jitter)
 
 
 def to_strata_error(error: grpc.aio.AioRpcError) -> StrataError:

@@ -16,11 +16,11 @@ from typing import Final
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.base.retry import Backoff, no_jitter
 
 EVENTS: Final = "{events}"
 """Stands in the arguments for the number of the pipe that the process tells its events through."""
-FIRST_PAUSE_S: Final = 0.1
-LONGEST_PAUSE_S: Final = 10.0
+BACKOFF: Final = Backoff(first_s=0.1, most_s=10.0)
 STEADY_S: Final = 30.0
 """A process that ran so long before it died is started again at once."""
 TRIES: Final = 2
@@ -56,20 +56,20 @@ class Child:
 
     async def keep(self) -> None:
         """Start it, and again whenever it ends, with a growing pause if it does not stay; until stopped."""
-        pause_s = FIRST_PAUSE_S
+        failures = 1
         while not self._stop.is_set():
             started_s = self._clock.monotonic_s()
             code = await self.run_once()
             if self._stop.is_set():
                 return
             lasted_s = self._clock.monotonic_s() - started_s
-            pause_s = FIRST_PAUSE_S if lasted_s >= STEADY_S else min(pause_s * 2, LONGEST_PAUSE_S)
+            failures = 1 if lasted_s >= STEADY_S else failures + 1
             _log.warning("a process died", process=self.command.name, status=code, after_s=round(lasted_s, 1))
             if not self.proven and self.starts >= TRIES:
                 ready = "they were" if self.command.name.endswith("s") else "it was"
                 message = f"the {self.command.name} died {TRIES} times before {ready} ready, with status {code}"
                 raise StrataError(Code.UNAVAILABLE, message, hint="the log above says why")
-            await self._clock.sleep(pause_s)
+            await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()))
 
     async def run_once(self) -> int:
         """From its start to its end. Nothing of it is left behind, not even what it started itself."""

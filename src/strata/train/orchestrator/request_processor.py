@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from strata.base import log
 from strata.base.clock import Clock
-from strata.base.errors import Code, StrataError
+from strata.base.retry import Backoff, RetryPolicy, no_jitter, retry
 from strata.train.core import commands, ops
 from strata.train.core.pack import respread
 from strata.train.core.sampling import (
@@ -95,15 +95,13 @@ class RequestProcessor:
 
 async def waited_for(make: Callable[[], Awaitable[Made]], clock: Clock, limit_s: float) -> Made:
     """What comes of it. While something that it needs is UNAVAILABLE it is tried again, for so long."""
-    until_s = clock.monotonic_s() + limit_s
-    while True:
-        try:
-            return await make()
-        except StrataError as error:
-            if error.code is not Code.UNAVAILABLE or clock.monotonic_s() >= until_s:
-                raise
-            _log.warning("waiting for what a dispatch needs", reason=str(error))
-        await clock.sleep(AGAIN_S)
+    return await retry(
+        make,
+        RetryPolicy(backoff=Backoff(first_s=AGAIN_S, most_s=AGAIN_S), give_up_after_s=limit_s),
+        clock=clock,
+        chance=no_jitter,
+        on_retry=lambda error, _: _log.warning("waiting for what a dispatch needs", reason=str(error)),
+    )
 
 
 def _quantum(
