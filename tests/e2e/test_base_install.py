@@ -144,8 +144,8 @@ def test_what_needs_an_extra_says_which_in_one_line(base: Install) -> None:
     assert "pip install 'strata-train[postgres]'" in line
 
 
-def test_the_program_of_the_readme_works_there(base: Install, tmp_path: Path) -> None:
-    ran = play((ROOT / "README.md").read_text(encoding="utf-8"), base.programs, tmp_path)
+def test_a_state_machine_on_a_journal_works_there(base: Install, tmp_path: Path) -> None:
+    ran = play((ROOT / "docs" / "state-machine.md").read_text(encoding="utf-8"), base.programs, tmp_path)
     assert ran
     assert "\n\n".join(problems(ran)) == ""
 

@@ -1,0 +1,101 @@
+"""The three starts of the README, each as a stranger follows it: a new folder, a new environment, the built wheel.
+
+Versions are the newest of the index, as a person gets them. Only the ports differ: the usual ones may be in use here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from strata.testing.ports import port_of, reserve_port
+from tests.e2e.blocks import Step, blocks, matches, steps
+from tests.e2e.machines import clean_environment
+from tests.e2e.terminal import Terminal
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT: Final = Path(__file__).parents[2]
+LONGEST_S: Final = 300.0
+SERVERS: Final = {"strata up": "ready", "strata coordinator": "leading", "strata serve server.toml": "strata serve: "}
+"""The commands that keep their terminal, and what each prints when it serves."""
+API_PORT: Final = "5555"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
+    subprocess.run([*pip, "--no-build-isolation", "--wheel-dir", folder, ROOT], check=True)
+    return folder
+
+
+def section(number: int) -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (found,) = re.findall(rf"(?ms)^### {number}\. .*?(?=^##)", text)
+    return str(found)
+
+
+def environment(folder: Path, dist: Path, port: str) -> dict[str, str]:
+    environ = clean_environment() | {
+        "PIP_FIND_LINKS": str(dist),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "STRATA_CLIENT_CONFIG_HOME": str(folder / "config"),
+        "STRATA_CLIENT_DATA_HOME": str(folder / "data"),
+        "STRATA_HUB_LISTEN": "127.0.0.1:0",
+        "STRATA_HUB_KEEP_FREE_BYTES": "0",
+        "STRATA_AGENT_MIN_FREE_GIB": "0",
+        "STRATA_COORDINATOR_LISTEN": f"127.0.0.1:{port}",
+        "STRATA_WORKER_ADDRESS": f"127.0.0.1:{port}",
+        "STRATA_GANG_ADDRESS": f"127.0.0.1:{port}",
+        "STRATA_SERVER_PORT": port,
+        "COLUMNS": "80",
+        "PATH": f"{Path(sys.base_prefix) / 'bin'}:{os.defpath}",
+    }
+    environ.pop("VIRTUAL_ENV", None)
+    return environ
+
+
+def problem(step: Step, output: str, status: int) -> str | None:
+    if status != 0:
+        return f"$ {step.command}\nended with status {status}:\n{output}"
+    if step.shown is not None and not matches(step.shown, output):
+        return f"$ {step.command}\nshown:\n{step.shown}\nprinted:\n{output}"
+    return None
+
+
+@pytest.mark.parametrize("number", [1, 2, 3], ids=["fleet", "coordinator", "training-server"])
+def test_a_start_of_the_readme_works_from_the_wheel_in_five_minutes(number: int, dist: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    problems = []
+    with reserve_port() as guard, Terminal(folder, environment(tmp_path, dist, port := str(port_of(guard)))) as first:
+        with Terminal(folder, environment(tmp_path, dist, port)) as second:
+            began_s = time.monotonic()
+            assert first.run("python3 -m venv .venv && . .venv/bin/activate") == ("", 0)
+            terminal = first
+            for block in blocks(section(number)):
+                if block.title is not None:
+                    (folder / block.title).write_text(block.body.replace(API_PORT, port), encoding="utf-8")
+                elif block.language == "console":
+                    for step in steps(block.body):
+                        if step.command in SERVERS:
+                            first.start(step.command, SERVERS[step.command])
+                            terminal = second
+                            assert second.run(". .venv/bin/activate") == ("", 0)
+                        else:
+                            problems.append(problem(step, *terminal.run(step.command)))
+            took_s = time.monotonic() - began_s
+            assert terminal is second, "no server was started"
+        _, status = first.interrupt()
+    print(f"{took_s:.0f} s from the first command to the last")
+    assert "\n\n".join(filter(None, problems)) == ""
+    assert status == 0
+    assert took_s < LONGEST_S
