@@ -28,7 +28,7 @@ ACCELERATE := 1.15.0
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test e2e nightly bench soak docs services constraints proto contract diagrams families format clean installed
+.PHONY: help setup check lint rules test e2e nightly release bench soak docs services constraints proto contract diagrams families format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ nightly: installed ## inference engines (vLLM), long kill campaigns, an agent on
 	$(BIN)/python -m soak lineage --seeds 2000
 	$(BIN)/python -m soak train-sim --seeds 1000
 	scripts/e2e-arm64.sh
+
+release: installed ## the release checklist: builds, clean installs on each Python, bill of materials; ARGS="--only build" for a part
+	$(BIN)/python scripts/release.py $(ARGS)
 
 bench: installed ## a benchmark; BENCH=journal ARGS=--quick
 	$(BIN)/python -m bench $(BENCH) $(ARGS)
