@@ -37,7 +37,7 @@ READY_S: Final = 60.0
 CHECKS: Final[Mapping[str, Sequence[str]]] = {
     "": ("strata --version", "strata journal list --help"),
     "sdk": ("python -c 'import strata.sdk.train, strata.sdk.fleet'",),
-    "agent": ("python -c 'import strata.fleet.agent.start, strata.identity.request'",),
+    "agent": ("python -c 'import strata.fleet.agent.start, strata.identity.enroll'",),
     "worker": ("python -c 'import strata.coord.worker'",),
     "worker-data": ("python -c 'import strata.coord.worker.parquet'",),
     "coordinator": ("python -c 'import strata.coord.server'",),
