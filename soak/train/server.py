@@ -26,7 +26,8 @@ from strata.journal.replay import replay
 from strata.testing.ports import port_of, reserve_port
 from strata.train.core import commands, facts
 from strata.train.launch.supervised_process import descendants
-from strata.train.link import Knock, keys_of, knock
+from strata.train.link.rank import ConnectRequest, connect_rank
+from strata.train.link.sockets import load_keys
 from strata.train.settings import ServerSettings, load_settings
 
 Victim = Literal["orchestrator", "api", "rank", "rank 0", "rank 1", "launcher"]
@@ -201,7 +202,9 @@ class ServeProcess:
         generation = 1 << 40
         try:
             async with asyncio.timeout(START_S):
-                connection = await knock(context, self.settings.rank0, keys_of(self.settings), Knock(generation, 1))
+                connection = await connect_rank(
+                    context, self.settings.rank0, load_keys(self.settings), ConnectRequest(generation, 1)
+                )
                 assert connection is not None
                 await connection.send(commands.Attach(generation, self.settings.stream))
                 attached = await connection.receive()

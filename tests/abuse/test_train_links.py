@@ -16,8 +16,10 @@ import zmq.asyncio
 from strata.base.errors import Code, StrataError
 from strata.testing.ports import port_of, reserve_port
 from strata.train.core import messages
-from strata.train.link import ApiLink, Knock, OrchestratorClient, RankLink, keys_of, knock
-from strata.train.link_keys import LinkKeys, make_keys
+from strata.train.link.api import ApiLink, OrchestratorClient
+from strata.train.link.keys import LinkKeys, make_keys
+from strata.train.link.rank import ConnectRequest, RankLink, connect_rank
+from strata.train.link.sockets import load_keys
 from strata.train.settings import ServerSettings
 from tests.shell.train_orchestrator.stacks import Stack
 from tests.shell.train_orchestrator.test_links import QUESTION, converse, end, heard, over_tcp, rank0
@@ -37,7 +39,7 @@ async def context() -> AsyncIterator[zmq.asyncio.Context]:
 
 
 def right(settings: ServerSettings) -> LinkKeys:
-    keys = keys_of(settings)
+    keys = load_keys(settings)
     assert keys is not None
     return keys
 
@@ -45,7 +47,7 @@ def right(settings: ServerSettings) -> LinkKeys:
 async def is_not_heard(context: zmq.asyncio.Context, link: RankLink, keys: LinkKeys | None) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(NOT_HEARD_S):
-            await knock(context, link.endpoint, keys, Knock(1 << 40, 1))
+            await connect_rank(context, link.endpoint, keys, ConnectRequest(1 << 40, 1))
 
 
 async def still_answers(context: zmq.asyncio.Context, link: RankLink, settings: ServerSettings) -> None:

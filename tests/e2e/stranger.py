@@ -1,6 +1,6 @@
-"""`python -m tests.e2e.stranger ADDRESS FILE`: knocks at rank 0 with keys of all sorts and says what came of each.
+"""`python -m tests.e2e.stranger ADDRESS FILE`: connects to rank 0 with keys of all sorts and prints what came of each.
 
-FILE has the right keys. The knocks of strangers claim to come from an orchestrator newer than any other: rank 0 would
+FILE has the right keys. The requests of strangers claim to come from an orchestrator newer than any other: rank 0 would
 leave its own for them.
 """
 
@@ -16,8 +16,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from strata.train.link import Knock
-from strata.train.link_keys import LinkKeys, make_keys, read_keys
+from strata.train.link.keys import LinkKeys, make_keys, read_keys
+from strata.train.link.rank import ConnectRequest
 
 PATIENCE_MS: Final = 20_000
 _REFUSED: Final = (
@@ -28,15 +28,15 @@ _REFUSED: Final = (
 )
 
 
-def knock(context: zmq.Context[Any], address: str, keys: LinkKeys | None, knocking: Knock) -> str:
+def connect_rank(context: zmq.Context[Any], address: str, keys: LinkKeys | None, request: ConnectRequest) -> str:
     """`answered`, `refused`, or neither of them in time."""
     socket = context.socket(zmq.DEALER)
     monitor = socket.get_monitor_socket(_REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     try:
         if keys is not None:
-            keys.present(socket)
+            keys.secure_client(socket)
         socket.connect(address)
-        socket.send(msgspec.msgpack.encode(knocking))
+        socket.send(msgspec.msgpack.encode(request))
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
@@ -57,14 +57,14 @@ def main(address: str, file: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         other = make_keys(Path(folder) / "other.keys")
     half = LinkKeys(right.server_public, right.server_secret, other.client_public, other.client_secret)
-    newest = Knock(1 << 40, 1)
+    newest = ConnectRequest(1 << 40, 1)
     context = zmq.Context()
     found = {
-        "without keys": knock(context, address, None, newest),
-        "with other keys": knock(context, address, other, newest),
-        "knowing whom it speaks to": knock(context, address, half, newest),
-        # An answer, which is that this knock is older than the one before.
-        "with the keys": knock(context, address, right, Knock(0, 0)),
+        "without keys": connect_rank(context, address, None, newest),
+        "with other keys": connect_rank(context, address, other, newest),
+        "knowing whom it speaks to": connect_rank(context, address, half, newest),
+        # A reply, which is that this request is older than the one before.
+        "with the keys": connect_rank(context, address, right, ConnectRequest(0, 0)),
     }
     context.destroy(linger=0)
     print(json.dumps(found))

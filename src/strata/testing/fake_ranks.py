@@ -43,7 +43,7 @@ from strata.train.core.sampling import (
     TargetLogprobs,
     Targets,
 )
-from strata.train.link import RankLink
+from strata.train.link.rank import RankLink
 from strata.train.settings import ServerSettings, load_settings
 
 MAX_CONTEXT = 4096

@@ -20,7 +20,7 @@ from strata.train.core import commands, ops
 from strata.train.core.pack import pack
 from strata.train.launch.launcher import rank_command
 from strata.train.launch.supervised_process import descendants
-from strata.train.link import Knock, RankConnection, knock
+from strata.train.link.rank import ConnectRequest, RankConnection, connect_rank
 from strata.train.settings import ServerSettings, load_settings
 
 RANKS: Final = 2
@@ -44,7 +44,7 @@ class Group:
         self.generation = 0
         self.number = 0
         self.durable = 0
-        self.knocks = 0
+        self.connect_requests = 0
         self.file = folder / "server.toml"
         model = folder / "tiny"
         if kind == "real":
@@ -104,12 +104,15 @@ class Speaker:
             generation = self.group.generation
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                # A door only knows the order of knocks; generations are judged in the conversation.
-                self.group.knocks += 1
+                # The listener only knows the order of requests; generations are checked in the handshake.
+                self.group.connect_requests += 1
                 try:
                     async with asyncio.timeout(2.0):
-                        opened = await knock(
-                            self._context, self.group.settings.rank0, None, Knock(1, self.group.knocks)
+                        opened = await connect_rank(
+                            self._context,
+                            self.group.settings.rank0,
+                            None,
+                            ConnectRequest(1, self.group.connect_requests),
                         )
                 except TimeoutError:
                     continue

@@ -19,7 +19,7 @@ from strata.train.api.context import Site
 from strata.train.api.identity import open_identity
 from strata.train.api.routes import application
 from strata.train.api.server import APIServer
-from strata.train.link import OrchestratorClient
+from strata.train.link.api import OrchestratorClient
 from strata.train.settings import Limits, ModelSettings, Ranks, Server, ServerSettings
 
 

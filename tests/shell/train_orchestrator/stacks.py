@@ -18,7 +18,7 @@ from strata.journal.open import open_journal
 from strata.journal.port import Snapshot
 from strata.train.core import messages, ops
 from strata.train.core.messages import OrchestratorRequest, RequestType
-from strata.train.link import OrchestratorClient
+from strata.train.link.api import OrchestratorClient
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings, load_settings
 

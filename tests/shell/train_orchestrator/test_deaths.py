@@ -134,7 +134,7 @@ async def test_one_operation_that_never_ends_does_not_desynchronise_the_link(tmp
 
 
 async def test_ranks_that_hang_while_the_orchestrator_restarts_are_told_of_as_stuck(tmp_path: Path) -> None:
-    """They do not answer its knocking, and it has no conversation in which it could notice that."""
+    """They do not reply to its connect requests, and it has no connection on which it could notice that."""
     limits = f"{ONE_AT_A_TIME}\noperation_timeout_s = 2.0"
     async with running(tmp_path, limits=limits, group="start_timeout_s = 0.5") as stack:
         model = await stack.model()
@@ -157,7 +157,7 @@ async def test_ranks_that_were_given_up_are_never_listened_to_again(tmp_path: Pa
         model = await stack.model()
         late = await stack.submit(stack.batch(model, 1, [[1]], pretend_s=3.5))
         await stack.orchestrator.told("stuck")
-        # They wake up when what told them to end has gone, and somebody knocks: they are told again.
+        # They wake up when what told them to end has gone, and an orchestrator connects: they are told again.
         assert await stack.ranks.end() == 0
         result = await stack.result(late)
         assert isinstance(result, ops.Failed)

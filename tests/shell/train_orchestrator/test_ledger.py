@@ -13,10 +13,10 @@ from strata.train.core.inputs import Abort, Accept, Answer, Dispatching, Dispatc
 from strata.train.core.machine import TrainMachine
 from strata.train.core.pace import Pace
 from strata.train.core.state import Rules
+from strata.train.link.ports import Links, ZmqLinks
 from strata.train.orchestrator.backend import RemoteBackend
 from strata.train.orchestrator.conversation import Parts
 from strata.train.orchestrator.ledger import Ledger, TrainReplica
-from strata.train.orchestrator.links import Links, ZmqLinks
 from strata.train.orchestrator.questions import Questions
 from strata.train.orchestrator.request_processor import RequestProcessor
 from strata.train.payload import Payloads

@@ -16,10 +16,11 @@ from strata.base.errors import Code, StrataError
 from strata.testing.ports import port_of, reserve_port
 from strata.train.core import commands, messages
 from strata.train.core.messages import OrchestratorRequest, RequestType
-from strata.train.link import ApiLink, Knock, OrchestratorClient, RankConnection, RankLink, keys_of, knock
-from strata.train.link_keys import LinkKeys, make_first_keys, make_keys, read_keys
+from strata.train.link.api import ApiLink, OrchestratorClient
+from strata.train.link.keys import LinkKeys, make_first_keys, make_keys, read_keys
+from strata.train.link.rank import ConnectRequest, RankConnection, RankLink, connect_rank
+from strata.train.link.sockets import load_keys, own_address
 from strata.train.settings import ServerSettings
-from strata.train.sockets import own_address
 from tests.shell.train_orchestrator.stacks import Stack
 
 QUESTION = OrchestratorRequest("q", RequestType.UTILITY, "alice", payload=messages.DescribeServer())
@@ -28,11 +29,11 @@ ANSWER_S = 20.0
 
 @pytest.fixture
 def over_tcp(tmp_path: Path) -> Iterator[ServerSettings]:
-    with reserve_port() as door, reserve_port() as one, reserve_port() as two:
+    with reserve_port() as listener, reserve_port() as one, reserve_port() as two:
         settings = Stack(
             tmp_path,
             server=f'transport = "tcp"\nrequests_port = {port_of(one)}\noutputs_port = {port_of(two)}',
-            group=f'rank0 = "tcp://127.0.0.1:{port_of(door)}"',
+            group=f'rank0 = "tcp://127.0.0.1:{port_of(listener)}"',
         ).settings
         make_keys(settings.keys)
         yield settings
@@ -58,9 +59,9 @@ def rank0(settings: ServerSettings) -> Iterator[RankLink]:
         link.close()
 
 
-async def converse(context: zmq.asyncio.Context, door: str, keys: LinkKeys | None, attempt: int) -> RankConnection:
+async def converse(context: zmq.asyncio.Context, endpoint: str, keys: LinkKeys | None, attempt: int) -> RankConnection:
     async with asyncio.timeout(ANSWER_S):
-        connection = await knock(context, door, keys, Knock(1, attempt))
+        connection = await connect_rank(context, endpoint, keys, ConnectRequest(1, attempt))
         assert connection is not None
         return connection
 
@@ -100,14 +101,14 @@ async def test_conversation_follows_conversation_and_each_has_the_ranks_for_itse
     context.destroy(linger=0)
 
 
-async def test_a_knock_that_is_heard_late_does_not_end_the_conversation(tmp_path: Path) -> None:
+async def test_a_connect_request_that_arrives_late_does_not_end_the_connection(tmp_path: Path) -> None:
     settings = Stack(tmp_path).settings
     context = zmq.asyncio.Context()
     with rank0(settings) as link:
         connection = await converse(context, link.endpoint, None, 7)
         async with asyncio.timeout(ANSWER_S):
-            assert await knock(context, link.endpoint, None, Knock(1, 6)) is None
-            assert await knock(context, link.endpoint, None, Knock(0, 99)) is None
+            assert await connect_rank(context, link.endpoint, None, ConnectRequest(1, 6)) is None
+            assert await connect_rank(context, link.endpoint, None, ConnectRequest(0, 99)) is None
         await heard(connection, 3)
         await end(connection)
     context.destroy(linger=0)
@@ -150,7 +151,7 @@ async def test_rank_0_writes_its_address_into_a_file_if_it_has_to(tmp_path: Path
     context = zmq.asyncio.Context()
     with rank0(settings) as link:
         assert address.read_text(encoding="utf-8").strip() == link.endpoint
-        connection = await converse(context, link.endpoint, keys_of(settings), 1)
+        connection = await converse(context, link.endpoint, load_keys(settings), 1)
         await end(connection)
     context.destroy(linger=0)
 
@@ -195,7 +196,7 @@ async def test_bytes_that_are_no_message_end_neither_side(tmp_path: Path) -> Non
             stranger.close(linger=1000)
         asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
         request = await link.receive()
-        client._questions.send_multipart([b"orchestrator-4", b"\xff\xff"])
+        client._requests.send_multipart([b"orchestrator-4", b"\xff\xff"])
         link.send(messages.OrchestratorOutputs("nobody asked this", messages.Done()))
         link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
         assert await asking == messages.Done()

@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from strata.base.settings import own_environment
 from strata.train.core import commands, ops
-from strata.train.rank_link import Knock, knock
+from strata.train.link.rank import ConnectRequest, connect_rank
 
 LONGEST_S: Final = 120
 
@@ -80,7 +80,9 @@ class Orchestrator:
 
     async def attach(self) -> commands.Attached:
         async with asyncio.timeout(LONGEST_S):
-            connection = await knock(self._context, self._ranks.endpoint, None, Knock(self.generation, 1))
+            connection = await connect_rank(
+                self._context, self._ranks.endpoint, None, ConnectRequest(self.generation, 1)
+            )
         assert connection is not None
         self.connection = connection
         attached = await self.say(commands.Attach(self.generation, "train/test"))

@@ -11,7 +11,8 @@ import zmq
 
 from strata.testing.simloop import PROCESS, Process
 from strata.train.core import commands, messages
-from strata.train.link import Knock, OrchestratorClient
+from strata.train.link.api import OrchestratorClient
+from strata.train.link.rank import ConnectRequest
 from strata.train.settings import ServerSettings
 from tests.sim.train.wires import Connection, TrainWorld
 
@@ -22,12 +23,12 @@ class Router:
     """An API server's ROUTER: whoever connects says hello under its name; the newest of a name is heard."""
 
     def __init__(self) -> None:
-        self._heard: asyncio.Queue[list[bytes]] = asyncio.Queue()
+        self._last_request: asyncio.Queue[list[bytes]] = asyncio.Queue()
         self.peers: dict[bytes, Connection] = {}
 
     def hello(self, name: bytes, connection: Connection) -> None:
         self.peers[name] = connection
-        self._heard.put_nowait([name, b""])
+        self._last_request.put_nowait([name, b""])
 
     def send_multipart(self, frames: Sequence[bytes], flags: int = 0) -> asyncio.Future[None]:
         del flags
@@ -42,7 +43,7 @@ class Router:
         return sent
 
     async def recv_multipart(self) -> list[bytes]:
-        return await self._heard.get()
+        return await self._last_request.get()
 
 
 class Pull:
@@ -58,35 +59,37 @@ class SimClient(OrchestratorClient):
 
     def __init__(self, settings: ServerSettings, router: Router, pull: Pull) -> None:
         super().__init__(settings)
-        self._questions = router  # type: ignore[assignment]
-        self._answers = pull  # type: ignore[assignment]
-        self._tasks = [asyncio.create_task(self._hear_hellos()), asyncio.create_task(self._hear_answers())]
+        self._requests = router  # type: ignore[assignment]
+        self._replies = pull  # type: ignore[assignment]
+        self._tasks = [asyncio.create_task(self._accept_handshakes()), asyncio.create_task(self._receive_replies())]
 
 
-class RankDoor:
-    """`RankLink` in the simulation: a door at which orchestrators knock, and one conversation at a time."""
+class RankListener:
+    """`RankLink` in the simulation: a listener that accepts orchestrators, one connection at a time."""
 
     def __init__(self, world: TrainWorld) -> None:
         self._world = world
         self._process = PROCESS.get()
-        self._knocks: deque[tuple[Knock, Process, Callable[[SimRankSide | None], None]]] = deque()
+        self._requests: deque[tuple[ConnectRequest, Process, Callable[[SimRankSide | None], None]]] = deque()
         self._inbox: deque[bytes] = deque()
         self._connection: Connection | None = None
-        self._heard = Knock(0, 0)
+        self._last_request = ConnectRequest(0, 0)
         self._came = asyncio.Event()
 
     @property
     def process(self) -> Process:
         return self._process
 
-    def knocked(self, knock: Knock, who: Process, answer: Callable[[SimRankSide | None], None]) -> None:
-        self._knocks.append((knock, who, answer))
+    def request_connection(
+        self, request: ConnectRequest, who: Process, answer: Callable[[SimRankSide | None], None]
+    ) -> None:
+        self._requests.append((request, who, answer))
         self._came.set()
 
     async def receive(self) -> commands.ToRank:
         while True:
-            if self._knocks:
-                self._open(*self._knocks.popleft())
+            if self._requests:
+                self._accept(*self._requests.popleft())
             elif self._inbox:
                 message: commands.ToRank = commands.decode_to_rank(self._inbox.popleft())
                 return message
@@ -98,11 +101,11 @@ class RankDoor:
         if self._connection is not None:
             self._connection.to_first.send(commands.encode(message))
 
-    def _open(self, knock: Knock, who: Process, answer: Callable[[SimRankSide | None], None]) -> None:
-        if (knock.generation, knock.attempt) <= (self._heard.generation, self._heard.attempt):
+    def _accept(self, request: ConnectRequest, who: Process, answer: Callable[[SimRankSide | None], None]) -> None:
+        if (request.generation, request.attempt) <= (self._last_request.generation, self._last_request.attempt):
             answer(None)
             return
-        self._heard = knock
+        self._last_request = request
         if self._connection is not None:
             self._connection.cut()
         inbox: deque[bytes] = deque()
@@ -148,7 +151,7 @@ class SimApiSide:
         self._world = board.world
         self._name = f"orchestrator-{generation}".encode()
         self._process = PROCESS.get()
-        self._heard: asyncio.Queue[bytes] = asyncio.Queue()
+        self._last_request: asyncio.Queue[bytes] = asyncio.Queue()
         self._open = True
         self._asked_by: dict[str, str] = {}
         self._pushes: dict[str, Connection] = {}
@@ -176,7 +179,7 @@ class SimApiSide:
 
         def asked(body: bytes) -> None:
             self._asked_by[messages.decode_request(body).request_id] = api
-            self._heard.put_nowait(body)
+            self._last_request.put_nowait(body)
 
         connection = self._world.connect(
             (self._process, process), (asked, lambda _: router.hello(self._name, connection))
@@ -193,7 +196,7 @@ class SimApiSide:
         self._pushes[api] = connection
 
     async def receive(self) -> messages.OrchestratorRequest:
-        return messages.decode_request(await self._heard.get())
+        return messages.decode_request(await self._last_request.get())
 
     def send(self, outputs: messages.OrchestratorOutputs) -> None:
         connection = self._pushes.get(self._asked_by.pop(outputs.request_id, ""))
@@ -213,7 +216,7 @@ class Board:
         self.world = world
         self.apis = apis
         self.listening: dict[Process, tuple[Router, Pull]] = {}
-        self.door: RankDoor | None = None
+        self.listener: RankListener | None = None
         self._doors = asyncio.Event()
 
     def listen(self) -> tuple[Router, Pull]:
@@ -221,16 +224,16 @@ class Board:
         self.listening[PROCESS.get()] = places
         return places
 
-    def open_door(self) -> RankDoor:
-        self.door = RankDoor(self.world)
+    def open_listener(self) -> RankListener:
+        self.listener = RankListener(self.world)
         self._doors.set()
         self._doors = asyncio.Event()
-        return self.door
+        return self.listener
 
-    async def found_door(self) -> RankDoor:
-        while self.door is None or self.door.process.crashed:
+    async def found_listener(self) -> RankListener:
+        while self.listener is None or self.listener.process.crashed:
             await self._doors.wait()
-        return self.door
+        return self.listener
 
 
 class SimLinks:
@@ -243,9 +246,9 @@ class SimLinks:
         self._api = SimApiSide(self._board, generation)
         return self._api
 
-    async def knock(self, door: str, knocking: Knock) -> SimRankSide | None:
-        del door
-        found = await self._board.found_door()
+    async def connect_rank(self, endpoint: str, request: ConnectRequest) -> SimRankSide | None:
+        del endpoint
+        found = await self._board.found_listener()
         who, world = PROCESS.get(), self._board.world
         answered: asyncio.Future[SimRankSide | None] = asyncio.get_running_loop().create_future()
 
@@ -260,7 +263,7 @@ class SimLinks:
 
         def arrive() -> None:
             if not found.process.crashed:
-                found.knocked(knocking, who, answer)
+                found.request_connection(request, who, answer)
 
         world.loop.call_later(world.rng.expovariate(1 / world.faults.delay_s), arrive, context=contextvars.Context())
         return await answered

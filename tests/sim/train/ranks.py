@@ -17,7 +17,7 @@ from strata.train.core import commands, ops
 from strata.train.settings import ServerSettings
 from tests.sim.train import chain
 from tests.sim.train.audit import Audit
-from tests.sim.train.links import Board, RankDoor
+from tests.sim.train.links import Board, RankListener
 from tests.sim.train.wires import TrainWorld
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -151,10 +151,10 @@ async def run_ranks(
     """From its start to its death, or to the word that it is over."""
     ranks = SimRanks(settings, f"group-{PROCESS.get().life}", disk, world)
     await asyncio.sleep(world.rng.expovariate(1 / trouble.start_s))
-    door = board.open_door()
+    listener = board.open_listener()
     writers: list[asyncio.Task[None]] = []
     while not ranks.over:
-        message = await door.receive()
+        message = await listener.receive()
         new = isinstance(message, commands.Command | commands.Restore) and message.number > ranks.applied
         if isinstance(message, commands.Command) and message.generation == ranks.generation:
             audit.told(message, ranks.group)
@@ -172,20 +172,20 @@ async def run_ranks(
             if world.hurts(trouble.death / 2):
                 world.kill("ranks")
                 await asyncio.sleep(1e9)
-        door.send(reply)
+        listener.send(reply)
         if ranks.writing is not None:
             writing, ranks.writing = ranks.writing, None
-            writers.append(asyncio.create_task(_write(world, ranks, door, trouble, writing)))
+            writers.append(asyncio.create_task(_write(world, ranks, listener, trouble, writing)))
     await asyncio.sleep(0.01)
     world.kill("ranks")
 
 
 async def _write(
-    world: TrainWorld, ranks: SimRanks, door: RankDoor, trouble: Trouble, writing: tuple[int, str, bytes]
+    world: TrainWorld, ranks: SimRanks, listener: RankListener, trouble: Trouble, writing: tuple[int, str, bytes]
 ) -> None:
     """While the ranks go on."""
     await asyncio.sleep(_takes_s(world, trouble))
-    door.send(ranks.wrote(*writing))
+    listener.send(ranks.wrote(*writing))
 
 
 def _takes_s(world: TrainWorld, trouble: Trouble) -> float:

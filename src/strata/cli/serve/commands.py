@@ -47,7 +47,7 @@ def run(config: Path, *, make_keys: bool) -> None:
     for module in ("zmq", "starlette"):
         require(module, extra="train")
     from strata.train.launch.launcher import run_launcher
-    from strata.train.link_keys import make_first_keys
+    from strata.train.link.keys import make_first_keys
     from strata.train.settings import load_settings
 
     settings = load_settings(config)

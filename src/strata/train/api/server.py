@@ -26,7 +26,8 @@ from strata.train.api.context import ANSWER_S, Orchestrator, Site
 from strata.train.api.identity import first_key, open_identity, operator_token
 from strata.train.api.request_metrics import RequestMetrics
 from strata.train.api.routes import application
-from strata.train.link import OrchestratorClient, publish_address
+from strata.train.link.api import OrchestratorClient
+from strata.train.link.sockets import publish_address
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings, check_exposure
 

@@ -24,7 +24,7 @@ from strata.base.settings import own_environment
 from strata.train.folder import held
 from strata.train.launch.preflight import check_memory, check_model
 from strata.train.launch.supervised_process import EVENTS, Child, Command
-from strata.train.link_keys import make_keys, read_keys
+from strata.train.link.keys import make_keys, read_keys
 from strata.train.settings import ServerSettings, check_exposure
 
 FREE_PORT: Final = "another process may have that port; server.port = 0 takes a free one"

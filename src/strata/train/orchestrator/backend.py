@@ -10,13 +10,14 @@ from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.train.core import commands
-from strata.train.link import Knock, read_address
-from strata.train.orchestrator.links import Links, RankSide
+from strata.train.link.ports import Links, RankSide
+from strata.train.link.rank import ConnectRequest
+from strata.train.link.sockets import read_address
 from strata.train.settings import ServerSettings
 
 HANDSHAKE_S: Final = 2.0
 """How long rank 0 may take to answer before it is asked again. While it computes it does not; then it hears all of it,
-and only the last knock counts."""
+and only the last connect request counts."""
 FILE_POLL_S: Final = 0.25
 
 _log = log.get(__name__)
@@ -33,7 +34,7 @@ class RemoteBackend:
         self._connection: RankSide | None = None
         self._asked: dict[int, asyncio.Future[commands.Healthy]] = {}
         self._asks = 0
-        self._knocks = 0
+        self._connect_attempts = 0
 
     async def attach(self) -> commands.Attached:
         """Connect, over and over until rank 0 answers. STALE if it obeys a newer orchestrator, or another run.
@@ -51,14 +52,16 @@ class RemoteBackend:
 
     async def _attach(self) -> commands.Attached:
         while True:
-            door = await self._door()
-            self._knocks += 1
+            endpoint = await self._find_endpoint()
+            self._connect_attempts += 1
             try:
                 async with asyncio.timeout(HANDSHAKE_S):
-                    connection = await self._links.knock(door, Knock(self._generation, self._knocks))
+                    connection = await self._links.connect_rank(
+                        endpoint, ConnectRequest(self._generation, self._connect_attempts)
+                    )
             except TimeoutError:
-                if self._knocks % 30 == 0:
-                    _log.info("still waiting for rank 0", knocks=self._knocks)
+                if self._connect_attempts % 30 == 0:
+                    _log.info("rank_connect_pending", attempts=self._connect_attempts)
                 continue
             if connection is None:
                 raise StrataError(Code.STALE, "rank 0 speaks with a newer orchestrator")
@@ -86,7 +89,7 @@ class RemoteBackend:
                     # Said to the one before us.
                     continue
 
-    async def _door(self) -> str:
+    async def _find_endpoint(self) -> str:
         """Rank 0 may write its address into a file, and may do so when it pleases: nobody tells when."""
         endpoint = self._settings.rank0
         if not endpoint.startswith("file:"):

@@ -21,11 +21,11 @@ from strata.train.core.machine import TrainMachine
 from strata.train.core.memory import RowLimit
 from strata.train.core.pace import Pace
 from strata.train.core.state import Rules
+from strata.train.link.ports import ApiSide, Links, ZmqLinks
 from strata.train.orchestrator.backend import RemoteBackend
 from strata.train.orchestrator.conversation import Conversation, End, Lost, Parts, Short, Spoiled, Stuck
 from strata.train.orchestrator.figures import Figures
 from strata.train.orchestrator.ledger import Ledger, TrainReplica
-from strata.train.orchestrator.links import ApiSide, Links, ZmqLinks
 from strata.train.orchestrator.questions import Questions
 from strata.train.orchestrator.request_processor import RequestProcessor
 from strata.train.orchestrator.storage import Storage, open_storage

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from strata.base import log
 from strata.base.errors import StrataError
 from strata.base.settings import own_environment
-from strata.train.rank_link import RankLink
+from strata.train.link.rank import RankLink
+from strata.train.link.sockets import load_keys
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings, runner_settings
 from strata.train.runner.single_node import HERE
 from strata.train.settings import ServerSettings, load_settings
-from strata.train.sockets import keys_of
 
 _log = log.get(__name__)
 
@@ -71,7 +71,7 @@ def join(settings: RunnerSettings, meeting_place: Path) -> torch.device:
 def serve(settings: ServerSettings, own: RunnerSettings, ranks: RankGroup) -> None:
     if ranks.first:
         # Keys that are missing are told before the model is loaded, which may take long.
-        keys_of(settings)
+        load_keys(settings)
     runner = ModelRunner(own, ranks)
     if not ranks.first:
         follow(runner, ranks)

@@ -39,7 +39,7 @@ class Kind(IntEnum):
 
 
 class Link(Protocol):
-    """`strata.train.link.RankLink`, or whatever a test speaks through."""
+    """`strata.train.link.rank.RankLink`, or whatever a test speaks through."""
 
     def receive(self) -> commands.ToRank | None: ...
 

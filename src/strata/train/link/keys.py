@@ -1,6 +1,6 @@
-"""CURVE keys of the links over TCP: who listens proves who it is, and lets in who has the one client key, nobody else.
+"""CURVE keys of the links over TCP: a listener proves its identity, and accepts only the one client key.
 
-They lie in a file of the owner alone and are never in an argument, a log or an environment.
+The keys lie in a file of the owner alone and are never in an argument, a log or an environment.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 import zmq
 import zmq.auth.thread
 
-from strata.base.atomic import write_file
+from strata.base.atomic import write_json
 from strata.base.errors import Code, StrataError
 from strata.base.secret import read_secret
 
@@ -30,28 +30,28 @@ class LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __repr__(self) -> str:
         return "LinkKeys(***)"
 
-    def guard(self, socket: zmq.Socket[Any]) -> None:
-        """For a socket that listens. The context needs an `admit` as well."""
+    def secure_listener(self, socket: zmq.Socket[Any]) -> None:
+        """For a socket that listens. Its context needs `start_authenticator` as well."""
         socket.curve_server = True
         socket.curve_secretkey = self.server_secret.encode()
         socket.curve_publickey = self.server_public.encode()
         socket.zap_domain = DOMAIN.encode()
 
-    def present(self, socket: zmq.Socket[Any]) -> None:
+    def secure_client(self, socket: zmq.Socket[Any]) -> None:
         """For a socket that connects."""
         socket.curve_serverkey = self.server_public.encode()
         socket.curve_secretkey = self.client_secret.encode()
         socket.curve_publickey = self.client_public.encode()
 
-    def admit(self, context: zmq.Context[Any]) -> zmq.auth.thread.ThreadAuthenticator:
-        """Let in only who has the client key; for a context with guarded sockets. `stop` it before the context ends."""
+    def start_authenticator(self, context: zmq.Context[Any]) -> zmq.auth.thread.ThreadAuthenticator:
+        """Accept only the client key, for a context with listeners. `stop` it before the context ends."""
         authenticator = zmq.auth.thread.ThreadAuthenticator(context)
         authenticator.start()
-        authenticator.configure_curve_callback(DOMAIN, _OnlyOne(self.client_public.encode()))
+        authenticator.configure_curve_callback(DOMAIN, _OneClientKey(self.client_public.encode()))
         return authenticator
 
 
-class _OnlyOne:
+class _OneClientKey:
     def __init__(self, public: bytes) -> None:
         self._public = public
 
@@ -65,12 +65,12 @@ def make_keys(path: Path) -> LinkKeys:
     client_public, client_secret = zmq.curve_keypair()
     keys = LinkKeys(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_file(path, msgspec.json.encode(keys))
+    write_json(path, keys)
     return keys
 
 
 def make_first_keys(path: Path) -> None:
-    """CONFLICT if there are some: whoever has a copy of those could not be spoken with any more."""
+    """CONFLICT if there are keys: machines that have a copy of those could not connect any more."""
     if path.exists():
         raise StrataError(Code.CONFLICT, f"there are keys in {path} already", hint="remove them to make others")
     make_keys(path)

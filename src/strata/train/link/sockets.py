@@ -1,4 +1,4 @@
-"""What all sockets of the links have in common: limits, who may reach them, and what is not a message."""
+"""What all sockets of the links share: limits, keys, addresses, and the decoding of messages."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from strata.base import log
 from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
 from strata.base.private import make_private
-from strata.train.link_keys import LinkKeys, read_keys
+from strata.train.link.keys import LinkKeys, read_keys
 from strata.train.settings import ServerSettings
 
-QUEUED: Final = 1_000
-"""Messages that may wait in one direction of a link."""
-MAX_QUESTION_BYTES: Final = 16 << 20
+MAX_QUEUED: Final = 1_000
+"""Messages that may wait in one direction of a link: the high-water mark."""
+MAX_REQUEST_BYTES: Final = 16 << 20
 
 _log = log.get(__name__)
 Message = TypeVar("Message")
 AnySocket = zmq.Socket[Any]
 
 
-def keys_of(settings: ServerSettings) -> LinkKeys | None:
-    """None where the sockets lie in a folder of the owner alone and need none."""
+def load_keys(settings: ServerSettings) -> LinkKeys | None:
+    """None if the sockets lie in a folder of the owner alone and need no keys."""
     over_tcp = settings.server.transport == "tcp" or settings.rank0.startswith(("tcp:", "file:"))
     return read_keys(settings.keys) if over_tcp else None
 
 
 def publish_address(file: Path, endpoint: str) -> None:
-    """Whole or not at all: a reader never sees half an address."""
+    """Atomically: a reader never sees half an address."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_file(file, f"{endpoint}\n".encode(), durable=False)
 
@@ -47,25 +47,25 @@ def read_address(file: Path) -> str | None:
         return None
 
 
-def at_once(sent: Awaitable[Any]) -> None:
-    """Raise what the sending raised. With NOBLOCK, what pyzmq returns is a future that is done."""
+def raise_send_error(sent: Awaitable[Any]) -> None:
+    """Raise what sending with NOBLOCK raised: pyzmq returns a future that is done."""
     assert isinstance(sent, asyncio.Future)
     sent.result()
 
 
-def present(keys: LinkKeys | None, socket: AnySocket, endpoint: str) -> None:
+def present_keys(keys: LinkKeys | None, socket: AnySocket, endpoint: str) -> None:
     if keys is not None and endpoint.startswith("tcp:"):
-        keys.present(socket)
+        keys.secure_client(socket)
 
 
-def bounded(socket: AnySocket, max_bytes: int = MAX_QUESTION_BYTES) -> None:
-    """The limits of a socket, on what waits in it and on the size of a message."""
-    socket.set_hwm(QUEUED)
+def set_limits(socket: AnySocket, max_bytes: int = MAX_REQUEST_BYTES) -> None:
+    """Limit the queue of a socket and the size of a message, and set its reconnects and heartbeats."""
+    socket.set_hwm(MAX_QUEUED)
     socket.maxmsgsize = max_bytes
     socket.linger = 0
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 500
-    # A machine that vanished without a word is noticed too.
+    # Also a machine that vanished without closing its connections is noticed.
     socket.heartbeat_ivl = 5_000
     socket.heartbeat_timeout = 20_000
 
@@ -76,7 +76,7 @@ def listen(socket: AnySocket, endpoint: str, keys: LinkKeys | None) -> str:
     elif keys is None:
         raise StrataError(Code.INTERNAL, f"{endpoint} would be open to everybody")
     else:
-        keys.guard(socket)
+        keys.secure_listener(socket)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -87,8 +87,8 @@ def listen(socket: AnySocket, endpoint: str, keys: LinkKeys | None) -> str:
 def own_address(known_as: str = "") -> str:
     """The address of this machine that others on its network reach it by; loopback if there is none.
 
-    The name or address they know it by already is the best one: a machine may have several, and in a network without a
-    way out the routes tell none. Loopback only says that those who know it so far are on this machine.
+    `known_as` is the best one: a machine may have several, and without a default route none is found. Loopback only
+    says that the processes that know it so far are on this machine.
     """
     try:
         known = sockets.gethostbyname(known_as) if known_as else ""
@@ -105,9 +105,9 @@ def own_address(known_as: str = "") -> str:
         return str(probe.getsockname()[0])
 
 
-def decoded(decode: Callable[[bytes], Message], data: bytes) -> Message | None:
+def decode_or_drop(decode: Callable[[bytes], Message], data: bytes) -> Message | None:
     try:
         return decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        _log.warning("dropped bytes that are no message", bytes=len(data), reason=str(error))
+        _log.warning("message_dropped", bytes=len(data), reason=str(error))
         return None

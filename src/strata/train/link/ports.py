@@ -1,4 +1,4 @@
-"""How the orchestrator reaches API servers and rank 0: over ZMQ, or whatever a simulation puts in its place."""
+"""The orchestrator's links to API servers and rank 0 as ports: over ZMQ, or over the network of a simulation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Protocol
 import zmq.asyncio
 
 from strata.train.core import commands, messages
-from strata.train.link import ApiLink, Knock, keys_of, knock
+from strata.train.link.api import ApiLink
+from strata.train.link.rank import ConnectRequest, connect_rank
+from strata.train.link.sockets import load_keys
 from strata.train.settings import ServerSettings
 
 
 class ApiSide(Protocol):
-    """`strata.train.link.ApiLink`."""
+    """`strata.train.link.api.ApiLink`."""
 
     async def receive(self) -> messages.OrchestratorRequest: ...
 
@@ -22,7 +24,7 @@ class ApiSide(Protocol):
 
 
 class RankSide(Protocol):
-    """`strata.train.link.RankConnection`."""
+    """`strata.train.link.rank.RankConnection`."""
 
     async def send(self, message: commands.ToRank) -> None: ...
 
@@ -38,8 +40,8 @@ class Links(Protocol):
         """To one of the API servers."""
         ...
 
-    async def knock(self, door: str, knocking: Knock) -> RankSide | None:
-        """A conversation with rank 0; None if it speaks with a newer generation, or knock."""
+    async def connect_rank(self, endpoint: str, request: ConnectRequest) -> RankSide | None:
+        """A connection to rank 0; None if it has accepted a newer generation, or a newer request."""
         ...
 
     def close(self) -> None: ...
@@ -48,14 +50,14 @@ class Links(Protocol):
 class ZmqLinks:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._keys = keys_of(settings)
+        self._keys = load_keys(settings)
         self._context = zmq.asyncio.Context()
 
     def api(self, generation: int, number: int = 0) -> ApiSide:
         return ApiLink(self._context, self._settings, generation, number)
 
-    async def knock(self, door: str, knocking: Knock) -> RankSide | None:
-        return await knock(self._context, door, self._keys, knocking)
+    async def connect_rank(self, endpoint: str, request: ConnectRequest) -> RankSide | None:
+        return await connect_rank(self._context, endpoint, self._keys, request)
 
     def close(self) -> None:
         self._context.destroy(linger=200)
