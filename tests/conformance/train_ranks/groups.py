@@ -44,7 +44,7 @@ class Group:
         self.generation = 0
         self.number = 0
         self.durable = 0
-        self.connect_requests = 0
+        self.requests = 0
         self.file = folder / "server.toml"
         model = folder / "tiny"
         if kind == "real":
@@ -105,14 +105,14 @@ class Speaker:
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 # The listener only knows the order of requests; generations are checked in the handshake.
-                self.group.connect_requests += 1
+                self.group.requests += 1
                 try:
                     async with asyncio.timeout(2.0):
                         opened = await connect_rank(
                             self._context,
                             self.group.settings.rank0,
                             None,
-                            ConnectRequest(1, self.group.connect_requests),
+                            ConnectRequest(1, self.group.requests),
                         )
                 except TimeoutError:
                     continue
