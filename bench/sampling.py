@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from bench.interleave import interleave
 from bench.report import Report
 from strata.train.core.ops import LoraConfig
-from strata.train.core.sampling import Added, Quantum, Sample, SampleParams, SampleResult
+from strata.train.core.sampling import AddedSample, Sample, SampleParams, SampleResult, SamplingSlice
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, targets_of
 from strata.train.runner.model.base import BaseModel
@@ -126,10 +126,10 @@ def _sample(sampler_id: str, number: int, length: int, tokens: int) -> Sample:
 def sampled(sampler: Sampler, samples: Sequence[Sample]) -> float:
     started = time.perf_counter()
     spread = sampler.spread()
-    add = [Added(str(number), sample) for number, sample in enumerate(samples)]
+    add = [AddedSample(str(number), sample) for number, sample in enumerate(samples)]
     tokens = 0
     while True:
-        done = spread.put_together([sampler.run(spread.cut(Quantum(STEPS, add))[0])])
+        done = spread.put_together([sampler.run(spread.cut(SamplingSlice(STEPS, add))[0])])
         add = []
         for one in done.ended:
             assert isinstance(one.outcome, SampleResult), one.outcome

@@ -17,7 +17,7 @@ from bench.interleave import Measure, interleave
 from bench.report import Report
 from strata.http import zstd
 from strata.http.zstd import decompress_frames
-from strata.train.core.ops import Unreadable
+from strata.train.core.ops import MalformedOperation
 from strata.train.wire import tinker
 from strata.train.wire.pb import tinker_pb2 as pb
 
@@ -48,7 +48,7 @@ def body() -> bytes:
 
 def decode_ours(content: bytes) -> None:
     found = tinker.read_pass(content)
-    assert not isinstance(found, Unreadable), found.message
+    assert not isinstance(found, MalformedOperation), found.message
     assert len(found.datums) == DATUMS
 
 

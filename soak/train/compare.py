@@ -58,7 +58,7 @@ def compare_counts(
     outcome.snapshots += sum(isinstance(fact, facts.SnapshotCommitted) for fact in journal)
     outcome.shared += sum(len(fact.future_ids) > 1 for fact in every)
     told = Counter(future_id for fact in every for future_id in fact.future_ids)
-    ended = Counter(fact.future_id for fact in journal if isinstance(fact, facts.Finished))
+    ended = Counter(fact.future_id for fact in journal if isinstance(fact, facts.OperationFinished))
     twice = [future_id for count in (told, ended) for future_id, times in count.items() if times > 1]
     if twice:
         outcome.problems.append(f"told or ended twice: {twice[:3]}")
@@ -66,8 +66,10 @@ def compare_counts(
     whole = numbers[0] == 1
     if max(len(told), len(ended)) > wanted or (whole and (len(told) != wanted or len(ended) != wanted)):
         outcome.problems.append(f"{wanted} operations were asked for, {len(told)} told, {len(ended)} ended")
-    failed = [fact for fact in journal if isinstance(fact, facts.Finished) and isinstance(fact.result, ops.Failed)]
-    if failed or any(isinstance(fact, facts.GivenUp) for fact in journal):
+    failed = [
+        fact for fact in journal if isinstance(fact, facts.OperationFinished) and isinstance(fact.result, ops.Failed)
+    ]
+    if failed or any(isinstance(fact, facts.DispatchFailed) for fact in journal):
         outcome.problems.append(f"operations failed: {failed[:1]}")
     _compare_notes(server, told, outcome)
 

@@ -211,7 +211,7 @@ class ServeProcess:
                 connection.close()
         finally:
             context.destroy(linger=0)
-        assert isinstance(attached, commands.Attached), attached
+        assert isinstance(attached, commands.AttachReply), attached
         return attached.applied
 
     async def stop(self) -> int:
@@ -229,7 +229,7 @@ class ServeProcess:
 
     def restored(self) -> int:
         """How often ranks that started anew began from a snapshot."""
-        return (self.folder / "serve.log").read_bytes().count(b"restored a snapshot of the models")
+        return (self.folder / "serve.log").read_bytes().count(b"model_snapshot_restored")
 
     async def journaled(self) -> list[facts.Fact]:
         """What was not let go."""

@@ -75,7 +75,7 @@ def test_the_numbers_of_a_batch_are_counted_before_they_are_objects() -> None:
     body = tokens(15 * MIB)
     with memory_below(16 * MIB):
         found = json_era.read_pass(body, forward_only=False)
-    assert isinstance(found, ops.Unreadable)
+    assert isinstance(found, ops.MalformedOperation)
     assert "values" in found.message
 
 
@@ -149,7 +149,7 @@ def test_the_elements_of_a_batch_in_our_own_form_are_counted_before_they_are_rea
         body = native.encode({"model_id": "m", "seq_id": 1, "loss": "cross_entropy", "datums": datums})
         with memory_below(4 * MIB):
             found = native_reader.read_pass(body)
-        assert isinstance(found, ops.Unreadable)
+        assert isinstance(found, ops.MalformedOperation)
         assert "length" in found.message
 
 
@@ -167,7 +167,7 @@ def test_the_parameters_of_a_loss_and_their_names_are_bounded_before_they_are_re
         body = native.encode(whole | more)
         with memory_below(20 * MIB):
             found = native_reader.read_pass(body)
-        assert isinstance(found, ops.Unreadable)
+        assert isinstance(found, ops.MalformedOperation)
         assert "length" in found.message
     with pytest.raises(StrataError, match="length"):
         native_reader.read_pass(native.encode(whole | {"model_id": long}))

@@ -95,7 +95,7 @@ def test_a_hostile_batch_is_refused_or_finite_and_harms_nobody(ranks: Driver, ca
     before = bits(ranks)
     (result,) = ranks.passes(("attacker", [BATCHES[case]()]))
     if isinstance(result, ops.PassDone):
-        assert isinstance(result.payload, ops.Inline)
+        assert isinstance(result.payload, ops.InlinePayload)
         assert math.isfinite(ops.decode_pass_result(result.payload.data).metrics["loss:sum"])
     else:
         assert isinstance(result, ops.Failed)
@@ -122,7 +122,7 @@ def test_a_hostile_loss_is_refused_or_finite_and_harms_nobody(ranks: Driver, cas
     kept = {name: value for name, value in given.inputs.items() if name != "weights" or loss == "cross_entropy"}
     (result,) = ranks.passes(("attacker", [ops.Datum(given.tokens, kept)]), loss=loss, config=config)
     if isinstance(result, ops.PassDone):
-        assert isinstance(result.payload, ops.Inline)
+        assert isinstance(result.payload, ops.InlinePayload)
         assert math.isfinite(ops.decode_pass_result(result.payload.data).metrics["loss:sum"])
     assert bits(ranks) == before
 
@@ -142,7 +142,7 @@ def test_an_exploded_adapter_does_not_reach_its_neighbours(ranks: Driver, tries:
                 layout=lambda items, count: [[[*_row(items, 0)], [*_row(items, 1)]] for _ in range(count)],
             )
             assert isinstance(results[1], ops.PassDone)
-            assert isinstance(results[1].payload, ops.Inline)
+            assert isinstance(results[1].payload, ops.InlinePayload)
             said = logprobs_of(ops.decode_pass_result(results[1].payload.data))
             assert [each.tobytes() for each in said] == alone
             tries(1)

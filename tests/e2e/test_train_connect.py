@@ -145,7 +145,7 @@ def test_ranks_on_two_nodes_train_as_two_on_one_machine_hear_no_stranger_and_can
     assert all(node.running for node in nodes)
     server = head.start(page.serve, folder, folder / "again.log")
     server.until_it_says(ANNOUNCED)
-    assert re.search(r'"event":"attached".*"applied":[1-9]', server.said())
+    assert re.search(r'"event":"ranks_attached".*"applied":[1-9]', server.said())
 
     (rank,) = descendants(nodes[1].pid)
     os.kill(rank, signal.SIGKILL)

@@ -26,7 +26,7 @@ async def test_killed_ranks_restore_a_snapshot_and_are_told_only_what_came_after
             await hurt.begin()
             await hurt.train(asyncio.Event(), 3)
             async with asyncio.timeout(60):
-                while not server.logged("a snapshot of the models is there"):
+                while not server.logged("model_snapshot_committed"):
                     await http.get("/api/v1/healthz")
             server.kill_ranks()
             await hurt.train(asyncio.Event(), STEPS - 3)
@@ -38,10 +38,10 @@ async def test_killed_ranks_restore_a_snapshot_and_are_told_only_what_came_after
             second = await calm.save("end", 2 * STEPS + 1)
         assert hurt.results == calm.results
         assert files(server, first) == files(server, second)
-        (restored,) = server.logged("restored a snapshot of the models")
-        (caught_up,) = server.logged("the ranks have caught up")
+        (restored,) = server.logged("model_snapshot_restored")
+        (replayed,) = server.logged("replay_finished")
     # Creation, the first checkpoint and three operations; then the snapshot; then three more.
-    assert (restored["number"], caught_up["through"], caught_up["told"]) == (6, 9, 3)
+    assert (restored["number"], replayed["through"], replayed["dispatches"]) == (6, 9, 3)
 
 
 def files(server: ServeProcess, path: str) -> dict[str, bytes]:

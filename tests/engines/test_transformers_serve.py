@@ -14,7 +14,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from strata.train.core.state import Endpoint
+from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import Version
 from strata.train.endpoints.transformers_serve import TransformersEngine
@@ -117,7 +117,7 @@ def check_restart(server: Processes, operator: Operator, engine: EngineProcess, 
 async def case(engine: EngineProcess, model: Path, tmp_path: Path) -> AsyncIterator[Case]:
     first, second = made_weights(model, tmp_path)
     settings = Inference(allow=(engine.url,))
-    client = EngineClient(Endpoint("e", engine.url, "127.0.0.1", "transformers", 0.0), settings)
+    client = EngineClient(InferenceEndpoint("e", engine.url, "127.0.0.1", "transformers", 0.0), settings)
     adapter = TransformersEngine(client, settings, tmp_path / "published", model)
 
     async def ask(version: Version) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from strata.train.core.state import Endpoint
+from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import Version
 from strata.train.endpoints.vllm import VllmEngine
@@ -184,7 +184,7 @@ async def case(engine: EngineProcess, model: Path, tmp_path: Path) -> AsyncItera
     first, second = made_weights(model, tmp_path)
     engine.ready()
     settings = Inference(allow=(engine.url,))
-    adapter = VllmEngine(EngineClient(Endpoint("e", engine.url, "127.0.0.1", "vllm", 0.0), settings), settings)
+    adapter = VllmEngine(EngineClient(InferenceEndpoint("e", engine.url, "127.0.0.1", "vllm", 0.0), settings), settings)
 
     async def ask(version: Version) -> list[int]:
         return asked(engine, model=version.name)

@@ -81,14 +81,14 @@ def contexts(name: str | None, output: Format) -> None:
 def _greeted(client: HubClient) -> str:
     """What answers there: a hub, or a training server, which takes keys in the same way."""
     from strata.fleet.wire import StatusReply
-    from strata.train.core.status import Status
+    from strata.train.core.status import ServerStatus
 
     try:
         hub = client.call("GET", "/v1/status", StatusReply)
     except StrataError as error:
         if error.code is not Code.NOT_FOUND:
             raise
-        server = client.call("GET", "/api/v1/status", Status)
+        server = client.call("GET", "/api/v1/status", ServerStatus)
         return f"a server that trains {server.base_model}, {_count(server.models, 'model')}"
     return f"{_count(hub.hosts, 'host')}, {_count(sum(hub.by_status.values()), 'job')}"
 

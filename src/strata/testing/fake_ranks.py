@@ -30,16 +30,16 @@ from strata.base.errors import StrataError
 from strata.base.failpoint import arm, failpoint, kill
 from strata.train.core import commands, ops
 from strata.train.core.commands import PassItem
-from strata.train.core.pack import restore
+from strata.train.core.pack import unpack
 from strata.train.core.sampling import (
     Draws,
-    Ended,
-    Quantum,
-    QuantumDone,
+    EndedSample,
     Sample,
     SampledSequence,
     SampleFailed,
     SampleResult,
+    SamplingSlice,
+    SliceResult,
     TargetLogprobs,
     Targets,
 )
@@ -78,7 +78,7 @@ class PretendedSample:
     """Tokens that are still to come."""
 
 
-Single = commands.SaveState | commands.LoadState | commands.Manage | commands.MakeSampler
+Single = commands.SaveState | commands.LoadState | commands.ManageModel | commands.MakeSampler
 
 
 @dataclass
@@ -93,7 +93,7 @@ class FakeRanks:
     run_id: str | None = None
     applied: int = 0
     models: dict[str, Pretended] = field(default_factory=dict)
-    replies: dict[int, commands.Reply] = field(default_factory=dict)
+    replies: dict[int, commands.DispatchReply] = field(default_factory=dict)
     samplers: dict[str, float] = field(default_factory=dict)
     sampling: dict[str, PretendedSample] = field(default_factory=dict)
     written: commands.SnapshotWritten | None = None
@@ -111,14 +111,16 @@ class FakeRanks:
             case commands.Attach():
                 self.generation, self.run_id = message.generation, message.run_id
                 ranks = self.settings.ranks.nproc
-                return commands.Attached(self.generation, self.group, ranks, self.applied, self._info(), self.written)
+                return commands.AttachReply(
+                    self.generation, self.group, ranks, self.applied, self._info(), self.written
+                )
             case commands.Restore():
                 return self._restore(message)
-            case commands.Command():
+            case commands.DispatchCommand():
                 return self._answer(message)
-            case commands.Ask():
+            case commands.RankRequest():
                 self.over = isinstance(message.work, commands.Shutdown)
-                return commands.Healthy(self.generation, message.ask_id, [*range(self.settings.ranks.nproc)])
+                return commands.HealthReply(self.generation, message.ask_id, [*range(self.settings.ranks.nproc)])
             case _:
                 assert_never(message)
 
@@ -132,7 +134,7 @@ class FakeRanks:
             return "attach first"
         if isinstance(message, commands.Restore) and self.applied:
             return f"dispatch {self.applied} was applied already: there is nothing to restore"
-        if isinstance(message, commands.Command) and message.number <= self.applied:
+        if isinstance(message, commands.DispatchCommand) and message.number <= self.applied:
             return None if message.number in self.replies else f"the reply of dispatch {message.number} is not kept"
         return None
 
@@ -150,28 +152,30 @@ class FakeRanks:
             parameters=1,
         )
 
-    def _answer(self, command: commands.Command) -> commands.Reply:
+    def _answer(self, command: commands.DispatchCommand) -> commands.DispatchReply:
         self.replies = {number: reply for number, reply in self.replies.items() if number > command.durable}
         if command.number > self.applied:
             started_s = time.perf_counter()
-            sampled = self._quantum(command.work) if isinstance(command.work, Quantum) else None
+            sampled = self._quantum(command.work) if isinstance(command.work, SamplingSlice) else None
             if isinstance(command.work, commands.TakeSnapshot):
                 results: Sequence[ops.Result] = self._take_snapshot(command.number, Path(command.work.path))
                 tokens = 0
             else:
-                results, tokens = self._work(command.work) if not isinstance(command.work, Quantum) else ((), 0)
+                results, tokens = self._work(command.work) if not isinstance(command.work, SamplingSlice) else ((), 0)
             timing = _timing(command.work, time.perf_counter() - started_s, tokens)
-            self.replies[command.number] = commands.Reply(self.generation, command.number, results, timing, sampled)
+            self.replies[command.number] = commands.DispatchReply(
+                self.generation, command.number, results, timing, sampled
+            )
             self.applied = command.number
         return msgspec.structs.replace(self.replies[command.number], generation=self.generation)
 
-    def _work(self, work: commands.Pass | commands.Steps | Single) -> tuple[Sequence[ops.Result], int]:
-        if isinstance(work, commands.Pass):
+    def _work(self, work: commands.PassCommand | commands.StepsCommand | Single) -> tuple[Sequence[ops.Result], int]:
+        if isinstance(work, commands.PassCommand):
             self._note(f"{item.request_id} replayed" if work.replayed else item.request_id for item in work.items)
             if self.short:
                 return [ops.Failed("user", "out of memory", memory=True)] * len(work.items), 0
             return self._pass(work)
-        if isinstance(work, commands.Steps):
+        if isinstance(work, commands.StepsCommand):
             self._note(f"{each.model_id}:{each.seq_id}" for each in work.operations)
             return [self._step(each) for each in work.operations], 0
         operation = work.operation
@@ -189,7 +193,7 @@ class FakeRanks:
 
     # Passes
 
-    def _pass(self, work: commands.Pass) -> tuple[Sequence[ops.Result], int]:
+    def _pass(self, work: commands.PassCommand) -> tuple[Sequence[ops.Result], int]:
         batches = [ops.decode_pass_data(item.data).datums for item in work.items]
         lengths = [[datum.length for datum in datums] for datums in batches]
         wanted = sorted((item, datum) for item, datums in enumerate(batches) for datum in range(len(datums)))
@@ -208,7 +212,7 @@ class FakeRanks:
             ]
             for rank in work.rows
         ]
-        ordered = restore(work.rows, outputs)
+        ordered = unpack(work.rows, outputs)
         results = [self._result(item, ordered[place], work) for place, item in enumerate(work.items)]
         return results, sum(map(sum, lengths))
 
@@ -217,7 +221,7 @@ class FakeRanks:
         tokens = array.array("i", datum.tokens)
         return array.array("f", [-(0.1 + token % VOCABULARY / VOCABULARY) * (1.0 + weight) for token in tokens])
 
-    def _result(self, item: PassItem, outputs: list[array.array[float]], work: commands.Pass) -> ops.Result:
+    def _result(self, item: PassItem, outputs: list[array.array[float]], work: commands.PassCommand) -> ops.Result:
         model = self.models.get(item.model_id)
         if model is None or model.asleep:
             return ops.Failed("user", f"there is no model {item.model_id!r}, or it sleeps")
@@ -226,7 +230,7 @@ class FakeRanks:
             model.gradient += loss
         fields = [{"logprobs": ops.Dense(ops.DType.F32, (len(each),), each.tobytes())} for each in outputs]
         result = ops.PassResult([ops.DatumOutput(each) for each in fields], {"loss:sum": loss})
-        return ops.PassDone(ops.Inline(ops.encode_pass_data(result)))
+        return ops.PassDone(ops.InlinePayload(ops.encode_pass_data(result)))
 
     # Everything else
 
@@ -238,7 +242,7 @@ class FakeRanks:
                 return self._load(work.operation, Path(work.path))
             case commands.MakeSampler():
                 return self._make_sampler(work)
-            case commands.Manage():
+            case commands.ManageModel():
                 return self._manage(work)
             case _:
                 assert_never(work)
@@ -325,26 +329,26 @@ class FakeRanks:
 
     # Sampling
 
-    def _quantum(self, work: Quantum) -> QuantumDone:
+    def _quantum(self, work: SamplingSlice) -> SliceResult:
         """Every token is a step; what is sampled follows from the prompt, the sampler and the seed."""
-        ended: list[Ended] = []
+        ended: list[EndedSample] = []
         self._note(f"{one.request_id}:added" for one in work.add)
         for one in work.add:
             wanted = one.sample.params.max_tokens or 1
             if one.sample.sampler_id not in self.samplers:
-                ended.append(Ended(one.request_id, SampleFailed("user", "there is no such sampler")))
+                ended.append(EndedSample(one.request_id, SampleFailed("user", "there is no such sampler")))
             else:
                 self.sampling[one.request_id] = PretendedSample(one.sample, wanted)
         gone = [each for each in work.cancel if self.sampling.pop(each, None) is not None]
-        ended += [Ended(each, SampleFailed("cancelled", "it was cancelled")) for each in gone]
+        ended += [EndedSample(each, SampleFailed("cancelled", "it was cancelled")) for each in gone]
         before = len(self.sampling)
         for request_id, running in list(self.sampling.items()):
             running.left -= work.steps
             if running.left <= 0:
                 del self.sampling[request_id]
-                ended.append(Ended(request_id, self._sampled(running.sample)))
+                ended.append(EndedSample(request_id, self._sampled(running.sample)))
         left = len(self.sampling)
-        return QuantumDone(ended, left, left, 0, MAX_CONTEXT - left, MAX_CONTEXT, before * work.steps, 0)
+        return SliceResult(ended, left, left, 0, MAX_CONTEXT - left, MAX_CONTEXT, before * work.steps, 0)
 
     def _sampled(self, sample: Sample) -> SampleResult:
         prompt = array.array("i", sample.prompt)
@@ -364,7 +368,7 @@ class FakeRanks:
             draws=_pretended_draws(sample) if sample.prompt_draws else None,
         )
 
-    def _manage(self, work: commands.Manage) -> ops.Result:
+    def _manage(self, work: commands.ManageModel) -> ops.Result:
         operation = work.operation
         match operation:
             case ops.CreateModel():
@@ -390,13 +394,13 @@ class FakeRanks:
 
 
 def _timing(work: commands.Work, total_s: float, tokens: int) -> commands.Timing:
-    passed = isinstance(work, commands.Pass)
+    passed = isinstance(work, commands.PassCommand)
     return commands.Timing(
         total_s,
         forward_s=total_s / 2 if passed else 0.0,
-        backward_s=total_s / 2 if isinstance(work, commands.Pass) and not work.forward_only else 0.0,
+        backward_s=total_s / 2 if isinstance(work, commands.PassCommand) and not work.forward_only else 0.0,
         tokens=tokens,
-        optimizer_s=total_s if isinstance(work, commands.Steps) else 0.0,
+        optimizer_s=total_s if isinstance(work, commands.StepsCommand) else 0.0,
         publish_s=total_s if isinstance(work, commands.Publishing) else 0.0,
     )
 

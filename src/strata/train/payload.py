@@ -1,7 +1,7 @@
 """Payloads too large for the journal and the links: files named by the SHA-256 of what they hold.
 
-A digest is told to others only when the file and its name are on the disk. Reading checks the digest again: a payload
-is what was written, or an error, never something else.
+A digest is handed out only when the file and its name are durable. Reading verifies the digest again: a payload is what
+was written, or an error.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ class Payloads:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._named = False
-        """The folder's own name is on the disk."""
+        """The name of the folder itself is durable."""
 
     def keep(self, data: bytes, *, inline_bytes: int = ops.INLINE_BYTES) -> ops.Payload:
-        """As it is if it is small, else in a file that is durable when this returns."""
-        return ops.Inline(data) if len(data) <= inline_bytes else self.store(data)
+        """Inline if it is small, else in a file that is durable when this returns."""
+        return ops.InlinePayload(data) if len(data) <= inline_bytes else self.store(data)
 
-    def store(self, data: bytes) -> ops.Stored:
+    def store(self, data: bytes) -> ops.StoredPayload:
         """The same bytes twice are one file: a repeated request costs no space, and no second write."""
         sha256 = sha256_hex(data)
-        place = self._place(sha256)
-        if not _is_there(place):
-            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            beside = place.with_name(f".{sha256}.{os.getpid()}.{os.urandom(4).hex()}")
+        path = self._path(sha256)
+        if not _touch(path):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            temporary = path.with_name(f".{sha256}.{os.getpid()}.{os.urandom(4).hex()}")
             try:
-                _write_synced(beside, data)
+                _write_synced(temporary, data)
                 failpoint("train.payload.before_rename")
-                beside.replace(place)
+                temporary.replace(path)
             finally:
-                beside.unlink(missing_ok=True)
-            self._sync_names(place)
+                temporary.unlink(missing_ok=True)
+            self._sync_names(path)
             failpoint("train.payload.after_rename")
         else:
-            # Whoever wrote it may have died between the name and the sync of its folder.
-            self._sync_names(place)
-        return ops.Stored(sha256=sha256, size=len(data))
+            # Its writer may have died between the rename and the fsync of the folder.
+            self._sync_names(path)
+        return ops.StoredPayload(sha256=sha256, size=len(data))
 
-    def _sync_names(self, place: Path) -> None:
+    def _sync_names(self, path: Path) -> None:
         """The name of the file, and those of the folders it lies in, which may have been made for it."""
-        sync_folder(place.parent)
+        sync_folder(path.parent)
         sync_folder(self._folder)
         if not self._named:
             sync_folder(self._folder.parent)
@@ -65,10 +65,10 @@ class Payloads:
 
     def read(self, payload: ops.Payload) -> bytes:
         """NOT_FOUND if the file is gone, CORRUPT if it is not what its name says."""
-        if isinstance(payload, ops.Inline):
+        if isinstance(payload, ops.InlinePayload):
             return payload.data
         try:
-            data = self._place(payload.sha256).read_bytes()
+            data = self._path(payload.sha256).read_bytes()
         except FileNotFoundError as error:
             raise StrataError(Code.NOT_FOUND, f"there is no payload {payload.sha256}") from error
         except OSError as error:
@@ -77,67 +77,67 @@ class Payloads:
             raise StrataError(Code.CORRUPT, f"the file of payload {payload.sha256} holds something else")
         return data
 
-    def forget(self, payload: ops.Stored) -> None:
-        self._place(payload.sha256).unlink(missing_ok=True)
+    def remove(self, payload: ops.StoredPayload) -> None:
+        self._path(payload.sha256).unlink(missing_ok=True)
 
-    def forget_all_but(self, needed: Set[str], before_s: float) -> tuple[int, int]:
-        """Remove what nobody needs and nobody brought since then; how many went, and how many were too young.
+    def remove_unreferenced(self, referenced: Set[str], before_s: float) -> tuple[int, int]:
+        """Remove unreferenced files that were not written since; returns how many went, and how many were too young.
 
-        What begins with a dot is what a writer that died has left, or whoever removed old ones before.
+        A name that begins with a dot was left by a writer that died, or by an interrupted removal.
         """
-        gone = young = 0
+        removed = young = 0
         folders = sorted(self._folder.glob("[0-9a-f][0-9a-f]"))
-        for aside in (each for folder in folders for each in sorted(folder.glob(f".*{_GONE}"))):
-            _put_back(aside, needed, before_s)
-        for file in (each for folder in folders for each in folder.iterdir()):
-            if file.name in needed:
+        for doomed in (path for folder in folders for path in sorted(folder.glob(f".*{_GONE}"))):
+            _undo_removal(doomed, referenced, before_s)
+        for file in (path for folder in folders for path in folder.iterdir()):
+            if file.name in referenced:
                 continue
-            removed = _remove_if_old(file, before_s)
-            gone, young = gone + removed, young + (not removed)
-        return gone, young
+            was_removed = _remove_if_old(file, before_s)
+            removed, young = removed + was_removed, young + (not was_removed)
+        return removed, young
 
-    def _place(self, sha256: str) -> Path:
+    def _path(self, sha256: str) -> Path:
         if not _DIGEST.fullmatch(sha256):
             raise StrataError(Code.INVALID, f"{sha256!r} is not a SHA-256")
         return self._folder / sha256[:2] / sha256
 
 
-def _is_there(place: Path) -> bool:
-    """Looking at it makes it young: whoever removes old ones leaves it to us."""
+def _touch(path: Path) -> bool:
+    """Whether the file exists. Resets its age, so that a concurrent removal of old files leaves it."""
     try:
-        os.utime(place)
+        os.utime(path)
     except FileNotFoundError:
         return False
     return True
 
 
 def _remove_if_old(file: Path, before_s: float) -> bool:
-    """Whether it went. Somebody may bring the same bytes at this moment, and believe that they are there."""
+    """Whether it was removed. A writer may store the same bytes at this moment and rely on the file."""
     try:
         if file.stat().st_mtime >= before_s:
             return False
-        aside = file.with_name(f".{file.name.removeprefix('.').removesuffix(_GONE)}{_GONE}")
-        file.rename(aside)
+        doomed = file.with_name(f".{file.name.removeprefix('.').removesuffix(_GONE)}{_GONE}")
+        file.rename(doomed)
         failpoint("train.payload.aside")
-        if aside.stat().st_mtime >= before_s:
-            aside.rename(file)
+        if doomed.stat().st_mtime >= before_s:
+            doomed.rename(file)
             return False
-        aside.unlink()
+        doomed.unlink()
     except FileNotFoundError:
         return True
     return True
 
 
-def _put_back(aside: Path, needed: Set[str], before_s: float) -> None:
-    """What was on its way out when its remover died, and what somebody was told, in that moment, is there."""
-    sha256 = aside.name.removeprefix(".").removesuffix(_GONE)
+def _undo_removal(doomed: Path, referenced: Set[str], before_s: float) -> None:
+    """Put a file back whose removal was interrupted if it is referenced, or a writer relied on it meanwhile."""
+    sha256 = doomed.name.removeprefix(".").removesuffix(_GONE)
     try:
-        if _DIGEST.fullmatch(sha256) and (sha256 in needed or aside.stat().st_mtime >= before_s):
+        if _DIGEST.fullmatch(sha256) and (sha256 in referenced or doomed.stat().st_mtime >= before_s):
             with contextlib.suppress(FileExistsError):
-                # Not a rename: one that was written anew meanwhile is younger, and stays.
-                os.link(aside, aside.with_name(sha256))
-            sync_folder(aside.parent)
-            aside.unlink()
+                # Not a rename: a file that was written again meanwhile is younger, and stays.
+                os.link(doomed, doomed.with_name(sha256))
+            sync_folder(doomed.parent)
+            doomed.unlink()
     except FileNotFoundError:
         return
 

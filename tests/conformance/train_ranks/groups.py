@@ -97,7 +97,7 @@ class Speaker:
         assert isinstance(heard, kind), heard
         return heard
 
-    async def attach(self, *, generation: int | None = None, run: str = RUN) -> commands.Attached | commands.Fenced:
+    async def attach(self, *, generation: int | None = None, run: str = RUN) -> commands.AttachReply | commands.Fenced:
         """On a connection of its own, again until there is somebody to answer."""
         if generation is None:
             self.group.generation += 1
@@ -120,20 +120,20 @@ class Speaker:
                 if self._connection is not None:
                     self._connection.close()
                 self._connection = opened
-                return await self.say(commands.Attach(generation, run), commands.Attached | commands.Fenced)  # type: ignore[arg-type]
+                return await self.say(commands.Attach(generation, run), commands.AttachReply | commands.Fenced)  # type: ignore[arg-type]
 
     async def garbage(self, data: bytes) -> None:
         assert self._connection is not None
         await self._connection._socket.send(data)
 
-    def command(self, work: commands.Work, number: int | None = None) -> commands.Command:
+    def command(self, work: commands.Work, number: int | None = None) -> commands.DispatchCommand:
         if number is None:
             self.group.number += 1
             number = self.group.number
-        return commands.Command(self.group.generation, number, work, self.group.durable)
+        return commands.DispatchCommand(self.group.generation, number, work, self.group.durable)
 
-    async def do(self, work: commands.Work) -> commands.Reply:
-        return await self.say(self.command(work), commands.Reply)
+    async def do(self, work: commands.Work) -> commands.DispatchReply:
+        return await self.say(self.command(work), commands.DispatchReply)
 
     async def hear(self, kind: type[Heard]) -> Heard:
         """What rank 0 says without being asked."""
@@ -151,26 +151,28 @@ class Speaker:
 
     async def create(self, model_id: str) -> str:
         lora = ops.LoraConfig(rank=4, alpha=8.0, seed=7)
-        created = await self.one(commands.Manage(ops.CreateModel(model_id, self.group.settings.model.base_model, lora)))
+        created = await self.one(
+            commands.ManageModel(ops.CreateModel(model_id, self.group.settings.model.base_model, lora))
+        )
         assert created == ops.ModelCreated(model_id)
         return model_id
 
     def passes(
         self, items: Sequence[tuple[str, Sequence[Sequence[int]]]], *, forward_only: bool = False
-    ) -> commands.Pass:
+    ) -> commands.PassCommand:
         made = [
             commands.PassItem(f"{model}:{place}", model, ops.LossName.CROSS_ENTROPY, {}, encoded(tokens))
             for place, (model, tokens) in enumerate(items)
         ]
         lengths = [[len(each) for each in tokens] for _, tokens in items]
         rows = pack(lengths, ranks=RANKS, max_tokens_per_row=16, max_context=64).rows
-        return commands.Pass(forward_only, made, rows)
+        return commands.PassCommand(forward_only, made, rows)
 
     async def train(self, model: str, tokens: Sequence[Sequence[int]], *, forward_only: bool = False) -> ops.PassResult:
         return outputs(await self.one(self.passes([(model, tokens)], forward_only=forward_only)))
 
     async def step(self, model: str, seq: int = 1) -> ops.Result:
-        return await self.one(commands.Steps([ops.OptimStep(model, seq, ops.AdamParams(learning_rate=0.01))]))
+        return await self.one(commands.StepsCommand([ops.OptimStep(model, seq, ops.AdamParams(learning_rate=0.01))]))
 
 
 def encoded(batch: Sequence[Sequence[int]]) -> bytes:
@@ -186,5 +188,5 @@ def encoded(batch: Sequence[Sequence[int]]) -> bytes:
 
 def outputs(result: ops.Result) -> ops.PassResult:
     assert isinstance(result, ops.PassDone), result
-    assert isinstance(result.payload, ops.Inline), "rank 0 sends results inline"
+    assert isinstance(result.payload, ops.InlinePayload), "rank 0 sends results inline"
     return ops.decode_pass_result(result.payload.data)

@@ -10,13 +10,13 @@ import pytest
 
 from strata.train.core import commands, ops
 from strata.train.core.sampling import (
-    Added,
-    Quantum,
-    QuantumDone,
+    AddedSample,
     Sample,
     SampleFailed,
     SampleParams,
     SampleResult,
+    SamplingSlice,
+    SliceResult,
 )
 from tests.conformance.train_ranks.groups import RANKS, RUN, Group, Speaker, outputs
 
@@ -25,27 +25,27 @@ BATCH = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15], [16, 17, 18]
 
 async def test_who_attaches_is_told_the_group_and_what_it_applied(speaker: Speaker) -> None:
     first = await speaker.attach()
-    assert isinstance(first, commands.Attached)
+    assert isinstance(first, commands.AttachReply)
     assert (first.world_size, first.applied) == (RANKS, speaker.group.number)
     await speaker.create("told")
     second = await speaker.attach()
-    assert isinstance(second, commands.Attached)
+    assert isinstance(second, commands.AttachReply)
     assert (second.group, second.applied) == (first.group, speaker.group.number)
     assert second.model.max_context >= 64
 
 
 async def test_a_command_of_a_generation_that_has_not_attached_is_refused_and_not_done(speaker: Speaker) -> None:
-    ahead = speaker.command(commands.Manage(ops.CreateModel("ahead", "x", ops.LoraConfig(rank=4))))
-    early = commands.Command(ahead.generation + 1, ahead.number, ahead.work, ahead.durable)
+    ahead = speaker.command(commands.ManageModel(ops.CreateModel("ahead", "x", ops.LoraConfig(rank=4))))
+    early = commands.DispatchCommand(ahead.generation + 1, ahead.number, ahead.work, ahead.durable)
     await speaker.say(early, commands.Fenced)
     speaker.group.number -= 1
     attached = await speaker.attach()
-    assert isinstance(attached, commands.Attached)
+    assert isinstance(attached, commands.AttachReply)
     assert attached.applied == speaker.group.number
 
 
 async def test_whoever_speaks_with_a_generation_that_is_over_is_refused(speaker: Speaker) -> None:
-    old = speaker.command(commands.Manage(ops.Wake()), speaker.group.number + 1)
+    old = speaker.command(commands.ManageModel(ops.Wake()), speaker.group.number + 1)
     await speaker.attach()
     assert (await speaker.say(old, commands.Fenced)).generation == speaker.group.generation
     assert isinstance(await speaker.attach(generation=1), commands.Fenced)
@@ -54,15 +54,15 @@ async def test_whoever_speaks_with_a_generation_that_is_over_is_refused(speaker:
 async def test_ranks_that_worked_for_one_run_take_no_orders_of_another(speaker: Speaker) -> None:
     await speaker.create("owned")
     assert isinstance(await speaker.attach(generation=speaker.group.generation, run="train/other"), commands.Fenced)
-    assert isinstance(await speaker.attach(generation=speaker.group.generation, run=RUN), commands.Attached)
+    assert isinstance(await speaker.attach(generation=speaker.group.generation, run=RUN), commands.AttachReply)
 
 
 async def test_a_dispatch_that_comes_again_is_answered_from_memory_and_not_done_again(speaker: Speaker) -> None:
     model = await speaker.create("once")
     before = await speaker.train(model, BATCH)
-    step = speaker.command(commands.Steps([ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01))]))
-    first = await speaker.say(step, commands.Reply)
-    again = await speaker.say(step, commands.Reply)
+    step = speaker.command(commands.StepsCommand([ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01))]))
+    first = await speaker.say(step, commands.DispatchReply)
+    again = await speaker.say(step, commands.DispatchReply)
     assert again.results == first.results
     after = await speaker.train(model, BATCH, forward_only=True)
     assert after.metrics["loss:sum"] != before.metrics["loss:sum"]
@@ -75,10 +75,10 @@ async def test_a_dispatch_that_comes_again_is_answered_from_memory_and_not_done_
 async def test_a_reply_is_kept_for_the_next_generation_and_carries_its_number(speaker: Speaker) -> None:
     model = await speaker.create("kept")
     await speaker.train(model, BATCH)
-    work = commands.Steps([ops.OptimStep(model, 2, ops.AdamParams())])
+    work = commands.StepsCommand([ops.OptimStep(model, 2, ops.AdamParams())])
     first = await speaker.do(work)
     await speaker.attach()
-    again = await speaker.say(speaker.command(work, speaker.group.number), commands.Reply)
+    again = await speaker.say(speaker.command(work, speaker.group.number), commands.DispatchReply)
     assert again.generation == speaker.group.generation > first.generation
     assert again.results == first.results
 
@@ -87,9 +87,9 @@ async def test_numbers_may_have_gaps(speaker: Speaker) -> None:
     speaker.group.number += 3
     model = await speaker.create("gap")
     attached = await speaker.attach()
-    assert isinstance(attached, commands.Attached)
+    assert isinstance(attached, commands.AttachReply)
     assert attached.applied == speaker.group.number
-    assert isinstance(await speaker.one(commands.Manage(ops.UnloadModel(model))), ops.ModelUnloaded)
+    assert isinstance(await speaker.one(commands.ManageModel(ops.UnloadModel(model))), ops.ModelUnloaded)
 
 
 async def test_work_that_fails_is_a_reply_and_the_next_one_is_done(speaker: Speaker) -> None:
@@ -125,7 +125,7 @@ async def test_steps_of_several_models_each_have_their_own_result_and_are_those_
     together = [f"{name}-together" for name in batches]
     orders = [together[0], "nobody", together[1]]
     steps = [ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01)) for model in orders]
-    first, nobody, last = (await speaker.do(commands.Steps(steps))).results
+    first, nobody, last = (await speaker.do(commands.StepsCommand(steps))).results
     assert isinstance(nobody, ops.Failed)
     assert [first, last] == [await speaker.step(f"{name}-alone", 2) for name in batches]
     after = {}
@@ -143,7 +143,7 @@ async def test_a_forward_pass_leaves_the_gradients_alone_and_aborting_forgets_th
         await speaker.train(model, BATCH[:2])
     await speaker.train(looked, BATCH[2:], forward_only=True)
     await speaker.train(forgot, BATCH[2:])
-    aborted = await speaker.one(commands.Manage(ops.AbortGradients(forgot, 2)))
+    aborted = await speaker.one(commands.ManageModel(ops.AbortGradients(forgot, 2)))
     assert aborted == ops.GradientsAborted()
     await speaker.train(forgot, BATCH[:2])
     for model in (plain, looked, forgot):
@@ -156,11 +156,11 @@ async def test_a_forward_pass_leaves_the_gradients_alone_and_aborting_forgets_th
 async def test_ranks_that_sleep_let_go_of_models_and_do_nothing_else(speaker: Speaker) -> None:
     gone, kept = await speaker.create("asleep-gone"), await speaker.create("asleep-kept")
     before = await speaker.train(kept, BATCH)
-    assert isinstance(await speaker.one(commands.Manage(ops.Sleep())), ops.Asleep)
+    assert isinstance(await speaker.one(commands.ManageModel(ops.Sleep())), ops.Asleep)
     assert isinstance(await speaker.step(kept), ops.Failed)
-    assert await speaker.one(commands.Manage(ops.AbortGradients(kept, 3))) == ops.GradientsAborted()
-    assert await speaker.one(commands.Manage(ops.UnloadModel(gone))) == ops.ModelUnloaded(gone)
-    assert await speaker.one(commands.Manage(ops.Wake())) == ops.Awake()
+    assert await speaker.one(commands.ManageModel(ops.AbortGradients(kept, 3))) == ops.GradientsAborted()
+    assert await speaker.one(commands.ManageModel(ops.UnloadModel(gone))) == ops.ModelUnloaded(gone)
+    assert await speaker.one(commands.ManageModel(ops.Wake())) == ops.Awake()
     assert isinstance(await speaker.step(gone), ops.Failed)
     assert await speaker.create("asleep-gone")
     assert await speaker.train(kept, BATCH) == before
@@ -184,17 +184,19 @@ async def test_a_save_told_again_changes_nothing_and_a_load_brings_it_back(speak
 
 
 async def test_all_ranks_answer_to_a_health_check_and_it_is_no_dispatch(speaker: Speaker) -> None:
-    healthy = await speaker.say(commands.Ask(speaker.group.generation, 41, commands.HealthCheck()), commands.Healthy)
+    healthy = await speaker.say(
+        commands.RankRequest(speaker.group.generation, 41, commands.HealthCheck()), commands.HealthReply
+    )
     assert (healthy.ask_id, sorted(healthy.ranks)) == (41, list(range(RANKS)))
     attached = await speaker.attach()
-    assert isinstance(attached, commands.Attached)
+    assert isinstance(attached, commands.AttachReply)
     assert attached.applied == speaker.group.number
 
 
 async def test_bytes_that_are_no_message_are_dropped(speaker: Speaker) -> None:
     for data in (b"", b"\xff" * 100, b"\x80"):
         await speaker.garbage(data)
-    assert isinstance(await speaker.one(commands.Manage(ops.Wake())), ops.Awake | ops.Failed)
+    assert isinstance(await speaker.one(commands.ManageModel(ops.Wake())), ops.Awake | ops.Failed)
 
 
 def floats(tensor: ops.Dense) -> list[float]:
@@ -203,12 +205,12 @@ def floats(tensor: ops.Dense) -> list[float]:
     return array.array("f", tensor.data).tolist()
 
 
-def added(name: str, sampler: str, tokens: int = 6) -> Added:
+def added(name: str, sampler: str, tokens: int = 6) -> AddedSample:
     prompt = array.array("i", [5, 6, 7]).tobytes()
-    return Added(name, Sample(sampler, 0, prompt, SampleParams(max_tokens=tokens, seed=3, end_tokens=False)))
+    return AddedSample(name, Sample(sampler, 0, prompt, SampleParams(max_tokens=tokens, seed=3, end_tokens=False)))
 
 
-async def sampling(speaker: Speaker, *quanta: Quantum) -> list[QuantumDone]:
+async def sampling(speaker: Speaker, *quanta: SamplingSlice) -> list[SliceResult]:
     found = []
     for quantum in quanta:
         reply = await speaker.do(quantum)
@@ -220,7 +222,9 @@ async def sampling(speaker: Speaker, *quanta: Quantum) -> list[QuantumDone]:
 
 async def test_a_request_goes_on_from_quantum_to_quantum_and_ends_once(speaker: Speaker) -> None:
     await speaker.one(commands.MakeSampler(ops.OpenSampler("goes-on", "x"), ""))
-    first, second, third = await sampling(speaker, Quantum(4, [added("goes-on:0", "goes-on")]), Quantum(4), Quantum(4))
+    first, second, third = await sampling(
+        speaker, SamplingSlice(4, [added("goes-on:0", "goes-on")]), SamplingSlice(4), SamplingSlice(4)
+    )
     assert (first.ended, first.requests) == ([], 1)
     assert [each.request_id for each in second.ended] == ["goes-on:0"]
     (ended,) = second.ended
@@ -231,18 +235,18 @@ async def test_a_request_goes_on_from_quantum_to_quantum_and_ends_once(speaker: 
 
 async def test_a_quantum_that_comes_again_is_answered_from_memory_and_not_done_again(speaker: Speaker) -> None:
     await speaker.one(commands.MakeSampler(ops.OpenSampler("again", "x"), ""))
-    quantum = speaker.command(Quantum(4, [added("again:0", "again")]))
-    first = await speaker.say(quantum, commands.Reply)
-    again = await speaker.say(quantum, commands.Reply)
+    quantum = speaker.command(SamplingSlice(4, [added("again:0", "again")]))
+    first = await speaker.say(quantum, commands.DispatchReply)
+    again = await speaker.say(quantum, commands.DispatchReply)
     assert again.sampled == first.sampled
-    (done,) = await sampling(speaker, Quantum(4))
+    (done,) = await sampling(speaker, SamplingSlice(4))
     assert [each.request_id for each in done.ended] == ["again:0"]
 
 
 async def test_a_request_that_is_cancelled_ends_so_and_one_without_a_sampler_fails(speaker: Speaker) -> None:
     await speaker.one(commands.MakeSampler(ops.OpenSampler("cancelled", "x"), ""))
-    await sampling(speaker, Quantum(1, [added("cancelled:0", "cancelled")]))
-    (done,) = await sampling(speaker, Quantum(1, [added("lost:0", "nowhere")], cancel=["cancelled:0", "unknown"]))
+    await sampling(speaker, SamplingSlice(1, [added("cancelled:0", "cancelled")]))
+    (done,) = await sampling(speaker, SamplingSlice(1, [added("lost:0", "nowhere")], cancel=["cancelled:0", "unknown"]))
     failed = {each.request_id: each.outcome.category for each in done.ended if isinstance(each.outcome, SampleFailed)}
     assert failed == {"cancelled:0": "cancelled", "lost:0": "user"}
     assert done.requests == 0
@@ -251,14 +255,14 @@ async def test_a_request_that_is_cancelled_ends_so_and_one_without_a_sampler_fai
 async def test_a_sampler_stays_as_the_model_was_and_makes_room_when_told(speaker: Speaker) -> None:
     model = await speaker.create("sampled")
     assert await speaker.one(commands.MakeSampler(ops.SaveSampler(model, 1, "kept"), "")) == ops.SamplerOpened("kept")
-    before = await sampling(speaker, Quantum(8, [added("kept:0", "kept")]))
+    before = await sampling(speaker, SamplingSlice(8, [added("kept:0", "kept")]))
     await speaker.train(model, BATCH)
     await speaker.step(model, 2)
-    after = await sampling(speaker, Quantum(8, [added("kept:1", "kept")]))
+    after = await sampling(speaker, SamplingSlice(8, [added("kept:1", "kept")]))
     assert before[0].ended[0].outcome == after[0].ended[0].outcome
     await speaker.one(commands.MakeSampler(ops.SaveSampler(model, 3, "newer"), "", ["kept", "never-was"]))
     newer, gone = await sampling(
-        speaker, Quantum(8, [added("newer:0", "newer")]), Quantum(8, [added("kept:2", "kept")])
+        speaker, SamplingSlice(8, [added("newer:0", "newer")]), SamplingSlice(8, [added("kept:2", "kept")])
     )
     assert newer.ended[0].outcome != before[0].ended[0].outcome
     assert isinstance(gone.ended[0].outcome, SampleFailed)
@@ -281,7 +285,7 @@ def again(speaker: Speaker, restore: commands.Restore) -> commands.Restore:
 async def test_a_snapshot_that_is_written_is_told_to_whoever_attaches_next_too(speaker: Speaker) -> None:
     restore = await snapshot(speaker, "told")
     attached = await speaker.attach()
-    assert isinstance(attached, commands.Attached)
+    assert isinstance(attached, commands.AttachReply)
     assert attached.written is not None
     assert (attached.written.number, attached.written.digest) == (restore.number, restore.digest)
 
@@ -305,7 +309,7 @@ async def test_ranks_that_start_anew_go_on_from_a_snapshot_with_gradients_and_sa
     async def go_on() -> list[object]:
         await speaker.train(other, BATCH[1:])
         found = [await speaker.train(model, BATCH[2:]), await speaker.step(model, 9), await speaker.step(other, 9)]
-        sampled = await sampling(speaker, Quantum(8, [added("lives-on:0", "lives-on")]))
+        sampled = await sampling(speaker, SamplingSlice(8, [added("lives-on:0", "lives-on")]))
         losses = [await speaker.train(each, BATCH, forward_only=True) for each in (model, other)]
         return [*found, sampled[0].ended[0].outcome, *losses]
 
@@ -313,7 +317,7 @@ async def test_ranks_that_start_anew_go_on_from_a_snapshot_with_gradients_and_sa
     group.kill()
     group.start()
     attached = await speaker.attach()
-    assert isinstance(attached, commands.Attached)
+    assert isinstance(attached, commands.AttachReply)
     assert attached.applied == 0
     restore = again(speaker, restore)
     for wrong in ({"digest": "0" * 64}, {"path": f"{restore.path}-not"}):
@@ -322,7 +326,7 @@ async def test_ranks_that_start_anew_go_on_from_a_snapshot_with_gradients_and_sa
         assert refused.damaged
     assert await speaker.say(restore, commands.Restored) == commands.Restored(group.generation, restore.number)
     attached = await speaker.attach()
-    assert isinstance(attached, commands.Attached)
+    assert isinstance(attached, commands.AttachReply)
     assert attached.applied == restore.number
     assert await go_on() == expected
 
@@ -333,10 +337,10 @@ async def test_a_reply_says_what_the_time_was_spent_on(speaker: Speaker, tmp_pat
     wanted: list[tuple[commands.Work, set[str]]] = [
         (speaker.passes([(model, BATCH)]), {"forward_s", "backward_s"}),
         (speaker.passes([(model, BATCH)], forward_only=True), {"forward_s"}),
-        (commands.Steps([ops.OptimStep(model, 2, ops.AdamParams())]), {"optimizer_s"}),
+        (commands.StepsCommand([ops.OptimStep(model, 2, ops.AdamParams())]), {"optimizer_s"}),
         (commands.SaveState(save, str(tmp_path / "timed")), {"publish_s"}),
         (commands.MakeSampler(ops.SaveSampler(model, 4, "timed:sample:0"), ""), {"publish_s"}),
-        (commands.Manage(ops.AbortGradients(model, 5)), set()),
+        (commands.ManageModel(ops.AbortGradients(model, 5)), set()),
     ]
     for work, phases in wanted:
         timing = (await speaker.do(work)).timing
@@ -346,5 +350,5 @@ async def test_a_reply_says_what_the_time_was_spent_on(speaker: Speaker, tmp_pat
 
 
 async def test_ranks_end_in_order_when_told_to(group: Group, speaker: Speaker) -> None:
-    await speaker.say(commands.Ask(group.generation, 1, commands.Shutdown()), commands.Healthy)
+    await speaker.say(commands.RankRequest(group.generation, 1, commands.Shutdown()), commands.HealthReply)
     assert await group.ended() == 0

@@ -9,19 +9,19 @@ import pytest
 
 from strata.base.errors import StrataError
 from strata.train.core import facts, ops
-from strata.train.core.future import Future
+from strata.train.core.future import OperationFuture
 from strata.train.core.inputs import (
     Abort,
     Accept,
-    Answer,
-    AnswerSnapshot,
+    CompleteDispatch,
+    CompleteSnapshotCopy,
+    Decision,
     Dispatching,
     DispatchNext,
+    FailDispatch,
     FinishSession,
-    GiveUp,
     Input,
     OpenSession,
-    Outcome,
     Taken,
 )
 from strata.train.core.machine import TrainMachine
@@ -34,7 +34,7 @@ LORA: Final = ops.LoraConfig(rank=4)
 
 def forward_backward(model_id: str, seq: int, lengths: Sequence[int] = (3,), **fields: Any) -> ops.ForwardBackward:
     given: dict[str, Any] = {"loss": ops.LossName.CROSS_ENTROPY, "config": {}, "forward_only": False}
-    given["payload"] = ops.Inline(b"x")
+    given["payload"] = ops.InlinePayload(b"x")
     return ops.ForwardBackward(model_id=model_id, seq_id=seq, lengths=lengths, **(given | fields))
 
 
@@ -54,7 +54,7 @@ class Server:
         self.ranks = 2
         self.max_context = 1_000
 
-    def ask(self, given: Input) -> Outcome:
+    def ask(self, given: Input) -> Decision:
         encoded, outcome = self.machine.decide(self.state, given, 0.0)
         for fact in encoded:
             self.state = self.machine.apply(self.state, fact)
@@ -104,13 +104,13 @@ class Server:
             ids.append(reply.future_id)
         return ids
 
-    def finish_session(self, tenant: str = TENANT) -> Outcome:
+    def finish_session(self, tenant: str = TENANT) -> Decision:
         return self.ask(FinishSession(tenant, f"session-{tenant}", "done", self.now_s))
 
-    def abort(self, future_id: str, tenant: str = TENANT) -> Outcome:
+    def abort(self, future_id: str, tenant: str = TENANT) -> Decision:
         return self.ask(Abort(tenant, future_id, self.now_s))
 
-    def future(self, future_id: str, tenant: str = TENANT) -> Future:
+    def future(self, future_id: str, tenant: str = TENANT) -> OperationFuture:
         return find_future(self.state, tenant, future_id)
 
     def result(self, future_id: str, tenant: str = TENANT) -> ops.Result:
@@ -129,14 +129,14 @@ class Server:
             if not outcome.facts:
                 return None
 
-    def answer(self, dispatch: Dispatch, results: Iterable[ops.Result] | None = None) -> Outcome:
+    def answer(self, dispatch: Dispatch, results: Iterable[ops.Result] | None = None) -> Decision:
         if dispatch.snapshot:
-            return self.ask(AnswerSnapshot(dispatch.number, None))
+            return self.ask(CompleteSnapshotCopy(dispatch.number, None))
         given = tuple(results) if results is not None else (ops.StepDone({}),) * len(dispatch.future_ids)
-        return self.ask(Answer(dispatch.number, given, self.now_s))
+        return self.ask(CompleteDispatch(dispatch.number, given, self.now_s))
 
-    def give_up(self, number: int, reason: str = "stuck") -> Outcome:
-        return self.ask(GiveUp(number, reason, self.now_s))
+    def give_up(self, number: int, reason: str = "stuck") -> Decision:
+        return self.ask(FailDispatch(number, reason, self.now_s))
 
     def run_all(self) -> list[str]:
         """Everything that can run, one after the other; the futures in the order they ran."""

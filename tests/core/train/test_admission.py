@@ -8,12 +8,20 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.inputs import Accept, AnswerQuantum, Dispatching, DispatchNext, Expire, Greet, OpenSession
+from strata.train.core.inputs import (
+    Accept,
+    CompleteSlice,
+    Dispatching,
+    DispatchNext,
+    ExpireResults,
+    OpenSession,
+    RanksAttached,
+)
 from strata.train.core.sampling import Sample, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import LORA, Server, forward_backward
 
-DONE = ops.SampleDone(ops.Inline(b"sampled"))
+DONE = ops.SampleDone(ops.InlinePayload(b"sampled"))
 
 
 class Shared(Server):
@@ -21,7 +29,7 @@ class Shared(Server):
 
     def __init__(self, **rules: int) -> None:
         super().__init__(**rules)
-        self.ask(Greet("g"))
+        self.ask(RanksAttached("g"))
         self.asked = 0
 
     def sampler(self, tenant: str, number: int = 0) -> str:
@@ -43,7 +51,7 @@ class Shared(Server):
 
     def end(self, quantum: Dispatch, *future_ids: str) -> None:
         ended = tuple((each, DONE) for each in future_ids)
-        self.ask(AnswerQuantum(quantum.number, ended, len(self.state.sampling) - len(ended), self.now_s))
+        self.ask(CompleteSlice(quantum.number, ended, len(self.state.sampling) - len(ended), self.now_s))
 
 
 def until_refused(ask: Callable[[int], object]) -> int:
@@ -118,7 +126,7 @@ def test_a_model_that_was_refused_takes_no_place_also_when_nobody_remembers_the_
     assert creating is not None
     server.answer(creating, [ops.Failed("user", "all places are taken")])
     server.now_s += 61
-    server.ask(Expire(server.now_s))
+    server.ask(ExpireResults(server.now_s))
     server.restart(from_snapshot=from_snapshot)
     second = ops.CreateModel("session-many:train:1", "tiny", LORA)
     assert server.ask(Accept("many", second, server.now_s, "session-many")).facts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from strata.train.core import ops
-from strata.train.core.schedule import CREDIT_TURNS, PER_TURN
+from strata.train.core.scheduler import MAX_DEBT_QUANTA, OPERATIONS_PER_QUANTUM
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import Server, forward_backward, step
 
@@ -57,8 +57,8 @@ class Timed:
 def bound_s(own_tokens: int, largest_tokens: int, longest_s: float) -> float:
     """Ahead of an operation are: what the ranks have already; and in each turn that its tenant needs to save up for
     it, one turn of the other tenant, which is a quantum and at most one operation more. Then it runs itself."""
-    turns = math.ceil(max(own_tokens, ROW_TOKENS // PER_TURN) / ROW_TOKENS)
-    others = turns * (ROW_TOKENS + largest_tokens) / TOKENS_PER_S + turns * PER_TURN * STEP_S
+    turns = math.ceil(max(own_tokens, ROW_TOKENS // OPERATIONS_PER_QUANTUM) / ROW_TOKENS)
+    others = turns * (ROW_TOKENS + largest_tokens) / TOKENS_PER_S + turns * OPERATIONS_PER_QUANTUM * STEP_S
     return RUNNING * longest_s + others + longest_s
 
 
@@ -138,4 +138,4 @@ def test_who_goes_along_with_others_gets_no_more_than_who_cannot() -> None:
             had[model_id] += tokens[model_id]
         server.answer(dispatch)
     assert had[large] > ROW_TOKENS * 10
-    assert max(had.values()) - min(had.values()) <= (CREDIT_TURNS + 1) * ROW_TOKENS + max(tokens.values())
+    assert max(had.values()) - min(had.values()) <= (MAX_DEBT_QUANTA + 1) * ROW_TOKENS + max(tokens.values())

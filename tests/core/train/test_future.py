@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.future import NEXT, OF_SAMPLES, OPEN, Future, FutureEvent, FutureStatus, FutureStore
+from strata.train.core.future import NEXT, OPEN, SAMPLES_ONLY, FutureEvent, FutureStatus, FutureStore, OperationFuture
 
 DONE = ops.StepDone({})
 BROKEN = ops.Failed("server", "broken")
 CANCELLED = ops.Failed("cancelled", "given up")
 
 
-def future(future_id: str = "f", tenant: str = "alice") -> Future:
-    return Future(future_id, tenant, "m", "digest", ops.AbortGradients("m", 1), 0.0)
+def future(future_id: str = "f", tenant: str = "alice") -> OperationFuture:
+    return OperationFuture(future_id, tenant, "m", "digest", ops.AbortGradients("m", 1), 0.0)
 
 
 def store_with(status: FutureStatus) -> FutureStore:
@@ -36,7 +36,7 @@ def store_with(status: FutureStatus) -> FutureStore:
     return store
 
 
-def act(store: FutureStore, event: FutureEvent) -> Future:
+def act(store: FutureStore, event: FutureEvent) -> OperationFuture:
     match event:
         case FutureEvent.DISPATCH:
             return store.dispatch("f", 1)
@@ -58,7 +58,7 @@ LIVING = [status for status in FutureStatus if status is not FutureStatus.EXPIRE
 @pytest.mark.parametrize(("status", "event"), list(itertools.product(LIVING, FutureEvent)))
 def test_a_future_changes_only_as_the_table_allows(status: FutureStatus, event: FutureEvent) -> None:
     store = store_with(status)
-    after = NEXT.get((status, event)) if (status, event) not in OF_SAMPLES else None
+    after = NEXT.get((status, event)) if (status, event) not in SAMPLES_ONLY else None
     if after is not None:
         assert act(store, event).status is after
         return
@@ -75,7 +75,7 @@ def test_every_change_is_a_step_forward_so_nothing_is_dispatched_twice() -> None
     def place(status: FutureStatus) -> int:
         return order.index(status if status in order else "ended")
 
-    trained = {change: after for change, after in NEXT.items() if change not in OF_SAMPLES}
+    trained = {change: after for change, after in NEXT.items() if change not in SAMPLES_ONLY}
     assert all(place(before) < place(after) for (before, _), after in trained.items())
 
 
@@ -93,7 +93,7 @@ def test_the_counts_are_those_of_the_futures_also_after_a_restart(history: list[
         if what in ("dispatch", "end"):
             store.dispatch(f"f{number}", number + 1)
         if what in ("end", "cancel"):
-            result = ops.PassDone(ops.Inline(b"12345")) if what == "end" else CANCELLED
+            result = ops.PassDone(ops.InlinePayload(b"12345")) if what == "end" else CANCELLED
             store.end(f"f{number}", result, float(number))
     again = FutureStore(list(store), store.ended)
     for each in (store, again):

@@ -8,10 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.commands import Exhausted
-from strata.train.core.facts import Accepted, Dispatched, Finished, GivenUp
+from strata.train.core.commands import RowOutOfMemory
+from strata.train.core.facts import Dispatched, DispatchFailed, OperationAccepted, OperationFinished
 from strata.train.core.future import OPEN
-from strata.train.core.inputs import Accept, CommitSnapshot, RunOut
+from strata.train.core.inputs import Accept, CommitSnapshot, RanksOutOfMemory
 from strata.train.core.snapshots import KEEP
 from tests.core.train.servers import Server, forward_backward, step
 
@@ -93,8 +93,8 @@ class Histories(RuleBasedStateMachine):
         operations = [self.server.state.futures.get(each) for each in self.server.state.dispatches[number].future_ids]
         passes = [each for each in operations if each is not None and isinstance(each.operation, ops.ForwardBackward)]
         if number > self.applied_number and passes:
-            found = Exhausted(0, passes[0].model_id, 3, 2)
-            self.server.ask(RunOut(number, found, self.server.now_s))
+            found = RowOutOfMemory(0, passes[0].model_id, 3, 2)
+            self.server.ask(RanksOutOfMemory(number, found, self.server.now_s))
 
     @rule(trouble=st.sampled_from([None, None, "the disk is full"]))
     @precondition(lambda self: self.server.state.snapshotting is not None)
@@ -119,9 +119,9 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def every_dispatch_is_of_operations_that_came_and_ends_once(self) -> None:
         facts = self.server.facts
-        ended = [fact.future_id for fact in facts if isinstance(fact, Finished)]
+        ended = [fact.future_id for fact in facts if isinstance(fact, OperationFinished)]
         dispatched = [future_id for fact in facts if isinstance(fact, Dispatched) for future_id in fact.future_ids]
-        given_up = [fact.number for fact in facts if isinstance(fact, GivenUp)]
+        given_up = [fact.number for fact in facts if isinstance(fact, DispatchFailed)]
         for each in (ended, dispatched, given_up):
             assert len(each) == len(set(each))
 
@@ -130,9 +130,12 @@ class Histories(RuleBasedStateMachine):
         facts, state = self.server.facts, self.server.state
         assert len(state.snapshots) <= KEEP
         for snapshot in state.snapshots:
-            assert state.cut <= snapshot.number <= state.settled
+            assert state.truncated_through <= snapshot.number <= state.settled_through
             taken = [isinstance(fact, Dispatched) and fact.number == snapshot.number for fact in facts].index(True)
-            known = {*snapshot.pending, *(fact.future_id for fact in facts[taken:] if isinstance(fact, Accepted))}
+            known = {
+                *snapshot.pending,
+                *(fact.future_id for fact in facts[taken:] if isinstance(fact, OperationAccepted)),
+            }
             after = [fact for fact in facts[taken + 1 :] if isinstance(fact, Dispatched)]
             assert [fact.number for fact in after] == [*range(snapshot.number + 1, state.dispatched + 1)]
             assert known.issuperset(future_id for fact in after for future_id in fact.future_ids)
@@ -141,7 +144,7 @@ class Histories(RuleBasedStateMachine):
     def every_checkpoint_is_the_last_of_its_name_that_was_saved(self) -> None:
         saved: dict[str, int] = {}
         for fact in self.server.facts:
-            if isinstance(fact, Finished) and not isinstance(fact.result, ops.Failed):
+            if isinstance(fact, OperationFinished) and not isinstance(fact.result, ops.Failed):
                 operation = self.sent.get(fact.future_id)
                 if isinstance(operation, ops.SaveWeights):
                     saved[operation.model_id] = operation.seq_id

@@ -8,10 +8,10 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.facts import Dispatched, GivenUp
+from strata.train.core.checkpoint_retention import retained_folders
+from strata.train.core.facts import Dispatched, DispatchFailed
 from strata.train.core.future import FutureStatus
-from strata.train.core.inputs import Abort, Accept, DeleteCheckpoint, Expire, OpenSession, Removed
-from strata.train.core.retention import kept_folders
+from strata.train.core.inputs import Abort, Accept, DeleteCheckpoint, ExpireResults, OpenSession, Removed
 from strata.train.core.state import INITIAL, Dispatch
 from strata.train.core.views import checkpoints_of, find_future, view_model
 from tests.core.train.servers import LORA, TENANT, Server, forward_backward, step
@@ -139,7 +139,7 @@ def test_one_that_was_held_when_its_model_went_is_gone_in_the_end_and_not_unknow
     (held,) = server.accept(step(model, 2))
     server.accept(ops.UnloadModel(model))
     server.run_all()
-    server.ask(Expire(server.now_s + 11.0))
+    server.ask(ExpireResults(server.now_s + 11.0))
     with pytest.raises(StrataError) as refused:
         find_future(server.state, TENANT, held)
     assert refused.value.code is Code.GONE
@@ -232,7 +232,7 @@ def test_without_packing_of_tenants_every_operation_has_its_own_pass() -> None:
 def test_an_operation_that_could_not_be_read_fails_in_its_turn_and_the_next_one_runs() -> None:
     server = Server()
     model = server.model()
-    ids = server.accept(ops.Unreadable(model, 1, "the body is no protobuf"), step(model, 2))
+    ids = server.accept(ops.MalformedOperation(model, 1, "the body is no protobuf"), step(model, 2))
     assert server.run_all() == [ids[1]]
     assert server.result(ids[0]) == ops.Failed("user", "the body is no protobuf")
 
@@ -318,8 +318,8 @@ def test_one_operation_that_never_ends_fails_and_a_late_answer_to_it_changes_not
     assert server.saved == before
     server.answer(behind, [ops.StepDone({"right": 1.0})])
     assert server.result(ids[1]) == ops.StepDone({"right": 1.0})
-    assert server.state.given_up == {stuck.number}
-    assert server.state.settled == behind.number
+    assert server.state.failed_dispatches == {stuck.number}
+    assert server.state.settled_through == behind.number
 
 
 def test_a_dispatch_that_was_answered_is_not_given_up_afterwards() -> None:
@@ -330,7 +330,7 @@ def test_a_dispatch_that_was_answered_is_not_given_up_afterwards() -> None:
     assert dispatch is not None
     server.answer(dispatch)
     server.give_up(dispatch.number)
-    assert not [fact for fact in server.facts if isinstance(fact, GivenUp)]
+    assert not [fact for fact in server.facts if isinstance(fact, DispatchFailed)]
 
 
 # Restarts
@@ -379,8 +379,8 @@ def test_a_result_that_had_its_time_is_gone_and_not_unknown_also_after_a_restart
     model = server.model()
     ids = server.accept(step(model, 1), ops.Sleep())
     server.run_all()
-    assert server.ask(Expire(server.now_s + 59)).facts == ()
-    server.ask(Expire(server.now_s + 60))
+    assert server.ask(ExpireResults(server.now_s + 59)).facts == ()
+    server.ask(ExpireResults(server.now_s + 60))
     server.restart(from_snapshot=False)
     for future_id in [*ids, f"{model}:create", f"{model}:{INITIAL}"]:
         with pytest.raises(StrataError) as refused:
@@ -490,7 +490,7 @@ def test_of_two_saves_under_one_name_at_the_ranks_each_is_there_when_it_is_saved
     model, first, second = two_saves(server, name)
     server.answer(first)
     assert paths(server, model) == [first.path]
-    assert second.path in kept_folders(server.state)
+    assert second.path in retained_folders(server.state)
     server.answer(second)
     assert paths(server, model) == [second.path]
     assert not server.state.saving

@@ -8,20 +8,20 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.journal.memory import MemoryJournal
 from strata.train.core import facts, ops
-from strata.train.core.catching_up import Past, left_out
-from strata.train.core.commands import Exhausted, Segment
-from strata.train.core.inputs import Dispatching, DispatchNext, RunOut
-from strata.train.core.memory import RowLimit, describe, without, worst
-from strata.train.core.pack import check
+from strata.train.core.commands import RowOutOfMemory, Segment
+from strata.train.core.inputs import Dispatching, DispatchNext, RanksOutOfMemory
+from strata.train.core.memory import RowLimit, describe_out_of_memory, most_likely_cause, without_operations
+from strata.train.core.pack import check_lengths
+from strata.train.core.replay import CompletedDispatch, skip_on_replay
 from strata.train.core.state import Dispatch
-from strata.train.orchestrator.history import dispatches
+from strata.train.orchestrator.replay_reader import completed_dispatches
 from tests.core.train.servers import Server, forward_backward, step
 
 LIMIT = 500
 
 
-def exhausted(model_id: str, tokens: int = 700, *, sure: bool = True) -> Exhausted:
-    return Exhausted(rank=1, model_id=model_id, tokens=tokens, limit=LIMIT, sure=sure)
+def exhausted(model_id: str, tokens: int = 700, *, sure: bool = True) -> RowOutOfMemory:
+    return RowOutOfMemory(rank=1, model_id=model_id, tokens=tokens, limit=LIMIT, sure=sure)
 
 
 def shared_pass(server: Server) -> tuple[Dispatch, str, str]:
@@ -61,16 +61,16 @@ def test_rows_are_packed_within_the_limit_and_journaled_before_they_run() -> Non
 
 
 def test_no_limit_is_any_length_up_to_that_of_the_model() -> None:
-    check([[999]], 1_000)
+    check_lengths([[999]], 1_000)
     with pytest.raises(StrataError, match="999 tokens") as caught:
-        check([[999]], 1_000, 998)
+        check_lengths([[999]], 1_000, 998)
     assert caught.value.code is Code.INVALID
 
 
 def test_one_death_for_want_of_memory_fails_the_operation_whose_row_it_was_and_no_other() -> None:
     server = Server()
     dispatch, long, short = shared_pass(server)
-    outcome = server.ask(RunOut(dispatch.number, exhausted(server.future(long).model_id), server.now_s))
+    outcome = server.ask(RanksOutOfMemory(dispatch.number, exhausted(server.future(long).model_id), server.now_s))
     assert list(outcome.ended) == [long]
     result = server.result(long)
     assert isinstance(result, ops.Failed)
@@ -80,7 +80,7 @@ def test_one_death_for_want_of_memory_fails_the_operation_whose_row_it_was_and_n
     left = server.state.dispatches[dispatch.number]
     assert list(left.future_ids) == [short]
     assert [segment for rank in left.rows for row in rank for segment in row] == [Segment(0, 0)]
-    server.answer(left, [ops.PassDone(ops.Inline(b""))])
+    server.answer(left, [ops.PassDone(ops.InlinePayload(b""))])
     assert isinstance(server.result(short, "bob"), ops.PassDone)
     assert not server.state.dispatches
 
@@ -89,7 +89,7 @@ def test_one_death_for_want_of_memory_fails_the_operation_whose_row_it_was_and_n
 def test_what_is_left_of_a_dispatch_is_the_same_after_a_restart_of_the_orchestrator(from_snapshot: bool) -> None:
     server = Server()
     dispatch, long, _ = shared_pass(server)
-    server.ask(RunOut(dispatch.number, exhausted(server.future(long).model_id), server.now_s))
+    server.ask(RanksOutOfMemory(dispatch.number, exhausted(server.future(long).model_id), server.now_s))
     before = server.state.dispatches[dispatch.number]
     server.restart(from_snapshot=from_snapshot)
     after = server.state.dispatches[dispatch.number]
@@ -103,7 +103,7 @@ def test_the_next_operation_of_the_model_goes_on() -> None:
     (long,) = server.accept(forward_backward(model, 1, [700]))
     dispatch = server.dispatch()
     assert dispatch is not None
-    server.ask(RunOut(dispatch.number, exhausted(model), server.now_s))
+    server.ask(RanksOutOfMemory(dispatch.number, exhausted(model), server.now_s))
     assert not server.state.dispatches
     (after,) = server.accept(step(model, 2))
     assert server.run_all() == [after]
@@ -113,8 +113,8 @@ def test_the_next_operation_of_the_model_goes_on() -> None:
 def test_a_row_of_another_model_says_nothing_of_this_dispatch() -> None:
     server = Server()
     dispatch, long, short = shared_pass(server)
-    assert not server.ask(RunOut(dispatch.number, exhausted("session-eve:train:0"), server.now_s)).facts
-    assert not server.ask(RunOut(99, exhausted(server.future(long).model_id), server.now_s)).facts
+    assert not server.ask(RanksOutOfMemory(dispatch.number, exhausted("session-eve:train:0"), server.now_s)).facts
+    assert not server.ask(RanksOutOfMemory(99, exhausted(server.future(long).model_id), server.now_s)).facts
     assert set(server.state.dispatches[dispatch.number].future_ids) == {long, short}
 
 
@@ -122,18 +122,18 @@ def test_a_row_of_another_model_says_nothing_of_this_dispatch() -> None:
 def test_an_operation_that_the_ranks_rejected_for_memory_ends_with_the_others_of_its_pass(first: int) -> None:
     server = Server()
     dispatch, _, _ = shared_pass(server)
-    results: list[ops.Result] = [ops.Failed("user", "out of memory", memory=True), ops.PassDone(ops.Inline(b""))]
+    results: list[ops.Result] = [ops.Failed("user", "out of memory", memory=True), ops.PassDone(ops.InlinePayload(b""))]
     server.answer(dispatch, results if first else results[::-1])
     assert not server.state.dispatches
 
 
 def test_what_did_not_fit_is_no_part_of_what_is_replayed() -> None:
     rows = (((Segment(0, 0), Segment(1, 0)), (Segment(2, 1),)), ((Segment(2, 0),), ()))
-    left = without(Dispatch(7, ("a", "b", "c"), rows), {"b"})
+    left = without_operations(Dispatch(7, ("a", "b", "c"), rows), {"b"})
     assert left.future_ids == ["a", "c"]
     assert left.rows == [[(Segment(0, 0),), (Segment(1, 1),)], [(Segment(1, 0),), ()]]
-    nothing = without(Dispatch(7, ("a",), (((Segment(0, 0),),),)), {"a"})
-    assert left_out(Past(nothing, (), ()))
+    nothing = without_operations(Dispatch(7, ("a",), (((Segment(0, 0),),),)), {"a"})
+    assert skip_on_replay(CompletedDispatch(nothing, (), ()))
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -141,24 +141,29 @@ async def test_ranks_that_catch_up_are_told_what_was_left_of_the_pass_and_nothin
     """Whether the ranks themselves rejected it, or a group died of it."""
     server = Server()
     dispatch, long, short = shared_pass(server)
-    done = ops.PassDone(ops.Inline(b""))
+    done = ops.PassDone(ops.InlinePayload(b""))
     if live:
         failed = ops.Failed("user", "out of memory", memory=True)
         server.answer(dispatch, [failed if each == long else done for each in dispatch.future_ids])
     else:
-        server.ask(RunOut(dispatch.number, exhausted(server.future(long).model_id), server.now_s))
+        server.ask(RanksOutOfMemory(dispatch.number, exhausted(server.future(long).model_id), server.now_s))
         server.answer(server.state.dispatches[dispatch.number], [done])
     (alone,) = server.accept(forward_backward(server.future(long).model_id, 2, [700]))
     nothing = server.dispatch()
     assert nothing is not None
-    server.ask(RunOut(nothing.number, exhausted(server.future(alone).model_id), server.now_s))
+    server.ask(RanksOutOfMemory(nothing.number, exhausted(server.future(alone).model_id), server.now_s))
     journal = MemoryJournal(SystemClock())
     lead = await journal.lead("train/t", "a", 60.0)
     await journal.append("train/t", lead.epoch, 0, server.journal)
     told = [
         past
-        async for past in dispatches(
-            journal, "train/t", after=0, through=server.state.dispatched, given_up=server.state.given_up, pending={}
+        async for past in completed_dispatches(
+            journal,
+            "train/t",
+            after=0,
+            through=server.state.dispatched,
+            failed=server.state.failed_dispatches,
+            pending={},
         )
     ]
     passes = [each for each in told if isinstance(each.operations[0], ops.ForwardBackward)]
@@ -169,13 +174,13 @@ async def test_ranks_that_catch_up_are_told_what_was_left_of_the_pass_and_nothin
 
 def test_the_note_that_is_believed_is_that_of_the_allocator_and_else_that_of_the_longest_row() -> None:
     killed = [exhausted("idle", 3, sure=False), None, exhausted("long", 900, sure=False)]
-    found = worst(killed)
+    found = most_likely_cause(killed)
     assert found is not None
     assert found.model_id == "long"
-    found = worst([*killed, exhausted("sure", 40)])
+    found = most_likely_cause([*killed, exhausted("sure", 40)])
     assert found is not None
     assert found.model_id == "sure"
-    assert worst([None, None]) is None
+    assert most_likely_cause([None, None]) is None
 
 
 def test_rows_are_kept_shorter_than_one_of_which_ranks_are_known_to_have_died() -> None:
@@ -195,7 +200,7 @@ def test_a_row_that_ranks_may_have_died_of_counts_only_if_it_was_about_as_long_a
     rows.ran_out(exhausted("m", tokens, sure=False))
     assert rows.of(LIMIT) == limit
     rows = RowLimit()
-    rows.ran_out(Exhausted(rank=0, model_id="m", tokens=tokens, limit=0, sure=False))
+    rows.ran_out(RowOutOfMemory(rank=0, model_id="m", tokens=tokens, limit=0, sure=False))
     assert rows.of(0) == 0
 
 
@@ -210,6 +215,6 @@ def test_a_row_as_long_as_the_deadly_one_that_succeeds_ends_the_limit() -> None:
 
 @pytest.mark.parametrize("limit", [0, 10_000])
 def test_nobody_is_told_that_a_row_which_did_not_fit_is_shorter_than_what_fits(limit: int) -> None:
-    said = describe(Exhausted(rank=0, model_id="m", tokens=3_000, limit=limit))
+    said = describe_out_of_memory(RowOutOfMemory(rank=0, model_id="m", tokens=3_000, limit=limit))
     assert "a row of 3,000 tokens" in said
     assert "about 2,999" in said

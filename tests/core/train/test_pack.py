@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.commands import Segment
-from strata.train.core.pack import Packed, pack, respread, restore
+from strata.train.core.pack import Packed, pack, redistribute, unpack
 
 CONTEXT = 500
 items = st.lists(st.lists(st.integers(1, CONTEXT), min_size=1, max_size=12), min_size=1, max_size=6)
@@ -74,7 +74,7 @@ def test_outputs_come_back_in_the_order_of_the_datums_asked_for(
     made = packed(lengths, count, capacity)
     outputs = [[[(segment.item, segment.datum) for segment in row] for row in rank] for rank in made.rows]
     wanted = [[(item, datum) for datum in range(len(each))] for item, each in enumerate(lengths)]
-    assert restore(made.rows, outputs) == wanted
+    assert unpack(made.rows, outputs) == wanted
 
 
 @given(items, ranks, ranks, capacities)
@@ -82,7 +82,7 @@ def test_rows_spread_over_another_number_of_ranks_are_the_same_rows(
     lengths: list[list[int]], before: int, after: int, capacity: int
 ) -> None:
     made = packed(lengths, before, capacity)
-    again = respread(made.rows, lengths, after)
+    again = redistribute(made.rows, lengths, after)
     assert len(again) == after
     assert len({len(rank) for rank in again}) == 1
     rows = sorted(tuple((s.item, s.datum) for s in row) for rank in made.rows for row in rank if row)

@@ -12,16 +12,16 @@ from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import (
     Accept,
     AddEndpoint,
-    AnswerRouted,
-    EndPush,
+    CompletePush,
+    CompleteRouted,
     RemoveEndpoint,
-    ReturnRouted,
+    RequeueRouted,
     RouteSamples,
 )
 from strata.train.core.sampling import Layout, Sample, SampleParams, Targets
 from tests.core.train.servers import TENANT, Server, step
 
-DONE = ops.SampleDone(ops.Inline(b"sampled"))
+DONE = ops.SampleDone(ops.InlinePayload(b"sampled"))
 SAVED = ops.WeightsSaved("tinker://x")
 
 
@@ -46,7 +46,7 @@ class Endpoints(Server):
         """All that is on its way; these endpoints take it."""
         for path, each in list(self.state.pushes.items()):
             outcomes = [ops.EndpointOutcome(name, name in told, 0.1) for name in each.endpoints]
-            self.ask(EndPush(path, outcomes, self.now_s))
+            self.ask(CompletePush(path, outcomes, self.now_s))
 
     def sampler(self, name: str, number: int = 0) -> str:
         session = self.name.partition(":")[0]
@@ -73,7 +73,7 @@ def test_a_sync_ends_with_its_endpoints_and_holds_up_nothing_of_its_model(from_s
     server = Endpoints()
     synced = server.save(1)
     assert server.future(synced).status is FutureStatus.DISPATCHED
-    assert server.state.settled == server.state.dispatched
+    assert server.state.settled_through == server.state.dispatched
     (after,) = server.accept(step(server.name, 2))
     assert server.run_all() == [after]
     server.restart(from_snapshot=from_snapshot)
@@ -85,7 +85,7 @@ def test_a_sync_ends_with_its_endpoints_and_holds_up_nothing_of_its_model(from_s
     assert result.path == f"tinker://{server.name}/sampler_weights/w1"
     assert (server.name, "sampler_weights", "w1") in server.state.checkpoints
     assert not server.state.saving
-    assert server.ask(EndPush("gone", (), server.now_s)).facts == ()
+    assert server.ask(CompletePush("gone", (), server.now_s)).facts == ()
 
 
 def test_weights_that_the_ranks_could_not_save_are_not_pushed() -> None:
@@ -138,7 +138,7 @@ def test_samples_go_to_the_endpoint_with_the_fewest_and_never_to_other_weights()
     assert server.dispatch() is None, "the ranks are not asked for what an endpoint is"
     assert sorted(server.route().values()) == ["a", "a", "b", "b"]
     for future in asked:
-        server.ask(AnswerRouted(future, DONE, server.now_s))
+        server.ask(CompleteRouted(future, DONE, server.now_s))
         assert server.result(future) == DONE
     for seq in (2, 3):
         server.save(seq)
@@ -221,13 +221,13 @@ def test_what_an_endpoint_does_not_give_is_for_the_ranks_and_stays_so(from_snaps
     server.route()
     server.restart(from_snapshot=from_snapshot)
     assert list(server.state.routed) == [future]
-    server.ask(ReturnRouted(future))
+    server.ask(RequeueRouted(future))
     server.restart(from_snapshot=from_snapshot)
     assert server.route() == {}
     quantum = server.dispatch()
     assert quantum is not None
     assert list(quantum.future_ids) == [future]
-    assert server.ask(AnswerRouted(future, DONE, server.now_s)).facts == ()
+    assert server.ask(CompleteRouted(future, DONE, server.now_s)).facts == ()
 
 
 def test_a_sample_that_is_given_up_at_an_endpoint_has_ended() -> None:
@@ -239,8 +239,8 @@ def test_a_sample_that_is_given_up_at_an_endpoint_has_ended() -> None:
     server.abort(future)
     assert server.future(future).status is FutureStatus.CANCELLED
     assert server.state.routed == {}
-    assert server.ask(ReturnRouted(future)).facts == ()
-    assert server.ask(AnswerRouted(future, DONE, server.now_s)).facts == ()
+    assert server.ask(RequeueRouted(future)).facts == ()
+    assert server.ask(CompleteRouted(future, DONE, server.now_s)).facts == ()
     assert server.dispatch() is None, "the ranks never heard of it"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import (
-    MOST_ANSWER_BYTES,
+    MAX_RESULT_BYTES,
     Draws,
     Layout,
     Sample,
@@ -18,9 +18,9 @@ from strata.train.core.sampling import (
     TargetLogprobs,
     Targets,
     TopLogprobs,
-    answer_bytes,
-    check_answer,
+    check_result_size,
     encode_result,
+    result_bytes,
 )
 
 LONG = 32_768
@@ -42,7 +42,7 @@ def asked(prompt: int = 8, **fields: Any) -> Sample:
     ],
 )
 def test_what_clients_usually_ask_for_can_be_answered(sample: Sample, tokens: int) -> None:
-    check_answer(sample, tokens)
+    check_result_size(sample, tokens)
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_what_clients_usually_ask_for_can_be_answered(sample: Sample, tokens: in
 )
 def test_an_answer_that_could_fill_the_memory_is_refused_in_words(sample: Sample, tokens: int, said: str) -> None:
     with pytest.raises(StrataError, match=said) as refused:
-        check_answer(sample, tokens)
+        check_result_size(sample, tokens)
     assert refused.value.code is Code.INVALID
 
 
 def test_the_most_is_allowed_and_a_byte_more_is_not() -> None:
-    tokens = MOST_ANSWER_BYTES // 8
-    check_answer(asked(), tokens)
+    tokens = MAX_RESULT_BYTES // 8
+    check_result_size(asked(), tokens)
     with pytest.raises(StrataError, match="64 MiB is the most"):
-        check_answer(asked(1, prompt_logprobs=True), tokens)
+        check_result_size(asked(1, prompt_logprobs=True), tokens)
 
 
 def test_the_size_that_is_reckoned_with_is_that_of_the_result() -> None:
@@ -92,4 +92,4 @@ def test_the_size_that_is_reckoned_with_is_that_of_the_result() -> None:
         TargetLogprobs(bytes(len(targets.tokens)), targets.layout),
         Draws(bytes(4 * draws * (length - 1)), bytes(4 * draws * (length - 1)), draws, length - 1),
     )
-    assert answer_bytes(sample, tokens) == pytest.approx(len(encode_result(result)), rel=0.05)
+    assert result_bytes(sample, tokens) == pytest.approx(len(encode_result(result)), rel=0.05)

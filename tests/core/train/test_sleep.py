@@ -8,7 +8,7 @@ from strata.base.clock import SystemClock
 from strata.journal.memory import MemoryJournal
 from strata.train.core import ops
 from strata.train.core.facts import Dispatched
-from strata.train.orchestrator.history import dispatches
+from strata.train.orchestrator.replay_reader import completed_dispatches
 from tests.core.train.servers import Server, forward_backward, step
 
 
@@ -75,8 +75,8 @@ async def test_new_ranks_are_told_to_unload_a_model_although_that_was_given_up()
     last = max(fact.number for fact in server.facts if isinstance(fact, Dispatched))
     told = [
         past.operations[0]
-        async for past in dispatches(
-            journal, "train/t", after=0, through=last, given_up=server.state.given_up, pending={}
+        async for past in completed_dispatches(
+            journal, "train/t", after=0, through=last, failed=server.state.failed_dispatches, pending={}
         )
     ]
     assert [type(each) for each in told] == [ops.CreateModel, ops.UnloadModel]

@@ -6,17 +6,24 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.facts import SnapshotAbandoned, SnapshotCommitted, SnapshotRefused
-from strata.train.core.inputs import AnswerSnapshot, CommitSnapshot, DeleteCheckpoint, Greet, Outcome, RefuseSnapshot
-from strata.train.core.retention import kept_folders
-from strata.train.core.snapshots import beginnings, due, pending_at, way_back
+from strata.train.core.checkpoint_retention import retained_folders
+from strata.train.core.facts import SnapshotAbandoned, SnapshotCommitted, SnapshotRejected
+from strata.train.core.inputs import (
+    CommitSnapshot,
+    CompleteSnapshotCopy,
+    Decision,
+    DeleteCheckpoint,
+    RanksAttached,
+    RejectSnapshot,
+)
+from strata.train.core.snapshots import due_reason, pending_operations, recovery_point, replay_starts
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import TENANT, Server, forward_backward, step
 
 
 def server_with(**rules: float) -> Server:
     server = Server(max_running=8, **rules)
-    server.ask(Greet("group"))
+    server.ask(RanksAttached("group"))
     return server
 
 
@@ -39,11 +46,11 @@ def taken(server: Server) -> Dispatch:
     dispatch = server.dispatch()
     assert dispatch is not None
     assert dispatch.snapshot
-    server.ask(AnswerSnapshot(dispatch.number, None))
+    server.ask(CompleteSnapshotCopy(dispatch.number, None))
     return dispatch
 
 
-def commit(server: Server, number: int, trouble: str | None = None) -> Outcome:
+def commit(server: Server, number: int, trouble: str | None = None) -> Decision:
     return server.ask(CommitSnapshot(number, f"digest-{number}", 1, 0.1, 1.0, server.now_s, trouble))
 
 
@@ -60,7 +67,7 @@ def test_a_snapshot_is_due_after_so_many_dispatches_that_change_something() -> N
         server.accept(forward_backward(model, seq, forward_only=True))
         run(server)
     train(server, model, 4)
-    assert due(server.state, server.now_s) is None
+    assert due_reason(server.state, server.now_s) is None
     train(server, model, 5)
     dispatch = taken(server)
     assert not dispatch.future_ids
@@ -76,18 +83,20 @@ def test_a_snapshot_is_due_when_the_oldest_change_that_none_holds_has_waited_so_
     server.now_s += 1
     commit(server, taken(server).number)
     server.now_s += 1_000
-    assert due(server.state, server.now_s) is None, "nothing has changed since"
+    assert due_reason(server.state, server.now_s) is None, "nothing has changed since"
     train(server, model, 2)
-    assert due(server.state, server.now_s) is None
-    assert due(server.state, server.now_s + 60) is not None
+    assert due_reason(server.state, server.now_s) is None
+    assert due_reason(server.state, server.now_s + 60) is not None
 
 
 def test_a_snapshot_is_due_after_so_many_bytes_of_payloads_also_of_passes_that_change_nothing() -> None:
     server = server_with(snapshot_payload_bytes=3_000)
     model = model_of(server)
     for seq, forward_only in ((1, False), (2, True)):
-        server.accept(forward_backward(model, seq, payload=ops.Stored("0" * 64, 1_500), forward_only=forward_only))
-        assert due(server.state, 0.0) is None
+        server.accept(
+            forward_backward(model, seq, payload=ops.StoredPayload("0" * 64, 1_500), forward_only=forward_only)
+        )
+        assert due_reason(server.state, 0.0) is None
         run(server)
     taken(server)
 
@@ -97,14 +106,14 @@ def test_none_is_due_while_one_is_being_written_or_the_server_sleeps_or_all_reas
     model = model_of(server)
     train_one = taken(server)
     train(server, model, 1)
-    assert due(server.state, server.now_s) is None
+    assert due_reason(server.state, server.now_s) is None
     commit(server, train_one.number)
-    assert due(server.state, server.now_s) is not None
+    assert due_reason(server.state, server.now_s) is not None
     server.state.asleep = True
-    assert due(server.state, server.now_s) is None
+    assert due_reason(server.state, server.now_s) is None
     off = server_with()
     model_of(off)
-    assert due(off.state, 1e12) is None
+    assert due_reason(off.state, 1e12) is None
 
 
 def test_a_snapshot_counts_only_when_everything_before_it_has_its_results() -> None:
@@ -129,8 +138,8 @@ def test_the_last_two_are_kept_and_what_came_before_them_is_let_go() -> None:
     for seq in range(1, 4):
         numbers.append(taken(server).number)
         commit(server, numbers[-1])
-        assert server.state.cut == (numbers[-2] if seq > 1 else 0)
-        assert beginnings(server.state) == ({0, numbers[0]} if seq == 1 else set(numbers[-2:]))
+        assert server.state.truncated_through == (numbers[-2] if seq > 1 else 0)
+        assert replay_starts(server.state) == ({0, numbers[0]} if seq == 1 else set(numbers[-2:]))
         train(server, model, seq)
     server.restart(from_snapshot=True)
     assert [each.number for each in server.state.snapshots] == numbers[-2:]
@@ -146,8 +155,8 @@ def test_operations_that_waited_at_a_boundary_are_remembered_with_it() -> None:
     snapshot = taken(server)
     commit(server, snapshot.number)
     train(server, model, 1)
-    assert pending_at(server.state, snapshot.number + 1) == {f"{model}:3": held}
-    assert pending_at(server.state, 0) == {}
+    assert pending_operations(server.state, snapshot.number + 1) == {f"{model}:3": held}
+    assert pending_operations(server.state, 0) == {}
 
 
 def test_what_was_let_go_cannot_be_asked_for() -> None:
@@ -157,7 +166,7 @@ def test_what_was_let_go_cannot_be_asked_for() -> None:
         commit(server, taken(server).number)
         train(server, model, seq)
     with pytest.raises(StrataError) as refused:
-        pending_at(server.state, 1)
+        pending_operations(server.state, 1)
     assert refused.value.code is Code.GONE
 
 
@@ -169,16 +178,16 @@ def test_a_refused_snapshot_is_forgotten_and_the_last_way_back_never_is() -> Non
         first, second = second, taken(server).number
         commit(server, second)
         train(server, model, seq)
-    found = way_back(server.state, frozenset())
+    found = recovery_point(server.state, frozenset())
     assert found is not None
     assert found.number == second
-    assert server.ask(RefuseSnapshot(second, "damaged")).facts == (SnapshotRefused(second, "damaged"),)
-    found = way_back(server.state, frozenset())
+    assert server.ask(RejectSnapshot(second, "damaged")).facts == (SnapshotRejected(second, "damaged"),)
+    found = recovery_point(server.state, frozenset())
     assert found is not None
     assert found.number == first
-    assert server.ask(RefuseSnapshot(first, "damaged")).facts == ()
+    assert server.ask(RejectSnapshot(first, "damaged")).facts == ()
     with pytest.raises(StrataError) as refused:
-        way_back(server.state, {first})
+        recovery_point(server.state, {first})
     assert refused.value.code is Code.CORRUPT
 
 
@@ -187,8 +196,8 @@ def test_with_all_of_history_there_a_refused_snapshot_leads_to_the_beginning() -
     model_of(server)
     number = taken(server).number
     commit(server, number)
-    server.ask(RefuseSnapshot(number, "damaged"))
-    assert way_back(server.state, frozenset()) is None
+    server.ask(RejectSnapshot(number, "damaged"))
+    assert recovery_point(server.state, frozenset()) is None
 
 
 def test_ranks_that_die_over_a_snapshot_leave_it_due_again_but_later_each_time() -> None:
@@ -198,7 +207,7 @@ def test_ranks_that_die_over_a_snapshot_leave_it_due_again_but_later_each_time()
     dispatch = server.dispatch()
     assert dispatch is not None
     assert dispatch.snapshot
-    server.ask(Greet("the next"))
+    server.ask(RanksAttached("the next"))
     assert not server.state.dispatches
     assert server.dispatch() is None, "twice as many are waited for now"
     train(server, model, 2, 3)
@@ -209,9 +218,9 @@ def test_ranks_that_die_over_a_snapshot_leave_it_due_again_but_later_each_time()
     train(server, model, 4, 5, 6, 7)
     commit(server, taken(server).number)
     train(server, model, 8)
-    assert due(server.state, 0.0) is None
+    assert due_reason(server.state, 0.0) is None
     train(server, model, 9)
-    assert due(server.state, 0.0) is not None
+    assert due_reason(server.state, 0.0) is not None
 
 
 def test_a_snapshot_that_the_ranks_are_stuck_in_is_given_up() -> None:
@@ -241,8 +250,8 @@ def test_files_that_ranks_read_after_a_snapshot_and_wrote_before_it_stay_when_th
     assert loaded is not None
     server.answer(loaded, [ops.WeightsLoaded("path")])
     server.ask(DeleteCheckpoint(TENANT, model, "weights", "mine"))
-    assert saved.path in kept_folders(server.state)
+    assert saved.path in retained_folders(server.state)
     for seq in (4, 5):
         commit(server, taken(server).number)
         train(server, model, seq)
-    assert saved.path not in kept_folders(server.state)
+    assert saved.path not in retained_folders(server.state)

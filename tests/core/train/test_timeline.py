@@ -6,10 +6,10 @@ from typing import Any
 
 from strata.train.core import ops
 from strata.train.core.commands import Timing
-from strata.train.core.inputs import Answer, Dispatching, DispatchNext, Input, Outcome
-from strata.train.core.overview import placed, recent, running, shown, tenants
-from strata.train.core.pace import Pace
-from strata.train.core.status import OTHERS, TenantStatus, Timeline
+from strata.train.core.inputs import CompleteDispatch, Decision, Dispatching, DispatchNext, Input
+from strata.train.core.overview import fold_tenants, recently_ended, resident_models, running_dispatches, tenant_rows
+from strata.train.core.status import OTHER_TENANTS, TenantStatus, Timeline
+from strata.train.core.throughput import ThroughputEstimate
 from strata.train.core.timeline import Rate, Timelines
 from tests.core.train.servers import TENANT, Server, forward_backward, step
 
@@ -21,9 +21,9 @@ class Watched(Server):
         super().__init__(**rules)
         self.lines = Timelines(keep)
 
-    def ask(self, given: Input) -> Outcome:
+    def ask(self, given: Input) -> Decision:
         outcome = super().ask(given)
-        self.lines.decided(outcome, self.state, self.now_s)
+        self.lines.record_decision(outcome, self.state, self.now_s)
         return outcome
 
     def told(self, spent: Timing) -> list[str]:
@@ -32,10 +32,10 @@ class Watched(Server):
         assert isinstance(reply, Dispatching)
         number, ids = reply.dispatch.number, reply.dispatch.future_ids
         self.now_s += 2
-        self.lines.sent(self.state, number, ids, self.now_s)
+        self.lines.record_sent(self.state, number, ids, self.now_s)
         self.now_s += 1 + spent.total_s
-        self.lines.answered(number, spent, self.now_s, None)
-        self.ask(Answer(number, [ops.StepDone({})] * len(ids), self.now_s))
+        self.lines.record_reply(number, spent, self.now_s, None)
+        self.ask(CompleteDispatch(number, [ops.StepDone({})] * len(ids), self.now_s))
         return list(ids)
 
     def line(self, future_id: str) -> Timeline:
@@ -87,7 +87,7 @@ def test_only_the_last_are_kept() -> None:
     server.run_all()
     assert [line.future_id for line in server.lines] == ids[1:]
     assert server.lines.get(ids[0]) is None
-    assert [line.future_id for line in recent(server.lines, own="somebody")] == []
+    assert [line.future_id for line in recently_ended(server.lines, own="somebody")] == []
 
 
 def test_an_operation_from_before_a_restart_is_known_from_when_it_is_dispatched() -> None:
@@ -108,23 +108,23 @@ def test_tenants_are_told_what_waits_is_held_and_runs_and_when_their_turn_comes(
     server.accept(forward_backward(alice, 1, (100,)), forward_backward(alice, 2, (50,)), forward_backward(alice, 9))
     server.accept(forward_backward(bob, 1, (70,)), tenant="bob")
     assert server.dispatch() is not None
-    pace = Pace()
-    pace.note("forward_backward", 10, 1.0)
-    first, second = tenants(server.state, pace)
+    pace = ThroughputEstimate()
+    pace.record("forward_backward", 10, 1.0)
+    first, second = tenant_rows(server.state, pace)
     assert first == TenantStatus(tenant=TENANT, waiting=2, held=1, tokens=50, running=1, models=1, eta_s=first.eta_s)
     assert second == TenantStatus(tenant="bob", waiting=1, tokens=70, models=1, eta_s=second.eta_s)
     # Ten seconds run already; a quantum is more than both, so the tenant at its turn goes on.
     assert (first.eta_s, second.eta_s) == (10.0, 15.0)
-    (now,) = running(server.state, server.now_s)
+    (now,) = running_dispatches(server.state, server.now_s)
     assert (now.kind, now.tenants, now.tokens) == ("forward_backward", [TENANT], 100)
-    assert running(server.state, None, own="bob")[0].tenants == [OTHERS]
+    assert running_dispatches(server.state, None, own="bob")[0].tenants == [OTHER_TENANTS]
 
 
 def test_of_other_tenants_only_the_sum_is_shown() -> None:
     rows = [TenantStatus(tenant=f"t{number}", waiting=number, eta_s=1.0 * number) for number in (3, 2, 1)]
-    assert [each.tenant for each in shown(rows, most=5)] == ["t3", "t2", "t1"]
-    assert shown(rows, most=5, own="t2") == [rows[1], TenantStatus(tenant=OTHERS, waiting=4, eta_s=3.0)]
-    assert shown(rows, most=1) == [rows[0], TenantStatus(tenant=OTHERS, waiting=3, eta_s=2.0)]
+    assert [each.tenant for each in fold_tenants(rows, most=5)] == ["t3", "t2", "t1"]
+    assert fold_tenants(rows, most=5, own="t2") == [rows[1], TenantStatus(tenant=OTHER_TENANTS, waiting=4, eta_s=3.0)]
+    assert fold_tenants(rows, most=1) == [rows[0], TenantStatus(tenant=OTHER_TENANTS, waiting=3, eta_s=2.0)]
 
 
 def test_a_model_that_could_not_be_made_or_is_gone_has_no_place() -> None:
@@ -136,7 +136,7 @@ def test_a_model_that_could_not_be_made_or_is_gone_has_no_place() -> None:
     server.run_all()
     server.accept(ops.UnloadModel(gone))
     server.run_all()
-    assert [each.model_id for each in placed(server.state)] == [kept]
+    assert [each.model_id for each in resident_models(server.state)] == [kept]
 
 
 def test_a_rate_is_of_the_last_minute() -> None:

@@ -14,7 +14,7 @@ from strata.cli.layout import render
 from strata.cli.main import run
 from strata.cli.serve.screen import line, screen, took
 from strata.train.core.commands import Timing
-from strata.train.core.status import RanksStatus, RunningStatus, SnapshotStatus, Status, TenantStatus, Timeline
+from strata.train.core.status import RanksStatus, RunningStatus, ServerStatus, SnapshotStatus, TenantStatus, Timeline
 
 NOW_S: Final = 1_700_000_000.0
 LONG: Final = "key:a-tenant-with-a-name-that-somebody-thought-would-say-everything"
@@ -30,7 +30,7 @@ def ended(number: int, **more: Any) -> Timeline:
     return Timeline(**(given | more))
 
 
-FULL: Final = Status(
+FULL: Final = ServerStatus(
     now_s=NOW_S,
     leading_since_s=NOW_S - 90_000,
     generation=12,
@@ -62,11 +62,11 @@ FULL: Final = Status(
 )
 
 
-def changed(**more: Any) -> Status:
+def changed(**more: Any) -> ServerStatus:
     return msgspec.structs.replace(FULL, **more)
 
 
-def text(status: Status, columns: int = 80, rows: int | None = 23, *, wide: bool = False) -> list[str]:
+def text(status: ServerStatus, columns: int = 80, rows: int | None = 23, *, wide: bool = False) -> list[str]:
     console = Console(width=columns, color_system=None, highlight=False, emoji=False)
     with console.capture() as captured:
         console.print(render(screen(status, wide=wide, rows=rows), columns))

@@ -183,7 +183,7 @@ async def test_a_batch_in_our_own_form_is_checked_like_every_other(alone: Reache
         native.PassBody(model_id="m", seq_id=1, loss="cross_entropy", datums=[ops.Datum(tokens, {})])
     )
     found = native_reader.read_pass(content)
-    assert isinstance(found, ops.Unreadable)
+    assert isinstance(found, ops.MalformedOperation)
     assert found.message.startswith("data[0].model_input: token 0 is -1")
     headers = {"Content-Type": native.MEDIA_TYPE}
     reply = await alone.ask("POST", "/api/v1/forward_backward", content=content, headers=headers)

@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strata.train.core.schedule import PER_TURN
+from strata.train.core.scheduler import OPERATIONS_PER_QUANTUM
 from tests.shell.train_api.test_protocol import Client, Server, new_client, served
 
 FLOODING = 3
@@ -15,7 +15,7 @@ QUOTA = 30
 RUNNING = 2
 LIMITS = f"max_pending_requests = 200\nmax_pending_per_tenant = {QUOTA}\nmax_running_requests = {RUNNING}"
 PASSES = 4
-MOST = RUNNING + FLOODING * (PER_TURN + 1)
+MOST = RUNNING + FLOODING * (OPERATIONS_PER_QUANTUM + 1)
 """Operations of others before one of ours: what the ranks have, and one turn of each other key, with what it may have
 saved up for one more."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.state import Endpoint
+from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.settings import Inference
 from tests.shell.train_endpoints.hostile import hostile, says
@@ -20,7 +20,7 @@ OK = "HTTP/1.1 200 OK\nConnection: close"
 
 @asynccontextmanager
 async def speaking_to(url: str, address: str = "127.0.0.1", **more: Any) -> AsyncIterator[EngineClient]:
-    endpoint = Endpoint("engine", url, address, "vllm", 0.0)
+    endpoint = InferenceEndpoint("engine", url, address, "vllm", 0.0)
     client = EngineClient(endpoint, Inference(allow=(url,), **more))
     try:
         yield client
@@ -42,7 +42,7 @@ async def test_only_the_address_that_it_had_is_connected_to_whatever_its_name_me
 
 async def test_what_the_settings_do_not_allow_any_more_is_not_spoken_to() -> None:
     with pytest.raises(StrataError) as refused:
-        EngineClient(Endpoint("engine", "http://127.0.0.1:8000", "127.0.0.1", "vllm", 0.0), Inference())
+        EngineClient(InferenceEndpoint("engine", "http://127.0.0.1:8000", "127.0.0.1", "vllm", 0.0), Inference())
     assert refused.value.code is Code.FORBIDDEN
 
 

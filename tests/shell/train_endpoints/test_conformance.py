@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from strata.testing.fake_vllm import BASE, FakeVllm
-from strata.train.core.state import Endpoint
+from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import Version, stale
 from strata.train.endpoints.vllm import VllmEngine
@@ -31,7 +31,7 @@ async def case(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
     first, second = (Version(f"run-v{n}", weights(tmp_path / str(n), f"weights {n}"), whole=whole) for n in (1, 2))
     async with FakeVllm() as fake:
         settings = Inference(allow=(fake.url,))
-        client = EngineClient(Endpoint("e", fake.url, "127.0.0.1", "vllm", 0.0), settings)
+        client = EngineClient(InferenceEndpoint("e", fake.url, "127.0.0.1", "vllm", 0.0), settings)
         engine = VllmEngine(client, settings)
 
         async def ask(version: Version) -> list[int]:

@@ -73,7 +73,7 @@ def site(served: Site) -> Site:
 
 
 async def listed(stack: Stack) -> dict[str, messages.EndpointView]:
-    found = await stack.look(messages.Endpoints, messages.ListEndpoints())
+    found = await stack.look(messages.EndpointList, messages.ListEndpoints())
     return {each.name: each for each in found.endpoints}
 
 
@@ -95,10 +95,10 @@ def sequences(stack: Stack, result: ops.Result) -> SampleResult:
 async def test_endpoints_are_added_once_listed_and_removed_and_survive_a_restart(site: Site) -> None:
     stack, url = site.stack, site.engine.url
     await stack.look(messages.Done, messages.AddEndpoint("engine", url, "vllm"))
-    other = await stack.look(messages.Refused, messages.AddEndpoint("engine", url, "transformers"))
+    other = await stack.look(messages.ErrorResponse, messages.AddEndpoint("engine", url, "transformers"))
     assert other.code is Code.CONFLICT
     for strange in ("http://169.254.169.254:80", "http://127.0.0.1:1", "file:///etc/passwd", "http://a@b", url + "/v1"):
-        refused = await stack.look(messages.Refused, messages.AddEndpoint("evil", strange, "vllm"))
+        refused = await stack.look(messages.ErrorResponse, messages.AddEndpoint("evil", strange, "vllm"))
         assert refused.code in (Code.FORBIDDEN, Code.INVALID)
     await stack.look(messages.Done, messages.AddEndpoint("second", url, "vllm"))
     await site.restart()
@@ -108,7 +108,7 @@ async def test_endpoints_are_added_once_listed_and_removed_and_survive_a_restart
     }
     await stack.look(messages.Done, messages.RemoveEndpoint("second"))
     assert list(await listed(stack)) == ["engine"]
-    gone = await stack.look(messages.Refused, messages.RemoveEndpoint("second"))
+    gone = await stack.look(messages.ErrorResponse, messages.RemoveEndpoint("second"))
     assert gone.code is Code.NOT_FOUND
 
 
@@ -134,7 +134,7 @@ async def test_an_endpoint_that_hangs_does_not_hold_up_training(site: Site) -> N
     for seq in (2, 3, 4):
         assert isinstance(await stack.result(await stack.submit(stack.step(model, seq))), ops.StepDone)
     told = await stack.watch(waiting)
-    assert isinstance(told, messages.Waiting)
+    assert isinstance(told, messages.QueuePosition)
     assert "endpoints are being told" in told.reason
     site.engine.release()
     result = await stack.result(waiting)
@@ -157,7 +157,7 @@ async def test_a_push_that_an_orchestrator_died_in_is_done_by_the_next_and_is_on
     assert site.versions(model) == [result.version]
     assert await stack.submit(ops.SyncWeights(model, 1, "one")) == future
     assert await stack.result(future) == result
-    saved = await stack.look(messages.Checkpoints, messages.ListCheckpoints(model))
+    saved = await stack.look(messages.CheckpointList, messages.ListCheckpoints(model))
     assert [each.path for each in saved.checkpoints] == [result.path]
 
 

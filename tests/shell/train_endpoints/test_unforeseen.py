@@ -14,7 +14,7 @@ from tests.shell.train_orchestrator.leaders import leading, settings_in
 
 async def test_a_task_that_ends_in_an_unforeseen_way_is_looked_at_again_after_a_pause(tmp_path: Path) -> None:
     clock = ManualClock()
-    ledger = await leading(MemoryJournal(clock), clock)
+    store = await leading(MemoryJournal(clock), clock)
 
     async def keep(result: ops.Result) -> ops.Result:
         return result
@@ -22,12 +22,12 @@ async def test_a_task_that_ends_in_an_unforeseen_way_is_looked_at_again_after_a_
     async def fail() -> None:
         raise LookupError("nobody foresaw this")
 
-    publisher = Publisher(settings_in(tmp_path), ledger, keep)
+    publisher = Publisher(settings_in(tmp_path), store, keep)
     running = asyncio.create_task(publisher.run())
     await clock.advance(0.0)
     publisher._begin("push p", fail)
     await clock.advance(AGAIN_S / 2)
-    looked = asyncio.create_task(ledger.news.wait())
+    looked = asyncio.create_task(store.publishable.wait())
     await clock.advance(AGAIN_S / 4)
     assert not looked.done()
     await clock.advance(AGAIN_S / 2)

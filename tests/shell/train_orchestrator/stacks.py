@@ -147,8 +147,8 @@ class Stack:
         )
         return accepted.future_id
 
-    async def refused(self, operation: ops.Operation, tenant: str = TENANT) -> messages.Refused:
-        return await self.ask(messages.Refused, RequestType.ADD, tenant, operation=operation)
+    async def refused(self, operation: ops.Operation, tenant: str = TENANT) -> messages.ErrorResponse:
+        return await self.ask(messages.ErrorResponse, RequestType.ADD, tenant, operation=operation)
 
     async def watch(self, future_id: str, wait_s: float = 0.0, tenant: str = TENANT) -> messages.Output:
         request = OrchestratorRequest(
@@ -163,9 +163,9 @@ class Stack:
         async with asyncio.timeout(ANSWER_S):
             while True:
                 output = await self.watch(future_id, 5.0, tenant)
-                if isinstance(output, messages.Finished):
+                if isinstance(output, messages.FutureResult):
                     return output.result
-                assert isinstance(output, messages.Waiting), output
+                assert isinstance(output, messages.QueuePosition), output
 
     async def model(self, number: int = 0, tenant: str = TENANT) -> str:
         session_id = f"session-{tenant}"

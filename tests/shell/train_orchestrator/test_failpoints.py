@@ -25,7 +25,7 @@ OF_CHECKPOINTS: Final = {
     "train.orchestrator.import_checked",
     "train.orchestrator.import_in_place",
 }
-"""Reached when checkpoints end or come from elsewhere: test_retention has those."""
+"""Reached when checkpoints end or come from elsewhere: test_checkpoint_gc has those."""
 OF_SNAPSHOTS: Final = {
     "train.orchestrator.snapshot_heard",
     "train.orchestrator.before_cut",

@@ -9,8 +9,8 @@ import pytest
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.journal.memory import MemoryJournal
-from strata.train.orchestrator.retention import Retention
-from strata.train.orchestrator.trimming import Trimming
+from strata.train.orchestrator.maintenance.checkpoint_gc import CheckpointGc
+from strata.train.orchestrator.maintenance.compaction import Compaction
 from tests.shell.train_orchestrator.leaders import RUN, leading, settings_in, with_a_model
 
 
@@ -21,10 +21,10 @@ async def test_a_sweep_of_whoever_leads_no_more_takes_no_checkpoint(tmp_path: Pa
     saved.mkdir(parents=True)
     leader = await leading(journal)
     with pytest.raises(StrataError) as refused:
-        await Retention(paused, settings).sweep()
+        await CheckpointGc(paused, settings).sweep()
     assert refused.value.code is Code.STALE
     assert saved.exists()
-    await Retention(leader, settings).sweep()
+    await CheckpointGc(leader, settings).sweep()
     assert not any(saved.parent.iterdir())
 
 
@@ -35,8 +35,8 @@ async def test_whoever_leads_no_more_takes_no_snapshot(tmp_path: Path) -> None:
     written.mkdir(parents=True)
     leader = await leading(journal)
     with pytest.raises(StrataError) as refused:
-        await Trimming(settings, journal, paused).run_once()
+        await Compaction(settings, journal, paused).run_once()
     assert refused.value.code is Code.STALE
     assert written.exists()
-    await Trimming(settings, journal, leader).run_once()
+    await Compaction(settings, journal, leader).run_once()
     assert not written.exists()

@@ -47,7 +47,7 @@ def rank0(settings: ServerSettings) -> Iterator[RankLink]:
     def serve() -> None:
         while (message := link.receive(ANSWER_S)) is not None:
             link.send(commands.Fenced(message.generation, "heard"))
-            if isinstance(message, commands.Ask):
+            if isinstance(message, commands.RankRequest):
                 return
 
     thread = Thread(target=serve)
@@ -73,7 +73,7 @@ async def heard(connection: RankConnection, generation: int) -> None:
 
 
 async def end(connection: RankConnection) -> None:
-    await connection.send(commands.Ask(1, 1, commands.Shutdown()))
+    await connection.send(commands.RankRequest(1, 1, commands.Shutdown()))
     async with asyncio.timeout(ANSWER_S):
         await connection.receive()
     connection.close()
@@ -119,7 +119,7 @@ async def test_whoever_speaks_hears_when_the_ranks_are_gone(tmp_path: Path) -> N
     context = zmq.asyncio.Context()
     with rank0(settings) as link:
         connection = await converse(context, link.endpoint, None, 1)
-        await connection.send(commands.Ask(1, 1, commands.Shutdown()))
+        await connection.send(commands.RankRequest(1, 1, commands.Shutdown()))
         assert isinstance(await connection.receive(), commands.Fenced)
     async with asyncio.timeout(ANSWER_S):
         await connection.lost()

@@ -57,10 +57,10 @@ async def test_a_large_batch_and_a_large_result_go_through_files(tmp_path: Path)
     async with running(tmp_path) as stack:
         model = await stack.model()
         batch = stack.batch(model, 1, [list(range(2000))] * 20)
-        assert isinstance(batch.payload, ops.Stored)
+        assert isinstance(batch.payload, ops.StoredPayload)
         result = await stack.result(await stack.submit(batch))
         assert isinstance(result, ops.PassDone)
-        assert isinstance(result.payload, ops.Stored)
+        assert isinstance(result.payload, ops.StoredPayload)
         assert len(stack.outputs(result).outputs) == 20
 
 
@@ -68,7 +68,7 @@ async def test_a_payload_that_is_lost_fails_its_operation_and_the_next_one_runs(
     async with running(tmp_path) as stack:
         model = await stack.model()
         batch = stack.batch(model, 1, [list(range(2000))] * 20)
-        assert isinstance(batch.payload, ops.Stored)
+        assert isinstance(batch.payload, ops.StoredPayload)
         next(stack.settings.payloads.glob(f"*/{batch.payload.sha256}")).write_bytes(b"something else")
         lost = await stack.result(await stack.submit(batch))
         assert isinstance(lost, ops.Failed)
@@ -94,11 +94,11 @@ async def test_who_waits_is_told_their_place_how_long_and_what_runs(tmp_path: Pa
         await stack.submit(stack.batch(model, 2, [[1]], pretend_s=1.0))
         await stack.submit(stack.batch(model, 3, [[1]]))
         last = await stack.submit(stack.batch(model, 4, [[1]]))
-        waiting = await stack.look(messages.Waiting, messages.WatchFuture(last, 0.0))
+        waiting = await stack.look(messages.QueuePosition, messages.WatchFuture(last, 0.0))
         assert waiting.reason.startswith("2nd in queue, ~")
         assert waiting.reason.endswith(f" s, running {TENANT}/forward_backward")
         held = await stack.submit(stack.step(model, 9))
-        waiting = await stack.look(messages.Waiting, messages.WatchFuture(held, 0.0))
+        waiting = await stack.look(messages.QueuePosition, messages.WatchFuture(held, 0.0))
         assert waiting.reason == "held until operation 5 of this model comes"
 
 
@@ -110,7 +110,7 @@ async def test_how_long_a_pass_without_its_way_back_takes_is_measured_by_itself(
         await stack.result(await stack.submit(first))
         await stack.submit(slow)
         last = await stack.submit(stack.batch(model, 3, [[1]]))
-        waiting = await stack.look(messages.Waiting, messages.WatchFuture(last, 0.0))
+        waiting = await stack.look(messages.QueuePosition, messages.WatchFuture(last, 0.0))
         assert re.fullmatch(rf"1st in queue, ~\d+ s, running {TENANT}/forward", waiting.reason)
 
 
@@ -118,7 +118,7 @@ async def test_a_watcher_hears_of_the_result_without_asking_again(tmp_path: Path
     async with running(tmp_path) as stack:
         model = await stack.model()
         slow = await stack.submit(stack.batch(model, 1, [[1]], pretend_s=0.3))
-        watching = [stack.look(messages.Finished, messages.WatchFuture(slow, 30.0)) for _ in range(3)]
+        watching = [stack.look(messages.FutureResult, messages.WatchFuture(slow, 30.0)) for _ in range(3)]
         assert len({each.result.payload.data for each in await asyncio.gather(*watching)}) == 1  # type: ignore[union-attr]
 
 
@@ -139,15 +139,15 @@ async def test_checkpoints_are_saved_listed_loaded_and_deleted(tmp_path: Path) -
         model = await stack.model()
         save = ops.SaveWeights(model, 1, "weights", "first", ttl_s=60.0, user_metadata={"a": "b"})
         assert await stack.result(await stack.submit(save)) == ops.WeightsSaved(f"tinker://{model}/weights/first")
-        listed = await stack.look(messages.Checkpoints, messages.ListCheckpoints(model))
+        listed = await stack.look(messages.CheckpointList, messages.ListCheckpoints(model))
         assert {each.name for each in listed.checkpoints} == {"000000", "first"}
-        view = await stack.look(messages.CheckpointView, messages.DescribeCheckpoint(model, "weights", "first"))
+        view = await stack.look(messages.ModelCheckpointView, messages.DescribeCheckpoint(model, "weights", "first"))
         assert view.size > 0
         assert view.expires_at_s == view.saved_at_s + 60.0
         load = ops.LoadWeights(model, 2, model, "weights", "first", optimizer=True)
         assert isinstance(await stack.result(await stack.submit(load)), ops.WeightsLoaded)
         await stack.look(messages.Done, messages.DeleteCheckpoint(model, "weights", "first"))
-        gone = await stack.look(messages.Refused, messages.DescribeCheckpoint(model, "weights", "first"))
+        gone = await stack.look(messages.ErrorResponse, messages.DescribeCheckpoint(model, "weights", "first"))
         assert gone.code is Code.NOT_FOUND
         assert not list(stack.settings.checkpoints.rglob("first@*"))
 
@@ -157,13 +157,13 @@ async def test_models_sessions_server_and_health_are_described(tmp_path: Path) -
         model = await stack.model()
         view = await stack.look(messages.ModelView, messages.DescribeModel(model))
         assert (view.arch, view.next_seq, view.unloaded) == ("pretended", 1, False)
-        assert len((await stack.look(messages.Models, messages.ListModels(), "bob")).models) == 0
-        sessions = await stack.look(messages.Sessions, messages.ListSessions())
+        assert len((await stack.look(messages.ModelList, messages.ListModels(), "bob")).models) == 0
+        sessions = await stack.look(messages.SessionList, messages.ListSessions())
         assert [each.models for each in sessions.sessions] == [[model]]
-        await stack.look(messages.Done, messages.BeatSession("session-alice"))
+        await stack.look(messages.Done, messages.SessionHeartbeat("session-alice"))
         await stack.look(messages.Done, messages.FinishSession("session-alice", "done"))
         assert isinstance(await stack.result(f"{model}:unload"), ops.ModelUnloaded)
-        health = await stack.look(messages.Health, messages.CheckHealth())
+        health = await stack.look(messages.HealthReport, messages.CheckHealth())
         assert (health.status, list(health.ranks)) == ("healthy", [0, 1])
         assert (await stack.look(messages.ServerView, messages.DescribeServer())).world_size == 2
 
@@ -173,5 +173,5 @@ async def test_a_request_without_its_content_is_refused_and_not_an_end(
     tmp_path: Path, request_type: RequestType
 ) -> None:
     async with running(tmp_path) as stack:
-        assert (await stack.ask(messages.Refused, request_type)).code is Code.INVALID
+        assert (await stack.ask(messages.ErrorResponse, request_type)).code is Code.INVALID
         assert (await stack.look(messages.ServerView, messages.DescribeServer())).ready

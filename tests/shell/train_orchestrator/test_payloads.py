@@ -19,7 +19,7 @@ from strata.train.payload import Payloads
 def test_what_is_kept_is_what_is_read(data: bytes, limit: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     payloads = Payloads(tmp_path_factory.getbasetemp() / "payloads")
     kept = payloads.keep(data, inline_bytes=limit)
-    assert isinstance(kept, ops.Inline) == (len(data) <= limit)
+    assert isinstance(kept, ops.InlinePayload) == (len(data) <= limit)
     assert payloads.read(kept) == data
 
 
@@ -39,7 +39,7 @@ def test_a_file_that_holds_something_else_is_corrupt_and_one_that_is_gone_is_not
     with pytest.raises(StrataError) as refused:
         payloads.read(stored)
     assert refused.value.code is Code.CORRUPT
-    payloads.forget(stored)
+    payloads.remove(stored)
     with pytest.raises(StrataError) as refused:
         payloads.read(stored)
     assert refused.value.code is Code.NOT_FOUND
@@ -48,7 +48,7 @@ def test_a_file_that_holds_something_else_is_corrupt_and_one_that_is_gone_is_not
 @pytest.mark.parametrize("name", ["../../etc/passwd", "A" * 64, "", "0" * 63])
 def test_a_digest_is_a_digest_and_never_a_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(StrataError) as refused:
-        Payloads(tmp_path).read(ops.Stored(name, 1))
+        Payloads(tmp_path).read(ops.StoredPayload(name, 1))
     assert refused.value.code is Code.INVALID
 
 
@@ -89,11 +89,11 @@ def test_what_was_brought_again_while_it_was_removed_outlives_the_death_of_its_r
 
     failpoint.arm("train.payload.aside", brought_again)
     with pytest.raises(StrataError):
-        payloads.forget_all_but(set(), 5.0)
+        payloads.remove_unreferenced(set(), 5.0)
     assert not file.exists(), "the failpoint was not reached"
-    assert payloads.forget_all_but(set(), 5.0) == (0, 1)
+    assert payloads.remove_unreferenced(set(), 5.0) == (0, 1)
     assert payloads.read(stored) == b"x" * 99
-    assert payloads.forget_all_but(set(), 10.0) == (1, 0)
+    assert payloads.remove_unreferenced(set(), 10.0) == (1, 0)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -102,6 +102,6 @@ def test_what_is_needed_outlives_the_death_of_its_remover_however_old_it_is(tmp_
     stored = payloads.store(b"x" * 99)
     failpoint.arm("train.payload.aside", failpoint.fail)
     with pytest.raises(StrataError):
-        payloads.forget_all_but(set(), float("inf"))
-    assert payloads.forget_all_but({stored.sha256}, float("inf")) == (0, 0)
+        payloads.remove_unreferenced(set(), float("inf"))
+    assert payloads.remove_unreferenced({stored.sha256}, float("inf")) == (0, 0)
     assert payloads.read(stored) == b"x" * 99

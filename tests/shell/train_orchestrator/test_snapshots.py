@@ -188,7 +188,7 @@ def payloads(stack: Stack) -> set[str]:
 def payload_of(stack: Stack, model: str, seq: int) -> str:
     """The digest of what `train` sends; asking for it stores it once more."""
     operation = large_batch(stack, model, seq)
-    assert isinstance(operation.payload, ops.Stored)
+    assert isinstance(operation.payload, ops.StoredPayload)
     return operation.payload.sha256
 
 
@@ -220,7 +220,7 @@ async def sample(stack: Stack, sampler: str, seq: int) -> object:
     params = SampleParams(max_tokens=4, seed=3, end_tokens=False)
     done = await stack.result(await stack.submit(Sample(sampler, seq, prompt, params)))
     assert isinstance(done, ops.SampleDone)
-    assert isinstance(done.payload, ops.Inline)
+    assert isinstance(done.payload, ops.InlinePayload)
     return decode_result(done.payload.data)
 
 

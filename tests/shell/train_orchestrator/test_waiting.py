@@ -8,7 +8,7 @@ import pytest
 
 from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
-from strata.train.orchestrator.request_processor import AGAIN_S, waited_for
+from strata.train.orchestrator.request_processor import RETRY_S, retry_unavailable
 
 
 class Store:
@@ -25,17 +25,17 @@ class Store:
 
 async def test_what_is_out_of_reach_is_tried_again_until_it_is_there() -> None:
     clock, store = ManualClock(), Store(Code.UNAVAILABLE, 3)
-    reading = asyncio.create_task(waited_for(store.read, clock, 60.0))
-    await clock.advance(3 * AGAIN_S)
+    reading = asyncio.create_task(retry_unavailable(store.read, clock, 60.0))
+    await clock.advance(3 * RETRY_S)
     assert await reading == "content"
 
 
 async def test_what_stays_out_of_reach_fails_when_the_time_of_an_operation_is_over() -> None:
     clock, store = ManualClock(), Store(Code.UNAVAILABLE, 1000)
-    reading = asyncio.create_task(waited_for(store.read, clock, 60.0))
+    reading = asyncio.create_task(retry_unavailable(store.read, clock, 60.0))
     await clock.advance(59.0)
     assert not reading.done()
-    await clock.advance(2 * AGAIN_S)
+    await clock.advance(2 * RETRY_S)
     with pytest.raises(StrataError, match="does not answer"):
         await reading
 
@@ -43,5 +43,5 @@ async def test_what_stays_out_of_reach_fails_when_the_time_of_an_operation_is_ov
 @pytest.mark.parametrize("code", [Code.NOT_FOUND, Code.CORRUPT])
 async def test_what_is_lost_is_not_waited_for(code: Code) -> None:
     with pytest.raises(StrataError) as lost:
-        await waited_for(Store(code, 1).read, ManualClock(), 60.0)
+        await retry_unavailable(Store(code, 1).read, ManualClock(), 60.0)
     assert lost.value.code is code

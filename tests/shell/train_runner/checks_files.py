@@ -71,7 +71,7 @@ def a_step_with_numbers_that_are_none_is_refused_and_endless_gradients_too(drive
     model = trained(driver, "odd")
     before = driver.state(model)
     for adam in (ops.AdamParams(learning_rate=-1), ops.AdamParams(beta1=1.0), ops.AdamParams(eps=float("nan"))):
-        (result,) = driver.do(commands.Steps([ops.OptimStep(model, 1, adam)]))
+        (result,) = driver.do(commands.StepsCommand([ops.OptimStep(model, 1, adam)]))
         assert isinstance(result, ops.Failed)
         assert result.category == "user"
     assert apart_by(before, driver.state(model)) == 0
@@ -93,7 +93,9 @@ def steps_made_together_are_bit_for_bit_those_made_alone(driver: Driver, found: 
                 ops.OptimStep(name, number, ops.AdamParams(learning_rate=-1 if name == "refused" else 0.01))
                 for name in names
             ]
-            works = [commands.Steps(orders)] if together else [commands.Steps([order]) for order in orders]
+            works = (
+                [commands.StepsCommand(orders)] if together else [commands.StepsCommand([order]) for order in orders]
+            )
             results = [result for work in works for result in driver.do(work)]
             assert [isinstance(result, ops.Failed) for result in results] == [name == "refused" for name in names]
         states.append({name: driver.state(name) for name in names})
@@ -179,14 +181,14 @@ def sleep_frees_and_wake_restores_bit_for_bit(driver: Driver, found: Found) -> N
     runner = driver.dispatcher._runner
     parts = list(runner._tensors())
     kept = [part.clone() for part in parts]
-    (asleep,) = driver.do(commands.Manage(ops.Sleep()))
+    (asleep,) = driver.do(commands.ManageModel(ops.Sleep()))
     assert isinstance(asleep, ops.Asleep)
     assert asleep.freed_bytes >= sum(part.numel() * part.element_size() for part in kept)
     assert all(part.untyped_storage().nbytes() == 0 for part in parts)
-    _refuses(driver.do(commands.Steps([ops.OptimStep(model, 1, ops.AdamParams())]))[0], "server", "sleeps")
+    _refuses(driver.do(commands.StepsCommand([ops.OptimStep(model, 1, ops.AdamParams())]))[0], "server", "sleeps")
     _refuses(driver.passes((model, batch()))[0], "server", "sleeps")
-    assert driver.do(commands.Manage(ops.Sleep())) == [ops.Asleep(0)]
-    assert driver.do(commands.Manage(ops.Wake())) == [ops.Awake()]
+    assert driver.do(commands.ManageModel(ops.Sleep())) == [ops.Asleep(0)]
+    assert driver.do(commands.ManageModel(ops.Wake())) == [ops.Awake()]
     for part, before in zip(parts, kept, strict=True):
         assert torch.equal(part, before)
     once = driver.gradient(model)

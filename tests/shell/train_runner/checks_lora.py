@@ -130,7 +130,7 @@ def weights_are_any_real_numbers(driver: Driver, found: Found) -> None:
 def zero_weights_give_logprobs_and_no_gradient(driver: Driver, found: Found) -> None:
     model = trained(driver, "zero")
     expected = logprobs_of(driver.train(model, [datum(3, 8)]))[0]
-    driver.do(commands.Manage(ops.AbortGradients(model, 1)))
+    driver.do(commands.ManageModel(ops.AbortGradients(model, 1)))
     result = driver.train(model, [datum(3, 8, weights=np.zeros(8))])
     np.testing.assert_array_equal(logprobs_of(result)[0], expected)
     assert loss_of(result) == 0
@@ -155,7 +155,7 @@ def forward_only_leaves_gradients_untouched(driver: Driver, found: Found) -> Non
 def aborted_gradients_are_gone(driver: Driver, found: Found) -> None:
     model = trained(driver, "abort")
     driver.train(model, batch())
-    assert driver.do(commands.Manage(ops.AbortGradients(model, 1))) == [ops.GradientsAborted()]
+    assert driver.do(commands.ManageModel(ops.AbortGradients(model, 1))) == [ops.GradientsAborted()]
     assert max(float(value.abs().max()) for value in driver.gradient(model).values()) == 0
     driver.unload(model)
 
@@ -260,7 +260,7 @@ def gradients_that_are_not_finite_beside_a_broken_model_are_computed_again(drive
     outcome(results[1])
     assert isinstance(results[2], ops.Failed), results[2]
     assert apart_by(gradient, driver.gradient(mine)) < CLOSE
-    (stepped,) = driver.do(commands.Steps([ops.OptimStep(steep, 1, ops.AdamParams())]))
+    (stepped,) = driver.do(commands.StepsCommand([ops.OptimStep(steep, 1, ops.AdamParams())]))
     assert isinstance(stepped, ops.Failed), stepped
     assert "the norm of the gradients is" in stepped.message
     for model in (mine, broken, steep):
@@ -283,7 +283,7 @@ def a_request_that_cannot_be_computed_fails_alone(driver: Driver, found: Found) 
     driver.train(model, batch())
     assert apart_by(alone, driver.gradient(model)) < CLOSE
     (broken,) = driver.do(
-        commands.Pass(False, [commands.PassItem("r", model, ops.LossName.DRO, {}, b"?")], [[[]]] * driver.ranks)
+        commands.PassCommand(False, [commands.PassItem("r", model, ops.LossName.DRO, {}, b"?")], [[[]]] * driver.ranks)
     )
     assert isinstance(broken, ops.Failed)
     assert broken.category == "user"
@@ -319,7 +319,7 @@ def a_model_without_a_seed_begins_the_same_every_time_and_another_differently(dr
 
 def what_does_not_fit_is_not_created(driver: Driver, found: Found) -> None:
     def refused(name: str, lora: ops.LoraConfig | None) -> str:
-        (result,) = driver.do(commands.Manage(ops.CreateModel(name, "tiny", lora)))
+        (result,) = driver.do(commands.ManageModel(ops.CreateModel(name, "tiny", lora)))
         assert isinstance(result, ops.Failed), result
         return result.message
 

@@ -57,7 +57,7 @@ def what_fails_or_only_looks_adds_nothing(driver: Driver, found: Found) -> None:
     driver.train("careful", batch(seed=3), forward_only=True)
     assert apart_by(expected, driver.gradient("careful")) == 0
     driver.train("careful", batch())
-    assert driver.do(commands.Manage(ops.AbortGradients("careful", 1))) == [ops.GradientsAborted()]
+    assert driver.do(commands.ManageModel(ops.AbortGradients("careful", 1))) == [ops.GradientsAborted()]
     assert max(float(value.abs().max()) for value in driver.gradient("careful").values()) == 0
     driver.unload("careful")
 
@@ -93,11 +93,11 @@ def training_goes_on_from_a_checkpoint_and_the_next_model_begins_with_the_base(d
 
 def one_model_owns_the_base(driver: Driver, found: Found) -> None:
     driver.create("owner", None)
-    (second,) = driver.do(commands.Manage(ops.CreateModel("guest", "tiny", None)))
+    (second,) = driver.do(commands.ManageModel(ops.CreateModel("guest", "tiny", None)))
     assert isinstance(second, ops.Failed)
     assert second.category == "server"
     driver.unload("owner")
-    (adapter,) = driver.do(commands.Manage(ops.CreateModel("guest", "tiny", ops.LoraConfig())))
+    (adapter,) = driver.do(commands.ManageModel(ops.CreateModel("guest", "tiny", ops.LoraConfig())))
     assert isinstance(adapter, ops.Failed)
     assert adapter.category == "user"
 
@@ -120,10 +120,10 @@ def sleep_and_wake_change_nothing(driver: Driver, found: Found) -> None:
     driver.train("sleepy", batch())
     driver.step("sleepy", learning_rate=1e-3)
     expected = driver.state("sleepy")
-    (asleep,) = driver.do(commands.Manage(ops.Sleep()))
+    (asleep,) = driver.do(commands.ManageModel(ops.Sleep()))
     assert isinstance(asleep, ops.Asleep)
     assert asleep.freed_bytes >= 3 * 4 * driver.dispatcher._runner.base.parameters
-    assert driver.do(commands.Manage(ops.Wake())) == [ops.Awake()]
+    assert driver.do(commands.ManageModel(ops.Wake())) == [ops.Awake()]
     assert apart_by(expected, driver.state("sleepy")) == 0
     driver.train("sleepy", batch())
     driver.step("sleepy", learning_rate=1e-3)

@@ -118,11 +118,11 @@ class Driver:
         self.generation = 0
         self.attach()
 
-    def attach(self) -> commands.Attached:
+    def attach(self) -> commands.AttachReply:
         """As the next orchestrator."""
         self.generation += 1
         attached = self.say(commands.Attach(self.generation, "train/kit"))
-        assert isinstance(attached, commands.Attached), attached
+        assert isinstance(attached, commands.AttachReply), attached
         return attached
 
     def say(self, message: commands.ToRank) -> commands.FromRank:
@@ -131,17 +131,17 @@ class Driver:
 
     def do(self, work: commands.Work) -> Sequence[ops.Result]:
         self.number += 1
-        reply = self.say(commands.Command(self.generation, self.number, work, self.number - 1))
-        assert isinstance(reply, commands.Reply), reply
+        reply = self.say(commands.DispatchCommand(self.generation, self.number, work, self.number - 1))
+        assert isinstance(reply, commands.DispatchReply), reply
         assert reply.number == self.number
         return reply.results
 
     def create(self, name: str, lora: ops.LoraConfig | None, schedule: ops.Schedule | None = None) -> None:
-        (result,) = self.do(commands.Manage(ops.CreateModel(name, "tiny", lora, schedule)))
+        (result,) = self.do(commands.ManageModel(ops.CreateModel(name, "tiny", lora, schedule)))
         assert result == ops.ModelCreated(name), result
 
     def unload(self, name: str) -> None:
-        assert self.do(commands.Manage(ops.UnloadModel(name))) == [ops.ModelUnloaded(name)]
+        assert self.do(commands.ManageModel(ops.UnloadModel(name))) == [ops.ModelUnloaded(name)]
 
     def passes(
         self,
@@ -158,7 +158,7 @@ class Driver:
             )
             for number, (model, datums) in enumerate(items)
         ]
-        return self.do(commands.Pass(forward_only, made, layout([datums for _, datums in items], self.ranks)))
+        return self.do(commands.PassCommand(forward_only, made, layout([datums for _, datums in items], self.ranks)))
 
     def train(self, model: str, datums: Sequence[ops.Datum], **options: Any) -> ops.PassResult:
         (result,) = self.passes((model, datums), **options)
@@ -166,7 +166,7 @@ class Driver:
 
     def step(self, model: str, **adam: float) -> Mapping[str, float]:
         self.seq += 1
-        (result,) = self.do(commands.Steps([ops.OptimStep(model, self.seq, ops.AdamParams(**adam))]))
+        (result,) = self.do(commands.StepsCommand([ops.OptimStep(model, self.seq, ops.AdamParams(**adam))]))
         assert isinstance(result, ops.StepDone), result
         return result.metrics
 
@@ -202,7 +202,7 @@ class Driver:
 
 def outcome(result: ops.Result) -> ops.PassResult:
     assert isinstance(result, ops.PassDone), result
-    assert isinstance(result.payload, ops.Inline)
+    assert isinstance(result.payload, ops.InlinePayload)
     return ops.decode_pass_result(result.payload.data)
 
 

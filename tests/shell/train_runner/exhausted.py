@@ -66,14 +66,16 @@ def main(out: Path) -> None:
             for name, one in (("greedy", greedy), ("modest", short))
         ]
         # The first rank has the short row, the second both.
-        return [*driver.do(commands.Pass(False, items, [[[]], [[segment(0, 0), segment(1, 0)]]]))]
+        return [*driver.do(commands.PassCommand(False, items, [[[]], [[segment(0, 0), segment(1, 0)]]]))]
 
     together, after = passed(long), passed(short)
-    steps = driver.do(commands.Steps([ops.OptimStep(name, 2, ops.AdamParams()) for name in ("greedy", "modest")]))
+    steps = driver.do(
+        commands.StepsCommand([ops.OptimStep(name, 2, ops.AdamParams()) for name in ("greedy", "modest")])
+    )
     norms = [one.metrics["grad_norm"] if isinstance(one, ops.StepDone) else -1.0 for one in steps]
     outcome = Outcome(together, after, norms, runner.memory.row_tokens)
     out.write_bytes(msgspec.msgpack.encode(outcome))
-    dispatcher.run_once(commands.Ask(driver.generation, 1, commands.Shutdown()))
+    dispatcher.run_once(commands.RankRequest(driver.generation, 1, commands.Shutdown()))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def main(out: Path, *, once_more: bool) -> None:
         driver = Driver(dispatcher, link, ranks.size, folder / str(number))
         for check in checks:
             _run(f"{number}:{check.__name__}", check, driver, found)
-        dispatcher.run_once(commands.Ask(driver.generation, 1, commands.Shutdown()))
+        dispatcher.run_once(commands.RankRequest(driver.generation, 1, commands.Shutdown()))
         print(f"stage {number} {model} {options} {perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     if ranks.first:
         out.write_text(json.dumps({"checks": found.outcomes, "numbers": found.numbers}), encoding="utf-8")
@@ -107,7 +107,7 @@ def _run(name: str, check: Callable[[Driver, Found], None], driver: Driver, foun
     else:
         found.outcomes[name] = ""
     # A check that failed has left its models: they must not fail those that come after it.
-    driver.do(commands.Manage(ops.Wake()))
+    driver.do(commands.ManageModel(ops.Wake()))
     for model in [*driver.dispatcher._runner.models]:
         driver.unload(model)
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from strata.base import failpoint
 from strata.train.core import commands, ops
-from strata.train.core.sampling import Added, Quantum, QuantumDone, Sample, SampleParams
+from strata.train.core.sampling import AddedSample, Sample, SampleParams, SamplingSlice, SliceResult
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
                 found = traceback.format_exc(limit=-4)
             name = f"{training}-{life.__name__}.txt"
             (folder / name).write_text(found, encoding="utf-8")
-            driver.dispatcher.run_once(commands.Ask(driver.generation, 1, commands.Shutdown()))
+            driver.dispatcher.run_once(commands.RankRequest(driver.generation, 1, commands.Shutdown()))
     dist.destroy_process_group()
 
 
@@ -81,7 +81,7 @@ def make_one(driver: Driver, runner: ModelRunner, folder: Path) -> None:
     assert isinstance(busy, ops.Failed), "a second one is not begun before the first is written"
     # The ranks train while it is written, and what they change then is not in it.
     driver.train("m", batch(seed=5))
-    driver.do(commands.Manage(ops.AbortGradients("m", 4)))
+    driver.do(commands.ManageModel(ops.AbortGradients("m", 4)))
     go.set()
     runner.snapshots.join(WAIT_S)
     driver.dispatcher.tell_written()
@@ -107,10 +107,10 @@ def go_on(driver: Driver) -> dict[str, torch.Tensor]:
     prompt = array.array("i", [5, 6, 7, 8]).tobytes()
     params = SampleParams(max_tokens=6, seed=1, end_tokens=False)
     driver.number += 1
-    quantum = Quantum(8, [Added("copy:0", Sample("copy", 0, prompt, params, prompt_logprobs=True))])
-    reply = driver.say(commands.Command(driver.generation, driver.number, quantum, driver.number - 1))
-    assert isinstance(reply, commands.Reply)
-    assert isinstance(reply.sampled, QuantumDone)
+    quantum = SamplingSlice(8, [AddedSample("copy:0", Sample("copy", 0, prompt, params, prompt_logprobs=True))])
+    reply = driver.say(commands.DispatchCommand(driver.generation, driver.number, quantum, driver.number - 1))
+    assert isinstance(reply, commands.DispatchReply)
+    assert isinstance(reply.sampled, SliceResult)
     (ended,) = reply.sampled.ended
     sampled = ended.outcome.sequences[0]  # type: ignore[union-attr]
     state["sampled"] = torch.frombuffer(bytearray(sampled.logprobs), dtype=torch.float32)

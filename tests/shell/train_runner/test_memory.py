@@ -59,7 +59,7 @@ def test_a_pass_that_is_replayed_is_not_rejected_for_the_memory_that_is_free_now
         driver.create("m", ops.LoraConfig(rank=4, seed=1))
         data = ops.encode_pass_data(ops.PassData([datum(1, 20)]))
         item = commands.PassItem("r", "m", ops.LossName.CROSS_ENTROPY, {}, data)
-        live = commands.Pass(False, [item], [[[commands.Segment(0, 0)]]])
+        live = commands.PassCommand(False, [item], [[[commands.Segment(0, 0)]]])
         (rejected,) = driver.do(live)
         (done,) = driver.do(msgspec.structs.replace(live, replayed=True))
     assert isinstance(rejected, ops.Failed)

@@ -78,7 +78,7 @@ class Orchestrator:
         self._context = context
         self._ranks = ranks
 
-    async def attach(self) -> commands.Attached:
+    async def attach(self) -> commands.AttachReply:
         async with asyncio.timeout(LONGEST_S):
             connection = await connect_rank(
                 self._context, self._ranks.endpoint, None, ConnectRequest(self.generation, 1)
@@ -86,7 +86,7 @@ class Orchestrator:
         assert connection is not None
         self.connection = connection
         attached = await self.say(commands.Attach(self.generation, "train/test"))
-        assert isinstance(attached, commands.Attached), attached
+        assert isinstance(attached, commands.AttachReply), attached
         return attached
 
     async def say(self, message: commands.ToRank) -> commands.FromRank:
@@ -94,22 +94,22 @@ class Orchestrator:
             await self.connection.send(message)
             return await self.connection.receive()
 
-    async def do(self, number: int, work: commands.Work, durable: int = 0) -> commands.Reply:
-        reply = await self.say(commands.Command(self.generation, number, work, durable))
-        assert isinstance(reply, commands.Reply), reply
+    async def do(self, number: int, work: commands.Work, durable: int = 0) -> commands.DispatchReply:
+        reply = await self.say(commands.DispatchCommand(self.generation, number, work, durable))
+        assert isinstance(reply, commands.DispatchReply), reply
         return reply
 
 
-def step(model: str) -> commands.Steps:
-    return commands.Steps([ops.OptimStep(model, 2, ops.AdamParams())])
+def step(model: str) -> commands.StepsCommand:
+    return commands.StepsCommand([ops.OptimStep(model, 2, ops.AdamParams())])
 
 
-def one_pass(model: str) -> commands.Pass:
+def one_pass(model: str) -> commands.PassCommand:
     tokens = np.arange(8, dtype="<i4")
     targets = ops.Dense(ops.DType.I64, (8,), np.arange(1, 9, dtype="<i8").tobytes())
     data = ops.encode_pass_data(ops.PassData([ops.Datum(tokens.tobytes(), {"target_tokens": targets})]))
     item = commands.PassItem("r", model, ops.LossName.CROSS_ENTROPY, {}, data)
-    return commands.Pass(False, [item], [[[]], [[commands.Segment(0, 0)]]])
+    return commands.PassCommand(False, [item], [[[]], [[commands.Segment(0, 0)]]])
 
 
 @pytest.fixture
@@ -128,9 +128,9 @@ async def test_the_ranks_serve_one_orchestrator_after_the_other_and_do_every_dis
         assert (attached.world_size, attached.applied) == (2, 0)
         assert (attached.model.name, attached.model.arch, attached.model.full) == ("tiny", "llama", False)
         lora = ops.LoraConfig(rank=2, seed=1)
-        created = await first.do(1, commands.Manage(ops.CreateModel("m", "tiny", lora)))
+        created = await first.do(1, commands.ManageModel(ops.CreateModel("m", "tiny", lora)))
         assert created.results == [ops.ModelCreated("m")]
-        await first.connection.send(commands.Command(1, 2, one_pass("m"), 1))
+        await first.connection.send(commands.DispatchCommand(1, 2, one_pass("m"), 1))
 
         second = Orchestrator(context, ranks, generation=2)
         attached = await second.attach()
@@ -140,12 +140,12 @@ async def test_the_ranks_serve_one_orchestrator_after_the_other_and_do_every_dis
         assert passed.timing.tokens == 8
         stepped = await second.do(3, step("m"), durable=1)
         assert (await second.do(3, step("m"), durable=1)).results == stepped.results
-        await second.do(4, commands.Manage(ops.CreateModel("twin", "tiny", lora)))
+        await second.do(4, commands.ManageModel(ops.CreateModel("twin", "tiny", lora)))
         await second.do(5, one_pass("twin"))
         assert (await second.do(6, step("twin"))).results == stepped.results, "the pass counted once"
-        healthy = await second.say(commands.Ask(2, 5, commands.HealthCheck()))
-        assert healthy == commands.Healthy(2, 5, [0, 1])
-        assert isinstance(await second.say(commands.Ask(2, 7, commands.Shutdown())), commands.Healthy)
+        healthy = await second.say(commands.RankRequest(2, 5, commands.HealthCheck()))
+        assert healthy == commands.HealthReply(2, 5, [0, 1])
+        assert isinstance(await second.say(commands.RankRequest(2, 7, commands.Shutdown())), commands.HealthReply)
         assert await asyncio.to_thread(ranks.process.wait, LONGEST_S) == 0
         second.connection.close()
 

@@ -57,10 +57,10 @@ def life(driver: Driver, seed: int, steps: int = 40) -> list[str]:
             case "step":
                 heard.append(str(driver.step(chosen[0], learning_rate=0.02)["grad_norm"]))
             case "abort":
-                driver.do(commands.Manage(ops.AbortGradients(chosen[0], 1)))
+                driver.do(commands.ManageModel(ops.AbortGradients(chosen[0], 1)))
             case "sleep":
-                driver.do(commands.Manage(ops.Sleep()))
-                driver.do(commands.Manage(ops.Wake()))
+                driver.do(commands.ManageModel(ops.Sleep()))
+                driver.do(commands.ManageModel(ops.Wake()))
             case "load":
                 assert isinstance(driver.save(chosen[0], f"kept-{number}"), ops.WeightsSaved)
                 assert isinstance(driver.load(chosen[-1], f"kept-{number}"), ops.WeightsLoaded | ops.Failed)
@@ -106,7 +106,7 @@ def test_who_was_used_least_recently_makes_room_and_goes_to_disk_beyond_the_boun
 def test_a_model_too_many_is_refused_with_a_reason_and_one_that_goes_makes_room(drivers: MakeDriver) -> None:
     driver = drivers("many", slots=2, max_models=5)
     create_all(driver)
-    more = commands.Manage(ops.CreateModel("more", "tiny", ops.LoraConfig(rank=1, alpha=1.0, seed=0)))
+    more = commands.ManageModel(ops.CreateModel("more", "tiny", ops.LoraConfig(rank=1, alpha=1.0, seed=0)))
     (refused,) = driver.do(more)
     assert isinstance(refused, ops.Failed)
     assert "all 5 places for models are taken" in refused.message

@@ -14,14 +14,14 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import (
-    Added,
-    Quantum,
-    QuantumDone,
+    AddedSample,
     Sample,
     SampledSequence,
     SampleOutcome,
     SampleParams,
     SampleResult,
+    SamplingSlice,
+    SliceResult,
     TopLogprobs,
 )
 from strata.train.runner.collectives import RankGroup
@@ -61,9 +61,9 @@ class Stage:
         *,
         eager: bool = False,
         share: str = "",
-    ) -> QuantumDone:
-        added = [Added(request_id, sample, share) for request_id, sample in (add or {}).items()]
-        parts = self.spread.cut(Quantum(steps, added, cancel, eager))
+    ) -> SliceResult:
+        added = [AddedSample(request_id, sample, share) for request_id, sample in (add or {}).items()]
+        parts = self.spread.cut(SamplingSlice(steps, added, cancel, eager))
         encoded = [encode(part) for part in parts]
         if self.ranks.size > 1:
             self.ranks.announce(QUANTUM, [len(part) for part in encoded])

@@ -9,7 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from strata.train.core.sampling import Added, Quantum, SampledSequence, SampleFailed, SampleParams, SampleResult
+from strata.train.core.sampling import (
+    AddedSample,
+    SampledSequence,
+    SampleFailed,
+    SampleParams,
+    SampleResult,
+    SamplingSlice,
+)
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.sampling.scatter import RankSampled, SampleScatter
 from tests.shell.train_sampler.on_ranks import scenes
@@ -45,8 +52,8 @@ def sequence(index: int) -> SampledSequence:
 
 def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None:
     spread = SampleScatter(2, lambda sample: sample.length, 10)
-    added = [Added("large", ask(prompt_of(1, 30))), Added("many", ask(prompt_of(1, 10), num=5))]
-    first, second = spread.cut(Quantum(1, added))
+    added = [AddedSample("large", ask(prompt_of(1, 30))), AddedSample("many", ask(prompt_of(1, 10), num=5))]
+    first, second = spread.cut(SamplingSlice(1, added))
     assert [(one.request_id, one.indices, one.prompt) for one in first.add] == [
         ("large", [0], True),
         ("many", [3], False),
@@ -55,20 +62,20 @@ def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None
     ended = msgspec.structs.replace(NOTHING, sequences=[("many", 3, sequence(3))])
     others = msgspec.structs.replace(NOTHING, sequences=[("many", index, sequence(index)) for index in (4, 1, 0, 2)])
     assert not spread.put_together([ended, NOTHING]).ended
-    spread.cut(Quantum(1))
+    spread.cut(SamplingSlice(1))
     (done,) = spread.put_together([NOTHING, others]).ended
     assert done.outcome == SampleResult([sequence(index) for index in range(5)])
-    _, again = spread.cut(Quantum(1, [Added("next", ask(prompt_of(1, 10)))]))
+    _, again = spread.cut(SamplingSlice(1, [AddedSample("next", ask(prompt_of(1, 10)))]))
     assert [one.request_id for one in again.add] == ["next"]
 
 
 def test_a_request_that_fails_on_one_rank_is_taken_back_from_the_others() -> None:
     spread = SampleScatter(2, lambda sample: sample.length, 10)
-    spread.cut(Quantum(1, [Added("it", ask(prompt_of(1, 10), num=4))]))
+    spread.cut(SamplingSlice(1, [AddedSample("it", ask(prompt_of(1, 10), num=4))]))
     done = spread.put_together([msgspec.structs.replace(NOTHING, failed=[("it", "broken")]), NOTHING])
     assert done.ended[0].outcome == SampleFailed("user", "broken")
     assert done.requests == 0
-    parts = spread.cut(Quantum(1))
+    parts = spread.cut(SamplingSlice(1))
     assert [list(part.cancel) for part in parts] == [["it"], ["it"]]
     late = msgspec.structs.replace(NOTHING, sequences=[("it", 1, sequence(1))])
     assert not spread.put_together([NOTHING, late]).ended
@@ -76,7 +83,7 @@ def test_a_request_that_fails_on_one_rank_is_taken_back_from_the_others() -> Non
 
 def test_every_rank_is_told_of_all_samplers_in_use_so_that_they_meet() -> None:
     spread = SampleScatter(3, lambda sample: sample.length, 10)
-    added = [Added(name, ask(prompt_of(1, 5), name)) for name in ("b", "a")]
-    parts = spread.cut(Quantum(1, added))
+    added = [AddedSample(name, ask(prompt_of(1, 5), name)) for name in ("b", "a")]
+    parts = spread.cut(SamplingSlice(1, added))
     assert [part.samplers for part in parts] == [["a", "b"]] * 3
     assert SampleParams() == added[0].sample.params

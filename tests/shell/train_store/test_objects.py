@@ -22,7 +22,7 @@ from strata.testing.s3 import S3Server
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import messages, ops
-from strata.train.orchestrator.storage import Storage
+from strata.train.orchestrator.maintenance.replication import CheckpointReplicator
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.store.objects import ObjectStore
@@ -124,10 +124,10 @@ async def test_only_copies_that_the_facts_say_are_gone_are_deleted_and_only_by_w
     paused = await with_a_model(journal)
     leader = await leading(journal)
     with pytest.raises(StrataError) as refused:
-        await Storage(paused, store, tmp_path / "there", tmp_path / "beside").run_once()
+        await CheckpointReplicator(paused, store, tmp_path / "there", tmp_path / "beside").run_once()
     assert refused.value.code is Code.STALE
     assert await store.names() == ({ours, lost}, set())
-    await Storage(leader, store, tmp_path / "there", tmp_path / "beside").run_once()
+    await CheckpointReplicator(leader, store, tmp_path / "there", tmp_path / "beside").run_once()
     assert await store.names() == ({lost}, set())
 
 
@@ -137,9 +137,11 @@ async def test_a_disk_that_takes_nothing_fails_what_asks_for_the_copy_and_nothin
     store = ObjectStore(s3.store(s3.create_bucket()), "p")
     await store.put(made(tmp_path / "here" / "a"), NAME)
     (tmp_path / "file").write_text("no folder")
-    storage = Storage(await leading(MemoryJournal(SystemClock())), store, tmp_path / "there", tmp_path / "file" / "b")
+    storage = CheckpointReplicator(
+        await leading(MemoryJournal(SystemClock())), store, tmp_path / "there", tmp_path / "file" / "b"
+    )
     with pytest.raises(StrataError, match="cannot bring back") as refused:
-        await storage.bring(NAME)
+        await storage.fetch(NAME)
     assert refused.value.code is Code.NOT_FOUND
 
 
@@ -152,9 +154,9 @@ async def test_a_store_that_does_not_answer_is_out_of_reach_and_not_empty(tmp_pa
         client_options={"allow_http": True},
         retry_config={"max_retries": 0},
     )
-    ledger = await leading(MemoryJournal(SystemClock()))
+    store = await leading(MemoryJournal(SystemClock()))
     with pytest.raises(StrataError, match="cannot bring back") as refused:
-        await Storage(ledger, ObjectStore(nobody, "p"), tmp_path / "there", tmp_path / "beside").bring(NAME)
+        await CheckpointReplicator(store, ObjectStore(nobody, "p"), tmp_path / "there", tmp_path / "beside").fetch(NAME)
     assert refused.value.code is Code.UNAVAILABLE
 
 
@@ -168,7 +170,7 @@ async def test_a_server_that_lost_its_files_brings_them_back_to_load_them(s3: S3
         async def until(wanted: set[str]) -> None:
             async with asyncio.timeout(PATIENCE_S):
                 while (await store.names())[0] != wanted:
-                    await stack.look(messages.Sessions, messages.ListSessions())
+                    await stack.look(messages.SessionList, messages.ListSessions())
 
         model = await stack.model()
         made(stack.settings.imports / "one" / stack.settings.staged, "import-x", 0)

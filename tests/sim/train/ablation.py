@@ -12,41 +12,41 @@ from typing import Any
 import msgspec
 
 from strata.testing.fake_ranks import FakeRanks
-from strata.train.core import decide, future, ops, quanta
-from strata.train.core.facts import Finished
-from strata.train.core.future import OPEN, Future, FutureStore
-from strata.train.core.inputs import Abort, Accept, DispatchNext, Done, Greet, Input, Outcome
-from strata.train.core.schedule import Entry, Scheduler
-from strata.train.core.sequence import Line, Standing
+from strata.train.core import decide, future, ops, sampling_slices
+from strata.train.core.facts import OperationFinished
+from strata.train.core.future import OPEN, FutureStore, OperationFuture
+from strata.train.core.inputs import Abort, Accept, Decision, DispatchNext, Done, Input, RanksAttached
+from strata.train.core.scheduler import QueuedOperation, Scheduler
+from strata.train.core.sequence import SequenceCheck, SequenceWindow
 from strata.train.core.state import TrainState
 from strata.train.core.views import find_future
-from strata.train.orchestrator import conversation, history, questions
-from strata.train.orchestrator.ledger import Ledger
+from strata.train.orchestrator import rank_session, replay_reader, request_handler
 from strata.train.orchestrator.orchestrator import Orchestrator
-from strata.train.orchestrator.questions import Questions
+from strata.train.orchestrator.request_handler import RequestHandler
+from strata.train.orchestrator.state_store import StateStore
 
 Ablation = tuple[Any, str, Callable[..., Any]]
 
 
 def _not_awaited(kind: type[Input]) -> Callable[..., Any]:
-    async def commit(self: Ledger, given: Input) -> Outcome:
+    async def commit(self: StateStore, given: Input) -> Decision:
         if not isinstance(given, kind):
             return await _commit(self, given)
-        outcome, durable = self.put(given)
+        decision, durable = self.submit_nowait(given)
         if durable is not None:
             durable.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        return outcome
+        return decision
 
     return commit
 
 
-def _as_they_come(self: Line, seq: int) -> range:
-    _take(self, seq)
+def _as_they_come(self: SequenceWindow, seq: int) -> range:
+    _release(self, seq)
     return range(seq, seq + 1)
 
 
-def _any_content(self: Line, seq: int, digest: str, known: str | None) -> Standing:
-    return Standing.SAME if known is not None else _judge(self, seq, digest, known)
+def _any_content(self: SequenceWindow, seq: int, digest: str, known: str | None) -> SequenceCheck:
+    return SequenceCheck.DUPLICATE if known is not None else _check(self, seq, digest, known)
 
 
 async def _composed_anew(*args: Any, **named: Any) -> AsyncIterator[Any]:
@@ -56,7 +56,7 @@ async def _composed_anew(*args: Any, **named: Any) -> AsyncIterator[Any]:
 
 
 async def _given_up_too(*args: Any, **named: Any) -> AsyncIterator[Any]:
-    async for each in _dispatches(*args, **{**named, "given_up": set()}):
+    async for each in _dispatches(*args, **{**named, "failed": set()}):
         yield each
 
 
@@ -75,11 +75,11 @@ def _always_admitted(state: TrainState, tenant: str) -> None:
     return
 
 
-def _first_come(self: Scheduler) -> Entry | None:
+def _first_come(self: Scheduler) -> QueuedOperation | None:
     heads = [head for tenant in self._ring for head in self._heads(tenant)]
     first = min(heads, key=lambda head: head.turn, default=None)
     if first is not None:
-        self._pay(first)
+        self._charge(first)
     return first
 
 
@@ -87,32 +87,32 @@ def _soon_overdue(self: FutureStore, now_s: float, *, ttl_s: float, keep: int) -
     return _overdue(self, now_s, ttl_s=ttl_s / 20, keep=keep)
 
 
-def _given_up_while_it_runs(state: TrainState, given: Abort) -> Outcome:
+def _given_up_while_it_runs(state: TrainState, given: Abort) -> Decision:
     found = find_future(state, given.tenant, given.future_id)
     if found.status not in OPEN or not isinstance(found.operation, ops.Sequenced):
         return _abort(state, given)
     result = ops.Failed("cancelled", "given up by the client")
-    return Outcome(Done(), (Finished(given.future_id, result, given.at_s),), (given.future_id,))
+    return Decision(Done(), (OperationFinished(given.future_id, result, given.at_s),), (given.future_id,))
 
 
-async def _at_once(self: Questions) -> None:
+async def _at_once(self: RequestHandler) -> None:
     return
 
 
-def _same_as_before(state: TrainState, given: Greet) -> Outcome:
-    return Outcome(Done())
+def _same_as_before(state: TrainState, given: RanksAttached) -> Decision:
+    return Decision(Done())
 
 
-def _anybodys(state: TrainState, tenant: str, future_id: str) -> Future:
+def _anybodys(state: TrainState, tenant: str, future_id: str) -> OperationFuture:
     found = state.futures.get(future_id)
     return found or find_future(state, tenant, future_id)
 
 
-async def _not_condemned(self: Orchestrator, parts: Any, attached: Any) -> None:
-    parts.backend.close()
+async def _not_quarantined(self: Orchestrator, context: Any, attached: Any) -> None:
+    context.backend.close()
 
 
-async def _fine(self: Orchestrator, parts: Any, attached: Any) -> None:
+async def _fine(self: Orchestrator, context: Any, attached: Any) -> None:
     return None
 
 
@@ -120,38 +120,38 @@ def _nothing_pending(state: TrainState, after: int) -> dict[str, ops.Operation]:
     return {}
 
 
-_commit = Ledger.commit
-_take = Line.take
-_judge = Line.judge
-_dispatches = history.dispatches
+_commit = StateStore.commit
+_release = SequenceWindow.release
+_check = SequenceWindow.check
+_dispatches = replay_reader.completed_dispatches
 _answer = FakeRanks._answer
 _overdue = FutureStore.overdue
 _abort = decide._abort
 
 SEAMS: dict[str, list[Ablation]] = {
-    "ranks are told what is not durable": [(Ledger, "commit", _not_awaited(DispatchNext))],
-    "clients hear of what is not durable": [(Ledger, "commit", _not_awaited(Accept))],
-    "operations of a model run as they come": [(Line, "take", _as_they_come)],
-    "a number may be used for two operations": [(Line, "judge", _any_content)],
-    "what is told again is composed anew": [(conversation, "dispatches", _composed_anew)],
-    "what was given up is told again": [(conversation, "dispatches", _given_up_too)],
-    "ranks that start anew do not catch up": [(conversation, "dispatches", _nothing_of_old)],
+    "ranks are told what is not durable": [(StateStore, "commit", _not_awaited(DispatchNext))],
+    "clients hear of what is not durable": [(StateStore, "commit", _not_awaited(Accept))],
+    "operations of a model run as they come": [(SequenceWindow, "release", _as_they_come)],
+    "a number may be used for two operations": [(SequenceWindow, "check", _any_content)],
+    "what is told again is composed anew": [(rank_session, "completed_dispatches", _composed_anew)],
+    "what was given up is told again": [(rank_session, "completed_dispatches", _given_up_too)],
+    "ranks that start anew do not catch up": [(rank_session, "completed_dispatches", _nothing_of_old)],
     "rank 0 does again what it has done": [(FakeRanks, "_answer", _once_more)],
-    "a tenant may fill the queue": [(decide, "admit", _always_admitted), (quanta, "admit", _always_admitted)],
+    "a tenant may fill the queue": [(decide, "admit", _always_admitted), (sampling_slices, "admit", _always_admitted)],
     "first come, first served": [(Scheduler, "_next", _first_come)],
     "results go before their time": [(FutureStore, "overdue", _soon_overdue)],
     "what runs can be given up": [
         (decide, "_abort", _given_up_while_it_runs),
-        (future, "OF_SAMPLES", frozenset()),  # type: ignore[list-item]
+        (future, "SAMPLES_ONLY", frozenset()),  # type: ignore[list-item]
     ],
-    "a failure is told before it is durable": [(Questions, "_settled", _at_once)],
-    "samples that died with their ranks are not begun again": [(quanta, "greet", _same_as_before)],
-    "anybody may ask for any result": [(questions, "find_future", _anybodys)],
+    "a failure is told before it is durable": [(RequestHandler, "_wait_durable", _at_once)],
+    "samples that died with their ranks are not begun again": [(sampling_slices, "attach_ranks", _same_as_before)],
+    "anybody may ask for any result": [(request_handler, "find_future", _anybodys)],
     "ranks are spoken to whatever they did": [
-        (Orchestrator, "_condemn", _not_condemned),
-        (Orchestrator, "_judge", _fine),
+        (Orchestrator, "_quarantine", _not_quarantined),
+        (Orchestrator, "_validate_group", _fine),
     ],
-    "what waited at a snapshot is forgotten": [(conversation, "pending_at", _nothing_pending)],
+    "what waited at a snapshot is forgotten": [(rank_session, "pending_operations", _nothing_pending)],
 }
 EVERY = [*SEAMS]
 SHOWN_BY = {

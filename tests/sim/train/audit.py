@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from strata.journal.memory import Appended, Frame, MemoryJournal
 from strata.journal.port import Batch
 from strata.train.core import commands, facts, ops
-from strata.train.core.future import Future
+from strata.train.core.future import OperationFuture
 from strata.train.core.sampling import Sample
-from strata.train.core.schedule import PER_TURN
-from strata.train.core.state import Rules, entry_of
+from strata.train.core.scheduler import OPERATIONS_PER_QUANTUM
+from strata.train.core.state import Rules, queued_operation
 from tests.sim.train.wires import TrainWorld
 
 
@@ -19,7 +19,7 @@ from tests.sim.train.wires import TrainWorld
 class Awaited:
     """An operation that may run, and what ran since then."""
 
-    fact: facts.Accepted
+    fact: facts.OperationAccepted
     cost: int
     own: int = 0
     """Cost of it and of all of its tenant that could run before it came."""
@@ -36,7 +36,7 @@ class Audit:
         self._position = 0
         self._epoch = 0
         self._bytes: dict[int, bytes] = {}
-        self.accepted: dict[str, facts.Accepted] = {}
+        self.accepted: dict[str, facts.OperationAccepted] = {}
         self.dispatched: dict[int, facts.Dispatched] = {}
         self.number_of: dict[str, int] = {}
         self.results: dict[str, ops.Result] = {}
@@ -65,20 +65,20 @@ class Audit:
 
     def _take(self, fact: facts.Fact) -> None:
         match fact:
-            case facts.Accepted():
+            case facts.OperationAccepted():
                 self._accept(fact)
             case facts.Dispatched():
                 self._dispatch(fact)
-            case facts.Finished():
+            case facts.OperationFinished():
                 self._finish(fact.future_id, fact.result)
-            case facts.GivenUp():
+            case facts.DispatchFailed():
                 self._give_up(fact)
             case facts.RanksRenewed():
                 self._sampling.clear()
             case _:
                 pass
 
-    def _give_up(self, fact: facts.GivenUp) -> None:
+    def _give_up(self, fact: facts.DispatchFailed) -> None:
         """A quantum with all that is being sampled."""
         self.given_up[fact.number] = fact.reason
         dispatch = self.dispatched[fact.number]
@@ -92,23 +92,23 @@ class Audit:
         if future_id not in self.accepted:
             self._world.violated(f"a client heard that {future_id} was accepted, which is in no journal")
 
-    def told(self, command: commands.Command, group: str) -> None:
+    def told(self, command: commands.DispatchCommand, group: str) -> None:
         """The ranks were told a dispatch."""
         fact = self.dispatched.get(command.number)
         if fact is None:
             self._world.violated(f"{group} was told dispatch {command.number}, which is in no journal")
             return
-        unloads = isinstance(command.work, commands.Manage) and isinstance(command.work.operation, ops.UnloadModel)
+        unloads = isinstance(command.work, commands.ManageModel) and isinstance(command.work.operation, ops.UnloadModel)
         if command.number in self.given_up and not unloads:
             self._world.violated(f"{group} was told dispatch {command.number}, which was given up")
-        if isinstance(command.work, commands.Pass):
+        if isinstance(command.work, commands.PassCommand):
             ids = [item.request_id for item in command.work.items]
             if ids != list(fact.future_ids) or _plain(command.work.rows) != _plain(fact.rows):
                 self._world.violated(f"{group} was told dispatch {command.number} in another composition")
 
     # What became true
 
-    def _accept(self, fact: facts.Accepted) -> None:
+    def _accept(self, fact: facts.OperationAccepted) -> None:
         if fact.future_id in self.accepted:
             self._world.violated(f"{fact.future_id} was accepted twice")
         self.accepted[fact.future_id] = fact
@@ -132,11 +132,11 @@ class Audit:
             self._released[model_id] += 1
             self._hand_on(self.accepted[f"{model_id}:{self._released[model_id]}"])
 
-    def _hand_on(self, fact: facts.Accepted) -> None:
+    def _hand_on(self, fact: facts.OperationAccepted) -> None:
         if fact.future_id in self.results:
             return
-        future = Future(fact.future_id, fact.tenant, "", fact.digest, fact.operation, fact.at_s)
-        cost = max(entry_of(future).tokens, self._quantum // PER_TURN, 1)
+        future = OperationFuture(fact.future_id, fact.tenant, "", fact.digest, fact.operation, fact.at_s)
+        cost = max(queued_operation(future).tokens, self._quantum // OPERATIONS_PER_QUANTUM, 1)
         self._largest = max(self._largest, cost)
         mine = sum(each.cost for each in self._ready.values() if each.fact.tenant == fact.tenant)
         self._ready[fact.future_id] = Awaited(fact, cost, mine + cost)

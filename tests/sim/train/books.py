@@ -156,7 +156,7 @@ class Books:
             case ops.SaveSampler():
                 self._samplers[operation.sampler_id] = now
                 return ops.SamplerOpened(operation.sampler_id)
-            case ops.Unreadable():
+            case ops.MalformedOperation():
                 return ops.Failed("user", operation.message)
             case _:
                 raise AssertionError(f"no client asks for {operation}")
@@ -164,16 +164,16 @@ class Books:
     def _passed(self, future_id: str, operation: ops.ForwardBackward, now: bytes) -> ops.Result:
         dispatch = self.audit.dispatched[self.audit.number_of[future_id]]
         composition = chain.composed(dispatch.future_ids, dispatch.rows)
-        assert isinstance(operation.payload, ops.Inline)
+        assert isinstance(operation.payload, ops.InlinePayload)
         data = operation.payload.data
         after = chain.passed(now, data, forward_only=operation.forward_only, composition=composition)
         if not operation.forward_only:
             self._now[operation.model_id] = after
-        return ops.PassDone(ops.Inline(after))
+        return ops.PassDone(ops.InlinePayload(after))
 
     def _sampled(self, sample: Sample) -> ops.Result:
         if sample.sampler_id not in self._samplers:
             return ops.Failed("user", "there is no such sampler")
         ranks = SimRanks(self.settings, "judge", {}, self.world)
         ranks.samplers[sample.sampler_id] = chain.weight(self._samplers[sample.sampler_id])
-        return ops.SampleDone(ops.Inline(encode_result(ranks._sampled(sample))))
+        return ops.SampleDone(ops.InlinePayload(encode_result(ranks._sampled(sample))))

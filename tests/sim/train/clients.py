@@ -50,7 +50,7 @@ class Caller:
                     self.world.violated(f"an API server said {error!r} to {request}")
                 await asyncio.sleep(self.rng.uniform(0.05, 0.3))
                 continue
-            if isinstance(output, messages.Refused) and output.code in RETRIED:
+            if isinstance(output, messages.ErrorResponse) and output.code in RETRIED:
                 full = output.code is Code.EXHAUSTED
                 await asyncio.sleep(self.rng.uniform(0.5, 2.0) if full else self.rng.uniform(0.1, 0.6))
                 continue
@@ -79,12 +79,12 @@ class Caller:
             wait_s = self.rng.uniform(0.2, 4.0)
             output = await self.look(messages.WatchFuture(future_id, wait_s), wait_s)
             match output:
-                case messages.Finished():
+                case messages.FutureResult():
                     self.books.told(future_id, output.result)
                     return output.result
-                case messages.Waiting():
+                case messages.QueuePosition():
                     await asyncio.sleep(self.rng.uniform(0.0, 0.2))
-                case messages.Refused(Code.GONE) if self.books.may_be_gone(future_id):
+                case messages.ErrorResponse(Code.GONE) if self.books.may_be_gone(future_id):
                     return None
                 case _:
                     self.world.violated(f"a question for the result of {future_id} was answered {output}")
@@ -96,7 +96,7 @@ class Caller:
             OrchestratorRequest("", RequestType.ABORT, self.tenant, payload=messages.Abort(future_id))
         )
         fine = isinstance(output, messages.Done) or (
-            isinstance(output, messages.Refused)
+            isinstance(output, messages.ErrorResponse)
             and (output.code is Code.PRECONDITION or (output.code is Code.GONE and self.books.may_be_gone(future_id)))
         )
         if not fine:
@@ -108,7 +108,7 @@ class Caller:
         asked = [await self.look(each) for each in looks]
         asked.append(await self.add(ops.AbortGradients(model_id, 1)))
         for output in asked:
-            if not isinstance(output, messages.Refused) or output.code is not Code.NOT_FOUND:
+            if not isinstance(output, messages.ErrorResponse) or output.code is not Code.NOT_FOUND:
                 self.world.violated(f"{self.tenant} asked for {future_id} of another tenant and heard {output}")
 
 
@@ -153,7 +153,7 @@ class Session:
         if not future_id:
             return
         entry = self._books.entries[future_id]
-        entry.may_fail = isinstance(operation, ops.Unreadable)
+        entry.may_fail = isinstance(operation, ops.MalformedOperation)
         chance = self.rng.random()
         if chance < 0.15:
             await self._again(operation, future_id)
@@ -178,7 +178,7 @@ class Session:
         """The same number with other content."""
         other = ops.OptimStep(operation.model_id, operation.seq_id, ops.AdamParams(learning_rate=0.123))
         output = await self._caller.add(other)
-        if not isinstance(output, messages.Refused) or output.code is not Code.CONFLICT:
+        if not isinstance(output, messages.ErrorResponse) or output.code is not Code.CONFLICT:
             self._world.violated(f"{str(entry.operation)[:90]} sent again with other content was answered {output}")
 
     async def _sample(self, sampler_id: str, number: int, made_by: str) -> None:
@@ -189,7 +189,7 @@ class Session:
         output = await self._caller.add(sample)
         if not isinstance(output, messages.Accepted):
             # A sampler that could not be made makes room for others.
-            missing = isinstance(output, messages.Refused) and output.code is Code.NOT_FOUND
+            missing = isinstance(output, messages.ErrorResponse) and output.code is Code.NOT_FOUND
             if not missing or not isinstance(self._books.audit.results.get(made_by), ops.Failed):
                 self._world.violated(f"sample {number} of {sampler_id} was answered {output}")
             return
@@ -234,7 +234,7 @@ class Session:
         if kind < 0.98:
             self._samplers += 1
             return ops.SaveSampler(self.model_id, seq, f"{self.session_id}:sample:{self._samplers}")
-        return ops.Unreadable(self.model_id, seq, "this could not be read")
+        return ops.MalformedOperation(self.model_id, seq, "this could not be read")
 
     def batch(
         self, seq: int, lengths: Sequence[int], *, forward_only: bool = False, deadly: bool = False
@@ -246,4 +246,6 @@ class Session:
         data = ops.encode_pass_data(ops.PassData(datums))
         config = {"deadly": 1.0} if deadly else {}
         loss = ops.LossName.CROSS_ENTROPY
-        return ops.ForwardBackward(self.model_id, seq, loss, config, forward_only, list(lengths), ops.Inline(data))
+        return ops.ForwardBackward(
+            self.model_id, seq, loss, config, forward_only, list(lengths), ops.InlinePayload(data)
+        )

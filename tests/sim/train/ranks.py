@@ -53,9 +53,9 @@ class SimRanks(FakeRanks):
 
     def _work(self, work: Any) -> Done:  # noqa: PLR0911 - one arm per kind
         match work:
-            case commands.Pass():
+            case commands.PassCommand():
                 return self._chained(work), 0
-            case commands.Steps():
+            case commands.StepsCommand():
                 return [
                     self._changed(each.model_id, partial(chain.stepped, adam=each.adam)) for each in work.operations
                 ], 0
@@ -63,13 +63,13 @@ class SimRanks(FakeRanks):
                 return [self._saved(work)], 0
             case commands.LoadState():
                 return [self._loaded(work)], 0
-            case commands.Manage(ops.AbortGradients() as operation):
+            case commands.ManageModel(ops.AbortGradients() as operation):
                 result = self._changed(operation.model_id, chain.aborted)
                 return [result if isinstance(result, ops.Failed) else ops.GradientsAborted()], 0
-            case commands.Manage(ops.CreateModel() as operation):
+            case commands.ManageModel(ops.CreateModel() as operation):
                 self.chains[operation.model_id] = chain.begun(operation.model_id)
                 return [ops.ModelCreated(operation.model_id)], 0
-            case commands.Manage(ops.UnloadModel() as operation):
+            case commands.ManageModel(ops.UnloadModel() as operation):
                 self.chains.pop(operation.model_id, None)
                 return [ops.ModelUnloaded(operation.model_id)], 0
             case commands.MakeSampler():
@@ -95,18 +95,18 @@ class SimRanks(FakeRanks):
         self.applied = message.number
         return commands.Restored(self.generation, message.number)
 
-    def _chained(self, work: commands.Pass) -> list[ops.Result]:
+    def _chained(self, work: commands.PassCommand) -> list[ops.Result]:
         composition = chain.composed([item.request_id for item in work.items], work.rows)
         return [self._item(item, work, composition) for item in work.items]
 
-    def _item(self, item: commands.PassItem, work: commands.Pass, composition: bytes) -> ops.Result:
+    def _item(self, item: commands.PassItem, work: commands.PassCommand, composition: bytes) -> ops.Result:
         before = self.chains.get(item.model_id)
         if before is None:
             return ops.Failed("user", f"there is no model {item.model_id!r}")
         after = chain.passed(before, item.data, forward_only=work.forward_only, composition=composition)
         if not work.forward_only:
             self.chains[item.model_id] = after
-        return ops.PassDone(ops.Inline(after))
+        return ops.PassDone(ops.InlinePayload(after))
 
     def _changed(self, model_id: str, change: Any) -> ops.Result:
         before = self.chains.get(model_id)
@@ -155,8 +155,8 @@ async def run_ranks(
     writers: list[asyncio.Task[None]] = []
     while not ranks.over:
         message = await listener.receive()
-        new = isinstance(message, commands.Command | commands.Restore) and message.number > ranks.applied
-        if isinstance(message, commands.Command) and message.generation == ranks.generation:
+        new = isinstance(message, commands.DispatchCommand | commands.Restore) and message.number > ranks.applied
+        if isinstance(message, commands.DispatchCommand) and message.generation == ranks.generation:
             audit.told(message, ranks.group)
         if new:
             await asyncio.sleep(_takes_s(world, trouble))
@@ -197,5 +197,5 @@ def _takes_s(world: TrainWorld, trouble: Trouble) -> float:
 
 def _deadly(message: commands.ToRank) -> bool:
     """Some data kill whoever touches them."""
-    work = message.work if isinstance(message, commands.Command) else None
-    return isinstance(work, commands.Pass) and any(item.config.get("deadly") for item in work.items)
+    work = message.work if isinstance(message, commands.DispatchCommand) else None
+    return isinstance(work, commands.PassCommand) and any(item.config.get("deadly") for item in work.items)

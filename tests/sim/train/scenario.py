@@ -20,7 +20,8 @@ from strata.testing.remote_journal import RemoteJournal, serve
 from strata.testing.simloop import PROCESS, Process
 from strata.testing.world import Faults
 from strata.train.core import messages, ops
-from strata.train.orchestrator import orchestrator, trimming
+from strata.train.orchestrator import orchestrator
+from strata.train.orchestrator.maintenance import compaction
 from strata.train.orchestrator.orchestrator import EXPIRE_S, Orchestrator, rules_of
 from strata.train.settings import Limits, ModelSettings, Ranks, Sampling, Server, ServerSettings, Snapshots
 from tests.sim.train import ablation
@@ -126,8 +127,8 @@ class WatchedOrchestrator(Orchestrator):
 
     world: TrainWorld
 
-    def _answered(self, task: asyncio.Task[None]) -> None:
-        super()._answered(task)
+    def _on_response(self, task: asyncio.Task[None]) -> None:
+        super()._on_response(task)
         if not task.cancelled() and task.exception() is not None:
             self.world.violated(f"a question was not answered: {task.exception()!r}")
 
@@ -148,8 +149,8 @@ class Scenario:
 
     def run(self) -> str | None:
         seams: list[tuple[Any, str, Any]] = [
-            (trimming, "_named", self._named),
-            (trimming, "_remove", self._remove),
+            (compaction, "_snapshot_folders", self._named),
+            (compaction, "_remove", self._remove),
             (orchestrator, "every", self._every),
         ]
         real = [getattr(owner, name) for owner, name, _ in seams]
@@ -343,7 +344,7 @@ class Scenario:
         await asyncio.sleep(self.plan.ttl_s + self.books.clock_error_s + EXPIRE_S)
         for future_id, entry in self.books.entries.items():
             output = await callers[entry.tenant].look(messages.WatchFuture(future_id, 0.0))
-            if not isinstance(output, messages.Refused) or output.code is not Code.GONE:
+            if not isinstance(output, messages.ErrorResponse) or output.code is not Code.GONE:
                 return f"long after its time, {future_id} was answered {output}"
         return None
 

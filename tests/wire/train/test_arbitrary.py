@@ -85,8 +85,8 @@ def bodies(integers: st.SearchStrategy[int]) -> st.SearchStrategy[object]:
 def check(found: object) -> None:
     if isinstance(found, PassRequest):
         assert ops.decode_pass_data(found.encoded()).datums == list(found.datums)
-        assert all(length > 0 for length in found.operation(ops.Inline(b"")).lengths)
-    elif isinstance(found, ops.Unreadable):
+        assert all(length > 0 for length in found.operation(ops.InlinePayload(b"")).lengths)
+    elif isinstance(found, ops.MalformedOperation):
         assert found.message
 
 

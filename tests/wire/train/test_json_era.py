@@ -40,7 +40,7 @@ def body(*datums: Any, key: str = "forward_backward_input", **more: Any) -> byte
 
 def complaint(content: bytes, *, forward_only: bool = False) -> str:
     found = json_era.read_pass(content, forward_only=forward_only)
-    assert isinstance(found, ops.Unreadable)
+    assert isinstance(found, ops.MalformedOperation)
     assert (found.model_id, found.seq_id) == ("s:train:0", 7)
     return found.message
 

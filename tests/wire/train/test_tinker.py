@@ -40,7 +40,7 @@ def read(body: bytes) -> PassRequest:
 
 def complaint(body: bytes) -> str:
     found = tinker.read_pass(body)
-    assert isinstance(found, ops.Unreadable)
+    assert isinstance(found, ops.MalformedOperation)
     assert (found.model_id, found.seq_id) == ("s:train:0", 7)
     return found.message
 
@@ -66,7 +66,7 @@ def test_a_batch_of_the_sdk_is_read_as_it_was_meant() -> None:
     assert array(found.datums[0].inputs["target_tokens"]) == [2, 3, 4]
     assert array(found.datums[0].inputs["weights"]) == [0.5, -1.25, 0.0]
     assert array(found.datums[1].inputs["weights"]) == [1.0, 2.0]
-    assert found.operation(ops.Inline(found.encoded())).lengths == [3, 2]
+    assert found.operation(ops.InlinePayload(found.encoded())).lengths == [3, 2]
     assert ops.decode_pass_data(found.encoded()).datums == list(found.datums)
 
 

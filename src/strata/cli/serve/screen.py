@@ -10,7 +10,7 @@ from strata.cli.gang.format import age, names
 from strata.cli.layout import Cell, Column, Screen, Table
 
 if TYPE_CHECKING:
-    from strata.train.core.status import RunningStatus, Status, TenantStatus, Timeline
+    from strata.train.core.status import RunningStatus, ServerStatus, TenantStatus, Timeline
 
 TENANTS: Final = 6
 """Rows of tenants where all has to fit one screen."""
@@ -42,7 +42,7 @@ _ENDED: Final = (
 _WIDE: Final = (Column("TOKENS", number=True), Column("DISPATCH", number=True), Column("FUTURE"))
 
 
-def screen(status: Status, *, wide: bool = False, rows: int | None = None) -> Screen:
+def screen(status: ServerStatus, *, wide: bool = False, rows: int | None = None) -> Screen:
     """`rows`: how high it may be; then there are fewer of those that ended."""
     lines = [Cell(_head(status), "bold"), *_trouble(status), *map(Cell, _sentences(status))]
     most = len(status.tenants) if rows is None else TENANTS
@@ -57,7 +57,7 @@ def screen(status: Status, *, wide: bool = False, rows: int | None = None) -> Sc
     return Screen(lines, [table for table in (tenants, ended) if table.rows])
 
 
-def line(status: Status) -> str:
+def line(status: ServerStatus) -> str:
     """All in a line, for a log."""
     parts = [
         _ranks(status),
@@ -78,12 +78,12 @@ def took(seconds: float) -> str:
     return f"{seconds * 1000:.0f}ms" if seconds < 0.9995 else age(seconds * 1000)
 
 
-def _head(status: Status) -> str:
+def _head(status: ServerStatus) -> str:
     described = [status.arch, status.training, _parameters(status.parameters)] if status.arch else [status.training]
     return f"{status.base_model} ({', '.join(described)}): {_ranks(status)}"
 
 
-def _ranks(status: Status) -> str:
+def _ranks(status: ServerStatus) -> str:
     ranks = status.ranks
     return f"{format_count(ranks.size, 'rank')} {ranks.state}" if ranks.size else f"the ranks are {ranks.state}"
 
@@ -95,7 +95,7 @@ def _parameters(number: int) -> str:
     return format_count(number, "parameter")
 
 
-def _trouble(status: Status) -> list[Cell]:
+def _trouble(status: ServerStatus) -> list[Cell]:
     ranks = status.ranks
     found = [] if ranks.state in _QUIET else [Cell(f"! {ranks.reason}", "bold red")]
     if ranks.state == "ready" and len(ranks.answered) < ranks.size:
@@ -104,7 +104,7 @@ def _trouble(status: Status) -> list[Cell]:
     return found
 
 
-def _sentences(status: Status) -> list[str]:
+def _sentences(status: ServerStatus) -> list[str]:
     since_s = status.now_s - (status.ranks.attached_at_s or status.now_s)
     group = f"group {status.ranks.group[:8]} for {age(since_s * 1000)}, " if status.ranks.group else ""
     return [
@@ -121,7 +121,7 @@ def _sentences(status: Status) -> list[str]:
     ]
 
 
-def _running(status: Status) -> str:
+def _running(status: ServerStatus) -> str:
     if not status.running:
         return "nothing"
     if not status.ranks.size:
@@ -145,14 +145,14 @@ def _whose(tenants: Sequence[str]) -> str:
     return f" of {name if len(name) <= NAME else name[: NAME - 1] + '…'}"
 
 
-def _recoveries(status: Status) -> str:
+def _recoveries(status: ServerStatus) -> str:
     if not status.recoveries:
         return "no recoveries"
     last = f", the last in {took(status.recovery_s)}" if status.recovery_s is not None else ""
     return f"recovered {format_count(status.recoveries, 'time')}{last}"
 
 
-def _snapshot(status: Status) -> str:
+def _snapshot(status: ServerStatus) -> str:
     snapshot = status.snapshot
     if snapshot is None:
         return "none yet: ranks that start anew do everything again"
@@ -170,7 +170,7 @@ def _tenant(row: TenantStatus) -> list[Cell]:
     return [Cell(_name(row.tenant)), *(Cell(f"{number:,}" if number else "-") for number in numbers), Cell(eta)]
 
 
-def _ended(status: Status, ended: Timeline, *, wide: bool) -> list[Cell]:
+def _ended(status: ServerStatus, ended: Timeline, *, wide: bool) -> list[Cell]:
     phases = ended.phases()
 
     def spent(*names: str) -> str:

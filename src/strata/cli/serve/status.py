@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from strata.fleet.client import HubClient
-    from strata.train.core.status import Status
+    from strata.train.core.status import ServerStatus
 
 EVERY_S: Final = 1.0
 ANSWER_S: Final = 15.0
@@ -50,24 +50,24 @@ def status(*, server: str | None, watch: bool, key_file: Path | None, context: s
             print_once(found, screen(found, wide=output is Format.WIDE), output)
 
 
-def _look(client: HubClient) -> Status:
-    from strata.train.core.status import Status
+def _look(client: HubClient) -> ServerStatus:
+    from strata.train.core.status import ServerStatus
 
     try:
-        return client.call("GET", "/api/v1/status", Status)
+        return client.call("GET", "/api/v1/status", ServerStatus)
     except StrataError as error:
         if error.code is Code.NOT_FOUND:
             raise StrataError(error.code, "there is no training server at this address") from error
         raise
 
 
-def _looks(client: HubClient) -> Iterator[Status | StrataError]:
+def _looks(client: HubClient) -> Iterator[ServerStatus | StrataError]:
     """Over and over. The first must succeed: later a server that is away may come back."""
     yield _look(client)
     while True:
         time.sleep(EVERY_S)
         try:
-            found: Status | StrataError = _look(client)
+            found: ServerStatus | StrataError = _look(client)
         except StrataError as error:
             if error.code not in AWAY:
                 raise
@@ -75,7 +75,7 @@ def _looks(client: HubClient) -> Iterator[Status | StrataError]:
         yield found
 
 
-def _follow(looks: Iterator[Status | StrataError], output: Format) -> None:
+def _follow(looks: Iterator[ServerStatus | StrataError], output: Format) -> None:
     to = console()
     if output is not Format.JSONL and to.is_terminal and not to.is_dumb_terminal:
         _live(looks, to, wide=output is Format.WIDE)
@@ -96,10 +96,10 @@ def _follow(looks: Iterator[Status | StrataError], output: Format) -> None:
         before = text
 
 
-def _live(looks: Iterator[Status | StrataError], to: Console, *, wide: bool) -> None:
+def _live(looks: Iterator[ServerStatus | StrataError], to: Console, *, wide: bool) -> None:
     from rich.live import Live
 
-    last: Status | None = None
+    last: ServerStatus | None = None
     with Live(console=to, auto_refresh=False, vertical_overflow="ellipsis") as live:
         for found in looks:
             if isinstance(found, StrataError):
@@ -110,6 +110,6 @@ def _live(looks: Iterator[Status | StrataError], to: Console, *, wide: bool) -> 
             live.update(render(shown, to.width, before=[head]), refresh=True)
 
 
-def _time(found: Status) -> str:
+def _time(found: ServerStatus) -> str:
     now_ms = int(found.now_s * 1000)
     return clock(now_ms, now_ms)

@@ -56,7 +56,7 @@ async def locate_files(call: Call) -> replies.ExternalWeights:
 async def _found(call: Call) -> tuple[str, float]:
     """The folder of the checkpoint that the path names, and until when addresses of it are good."""
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
-    found = await call.look(messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.CheckpointView)
+    found = await call.look(messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView)
     until_s = call.site.clock.wall_s() + call.site.settings.kept.archive_valid_s
     return found.folder, until_s if found.expires_at_s is None else min(until_s, found.expires_at_s)
 

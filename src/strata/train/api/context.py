@@ -87,11 +87,11 @@ class Call(HttpCall[Site]):
         """The answer to a question that is no operation."""
         return await self._ask(await self._request(RequestType.UTILITY, question), kind)
 
-    async def watch(self, future_id: str, wait_s: float) -> messages.Finished | messages.Waiting:
+    async def watch(self, future_id: str, wait_s: float) -> messages.FutureResult | messages.QueuePosition:
         """The result of an operation, or where it stands when the time is over."""
         request = await self._request(RequestType.UTILITY, messages.WatchFuture(future_id, wait_s))
         output = await self._answer(request, wait_s)
-        return output if isinstance(output, messages.Waiting) else _expected(output, messages.Finished)
+        return output if isinstance(output, messages.QueuePosition) else _expected(output, messages.FutureResult)
 
     async def watch_samples(self, question: messages.WatchSamples) -> messages.SamplesEnded:
         """Samples of one sampler that ended meanwhile, none if the time is over."""
@@ -120,7 +120,7 @@ class Call(HttpCall[Site]):
 
     async def _answer(self, request: OrchestratorRequest, wait_s: float) -> messages.Output:
         output = await self.site.orchestrator.ask(request, timeout_s=self.site.answer_s + wait_s)
-        if isinstance(output, messages.Refused):
+        if isinstance(output, messages.ErrorResponse):
             raise StrataError(output.code, output.message, hint=output.hint)
         return output
 

@@ -30,8 +30,8 @@ async def retrieve(call: Call, body: bodies.RetrieveFuture) -> RawReply:
         # Clients repeat a 5xx here at once and for ever; a 408 only after we have waited for the orchestrator.
         if error.code not in (Code.UNAVAILABLE, Code.EXHAUSTED):
             raise
-        found = messages.Waiting(QueueState.PAUSED_CAPACITY, error.message)
-    if isinstance(found, messages.Waiting):
+        found = messages.QueuePosition(QueueState.PAUSED_CAPACITY, error.message)
+    if isinstance(found, messages.QueuePosition):
         waiting = TryAgain(request_id=body.request_id, queue_state=found.queue_state, queue_state_reason=found.reason)
         return RawReply(msgspec.json.encode(waiting), 408)
     if isinstance(found.result, ops.SampleDone):

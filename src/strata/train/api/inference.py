@@ -23,7 +23,7 @@ async def remove(call: Call, body: inference.RemoveEndpoint) -> None:
 
 async def listed(call: Call) -> inference.Endpoints:
     """The engines, whether they answer, and which weights they have."""
-    return inference.endpoints_of(await call.look(messages.ListEndpoints(), messages.Endpoints))
+    return inference.endpoints_of(await call.look(messages.ListEndpoints(), messages.EndpointList))
 
 
 async def sync(call: Call, body: inference.SyncWeights) -> ops.SyncWeights:

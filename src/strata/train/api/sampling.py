@@ -6,7 +6,7 @@ from strata.http.route import KIB, MIB, RESEARCHER, VIEWER, Route
 from strata.train.api.context import Call
 from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
-from strata.train.core.sampling import check_answer
+from strata.train.core.sampling import check_result_size
 from strata.train.wire import sampling
 from strata.train.wire.arrays import refuse
 
@@ -19,7 +19,7 @@ async def sample(call: Call, body: sampling.SampleRequest) -> sampling.SampleFut
         # Before it is made durable: what no rank can ever take does not belong into the journal.
         raise refuse("prompt", f"has {operation.length} tokens, and a rank has room for {room}")
     # No rank samples more than it has room for. How many that are without a limit of the client's, the ranks know.
-    check_answer(operation, min(operation.params.max_tokens or 1, room - operation.length + 1))
+    check_result_size(operation, min(operation.params.max_tokens or 1, room - operation.length + 1))
     accepted = await call.submit(operation)
     sequences = [f"{accepted.future_id}:{place}" for place in range(operation.num_samples)]
     return sampling.SampleFuture(request_id=accepted.future_id, sample_sequence_ids=sequences)

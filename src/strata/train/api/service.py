@@ -42,7 +42,7 @@ async def alive(call: Call) -> replies.Alive:
 
 async def health(call: Call) -> RawReply:
     """Whether every rank answers; 503 if not, with the reason."""
-    found = await call.look(messages.CheckHealth(), messages.Health)
+    found = await call.look(messages.CheckHealth(), messages.HealthReport)
     server = await call.look(messages.DescribeServer(), messages.ServerView)
     reply = replies.Health(
         status=found.status,
@@ -74,7 +74,7 @@ async def wake_up(call: Call) -> RawReply:
 async def _manage(call: Call, operation: ops.Sleep | ops.Wake) -> RawReply:
     accepted = await call.submit(operation)
     found = await call.watch(accepted.future_id, call.site.settings.server.poll_s)
-    if isinstance(found, messages.Waiting):
+    if isinstance(found, messages.QueuePosition):
         pending = replies.TryAgain(
             request_id=accepted.future_id, queue_state=found.queue_state, queue_state_reason=found.reason
         )

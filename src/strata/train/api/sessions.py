@@ -21,7 +21,7 @@ async def create(call: Call, body: bodies.CreateSession) -> replies.SessionReply
 
 async def heartbeat(call: Call, body: bodies.Session) -> replies.Heartbeat:
     """The client is still there."""
-    await call.look(messages.BeatSession(body.session_id), messages.Done)
+    await call.look(messages.SessionHeartbeat(body.session_id), messages.Done)
     return replies.Heartbeat()
 
 
@@ -86,12 +86,12 @@ async def model(call: Call) -> replies.ModelState:
 
 
 async def _sessions(call: Call) -> list[messages.SessionView]:
-    found = (await call.look(messages.ListSessions(), messages.Sessions)).sessions
+    found = (await call.look(messages.ListSessions(), messages.SessionList)).sessions
     return sorted(found, key=lambda session: session.opened_at_s, reverse=True)
 
 
 async def _session(call: Call, session_id: str) -> messages.SessionView:
-    (session,) = (await call.look(messages.ListSessions(session_id), messages.Sessions)).sessions
+    (session,) = (await call.look(messages.ListSessions(session_id), messages.SessionList)).sessions
     return session
 
 

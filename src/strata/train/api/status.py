@@ -20,7 +20,7 @@ def _everything(call: Call) -> bool:
     return call.caller.role is not None and call.caller.role >= Role.OPERATOR
 
 
-async def show(call: Call) -> status.Status:
+async def show(call: Call) -> status.ServerStatus:
     """What the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by name"""
     found = await call.look(status.DescribeStatus(_everything(call)), status.StatusView)
     return found.status

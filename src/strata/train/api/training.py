@@ -25,17 +25,17 @@ async def get_info(call: Call, body: bodies.Model) -> replies.Info:
     return replies.info(await call.look(messages.DescribeModel(body.model_id), messages.ModelView))
 
 
-async def forward_backward(call: Call, body: RawBody) -> ops.ForwardBackward | ops.Unreadable:
+async def forward_backward(call: Call, body: RawBody) -> ops.ForwardBackward | ops.MalformedOperation:
     """A pass over a batch; gradients are added to those the model has."""
     return await asyncio.to_thread(_pass, call.site, body, forward_only=False)
 
 
-async def forward(call: Call, body: RawBody) -> ops.ForwardBackward | ops.Unreadable:
+async def forward(call: Call, body: RawBody) -> ops.ForwardBackward | ops.MalformedOperation:
     """A pass over a batch that leaves the gradients alone."""
     return await asyncio.to_thread(_pass, call.site, body, forward_only=True)
 
 
-def _pass(site: Site, body: RawBody, *, forward_only: bool) -> ops.ForwardBackward | ops.Unreadable:
+def _pass(site: Site, body: RawBody, *, forward_only: bool) -> ops.ForwardBackward | ops.MalformedOperation:
     """Read and keep the batch: when this returns it is durable, and the orchestrator may be told of it."""
     if body.media_type == tinker.MEDIA_TYPE and not forward_only:
         found = tinker.read_pass(body.content)
@@ -45,7 +45,7 @@ def _pass(site: Site, body: RawBody, *, forward_only: bool) -> ops.ForwardBackwa
         found = json_era.read_pass(body.content, forward_only=forward_only)
     else:
         raise HttpRefusal(415, Code.UNSUPPORTED, f"a batch is read as protobuf or JSON, not as {body.media_type!r}")
-    if isinstance(found, ops.Unreadable):
+    if isinstance(found, ops.MalformedOperation):
         return found
     return found.operation(site.payloads.keep(found.encoded()))
 

@@ -39,7 +39,7 @@ async def load(call: Call, body: bodies.LoadWeights) -> ops.LoadWeights:
     operation = body.operation()
     if body.session_id is not None and operation.seq_id == 0:
         asked = messages.DescribeCheckpoint(operation.run_id, operation.kind, operation.name)
-        found = await call.look(asked, messages.CheckpointView)
+        found = await call.look(asked, messages.ModelCheckpointView)
         create = ops.CreateModel(
             model_id=operation.model_id,
             base_model=body.base_model or found.base_model,
@@ -53,7 +53,7 @@ async def load(call: Call, body: bodies.LoadWeights) -> ops.LoadWeights:
 async def info(call: Call, body: bodies.TinkerPath) -> replies.WeightsInfo:
     """What a checkpoint needs to be loaded."""
     run_id, kind, name = bodies.tinker_path(body.tinker_path)
-    found = await call.look(messages.DescribeCheckpoint(run_id, kind, name), messages.CheckpointView)
+    found = await call.look(messages.DescribeCheckpoint(run_id, kind, name), messages.ModelCheckpointView)
     return replies.weights_info(found)
 
 
@@ -87,7 +87,7 @@ async def remove(call: Call) -> None:
 async def set_ttl(call: Call, body: bodies.Lifetime) -> None:
     """Let a checkpoint go after so many seconds from now, or never."""
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
-    await call.look(messages.TimeCheckpoint(call.path["run_id"], kind, name, body.ttl_seconds), messages.Done)
+    await call.look(messages.SetCheckpointTtl(call.path["run_id"], kind, name, body.ttl_seconds), messages.Done)
 
 
 async def publish(call: Call) -> None:
@@ -103,19 +103,19 @@ async def unpublish(call: Call) -> None:
     await _described(call)
 
 
-async def _described(call: Call) -> messages.CheckpointView:
+async def _described(call: Call) -> messages.ModelCheckpointView:
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
-    return await call.look(messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.CheckpointView)
+    return await call.look(messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView)
 
 
 async def runs(call: Call, query: bodies.Page) -> replies.TrainingRuns:
     """The caller's models, the newest first."""
     models = sorted(
-        (await call.look(messages.ListModels(), messages.Models)).models,
+        (await call.look(messages.ListModels(), messages.ModelList)).models,
         key=lambda model: model.created_at_s,
         reverse=True,
     )
-    saved = (await call.look(messages.ListCheckpoints(), messages.Checkpoints)).checkpoints
+    saved = (await call.look(messages.ListCheckpoints(), messages.CheckpointList)).checkpoints
     owner = await call.site.tenant(call.caller)
     shown = [replies.training_run(model, saved, owner) for model in models[query.offset :][: query.limit]]
     page = replies.Cursor(offset=query.offset, limit=query.limit, total_count=len(models))
@@ -125,12 +125,12 @@ async def runs(call: Call, query: bodies.Page) -> replies.TrainingRuns:
 async def run(call: Call) -> replies.TrainingRun:
     """One model, with its newest checkpoints."""
     model = await call.look(messages.DescribeModel(call.path["run_id"]), messages.ModelView)
-    saved = (await call.look(messages.ListCheckpoints(model.model_id), messages.Checkpoints)).checkpoints
+    saved = (await call.look(messages.ListCheckpoints(model.model_id), messages.CheckpointList)).checkpoints
     return replies.training_run(model, saved, await call.site.tenant(call.caller))
 
 
 async def _checkpoints(call: Call, model_id: str | None) -> list[replies.Checkpoint]:
-    found = (await call.look(messages.ListCheckpoints(model_id), messages.Checkpoints)).checkpoints
+    found = (await call.look(messages.ListCheckpoints(model_id), messages.CheckpointList)).checkpoints
     return [replies.checkpoint(each) for each in sorted(found, key=lambda one: one.saved_at_s, reverse=True)]
 
 

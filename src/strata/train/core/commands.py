@@ -1,9 +1,9 @@
-"""What the orchestrator and rank 0 say to each other over their PAIR link, and rank 0 to the other ranks.
+"""The protocol between the orchestrator and rank 0 over their PAIR link, and of rank 0 with the other ranks.
 
-The link is a conversation in numbered dispatches under a generation. The orchestrator begins with `Attach`; rank 0
-answers `Attached` with the last dispatch that was applied. A dispatch with a number that was applied is not done again:
-rank 0 keeps each reply until the orchestrator says that it is durable (`durable` of a later command). So either side
-may die at any moment, or send twice, and every dispatch is done once.
+A session is a sequence of numbered dispatches under a generation, the leader epoch of the orchestrator. The
+orchestrator opens it with `Attach`; rank 0 replies `AttachReply` with the last dispatch that it applied. A dispatch
+that was applied is not run again: rank 0 keeps each reply until the orchestrator reports it durable (`durable` of a
+later command). So either side may die at any moment, or send twice, and every dispatch is applied exactly once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Final
 import msgspec
 
 from strata.train.core import ops
-from strata.train.core.sampling import Quantum, QuantumDone
+from strata.train.core.sampling import SamplingSlice, SliceResult
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A datum in its place: `item` of the pass, `datum` of the item."""
+    """The position of a datum: `item` of the pass, `datum` of the item."""
 
     item: int
     datum: int
@@ -38,21 +38,21 @@ class PassItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: bytes
 
 
-class Pass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="FORWARD_BACKWARD"):
-    """Forward, and backward unless `forward_only`, over packed rows; `rows[rank]` are those of a rank, in turn.
+class PassCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="FORWARD_BACKWARD"):
+    """Forward, and backward unless `forward_only`, over packed rows; `rows[rank]` are those of a rank, in order.
 
-    Every rank has the same number of rows (an empty one if need be): the layers of a sharded model meet in each.
+    Every rank has the same number of rows (an empty one if need be): a sharded model runs collectives in each.
     """
 
     forward_only: bool
     items: Sequence[PassItem]
     rows: Sequence[Sequence[Row]]
     replayed: bool = False
-    """Ranks before these have done it: nothing of it is rejected for the memory that is free now."""
+    """A replay: nothing of it is rejected for the memory that is free now."""
 
 
-class Steps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="OPTIM_STEP"):
-    """Of different models, one after the other. What one of them fails for is no matter to the next."""
+class StepsCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="OPTIM_STEP"):
+    """Optimizer steps of different models, one after the other. A failure of one does not affect the next."""
 
     operations: Sequence[ops.OptimStep]
 
@@ -60,7 +60,7 @@ class Steps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="OPTIM_
 class SaveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SAVE_STATE"):
     operation: ops.SaveWeights
     path: str
-    """Where the files go: a folder that exists for nobody else yet."""
+    """Where the files go: a folder that does not exist yet."""
 
 
 class LoadState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="LOAD_STATE"):
@@ -68,8 +68,8 @@ class LoadState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="LO
     path: str
 
 
-class Manage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="MANAGE"):
-    """Models that come, go, forget their gradients, sleep and wake."""
+class ManageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="MANAGE"):
+    """Create and unload models, discard gradients, offload (sleep) and reload (wake)."""
 
     operation: ops.CreateModel | ops.UnloadModel | ops.AbortGradients | ops.Sleep | ops.Wake
 
@@ -77,70 +77,71 @@ class Manage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="MANAG
 class MakeSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="MAKE_SAMPLER"):
     operation: ops.SaveSampler | ops.OpenSampler
     path: str
-    """Of the checkpoint to open, if it is one."""
+    """Of the checkpoint to open, if there is one."""
     close: Sequence[str] = ()
-    """Samplers that go first; one that is not there is no matter."""
+    """Samplers to evict first; one that does not exist is ignored."""
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="TAKE_SNAPSHOT"):
-    """Copy everything that later work builds on, and answer; the copy is written meanwhile.
+    """Copy everything that later work builds on, and reply; the copy is written in the background.
 
-    The reply has no results, or one that failed. When all files of all ranks are on the disk, rank 0 says so by itself.
+    The reply has no results, or one that failed. When all files of all ranks are durable, rank 0 sends
+    `SnapshotWritten`.
     """
 
     path: str
-    """A folder that appears when it is whole."""
+    """A folder that appears when it is complete."""
 
 
 class HealthCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="HEALTH_CHECK"):
-    """Verify that all ranks are alive. Not a dispatch: it has no number and may come between any two."""
+    """Check that all ranks are alive. Not a dispatch: it has no number and may come between any two."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SHUTDOWN"):
     pass
 
 
-Work = Pass | Steps | SaveState | LoadState | Manage | MakeSampler | Quantum | TakeSnapshot
+Work = PassCommand | StepsCommand | SaveState | LoadState | ManageModel | MakeSampler | SamplingSlice | TakeSnapshot
 Publishing = SaveState | MakeSampler
-"""Work that makes weights for others."""
+"""Work that publishes weights."""
 
 
 class Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="attach"):
-    """An orchestrator begins to speak. `generation` is its leader epoch: rank 0 hears nobody with a smaller one."""
+    """An orchestrator opens a session. `generation` is its leader epoch: rank 0 fences off smaller ones."""
 
     generation: int
     run_id: str
-    """The journal's stream: ranks that applied dispatches of one run take none of another."""
+    """The stream of the journal: ranks that applied dispatches of one run reject those of another."""
 
 
-class Attached(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="attached"):
+class AttachReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="attached"):
     generation: int
     group: str
-    """A new one for every start of the ranks: a group that starts anew has applied nothing."""
+    """A new id for every start of the ranks: a restarted group has applied nothing."""
     world_size: int
     applied: int
     model: ModelInfo
     written: SnapshotWritten | None = None
-    """The last one, of which whoever spoke before may not have heard."""
-    exhausted: Exhausted | None = None
-    """What the group before this one ran out of memory at, if it did."""
+    """The last snapshot: an earlier orchestrator may not have received it."""
+    exhausted: RowOutOfMemory | None = None
+    """The row at which the group before this one ran out of memory, if it did."""
 
 
-class Exhausted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row for which the memory of a rank did not do."""
+class RowOutOfMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row that did not fit into the memory of a rank."""
 
     rank: int
     model_id: str
-    """Whose tokens are most of the row."""
+    """The model with most tokens of the row."""
     tokens: int
     limit: int
-    """Tokens that a row may have by what was measured; 0 if nothing was."""
+    """The measured limit of tokens in a row; 0 if it was not measured."""
     sure: bool = False
-    """The allocator said so. Else the kernel has killed some process meanwhile, perhaps this rank."""
+    """The allocator reported it. Else the kernel has killed some process meanwhile, perhaps this rank."""
 
 
 class SnapshotWritten(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="snapshot_written"):
-    """All files of a snapshot are on the disk, or `trouble` says why they never will be. Said without being asked."""
+    """All files of a snapshot are durable, or `trouble` says why they never will be. Sent without a request."""
 
     generation: int
     number: int
@@ -162,50 +163,50 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: int
     max_context: int
     full: bool
-    """Trained whole by one model, not through adapters."""
+    """Full fine-tuning by one model, no LoRA adapters."""
     max_lora_rank: int
     slots: int
     parameters: int
     row_tokens: int = 0
-    """Tokens of one row that fit into the memory of every rank: measured, or told by the settings; 0 if unknown."""
+    """Tokens of one row that fit into the memory of every rank: measured, or from the settings; 0 if unknown."""
 
 
-class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="command"):
+class DispatchCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="command"):
     generation: int
     number: int
     work: Work
     durable: int
-    """Replies of dispatches up to this number need not be kept any longer."""
+    """Rank 0 may drop its replies of dispatches up to this number."""
 
 
 class Restore(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="restore"):
-    """Only for a group that has applied nothing: begin where the snapshot of this dispatch was taken."""
+    """Only for a group that has applied nothing: restore the snapshot of this dispatch."""
 
     generation: int
     number: int
     path: str
     digest: str
-    """Of the manifest. Every file is checked before the first is read."""
+    """Of the manifest. Every file is verified before the first is loaded."""
 
 
 class Restored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="restored"):
-    """The group has applied `number`; or, if it was `refused`, it is as it was, and can be told something else."""
+    """The group has applied `number`; or, if it was `refused`, the group is unchanged and can restore another."""
 
     generation: int
     number: int
     refused: str | None = None
     damaged: bool = False
-    """What is there is not what was written; else another try may succeed."""
+    """The files are not what was written; else a retry may succeed."""
 
 
-class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ask"):
+class RankRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ask"):
     generation: int
     ask_id: int
     work: HealthCheck | Shutdown
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds inside the ranks, as rank 0 saw them."""
+    """Seconds inside the ranks, as measured by rank 0."""
 
     total_s: float
     forward_s: float = 0.0
@@ -216,34 +217,34 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Copying weights to sample from, or saving them."""
 
 
-class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="reply"):
+class DispatchReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="reply"):
     """The results of a dispatch, one per item of a pass or step in order, else one. A result payload comes inline.
 
-    A quantum has no results of its own but `sampled`, which says of whatever ended in it.
+    A sampling slice has no results of its own but `sampled`, with the samples that ended in it.
     """
 
     generation: int
     number: int
     results: Sequence[ops.Result]
     timing: Timing
-    sampled: QuantumDone | None = None
+    sampled: SliceResult | None = None
 
 
-class Healthy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="healthy"):
+class HealthReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="healthy"):
     generation: int
     ask_id: int
     ranks: Sequence[int]
 
 
 class Fenced(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fenced"):
-    """Said to a speaker whose generation is over, or that belongs to another run."""
+    """Sent to an orchestrator with a stale generation, or of another run."""
 
     generation: int
     reason: str
 
 
-ToRank = Attach | Restore | Command | Ask
-FromRank = Attached | Restored | Reply | SnapshotWritten | Healthy | Fenced
+ToRank = Attach | Restore | DispatchCommand | RankRequest
+FromRank = AttachReply | Restored | DispatchReply | SnapshotWritten | HealthReply | Fenced
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode_to_rank: Final = msgspec.msgpack.Decoder(ToRank).decode

@@ -13,14 +13,14 @@ import msgspec
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.train.core import dispatching, memory, ops, publishing, quanta, retention, snapshots
+from strata.train.core import checkpoint_retention, dispatching, memory, ops, publishing, sampling_slices, snapshots
 from strata.train.core.admission import admit, admit_model
 from strata.train.core.facts import (
-    Accepted,
-    Expired,
+    DispatchFailed,
     Fact,
-    Finished,
-    GivenUp,
+    OperationAccepted,
+    OperationFinished,
+    ResultsExpired,
     SessionFinished,
     SessionOpened,
 )
@@ -29,42 +29,42 @@ from strata.train.core.inputs import (
     Abort,
     Accept,
     AddEndpoint,
-    Answer,
-    AnswerQuantum,
-    AnswerRouted,
-    AnswerSnapshot,
     CommitSnapshot,
+    CompleteDispatch,
+    CompletePush,
+    CompleteRouted,
+    CompleteSlice,
+    CompleteSnapshotCopy,
+    Decision,
     DeleteCheckpoint,
+    DeleteExpiredCheckpoints,
     DispatchNext,
     Done,
-    EndPush,
-    Expire,
+    ExpireResults,
+    FailDispatch,
     FinishSession,
-    GiveUp,
-    Greet,
     ImportCheckpoint,
     Input,
     OpenSession,
-    Outcome,
-    RefuseSnapshot,
+    RanksAttached,
+    RanksOutOfMemory,
+    RejectSnapshot,
     RemoveEndpoint,
-    Retain,
-    ReturnRouted,
+    RequeueRouted,
     RouteSamples,
-    RunOut,
+    SetCheckpointTtl,
     Taken,
-    TimeCheckpoint,
 )
 from strata.train.core.sampling import Sample
-from strata.train.core.sequence import Standing
-from strata.train.core.state import INITIAL, Model, Session, TrainState, future_id_of, is_name
+from strata.train.core.sequence import SequenceCheck
+from strata.train.core.state import INITIAL, ClientSession, ModelRecord, TrainState, future_id_of, is_name
 from strata.train.core.views import find_future, find_model, find_session
 
 # Structs with a mapping inside: the order in which a client wrote its keys is not a difference.
 _canonical: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
-def decide(state: TrainState, given: Input) -> Outcome:  # noqa: C901, PLR0911, PLR0912 - one arm per input
+def decide(state: TrainState, given: Input) -> Decision:  # noqa: C901, PLR0911, PLR0912 - one arm per input
     match given:
         case OpenSession():
             return _open_session(state, given)
@@ -74,37 +74,37 @@ def decide(state: TrainState, given: Input) -> Outcome:  # noqa: C901, PLR0911, 
             return _accept(state, given)
         case DispatchNext():
             return dispatching.dispatch_next(state, given)
-        case Answer():
-            return _answer(state, given)
-        case AnswerQuantum():
-            return quanta.answer_quantum(state, given)
-        case AnswerSnapshot():
-            return snapshots.answer(state, given)
+        case CompleteDispatch():
+            return _complete_dispatch(state, given)
+        case CompleteSlice():
+            return sampling_slices.complete_slice(state, given)
+        case CompleteSnapshotCopy():
+            return snapshots.snapshot_copied(state, given)
         case CommitSnapshot():
-            return snapshots.commit(state, given)
-        case RefuseSnapshot():
-            return snapshots.refuse(state, given)
-        case Greet():
-            return quanta.greet(state, given)
-        case RunOut():
-            return memory.run_out(state, given)
-        case GiveUp():
-            return _give_up(state, given)
+            return snapshots.commit_snapshot(state, given)
+        case RejectSnapshot():
+            return snapshots.reject_snapshot(state, given)
+        case RanksAttached():
+            return sampling_slices.attach_ranks(state, given)
+        case RanksOutOfMemory():
+            return memory.fail_oversized(state, given)
+        case FailDispatch():
+            return _fail_dispatch(state, given)
         case Abort():
             return _abort(state, given)
         case DeleteCheckpoint():
-            return retention.delete(state, given)
-        case TimeCheckpoint():
-            return retention.set_time(state, given)
+            return checkpoint_retention.delete(state, given)
+        case SetCheckpointTtl():
+            return checkpoint_retention.set_ttl(state, given)
         case ImportCheckpoint():
-            return retention.take_import(state, given)
-        case Retain():
-            return retention.retain(state, given)
-        case Expire():
+            return checkpoint_retention.import_checkpoint(state, given)
+        case DeleteExpiredCheckpoints():
+            return checkpoint_retention.delete_expired(state, given)
+        case ExpireResults():
             rules = state.rules
             until_s = state.futures.overdue(given.at_s, ttl_s=rules.result_ttl_s, keep=rules.max_kept_results)
-            return Outcome(Done(), () if until_s is None else (Expired(until_s),))
-        case AddEndpoint() | RemoveEndpoint() | EndPush() | RouteSamples() | AnswerRouted() | ReturnRouted():
+            return Decision(Done(), () if until_s is None else (ResultsExpired(until_s),))
+        case AddEndpoint() | RemoveEndpoint() | CompletePush() | RouteSamples() | CompleteRouted() | RequeueRouted():
             return publishing.decide(state, given)
         case _:
             assert_never(given)
@@ -114,22 +114,22 @@ def digest_of(operation: ops.Operation) -> str:
     return sha256_hex(_canonical(operation))
 
 
-def _open_session(state: TrainState, given: OpenSession) -> Outcome:
+def _open_session(state: TrainState, given: OpenSession) -> Decision:
     known = state.sessions.get(given.session_id)
     if known is not None and known.tenant == given.tenant:
-        return Outcome(Done())
+        return Decision(Done())
     if known is not None or not is_name(given.session_id):
         raise StrataError(Code.INVALID, f"{given.session_id!r} cannot name a session")
     fact = SessionOpened(
         given.session_id, given.tenant, given.at_s, given.tags, given.user_metadata or {}, given.sdk_version
     )
-    return Outcome(Done(), (fact,))
+    return Decision(Done(), (fact,))
 
 
-def _finish_session(state: TrainState, given: FinishSession) -> Outcome:
+def _finish_session(state: TrainState, given: FinishSession) -> Decision:
     session = find_session(state, given.tenant, given.session_id)
     if session.finished is not None:
-        return Outcome(Done())
+        return Decision(Done())
     facts: list[Fact] = [SessionFinished(given.session_id, given.reason, given.at_s)]
     ended: list[str] = []
     for model_id in session.models:
@@ -141,12 +141,12 @@ def _finish_session(state: TrainState, given: FinishSession) -> Outcome:
     for sampler in state.samplers.values():
         if sampler.session_id == given.session_id:
             samples = list(state.samples_of(sampler.sampler_id))
-            facts += [Finished(future_id, over, given.at_s) for future_id in samples]
+            facts += [OperationFinished(future_id, over, given.at_s) for future_id in samples]
             ended += samples
-    return Outcome(Done(), tuple(facts), tuple(ended))
+    return Decision(Done(), tuple(facts), tuple(ended))
 
 
-def _accept(state: TrainState, given: Accept) -> Outcome:  # noqa: PLR0911 - one arm per kind
+def _accept(state: TrainState, given: Accept) -> Decision:  # noqa: PLR0911 - one arm per kind
     operation = given.operation
     match operation:
         case ops.CreateModel():
@@ -155,24 +155,24 @@ def _accept(state: TrainState, given: Accept) -> Outcome:  # noqa: PLR0911 - one
             model = find_model(state, given.tenant, operation.model_id)
             taken = Taken(future_id_of(operation, 0), model.model_id)
             if model.unloading:
-                return Outcome(taken)
+                return Decision(taken)
             facts, ended = _unload(state, model, given.at_s)
-            return Outcome(taken, tuple(facts), tuple(ended))
+            return Decision(taken, tuple(facts), tuple(ended))
         case ops.Sleep() | ops.Wake():
             admit(state, given.tenant)
             fact = _accepted(state, given.tenant, operation, given.at_s)
-            return Outcome(Taken(fact.future_id, ""), (fact,))
+            return Decision(Taken(fact.future_id, ""), (fact,))
         case ops.OpenSampler():
-            return quanta.accept_sampler(state, given, operation, digest_of(operation))
+            return sampling_slices.accept_sampler(state, given, operation, digest_of(operation))
         case Sample():
-            return quanta.accept_sample(state, given, operation, digest_of(operation))
+            return sampling_slices.accept_sample(state, given, operation, digest_of(operation))
         case ops.LoadWeights() if operation.seq_id == 0:
-            return _accept_first_load(state, given, operation)
+            return _accept_initial_load(state, given, operation)
         case _:
             return _accept_sequenced(state, given, operation)
 
 
-def _accept_model(state: TrainState, given: Accept, operation: ops.CreateModel) -> Outcome:
+def _accept_model(state: TrainState, given: Accept, operation: ops.CreateModel) -> Decision:
     fact = _accepted(state, given.tenant, operation, given.at_s, given.session_id)
     taken = Taken(fact.future_id, operation.model_id)
     known = state.models.get(operation.model_id)
@@ -180,7 +180,7 @@ def _accept_model(state: TrainState, given: Accept, operation: ops.CreateModel) 
         find_model(state, given.tenant, operation.model_id)
         if digest_of(known.create) != fact.digest:
             raise StrataError(Code.CONFLICT, f"model {operation.model_id!r} was created before, in another way")
-        return Outcome(taken)
+        return Decision(taken)
     session = find_session(state, given.tenant, given.session_id)
     if session.finished is not None:
         raise StrataError(Code.PRECONDITION, f"session {session.session_id!r} is finished")
@@ -192,10 +192,10 @@ def _accept_model(state: TrainState, given: Accept, operation: ops.CreateModel) 
     if state.rules.initial_checkpoint:
         first = ops.SaveWeights(model_id=operation.model_id, seq_id=0, kind="weights", name=INITIAL)
         facts.append(_accepted(state, given.tenant, first, given.at_s))
-    return Outcome(taken, tuple(facts))
+    return Decision(taken, tuple(facts))
 
 
-def _check_model_id(session: Session, model_id: str) -> None:
+def _check_model_id(session: ClientSession, model_id: str) -> None:
     head, _, number = model_id.rpartition(":")
     if head != f"{session.session_id}:train" or not (number.isascii() and number.isdecimal()):
         raise StrataError(Code.INVALID, f"{model_id!r} is not of the form '{session.session_id}:train:NUMBER'")
@@ -210,38 +210,38 @@ def _check_base(state: TrainState, base_model: str) -> None:
         )
 
 
-def _accept_sequenced(state: TrainState, given: Accept, operation: ops.Sequenced) -> Outcome:
+def _accept_sequenced(state: TrainState, given: Accept, operation: ops.Sequenced) -> Decision:
     model = find_model(state, given.tenant, operation.model_id)
     fact = _accepted(state, given.tenant, operation, given.at_s)
     taken = Taken(fact.future_id, model.model_id)
     known = state.futures.get(fact.future_id)
-    standing = model.line.judge(operation.seq_id, fact.digest, known.digest if known else None)
-    if standing is Standing.SAME:
-        return Outcome(taken)
+    check = model.line.check(operation.seq_id, fact.digest, known.digest if known else None)
+    if check is SequenceCheck.DUPLICATE:
+        return Decision(taken)
     if model.unloading:
         raise StrataError(Code.GONE, f"model {model.model_id!r} was unloaded")
-    if not _must_come_in(state, model, operation.seq_id):
+    if not _unblocks_held(state, model, operation.seq_id):
         admit(state, given.tenant)
-    return Outcome(taken, (fact,))
+    return Decision(taken, (fact,))
 
 
-def _accept_first_load(state: TrainState, given: Accept, operation: ops.LoadWeights) -> Outcome:
+def _accept_initial_load(state: TrainState, given: Accept, operation: ops.LoadWeights) -> Decision:
     """A model that begins with saved weights: they are loaded before its operations, which its client counts from 1."""
     model = find_model(state, given.tenant, operation.model_id)
     fact = _accepted(state, given.tenant, operation, given.at_s)
     taken = Taken(fact.future_id, model.model_id)
     known = state.futures.get(fact.future_id)
     if known is not None and known.digest == fact.digest:
-        return Outcome(taken)
+        return Decision(taken)
     if known is not None or model.line.released or model.line.held:
         raise StrataError(Code.CONFLICT, f"model {model.model_id!r} began in another way")
     if model.unloading:
         raise StrataError(Code.GONE, f"model {model.model_id!r} was unloaded")
     admit(state, given.tenant)
-    return Outcome(taken, (fact,))
+    return Decision(taken, (fact,))
 
 
-def _must_come_in(state: TrainState, model: Model, seq: int) -> bool:
+def _unblocks_held(state: TrainState, model: ModelRecord, seq: int) -> bool:
     """The one that others wait for: a queue full of those it holds up would never empty.
 
     One at a time. While the last one waits the queue does empty, and a client that sent a high number first has no more
@@ -252,12 +252,14 @@ def _must_come_in(state: TrainState, model: Model, seq: int) -> bool:
     return seq == model.line.wanted and bool(model.line.held) and runs_out
 
 
-def _accepted(state: TrainState, tenant: str, operation: ops.Operation, at_s: float, session_id: str = "") -> Accepted:
+def _accepted(
+    state: TrainState, tenant: str, operation: ops.Operation, at_s: float, session_id: str = ""
+) -> OperationAccepted:
     future_id = future_id_of(operation, state.server_operations)
-    return Accepted(future_id, tenant, operation, digest_of(operation), at_s, session_id)
+    return OperationAccepted(future_id, tenant, operation, digest_of(operation), at_s, session_id)
 
 
-def _unload(state: TrainState, model: Model, at_s: float) -> tuple[list[Fact], list[str]]:
+def _unload(state: TrainState, model: ModelRecord, at_s: float) -> tuple[list[Fact], list[str]]:
     """After all that may still run. What a gap holds can never run now, and says so."""
     held = [f"{model.model_id}:{seq}" for seq in sorted(model.line.held)]
     result = ops.Failed("cancelled", "the model was unloaded before the operations before this one came")
@@ -266,45 +268,46 @@ def _unload(state: TrainState, model: Model, at_s: float) -> tuple[list[Fact], l
         for future_id in held
         if (future := state.futures.get(future_id)) is not None and future.status in OPEN
     ]
-    facts: list[Fact] = [Finished(future_id, result, at_s) for future_id in cancelled]
+    facts: list[Fact] = [OperationFinished(future_id, result, at_s) for future_id in cancelled]
     facts.append(_accepted(state, model.tenant, ops.UnloadModel(model.model_id), at_s))
     return facts, cancelled
 
 
-def _answer(state: TrainState, given: Answer) -> Outcome:
+def _complete_dispatch(state: TrainState, given: CompleteDispatch) -> Decision:
     dispatch = state.dispatches.get(given.number)
     if dispatch is None:
-        return Outcome(Done())
+        return Decision(Done())
     results: Sequence[ops.Result] = given.results
     if len(results) != len(dispatch.future_ids):
         wrong = f"the ranks gave {len(results)} results for {len(dispatch.future_ids)} operations"
         results = [ops.Failed("server", wrong)] * len(dispatch.future_ids)
-    push = publishing.saved(state, dispatch, results, given.at_s)
+    push = publishing.push_after_save(state, dispatch, results, given.at_s)
     if push is not None and push.future_id:
         # It ends when the endpoints have been told.
-        return Outcome(Done(), (push,))
+        return Decision(Done(), (push,))
     facts = tuple(
-        Finished(future_id, result, given.at_s) for future_id, result in zip(dispatch.future_ids, results, strict=True)
+        OperationFinished(future_id, result, given.at_s)
+        for future_id, result in zip(dispatch.future_ids, results, strict=True)
     )
-    return Outcome(Done(), facts if push is None else (*facts, push), tuple(dispatch.future_ids))
+    return Decision(Done(), facts if push is None else (*facts, push), tuple(dispatch.future_ids))
 
 
-def _give_up(state: TrainState, given: GiveUp) -> Outcome:
+def _fail_dispatch(state: TrainState, given: FailDispatch) -> Decision:
     dispatch = state.dispatches.get(given.number)
     if dispatch is None:
-        return Outcome(Done())
+        return Decision(Done())
     ended = dispatch.future_ids if dispatch.quantum is None else state.sampling
-    return Outcome(Done(), (GivenUp(given.number, given.reason, given.at_s),), tuple(ended))
+    return Decision(Done(), (DispatchFailed(given.number, given.reason, given.at_s),), tuple(ended))
 
 
-def _abort(state: TrainState, given: Abort) -> Outcome:
+def _abort(state: TrainState, given: Abort) -> Decision:
     future = find_future(state, given.tenant, given.future_id)
     sampled = isinstance(future.operation, Sample)
     if future.status is FutureStatus.DISPATCHED and not sampled:
         raise StrataError(Code.PRECONDITION, "it is running already and cannot be given up any more")
     if future.status not in OPEN:
-        return Outcome(Done())
+        return Decision(Done())
     if not sampled and not isinstance(future.operation, ops.Sequenced):
         raise StrataError(Code.PRECONDITION, f"{future.kind} cannot be given up: others rely on it")
     result = ops.Failed("cancelled", given.reason)
-    return Outcome(Done(), (Finished(given.future_id, result, given.at_s),), (given.future_id,))
+    return Decision(Done(), (OperationFinished(given.future_id, result, given.at_s),), (given.future_id,))

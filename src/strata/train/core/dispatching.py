@@ -1,17 +1,17 @@
-"""What the ranks are told next: the scheduler's choice, checked against what has happened since it was accepted."""
+"""The next dispatch: the choice of the scheduler, checked against what has changed since acceptance."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
 from strata.base.errors import StrataError
-from strata.train.core import ops, publishing, quanta, retention, snapshots
-from strata.train.core.facts import Dispatched, Finished
-from strata.train.core.inputs import Dispatching, DispatchNext, Done, Outcome
-from strata.train.core.pack import Packed, check, pack
+from strata.train.core import checkpoint_retention, ops, publishing, sampling_slices, snapshots
+from strata.train.core.facts import Dispatched, OperationFinished
+from strata.train.core.inputs import Decision, Dispatching, DispatchNext, Done
+from strata.train.core.pack import Packed, check_lengths, pack
 from strata.train.core.state import (
-    Checkpoint,
     Dispatch,
+    ModelCheckpoint,
     SamplerStatus,
     TrainState,
     folder_of,
@@ -19,7 +19,7 @@ from strata.train.core.state import (
     key_of,
 )
 
-_MAKES_SAMPLER: Final = (ops.SaveSampler, ops.OpenSampler)
+_SAMPLER_OPERATIONS: Final = (ops.SaveSampler, ops.OpenSampler)
 
 
 class _Chosen(NamedTuple):
@@ -28,17 +28,17 @@ class _Chosen(NamedTuple):
     tenant: str
 
 
-def dispatch_next(state: TrainState, given: DispatchNext) -> Outcome:
+def dispatch_next(state: TrainState, given: DispatchNext) -> Decision:
     """One dispatch, or the failure of one operation that cannot be dispatched, or nothing."""
     if len(state.dispatches) >= state.rules.max_running:
-        return Outcome(Done())
-    if snapshots.due(state, given.at_s) is not None:
-        return snapshots.take(state, given.at_s)
-    if quanta.wants_quantum(state) and not (state.sampled_last and len(state.scheduler)):
-        return quanta.next_quantum(state, given.at_s)
+        return Decision(Done())
+    if snapshots.due_reason(state, given.at_s) is not None:
+        return snapshots.begin_snapshot(state, given.at_s)
+    if sampling_slices.wants_slice(state) and not (state.last_was_slice and len(state.scheduler)):
+        return sampling_slices.next_slice(state, given.at_s)
     budget = given.ranks * state.rules.max_tokens_per_row
     rules = state.rules
-    entries = state.scheduler.choose(budget_tokens=budget, share=rules.pack_tenants, most=rules.slots)
+    entries = state.scheduler.select(budget_tokens=budget, coalesce=rules.pack_tenants, most=rules.slots)
     chosen = []
     for entry in entries:
         future = state.futures.get(entry.future_id)
@@ -46,22 +46,24 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Outcome:
         assert future.operation is not None, "the scheduler has an operation that has ended"
         chosen.append(_Chosen(future.future_id, future.operation, future.tenant))
     if not chosen:
-        return Outcome(Done())
+        return Decision(Done())
     for each in chosen:
-        obstacle = _asleep(state, each.operation) or _obstacle(state, each, given)
+        obstacle = _asleep_obstacle(state, each.operation) or _obstacle(state, each, given)
         if obstacle is not None:
-            # Else whoever sends what cannot run would have others pay each time.
-            state.scheduler.give_back(entry for entry in entries if entry.future_id != each.future_id)
-            failed = Finished(each.future_id, ops.Failed("user", obstacle), given.at_s)
-            return Outcome(Done(), (failed,), (each.future_id,))
+            # Else a tenant whose operations cannot run would have others charged each time.
+            state.scheduler.refund(entry for entry in entries if entry.future_id != each.future_id)
+            failed = OperationFinished(each.future_id, ops.Failed("user", obstacle), given.at_s)
+            return Decision(Done(), (failed,), (each.future_id,))
     packed = _packed(state, chosen, given)
     number = state.dispatched + 1
     ids = tuple(each.future_id for each in chosen)
     path = _path(state, chosen[0].operation)
-    close = quanta.room_for_sampler(state) or () if isinstance(chosen[0].operation, _MAKES_SAMPLER) else ()
+    close = (
+        sampling_slices.samplers_to_evict(state) or () if isinstance(chosen[0].operation, _SAMPLER_OPERATIONS) else ()
+    )
     dispatch = Dispatch(number, ids, packed.rows, path, close)
     fact = Dispatched(number, ids, packed.rows, path, close, at_s=given.at_s)
-    return Outcome(Dispatching(dispatch, packed.efficiency), (fact,))
+    return Decision(Dispatching(dispatch, packed.efficiency), (fact,))
 
 
 def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Packed:
@@ -72,58 +74,58 @@ def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Pa
     return pack(items, ranks=given.ranks, max_tokens_per_row=capacity, max_context=given.max_context)
 
 
-def _asleep(state: TrainState, operation: ops.Operation) -> str | None:
-    """Said here, not by the ranks: others, told the same again, might be awake where these were not."""
+def _asleep_obstacle(state: TrainState, operation: ops.Operation) -> str | None:
+    """Decided here, not by the ranks: in a replay others might be awake where these were asleep."""
     return ops.ASLEEP if state.asleep and not isinstance(operation, ops.WHILE_ASLEEP) else None
 
 
 def _obstacle(state: TrainState, chosen: _Chosen, given: DispatchNext) -> str | None:
-    """Why this operation cannot be told to the ranks."""
+    """Why this operation cannot be dispatched."""
     operation = chosen.operation
     match operation:
-        case ops.Unreadable():
+        case ops.MalformedOperation():
             return operation.message
         case ops.ForwardBackward():
-            return _unpackable(operation, given)
+            return _pack_obstacle(operation, given)
         case ops.SaveWeights() | ops.SyncWeights():
-            return publishing.unknown(state, operation) or _unsavable(state, publishing.as_save(operation))
+            return publishing.unknown_endpoint(state, operation) or _save_obstacle(state, publishing.as_save(operation))
         case ops.LoadWeights():
-            return _unloadable(state, operation, chosen.tenant, given.at_s)
+            return _load_obstacle(state, operation, chosen.tenant, given.at_s)
         case ops.SaveSampler() | ops.OpenSampler():
-            return _unmakeable(state, operation, chosen.tenant)
+            return _sampler_obstacle(state, operation, chosen.tenant)
         case _:
             return None
 
 
-def _unpackable(operation: ops.ForwardBackward, given: DispatchNext) -> str | None:
+def _pack_obstacle(operation: ops.ForwardBackward, given: DispatchNext) -> str | None:
     try:
-        check([operation.lengths], given.max_context, given.row_tokens)
+        check_lengths([operation.lengths], given.max_context, given.row_tokens)
     except StrataError as error:
         return error.message
     return None
 
 
-def _unsavable(state: TrainState, operation: ops.SaveWeights) -> str | None:
+def _save_obstacle(state: TrainState, operation: ops.SaveWeights) -> str | None:
     if not is_name(operation.name):
         return f"{operation.name!r} cannot name a checkpoint: use letters, digits and . _ -"
     there = state.saving.get(key_of(operation)) or state.checkpoints.get(key_of(operation))
-    # What the server saved by itself makes room: clients that count from zero save under that name too.
+    # The initial checkpoint of the server may be replaced: clients that count from zero save under that name too.
     if there is not None and there.operation.seq_id and not operation.overwrite:
         return f"there is a checkpoint {operation.kind}/{operation.name} already"
     return None
 
 
-def _unloadable(state: TrainState, operation: ops.LoadWeights, tenant: str, now_s: float) -> str | None:
+def _load_obstacle(state: TrainState, operation: ops.LoadWeights, tenant: str, now_s: float) -> str | None:
     checkpoint = _checkpoint(state, operation)
     run = state.models.get(operation.run_id)
-    if checkpoint is None or run is None or run.tenant != tenant or retention.expired(checkpoint, now_s):
+    if checkpoint is None or run is None or run.tenant != tenant or checkpoint_retention.expired(checkpoint, now_s):
         return f"there is no checkpoint tinker://{operation.run_id}/{operation.kind}/{operation.name}"
     if operation.optimizer and operation.kind != "weights":
         return "a checkpoint for sampling does not hold the state of the optimizer"
     return None
 
 
-def _unmakeable(state: TrainState, operation: ops.SaveSampler | ops.OpenSampler, tenant: str) -> str | None:
+def _sampler_obstacle(state: TrainState, operation: ops.SaveSampler | ops.OpenSampler, tenant: str) -> str | None:
     sampler = state.samplers.get(operation.sampler_id)
     if sampler is None or sampler.tenant != tenant or sampler.status is not SamplerStatus.COMING:
         return f"there is a sampler {operation.sampler_id!r} already"
@@ -132,13 +134,13 @@ def _unmakeable(state: TrainState, operation: ops.SaveSampler | ops.OpenSampler,
         return f"there is no session {sampler.session_id!r}"
     if session.finished is not None:
         return f"session {session.session_id!r} is finished"
-    if quanta.room_for_sampler(state) is None:
+    if sampling_slices.samplers_to_evict(state) is None:
         return f"all {state.rules.max_samplers} samplers are being asked for samples; none can make room"
-    return quanta.unopenable(state, operation, tenant) if isinstance(operation, ops.OpenSampler) else None
+    return sampling_slices.open_obstacle(state, operation, tenant) if isinstance(operation, ops.OpenSampler) else None
 
 
-def _checkpoint(state: TrainState, operation: ops.LoadWeights | ops.SavedWeights) -> Checkpoint | None:
-    """Also one that the ranks are still told to save: they do one thing after the other."""
+def _checkpoint(state: TrainState, operation: ops.LoadWeights | ops.SavedWeights) -> ModelCheckpoint | None:
+    """A checkpoint that is still being saved counts: the ranks run one dispatch after the other."""
     key = (operation.run_id, operation.kind, operation.name)
     return state.saving.get(key) or state.checkpoints.get(key)
 

@@ -1,4 +1,7 @@
-"""What is journaled: everything that the orchestrator has to know again after a restart, and nothing else."""
+"""The facts of the journal: everything that the state is rebuilt from after a restart, and nothing else.
+
+Tags and field names are stored and keep their spelling.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import msgspec
 
 from strata.train.core import ops
 from strata.train.core.commands import Row
-from strata.train.core.sampling import QuantumPlan
+from strata.train.core.sampling import SlicePlan
 
 
 class _Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,8 +34,8 @@ class SessionFinished(_Fact, frozen=True, tag="session_finished"):
     at_s: float
 
 
-class Accepted(_Fact, frozen=True, tag="accepted"):
-    """Durable before the client hears of it: from here on the operation is done once, whatever dies."""
+class OperationAccepted(_Fact, frozen=True, tag="accepted"):
+    """Durable before the client gets its future: from here on the operation runs exactly once, whatever dies."""
 
     future_id: str
     tenant: str
@@ -43,7 +46,7 @@ class Accepted(_Fact, frozen=True, tag="accepted"):
 
 
 class Dispatched(_Fact, frozen=True, tag="dispatched"):
-    """Durable before the ranks hear of it: the exact composition, so that it can be told again in the same words."""
+    """Durable before it is sent to the ranks: the exact composition, so that a replay sends the same."""
 
     number: int
     future_ids: Sequence[str]
@@ -51,16 +54,16 @@ class Dispatched(_Fact, frozen=True, tag="dispatched"):
     path: str = ""
     """The folder of a checkpoint, under that of all checkpoints."""
     close: Sequence[str] = ()
-    """Samplers that make room for a new one."""
-    quantum: QuantumPlan | None = None
-    """The futures are then the requests that the quantum adds; none of them ends with this dispatch as such."""
+    """Samplers that are evicted for a new one."""
+    quantum: SlicePlan | None = None
+    """Of a sampling slice: the futures are the samples that it adds; they do not end with this dispatch as such."""
     snapshot: bool = False
-    """All models are to be written as they are at this place; `path` is the folder, under that of all snapshots."""
+    """A snapshot of all models at this position; `path` is its folder, under that of all snapshots."""
     at_s: float = 0.0
 
 
-class SnapshotTaken(_Fact, frozen=True, tag="snapshot_taken"):
-    """The ranks have copied everything, and write it while they go on."""
+class SnapshotCopied(_Fact, frozen=True, tag="snapshot_taken"):
+    """The ranks have copied all models, and write the copy while they train on."""
 
     number: int
 
@@ -71,7 +74,7 @@ class SnapshotAbandoned(_Fact, frozen=True, tag="snapshot_abandoned"):
 
 
 class SnapshotCommitted(_Fact, frozen=True, tag="snapshot_committed"):
-    """Its files are on the disk, and all dispatches up to it have their results: ranks may begin from it."""
+    """Its files are durable, and all dispatches up to it have results: it is a recovery point."""
 
     number: int
     name: str
@@ -80,37 +83,37 @@ class SnapshotCommitted(_Fact, frozen=True, tag="snapshot_committed"):
     at_s: float
     size: int = 0
     held_s: float = 0.0
-    """How long the ranks did nothing else."""
+    """How long the ranks did nothing but copy."""
     written_s: float = 0.0
 
 
-class SnapshotRefused(_Fact, frozen=True, tag="snapshot_refused"):
-    """It is not what was written. No group of ranks is told to restore it again."""
+class SnapshotRejected(_Fact, frozen=True, tag="snapshot_refused"):
+    """Its files are not what was written. No group of ranks restores it again."""
 
     number: int
     reason: str
 
 
-class QuantumEnded(_Fact, frozen=True, tag="quantum_ended"):
-    """The ranks answered a quantum. What ended in it has facts of its own."""
+class SliceEnded(_Fact, frozen=True, tag="quantum_ended"):
+    """The ranks replied to a sampling slice. The samples that ended in it have facts of their own."""
 
     number: int
 
 
 class RanksRenewed(_Fact, frozen=True, tag="ranks_renewed"):
-    """Another group of ranks is spoken to: what the one before remembered of sequences is lost, and begins again."""
+    """Another group of ranks attached: the KV cache of the one before is lost, and its samples start again."""
 
     group: str
 
 
-class Finished(_Fact, frozen=True, tag="finished"):
+class OperationFinished(_Fact, frozen=True, tag="finished"):
     future_id: str
     result: ops.Result
     at_s: float
 
 
-class GivenUp(_Fact, frozen=True, tag="given_up"):
-    """A dispatch that ranks died of, or never came back from. No group of ranks is ever told it again."""
+class DispatchFailed(_Fact, frozen=True, tag="given_up"):
+    """The orchestrator failed a dispatch that ranks died of or hung in. It is never replayed."""
 
     number: int
     reason: str
@@ -125,8 +128,8 @@ class CheckpointDeleted(_Fact, frozen=True, tag="checkpoint_deleted"):
     """Empty if its owner deleted it."""
 
 
-class CheckpointTimed(_Fact, frozen=True, tag="checkpoint_timed"):
-    """When a checkpoint goes was set anew; None is never."""
+class CheckpointTtlSet(_Fact, frozen=True, tag="checkpoint_timed"):
+    """The expiry of a checkpoint was set; None is never."""
 
     run_id: str
     kind: ops.WeightsKind
@@ -135,9 +138,9 @@ class CheckpointTimed(_Fact, frozen=True, tag="checkpoint_timed"):
 
 
 class CheckpointImported(_Fact, frozen=True, tag="checkpoint_imported"):
-    """Weights that were made elsewhere: a run that was never trained here, and its one checkpoint.
+    """Weights from elsewhere: a run that was never trained here, and its one checkpoint.
 
-    Its files are in place before this is durable. No rank can save them again.
+    Its files are in place before this fact is durable. No replay can save them again.
     """
 
     tenant: str
@@ -148,7 +151,7 @@ class CheckpointImported(_Fact, frozen=True, tag="checkpoint_imported"):
 
 
 class EndpointAdded(_Fact, frozen=True, tag="endpoint_added"):
-    """An inference engine that weights may be told to. Its address was looked up once, and stays."""
+    """An inference engine that weights may be pushed to. Its address was resolved once, and stays."""
 
     name: str
     url: str
@@ -162,7 +165,7 @@ class EndpointRemoved(_Fact, frozen=True, tag="endpoint_removed"):
 
 
 class PushBegun(_Fact, frozen=True, tag="push_begun"):
-    """Saved weights are to be told to endpoints. `future_id` waits for that; empty if nobody does."""
+    """Saved weights are pushed to endpoints. `future_id` ends with the push; empty if no future waits for it."""
 
     path: str
     """The folder of the checkpoint, under that of all checkpoints."""
@@ -183,20 +186,20 @@ class PushEnded(_Fact, frozen=True, tag="push_ended"):
 
 
 class SampleRouted(_Fact, frozen=True, tag="sample_routed"):
-    """An inference endpoint is asked for this sample, and not the ranks."""
+    """This sample was routed to an inference endpoint instead of the ranks."""
 
     future_id: str
     endpoint: str
 
 
 class SampleReturned(_Fact, frozen=True, tag="sample_returned"):
-    """The endpoint did not give it. The ranks do."""
+    """The endpoint failed to sample it. The ranks do it."""
 
     future_id: str
 
 
-class Expired(_Fact, frozen=True, tag="expired"):
-    """Results that ended at this moment or before are gone."""
+class ResultsExpired(_Fact, frozen=True, tag="expired"):
+    """Results that ended at this time or before are dropped."""
 
     until_s: float
 
@@ -204,20 +207,20 @@ class Expired(_Fact, frozen=True, tag="expired"):
 Fact = (
     SessionOpened
     | SessionFinished
-    | Accepted
+    | OperationAccepted
     | Dispatched
-    | QuantumEnded
-    | SnapshotTaken
+    | SliceEnded
+    | SnapshotCopied
     | SnapshotAbandoned
     | SnapshotCommitted
-    | SnapshotRefused
+    | SnapshotRejected
     | RanksRenewed
-    | Finished
-    | GivenUp
+    | OperationFinished
+    | DispatchFailed
     | CheckpointDeleted
-    | CheckpointTimed
+    | CheckpointTtlSet
     | CheckpointImported
-    | Expired
+    | ResultsExpired
     | EndpointAdded
     | EndpointRemoved
     | PushBegun

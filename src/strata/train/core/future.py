@@ -1,4 +1,4 @@
-"""Futures: what was promised to a client for each operation, from its acceptance until its result is gone."""
+"""Futures: the status and result of each operation, from its acceptance until its result expires."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from strata.train.core.sampling import Sample
 
 class FutureStatus(StrEnum):
     PENDING = "pending"
-    """Accepted, and not yet told to the ranks."""
+    """Accepted, and not yet dispatched."""
     DISPATCHED = "dispatched"
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
-    """Its result was kept for as long as was promised. Nothing of it is left but that it was."""
+    """The TTL of its result is over. Its id still tells that it existed."""
 
 
 class FutureEvent(StrEnum):
@@ -31,7 +31,7 @@ class FutureEvent(StrEnum):
     FAIL = "fail"
     CANCEL = "cancel"
     RETURN = "return"
-    """The ranks that had it are gone, and nothing of it was kept: samples only."""
+    """The ranks that ran it are lost, and it runs again: samples only."""
     EXPIRE = "expire"
 
 
@@ -47,26 +47,26 @@ NEXT: Final[Mapping[tuple[FutureStatus, FutureEvent], FutureStatus]] = {
     (FutureStatus.FAILED, FutureEvent.EXPIRE): FutureStatus.EXPIRED,
     (FutureStatus.CANCELLED, FutureEvent.EXPIRE): FutureStatus.EXPIRED,
 }
-"""What is absent is impossible: what ended never begins again. Only samples return, and are cancelled while they run:
-they change nothing, so that their beginning again, or being forgotten, is nobody's loss."""
-OF_SAMPLES: Final = frozenset(
+"""Transitions that are absent are illegal: an ended operation never starts again. Only samples return to the queue or
+are cancelled while they run: they change no model."""
+SAMPLES_ONLY: Final = frozenset(
     {(FutureStatus.DISPATCHED, FutureEvent.CANCEL), (FutureStatus.DISPATCHED, FutureEvent.RETURN)}
 )
 OPEN: Final = frozenset({FutureStatus.PENDING, FutureStatus.DISPATCHED})
 
 
-class Future(msgspec.Struct):
+class OperationFuture(msgspec.Struct):
     future_id: str
     tenant: str
     model_id: str
     """Empty for an operation of the whole server."""
     digest: str
     operation: ops.Operation | None
-    """None once it ended: only its result is asked for then."""
+    """None once it ended: only its result is needed then."""
     accepted_at_s: float
     status: FutureStatus = FutureStatus.PENDING
     turn: int = 0
-    """When it was handed on to be scheduled, in order of that; 0 while a gap before it holds it."""
+    """Its position in the order of enqueueing; 0 while it is held behind a gap."""
     number: int = 0
     """Of its dispatch."""
     result: ops.Result | None = None
@@ -78,16 +78,16 @@ class Future(msgspec.Struct):
 
 
 class FutureStore:
-    """All futures that are not expired. Keeps the counts that admission needs and the order in which they ended."""
+    """All futures that are not expired, with the counts for admission and the order in which they ended."""
 
-    def __init__(self, futures: Iterable[Future] = (), ended: Sequence[str] = ()) -> None:
+    def __init__(self, futures: Iterable[OperationFuture] = (), ended: Sequence[str] = ()) -> None:
         self._futures = {each.future_id: each for each in futures}
         self._ended = dict.fromkeys(ended)
         self._pending = Counter(each.tenant for each in self._futures.values() if _queued(each))
         self.result_bytes = sum(_inline_bytes(each) for each in self._futures.values())
-        """What the kept results weigh in memory."""
+        """Bytes of the inline results in memory."""
 
-    def __iter__(self) -> Iterator[Future]:
+    def __iter__(self) -> Iterator[OperationFuture]:
         return iter(self._futures.values())
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class FutureStore:
         """Oldest end first."""
         return list(self._ended)
 
-    def get(self, future_id: str) -> Future | None:
+    def get(self, future_id: str) -> OperationFuture | None:
         return self._futures.get(future_id)
 
     def tenant_of(self, future_id: str) -> str:
@@ -112,25 +112,25 @@ class FutureStore:
     def pending_by_tenant(self) -> Mapping[str, int]:
         return self._pending
 
-    def add(self, future: Future) -> None:
+    def add(self, future: OperationFuture) -> None:
         if future.future_id in self._futures:
             raise StrataError(Code.INTERNAL, f"{future.future_id} exists already")
         self._futures[future.future_id] = future
         if _queued(future):
             self._pending[future.tenant] += 1
 
-    def dispatch(self, future_id: str, number: int) -> Future:
+    def dispatch(self, future_id: str, number: int) -> OperationFuture:
         future = self._move(future_id, FutureEvent.DISPATCH)
         future.number = number
         return future
 
-    def give_back(self, future_id: str) -> Future:
+    def give_back(self, future_id: str) -> OperationFuture:
         future = self._move(future_id, FutureEvent.RETURN)
         future.number = 0
         return future
 
-    def end(self, future_id: str, result: ops.Result, at_s: float) -> Future:
-        """With what came of it, whichever way."""
+    def end(self, future_id: str, result: ops.Result, at_s: float) -> OperationFuture:
+        """End it with its result or failure."""
         if not isinstance(result, ops.Failed):
             event = FutureEvent.FINISH
         else:
@@ -142,7 +142,7 @@ class FutureStore:
         return future
 
     def overdue(self, now_s: float, *, ttl_s: float, keep: int) -> float | None:
-        """Results that ended at this moment or before may go: they had their time, or there are too many after them."""
+        """Results that ended at this time or before may be dropped: their TTL is over, or too many are newer."""
         until_s: float | None = None
         surplus = len(self._ended) - keep
         for place, future_id in enumerate(self._ended):
@@ -152,8 +152,8 @@ class FutureStore:
             until_s = ended_at_s if until_s is None else max(until_s, ended_at_s)
         return until_s
 
-    def expire(self, until_s: float) -> list[Future]:
-        """Drop what ended at that moment or before, and everything that ended before the last of those."""
+    def expire(self, until_s: float) -> list[OperationFuture]:
+        """Drop what ended at that time or before, and everything that ended before the last of those."""
         last = None
         for place, future_id in enumerate(self._ended):
             if self._futures[future_id].ended_at_s <= until_s:
@@ -163,16 +163,16 @@ class FutureStore:
         gone = list(self._ended)[: 0 if last is None else last + 1]
         return [self._drop(future_id) for future_id in gone]
 
-    def _drop(self, future_id: str) -> Future:
+    def _drop(self, future_id: str) -> OperationFuture:
         future = self._move(future_id, FutureEvent.EXPIRE)
         self.result_bytes -= _inline_bytes(future)
         del self._ended[future_id], self._futures[future_id]
         return future
 
-    def _move(self, future_id: str, event: FutureEvent) -> Future:
+    def _move(self, future_id: str, event: FutureEvent) -> OperationFuture:
         future = self._futures[future_id]
         after = NEXT.get((future.status, event))
-        if (future.status, event) in OF_SAMPLES and not isinstance(future.operation, Sample):
+        if (future.status, event) in SAMPLES_ONLY and not isinstance(future.operation, Sample):
             after = None
         if after is None:
             raise StrataError(Code.INTERNAL, f"{future_id} is {future.status}: it cannot {event}")
@@ -183,10 +183,10 @@ class FutureStore:
         return future
 
 
-def _queued(future: Future) -> bool:
+def _queued(future: OperationFuture) -> bool:
     return future.status is FutureStatus.PENDING and not isinstance(future.operation, Sample)
 
 
-def _inline_bytes(future: Future) -> int:
+def _inline_bytes(future: OperationFuture) -> int:
     payload = future.result.payload if isinstance(future.result, ops.PassDone | ops.SampleDone) else None
-    return len(payload.data) if isinstance(payload, ops.Inline) else 0
+    return len(payload.data) if isinstance(payload, ops.InlinePayload) else 0

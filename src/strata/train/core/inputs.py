@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from strata.train.core import ops
-from strata.train.core.commands import Exhausted
+from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.facts import Fact
 from strata.train.core.state import Dispatch
 
@@ -52,7 +52,7 @@ class DispatchNext:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CompleteDispatch:
     """The ranks' results of a dispatch. One that is not awaited any longer changes nothing."""
 
     number: int
@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class AnswerQuantum:
+class CompleteSlice:
     """What ended in a quantum; `left` is how many requests the ranks still have."""
 
     number: int
@@ -71,7 +71,7 @@ class AnswerQuantum:
 
 
 @dataclass(frozen=True)
-class AnswerSnapshot:
+class CompleteSnapshotCopy:
     """The ranks have copied all models, unless there was trouble; what they copied is not on the disk yet."""
 
     number: int
@@ -92,7 +92,7 @@ class CommitSnapshot:
 
 
 @dataclass(frozen=True)
-class RefuseSnapshot:
+class RejectSnapshot:
     """A group of ranks found that it is not what was written."""
 
     number: int
@@ -100,25 +100,25 @@ class RefuseSnapshot:
 
 
 @dataclass(frozen=True)
-class Greet:
+class RanksAttached:
     """A group of ranks is spoken to from now on."""
 
     group: str
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class FailDispatch:
     number: int
     reason: str
     at_s: float
 
 
 @dataclass(frozen=True)
-class RunOut:
+class RanksOutOfMemory:
     """A group of ranks died of a row of this dispatch, for want of memory."""
 
     number: int
-    exhausted: Exhausted
+    exhausted: RowOutOfMemory
     at_s: float
 
 
@@ -139,7 +139,7 @@ class DeleteCheckpoint:
 
 
 @dataclass(frozen=True)
-class TimeCheckpoint:
+class SetCheckpointTtl:
     """Seconds from now until the checkpoint goes; None is never."""
 
     tenant: str
@@ -162,7 +162,7 @@ class ImportCheckpoint:
 
 
 @dataclass(frozen=True)
-class Retain:
+class DeleteExpiredCheckpoints:
     """There may be checkpoints whose time is over, or too many."""
 
     at_s: float
@@ -185,7 +185,7 @@ class RemoveEndpoint:
 
 
 @dataclass(frozen=True)
-class EndPush:
+class CompletePush:
     path: str
     outcomes: Sequence[ops.EndpointOutcome]
     at_s: float
@@ -199,19 +199,19 @@ class RouteSamples:
 
 
 @dataclass(frozen=True)
-class AnswerRouted:
+class CompleteRouted:
     future_id: str
     result: ops.SampleDone
     at_s: float
 
 
 @dataclass(frozen=True)
-class ReturnRouted:
+class RequeueRouted:
     future_id: str
 
 
 @dataclass(frozen=True)
-class Expire:
+class ExpireResults:
     at_s: float
 
 
@@ -220,26 +220,26 @@ Input = (
     | FinishSession
     | Accept
     | DispatchNext
-    | Answer
-    | AnswerQuantum
-    | AnswerSnapshot
+    | CompleteDispatch
+    | CompleteSlice
+    | CompleteSnapshotCopy
     | CommitSnapshot
-    | RefuseSnapshot
-    | Greet
-    | GiveUp
-    | RunOut
+    | RejectSnapshot
+    | RanksAttached
+    | FailDispatch
+    | RanksOutOfMemory
     | Abort
     | DeleteCheckpoint
-    | TimeCheckpoint
+    | SetCheckpointTtl
     | ImportCheckpoint
-    | Retain
-    | Expire
+    | DeleteExpiredCheckpoints
+    | ExpireResults
     | AddEndpoint
     | RemoveEndpoint
-    | EndPush
+    | CompletePush
     | RouteSamples
-    | AnswerRouted
-    | ReturnRouted
+    | CompleteRouted
+    | RequeueRouted
 )
 
 
@@ -282,7 +282,7 @@ Reply = Done | Taken | Dispatching | Removed | Retained
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Decision:
     reply: Reply
     facts: tuple[Fact, ...] = ()
     ended: tuple[str, ...] = ()

@@ -9,11 +9,11 @@ import msgspec
 from strata.train.core import facts
 from strata.train.core.apply import apply
 from strata.train.core.decide import decide
-from strata.train.core.inputs import Input, Outcome
-from strata.train.core.state import Rules, Saved, TrainState
+from strata.train.core.inputs import Decision, Input
+from strata.train.core.state import Rules, SavedState, TrainState
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_saved = msgspec.msgpack.Decoder(Saved).decode
+_decode_saved = msgspec.msgpack.Decoder(SavedState).decode
 
 
 class TrainMachine:
@@ -25,7 +25,7 @@ class TrainMachine:
     def initial(self) -> TrainState:
         return TrainState(self._rules)
 
-    def decide(self, state: TrainState, given: Input, now_s: float) -> tuple[Sequence[bytes], Outcome]:
+    def decide(self, state: TrainState, given: Input, now_s: float) -> tuple[Sequence[bytes], Decision]:
         del now_s  # Times are parts of the inputs: they end up in facts, and a monotonic clock means nothing there.
         outcome = decide(state, given)
         return [facts.encode(fact) for fact in outcome.facts], outcome

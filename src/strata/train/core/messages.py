@@ -32,7 +32,7 @@ class OpenSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     sdk_version: str = ""
 
 
-class BeatSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="beat_session"):
+class SessionHeartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="beat_session"):
     session_id: str
 
 
@@ -103,7 +103,7 @@ class DeleteCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     name: str
 
 
-class TimeCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="time_checkpoint"):
+class SetCheckpointTtl(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="time_checkpoint"):
     """Seconds from now until the checkpoint goes; None is never."""
 
     run_id: str
@@ -150,7 +150,7 @@ class CheckHealth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 Utility = (
     OpenSession
-    | BeatSession
+    | SessionHeartbeat
     | FinishSession
     | WatchFuture
     | WatchSamples
@@ -162,7 +162,7 @@ Utility = (
     | ListCheckpoints
     | DescribeCheckpoint
     | DeleteCheckpoint
-    | TimeCheckpoint
+    | SetCheckpointTtl
     | ImportCheckpoint
     | DescribeServer
     | CheckHealth
@@ -193,13 +193,13 @@ class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="acc
     model_id: str
 
 
-class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refused"):
+class ErrorResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refused"):
     code: Code
     message: str
     hint: str | None = None
 
 
-class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):
+class FutureResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):
     result: ops.Result
 
 
@@ -209,7 +209,7 @@ class QueueState(StrEnum):
     PAUSED_RATE_LIMIT = "paused_rate_limit"
 
 
-class Waiting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="waiting"):
+class QueuePosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="waiting"):
     queue_state: QueueState
     reason: str
 
@@ -258,7 +258,7 @@ class SamplerJoined(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     copy: int
 
 
-class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="models"):
+class ModelList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="models"):
     models: Sequence[ModelView]
 
 
@@ -271,11 +271,11 @@ class SessionView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samplers: Sequence[str] = ()
 
 
-class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sessions"):
+class SessionList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sessions"):
     sessions: Sequence[SessionView]
 
 
-class CheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoint"):
+class ModelCheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoint"):
     run_id: str
     """The id of the model that was saved."""
     kind: ops.WeightsKind
@@ -295,8 +295,8 @@ class CheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"
 
 
-class Checkpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoints"):
-    checkpoints: Sequence[CheckpointView]
+class CheckpointList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoints"):
+    checkpoints: Sequence[ModelCheckpointView]
 
 
 class ServerView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="server"):
@@ -328,11 +328,11 @@ class EndpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of weights, that it was told of last."""
 
 
-class Endpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="endpoints"):
+class EndpointList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="endpoints"):
     endpoints: Sequence[EndpointView]
 
 
-class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="health"):
+class HealthReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="health"):
     status: Literal["healthy", "starting", "unhealthy"]
     ranks: Sequence[int]
     reason: str
@@ -340,21 +340,21 @@ class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="healt
 
 Output = (
     Accepted
-    | Refused
-    | Finished
-    | Waiting
+    | ErrorResponse
+    | FutureResult
+    | QueuePosition
     | SamplesEnded
     | Done
     | ModelView
     | SamplerView
     | SamplerJoined
-    | Models
-    | Sessions
-    | CheckpointView
-    | Checkpoints
+    | ModelList
+    | SessionList
+    | ModelCheckpointView
+    | CheckpointList
     | ServerView
-    | Health
-    | Endpoints
+    | HealthReport
+    | EndpointList
     | status.Views
 )
 

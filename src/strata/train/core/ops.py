@@ -1,8 +1,8 @@
-"""The operations a client asks for and what comes of them: declared once, carried unchanged from HTTP to the ranks.
+"""Operations of clients and their results: declared once, carried unchanged from HTTP to the ranks.
 
-Every message is frozen and refuses fields it does not know, so that two versions that disagree fail at the border and
-not in a gradient. Numbers that a model is trained with travel as bytes with a type and a shape: nothing on the way
-between the client and the ranks has to understand them, and nothing unpickles them.
+Every message is frozen and rejects unknown fields, so that two versions that disagree fail at the boundary and not in a
+gradient. Tensors travel as bytes with a type and a shape: nothing between the client and the ranks parses or unpickles
+them. Tags and field names are stored in the journal and keep their spelling.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import msgspec
 from strata.train.core.sampling import Sample
 
 WeightsKind = Literal["weights", "sampler_weights", "external_weights"]
-"""What training goes on from, optimizer and all; weights to sample from; weights to take away."""
+"""Weights and optimizer state to resume training from; weights to sample from; weights to export."""
 INLINE_BYTES: Final = 64 << 10
-"""A payload beyond this is kept in a file named by its digest; the journal and the links carry the digest."""
+"""A larger payload is stored in a file named by its digest; the journal and the links carry the digest."""
 
 
 class DType(StrEnum):
@@ -79,18 +79,18 @@ class PassData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     datums: Sequence[Datum]
 
 
-class Inline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="inline"):
+class InlinePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="inline"):
     data: bytes
 
 
-class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stored"):
-    """A file named by the SHA-256 of its bytes: durable before anybody is told of it."""
+class StoredPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stored"):
+    """A file named by the SHA-256 of its bytes, durable before its digest is handed out."""
 
     sha256: str
     size: int
 
 
-Payload = Inline | Stored
+Payload = InlinePayload | StoredPayload
 """An encoded `PassData`, `PassResult` or `SampleResult`."""
 
 
@@ -104,7 +104,7 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdamParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One step of AdamW, as the client orders it. Every one of these is applied."""
+    """One step of AdamW with the parameters of the client. Every one of them is applied."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -161,7 +161,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     config: Mapping[str, float]
     forward_only: bool
     lengths: Sequence[int]
-    """Tokens of each datum, in order: all that scheduling and packing need to know of the payload."""
+    """Tokens of each datum, in order: all that the scheduler and packing need of the payload."""
     payload: Payload
 
 
@@ -200,7 +200,7 @@ class LoadWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class SaveSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="save_sampler"):
-    """A sampler of the model as it is at this place of its order. It lives in memory and has no files."""
+    """A sampler of the model as it is at this sequence number. It lives in memory and has no files."""
 
     model_id: str
     seq_id: int
@@ -208,16 +208,16 @@ class SaveSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class SyncWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sync_weights"):
-    """The weights as they are at this place of the model's order: saved for sampling, then told to inference endpoints.
+    """The weights at this sequence number: saved for sampling, then pushed to inference endpoints.
 
-    The ranks save them like any other weights. Telling the endpoints holds up nothing that comes after.
+    The ranks save them like any other weights. The push does not hold up later operations.
     """
 
     model_id: str
     seq_id: int
     name: str
     endpoints: Sequence[str] = ()
-    """By name; none named are all that there are when the files are written."""
+    """By name; empty: all that exist when the files are written."""
     ttl_s: float | None = None
 
     def save(self) -> SaveWeights:
@@ -241,11 +241,11 @@ class OpenSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """None is the base itself."""
 
 
-class Unreadable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unreadable"):
-    """An operation whose content could not be read. It takes its place in the order and fails there as the client's.
+class MalformedOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unreadable"):
+    """An operation whose content is malformed. It takes its sequence number and fails as an error of the client.
 
-    The clients of this protocol count on after a refusal: refused at the door, its number would stay a gap for ever
-    and hold up everything after it. It is never dispatched.
+    Clients of this protocol continue to count after a rejection: rejected at admission, its number would stay a gap
+    for ever and hold up every later operation. It is never dispatched.
     """
 
     model_id: str
@@ -266,17 +266,24 @@ class Wake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wake"):
 
 
 Sequenced = (
-    ForwardBackward | OptimStep | AbortGradients | SaveWeights | LoadWeights | SaveSampler | SyncWeights | Unreadable
+    ForwardBackward
+    | OptimStep
+    | AbortGradients
+    | SaveWeights
+    | LoadWeights
+    | SaveSampler
+    | SyncWeights
+    | MalformedOperation
 )
-"""Operations of one model, done strictly in the order of their `seq_id`."""
+"""Operations of one model, which run strictly in the order of their `seq_id`."""
 Operation = Sequenced | CreateModel | UnloadModel | Sleep | Wake | OpenSampler | Sample
 WHILE_ASLEEP: Final = (Sleep, Wake, UnloadModel, AbortGradients)
-"""What wakes the ranks, or only lets go: a model whose unloading failed would keep its place for ever."""
+"""Operations that wake the ranks or only release something: a model whose unload failed would keep its slot."""
 ASLEEP: Final = "the server sleeps; wake it first"
 
 
 def kind_of(operation: Operation) -> str:
-    """What people are told it is, and what its pace is measured as: a pass without its way back takes less time."""
+    """The kind in status reports and throughput estimates: a pass without backward is a kind of its own."""
     if isinstance(operation, ForwardBackward) and operation.forward_only:
         return "forward"
     return str(operation.__struct_config__.tag)
@@ -322,7 +329,7 @@ class WeightsLoaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class EndpointOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What came of telling one inference endpoint of new weights."""
+    """The outcome of a push of weights to one inference endpoint."""
 
     endpoint: str
     ok: bool
@@ -330,14 +337,14 @@ class EndpointOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     message: str = ""
     """Why not, or what was noticed."""
     retired: Sequence[str] = ()
-    """Older versions that it has let go of."""
+    """Older versions that were unloaded from it."""
 
 
 class WeightsSynced(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sync_weights"):
     path: str
     """`tinker://run/kind/name`."""
     version: str
-    """What the endpoints call these weights; no other weights ever have this name."""
+    """The name of these weights at the endpoints; no other weights ever have it."""
     endpoints: Sequence[EndpointOutcome]
 
 
@@ -363,16 +370,16 @@ class Awake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wake")
 
 
 class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
-    """The operation was done and this came of it; the next one of the model goes on.
+    """The operation failed; the next one of the model runs.
 
-    `user`: the request itself cannot work, and would fail again. `server`: ours; the same again may work.
+    `user`: the request itself is wrong, and would fail again. `server`: our fault; a retry may succeed.
     """
 
     category: Literal["user", "server", "cancelled"]
     message: str
     memory: bool = False
-    """It did not fit into the ranks' memory as it was then, and changed nothing. No rank is told of it again: with more
-    memory it would succeed."""
+    """It did not fit into the memory of the ranks, and changed nothing. It is never replayed: with more memory it would
+    succeed."""
 
 
 Result = (

@@ -1,7 +1,7 @@
-"""Datums into rows: as few and as equal as can be, the same number on every rank, and back into the order asked for.
+"""Packing of datums into rows: as few and as equal as possible, the same number on every rank; and unpacking.
 
-The ranks of a sharded model meet in every layer of every row, so the n-th row of all ranks takes as long as the longest
-of them: rows of like length are put side by side.
+The ranks of a sharded model run collectives in every layer of every row, so the n-th row of all ranks takes as long as
+the longest of them: rows of similar length run in the same round.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from strata.train.core.commands import Row, Segment
 
 Output = TypeVar("Output")
 Rows = Sequence[Sequence[Row]]
-"""`rows[rank]` are those of a rank, in turn."""
+"""`rows[rank]` are those of a rank, in order."""
 
 
 class Packed(NamedTuple):
     rows: Rows
     efficiency: float
-    """The part of the work that is not waiting: tokens, by what the ranks would do in the time of the longest rows."""
+    """Tokens, divided by the capacity of the ranks in the time of the longest rows."""
 
 
 def pack(items: Sequence[Sequence[int]], *, ranks: int, max_tokens_per_row: int, max_context: int) -> Packed:
     """`items[i]` are the lengths of the datums of operation i. INVALID if one is longer than the model can take."""
-    check(items, max_context)
+    check_lengths(items, max_context)
     pieces = [
         (length, Segment(item, datum)) for item, lengths in enumerate(items) for datum, length in enumerate(lengths)
     ]
@@ -34,10 +34,10 @@ def pack(items: Sequence[Sequence[int]], *, ranks: int, max_tokens_per_row: int,
     pieces.sort(key=lambda piece: (-piece[0], piece[1].item, piece[1].datum))
     bins = _fewest_rounds(pieces, ranks, max_tokens_per_row)
     length_of = {(segment.item, segment.datum): length for length, segment in pieces}
-    return _spread(bins, length_of, ranks)
+    return _distribute(bins, length_of, ranks)
 
 
-def check(items: Sequence[Sequence[int]], max_context: int, row_tokens: int = 0) -> None:
+def check_lengths(items: Sequence[Sequence[int]], max_context: int, row_tokens: int = 0) -> None:
     """INVALID if a datum is longer than the model can take, or than the memory of a rank holds (0: any length)."""
     for lengths in items:
         if not lengths:
@@ -59,14 +59,14 @@ def check(items: Sequence[Sequence[int]], max_context: int, row_tokens: int = 0)
                 )
 
 
-def respread(rows: Rows, items: Sequence[Sequence[int]], ranks: int) -> Rows:
-    """The same rows over another number of ranks: for a group of ranks that was started anew with another size."""
+def redistribute(rows: Rows, items: Sequence[Sequence[int]], ranks: int) -> Rows:
+    """The same rows over another number of ranks: for the replay on a group of another size."""
     length_of = {(i, d): length for i, lengths in enumerate(items) for d, length in enumerate(lengths)}
-    return _spread([list(row) for rank in rows for row in rank if row], length_of, ranks).rows
+    return _distribute([list(row) for rank in rows for row in rank if row], length_of, ranks).rows
 
 
-def restore(rows: Rows, outputs: Sequence[Sequence[Sequence[Output]]]) -> list[list[Output]]:
-    """`outputs[rank][row][place]` into `[item][datum]`: what came of each datum, in the order the datums were given."""
+def unpack(rows: Rows, outputs: Sequence[Sequence[Sequence[Output]]]) -> list[list[Output]]:
+    """`outputs[rank][row][segment]` into `[item][datum]`: the output of each datum, in the order of the request."""
     found: dict[int, dict[int, Output]] = {}
     for of_rank, outputs_of_rank in zip(rows, outputs, strict=True):
         for row, outputs_of_row in zip(of_rank, outputs_of_rank, strict=True):
@@ -109,7 +109,7 @@ def _best_fit(pieces: list[tuple[int, Segment]], capacity: int) -> list[list[Seg
     return bins
 
 
-def _spread(bins: list[list[Segment]], length_of: dict[tuple[int, int], int], ranks: int) -> Packed:
+def _distribute(bins: list[list[Segment]], length_of: dict[tuple[int, int], int], ranks: int) -> Packed:
     weight = [sum(length_of[segment.item, segment.datum] for segment in row) for row in bins]
     order = sorted(range(len(bins)), key=lambda index: (-weight[index], index))
     rows: list[list[Row]] = [[] for _ in range(ranks)]

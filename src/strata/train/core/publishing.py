@@ -1,7 +1,7 @@
-"""Weights on inference endpoints: which engine is to have which, and which samples they are asked for instead of ranks.
+"""Publishing weights to inference endpoints, and routing samples to them instead of the ranks.
 
-A version is named after its model and the place in that model's order at which it was saved. So a name never means two
-things, an engine that is told twice has it once, and a sample that names its version is never of older weights.
+A version is named after its model and the sequence number at which it was saved. So a name never means two versions, a
+push is idempotent, and a sample that names its version never runs on older weights.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Final, assert_never
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import ops, retention
+from strata.train.core import checkpoint_retention, ops
 from strata.train.core.facts import (
     EndpointAdded,
     EndpointRemoved,
     Fact,
-    Finished,
+    OperationFinished,
     PushBegun,
     PushEnded,
     SampleReturned,
@@ -24,22 +24,22 @@ from strata.train.core.facts import (
 from strata.train.core.future import OPEN
 from strata.train.core.inputs import (
     AddEndpoint,
-    AnswerRouted,
+    CompletePush,
+    CompleteRouted,
+    Decision,
     Done,
-    EndPush,
-    Outcome,
     RemoveEndpoint,
-    ReturnRouted,
+    RequeueRouted,
     RouteSamples,
 )
 from strata.train.core.sampling import Sample
-from strata.train.core.state import Dispatch, Endpoint, Publication, Push, TrainState, is_name
+from strata.train.core.state import Dispatch, InferenceEndpoint, Publication, Push, TrainState, is_name
 
 MAX_ENDPOINTS: Final = 64
 SAMPLING_ENGINES: Final = frozenset({"vllm"})
-"""Those that take tokens and give their log probabilities."""
+"""Engines that accept tokens and return their log probabilities."""
 
-Input = AddEndpoint | RemoveEndpoint | EndPush | RouteSamples | AnswerRouted | ReturnRouted
+Input = AddEndpoint | RemoveEndpoint | CompletePush | RouteSamples | CompleteRouted | RequeueRouted
 EndpointFact = EndpointAdded | EndpointRemoved | PushBegun | PushEnded | SampleRouted | SampleReturned
 
 
@@ -47,44 +47,46 @@ def version_of(model_id: str, seq_id: int) -> str:
     return f"{model_id.replace(':', '-')}-v{seq_id}"
 
 
-def decide(state: TrainState, given: Input) -> Outcome:  # noqa: PLR0911 - one arm per input
+def decide(state: TrainState, given: Input) -> Decision:  # noqa: PLR0911 - one arm per input
     match given:
         case AddEndpoint():
-            return _add(state, given)
+            return _add_endpoint(state, given)
         case RemoveEndpoint():
             if given.name not in state.endpoints:
                 raise StrataError(Code.NOT_FOUND, f"there is no inference endpoint {given.name!r}")
-            return Outcome(Done(), (EndpointRemoved(given.name),))
-        case EndPush():
-            return _end(state, given)
+            return Decision(Done(), (EndpointRemoved(given.name),))
+        case CompletePush():
+            return _complete_push(state, given)
         case RouteSamples():
             return _route(state, given.limit)
-        case AnswerRouted():
-            # One that was given up meanwhile has its result already.
+        case CompleteRouted():
+            # A sample that was cancelled meanwhile has its result already.
             if given.future_id not in state.routed:
-                return Outcome(Done())
-            return Outcome(Done(), (Finished(given.future_id, given.result, given.at_s),), (given.future_id,))
-        case ReturnRouted():
-            return Outcome(Done(), (SampleReturned(given.future_id),) if given.future_id in state.routed else ())
+                return Decision(Done())
+            return Decision(Done(), (OperationFinished(given.future_id, given.result, given.at_s),), (given.future_id,))
+        case RequeueRouted():
+            return Decision(Done(), (SampleReturned(given.future_id),) if given.future_id in state.routed else ())
         case _:
             assert_never(given)
 
 
-def _add(state: TrainState, given: AddEndpoint) -> Outcome:
+def _add_endpoint(state: TrainState, given: AddEndpoint) -> Decision:
     if not is_name(given.name):
         raise StrataError(Code.INVALID, f"{given.name!r} cannot name an endpoint: use letters, digits and . _ -")
     known = state.endpoints.get(given.name)
     if known is not None and (known.url, known.engine) != (given.url, given.engine):
         raise StrataError(Code.CONFLICT, f"there is an inference endpoint {given.name!r} already, another one")
     if known is not None and known.address == given.address:
-        return Outcome(Done())
+        return Decision(Done())
     if known is None and len(state.endpoints) >= MAX_ENDPOINTS:
         raise StrataError(Code.EXHAUSTED, f"there are {MAX_ENDPOINTS} inference endpoints, which is all that may be")
-    return Outcome(Done(), (EndpointAdded(given.name, given.url, given.address, given.engine, given.at_s),))
+    return Decision(Done(), (EndpointAdded(given.name, given.url, given.address, given.engine, given.at_s),))
 
 
-def saved(state: TrainState, dispatch: Dispatch, results: Sequence[ops.Result], at_s: float) -> PushBegun | None:
-    """What follows when the ranks have saved the weights of this dispatch; None if endpoints have no part in it."""
+def push_after_save(
+    state: TrainState, dispatch: Dispatch, results: Sequence[ops.Result], at_s: float
+) -> PushBegun | None:
+    """The push that follows when the ranks have saved the weights of this dispatch; None if there is none."""
     if len(results) != 1 or not isinstance(results[0], ops.WeightsSaved):
         return None
     future = state.futures.get(dispatch.future_ids[0])
@@ -109,33 +111,33 @@ def saved(state: TrainState, dispatch: Dispatch, results: Sequence[ops.Result], 
     )
 
 
-def _end(state: TrainState, given: EndPush) -> Outcome:
+def _complete_push(state: TrainState, given: CompletePush) -> Decision:
     push = state.pushes.get(given.path)
     if push is None:
-        return Outcome(Done())
+        return Decision(Done())
     ended: list[Fact] = [PushEnded(given.path, given.outcomes, given.at_s)]
     future = state.futures.get(push.future_id)
     if future is None or future.status not in OPEN or not isinstance(future.operation, ops.SyncWeights):
-        return Outcome(Done(), tuple(ended))
+        return Decision(Done(), tuple(ended))
     weights = future.operation.save()
     path = ops.SavedWeights(weights.model_id, weights.kind, weights.name).path
     result = ops.WeightsSynced(path, push.version, given.outcomes)
-    ended.append(Finished(push.future_id, result, given.at_s))
-    return Outcome(Done(), tuple(ended), (push.future_id,))
+    ended.append(OperationFinished(push.future_id, result, given.at_s))
+    return Decision(Done(), tuple(ended), (push.future_id,))
 
 
 def routable(state: TrainState, future_id: str, sample: Sample) -> str | None:
-    """The endpoint that this sample is asked of.
+    """The endpoint that this sample is routed to; None: the ranks sample it.
 
-    Engines tell what the model says of a token. That is what is promised only where nothing bends the distribution, so
-    everything else is for the ranks, and so is what is asked of the prompt.
+    Engines return the log probability of the model itself. That equals the promised one only for an unmodified
+    distribution, so every other sample, and every request about its prompt, is for the ranks.
     """
     if not state.rules.route or not state.published or future_id in state.unroutable:
         return None
     params, sampler = sample.params, state.samplers.get(sample.sampler_id)
-    plain = params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p == 1)
+    unmodified = params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p == 1)
     extra = sample.wants_prompt or sample.topk_sample_logprobs
-    if sampler is None or not plain or extra or params.max_tokens is None or params.stop_strings:
+    if sampler is None or not unmodified or extra or params.max_tokens is None or params.stop_strings:
         return None
     publication = state.published.get(sampler.folder)
     if publication is None:
@@ -149,25 +151,25 @@ def routable(state: TrainState, future_id: str, sample: Sample) -> str | None:
     return min(able, key=load.count, default=None)
 
 
-def _route(state: TrainState, limit: int) -> Outcome:
-    """One at a time, so that each goes where the fewest are."""
+def _route(state: TrainState, limit: int) -> Decision:
+    """One at a time, so that each goes to the endpoint with the lowest load."""
     if len(state.routed) >= limit:
-        return Outcome(Done())
+        return Decision(Done())
     for future_id, sample in state.waiting.items():
         endpoint = routable(state, future_id, sample)
         if endpoint is not None:
-            return Outcome(Done(), (SampleRouted(future_id, endpoint),))
-    return Outcome(Done())
+            return Decision(Done(), (SampleRouted(future_id, endpoint),))
+    return Decision(Done())
 
 
 def apply(state: TrainState, fact: EndpointFact) -> None:
     match fact:
         case EndpointAdded():
-            state.endpoints[fact.name] = Endpoint(fact.name, fact.url, fact.address, fact.engine, fact.at_s)
+            state.endpoints[fact.name] = InferenceEndpoint(fact.name, fact.url, fact.address, fact.engine, fact.at_s)
         case EndpointRemoved():
             state.endpoints.pop(fact.name, None)
         case PushBegun():
-            _begin(state, fact)
+            _begin_push(state, fact)
         case PushEnded():
             push = state.pushes.pop(fact.path)
             told = tuple(each.endpoint for each in fact.outcomes if each.ok)
@@ -181,19 +183,19 @@ def apply(state: TrainState, fact: EndpointFact) -> None:
             _, sample = state.routed.pop(fact.future_id)
             state.futures.give_back(fact.future_id)
             state.unroutable.add(fact.future_id)
-            # It came before those that wait.
+            # It was accepted before those that wait.
             state.waiting = {fact.future_id: sample} | state.waiting
         case _:
             assert_never(fact)
 
 
-def _begin(state: TrainState, fact: PushBegun) -> None:
+def _begin_push(state: TrainState, fact: PushBegun) -> None:
     state.pushes[fact.path] = Push(fact.path, fact.version, fact.model_id, fact.seq_id, fact.endpoints, fact.future_id)
-    # The ranks are done with it; only the endpoints are not.
+    # The ranks are done with this dispatch; only the endpoints are not.
     state.dispatches.pop(fact.number, None)
     future = state.futures.get(fact.future_id)
     if future is not None and isinstance(future.operation, ops.SyncWeights):
-        retention.end_save(state, future.operation.save(), fact.number, fact.at_s)
+        checkpoint_retention.end_save(state, future.operation.save(), fact.number, fact.at_s)
 
 
 def _publish(state: TrainState, push: Push, told: tuple[str, ...]) -> None:
@@ -206,19 +208,19 @@ def _publish(state: TrainState, push: Push, told: tuple[str, ...]) -> None:
         del state.published[each.path]
 
 
-def unknown(state: TrainState, operation: ops.SaveWeights | ops.SyncWeights) -> str | None:
-    """Why there is nobody to tell."""
+def unknown_endpoint(state: TrainState, operation: ops.SaveWeights | ops.SyncWeights) -> str | None:
+    """The error for an endpoint that does not exist; None if all do."""
     named = operation.endpoints if isinstance(operation, ops.SyncWeights) else ()
     strange = [each for each in named if each not in state.endpoints]
     return f"there is no inference endpoint {strange[0]!r}" if strange else None
 
 
-def forget(state: TrainState, model_id: str) -> None:
-    """A model that is over: engines that lose its weights are not told of them again, and the ranks sample them."""
+def retract_published(state: TrainState, model_id: str) -> None:
+    """The model was unloaded: its weights are not pushed to restarted engines any more, and the ranks sample them."""
     for each in [one for one in state.published.values() if one.model_id == model_id]:
         del state.published[each.path]
 
 
 def as_save(operation: ops.SaveWeights | ops.SyncWeights) -> ops.SaveWeights:
-    """What the ranks do of it."""
+    """The save that the ranks run for it."""
     return operation if isinstance(operation, ops.SaveWeights) else operation.save()

@@ -1,8 +1,8 @@
-"""Sampling: what a client asks for, what comes of it, and the quanta in which the ranks work on it.
+"""Sampling: the requests of clients, their results, and the time slices in which the ranks sample.
 
-The ranks keep the sequences they are sampling, and what they remember of them, between two commands. A command (a
-`Quantum`) brings new requests, takes back cancelled ones, and lets them go on for so many tokens; its reply has what
-ended meanwhile. So training goes on between two quanta, and nobody asks whether something is ready.
+The ranks keep running sequences and their KV cache between two slices. A `SamplingSlice` adds new requests, removes
+cancelled ones, and lets the ranks decode so many tokens; its reply has the samples that ended. So training runs between
+two slices, and nothing has to be polled.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import msgspec
 from strata.base.errors import Code, StrataError
 
 MISSING_LOGPROB: Final = -99999.0
-"""In a place of a `TopLogprobs` that holds no token; the token there is 0."""
-MOST_ANSWER_BYTES: Final = 64 << 20
-"""What one request can be answered. Rank 0 has it in memory until the last of its samples has ended, and it goes to the
-client in one piece. 64 samples of 4096 tokens, each with the 20 likeliest, are two thirds of it."""
+"""At a position of `TopLogprobs` that holds no token; the token there is 0."""
+MAX_RESULT_BYTES: Final = 64 << 20
+"""The largest result of one request. Rank 0 holds it in memory until the last of its samples has ended, and it goes to
+the client in one piece. 64 samples of 4096 tokens, each with the top 20, are two thirds of it."""
 
 
 class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
     """None is as many as the model's context leaves room for."""
     seed: int | None = None
-    """The same seed and prompt give the same tokens. Without one, chance comes from the request's own name: asked
-    again under that name it gives the same, and another request gives something else."""
+    """The same seed and prompt give the same tokens. Without one, the seed derives from the id of the request: a retry
+    gives the same tokens, and another request gives others."""
     stop_tokens: Sequence[int] = ()
     stop_strings: Sequence[str] = ()
     end_tokens: bool = True
-    """Whether the model's own end of text stops a sequence too."""
+    """Whether the end-of-text tokens of the model stop a sequence too."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0 is greedy decoding."""
     top_k: int = -1
     """-1 and 0 are no limit."""
     top_p: float = 1.0
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which places of a matrix are given: all, row by row, or those of compressed rows. Both indices are int64."""
+    """The layout of a matrix: dense, or compressed sparse rows. Both index arrays are int64."""
 
     shape: tuple[int, int]
     crow: bytes | None = None
@@ -47,10 +47,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Targets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tokens of which a client wants to know how likely they were, a row for each token of the prompt but the first."""
+    """Tokens whose log-probabilities a client requests, a row for each token of the prompt but the first."""
 
     tokens: bytes
-    """int32, little-endian; -1 asks for nothing."""
+    """int32, little-endian; -1 requests nothing."""
     layout: Layout
 
 
@@ -67,10 +67,10 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sampl
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
-    """Only the last so many tokens of the prompt are spoken of."""
+    """Only of the last so many tokens of the prompt."""
     targets: Targets | None = None
     prompt_draws: int = 0
-    """So many tokens are drawn at each place of the prompt but the first."""
+    """So many tokens are drawn at each position of the prompt but the first."""
 
     @property
     def wants_prompt(self) -> bool:
@@ -83,10 +83,10 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sampl
 
 
 class TopLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For each of `length` places the `k` likeliest tokens, likeliest first; `MISSING_LOGPROB` where there are less."""
+    """For each of `length` positions the top `k` tokens, likeliest first; `MISSING_LOGPROB` where there are fewer."""
 
     tokens: bytes
-    """int32, little-endian, place by place."""
+    """int32, little-endian, position by position."""
     logprobs: bytes
     """float32."""
     k: int
@@ -95,15 +95,15 @@ class TopLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TargetLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: bytes
-    """float32, 0 where nothing was asked for."""
+    """float32, 0 where nothing was requested."""
     layout: Layout
 
 
 class Draws(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At each of `length` places `k` tokens, each drawn by itself at the request's temperature from all tokens."""
+    """At each of `length` positions `k` tokens, drawn independently at the request's temperature from all tokens."""
 
     tokens: bytes
-    """int32, little-endian, place by place."""
+    """int32, little-endian, position by position."""
     logprobs: bytes
     """float32, the model's own."""
     k: int
@@ -111,7 +111,7 @@ class Draws(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was sampled, with the token or the string that stopped it.
+    """The tokens that were sampled, with the token or the string that stopped the sequence.
 
     A log-probability is that of the distribution the token was drawn from: after temperature, top-k and top-p. With
     temperature 0, where nothing is drawn, it is the model's own.
@@ -126,18 +126,18 @@ class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SampleResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sample"):
-    """One sequence per sample asked for, in order. What is said of the prompt is the model's own, at temperature 1."""
+    """One sequence per requested sample, in order. Log-probabilities of the prompt are at temperature 1."""
 
     sequences: Sequence[SampledSequence]
     prompt_logprobs: bytes | None = None
-    """float32, one per token of the prompt; NaN for the first, which nothing comes before."""
+    """float32, one per token of the prompt; NaN for the first."""
     top_prompt: TopLogprobs | None = None
     targets: TargetLogprobs | None = None
     draws: Draws | None = None
 
 
 class SampleFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
-    """`user`: the request itself cannot work. `server`: the same again may work."""
+    """`user`: the request itself is wrong. `server`: a retry may succeed."""
 
     category: Literal["user", "server", "cancelled"]
     message: str
@@ -149,73 +149,73 @@ _PAIR: Final = 8
 """Bytes of a token with its log-probability."""
 
 
-def answer_bytes(sample: Sample, tokens: int) -> int:
-    """How large the result of a request is, if each of its samples has so many tokens."""
+def result_bytes(sample: Sample, tokens: int) -> int:
+    """The size of the result of a request if each of its samples has so many tokens."""
     sampled = sample.num_samples * tokens * _PAIR * (1 + sample.topk_sample_logprobs)
     per_place = _PAIR * (sample.topk_prompt_logprobs + sample.prompt_draws) + (4 if sample.prompt_logprobs else 0)
     return sampled + sample.length * per_place + (0 if sample.targets is None else len(sample.targets.tokens))
 
 
-def check_answer(sample: Sample, tokens: int) -> None:
-    """INVALID if the result could be larger than it may be, where each sample has at most so many tokens."""
-    size = answer_bytes(sample, tokens)
-    if size > MOST_ANSWER_BYTES:
+def check_result_size(sample: Sample, tokens: int) -> None:
+    """INVALID if the result could exceed `MAX_RESULT_BYTES` when each sample has at most so many tokens."""
+    size = result_bytes(sample, tokens)
+    if size > MAX_RESULT_BYTES:
         asked = f"num_samples {sample.num_samples}, up to {tokens} tokens each, a prompt of {sample.length}"
         raise StrataError(
             Code.INVALID,
-            f"the answer could have {size >> 20} MiB ({asked}), and {MOST_ANSWER_BYTES >> 20} MiB is the most",
+            f"the answer could have {size >> 20} MiB ({asked}), and {MAX_RESULT_BYTES >> 20} MiB is the most",
             hint="set max_tokens, or ask for fewer samples or for top-k log-probabilities of fewer tokens",
         )
 
 
-class Added(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AddedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str
     sample: Sample
     share: str = ""
-    """Requests with the same text here share what is theirs of the places: those of one tenant."""
+    """Fair-share key of the slots: the samples of one tenant have the same."""
 
 
-class Quantum(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SAMPLE"):
-    """Let the ranks go on sampling for at most `steps` tokens of each sequence.
+class SamplingSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="SAMPLE"):
+    """Decode at most `steps` tokens of each running sequence.
 
-    With `eager`, because somebody waits for a place, a rank comes back as soon as one of its sequences has ended.
+    With `eager`, because a sample waits for a slot, a rank returns as soon as one of its sequences has ended.
     """
 
     steps: int
-    add: Sequence[Added] = ()
+    add: Sequence[AddedSample] = ()
     cancel: Sequence[str] = ()
-    """Request ids. One that has ended meanwhile, or never was, is no error."""
+    """Request ids. An ended or unknown one is ignored."""
     eager: bool = False
 
 
-class QuantumPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is journaled of a quantum beside the requests that it adds."""
+class SlicePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The journaled part of a slice, beside the samples that it adds."""
 
     steps: int
     cancel: Sequence[str] = ()
     eager: bool = False
 
 
-class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EndedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str
     outcome: SampleOutcome
 
 
-class QuantumDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quantum"):
-    """What ended in a quantum, how much goes on, and what there is room for. All of it in the sum over the ranks."""
+class SliceResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quantum"):
+    """The samples that ended in a slice, those that run on, and the free capacity. Summed over the ranks."""
 
-    ended: Sequence[Ended]
+    ended: Sequence[EndedSample]
     requests: int
-    """That go on with the next quantum; with none, there is nothing to send one for."""
+    """Requests that continue in the next slice; with none, no slice is needed."""
     running: int
-    """Sequences that have their place."""
+    """Sequences that occupy a slot."""
     waiting: int
-    """Sequences that wait at a rank for theirs."""
+    """Sequences that wait for a slot at a rank."""
     free_sequences: int
     free_tokens: int
     sampled_tokens: int
     prompt_tokens: int
-    """That were computed in this quantum: once for all samples of a request that one rank has."""
+    """Prefilled in this slice: once for all samples of a request at one rank."""
 
 
 encode_result: Final = msgspec.msgpack.Encoder().encode

@@ -1,4 +1,4 @@
-"""The order of one model's operations: numbered by the client from 1, they may arrive in any order and twice."""
+"""Sequence numbers of one model's operations: counted by the client from 1, they may arrive out of order and twice."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import msgspec
 from strata.base.errors import Code, StrataError
 
 
-class Standing(Enum):
+class SequenceCheck(Enum):
     NEW = "new"
-    SAME = "same"
-    """It came before, with the same content: its future is the one given then."""
+    DUPLICATE = "duplicate"
+    """An idempotent retry: it came before with the same content and has the future of then."""
 
 
-class Line(msgspec.Struct):
-    """What has come. Numbers up to `released` were handed on without a gap; those beyond are held until it closes."""
+class SequenceWindow(msgspec.Struct):
+    """The numbers that arrived: those up to `released` were scheduled, later ones are held until the gap closes."""
 
     released: int = 0
     held: set[int] = set()
 
     @property
     def wanted(self) -> int:
-        """The number everything held waits for."""
+        """The missing number that everything held waits for."""
         return self.released + 1
 
-    def judge(self, seq: int, digest: str, known: str | None) -> Standing:
-        """`known` is the digest under which this number came before, if that is remembered.
+    def check(self, seq: int, digest: str, known: str | None) -> SequenceCheck:
+        """`known` is the digest of the operation that used this number before, if it is still stored.
 
-        CONFLICT if it came with other content: a client that reuses a number has lost count, and whichever of the two
-        were dropped, it would train on something it did not ask for.
+        CONFLICT if the content differs: a client that reuses a number has lost count, and whichever of the two
+        operations were dropped, the model would be trained on something the client did not ask for.
         """
         if seq < 1:
             raise StrataError(Code.INVALID, f"operations are numbered from 1, not {seq}")
@@ -41,13 +41,13 @@ class Line(msgspec.Struct):
                     f"number {seq} was used before, for an operation with other content",
                     hint="count every operation of a model once",
                 )
-            return Standing.SAME
+            return SequenceCheck.DUPLICATE
         if seq <= self.released or seq in self.held:
             raise StrataError(Code.GONE, f"number {seq} was used so long ago that its result is gone")
-        return Standing.NEW
+        return SequenceCheck.NEW
 
-    def take(self, seq: int) -> range:
-        """Note one that is new; returns the numbers that may now be handed on, in order."""
+    def release(self, seq: int) -> range:
+        """Record a new number; returns the numbers that are released to the scheduler by it, in order."""
         self.held.add(seq)
         first = self.wanted
         while self.wanted in self.held:

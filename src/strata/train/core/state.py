@@ -1,4 +1,4 @@
-"""What the orchestrator knows: all of it built from facts, except what each tenant of the scheduler has saved up."""
+"""The state of a training server: built from facts, except the deficit counters of the scheduler."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import msgspec
 
 from strata.train.core import ops
 from strata.train.core.commands import Row
-from strata.train.core.future import Future, FutureStatus, FutureStore
-from strata.train.core.sampling import QuantumPlan, Sample
-from strata.train.core.schedule import Entry, Scheduler
-from strata.train.core.sequence import Line
+from strata.train.core.future import FutureStatus, FutureStore, OperationFuture
+from strata.train.core.sampling import Sample, SlicePlan
+from strata.train.core.scheduler import QueuedOperation, Scheduler
+from strata.train.core.sequence import SequenceWindow
 
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 INITIAL: Final = "000000"
 """The name of every model's first checkpoint, from before anything was trained."""
 IMPORTED: Final = "import-"
-"""How the ids of runs begin that were made elsewhere."""
-FIRST_LOAD: Final = "load"
-"""The place of the weights that a model may begin with, before the operations that its client counts."""
+"""Prefix of the ids of imported runs."""
+INITIAL_LOAD: Final = "load"
+"""The id of the load that a model may begin with, before the operations that its client counts."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 2
     max_pending: int = 100
     max_pending_per_tenant: int | None = None
-    """None: half of all, so that no tenant alone can shut out the others."""
+    """None: half of all, so that one tenant cannot shut out the others."""
     base_models: Sequence[str]
     """What clients may call the model that is served; the first is its name."""
     max_tokens_per_row: int = 4096
@@ -43,18 +43,18 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     max_samplers: int = 64
     max_models_per_tenant: int | None = None
     max_pending_samples: int = 2048
-    """Requests for samples that are accepted and not yet at the ranks."""
+    """Sample requests that are accepted and not yet dispatched."""
     max_running_samples: int = 256
-    """Requests for samples at the ranks."""
+    """Sample requests at the ranks."""
     quantum_steps: int = 32
     push: bool = False
-    """Tell the endpoints of all weights that are saved for sampling."""
+    """Push all weights that are saved for sampling to the endpoints."""
     route: bool = False
-    """Ask endpoints that have the weights for samples."""
+    """Route samples to endpoints that have the weights."""
     keep_versions: int = 2
     """Of each model on an endpoint."""
     snapshot_dispatches: int = 0
-    """That change something, between two snapshots of the models; 0 is never for this reason."""
+    """Dispatches that modify a model, between two snapshots of the models; 0 is never for this reason."""
     snapshot_s: float = 0.0
     snapshot_payload_bytes: int = 0
     keep_checkpoints: int | None = None
@@ -73,7 +73,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.max_running_samples * 3 // 4, 1)
 
 
-class Session(msgspec.Struct):
+class ClientSession(msgspec.Struct):
     session_id: str
     tenant: str
     opened_at_s: float
@@ -84,31 +84,31 @@ class Session(msgspec.Struct):
     models: list[str] = []
 
 
-class Model(msgspec.Struct):
+class ModelRecord(msgspec.Struct):
     model_id: str
     tenant: str
     session_id: str
     create: ops.CreateModel
     created_at_s: float
     last_request_at_s: float
-    line: Line
+    line: SequenceWindow
     done: int = 0
-    """The last operation, by number, of which the result is there."""
+    """The sequence number of the last operation that has a result."""
     refused: bool = False
-    """The ranks never had it: what it was created with cannot be, or there was no place."""
+    """The ranks rejected its creation: its configuration is invalid, or there was no slot."""
     unloading: bool = False
     unloaded: bool = False
 
 
 class SamplerStatus(StrEnum):
     COMING = "coming"
-    """Accepted. Requests wait until the ranks are told of it; they do one thing after the other."""
+    """Accepted. Samples wait until its operation is dispatched; the ranks run one dispatch after the other."""
     OPEN = "open"
     FAILED = "failed"
 
 
-class Sampler(msgspec.Struct):
-    """One that makes room for another is not here any more."""
+class SamplerState(msgspec.Struct):
+    """An open sampler. An evicted one is not in the state any more."""
 
     sampler_id: str
     tenant: str
@@ -117,24 +117,24 @@ class Sampler(msgspec.Struct):
     model_path: str | None
     status: SamplerStatus = SamplerStatus.COMING
     used: int = 0
-    """When it was asked for samples last, in the order of turns."""
+    """The turn of its last sample: for least-recently-used eviction."""
     folder: str = ""
-    """Of the saved weights that it was opened from, and stays with if others get their name."""
+    """Of the checkpoint that it was opened from. It keeps it even if another one gets the same name."""
 
 
-class Endpoint(msgspec.Struct, frozen=True):
-    """An inference engine that is told of new weights."""
+class InferenceEndpoint(msgspec.Struct, frozen=True):
+    """An inference engine that new weights are pushed to."""
 
     name: str
     url: str
     address: str
-    """What its host was when it was added; no other is ever connected to."""
+    """What its host resolved to when it was added; no other address is ever connected to."""
     engine: Literal["vllm", "transformers"]
     added_at_s: float
 
 
 class Push(msgspec.Struct, frozen=True):
-    """Weights on their way to endpoints. The same again is harmless: no other weights have that name."""
+    """A push of weights to endpoints in progress. Idempotent: no other weights have that version."""
 
     path: str
     version: str
@@ -154,17 +154,17 @@ class Publication(msgspec.Struct, frozen=True):
     endpoints: Sequence[str]
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class ModelCheckpoint(msgspec.Struct, frozen=True):
     operation: ops.SaveWeights
     path: str
     saved_at_s: float = 0.0
     expires_at_s: float | None = None
     number: int = 0
-    """Of the dispatch that saved it; 0 if it was made elsewhere, and no rank can save it again."""
+    """Of the dispatch that saved it; 0 if it was imported, and no replay can save it again."""
 
 
-class Reading(msgspec.Struct, frozen=True, array_like=True):
-    """The dispatches that saved a checkpoint, 0 if it was made elsewhere, and that told the ranks last to read it."""
+class CheckpointRead(msgspec.Struct, frozen=True, array_like=True):
+    """The dispatch that saved a checkpoint, 0 if it was imported, and the last one that reads it."""
 
     saved: int
     read: int
@@ -176,31 +176,31 @@ class Dispatch(msgspec.Struct, frozen=True):
     rows: Sequence[Sequence[Row]] = ()
     path: str = ""
     close: Sequence[str] = ()
-    quantum: QuantumPlan | None = None
+    quantum: SlicePlan | None = None
     snapshot: bool = False
 
 
-class Since(msgspec.Struct, frozen=True):
-    """What was dispatched since the last snapshot."""
+class SnapshotBacklog(msgspec.Struct, frozen=True):
+    """Work since the last snapshot: what a replay costs today."""
 
     dispatches: int = 0
-    """That changed something."""
+    """Those that modified a model."""
     payload_bytes: int = 0
     first_at_s: float = 0.0
-    """When the first of those was."""
+    """When the first of those was dispatched."""
 
 
-class Snapshot(msgspec.Struct, frozen=True):
-    """All models after the dispatch with this number."""
+class ModelSnapshot(msgspec.Struct, frozen=True):
+    """A snapshot of all models after the dispatch with this number."""
 
     number: int
     name: str
     digest: str = ""
     """Of its manifest; empty until all of it is on the disk."""
     pending: Mapping[str, ops.Operation] = {}
-    """Accepted before it and not dispatched, by future: replaying what came after needs them."""
-    since: Since = Since()
-    """While it is being taken: what it covers that the one before did not."""
+    """Operations that were accepted before it and not dispatched, by future: a replay from here needs them."""
+    since: SnapshotBacklog = SnapshotBacklog()
+    """While it is in progress: what it covers that the one before did not."""
 
 
 CheckpointKey = tuple[str, str, str]
@@ -208,8 +208,8 @@ CheckpointKey = tuple[str, str, str]
 
 
 class TrainState:
-    def __init__(self, rules: Rules, saved: Saved | None = None) -> None:  # noqa: PLR0915 - all that is known
-        saved = saved or Saved()
+    def __init__(self, rules: Rules, saved: SavedState | None = None) -> None:  # noqa: PLR0915 - all that is known
+        saved = saved or SavedState()
         self.rules = rules
         self.sessions = {each.session_id: each for each in saved.sessions}
         self.models = {each.model_id: each for each in saved.models}
@@ -217,48 +217,48 @@ class TrainState:
         self.checkpoints = {key_of(each.operation): each for each in saved.checkpoints}
         """Complete ones, the newest of each name."""
         self.saving = {key_of(each.operation): each for each in saved.saving}
-        self.readings = dict(saved.readings)
-        """By folder, of checkpoints that the ranks were told to read."""
+        self.checkpoint_reads = dict(saved.readings)
+        """By folder, of checkpoints that a dispatch reads."""
         self.dispatches = {each.number: each for each in saved.dispatches}
-        """Told to the ranks and not answered."""
+        """In flight: dispatched and without results."""
         self.dispatched = saved.dispatched
-        """The last number given out."""
-        self.given_up = set(saved.given_up)
-        self.spoiled = saved.spoiled
-        """The group of ranks was told what was given up later, and may do it yet: nobody speaks to it again."""
+        """The number of the last dispatch."""
+        self.failed_dispatches = set(saved.given_up)
+        self.tainted = saved.spoiled
+        """The attached group was sent a dispatch that was failed later, and may still run it: it is not used again."""
         self.turns = saved.turns
         self.server_operations = saved.server_operations
         self.samplers = {each.sampler_id: each for each in saved.samplers}
         self.waiting: dict[str, Sample] = {}
-        """Requests for samples that are not at the ranks, in their order."""
+        """Samples that are not dispatched, in the order of acceptance."""
         self.sampling: dict[str, Sample] = {}
-        """Those that are."""
-        self.cancels = set(saved.cancels)
-        """Ended here because their client gave them up; the ranks are told with the next quantum."""
+        """Samples at the ranks."""
+        self.cancelled_samples = set(saved.cancels)
+        """Samples that a client cancelled while they ran; the next slice cancels them at the ranks."""
         self.endpoints = {each.name: each for each in saved.endpoints}
         self.pushes = {each.path: each for each in saved.pushes}
         self.published = {each.path: each for each in saved.published}
         """The newest of each model, oldest first."""
         self.routed: dict[str, tuple[str, Sample]] = {}
-        """Requests for samples that an endpoint is asked for: which, and what."""
+        """Samples that were routed to an endpoint: its name, and the sample."""
         self.unroutable = set(saved.unroutable)
-        """Requests that an endpoint did not answer."""
+        """Samples that an endpoint failed to answer: the ranks sample them."""
         self.group = saved.group
-        """Of the ranks that have the requests."""
+        """The attached group of ranks."""
         self.asleep = saved.asleep
-        self.sampled_last = saved.sampled_last
-        """Whether the last dispatch was a quantum."""
-        self.last_quantum = 0
-        """The last one that this process saw answered: for telling deaths in a row from deaths over the years."""
+        self.last_was_slice = saved.sampled_last
+        """Whether the last dispatch was a sampling slice."""
+        self.last_slice = 0
+        """The last slice that completed in this process: tells group deaths in a row from unrelated ones."""
         self.snapshots = list(saved.snapshots)
         """Committed ones, the newest last."""
         self.snapshotting = saved.snapshotting
-        """The one that the ranks are told to take, until it is there or given up."""
+        """The snapshot in progress, until it is committed or abandoned."""
         self.snapshot_failures = saved.snapshot_failures
         """In a row."""
-        self.since = saved.since
-        self.cut = saved.cut
-        """Dispatches up to this number are let go: there is a snapshot of then or later. 0: everything is there."""
+        self.snapshot_backlog = saved.since
+        self.truncated_through = saved.cut
+        """The journal is truncated up to this dispatch: there is a snapshot of it or a later one. 0: it is complete."""
         self.scheduler = Scheduler(rules.max_tokens_per_row)
         for future in sorted(self.futures, key=lambda each: each.turn):
             if isinstance(future.operation, Sample) and future.future_id in saved.routed:
@@ -267,16 +267,16 @@ class TrainState:
                 queue = self.waiting if future.status is FutureStatus.PENDING else self.sampling
                 queue[future.future_id] = future.operation
             elif future.status is FutureStatus.PENDING and future.turn:
-                self.scheduler.add(entry_of(future))
+                self.scheduler.add(queued_operation(future))
 
     @property
-    def settled(self) -> int:
-        """Every dispatch up to this number has its results."""
+    def settled_through(self) -> int:
+        """Every dispatch up to this number has results."""
         return min(self.dispatches, default=self.dispatched + 1) - 1
 
     @property
-    def quantum(self) -> Dispatch | None:
-        """The one that is at the ranks; there is never another beside it."""
+    def running_slice(self) -> Dispatch | None:
+        """The sampling slice in flight; there is never a second one."""
         return next((each for each in self.dispatches.values() if each.quantum is not None), None)
 
     def samples_of(self, sampler_id: str) -> Iterator[str]:
@@ -284,23 +284,23 @@ class TrainState:
             yield from (future_id for future_id, sample in queue.items() if sample.sampler_id == sampler_id)
         yield from (future_id for future_id, (_, sample) in self.routed.items() if sample.sampler_id == sampler_id)
 
-    def save(self) -> Saved:
-        return Saved(
+    def save(self) -> SavedState:
+        return SavedState(
             sessions=list(self.sessions.values()),
             models=list(self.models.values()),
             futures=list(self.futures),
             ended=self.futures.ended,
             checkpoints=list(self.checkpoints.values()),
             saving=list(self.saving.values()),
-            readings=self.readings,
+            readings=self.checkpoint_reads,
             dispatches=list(self.dispatches.values()),
             dispatched=self.dispatched,
-            given_up=sorted(self.given_up),
-            spoiled=self.spoiled,
+            given_up=sorted(self.failed_dispatches),
+            spoiled=self.tainted,
             turns=self.turns,
             server_operations=self.server_operations,
             samplers=list(self.samplers.values()),
-            cancels=sorted(self.cancels),
+            cancels=sorted(self.cancelled_samples),
             group=self.group,
             endpoints=list(self.endpoints.values()),
             pushes=list(self.pushes.values()),
@@ -308,34 +308,34 @@ class TrainState:
             routed={future_id: endpoint for future_id, (endpoint, _) in self.routed.items()},
             unroutable=sorted(self.unroutable),
             asleep=self.asleep,
-            sampled_last=self.sampled_last,
+            sampled_last=self.last_was_slice,
             snapshots=self.snapshots,
             snapshotting=self.snapshotting,
             snapshot_failures=self.snapshot_failures,
-            since=self.since,
-            cut=self.cut,
+            since=self.snapshot_backlog,
+            cut=self.truncated_through,
         )
 
 
-class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A snapshot. Operations that ended are not in it: the journal keeps them for ranks that start anew."""
+class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A snapshot of this state; field names are stored. Ended operations are only in the journal."""
 
-    sessions: Sequence[Session] = ()
-    models: Sequence[Model] = ()
-    futures: Sequence[Future] = ()
+    sessions: Sequence[ClientSession] = ()
+    models: Sequence[ModelRecord] = ()
+    futures: Sequence[OperationFuture] = ()
     ended: Sequence[str] = ()
-    checkpoints: Sequence[Checkpoint] = ()
-    saving: Sequence[Checkpoint] = ()
-    readings: Mapping[str, Reading] = {}
+    checkpoints: Sequence[ModelCheckpoint] = ()
+    saving: Sequence[ModelCheckpoint] = ()
+    readings: Mapping[str, CheckpointRead] = {}
     dispatches: Sequence[Dispatch] = ()
     dispatched: int = 0
     given_up: Sequence[int] = ()
     turns: int = 0
     server_operations: int = 0
-    samplers: Sequence[Sampler] = ()
+    samplers: Sequence[SamplerState] = ()
     cancels: Sequence[str] = ()
     group: str = ""
-    endpoints: Sequence[Endpoint] = ()
+    endpoints: Sequence[InferenceEndpoint] = ()
     pushes: Sequence[Push] = ()
     published: Sequence[Publication] = ()
     routed: Mapping[str, str] = {}
@@ -343,15 +343,15 @@ class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     asleep: bool = False
     spoiled: bool = False
     sampled_last: bool = False
-    snapshots: Sequence[Snapshot] = ()
-    snapshotting: Snapshot | None = None
+    snapshots: Sequence[ModelSnapshot] = ()
+    snapshotting: ModelSnapshot | None = None
     snapshot_failures: int = 0
-    since: Since = Since()
+    since: SnapshotBacklog = SnapshotBacklog()
     cut: int = 0
 
 
 def is_name(text: str) -> bool:
-    """Whether it can be a part of an id and of a path."""
+    """Whether it is valid as part of an id and of a path."""
     return 1 <= len(text) <= 128 and text[0] not in ".-" and _NAME_CHARACTERS.issuperset(text)
 
 
@@ -364,20 +364,22 @@ def run_folder(model_id: str) -> str:
 
 
 def folder_of(operation: ops.SaveWeights) -> str:
-    """One for every save, so that it is never another one's; replaying the save finds its own again."""
+    """One folder per save, so that no two saves share one; the replay of a save finds its own again."""
     return f"{run_folder(operation.model_id)}/{operation.kind}/{operation.name}@{operation.seq_id}"
 
 
-def entry_of(future: Future) -> Entry:
+def queued_operation(future: OperationFuture) -> QueuedOperation:
     operation = future.operation
     assert operation is not None, f"{future.future_id} has ended"
     tokens = sum(operation.lengths) if isinstance(operation, ops.ForwardBackward) else 0
-    shares = future.kind if isinstance(operation, ops.ForwardBackward | ops.OptimStep) else ""
-    return Entry(future.future_id, future.tenant, future.model_id, future.kind, tokens, future.turn, shares)
+    batch_key = future.kind if isinstance(operation, ops.ForwardBackward | ops.OptimStep) else ""
+    return QueuedOperation(
+        future.future_id, future.tenant, future.model_id, future.kind, tokens, future.turn, batch_key
+    )
 
 
 def future_id_of(operation: ops.Operation, server_operations: int) -> str:
-    """Derived from what identifies the operation: an operation that is sent again finds the future it was given."""
+    """Derived from what identifies the operation, so that submitting it again is idempotent."""
     kind: Literal["create", "unload"]
     match operation:
         case ops.CreateModel():
@@ -391,7 +393,7 @@ def future_id_of(operation: ops.Operation, server_operations: int) -> str:
         case Sample():
             return f"{operation.sampler_id}:{operation.seq_id}"
         case ops.LoadWeights() if operation.seq_id == 0:
-            return f"{operation.model_id}:{FIRST_LOAD}"
+            return f"{operation.model_id}:{INITIAL_LOAD}"
         case _:
             return f"{operation.model_id}:{operation.seq_id}" if operation.seq_id else f"{operation.model_id}:{INITIAL}"
     return f"{operation.model_id}:{kind}"

@@ -1,6 +1,6 @@
-"""What the server says of itself while it works: questions of API servers, and what is shown to people.
+"""Status reports of the server: queries, views, and the values in them.
 
-Whoever may see everything is told of all tenants by name; others of themselves, and of all others in the sum.
+A caller that may see everything gets a row for every tenant; others get their own, and all other tenants in the sum.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import msgspec
 from strata.train.core.commands import Timing
 
 PHASES: Final = ("held", "queue", "pack", "behind", "forward", "backward", "optimizer", "publish", "sample", "other")
-"""Held until those before it had come; queued; packed, journaled and sent; behind another at the ranks; and there."""
-MOST_TENANTS: Final = 20
-"""That are told apart; the others are one."""
-OTHERS: Final = "other"
+"""Held behind a gap; queued; packed, journaled and sent; behind another dispatch; and the phases at the ranks."""
+MAX_TENANT_ROWS: Final = 20
+"""Rows with a name; all other tenants are folded into one."""
+OTHER_TENANTS: Final = "other"
 RECENT: Final = 20
 
 
 class Timeline(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A moment is None until it has come. For a sample the last ones are of its first and its last quantum."""
+    """A time is None until it is reached. For a sample the last ones are of its first and its last slice."""
 
     future_id: str
     tenant: str
@@ -45,9 +45,9 @@ class Timeline(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Seconds of each phase that there was."""
         spent = self.spent
         known = spent.forward_s + spent.backward_s + spent.optimizer_s + spent.publish_s
-        # Weights that endpoints are told of are saved first and end when all have heard.
-        told_s = _between(self.answered_at_s, self.ended_at_s) if self.kind == "sync_weights" else 0.0
-        # From its first quantum to its last; training may have gone on in between.
+        # Synced weights are saved first and end when the push to all endpoints is complete.
+        pushed_s = _between(self.answered_at_s, self.ended_at_s) if self.kind == "sync_weights" else 0.0
+        # From its first slice to its last; training may have run in between.
         sampled_s = _between(self.begun_at_s, self.answered_at_s) if self.kind == "sample" else 0.0
         found = dict(
             zip(
@@ -60,7 +60,7 @@ class Timeline(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                     spent.forward_s,
                     spent.backward_s,
                     spent.optimizer_s,
-                    spent.publish_s + told_s,
+                    spent.publish_s + pushed_s,
                     sampled_s,
                     max(spent.total_s - known, 0.0),
                 ),
@@ -109,7 +109,7 @@ class RanksStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     size: int = 0
     answered: Sequence[int] = ()
-    """Those that answered just now; ranks that are busy are not asked."""
+    """Ranks that passed a health check just now; busy ranks are not asked."""
     group: str = ""
     attached_at_s: float | None = None
 
@@ -126,7 +126,7 @@ class RunningStatus(msgspec.Struct, frozen=True, kw_only=True):
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     waiting: int = 0
-    """Operations, also those that a gap holds."""
+    """Operations, held ones too."""
     held: int = 0
     tokens: int = 0
     running: int = 0
@@ -134,20 +134,20 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Requests for samples that wait or run."""
     models: int = 0
     eta_s: float | None = None
-    """Until all that wait have begun, if nothing else came; None if that cannot be told."""
+    """Until all that wait have begun, if nothing else came; None if it cannot be estimated."""
 
 
 class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     behind: int
-    """Dispatches since, that changed something."""
+    """Dispatches since then that modified a model."""
     at_s: float | None = None
-    """None if it was there before this orchestrator."""
+    """None if it is older than this orchestrator."""
     size: int | None = None
     held_s: float | None = None
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     leading_since_s: float
     generation: int
@@ -171,16 +171,16 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     sampled_tokens_per_s: float
     snapshot: SnapshotStatus | None
     recoveries: int
-    """Since this orchestrator leads: groups of ranks that took the place of others."""
+    """Since this orchestrator leads: groups of ranks that replaced others."""
     recovery_s: float | None
-    """How long the last one took, from the loss to having caught up."""
+    """How long the last one took, from the loss to the end of the replay."""
     tenants: Sequence[TenantStatus]
     recent: Sequence[Timeline]
     """The last that ended, newest first."""
 
 
 class StatusView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="status"):
-    status: Status
+    status: ServerStatus
 
 
 Questions = DescribeStatus | DescribeTimeline | ListTimelines | ReadMetrics

@@ -1,7 +1,7 @@
-"""When an operation was where, for those that ended last: in memory alone, and gone with the process.
+"""Timelines: when each of the last operations passed each stage. In memory only, and lost with the process.
 
-Moments are seconds since 1970 by the orchestrator's clock. What happens on the ranks is told by them as spans, so that
-their clocks need not agree with anybody's: an answer that took a second began a second before it was heard.
+Times are seconds since 1970 by the orchestrator's clock. The ranks report durations, so that their clocks need not
+agree with any other: a reply that took a second began a second before it was received.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Final, Literal
 
 from strata.train.core import ops
 from strata.train.core.commands import Timing
-from strata.train.core.facts import Accepted, Dispatched
-from strata.train.core.future import Future, FutureStatus
-from strata.train.core.inputs import Outcome
+from strata.train.core.facts import Dispatched, OperationAccepted
+from strata.train.core.future import FutureStatus, OperationFuture
+from strata.train.core.inputs import Decision
 from strata.train.core.state import TrainState
 from strata.train.core.status import Timeline
 from strata.train.core.views import tokens_of
@@ -25,17 +25,17 @@ OUTCOMES: Final[Mapping[FutureStatus, Literal["finished", "failed", "cancelled"]
     FutureStatus.CANCELLED: "cancelled",
 }
 MINUTE_S: Final = 60
-_MOST_TOLD: Final = 64
+_MAX_IN_FLIGHT: Final = 64
 
 
 class Timelines:
-    """Those of the operations that came last, at most `keep`."""
+    """Timelines of the newest operations, at most `keep`."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._lines: dict[str, Timeline] = {}
-        self._told: dict[int, Sequence[str]] = {}
-        """The operations of dispatches that are not answered."""
+        self._in_flight: dict[int, Sequence[str]] = {}
+        """The operations of dispatches in flight."""
 
     def __iter__(self) -> Iterator[Timeline]:
         """Oldest first."""
@@ -44,24 +44,24 @@ class Timelines:
     def get(self, future_id: str) -> Timeline | None:
         return self._lines.get(future_id)
 
-    def decided(self, outcome: Outcome, state: TrainState, now_s: float) -> list[Timeline]:
-        """Note what became true. Returns those that have ended now."""
-        for fact in outcome.facts:
-            if isinstance(fact, Accepted):
+    def record_decision(self, decision: Decision, state: TrainState, now_s: float) -> list[Timeline]:
+        """Record the facts of a decision. Returns the timelines that ended with it."""
+        for fact in decision.facts:
+            if isinstance(fact, OperationAccepted):
                 self._accepted(state, fact, now_s)
             elif isinstance(fact, Dispatched):
                 for line in self._of(state, fact.future_ids):
                     line.number, line.dispatched_at_s = fact.number, fact.at_s or now_s
         ended = []
-        for future_id in outcome.ended:
+        for future_id in decision.ended:
             future, over = state.futures.get(future_id), self._lines.get(future_id)
             if future is not None and over is not None:
                 over.outcome, over.ended_at_s = OUTCOMES.get(future.status, ""), now_s
                 ended.append(over)
         return ended
 
-    def _accepted(self, state: TrainState, fact: Accepted, now_s: float) -> None:
-        """Also those that were held for it are ready now."""
+    def _accepted(self, state: TrainState, fact: OperationAccepted, now_s: float) -> None:
+        """Operations that were held behind this one become ready with it."""
         for line in self._of(state, [fact.future_id]):
             line.accepted_at_s = fact.at_s
         operation = fact.operation
@@ -79,20 +79,20 @@ class Timelines:
         line.ready_at_s = now_s
         return True
 
-    def sent(self, state: TrainState, number: int, future_ids: Sequence[str], at_s: float) -> list[Timeline]:
-        self._told[number] = future_ids
-        while len(self._told) > _MOST_TOLD:
-            del self._told[min(self._told)]
+    def record_sent(self, state: TrainState, number: int, future_ids: Sequence[str], at_s: float) -> list[Timeline]:
+        self._in_flight[number] = future_ids
+        while len(self._in_flight) > _MAX_IN_FLIGHT:
+            del self._in_flight[min(self._in_flight)]
         lines = self._of(state, future_ids)
         for line in lines:
             line.number, line.sent_at_s = number, at_s
         return lines
 
-    def answered(self, number: int, spent: Timing, at_s: float, ended: Sequence[str] | None) -> list[Timeline]:
-        """The operations that were told with this dispatch. `ended` are those of a quantum, which may have come before;
-        None if this was no quantum: then all of it has ended."""
-        told = [line for each in self._told.pop(number, ()) if (line := self._lines.get(each)) is not None]
-        for line in told:
+    def record_reply(self, number: int, spent: Timing, at_s: float, ended: Sequence[str] | None) -> list[Timeline]:
+        """Timelines of this dispatch. `ended` are the samples that ended in a slice, which an earlier slice may have
+        begun; None if this was no slice: then all of its operations have ended."""
+        sent = [line for each in self._in_flight.pop(number, ()) if (line := self._lines.get(each)) is not None]
+        for line in sent:
             line.begun_at_s = at_s - spent.total_s
             if ended is None:
                 line.answered_at_s, line.spent = at_s, spent
@@ -100,22 +100,22 @@ class Timelines:
             line_ended = self._lines.get(each)
             if line_ended is not None:
                 line_ended.answered_at_s = at_s
-        return told
+        return sent
 
     def _of(self, state: TrainState, future_ids: Sequence[str]) -> list[Timeline]:
-        found = []
+        lines = []
         for future_id in future_ids:
             line, future = self._lines.get(future_id), state.futures.get(future_id)
             if line is None and future is not None and future.operation is not None:
-                line = self._lines[future_id] = _begun(future, future.operation)
+                line = self._lines[future_id] = _new_timeline(future, future.operation)
                 if len(self._lines) > self._keep:
                     del self._lines[next(iter(self._lines))]
             if line is not None:
-                found.append(line)
-        return found
+                lines.append(line)
+        return lines
 
 
-def _begun(future: Future, operation: ops.Operation) -> Timeline:
+def _new_timeline(future: OperationFuture, operation: ops.Operation) -> Timeline:
     return Timeline(
         future_id=future.future_id,
         tenant=future.tenant,
@@ -127,7 +127,7 @@ def _begun(future: Future, operation: ops.Operation) -> Timeline:
 
 
 class Rate:
-    """How much there was in the last minute, second by second."""
+    """A rate over the last minute, counted second by second."""
 
     def __init__(self) -> None:
         self._seconds: deque[tuple[int, int]] = deque()

@@ -1,29 +1,37 @@
-"""The state as clients see it: what belongs to another tenant does not exist."""
+"""Views of the state for clients: what belongs to another tenant does not exist for them."""
 
 from __future__ import annotations
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
 from strata.train.core.commands import ModelInfo
-from strata.train.core.future import Future
-from strata.train.core.state import FIRST_LOAD, INITIAL, Checkpoint, Model, Sampler, Session, TrainState
+from strata.train.core.future import OperationFuture
+from strata.train.core.state import (
+    INITIAL,
+    INITIAL_LOAD,
+    ClientSession,
+    ModelCheckpoint,
+    ModelRecord,
+    SamplerState,
+    TrainState,
+)
 
 
-def find_session(state: TrainState, tenant: str, session_id: str) -> Session:
+def find_session(state: TrainState, tenant: str, session_id: str) -> ClientSession:
     session = state.sessions.get(session_id)
     if session is None or session.tenant != tenant:
         raise StrataError(Code.NOT_FOUND, f"there is no session {session_id!r}")
     return session
 
 
-def find_model(state: TrainState, tenant: str, model_id: str) -> Model:
+def find_model(state: TrainState, tenant: str, model_id: str) -> ModelRecord:
     model = state.models.get(model_id)
     if model is None or model.tenant != tenant:
         raise StrataError(Code.NOT_FOUND, f"there is no model {model_id!r}")
     return model
 
 
-def find_sampler(state: TrainState, tenant: str, sampler_id: str) -> Sampler:
+def find_sampler(state: TrainState, tenant: str, sampler_id: str) -> SamplerState:
     sampler = state.samplers.get(sampler_id)
     if sampler is None or sampler.tenant != tenant:
         raise StrataError(
@@ -34,58 +42,60 @@ def find_sampler(state: TrainState, tenant: str, sampler_id: str) -> Sampler:
     return sampler
 
 
-def own_sampler(state: TrainState, tenant: str, sampler_id: str) -> None:
-    """NOT_FOUND unless it is this tenant's, now or before it made room: its results are there longer than it is."""
+def check_sampler_owner(state: TrainState, tenant: str, sampler_id: str) -> None:
+    """NOT_FOUND unless it is, or was before its eviction, this tenant's: its results outlive it."""
     session = state.sessions.get(sampler_id.partition(":sample:")[0])
     if sampler_id in state.samplers or session is None or session.tenant != tenant:
         find_sampler(state, tenant, sampler_id)
 
 
-def view_sampled(state: TrainState, future_id: str) -> messages.SampleEnded:
+def view_ended_sample(state: TrainState, future_id: str) -> messages.SampleEnded:
     future = state.futures.get(future_id)
     done = future.result if future is not None else None
     if not isinstance(done, ops.SampleDone):
         return messages.SampleEnded(future_id, None)
     payload = done.payload
-    return messages.SampleEnded(future_id, len(payload.data) if isinstance(payload, ops.Inline) else payload.size)
+    return messages.SampleEnded(
+        future_id, len(payload.data) if isinstance(payload, ops.InlinePayload) else payload.size
+    )
 
 
-def view_sampler(sampler: Sampler) -> messages.SamplerView:
+def view_sampler(sampler: SamplerState) -> messages.SamplerView:
     return messages.SamplerView(sampler.sampler_id, sampler.base_model, sampler.model_path)
 
 
-def find_future(state: TrainState, tenant: str, future_id: str) -> Future:
-    """GONE for one that was there and is expired: a client must not take that for a future that never was."""
+def find_future(state: TrainState, tenant: str, future_id: str) -> OperationFuture:
+    """GONE for an expired one: a client must not take it for a future that never existed."""
     future = state.futures.get(future_id)
     if future is not None and future.tenant == tenant:
         return future
-    if future is None and _was_there(state, tenant, future_id):
+    if future is None and _existed(state, tenant, future_id):
         raise StrataError(Code.GONE, f"the result of {future_id} was kept as long as promised, and is gone")
     raise StrataError(Code.NOT_FOUND, f"there is no future {future_id!r}")
 
 
-def _was_there(state: TrainState, tenant: str, future_id: str) -> bool:
-    """Ids say what they belong to, so nothing has to be kept of those that are gone."""
+def _existed(state: TrainState, tenant: str, future_id: str) -> bool:
+    """Ids tell what they belong to, so nothing of expired futures has to be stored."""
     owner, _, which = future_id.rpartition(":")
     if owner == "op":
         return which.isdecimal() and 1 <= int(which) <= state.server_operations
     session_id, sampled, _ = owner.partition(":sample:")
     if sampled:
-        # Samplers go, and their sessions stay: within one, nobody is told that it never was.
+        # Samplers are evicted and sessions stay: any id within a session of the tenant may have existed.
         session = state.sessions.get(session_id)
         return session is not None and session.tenant == tenant
     model = state.models.get(owner)
     if model is None or model.tenant != tenant:
         return False
-    if which in ("create", INITIAL, FIRST_LOAD):
+    if which in ("create", INITIAL, INITIAL_LOAD):
         return True
     if which == "unload":
         return model.unloading
-    # Those that were held when the model went were there, too.
+    # Those that were held when the model was unloaded existed, too.
     return which.isdecimal() and (1 <= int(which) <= model.line.released or int(which) in model.line.held)
 
 
-def find_checkpoint(state: TrainState, tenant: str, run_id: str, kind: ops.WeightsKind, name: str) -> Checkpoint:
+def find_checkpoint(state: TrainState, tenant: str, run_id: str, kind: ops.WeightsKind, name: str) -> ModelCheckpoint:
     checkpoint = state.checkpoints.get((run_id, kind, name))
     model = state.models.get(run_id)
     if checkpoint is None or model is None or model.tenant != tenant:
@@ -97,7 +107,7 @@ def find_checkpoint(state: TrainState, tenant: str, run_id: str, kind: ops.Weigh
     return checkpoint
 
 
-def checkpoints_of(state: TrainState, tenant: str, model_id: str | None) -> list[Checkpoint]:
+def checkpoints_of(state: TrainState, tenant: str, model_id: str | None) -> list[ModelCheckpoint]:
     if model_id is not None:
         find_model(state, tenant, model_id)
     return [
@@ -107,10 +117,10 @@ def checkpoints_of(state: TrainState, tenant: str, model_id: str | None) -> list
     ]
 
 
-def view_checkpoint(state: TrainState, checkpoint: Checkpoint, size: int) -> messages.CheckpointView:
+def view_checkpoint(state: TrainState, checkpoint: ModelCheckpoint, size: int) -> messages.ModelCheckpointView:
     operation = checkpoint.operation
     created = state.models[operation.model_id].create
-    return messages.CheckpointView(
+    return messages.ModelCheckpointView(
         run_id=operation.model_id,
         kind=operation.kind,
         name=operation.name,
@@ -124,7 +134,7 @@ def view_checkpoint(state: TrainState, checkpoint: Checkpoint, size: int) -> mes
     )
 
 
-def view_model(model: Model, base: ModelInfo | None) -> messages.ModelView:
+def view_model(model: ModelRecord, base: ModelInfo | None) -> messages.ModelView:
     return messages.ModelView(
         model_id=model.model_id,
         session_id=model.session_id,
@@ -142,7 +152,7 @@ def view_model(model: Model, base: ModelInfo | None) -> messages.ModelView:
     )
 
 
-def view_session(state: TrainState, session: Session) -> messages.SessionView:
+def view_session(state: TrainState, session: ClientSession) -> messages.SessionView:
     return messages.SessionView(
         session_id=session.session_id,
         opened_at_s=session.opened_at_s,

@@ -16,7 +16,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
-from strata.train.core.state import Endpoint
+from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.origin import allowed, is_loopback, origin_of
 from strata.train.settings import Inference
 
@@ -44,7 +44,7 @@ class Reply(NamedTuple):
 
 
 class EngineClient:
-    def __init__(self, endpoint: Endpoint, settings: Inference) -> None:
+    def __init__(self, endpoint: InferenceEndpoint, settings: Inference) -> None:
         """FORBIDDEN if the settings do not allow it any more."""
         self._origin = allowed(endpoint.url, settings.allow)
         self._address = endpoint.address

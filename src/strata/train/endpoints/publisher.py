@@ -20,9 +20,9 @@ from strata.base.clock import Clock
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
-from strata.train.core.inputs import AnswerRouted, EndPush, Input, Outcome, ReturnRouted, RouteSamples
+from strata.train.core.inputs import CompletePush, CompleteRouted, Decision, Input, RequeueRouted, RouteSamples
 from strata.train.core.sampling import Sample, SampleResult, encode_result
-from strata.train.core.state import Endpoint, Publication, Push, TrainState
+from strata.train.core.state import InferenceEndpoint, Publication, Push, TrainState
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import Engine, Version, stale
 from strata.train.endpoints.transformers_serve import TransformersEngine
@@ -37,7 +37,7 @@ _log = log.get(__name__)
 Keep = Callable[[ops.Result], Awaitable[ops.Result]]
 
 
-class Ledger(Protocol):
+class StateStorePort(Protocol):
     """What is decided and made durable, and the moment at which something was."""
 
     @property
@@ -45,18 +45,18 @@ class Ledger(Protocol):
     @property
     def clock(self) -> Clock: ...
     @property
-    def news(self) -> asyncio.Event: ...
-    def put(self, given: Input) -> tuple[Outcome, asyncio.Future[int] | None]: ...
-    async def commit(self, given: Input) -> Outcome: ...
+    def publishable(self) -> asyncio.Event: ...
+    def submit_nowait(self, given: Input) -> tuple[Decision, asyncio.Future[int] | None]: ...
+    async def commit(self, given: Input) -> Decision: ...
 
 
 class Publisher:
-    def __init__(self, settings: ServerSettings, ledger: Ledger, keep: Keep) -> None:
+    def __init__(self, settings: ServerSettings, store: StateStorePort, keep: Keep) -> None:
         self._settings = settings
-        self._ledger = ledger
+        self._store = store
         self._keep = keep
         self._route = RouteSamples(settings.inference.max_samples)
-        self._engines: dict[str, tuple[Endpoint, Engine]] = {}
+        self._engines: dict[str, tuple[InferenceEndpoint, Engine]] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Of each endpoint: weights come to it one after the other, in the order in which they were saved."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -65,9 +65,9 @@ class Publisher:
         """Until cancelled."""
         try:
             while True:
-                self._ledger.news.clear()
+                self._store.publishable.clear()
                 await self.run_once()
-                await self._ledger.news.wait()
+                await self._store.publishable.wait()
         finally:
             # One that ends with an error begins another.
             while self._tasks:
@@ -79,11 +79,11 @@ class Publisher:
 
     async def run_once(self) -> None:
         """Begin what is to be done, and give up what nobody waits for any more."""
-        state = self._ledger.state
+        state = self._store.state
         for path, push in list(state.pushes.items()):
             self._begin(f"push {path}", lambda push=push: self._push(push))  # type: ignore[misc]
         # Need not be durable: a sample whose way is forgotten finds it again.
-        while state.rules.route and state.waiting and self._ledger.put(self._route)[0].facts:
+        while state.rules.route and state.waiting and self._store.submit_nowait(self._route)[0].facts:
             pass
         for future_id, (endpoint, sample) in list(state.routed.items()):
             self._begin(
@@ -117,17 +117,17 @@ class Publisher:
 
     async def _look_again(self) -> None:
         """What went wrong in a way that nobody foresaw is still to be done, and perhaps no fact comes to say so."""
-        await self._ledger.clock.sleep(AGAIN_S)
-        self._ledger.news.set()
+        await self._store.clock.sleep(AGAIN_S)
+        self._store.publishable.set()
 
     # Weights
 
     async def _push(self, push: Push) -> None:
         outcomes = await asyncio.gather(*(self._tell(name, push) for name in push.endpoints))
-        await self._ledger.commit(EndPush(push.path, outcomes, self._ledger.clock.wall_s()))
+        await self._store.commit(CompletePush(push.path, outcomes, self._store.clock.wall_s()))
 
     async def _tell(self, name: str, push: Push) -> ops.EndpointOutcome:
-        clock = self._ledger.clock
+        clock = self._store.clock
         async with self._turns[name]:
             began_s = clock.monotonic_s()
             noticed = ""
@@ -163,7 +163,7 @@ class Publisher:
         if self._whole:
             return []
         newest: dict[str, Publication] = {}
-        for each in self._ledger.state.published.values():
+        for each in self._store.state.published.values():
             if name in each.endpoints and each.model_id != push.model_id:
                 known = newest.get(each.model_id)
                 newest[each.model_id] = each if known is None or each.seq_id > known.seq_id else known
@@ -174,17 +174,17 @@ class Publisher:
     async def _sample(self, future_id: str, endpoint: str, sample: Sample) -> None:
         try:
             result = await self._ask(future_id, endpoint, sample)
-            kept = await self._keep(ops.SampleDone(ops.Inline(encode_result(result))))
+            kept = await self._keep(ops.SampleDone(ops.InlinePayload(encode_result(result))))
         except (StrataError, OSError) as error:
             _log.warning("an inference endpoint gave no sample", endpoint=endpoint, reason=str(error))
-            await self._ledger.commit(ReturnRouted(future_id))
+            await self._store.commit(RequeueRouted(future_id))
             return
         assert isinstance(kept, ops.SampleDone)
-        await self._ledger.commit(AnswerRouted(future_id, kept, self._ledger.clock.wall_s()))
+        await self._store.commit(CompleteRouted(future_id, kept, self._store.clock.wall_s()))
 
     async def _ask(self, future_id: str, endpoint: str, sample: Sample) -> SampleResult:
         """An engine that was started anew has lost the weights: it gets them again, and is asked once more."""
-        state = self._ledger.state
+        state = self._store.state
         sampler = state.samplers.get(sample.sampler_id)
         publication = state.published.get(sampler.folder) if sampler else None
         if publication is None:
@@ -208,11 +208,13 @@ class Publisher:
 
     # Looking
 
-    async def look(self) -> messages.Endpoints:
-        state = self._ledger.state
-        return messages.Endpoints(await asyncio.gather(*(self._view(each) for each in list(state.endpoints.values()))))
+    async def look(self) -> messages.EndpointList:
+        state = self._store.state
+        return messages.EndpointList(
+            await asyncio.gather(*(self._view(each) for each in list(state.endpoints.values())))
+        )
 
-    async def _view(self, endpoint: Endpoint) -> messages.EndpointView:
+    async def _view(self, endpoint: InferenceEndpoint) -> messages.EndpointView:
         versions: Sequence[str] = ()
         message = ""
         try:
@@ -220,7 +222,7 @@ class Publisher:
                 versions = await self._engine(endpoint.name).versions()
         except (StrataError, TimeoutError) as error:
             message = str(error) or f"it did not answer within {LOOK_S:g} seconds"
-        told = [each.version for each in self._ledger.state.published.values() if endpoint.name in each.endpoints]
+        told = [each.version for each in self._store.state.published.values() if endpoint.name in each.endpoints]
         return messages.EndpointView(
             name=endpoint.name,
             url=endpoint.url,
@@ -241,14 +243,14 @@ class Publisher:
 
     @property
     def _kept(self) -> int:
-        return self._ledger.state.rules.keep_versions
+        return self._store.state.rules.keep_versions
 
     def _version(self, of: Push | Publication) -> Version:
         return Version(of.version, self._settings.checkpoints / of.path, whole=self._whole)
 
     def _engine(self, name: str) -> Engine:
         """FORBIDDEN if the settings do not allow it any more, NOT_FOUND if it was removed."""
-        endpoint = self._ledger.state.endpoints.get(name)
+        endpoint = self._store.state.endpoints.get(name)
         if endpoint is None:
             raise StrataError(Code.NOT_FOUND, f"there is no inference endpoint {name!r} any more")
         known = self._engines.get(name)

@@ -27,43 +27,45 @@ _log = log.get(__name__)
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m strata.train.orchestrator", description=__doc__)
     parser.add_argument("--settings", type=Path, required=True, help="the server's TOML file")
-    parser.add_argument("--events-fd", type=int, help="a pipe for what the launcher has to know, a line each")
-    parser.add_argument("--holder", help="who leads the journal; one that asks again need not wait for its own lease")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--events-fd", type=int, help="the pipe to notify the launcher on, one event a line")
+    parser.add_argument(
+        "--holder", help="name of the leader of the journal; the same holder need not wait for its own lease"
+    )
+    options = parser.parse_args(arguments)
     try:
-        settings = load_settings(given.settings)
+        settings = load_settings(options.settings)
         style = settings.server.log_format or ("console" if sys.stderr.isatty() else "json")
         log.configure(style, settings.server.log_level)
-        holder = given.holder or Ids(SystemClock()).new("orchestrator")
+        holder = options.holder or Ids(SystemClock()).new("orchestrator")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(settings, given.events_fd, holder))
+            runner.run(_run(settings, options.events_fd, holder))
     except StrataError as error:
-        _log.error("the orchestrator ends", code=error.code.value, reason=str(error))
+        _log.error("orchestrator_failed", code=error.code.value, reason=str(error))
         return 1
     return 0
 
 
 async def _run(settings: ServerSettings, events_fd: int | None, holder: str) -> None:
-    stop, ranks_too = asyncio.Event(), asyncio.Event()
+    stop, stop_ranks = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
     def stop_all() -> None:
-        ranks_too.set()
+        stop_ranks.set()
         stop.set()
 
-    # The ranks outlive an orchestrator, unless whoever stops it wants to stop them too.
+    # The ranks outlive an orchestrator unless the launcher stops them too.
     loop.add_signal_handler(signal.SIGUSR1, stop_all)
 
-    def tell(event: str) -> None:
+    def notify(event: str) -> None:
         if events_fd is not None:
             os.write(events_fd, f"{event}\n".encode())
 
     make_private(settings.data, "the server's files")
     clock = SystemClock()
     async with await open_journal(settings.database, clock) as journal:
-        await Orchestrator(settings, journal, clock, tell).run(stop, holder, ranks_too)
+        await Orchestrator(settings, journal, clock, notify).run(stop, holder, stop_ranks)
 
 
 if __name__ == "__main__":

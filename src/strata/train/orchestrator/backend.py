@@ -16,15 +16,15 @@ from strata.train.link.sockets import read_address
 from strata.train.settings import ServerSettings
 
 HANDSHAKE_S: Final = 2.0
-"""How long rank 0 may take to answer before it is asked again. While it computes it does not; then it hears all of it,
-and only the last connect request counts."""
+"""How long rank 0 may take to reply before the connect request is sent again. A busy rank 0 reads them all when it is
+idle, and only the last one counts."""
 FILE_POLL_S: Final = 0.25
 
 _log = log.get(__name__)
 
 
 class RemoteBackend:
-    """At most one connection at a time. What is sent is numbered; what is heard is handed on as it is."""
+    """At most one connection at a time. Dispatches are numbered; replies are returned as they are."""
 
     def __init__(self, links: Links, settings: ServerSettings, clock: Clock, generation: int) -> None:
         self._links = links
@@ -32,15 +32,15 @@ class RemoteBackend:
         self._clock = clock
         self._generation = generation
         self._connection: RankSide | None = None
-        self._asked: dict[int, asyncio.Future[commands.Healthy]] = {}
-        self._asks = 0
+        self._requests: dict[int, asyncio.Future[commands.HealthReply]] = {}
+        self._request_count = 0
         self._connect_attempts = 0
 
-    async def attach(self) -> commands.Attached:
-        """Connect, over and over until rank 0 answers. STALE if it obeys a newer orchestrator, or another run.
+    async def attach(self) -> commands.AttachReply:
+        """Connect, with retries until rank 0 replies. STALE if it is attached to a newer orchestrator, or another run.
 
-        DEADLINE when it has not answered for as long as ranks may take to start and then to do an operation: whatever
-        they do now, they will not come to an end with it.
+        DEADLINE when it has not replied for as long as ranks may take to start and then to run an operation: they are
+        stuck.
         """
         self.close()
         limit_s = self._settings.ranks.start_timeout_s + self._settings.limits.operation_timeout_s
@@ -50,7 +50,7 @@ class RemoteBackend:
         except TimeoutError as error:
             raise StrataError(Code.DEADLINE, f"rank 0 has not answered for {limit_s:g} seconds") from error
 
-    async def _attach(self) -> commands.Attached:
+    async def _attach(self) -> commands.AttachReply:
         while True:
             endpoint = await self._find_endpoint()
             self._connect_attempts += 1
@@ -77,20 +77,20 @@ class RemoteBackend:
                 self._connection = connection
                 return attached
 
-    async def _shake_hands(self, connection: RankSide) -> commands.Attached:
+    async def _shake_hands(self, connection: RankSide) -> commands.AttachReply:
         await connection.send(commands.Attach(self._generation, self._settings.stream))
         while True:
             match await connection.receive():
-                case commands.Attached() as attached if attached.generation == self._generation:
+                case commands.AttachReply() as attached if attached.generation == self._generation:
                     return attached
                 case commands.Fenced() as fenced:
                     raise StrataError(Code.STALE, f"rank 0 does not take orders from here: {fenced.reason}")
                 case _:
-                    # Said to the one before us.
+                    # A reply to an earlier orchestrator.
                     continue
 
     async def _find_endpoint(self) -> str:
-        """Rank 0 may write its address into a file, and may do so when it pleases: nobody tells when."""
+        """The address of rank 0, or that in its file, which rank 0 may write at any time: it is polled."""
         endpoint = self._settings.rank0
         if not endpoint.startswith("file:"):
             return endpoint
@@ -99,61 +99,63 @@ class RemoteBackend:
         return found
 
     async def send(self, number: int, work: commands.Work, durable: int) -> None:
-        await self._connected().send(commands.Command(self._generation, number, work, durable))
+        await self._connected().send(commands.DispatchCommand(self._generation, number, work, durable))
 
     async def restore(self, number: int, path: Path, digest: str) -> None:
         await self._connected().send(commands.Restore(self._generation, number, str(path), digest))
 
-    async def receive(self) -> commands.Reply | commands.Restored | commands.SnapshotWritten:
-        """What rank 0 says next. STALE if it obeys somebody else now."""
+    async def receive(self) -> commands.DispatchReply | commands.Restored | commands.SnapshotWritten:
+        """The next message of rank 0. STALE if it is attached to another orchestrator now."""
         while True:
             match await self._connected().receive():
-                case commands.Reply() | commands.Restored() | commands.SnapshotWritten() as said if (
-                    said.generation == self._generation
+                case commands.DispatchReply() | commands.Restored() | commands.SnapshotWritten() as message if (
+                    message.generation == self._generation
                 ):
-                    return said
-                case commands.Healthy() as healthy:
-                    asked = self._asked.pop(healthy.ask_id, None)
-                    if asked is not None and not asked.done():
-                        asked.set_result(healthy)
+                    return message
+                case commands.HealthReply() as healthy:
+                    reply = self._requests.pop(healthy.ask_id, None)
+                    if reply is not None and not reply.done():
+                        reply.set_result(healthy)
                 case commands.Fenced() as fenced:
                     raise StrataError(Code.STALE, f"rank 0 does not take orders from here: {fenced.reason}")
                 case _:
-                    _log.debug("rank 0 said something that is not for us")
+                    _log.debug("foreign_rank_message_ignored")
 
     async def lost(self) -> None:
         await self._connected().lost()
 
-    async def ask(self, work: commands.HealthCheck | commands.Shutdown, timeout_s: float) -> commands.Healthy:
-        """DEADLINE if there is no answer in time: rank 0 answers between two dispatches."""
+    async def request(self, work: commands.HealthCheck | commands.Shutdown, timeout_s: float) -> commands.HealthReply:
+        """DEADLINE if there is no reply in time: rank 0 replies between two dispatches."""
         connection = self._connected()
-        self._asks += 1
-        ask_id = self._asks
-        asked: asyncio.Future[commands.Healthy] = asyncio.get_running_loop().create_future()
-        self._asked[ask_id] = asked
+        self._request_count += 1
+        request_id = self._request_count
+        reply: asyncio.Future[commands.HealthReply] = asyncio.get_running_loop().create_future()
+        self._requests[request_id] = reply
         try:
             async with asyncio.timeout(timeout_s):
-                await connection.send(commands.Ask(self._generation, ask_id, work))
-                return await asked
+                await connection.send(commands.RankRequest(self._generation, request_id, work))
+                return await reply
         except TimeoutError as error:
             raise StrataError(Code.DEADLINE, f"rank 0 did not answer within {timeout_s:g} seconds") from error
         finally:
-            self._asked.pop(ask_id, None)
+            self._requests.pop(request_id, None)
 
     async def shut_down(self) -> None:
-        """Tell the ranks to end; whether they hear it is not waited for."""
+        """Request the ranks to shut down, without waiting for it."""
         if self._connection is not None:
-            self._asks += 1
-            await self._connection.send(commands.Ask(self._generation, self._asks, commands.Shutdown()))
+            self._request_count += 1
+            await self._connection.send(
+                commands.RankRequest(self._generation, self._request_count, commands.Shutdown())
+            )
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(StrataError(Code.UNAVAILABLE, "the connection to rank 0 has ended"))
-        self._asked.clear()
+        for reply in self._requests.values():
+            if not reply.done():
+                reply.set_exception(StrataError(Code.UNAVAILABLE, "the connection to rank 0 has ended"))
+        self._requests.clear()
 
     def _connected(self) -> RankSide:
         if self._connection is None:

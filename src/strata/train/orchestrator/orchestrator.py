@@ -1,4 +1,4 @@
-"""`Orchestrator`: leads its journal, answers API servers, keeps the ranks at work."""
+"""`Orchestrator`: leads the journal of a training server, serves API servers, and keeps a group of ranks at work."""
 
 from __future__ import annotations
 
@@ -15,42 +15,50 @@ from strata.base.loop import every
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
 from strata.train.core import commands, messages
-from strata.train.core.catching_up import unfit
-from strata.train.core.inputs import GiveUp, RefuseSnapshot, RunOut
+from strata.train.core.inputs import FailDispatch, RanksOutOfMemory, RejectSnapshot
 from strata.train.core.machine import TrainMachine
 from strata.train.core.memory import RowLimit
-from strata.train.core.pace import Pace
+from strata.train.core.replay import reject_reason
 from strata.train.core.state import Rules
+from strata.train.core.throughput import ThroughputEstimate
 from strata.train.link.ports import ApiSide, Links, ZmqLinks
 from strata.train.orchestrator.backend import RemoteBackend
-from strata.train.orchestrator.conversation import Conversation, End, Lost, Parts, Short, Spoiled, Stuck
-from strata.train.orchestrator.figures import Figures
-from strata.train.orchestrator.ledger import Ledger, TrainReplica
-from strata.train.orchestrator.questions import Questions
+from strata.train.orchestrator.maintenance.compaction import Compaction
+from strata.train.orchestrator.maintenance.replication import CheckpointReplicator, open_replicator
+from strata.train.orchestrator.metrics import ServerTelemetry
+from strata.train.orchestrator.rank_session import (
+    Disconnected,
+    Diverged,
+    OrchestratorContext,
+    OutOfMemory,
+    RankSession,
+    SessionEnd,
+    TimedOut,
+)
+from strata.train.orchestrator.request_handler import RequestHandler
 from strata.train.orchestrator.request_processor import RequestProcessor
-from strata.train.orchestrator.storage import Storage, open_storage
-from strata.train.orchestrator.trimming import Trimming
+from strata.train.orchestrator.state_store import StateStore, TrainReplica
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings
 
-DEADLY: Final = 3
-"""A dispatch in which so many groups of ranks died is not told to another one."""
-QUANTUM: Final = 0
-"""Stands for all quanta where their deaths are counted."""
+MAX_GROUP_DEATHS: Final = 3
+"""A dispatch in which so many groups of ranks died is not sent to another one."""
+ALL_SLICES: Final = 0
+"""Stands for all sampling slices where deaths are counted."""
 EXPIRE_S: Final = 30.0
-STORE_S: Final = 1.0
-"""How often it is looked whether there is a checkpoint to copy, or to delete."""
+REPLICATE_S: Final = 1.0
+"""How often to check for a checkpoint to upload or to delete."""
 SNAPSHOT_S: Final = 5.0
-TRIM_S: Final = 0.05
-"""At least between two turns; a turn waits until there is something to do."""
-END_S: Final = 1.0
-MAX_QUESTIONS: Final = 5_000
-"""That may wait here at a time."""
+COMPACT_S: Final = 0.05
+"""At least between two runs; a run waits until there is something to do."""
+SHUTDOWN_S: Final = 1.0
+MAX_OPEN_REQUESTS: Final = 5_000
+"""Requests that may wait here at a time."""
 
 _log = log.get(__name__)
-Event = Callable[[str], None]
-"""Told to whoever started this process: `leading`, `attached GROUP`, `lost GROUP`, `stuck GROUP`. A group that never
-answered is `unknown`."""
+Notify = Callable[[str], None]
+"""Notifies the launcher: `leading`, `attached GROUP`, `lost GROUP`, `stuck GROUP`. A group that never replied is
+`unknown`."""
 
 
 class Orchestrator:
@@ -59,240 +67,248 @@ class Orchestrator:
         settings: ServerSettings,
         journal: Journal,
         clock: Clock,
-        tell: Event,
+        notify: Notify,
         links: Callable[[ServerSettings], Links] = ZmqLinks,
     ) -> None:
         self._settings = settings
         self._journal = journal
         self._clock = clock
-        self._tell = tell
+        self._notify = notify
         self._links = links
-        self._attached: commands.Attached | None = None
+        self._attached: commands.AttachReply | None = None
         self._suspect: tuple[int, str] | None = None
         """The dispatch that a group may have died of, and that group."""
         self._deaths: dict[int, int] = {}
-        self._died_in = 0
+        """Groups that died, by dispatch; by the negated number if they died while they restored its snapshot."""
+        self._last_deadly = 0
         """The last dispatch that a group may have died of."""
-        self._condemned: set[str] = set()
+        self._quarantined_groups: set[str] = set()
         self._rows = RowLimit()
-        self._answering: set[asyncio.Task[None]] = set()
-        self._storage: Storage | None = None
+        self._open_requests: set[asyncio.Task[None]] = set()
+        self._replicator: CheckpointReplicator | None = None
 
-    async def run(self, stop: asyncio.Event, holder: str, ranks_too: asyncio.Event) -> None:
-        """Until told to stop, or the lead is lost: then with the reason. The ranks stay unless `ranks_too` is set."""
+    async def run(self, stop: asyncio.Event, holder: str, stop_ranks: asyncio.Event) -> None:
+        """Run until `stop` is set or leadership is lost: then with the reason. The ranks stay unless `stop_ranks` is
+        set."""
         replica: TrainReplica = Replica(
             self._journal, self._settings.stream, TrainMachine(rules_of(self._settings)), self._clock
         )
-        standing = asyncio.create_task(replica.stand_by(holder, self._settings.server.lease_s))
+        standby = asyncio.create_task(replica.stand_by(holder, self._settings.server.lease_s))
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait([standing, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([standby, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        if not standing.done():
-            standing.cancel()
-            await asyncio.wait([standing])
+        if not standby.done():
+            standby.cancel()
+            await asyncio.wait([standby])
             return
-        standing.result()
-        self._tell("leading")
+        standby.result()
+        self._notify("leading")
         links = self._links(self._settings)
-        figures = Figures(self._clock, self._settings.server.timelines)
-        parts = self._parts(links, Ledger(replica, self._clock, figures))
+        telemetry = ServerTelemetry(self._clock, self._settings.server.timelines)
+        context = self._open_context(links, StateStore(replica, self._clock, telemetry))
         try:
-            await self._lead(replica, parts, links, stop)
-            if ranks_too.is_set():
-                await self._end_ranks(parts)
+            await self._lead(replica, context, links, stop)
+            if stop_ranks.is_set():
+                await self._shut_down_ranks(context)
         finally:
-            parts.backend.close()
+            context.backend.close()
             links.close()
         if replica.failure is None:
-            await parts.ledger.snapshot(self._settings.server.snapshot_every)
+            await context.store.snapshot_if_due(self._settings.server.snapshot_every)
             await replica.resign()
 
-    def _parts(self, links: Links, ledger: Ledger) -> Parts:
+    def _open_context(self, links: Links, store: StateStore) -> OrchestratorContext:
         settings = self._settings
-        state = ledger.state
-        self._storage = open_storage(settings, ledger)
+        state = store.state
+        self._replicator = open_replicator(settings, store)
         _log.info(
-            "leading", generation=ledger.generation, dispatched=state.dispatched, unanswered=len(state.dispatches)
+            "leading", generation=store.leader_epoch, dispatched=state.dispatched, in_flight=len(state.dispatches)
         )
-        return Parts(
+        return OrchestratorContext(
             settings=settings,
             journal=self._journal,
-            ledger=ledger,
-            backend=RemoteBackend(links, settings, self._clock, ledger.generation),
+            store=store,
+            backend=RemoteBackend(links, settings, self._clock, store.leader_epoch),
             processor=RequestProcessor(
                 Payloads(settings.payloads),
                 settings.checkpoints,
-                self._storage.bring if self._storage is not None else None,
+                self._replicator.fetch if self._replicator is not None else None,
             ),
-            pace=Pace(),
+            throughput=ThroughputEstimate(),
         )
 
-    async def _lead(self, replica: TrainReplica, parts: Parts, links: Links, stop: asyncio.Event) -> None:
-        apis = [links.api(parts.ledger.generation, number) for number in range(self._settings.server.api_servers)]
-        every_s = self._settings.server.snapshot_every
-        questions = Questions(parts, lambda: self._attached)
-        trimming = Trimming(self._settings, self._journal, parts.ledger)
-        reigning = asyncio.create_task(replica.lead_until_deposed(self._settings.server.lease_s), name="reign")
-        working = [
-            *(asyncio.create_task(self._listen(link, questions), name="listen") for link in apis),
-            asyncio.create_task(self._keep_at_work(parts), name="ranks"),
-            asyncio.create_task(every(EXPIRE_S, parts.ledger.expire, clock=self._clock), name="expire"),
+    async def _lead(
+        self, replica: TrainReplica, context: OrchestratorContext, links: Links, stop: asyncio.Event
+    ) -> None:
+        settings, store, clock = self._settings, context.store, self._clock
+        api_links = [links.api(store.leader_epoch, number) for number in range(settings.server.api_servers)]
+        handler = RequestHandler(context, lambda: self._attached)
+        reaper = handler.session_reaper
+        compaction = Compaction(settings, self._journal, store)
+        leadership = asyncio.create_task(replica.lead_until_deposed(settings.server.lease_s), name="leadership")
+        workers = [
+            *(asyncio.create_task(self._serve_requests(link, handler), name="requests") for link in api_links),
+            asyncio.create_task(self._supervise_ranks(context), name="ranks"),
+            asyncio.create_task(every(EXPIRE_S, store.expire_results, clock=clock), name="expire results"),
             asyncio.create_task(
-                every(self._settings.kept.sweep_s, questions.retention.run_once, clock=self._clock), name="retain"
+                every(settings.kept.sweep_s, handler.checkpoint_gc.run_once, clock=clock), name="checkpoint gc"
             ),
+            asyncio.create_task(every(reaper.interval_s, reaper.run_once, clock=clock), name="session reaper"),
+            asyncio.create_task(handler.publisher.run(), name="endpoints"),
             asyncio.create_task(
-                every(questions.silence.every_s, questions.silence.run_once, clock=self._clock), name="silence"
+                every(SNAPSHOT_S, lambda: store.snapshot_if_due(settings.server.snapshot_every), clock=clock),
+                name="snapshot",
             ),
-            asyncio.create_task(questions.publisher.run(), name="endpoints"),
-            asyncio.create_task(
-                every(SNAPSHOT_S, lambda: parts.ledger.snapshot(every_s), clock=self._clock), name="snapshot"
-            ),
-            asyncio.create_task(every(TRIM_S, trimming.run_once, clock=self._clock), name="trim"),
+            asyncio.create_task(every(COMPACT_S, compaction.run_once, clock=clock), name="compaction"),
         ]
-        if self._storage is not None:
-            storing = every(STORE_S, self._storage.run_once, clock=self._clock)
-            working.append(asyncio.create_task(storing, name="store"))
+        if self._replicator is not None:
+            replicating = every(REPLICATE_S, self._replicator.run_once, clock=clock)
+            workers.append(asyncio.create_task(replicating, name="replication"))
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        tasks: list[asyncio.Task[object]] = [reigning, stopping, *working]
+        tasks: list[asyncio.Task[object]] = [leadership, stopping, *workers]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (*tasks, *self._answering):
+            for task in (*tasks, *self._open_requests):
                 task.cancel()
-            await asyncio.wait([*tasks, *self._answering])
-            for link in apis:
+            await asyncio.wait([*tasks, *self._open_requests])
+            for link in api_links:
                 link.close()
-        for task in working:
+        for task in workers:
             if not task.cancelled():
                 task.result()
-        if not reigning.cancelled():
-            raise reigning.result()
+        if not leadership.cancelled():
+            raise leadership.result()
 
-    async def _listen(self, link: ApiSide, questions: Questions) -> None:
-        async def answer(request: messages.OrchestratorRequest) -> None:
-            output = await questions.answer(request)
+    async def _serve_requests(self, link: ApiSide, handler: RequestHandler) -> None:
+        async def respond(request: messages.OrchestratorRequest) -> None:
+            output = await handler.handle(request)
             link.send(messages.OrchestratorOutputs(request.request_id, output))
 
         while True:
             request = await link.receive()
-            if len(self._answering) >= MAX_QUESTIONS:
-                refused = messages.Refused(Code.EXHAUSTED, f"{MAX_QUESTIONS} questions wait already")
-                link.send(messages.OrchestratorOutputs(request.request_id, refused))
+            if len(self._open_requests) >= MAX_OPEN_REQUESTS:
+                rejected = messages.ErrorResponse(Code.EXHAUSTED, f"{MAX_OPEN_REQUESTS} requests wait already")
+                link.send(messages.OrchestratorOutputs(request.request_id, rejected))
                 continue
-            task = asyncio.create_task(answer(request))
-            self._answering.add(task)
-            task.add_done_callback(self._answered)
+            task = asyncio.create_task(respond(request))
+            self._open_requests.add(task)
+            task.add_done_callback(self._on_response)
 
-    def _answered(self, task: asyncio.Task[None]) -> None:
-        self._answering.discard(task)
+    def _on_response(self, task: asyncio.Task[None]) -> None:
+        self._open_requests.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a question was not answered", reason=repr(error))
+            _log.error("request_failed", reason=repr(error))
 
-    async def _keep_at_work(self, parts: Parts) -> None:
-        """One group of ranks after the other."""
+    async def _supervise_ranks(self, context: OrchestratorContext) -> None:
+        """Run one session after the other, each with the group of ranks that is there."""
         while True:
             try:
-                attached = await parts.backend.attach()
+                attached = await context.backend.attach()
             except StrataError as error:
                 if error.code is not Code.DEADLINE:
                     raise
-                _log.error("the ranks are stuck", reason=str(error))
-                self._tell("stuck unknown")
+                _log.error("ranks_stuck", reason=str(error))
+                self._notify("stuck unknown")
                 continue
-            reason = await self._judge(parts, attached)
+            reason = await self._validate_group(context, attached)
             if reason is not None:
-                _log.error("a group of ranks cannot be used", group=attached.group, reason=reason)
-                await self._condemn(parts, attached)
+                _log.error("rank_group_rejected", group=attached.group, reason=reason)
+                await self._quarantine(context, attached)
                 continue
-            _log.info("attached", group=attached.group, ranks=attached.world_size, applied=attached.applied)
+            _log.info("ranks_attached", group=attached.group, ranks=attached.world_size, applied=attached.applied)
             self._attached = attached
-            parts.ledger.figures.attached(attached.group)
-            self._tell(f"attached {attached.group}")
+            context.store.telemetry.record_attached(attached.group)
+            self._notify(f"attached {attached.group}")
             try:
-                end = await Conversation(parts, attached, self._rows).hold()
+                end = await RankSession(context, attached, self._rows).run()
             finally:
                 self._attached = None
-                parts.ledger.figures.lost()
-            await self._after(parts, attached, end)
+                context.store.telemetry.record_lost()
+            await self._on_session_end(context, attached, end)
 
-    async def _judge(self, parts: Parts, attached: commands.Attached) -> str | None:
-        """Why this group must not be spoken to. Also settles what the group before it may have died of."""
-        state = parts.ledger.state
-        reason = "it was given up" if attached.group in self._condemned else None
-        reason = reason or unfit(state, attached.group, attached.applied)
+    async def _validate_group(self, context: OrchestratorContext, attached: commands.AttachReply) -> str | None:
+        """Why this group must not be used. Also decides about the dispatch that the last group may have died of."""
+        state = context.store.state
+        reason = "it was quarantined" if attached.group in self._quarantined_groups else None
+        reason = reason or reject_reason(state, attached.group, attached.applied)
         if reason is not None:
             return reason
         suspect, self._suspect = self._suspect, None
         if suspect is not None and suspect[1] != attached.group and suspect[0] in state.dispatches:
             number = suspect[0]
-            if attached.exhausted is not None and await self._run_out(parts, number, attached.exhausted):
+            if attached.exhausted is not None and await self._fail_oversized(context, number, attached.exhausted):
                 return None
-            # A quantum is not told again but made anew: those that groups die of one after the other count as one.
-            quantum = state.dispatches[number].quantum is not None
-            counted = QUANTUM if quantum else number
-            if quantum and state.last_quantum > self._died_in:
-                self._deaths.pop(QUANTUM, None)
-            self._died_in = number
+            # A sampling slice is not replayed but composed again: slices that groups die of in a row count as one.
+            is_slice = state.dispatches[number].quantum is not None
+            counted = ALL_SLICES if is_slice else number
+            if is_slice and state.last_slice > self._last_deadly:
+                self._deaths.pop(ALL_SLICES, None)
+            self._last_deadly = number
             self._deaths[counted] = self._deaths.get(counted, 0) + 1
-            if self._deaths[counted] >= DEADLY:
+            if self._deaths[counted] >= MAX_GROUP_DEATHS:
                 self._deaths.pop(counted)
-                reason = f"{DEADLY} groups of ranks died in this operation"
-                await parts.ledger.commit(GiveUp(number, reason, self._clock.wall_s()))
+                reason = f"{MAX_GROUP_DEATHS} groups of ranks died in this operation"
+                await context.store.commit(FailDispatch(number, reason, self._clock.wall_s()))
         return None
 
-    async def _run_out(self, parts: Parts, number: int, exhausted: commands.Exhausted) -> bool:
-        """Whether it was a row of this dispatch. One death is enough then: others would die of it as well."""
-        outcome = await parts.ledger.commit(RunOut(number, exhausted, self._clock.wall_s()))
-        if not outcome.facts:
+    async def _fail_oversized(
+        self, context: OrchestratorContext, number: int, exhausted: commands.RowOutOfMemory
+    ) -> bool:
+        """Whether the row was of this dispatch. One death is enough then: the next group would die of it as well."""
+        decision = await context.store.commit(RanksOutOfMemory(number, exhausted, self._clock.wall_s()))
+        if not decision.facts:
             return False
-        _log.error("the ranks ran out of memory", dispatch=number, **msgspec.structs.asdict(exhausted))
+        _log.error("ranks_out_of_memory", dispatch=number, **msgspec.structs.asdict(exhausted))
         self._rows.ran_out(exhausted)
         return True
 
-    async def _after(self, parts: Parts, attached: commands.Attached, end: End) -> None:
-        if end.restoring and end.doing is not None:
-            await self._note_restoring(parts, end.doing)
+    async def _on_session_end(
+        self, context: OrchestratorContext, attached: commands.AttachReply, end: SessionEnd
+    ) -> None:
+        if end.restoring and end.dispatch is not None:
+            await self._count_failed_restore(context, end.dispatch)
         match end:
-            case Lost():
-                _log.warning("the ranks are gone", group=attached.group, doing=end.doing)
-                self._suspect = (end.doing, attached.group) if end.doing is not None else None
-                self._tell(f"lost {attached.group}")
-            case Stuck():
+            case Disconnected():
+                _log.warning("ranks_disconnected", group=attached.group, dispatch=end.dispatch)
+                self._suspect = (end.dispatch, attached.group) if end.dispatch is not None else None
+                self._notify(f"lost {attached.group}")
+            case TimedOut():
                 limit_s = self._settings.limits.operation_timeout_s
-                _log.error("the ranks are stuck", group=attached.group, doing=end.doing, after_s=limit_s)
+                _log.error("ranks_timed_out", group=attached.group, dispatch=end.dispatch, after_s=limit_s)
                 reason = f"it took longer than {limit_s:g} seconds"
-                await parts.ledger.commit(GiveUp(end.doing, reason, self._clock.wall_s()))
-                await self._condemn(parts, attached)
-            case Spoiled():
-                _log.error("the ranks did what was given up since", group=attached.group, doing=end.doing)
-                await self._condemn(parts, attached)
-            case Short():
-                _log.error("the ranks lack the memory to catch up", group=attached.group, reason=end.reason)
-                await self._condemn(parts, attached)
+                await context.store.commit(FailDispatch(end.dispatch, reason, self._clock.wall_s()))
+                await self._quarantine(context, attached)
+            case Diverged():
+                _log.error("rank_group_diverged", group=attached.group, dispatch=end.dispatch)
+                await self._quarantine(context, attached)
+            case OutOfMemory():
+                _log.error("replay_out_of_memory", group=attached.group, reason=end.reason)
+                await self._quarantine(context, attached)
 
-    async def _note_restoring(self, parts: Parts, number: int) -> None:
-        """A snapshot that groups die of, one after the other, is as bad as one that is damaged."""
+    async def _count_failed_restore(self, context: OrchestratorContext, number: int) -> None:
+        """A snapshot that groups die of in a row is as bad as a damaged one."""
         self._deaths[-number] = self._deaths.get(-number, 0) + 1
-        if self._deaths[-number] >= DEADLY:
+        if self._deaths[-number] >= MAX_GROUP_DEATHS:
             self._deaths.pop(-number)
-            reason = f"{DEADLY} groups of ranks could not restore it"
-            await parts.ledger.commit(RefuseSnapshot(number, reason))
+            reason = f"{MAX_GROUP_DEATHS} groups of ranks could not restore it"
+            await context.store.commit(RejectSnapshot(number, reason))
 
-    async def _condemn(self, parts: Parts, attached: commands.Attached) -> None:
-        """Whatever it still does is in nobody's journal: it is told to end, and never listened to again."""
-        self._condemned.add(attached.group)
-        self._tell(f"stuck {attached.group}")
-        await self._end_ranks(parts)
-        parts.backend.close()
+    async def _quarantine(self, context: OrchestratorContext, attached: commands.AttachReply) -> None:
+        """Shut this group down and never use it again: nothing that it still does is in the journal."""
+        self._quarantined_groups.add(attached.group)
+        self._notify(f"stuck {attached.group}")
+        await self._shut_down_ranks(context)
+        context.backend.close()
 
-    async def _end_ranks(self, parts: Parts) -> None:
-        """They answer at once, unless they are at work; then they find the message when they have done it."""
+    async def _shut_down_ranks(self, context: OrchestratorContext) -> None:
+        """Ranks end at once unless they are busy; then they read the request when their dispatch is done."""
         try:
-            await parts.backend.shut_down()
-            async with asyncio.timeout(END_S):
-                await parts.backend.lost()
+            await context.backend.shut_down()
+            async with asyncio.timeout(SHUTDOWN_S):
+                await context.backend.lost()
         except (StrataError, TimeoutError) as error:
-            _log.info("the ranks have not ended yet", reason=str(error))
+            _log.info("ranks_still_running", reason=str(error))
 
 
 def rules_of(settings: ServerSettings) -> Rules:

@@ -38,8 +38,8 @@ from strata.train.runner.settings import RunnerSettings
 from strata.train.runner.snapshot import files, state
 from strata.train.runner.snapshot.files import Copied, SnapshotWriter
 
-Single = commands.SaveState | commands.LoadState | commands.Manage | commands.MakeSampler
-Executed = commands.Steps | Single
+Single = commands.SaveState | commands.LoadState | commands.ManageModel | commands.MakeSampler
+Executed = commands.StepsCommand | Single
 Whole = Executed | commands.TakeSnapshot | commands.Restore
 """Work that every rank gets whole."""
 MOST_SAMPLERS: Final = 1 << 20
@@ -85,7 +85,7 @@ class ModelRunner:
 
     def execute(self, work: Executed) -> list[ops.Result]:
         """Do it, on all ranks together: a result of each operation."""
-        if isinstance(work, commands.Steps):
+        if isinstance(work, commands.StepsCommand):
             return self._steps(work.operations)
         return [_tried(partial(self._execute, work))]
 
@@ -113,7 +113,7 @@ class ModelRunner:
                 return self.load(operation, Path(path))
             case commands.MakeSampler(making, path, close):
                 return self.make_sampler(making, Path(path), close)
-            case commands.Manage(operation):
+            case commands.ManageModel(operation):
                 return self._manage(operation)
             case _:
                 assert_never(work)
@@ -362,4 +362,4 @@ def _tried(make: Callable[[], Made]) -> Made | ops.Failed:
 
 
 def _may_sleep(work: Single) -> bool:
-    return isinstance(work, commands.Manage) and isinstance(work.operation, ops.WHILE_ASLEEP)
+    return isinstance(work, commands.ManageModel) and isinstance(work.operation, ops.WHILE_ASLEEP)

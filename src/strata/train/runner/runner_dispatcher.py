@@ -19,7 +19,7 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.core import commands, ops
-from strata.train.core.sampling import Quantum, QuantumDone
+from strata.train.core.sampling import SamplingSlice, SliceResult
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model_runner import Executed, ModelRunner, Whole
 from strata.train.runner.passes import partition
@@ -60,7 +60,7 @@ class RunnerDispatcher:
         self._generation = 0
         self._run_id: str | None = None
         self._applied = 0
-        self._replies: dict[int, commands.Reply] = {}
+        self._replies: dict[int, commands.DispatchReply] = {}
         self._spread = runner.sampler.spread()
         self._written: commands.SnapshotWritten | None = None
         self._untold = False
@@ -104,13 +104,13 @@ class RunnerDispatcher:
                 self._link.send(self._attached())
             case commands.Restore():
                 self._link.send(self._restore(message))
-            case commands.Command():
+            case commands.DispatchCommand():
                 self._link.send(self._answer(message))
-            case commands.Ask(_, ask_id, work):
+            case commands.RankRequest(_, ask_id, work):
                 stop = isinstance(work, commands.Shutdown)
                 self._ranks.announce(Kind.SHUTDOWN if stop else Kind.HEALTH, [0] * self._ranks.size)
                 alive = self._ranks.numbers(self._ranks.rank)
-                self._link.send(commands.Healthy(self._generation, ask_id, alive))
+                self._link.send(commands.HealthReply(self._generation, ask_id, alive))
                 return not stop
             case _:
                 assert_never(message)
@@ -131,15 +131,15 @@ class RunnerDispatcher:
                     return f"dispatch {self._applied} was applied already: there is nothing to restore"
         # Numbers may have gaps: a dispatch that was given up is not told to ranks that start anew.
         if (
-            isinstance(message, commands.Command)
+            isinstance(message, commands.DispatchCommand)
             and message.number <= self._applied
             and message.number not in self._replies
         ):
             return f"the reply of dispatch {message.number} was durable, and is not kept any longer"
         return None
 
-    def _attached(self) -> commands.Attached:
-        return commands.Attached(
+    def _attached(self) -> commands.AttachReply:
+        return commands.AttachReply(
             generation=self._generation,
             group=self._group,
             world_size=self._ranks.size,
@@ -149,14 +149,14 @@ class RunnerDispatcher:
             exhausted=self._runner.memory.exhausted,
         )
 
-    def _answer(self, command: commands.Command) -> commands.Reply:
+    def _answer(self, command: commands.DispatchCommand) -> commands.DispatchReply:
         for number in [number for number in self._replies if number <= command.durable]:
             del self._replies[number]
         if command.number > self._applied:
             started = perf_counter()
-            sampled: QuantumDone | None = None
+            sampled: SliceResult | None = None
             results: Sequence[ops.Result] = ()
-            if isinstance(command.work, Quantum):
+            if isinstance(command.work, SamplingSlice):
                 sampled = self._sample(command.work)
                 tokens = sampled.sampled_tokens
             elif isinstance(command.work, commands.TakeSnapshot):
@@ -164,16 +164,18 @@ class RunnerDispatcher:
             else:
                 results, tokens = self._do(command.work)
             times = self._runner.times
-            passed = isinstance(command.work, commands.Pass)
+            passed = isinstance(command.work, commands.PassCommand)
             timing = commands.Timing(
                 total_s=perf_counter() - started,
                 forward_s=times.forward_s if passed else 0.0,
                 backward_s=times.backward_s if passed else 0.0,
                 tokens=tokens,
-                optimizer_s=self._executed_s if isinstance(command.work, commands.Steps) else 0.0,
+                optimizer_s=self._executed_s if isinstance(command.work, commands.StepsCommand) else 0.0,
                 publish_s=self._executed_s if isinstance(command.work, commands.Publishing) else 0.0,
             )
-            self._replies[command.number] = commands.Reply(self._generation, command.number, results, timing, sampled)
+            self._replies[command.number] = commands.DispatchReply(
+                self._generation, command.number, results, timing, sampled
+            )
             self._applied = command.number
         kept = self._replies[command.number]
         return msgspec.structs.replace(kept, generation=self._generation)
@@ -198,8 +200,8 @@ class RunnerDispatcher:
         self._ranks.announce(Kind.WORK, [len(data)] * self._ranks.size)
         self._ranks.send_to_all(data)
 
-    def _do(self, work: commands.Pass | Executed) -> tuple[Sequence[ops.Result], int]:
-        if isinstance(work, commands.Pass):
+    def _do(self, work: commands.PassCommand | Executed) -> tuple[Sequence[ops.Result], int]:
+        if isinstance(work, commands.PassCommand):
             return self._pass(work)
         self._tell_all(work)
         started = perf_counter()
@@ -207,7 +209,7 @@ class RunnerDispatcher:
         self._executed_s = perf_counter() - started
         return results, 0
 
-    def _sample(self, work: Quantum) -> QuantumDone:
+    def _sample(self, work: SamplingSlice) -> SliceResult:
         """Rank 0 alone knows whole requests; each rank gets its own sequences of them."""
         sampler = self._runner.sampler
         parts = [scatter.encode(part) for part in self._spread.cut(work)]
@@ -216,7 +218,7 @@ class RunnerDispatcher:
         report = scatter.encode(sampler.run(scatter.decode_quantum(parts[0])))
         return self._spread.put_together([scatter.decode_sampled(one) for one in self._ranks.gather(report)])
 
-    def _pass(self, work: commands.Pass) -> tuple[Sequence[ops.Result], int]:
+    def _pass(self, work: commands.PassCommand) -> tuple[Sequence[ops.Result], int]:
         try:
             made = partition.cut(work, self._ranks.size)
         except StrataError as error:

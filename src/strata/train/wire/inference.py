@@ -61,5 +61,5 @@ class Added(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-def endpoints_of(found: messages.Endpoints) -> Endpoints:
+def endpoints_of(found: messages.EndpointList) -> Endpoints:
     return Endpoints(endpoints=[Endpoint(**msgspec.structs.asdict(each)) for each in found.endpoints])

@@ -68,7 +68,7 @@ _datums: Final = msgspec.json.Decoder(_Datum)
 _tensors: Final = msgspec.json.Decoder(TensorJson)
 
 
-def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.Unreadable:
+def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.MalformedOperation:
     """INVALID is raised only where not even the place of the operation can be read."""
     head = _decoded(_heads, body, "")
     place = Place.of(head.model_id, head.seq_id)

@@ -22,7 +22,7 @@ _heads: Final = msgspec.msgpack.Decoder(_Head)
 _BROKEN: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def read_pass(content: bytes) -> PassRequest | ops.Unreadable:
+def read_pass(content: bytes) -> PassRequest | ops.MalformedOperation:
     """INVALID is raised only where not even the place of the operation can be read."""
     try:
         head = _heads.decode(content)

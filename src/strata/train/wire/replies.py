@@ -223,7 +223,7 @@ def info(model: messages.ModelView) -> Info:
     )
 
 
-def checkpoint(found: messages.CheckpointView) -> Checkpoint:
+def checkpoint(found: messages.ModelCheckpointView) -> Checkpoint:
     return Checkpoint(
         checkpoint_id=f"{found.kind}/{found.name}",
         checkpoint_type=TYPE_OF[found.kind],
@@ -236,7 +236,7 @@ def checkpoint(found: messages.CheckpointView) -> Checkpoint:
     )
 
 
-def weights_info(found: messages.CheckpointView) -> WeightsInfo:
+def weights_info(found: messages.ModelCheckpointView) -> WeightsInfo:
     lora = found.lora
     return WeightsInfo(
         base_model=found.base_model,
@@ -248,8 +248,8 @@ def weights_info(found: messages.CheckpointView) -> WeightsInfo:
     )
 
 
-def training_run(model: messages.ModelView, saved: Sequence[messages.CheckpointView], owner: str) -> TrainingRun:
-    newest: dict[str, messages.CheckpointView] = {}
+def training_run(model: messages.ModelView, saved: Sequence[messages.ModelCheckpointView], owner: str) -> TrainingRun:
+    newest: dict[str, messages.ModelCheckpointView] = {}
     for each in sorted(saved, key=lambda found: found.saved_at_s):
         if each.run_id == model.model_id:
             newest[each.kind] = each

@@ -58,8 +58,8 @@ class Place:
             raise refuse("seq_id", f"operations of a model are counted from 1, not {seq_id}")
         return cls(model_id, seq_id)
 
-    def unreadable(self, error: StrataError) -> ops.Unreadable:
-        return ops.Unreadable(model_id=self.model_id, seq_id=self.seq_id, message=str(error))
+    def unreadable(self, error: StrataError) -> ops.MalformedOperation:
+        return ops.MalformedOperation(model_id=self.model_id, seq_id=self.seq_id, message=str(error))
 
 
 def checked(

@@ -11,7 +11,7 @@ import numpy as np
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
-from strata.train.core.endings import BLOCK
+from strata.train.core.completion_log import CLIENT_BLOCK
 from strata.train.core.sampling import (
     MISSING_LOGPROB,
     Sample,
@@ -208,7 +208,7 @@ class SamplerReply(msgspec.Struct, frozen=True, kw_only=True):
 
 class SamplerTarget(Ordered, frozen=True, kw_only=True):
     sampling_session_id: Name
-    cloned_sampler_id: Annotated[int, msgspec.Meta(ge=0, le=2**62 // BLOCK)] = 0
+    cloned_sampler_id: Annotated[int, msgspec.Meta(ge=0, le=2**62 // CLIENT_BLOCK)] = 0
 
 
 class RetrieveFutures(Ordered, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ _OWN: Final[Mapping[int, DType]] = {
 _THEIRS: Final = {own: theirs for theirs, own in _OWN.items()}
 
 
-def read_pass(body: bytes) -> PassRequest | ops.Unreadable:
+def read_pass(body: bytes) -> PassRequest | ops.MalformedOperation:
     """INVALID is raised only where not even the place of the operation can be read."""
     check_elements(body, pb.ForwardBackwardRequest.DESCRIPTOR)
     message = pb.ForwardBackwardRequest()

@@ -23,8 +23,8 @@ import torch
 
 from strata.base import log
 from strata.base.errors import StrataError
-from strata.train.core.commands import Exhausted
-from strata.train.core.memory import worst
+from strata.train.core.commands import RowOutOfMemory
+from strata.train.core.memory import most_likely_cause
 from strata.train.core.ops import LoraConfig
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, Span, targets_of
@@ -49,14 +49,14 @@ _log = log.get(__name__)
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
-    exhausted: Exhausted
+    exhausted: RowOutOfMemory
     kills: int
     """By the kernel, until the row began. If there are more now, one may have been that of this rank."""
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Note).decode
-_decode_before: Final = msgspec.msgpack.Decoder(Exhausted | None).decode
+_decode_before: Final = msgspec.msgpack.Decoder(RowOutOfMemory | None).decode
 
 
 class RowMemory:
@@ -68,7 +68,7 @@ class RowMemory:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         before = _read_note(self._file)
-        self.exhausted = worst(_decode_before(each) for each in ranks.share(_encode(before)))
+        self.exhausted = most_likely_cause(_decode_before(each) for each in ranks.share(_encode(before)))
         """What the group before this one died of, if it was that."""
         self._kills, self._kills_at_s = _kernel_kills(), perf_counter()
         self._per_token, self.limit = measure(base, ranks)
@@ -97,7 +97,7 @@ class RowMemory:
         """A row. Whatever ends this process meanwhile, the next one on this rank finds the note."""
         if perf_counter() - self._kills_at_s > FRESH_S:
             self._kills, self._kills_at_s = _kernel_kills(), perf_counter()
-        row = Exhausted(self._ranks.rank, model_id, tokens, self.limit)
+        row = RowOutOfMemory(self._ranks.rank, model_id, tokens, self.limit)
         self._write(_Note(row, self._kills))
         try:
             yield
@@ -277,7 +277,7 @@ def _kernel_kills() -> int:
     return 0
 
 
-def _read_note(file: int) -> Exhausted | None:
+def _read_note(file: int) -> RowOutOfMemory | None:
     data = os.pread(file, 1 << 16, 0)
     os.ftruncate(file, 0)
     try:

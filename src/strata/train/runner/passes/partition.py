@@ -78,7 +78,7 @@ class Cut(msgspec.Struct, frozen=True):
     tokens: int
 
 
-def cut(whole: commands.Pass, ranks: int) -> Cut:
+def cut(whole: commands.PassCommand, ranks: int) -> Cut:
     """What each rank gets. The composition is the orchestrator's; one that does not fit is refused as a whole."""
     contents: list[Sequence[ops.Datum]] = []
     refused: list[Refused] = []
@@ -111,7 +111,7 @@ def cut(whole: commands.Pass, ranks: int) -> Cut:
 
 
 def _check_composition(
-    whole: commands.Pass, contents: Sequence[Sequence[ops.Datum]], unread: set[int], ranks: int
+    whole: commands.PassCommand, contents: Sequence[Sequence[ops.Datum]], unread: set[int], ranks: int
 ) -> None:
     if len(whole.rows) != ranks or len({len(rows) for rows in whole.rows}) != 1:
         raise StrataError(Code.INTERNAL, f"the pass does not have equally many rows for each of {ranks} ranks")
@@ -138,7 +138,7 @@ def put_together(made: Cut, reports: Sequence[RankReport]) -> list[ops.Result]:
             continue
         own = [computed[item, datum] for datum in range(count)]
         result = ops.PassResult([one.output for one in own], combine([one.metrics for one in own]))
-        results.append(ops.PassDone(ops.Inline(encode(result))))
+        results.append(ops.PassDone(ops.InlinePayload(encode(result))))
     return results
 
 

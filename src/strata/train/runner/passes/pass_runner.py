@@ -11,7 +11,7 @@ import torch
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.memory import too_many
+from strata.train.core.memory import out_of_memory_message
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, Span
 from strata.train.runner.model.base import BaseModel
@@ -111,7 +111,7 @@ class PassRunner:
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    message = too_many(placed.content.length, self._memory.limit)
+                    message = out_of_memory_message(placed.content.length, self._memory.limit)
                     refused.append(Refused(placed.item, -1, Code.EXHAUSTED, message, memory=True))
                     continue
                 model = self._models[item.model_id]
@@ -127,7 +127,7 @@ class PassRunner:
             left = _tokens_by_item(row)
             while (tokens := sum(left.values())) and not self._memory.fits(tokens):
                 item = max(left, key=lambda each: left[each])
-                message = too_many(tokens, self._memory.limit)
+                message = out_of_memory_message(tokens, self._memory.limit)
                 refused.append(Refused(item, -1, Code.EXHAUSTED, message, memory=True))
                 del left[item]
         return refused

@@ -10,7 +10,7 @@ import msgspec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import Sample, check_answer
+from strata.train.core.sampling import Sample, check_result_size
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.passes.tensors import invalid
 from strata.train.runner.sampling.kv_cache import place_length
@@ -70,7 +70,7 @@ class Terms:
             self.decoder()
         needed = self.place_length(sample)
         _require(needed <= self._cached, f"it needs {needed} cached tokens, and a rank has room for {self._cached}")
-        check_answer(sample, self.limit(sample))
+        check_result_size(sample, self.limit(sample))
 
     def limit(self, sample: Sample) -> int:
         """Tokens that each sample may have."""

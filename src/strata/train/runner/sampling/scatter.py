@@ -14,15 +14,15 @@ import msgspec
 
 from strata.base.errors import StrataError
 from strata.train.core.sampling import (
-    Added,
-    Ended,
-    Quantum,
-    QuantumDone,
+    AddedSample,
+    EndedSample,
     Sample,
     SampledSequence,
     SampleFailed,
     SampleOutcome,
     SampleResult,
+    SamplingSlice,
+    SliceResult,
 )
 from strata.train.runner.passes.partition import OURS
 from strata.train.runner.sampling.prompt_logprobs import PromptLogprobs
@@ -93,11 +93,11 @@ class SampleScatter:
         self._max_requests = max_requests
         self._load = [0] * ranks
         self._requests: dict[str, _Request] = {}
-        self._ended: list[Ended] = []
+        self._ended: list[EndedSample] = []
         self._dropped: dict[str, Sequence[int]] = {}
         """Requests that are over although ranks may still have sequences of them."""
 
-    def cut(self, quantum: Quantum) -> list[RankQuantum]:
+    def cut(self, quantum: SamplingSlice) -> list[RankQuantum]:
         adds: list[list[RankAdded]] = [[] for _ in self._load]
         for one in quantum.add:
             # The same again is the same request.
@@ -114,17 +114,17 @@ class SampleScatter:
             for add, cancel in zip(adds, cancels, strict=True)
         ]
 
-    def _add(self, one: Added, adds: list[list[RankAdded]]) -> None:
+    def _add(self, one: AddedSample, adds: list[list[RankAdded]]) -> None:
         request_id, sample = one.request_id, one.sample
         try:
             cost = self._cost(sample)
         except StrataError as error:
             failed = SampleFailed("server" if error.code in OURS else "user", str(error))
-            self._ended.append(Ended(request_id, failed))
+            self._ended.append(EndedSample(request_id, failed))
             return
         if len(self._requests) >= self._max_requests:
             full = f"{self._max_requests} requests are being sampled already"
-            self._ended.append(Ended(request_id, SampleFailed("server", full)))
+            self._ended.append(EndedSample(request_id, SampleFailed("server", full)))
             return
         ranks: dict[int, list[int]] = {}
         for index in range(sample.num_samples):
@@ -135,7 +135,7 @@ class SampleScatter:
         for rank, indices in ranks.items():
             adds[rank].append(RankAdded(request_id, sample, indices, indices[0] == 0, one.share))
 
-    def put_together(self, reports: Sequence[RankSampled]) -> QuantumDone:
+    def put_together(self, reports: Sequence[RankSampled]) -> SliceResult:
         for report in reports:
             self._take(report)
         for request_id, request in list(self._requests.items()):
@@ -144,7 +144,7 @@ class SampleScatter:
                 # Every rank has told of the last of its sequences.
                 del self._dropped[request_id]
         ended, self._ended = self._ended, []
-        return QuantumDone(
+        return SliceResult(
             ended=ended,
             requests=len(self._requests),
             running=sum(report.running for report in reports),
@@ -171,4 +171,4 @@ class SampleScatter:
         for rank, indices in request.ranks.items():
             self._load[rank] -= request.cost * len(indices)
         self._dropped[request_id] = list(request.ranks)
-        self._ended.append(Ended(request_id, outcome))
+        self._ended.append(EndedSample(request_id, outcome))

@@ -11,7 +11,7 @@ from strata.train.core import messages, status
 from tests.shell.train_orchestrator.stacks import TENANT, Stack, running
 
 
-async def told(stack: Stack) -> status.Status:
+async def told(stack: Stack) -> status.ServerStatus:
     return (await stack.look(status.StatusView, status.DescribeStatus(everything=True))).status
 
 
@@ -69,5 +69,5 @@ async def test_of_an_operation_before_a_restart_there_is_a_result_and_no_times(t
         await stack.orchestrator.kill()
         await stack.start_orchestrator()
         await stack.result(future_id)
-        refused = await stack.look(messages.Refused, status.DescribeTimeline(future_id))
+        refused = await stack.look(messages.ErrorResponse, status.DescribeTimeline(future_id))
         assert refused.code is Code.GONE

@@ -15,7 +15,7 @@ from strata.journal.memory import MemoryJournal
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import messages, ops
-from strata.train.orchestrator.retention import Retention
+from strata.train.orchestrator.maintenance.checkpoint_gc import CheckpointGc
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.settings import ServerSettings
@@ -40,11 +40,11 @@ async def until(stack: Stack, wanted: set[str]) -> None:
     """Looks as often as the orchestrator answers: it is asked something in between."""
     async with asyncio.timeout(PATIENCE_S):
         while folders(stack) != wanted:
-            await stack.look(messages.Sessions, messages.ListSessions())
+            await stack.look(messages.SessionList, messages.ListSessions())
 
 
 async def names(stack: Stack) -> list[str]:
-    found = await stack.look(messages.Checkpoints, messages.ListCheckpoints())
+    found = await stack.look(messages.CheckpointList, messages.ListCheckpoints())
     return sorted(each.name for each in found.checkpoints)
 
 
@@ -119,9 +119,9 @@ async def test_an_import_is_a_checkpoint_once_and_damaged_files_are_none(tmp_pat
         await until(stack, set())
         damaged = staged(stack.settings, "three")
         (stack.settings.imports / "three" / stack.settings.staged / ADAPTER_CONFIG).write_bytes(b"[]")
-        assert (await stack.look(messages.Refused, damaged)).code is Code.CORRUPT
+        assert (await stack.look(messages.ErrorResponse, damaged)).code is Code.CORRUPT
         up = messages.ImportCheckpoint("../up", "theirs", "import-x", "pretended", ops.LoraConfig())
-        assert (await stack.look(messages.Refused, up)).code is Code.INVALID
+        assert (await stack.look(messages.ErrorResponse, up)).code is Code.INVALID
         assert await names(stack) == []
 
 
@@ -143,16 +143,16 @@ async def test_an_import_that_is_taken_away_while_it_is_put_in_place_is_whole(tm
         (settings.imports / "one" / settings.staged / ADAPTER).unlink(missing_ok=True)
 
     failpoint.arm("train.orchestrator.import_checked", tired)
-    await Retention(await leading(MemoryJournal(SystemClock())), settings).take("alice", asked)
+    await CheckpointGc(await leading(MemoryJournal(SystemClock())), settings).import_checkpoint("alice", asked)
     assert checkpoint.read(settings.checkpoints / "import-x" / "weights" / "theirs@0").model_id == "import-x"
 
 
 async def test_an_import_that_is_repeated_makes_a_damaged_one_whole(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
-    retention = Retention(await leading(MemoryJournal(SystemClock())), settings)
+    retention = CheckpointGc(await leading(MemoryJournal(SystemClock())), settings)
     place = settings.checkpoints / "import-x" / "weights" / "theirs@0"
-    await retention.take("alice", staged(settings, "one"))
+    await retention.import_checkpoint("alice", staged(settings, "one"))
     (place / ADAPTER).unlink()
-    await retention.take("alice", staged(settings, "two"))
+    await retention.import_checkpoint("alice", staged(settings, "two"))
     assert checkpoint.read(place).model_id == "import-x"
     assert [each.name for each in place.parent.iterdir()] == ["theirs@0"]

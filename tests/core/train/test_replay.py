@@ -6,8 +6,8 @@ import pytest
 
 from strata.base.errors import Code
 from strata.train.core import ops
-from strata.train.core.catching_up import Past, astray, left_out, unfit
-from strata.train.core.inputs import Greet
+from strata.train.core.inputs import RanksAttached
+from strata.train.core.replay import CompletedDispatch, divergence, reject_reason, skip_on_replay
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import LORA, Server, forward_backward, step
 
@@ -21,9 +21,9 @@ PASS = forward_backward(MODEL, 1)
 LOOK = forward_backward(MODEL, 1, forward_only=True)
 
 
-def past(*operations: ops.Operation, failed: bool = False) -> Past:
+def past(*operations: ops.Operation, failed: bool = False) -> CompletedDispatch:
     ids = [str(place) for place, _ in enumerate(operations)]
-    return Past(Dispatch(7, ids, path="run/weights/mine@1"), operations, [failed] * len(operations))
+    return CompletedDispatch(Dispatch(7, ids, path="run/weights/mine@1"), operations, [failed] * len(operations))
 
 
 @pytest.mark.parametrize(
@@ -41,72 +41,72 @@ def past(*operations: ops.Operation, failed: bool = False) -> Past:
 def test_what_changed_a_model_and_fails_when_it_is_done_again_is_told_with_what_to_do(
     operation: ops.Operation, words: str
 ) -> None:
-    error = astray(past(operation), [FAILED])
+    error = divergence(past(operation), [FAILED])
     assert error is not None
     assert error.code is Code.CORRUPT
     assert "dispatch 7" in error.message
     assert FAILED.message in error.message
     assert words in str(error)
-    assert astray(past(operation), [ops.StepDone({})]) is None
-    assert astray(past(operation, failed=True), [FAILED]) is None
+    assert divergence(past(operation), [ops.StepDone({})]) is None
+    assert divergence(past(operation, failed=True), [FAILED]) is None
 
 
 @pytest.mark.parametrize("operation", [PASS, step(MODEL, 1)])
 def test_what_changes_a_model_now_and_failed_for_its_client_is_told_too(operation: ops.Operation) -> None:
-    error = astray(past(operation, failed=True), [ops.StepDone({})])
+    error = divergence(past(operation, failed=True), [ops.StepDone({})])
     assert error is not None
     assert "once failed and succeeded" in error.message
 
 
 @pytest.mark.parametrize("operation", [SAVE, OPEN, LOOK])
 def test_what_failed_once_and_changes_no_model_may_succeed_now(operation: ops.Operation) -> None:
-    assert astray(past(operation, failed=True), [ops.StepDone({})]) is None
+    assert divergence(past(operation, failed=True), [ops.StepDone({})]) is None
 
 
 @pytest.mark.parametrize("operation", [OPEN, ops.SaveSampler(MODEL, 1, OPEN.sampler_id), LOOK, ops.Sleep()])
 def test_what_changed_no_model_may_fail_when_it_is_done_again(operation: ops.Operation) -> None:
-    assert astray(past(operation), [FAILED]) is None
+    assert divergence(past(operation), [FAILED]) is None
 
 
 def test_each_operation_of_a_shared_pass_has_to_come_out_as_it_did() -> None:
-    done = ops.PassDone(ops.Inline(b""))
+    done = ops.PassDone(ops.InlinePayload(b""))
     shared = past(PASS, PASS)._replace(failed=[False, True])
-    assert astray(shared, [done, FAILED]) is None
-    assert astray(shared, [FAILED, FAILED]) is not None
-    assert astray(shared, [done]) is not None
+    assert divergence(shared, [done, FAILED]) is None
+    assert divergence(shared, [FAILED, FAILED]) is not None
+    assert divergence(shared, [done]) is not None
 
 
 def test_ranks_that_have_no_memory_for_what_others_did_are_no_divergence() -> None:
     short = ops.Failed("user", "out of memory", memory=True)
-    error = astray(past(PASS), [short])
+    error = divergence(past(PASS), [short])
     assert error is not None
     assert error.code is Code.EXHAUSTED
-    assert astray(past(LOOK), [short]) is None
-    assert astray(past(PASS, failed=True), [short]) is None
+    assert divergence(past(LOOK), [short]) is None
+    assert divergence(past(PASS, failed=True), [short]) is None
 
 
 def test_what_failed_without_a_trace_is_not_done_again_and_a_step_that_failed_is() -> None:
     for operation in (CREATE, LOAD, ops.Sleep(), ops.AbortGradients(MODEL, 1)):
-        assert left_out(past(operation, failed=True))
-        assert not left_out(past(operation))
+        assert skip_on_replay(past(operation, failed=True))
+        assert not skip_on_replay(past(operation))
     for other in (step(MODEL, 1), PASS, SAVE, OPEN):
-        assert not left_out(past(other, failed=True))
+        assert not skip_on_replay(past(other, failed=True))
 
 
 def test_a_group_goes_on_only_if_it_is_the_one_that_caught_up_last() -> None:
     server = Server()
-    server.ask(Greet("first"))
+    server.ask(RanksAttached("first"))
     model = server.model()
     server.accept(step(model, 1))
     server.run_all()
     done = server.state.dispatched
-    assert unfit(server.state, "first", done) is None
-    assert unfit(server.state, "second", 0) is None
-    assert "another took its place" in str(unfit(server.state, "second", done))
-    server.ask(Greet("second"))
-    assert unfit(server.state, "second", done) is None
-    assert unfit(server.state, "first", done) is not None
-    assert "the journal knows of" in str(unfit(server.state, "second", done + 1))
+    assert reject_reason(server.state, "first", done) is None
+    assert reject_reason(server.state, "second", 0) is None
+    assert "another group took over" in str(reject_reason(server.state, "second", done))
+    server.ask(RanksAttached("second"))
+    assert reject_reason(server.state, "second", done) is None
+    assert reject_reason(server.state, "first", done) is not None
+    assert "the journal knows of" in str(reject_reason(server.state, "second", done + 1))
 
 
 @pytest.mark.parametrize("from_snapshot", [True, False])
@@ -114,14 +114,14 @@ def test_a_group_that_was_told_what_was_given_up_is_not_used_also_when_another_w
     from_snapshot: bool,
 ) -> None:
     server = Server()
-    server.ask(Greet("first"))
+    server.ask(RanksAttached("first"))
     model = server.model()
     server.accept(step(model, 1))
     dispatch = server.dispatch()
     assert dispatch is not None
     server.give_up(dispatch.number)
-    assert unfit(server.state, "first", dispatch.number) == "it was given up"
-    server.ask(Greet("second"))
+    assert reject_reason(server.state, "first", dispatch.number) == "it has applied a dispatch that was failed since"
+    server.ask(RanksAttached("second"))
     server.restart(from_snapshot=from_snapshot)
-    assert unfit(server.state, "first", dispatch.number) is not None
-    assert unfit(server.state, "second", 0) is None
+    assert reject_reason(server.state, "first", dispatch.number) is not None
+    assert reject_reason(server.state, "second", 0) is None

@@ -13,7 +13,7 @@ from tests.shell.train_orchestrator.stacks import ANSWER_S, Stack, running
 
 async def session_of(stack: Stack, tenant: str) -> messages.SessionView:
     """Asking for the list says nothing of one session: it is no sign of its life."""
-    (session,) = (await stack.look(messages.Sessions, messages.ListSessions(), tenant)).sessions
+    (session,) = (await stack.look(messages.SessionList, messages.ListSessions(), tenant)).sessions
     return session
 
 
@@ -32,7 +32,7 @@ async def test_a_silent_session_is_finished_and_its_models_let_go_while_one_that
         gone, alive = await stack.model(tenant="alice"), await stack.model(tenant="bob")
         held = await stack.submit(stack.step(alive, 2), "bob")
         while (await session_of(stack, "alice")).finished is None:
-            assert isinstance(await stack.watch(held, 0.2, "bob"), messages.Waiting)
+            assert isinstance(await stack.watch(held, 0.2, "bob"), messages.QueuePosition)
         assert (await session_of(stack, "alice")).finished == "silent"
         while not (await stack.look(messages.ModelView, messages.DescribeModel(gone), "alice")).unloaded:
             await stack.watch(held, 0.2, "bob")
@@ -51,21 +51,21 @@ async def test_every_question_that_names_something_of_a_session_is_a_sign_of_its
         # There are none. Somebody asked all the same.
         refused: dict[str, messages.Utility] = {
             "checkpoint": messages.DescribeCheckpoint(models["checkpoint"], "weights", "none"),
-            "forever": messages.TimeCheckpoint(models["forever"], "weights", "none", None),
+            "forever": messages.SetCheckpointTtl(models["forever"], "weights", "none", None),
         }
         # Whatever else is silent was so before this one.
         gone = await stack.model(tenant="gone")
         while (await session_of(stack, "gone")).finished is None:
             await stack.ask(messages.Done, RequestType.ABORT, "given-up", payload=messages.Abort(held))
             await stack.look(status.TimelineView, status.DescribeTimeline(f"{models['timed']}:create"), "timed")
-            await stack.look(messages.Sessions, messages.ListSessions("session-shown"), "shown")
-            await stack.look(messages.Checkpoints, messages.ListCheckpoints(models["listed"]), "listed")
+            await stack.look(messages.SessionList, messages.ListSessions("session-shown"), "shown")
+            await stack.look(messages.CheckpointList, messages.ListCheckpoints(models["listed"]), "listed")
             for tenant, asked in refused.items():
-                await stack.look(messages.Refused, asked, tenant)
-            await stack.look(messages.Refused, messages.DescribeModel(gone), "a stranger")
-            await stack.look(messages.Refused, messages.BeatSession("session-gone"), "a stranger")
-            await stack.look(messages.Checkpoints, messages.ListCheckpoints(), "gone")
-            await stack.look(messages.Models, messages.ListModels(), "gone")
+                await stack.look(messages.ErrorResponse, asked, tenant)
+            await stack.look(messages.ErrorResponse, messages.DescribeModel(gone), "a stranger")
+            await stack.look(messages.ErrorResponse, messages.SessionHeartbeat("session-gone"), "a stranger")
+            await stack.look(messages.CheckpointList, messages.ListCheckpoints(), "gone")
+            await stack.look(messages.ModelList, messages.ListModels(), "gone")
         assert [name for name in names if (await session_of(stack, name)).finished is not None] == []
 
 
@@ -73,7 +73,7 @@ async def test_a_session_that_is_named_is_told_alone_and_only_to_who_has_it(tmp_
     async with running(tmp_path) as stack:
         for name in ("one", "other"):
             await stack.look(messages.Done, messages.OpenSession(name))
-        found = await stack.look(messages.Sessions, messages.ListSessions("one"))
+        found = await stack.look(messages.SessionList, messages.ListSessions("one"))
         assert [each.session_id for each in found.sessions] == ["one"]
-        assert (await stack.look(messages.Refused, messages.ListSessions("one"), "bob")).code is Code.NOT_FOUND
-        assert (await stack.look(messages.Refused, messages.ListSessions("none"))).code is Code.NOT_FOUND
+        assert (await stack.look(messages.ErrorResponse, messages.ListSessions("one"), "bob")).code is Code.NOT_FOUND
+        assert (await stack.look(messages.ErrorResponse, messages.ListSessions("none"))).code is Code.NOT_FOUND

@@ -8,17 +8,17 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.core.checkpoint_retention import EXPIRED, SUPERSEDED, retained_folders
 from strata.train.core.facts import CheckpointDeleted
 from strata.train.core.inputs import (
     Accept,
     DeleteCheckpoint,
+    DeleteExpiredCheckpoints,
     ImportCheckpoint,
     OpenSession,
-    Retain,
-    TimeCheckpoint,
+    SetCheckpointTtl,
 )
-from strata.train.core.retention import EXPIRED, SUPERSEDED, kept_folders
-from strata.train.core.state import INITIAL, Snapshot, folder_of
+from strata.train.core.state import INITIAL, ModelSnapshot, folder_of
 from strata.train.core.views import checkpoints_of, find_checkpoint
 from tests.core.train.servers import LORA, TENANT, Server
 
@@ -38,7 +38,7 @@ def names(server: Server) -> list[str]:
 
 
 def retain(server: Server) -> list[CheckpointDeleted]:
-    server.ask(Retain(server.now_s))
+    server.ask(DeleteExpiredCheckpoints(server.now_s))
     return [each for each in server.facts if isinstance(each, CheckpointDeleted)]
 
 
@@ -73,14 +73,14 @@ def test_a_time_that_is_set_counts_from_then_and_can_be_taken_back() -> None:
     server = Server()
     model_id = saved(server, 2)
     server.now_s += 10 * HOUR_S
-    server.ask(TimeCheckpoint(TENANT, model_id, "weights", "c1", HOUR_S, server.now_s))
-    server.ask(TimeCheckpoint(TENANT, model_id, "weights", "c2", HOUR_S, server.now_s))
-    server.ask(TimeCheckpoint(TENANT, model_id, "weights", "c2", None, server.now_s))
+    server.ask(SetCheckpointTtl(TENANT, model_id, "weights", "c1", HOUR_S, server.now_s))
+    server.ask(SetCheckpointTtl(TENANT, model_id, "weights", "c2", HOUR_S, server.now_s))
+    server.ask(SetCheckpointTtl(TENANT, model_id, "weights", "c2", None, server.now_s))
     server.restart()
     server.now_s += HOUR_S
     retain(server)
     assert names(server) == ["c2"]
-    assert server.refusal(TimeCheckpoint("bob", model_id, "weights", "c2", 1.0, 0.0)).code is Code.NOT_FOUND
+    assert server.refusal(SetCheckpointTtl("bob", model_id, "weights", "c2", 1.0, 0.0)).code is Code.NOT_FOUND
 
 
 def test_a_load_that_waited_too_long_finds_nothing() -> None:
@@ -127,11 +127,11 @@ def test_the_beginning_stays_until_a_client_saves_under_its_name_and_then_that_g
     server = Server(keep_checkpoints=1, initial_checkpoint=True)
     model_id = server.model()
     of_initial: tuple[str, str, ops.WeightsKind, str] = (TENANT, model_id, "weights", INITIAL)
-    for asked in (DeleteCheckpoint(*of_initial), TimeCheckpoint(*of_initial, HOUR_S, server.now_s)):
+    for asked in (DeleteCheckpoint(*of_initial), SetCheckpointTtl(*of_initial, HOUR_S, server.now_s)):
         assert server.refusal(asked).code is Code.PRECONDITION
     server.accept(save(model_id, 1, INITIAL))
     server.run_all()
-    server.ask(TimeCheckpoint(*of_initial, HOUR_S, server.now_s))
+    server.ask(SetCheckpointTtl(*of_initial, HOUR_S, server.now_s))
     server.now_s += HOUR_S
     assert retain(server) == [CheckpointDeleted(model_id, "weights", INITIAL, EXPIRED)]
     server.accept(save(model_id, 2, INITIAL))
@@ -183,8 +183,8 @@ def test_weights_from_elsewhere_can_be_loaded_and_the_same_again_changes_nothing
 
 def begins_after(server: Server, number: int) -> None:
     """Ranks that start anew are told what came after this, and cannot be told what came before."""
-    server.state.snapshots = [Snapshot(number, "snapshot")]
-    server.state.cut = number
+    server.state.snapshots = [ModelSnapshot(number, "snapshot")]
+    server.state.truncated_through = number
 
 
 def test_files_that_no_rank_could_save_again_stay_while_a_replay_may_read_them() -> None:
@@ -202,9 +202,9 @@ def test_files_that_no_rank_could_save_again_stay_while_a_replay_may_read_them()
         server.ask(DeleteCheckpoint(TENANT, run_id, "weights", name))
     server.restart()
     assert names(server) == []
-    assert kept_folders(server.state) == {folder_of(imported(server).operation)}
+    assert retained_folders(server.state) == {folder_of(imported(server).operation)}
     begins_after(server, server.state.dispatched)
-    assert kept_folders(server.state) == set()
+    assert retained_folders(server.state) == set()
 
 
 def test_files_saved_before_a_snapshot_of_the_ranks_stay_until_no_replay_reads_them() -> None:
@@ -216,9 +216,9 @@ def test_files_saved_before_a_snapshot_of_the_ranks_stay_until_no_replay_reads_t
     path = server.state.checkpoints[model_id, "weights", "c1"].path
     begins_after(server, before)
     server.ask(DeleteCheckpoint(TENANT, model_id, "weights", "c1"))
-    assert path in kept_folders(server.state)
+    assert path in retained_folders(server.state)
     begins_after(server, before - 1)
-    assert path not in kept_folders(server.state)
+    assert path not in retained_folders(server.state)
 
 
 def test_a_model_may_begin_with_saved_weights_before_its_first_operation() -> None:

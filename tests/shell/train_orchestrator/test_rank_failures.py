@@ -80,7 +80,7 @@ async def test_questions_asked_while_nobody_leads_are_answered_by_the_next_one(t
     async with running(tmp_path) as stack:
         model = await stack.model()
         slow = await stack.submit(stack.batch(model, 1, [[1]], pretend_s=0.5))
-        watching = asyncio.create_task(stack.look(messages.Finished, messages.WatchFuture(slow, 30.0)))
+        watching = asyncio.create_task(stack.look(messages.FutureResult, messages.WatchFuture(slow, 30.0)))
         await stack.orchestrator.kill()
         submitting = asyncio.create_task(stack.submit(stack.step(model, 2)))
         await stack.start_orchestrator()
@@ -196,14 +196,14 @@ async def test_results_that_had_their_time_are_gone_and_not_unknown(tmp_path: Pa
         model = await stack.model()
         future_id = await stack.submit(stack.step(model, 1))
         assert isinstance(await stack.result(future_id), ops.StepDone)
-        while isinstance(output := await stack.watch(future_id), messages.Finished):
+        while isinstance(output := await stack.watch(future_id), messages.FutureResult):
             pass
-        assert isinstance(output, messages.Refused)
+        assert isinstance(output, messages.ErrorResponse)
         assert output.code is Code.GONE
         await stack.orchestrator.kill()
         await stack.start_orchestrator()
         output = await stack.watch(future_id)
-        assert isinstance(output, messages.Refused)
+        assert isinstance(output, messages.ErrorResponse)
         assert output.code is Code.GONE
 
 
@@ -371,7 +371,7 @@ async def test_ranks_that_did_what_nobody_can_ask_them_for_again_are_given_up_wi
     async with running(tmp_path, limits=ONE_AT_A_TIME) as stack:
         model = await stack.model()
         large = stack.batch(model, 1, [[1] * 3000] * 8, pretend_s=0.5)
-        assert isinstance(large.payload, ops.Stored)
+        assert isinstance(large.payload, ops.StoredPayload)
         lost = await stack.submit(large)
         while lost not in [each for _, each in stack.applied()]:
             await stack.watch(lost)

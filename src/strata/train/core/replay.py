@@ -1,7 +1,7 @@
-"""Ranks that do again what others did before them: who may go on, what is left out, and whether it came out the same.
+"""Replay: which group of ranks may be used, which dispatches it skips, and whether its outcome diverges.
 
-A group counts as the server's own (`TrainState.group`) from when it has caught up. Until then it may have gone another
-way than the group before it without anybody having heard, and nobody goes on with it.
+A group becomes the server's own (`TrainState.group`) when its replay is finished. Before that its models may have
+diverged from those of the group before it without any report, so a session never resumes with it.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from strata.train.core import ops
 from strata.train.core.state import Dispatch, TrainState
 
 
-class Past(NamedTuple):
-    """A dispatch that has its results."""
+class CompletedDispatch(NamedTuple):
+    """A dispatch that has results, with the operations that it had."""
 
     dispatch: Dispatch
     operations: Sequence[ops.Operation]
     failed: Sequence[bool]
-    """Of each operation, whether its client was told that it failed."""
+    """Of each operation, whether its first result was a failure."""
 
 
-def unfit(state: TrainState, group: str, applied: int) -> str | None:
-    """Why a group of ranks that has applied all up to this dispatch must not be spoken to."""
-    if state.spoiled and group == state.group:
-        return "it was given up"
+def reject_reason(state: TrainState, group: str, applied: int) -> str | None:
+    """Why a group of ranks that has applied all dispatches up to `applied` must not be used; None if it may."""
+    if state.tainted and group == state.group:
+        return "it has applied a dispatch that was failed since"
     if applied > state.dispatched:
         return f"it has applied dispatch {applied}, and the journal knows of {state.dispatched}"
-    if 0 < applied < state.cut:
-        return f"it has applied dispatch {applied}, and what came after that was let go"
+    if 0 < applied < state.truncated_through:
+        return f"it has applied dispatch {applied}, and the journal was truncated after that"
     if applied and group != state.group:
-        return f"it has applied dispatch {applied}, and another took its place or nobody saw it catch up"
+        return f"it has applied dispatch {applied}, and another group took over, or its replay never finished"
     return None
 
 
-def is_told_all_the_same(operations: Sequence[ops.Operation]) -> bool:
-    """Although it was given up: a model that is gone for its client would keep its place at the ranks for ever."""
+def always_replayed(operations: Sequence[ops.Operation]) -> bool:
+    """Even if the orchestrator failed it: else a model that its client unloaded would occupy its slot for ever."""
     return all(isinstance(each, ops.UnloadModel) for each in operations)
 
 
-def left_out(past: Past) -> bool:
-    """Failed for the disk or a limit as they were then, without a trace: today it might succeed, and nobody knows.
+def skip_on_replay(past: CompletedDispatch) -> bool:
+    """It failed for the disk or a limit of then and changed nothing: today it might succeed and diverge.
 
-    So did one of which nothing is left, because nothing of it fitted into the memory of the ranks. Whatever else failed
-    does so again, or its failing was a change, as that of a step that throws a gradient away.
+    A dispatch without operations is skipped too: none of them fitted into the memory of the ranks. Any other failure
+    either repeats itself, or changed a model, as that of a step that discards a gradient.
     """
     if not past.operations:
         return True
@@ -53,10 +53,10 @@ def left_out(past: Past) -> bool:
     return all(past.failed) and isinstance(past.operations[0], passing)
 
 
-def astray(past: Past, results: Sequence[ops.Result]) -> StrataError | None:
-    """What there is to say if the models are others now than those that clients were told of.
+def divergence(past: CompletedDispatch, results: Sequence[ops.Result]) -> StrataError | None:
+    """An error if the replay gave other models than those that clients have results of; None if it did not.
 
-    EXHAUSTED if these ranks lacked the memory: others may have it. CORRUPT if it would come out so again.
+    EXHAUSTED if these ranks lacked the memory: another group may have it. CORRUPT if another replay would diverge too.
     """
     dispatch = past.dispatch
     if len(results) != len(past.operations):
@@ -64,7 +64,7 @@ def astray(past: Past, results: Sequence[ops.Result]) -> StrataError | None:
         results = [ops.Failed("server", wrong)] * len(past.operations)
     for operation, failed, result in zip(past.operations, past.failed, results, strict=True):
         fails = isinstance(result, ops.Failed)
-        # What else failed once and succeeds now has changed no model, or would have been left out.
+        # Any other operation that failed once and succeeds now has changed no model, or would have been skipped.
         matters = fails if not failed else not fails and isinstance(operation, ops.ForwardBackward | ops.OptimStep)
         if not matters or (remedy := _remedy(operation, dispatch.path)) is None:
             continue
@@ -83,7 +83,7 @@ def astray(past: Past, results: Sequence[ops.Result]) -> StrataError | None:
 
 
 def _remedy(operation: ops.Operation, path: str) -> str | None:
-    """What somebody can do about it; None if no model is another one for it."""
+    """What an operator can do about it; None if the operation changes no model."""
     match operation:
         case ops.CreateModel():
             return "give the server the room back that it had: max_models and max_lora_rank of [model]"

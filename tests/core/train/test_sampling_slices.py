@@ -12,20 +12,20 @@ from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import (
     Abort,
     Accept,
-    Answer,
-    AnswerQuantum,
+    CompleteDispatch,
+    CompleteSlice,
     Dispatching,
     DispatchNext,
+    FailDispatch,
     FinishSession,
-    GiveUp,
-    Greet,
     OpenSession,
+    RanksAttached,
 )
 from strata.train.core.sampling import Sample, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import TENANT, Server, step
 
-DONE = ops.SampleDone(ops.Inline(b"sampled"))
+DONE = ops.SampleDone(ops.InlinePayload(b"sampled"))
 
 
 class Sampling(Server):
@@ -34,7 +34,7 @@ class Sampling(Server):
     def __init__(self, **rules: int) -> None:
         super().__init__(**rules)
         self.ask(OpenSession(TENANT, "s", self.now_s))
-        self.ask(Greet("g"))
+        self.ask(RanksAttached("g"))
 
     def base(self, number: int = 0) -> str:
         sampler_id = f"s:sample:{number}"
@@ -68,10 +68,10 @@ class Sampling(Server):
         return sampler_id
 
     def answer_one(self, dispatch: Dispatch) -> None:
-        self.ask(Answer(dispatch.number, [ops.SamplerOpened("x")] * len(dispatch.future_ids), self.now_s))
+        self.ask(CompleteDispatch(dispatch.number, [ops.SamplerOpened("x")] * len(dispatch.future_ids), self.now_s))
 
     def sampled(self, dispatch: Dispatch, ended: Sequence[str] = (), left: int = 1) -> None:
-        self.ask(AnswerQuantum(dispatch.number, [(each, DONE) for each in ended], left, self.now_s))
+        self.ask(CompleteSlice(dispatch.number, [(each, DONE) for each in ended], left, self.now_s))
 
     def status(self, future_id: str) -> FutureStatus:
         found = self.state.futures.get(future_id)
@@ -131,7 +131,7 @@ def test_what_dead_ranks_were_sampling_is_given_to_the_next_ones_and_a_result_st
     later = server.sample(sampler, 2)
     server.restart(from_snapshot=from_snapshot)
     assert server.next() is None, "the same ranks are still at their quantum"
-    server.ask(Greet("another"))
+    server.ask(RanksAttached("another"))
     assert server.quantum().future_ids == (going, later)
     assert server.status(done) is FutureStatus.FINISHED
 
@@ -140,7 +140,7 @@ def test_an_answer_of_ranks_that_are_gone_changes_nothing() -> None:
     server = Sampling()
     sample = server.sample(server.opened())
     old = server.quantum()
-    server.ask(Greet("another"))
+    server.ask(RanksAttached("another"))
     server.sampled(old, [sample], left=0)
     assert server.status(sample) is FutureStatus.PENDING
 
@@ -169,7 +169,7 @@ def test_a_request_that_the_ranks_have_lost_fails_and_is_not_waited_for() -> Non
 def test_a_quantum_that_ranks_do_not_survive_fails_what_was_in_it() -> None:
     server = Sampling()
     sample = server.sample(server.opened())
-    assert server.ask(GiveUp(server.quantum().number, "it was deadly", server.now_s)).ended == (sample,)
+    assert server.ask(FailDispatch(server.quantum().number, "it was deadly", server.now_s)).ended == (sample,)
     assert server.status(sample) is FutureStatus.FAILED
     assert server.next() is None
 

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.train.core.schedule import PER_TURN, STEP, Entry, Scheduler
+from strata.train.core.scheduler import OPERATIONS_PER_QUANTUM, STEP, QueuedOperation, Scheduler
 
 QUANTUM = 100
 
@@ -19,20 +19,22 @@ operations = st.lists(
 )
 
 
-def filled(given_operations: list[tuple[str, int, int, str]]) -> tuple[Scheduler, list[Entry]]:
+def filled(given_operations: list[tuple[str, int, int, str]]) -> tuple[Scheduler, list[QueuedOperation]]:
     scheduler = Scheduler(QUANTUM)
     entries = [
-        Entry(f"f{turn}", tenant, f"{tenant}{model}", "kind", tokens, turn, shares)
-        for turn, (tenant, model, tokens, shares) in enumerate(given_operations)
+        QueuedOperation(f"f{turn}", tenant, f"{tenant}{model}", "kind", tokens, turn, batch_key)
+        for turn, (tenant, model, tokens, batch_key) in enumerate(given_operations)
     ]
     for entry in entries:
         scheduler.add(entry)
     return scheduler, entries
 
 
-def drain(scheduler: Scheduler, *, share: bool = False, budget: int = 4 * QUANTUM) -> list[tuple[Entry, ...]]:
+def drain(
+    scheduler: Scheduler, *, coalesce: bool = False, budget: int = 4 * QUANTUM
+) -> list[tuple[QueuedOperation, ...]]:
     ran = []
-    while chosen := scheduler.choose(budget_tokens=budget, share=share):
+    while chosen := scheduler.select(budget_tokens=budget, coalesce=coalesce):
         for entry in chosen:
             scheduler.remove(entry.future_id)
         ran.append(chosen)
@@ -42,10 +44,10 @@ def drain(scheduler: Scheduler, *, share: bool = False, budget: int = 4 * QUANTU
 
 @given(operations, st.booleans())
 def test_every_operation_runs_once_and_those_of_a_model_in_their_order(
-    given_operations: list[tuple[str, int, int, str]], share: bool
+    given_operations: list[tuple[str, int, int, str]], coalesce: bool
 ) -> None:
     scheduler, entries = filled(given_operations)
-    ran = [entry for chosen in drain(scheduler, share=share) for entry in chosen]
+    ran = [entry for chosen in drain(scheduler, coalesce=coalesce) for entry in chosen]
     assert Counter(ran) == Counter(entries)
     turns = defaultdict(list)
     for entry in ran:
@@ -58,16 +60,16 @@ def test_what_shares_a_pass_is_of_different_models_alike_and_within_the_budget(
     given_operations: list[tuple[str, int, int, str]], budget: int
 ) -> None:
     scheduler, _ = filled(given_operations)
-    for chosen in drain(scheduler, share=True, budget=budget):
+    for chosen in drain(scheduler, coalesce=True, budget=budget):
         assert len({entry.model_id for entry in chosen}) == len(chosen)
         if len(chosen) > 1:
-            assert {entry.shares for entry in chosen} == {"pass"}
+            assert {entry.batch_key for entry in chosen} == {"pass"}
             assert sum(entry.tokens for entry in chosen) <= budget
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.booleans())
 def test_two_busy_tenants_get_the_same_tokens_whatever_the_size_of_their_batches(
-    large: int, small: int, share: bool
+    large: int, small: int, coalesce: bool
 ) -> None:
     scheduler = Scheduler(QUANTUM)
     turn = itertools.count()
@@ -75,34 +77,34 @@ def test_two_busy_tenants_get_the_same_tokens_whatever_the_size_of_their_batches
 
     def submit(tenant: str) -> None:
         number = next(turn)
-        scheduler.add(Entry(f"f{number}", tenant, tenant, "kind", costs[tenant], number, "pass"))
+        scheduler.add(QueuedOperation(f"f{number}", tenant, tenant, "kind", costs[tenant], number, "pass"))
 
     for tenant in costs:
         submit(tenant)
         submit(tenant)
     served: Counter[str] = Counter()
     for _ in range(300):
-        for entry in scheduler.choose(budget_tokens=0, share=share):
-            served[entry.tenant] += max(entry.tokens, QUANTUM // PER_TURN)
+        for entry in scheduler.select(budget_tokens=0, coalesce=coalesce):
+            served[entry.tenant] += max(entry.tokens, QUANTUM // OPERATIONS_PER_QUANTUM)
             submit(entry.tenant)
             scheduler.remove(entry.future_id)
-    assert abs(served["a"] - served["b"]) <= QUANTUM + 2 * max(large, small, QUANTUM // PER_TURN)
+    assert abs(served["a"] - served["b"]) <= QUANTUM + 2 * max(large, small, QUANTUM // OPERATIONS_PER_QUANTUM)
 
 
 def test_a_long_session_is_not_starved_by_new_ones_of_its_own_tenant() -> None:
     scheduler = Scheduler(QUANTUM)
-    scheduler.add(Entry("old", "a", "old", "kind", 50, 0))
+    scheduler.add(QueuedOperation("old", "a", "old", "kind", 50, 0))
     for number in range(1, 20):
-        scheduler.add(Entry(f"new{number}", "a", f"new{number}", "kind", 50, number))
-    assert scheduler.choose(budget_tokens=0, share=False)[0].future_id == "old"
+        scheduler.add(QueuedOperation(f"new{number}", "a", f"new{number}", "kind", 50, number))
+    assert scheduler.select(budget_tokens=0, coalesce=False)[0].future_id == "old"
 
 
 def test_a_long_session_is_not_starved_by_tenants_that_keep_coming() -> None:
     scheduler = Scheduler(QUANTUM)
-    scheduler.add(Entry("old", "old", "old", "kind", 5 * QUANTUM, 0))
+    scheduler.add(QueuedOperation("old", "old", "old", "kind", 5 * QUANTUM, 0))
     for number in range(1, 200):
-        scheduler.add(Entry(f"f{number}", f"new{number % 7}", f"m{number % 7}", "kind", 1, number))
-        chosen = scheduler.choose(budget_tokens=0, share=False)[0]
+        scheduler.add(QueuedOperation(f"f{number}", f"new{number % 7}", f"m{number % 7}", "kind", 1, number))
+        chosen = scheduler.select(budget_tokens=0, coalesce=False)[0]
         scheduler.remove(chosen.future_id)
         if chosen.future_id == "old":
             return
@@ -112,16 +114,16 @@ def test_a_long_session_is_not_starved_by_tenants_that_keep_coming() -> None:
 def test_who_cannot_share_a_pass_is_not_starved_by_those_who_do() -> None:
     scheduler = Scheduler(QUANTUM)
     turn = itertools.count()
-    scheduler.add(Entry("alone", "b", "b", "optim_step", 0, next(turn)))
+    scheduler.add(QueuedOperation("alone", "b", "b", "optim_step", 0, next(turn)))
 
     def submit(tenant: str) -> None:
         number = next(turn)
-        scheduler.add(Entry(f"f{number}", tenant, tenant, "pass", QUANTUM, number, "pass"))
+        scheduler.add(QueuedOperation(f"f{number}", tenant, tenant, "pass", QUANTUM, number, "pass"))
 
     for tenant in "ac":
         submit(tenant)
     for _ in range(4):
-        for entry in scheduler.choose(budget_tokens=2 * QUANTUM, share=True):
+        for entry in scheduler.select(budget_tokens=2 * QUANTUM, coalesce=True):
             if entry.future_id == "alone":
                 return
             submit(entry.tenant)
@@ -137,23 +139,23 @@ def test_what_is_foreseen_is_what_happens_if_nothing_else_comes_whenever_it_is_a
 
     def check() -> None:
         drained = [entry for chosen in drain(copy.deepcopy(scheduler)) for entry in chosen]
-        foreseen = scheduler.foreseen()
-        assert foreseen.order == drained
-        assert foreseen.places == {entry.future_id: place for place, entry in enumerate(drained)}
+        forecast = scheduler.forecast()
+        assert forecast.order == drained
+        assert forecast.positions == {entry.future_id: place for place, entry in enumerate(drained)}
         for place, tenant in itertools.product(range(len(drained)), "abc"):
-            assert foreseen.others_before(place, tenant) == any(entry.tenant != tenant for entry in drained[:place])
+            assert forecast.others_before(place, tenant) == any(entry.tenant != tenant for entry in drained[:place])
 
     for entry in filled(given_operations)[1]:
         scheduler.add(entry)
         entries.append(entry)
         check()
-    for change, share in changes:
+    for change, coalesce in changes:
         if change == "remove":
             scheduler.remove(entries.pop().future_id if entries else "none")
-        elif chosen := scheduler.choose(budget_tokens=4 * QUANTUM, share=share):
+        elif chosen := scheduler.select(budget_tokens=4 * QUANTUM, coalesce=coalesce):
             check()
             if change == "give back":
-                scheduler.give_back(chosen[1:])
+                scheduler.refund(chosen[1:])
                 check()
             for entry in chosen:
                 scheduler.remove(entry.future_id)
@@ -163,24 +165,24 @@ def test_what_is_foreseen_is_what_happens_if_nothing_else_comes_whenever_it_is_a
 
 def test_who_asks_again_is_told_the_same_without_another_look_at_everything() -> None:
     scheduler, _ = filled([("a", 0, 10, "")] * 3)
-    first = scheduler.foreseen()
+    first = scheduler.forecast()
     scheduler.remove("one that is not here")
-    assert scheduler.foreseen() is first
+    assert scheduler.forecast() is first
     scheduler.remove("f0")
-    assert scheduler.foreseen() is not first
+    assert scheduler.forecast() is not first
 
 
 def test_what_is_given_back_moves_its_tenant_in_what_is_foreseen() -> None:
     scheduler, (first, along, large, later) = filled(
         [("a", 0, 10, "pass"), ("b", 0, 50, "pass"), ("a", 1, 95, ""), ("b", 1, 50, "")]
     )
-    assert scheduler.choose(budget_tokens=QUANTUM, share=True) == (first, along)
-    assert scheduler.foreseen().order == [first, along, large, later]
-    scheduler.give_back([along])
-    assert scheduler.foreseen().order == [first, along, later, large]
+    assert scheduler.select(budget_tokens=QUANTUM, coalesce=True) == (first, along)
+    assert scheduler.forecast().order == [first, along, large, later]
+    scheduler.refund([along])
+    assert scheduler.forecast().order == [first, along, later, large]
 
 
-def lockstep(models: int, steps: int, late: int) -> list[tuple[Entry, ...]]:
+def lockstep(models: int, steps: int, late: int) -> list[tuple[QueuedOperation, ...]]:
     """Passes and steps of models that take turns with them; `late` of them come after the first dispatch."""
     scheduler = Scheduler(QUANTUM)
     tokens = 2 * QUANTUM // models
@@ -189,17 +191,17 @@ def lockstep(models: int, steps: int, late: int) -> list[tuple[Entry, ...]]:
         for step in range(steps):
             turn = (model * steps + step) * 2
             name = f"t{model}"
-            scheduler.add(Entry(f"p{turn}", name, name, "forward_backward", tokens, turn, "forward_backward"))
-            scheduler.add(Entry(f"s{turn}", name, name, STEP, 0, turn + 1, STEP))
+            scheduler.add(QueuedOperation(f"p{turn}", name, name, "forward_backward", tokens, turn, "forward_backward"))
+            scheduler.add(QueuedOperation(f"s{turn}", name, name, STEP, 0, turn + 1, STEP))
 
     for model in range(models - late):
         submit(model)
-    ran = [scheduler.choose(budget_tokens=2 * QUANTUM, share=True)]
+    ran = [scheduler.select(budget_tokens=2 * QUANTUM, coalesce=True)]
     for entry in ran[0]:
         scheduler.remove(entry.future_id)
     for model in range(models - late, models):
         submit(model)
-    return ran + drain(scheduler, share=True, budget=2 * QUANTUM)
+    return ran + drain(scheduler, coalesce=True, budget=2 * QUANTUM)
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 7))
@@ -207,8 +209,8 @@ def test_models_that_take_turns_with_their_steps_meet_in_every_pass(models: int,
     ran = lockstep(models, steps, min(late, models - 1))
     # Who comes late joins the second pass of those before it, and makes its last one after theirs.
     most = steps + (1 if late else 0)
-    assert sum(chosen[0].shares != STEP for chosen in ran) <= most
-    assert sum(chosen[0].shares == STEP for chosen in ran) <= most
+    assert sum(chosen[0].batch_key != STEP for chosen in ran) <= most
+    assert sum(chosen[0].batch_key == STEP for chosen in ran) <= most
 
 
 @given(st.integers(0, 40), st.integers(1, QUANTUM), st.integers(1, 3 * QUANTUM))
@@ -217,19 +219,19 @@ def test_a_pass_waits_for_the_steps_that_there_is_room_for_and_for_all_of_them_a
 ) -> None:
     """However many models have a step and a pass behind it."""
     scheduler = Scheduler(QUANTUM)
-    scheduler.add(Entry("first", "first", "first", "forward_backward", 1, 0, "pass"))
+    scheduler.add(QueuedOperation("first", "first", "first", "forward_backward", 1, 0, "pass"))
     for number in range(models):
         name, turn = f"t{number}", 2 * number + 1
-        scheduler.add(Entry(f"s{turn}", name, name, STEP, 0, turn, STEP))
-        scheduler.add(Entry(f"p{turn}", name, name, "forward_backward", tokens, turn + 1, "pass"))
+        scheduler.add(QueuedOperation(f"s{turn}", name, name, STEP, 0, turn, STEP))
+        scheduler.add(QueuedOperation(f"p{turn}", name, name, "forward_backward", tokens, turn + 1, "pass"))
     along = min(room // tokens, models)
     if along:
-        steps = scheduler.choose(budget_tokens=1 + room, share=True)
+        steps = scheduler.select(budget_tokens=1 + room, coalesce=True)
         assert len(steps) == along
         assert {entry.kind for entry in steps} == {STEP}
         for entry in steps:
             scheduler.remove(entry.future_id)
-    chosen = scheduler.choose(budget_tokens=1 + room, share=True)
+    chosen = scheduler.select(budget_tokens=1 + room, coalesce=True)
     assert chosen[0].future_id == "first"
     assert len(chosen) == 1 + along
 
@@ -238,6 +240,6 @@ def test_a_pass_waits_for_the_steps_that_there_is_room_for_and_for_all_of_them_a
 def test_steps_that_wait_go_together_and_are_no_more_than_there_are_slots(models: int, slots: int) -> None:
     scheduler = Scheduler(QUANTUM)
     for number in range(models):
-        scheduler.add(Entry(f"s{number}", f"t{number % 3}", f"m{number}", STEP, 0, number, STEP))
-    assert len(scheduler.choose(budget_tokens=0, share=True, most=slots)) == min(models, slots)
-    assert len(scheduler.choose(budget_tokens=0, share=False, most=slots)) == 1
+        scheduler.add(QueuedOperation(f"s{number}", f"t{number % 3}", f"m{number}", STEP, 0, number, STEP))
+    assert len(scheduler.select(budget_tokens=0, coalesce=True, most=slots)) == min(models, slots)
+    assert len(scheduler.select(budget_tokens=0, coalesce=False, most=slots)) == 1

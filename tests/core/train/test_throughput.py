@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from strata.train.core import ops
-from strata.train.core.inputs import Accept, Greet
+from strata.train.core.inputs import Accept, RanksAttached
 from strata.train.core.messages import QueueState
-from strata.train.core.overview import running, tenants
-from strata.train.core.pace import Pace, describe
+from strata.train.core.overview import running_dispatches, tenant_rows
 from strata.train.core.sampling import Sample, SampleParams
-from strata.train.core.schedule import Entry
+from strata.train.core.scheduler import QueuedOperation
 from strata.train.core.state import Dispatch
+from strata.train.core.throughput import ThroughputEstimate, describe_wait
 from tests.core.train.servers import TENANT, Server, forward_backward, step
 
 
-def reason(server: Server, future_id: str, pace: Pace, tenant: str = TENANT) -> str:
-    return describe(server.state, server.future(future_id, tenant), pace, attached=True).reason
+def reason(server: Server, future_id: str, pace: ThroughputEstimate, tenant: str = TENANT) -> str:
+    return describe_wait(server.state, server.future(future_id, tenant), pace, attached=True).reason
 
 
-def paced(**seconds: float) -> Pace:
+def paced(**seconds: float) -> ThroughputEstimate:
     """Seconds per token, or per operation, by kind."""
-    pace = Pace()
+    pace = ThroughputEstimate()
     for kind, each_s in seconds.items():
-        pace.note(kind, 1, each_s)
+        pace.record(kind, 1, each_s)
     return pace
 
 
@@ -35,7 +35,7 @@ def with_a_quantum_at_the_ranks() -> tuple[Server, list[str]]:
     """And two operations that wait, of ten tokens and one."""
     server = Server(max_running=1)
     model = server.model()
-    server.ask(Greet("g"))
+    server.ask(RanksAttached("g"))
     sampler = f"session-{TENANT}:sample:0"
     server.ask(Accept(TENANT, ops.OpenSampler(sampler, "tiny"), server.now_s, f"session-{TENANT}"))
     server.answer(dispatched(server), [ops.SamplerOpened(sampler)])
@@ -51,7 +51,7 @@ def test_how_long_it_takes_is_told_also_while_new_samples_are_at_the_ranks() -> 
     pace = paced(forward_backward=2.0, optim_step=1.0, quantum=5.0)
     assert reason(server, second, pace) == "2nd in queue, ~20 s, sampling for 1 requests"
     assert reason(server, first, pace) == "1st in queue, sampling for 1 requests"
-    (row,) = tenants(server.state, pace)
+    (row,) = tenant_rows(server.state, pace)
     assert row.eta_s == 20.0
 
 
@@ -62,9 +62,9 @@ def test_nothing_is_told_of_how_long_if_the_kind_of_one_before_was_never_measure
 
 def test_what_is_measured_later_counts_for_those_who_waited_before() -> None:
     server, (_, second) = with_a_quantum_at_the_ranks()
-    pace = Pace()
+    pace = ThroughputEstimate()
     assert "~" not in reason(server, second, pace)
-    pace.note("forward_backward", 1, 3.0)
+    pace.record("forward_backward", 1, 3.0)
     assert "~30 s" in reason(server, second, pace)
 
 
@@ -89,7 +89,7 @@ def test_who_waits_for_others_is_paused_and_who_waits_for_himself_is_not() -> No
     dispatched(server)
     own, behind = *server.accept(step(alice, 2)), *server.accept(step(bob, 1), tenant="bob")
     states = [
-        describe(server.state, server.future(future_id, tenant), Pace(), attached=True).queue_state
+        describe_wait(server.state, server.future(future_id, tenant), ThroughputEstimate(), attached=True).queue_state
         for future_id, tenant in ((own, TENANT), (behind, "bob"))
     ]
     assert states == [QueueState.ACTIVE, QueueState.PAUSED_CAPACITY]
@@ -103,15 +103,15 @@ def test_a_pass_without_its_way_back_is_named_so_and_has_a_pace_of_its_own() -> 
     dispatched(server)
     pace = paced(forward=1.0, forward_backward=3.0, optim_step=1.0)
     assert reason(server, last, pace) == f"2nd in queue, ~40 s, running {TENANT}/forward"
-    assert [each.kind for each in running(server.state, None)] == ["forward"]
-    (row,) = tenants(server.state, pace)
+    assert [each.kind for each in running_dispatches(server.state, None)] == ["forward"]
+    (row,) = tenant_rows(server.state, pace)
     assert row.eta_s == 40.0
 
 
 def test_many_who_ask_in_between_cost_one_sum() -> None:
     pace = paced(kind=1.0)
-    order = [Entry(f"f{number}", "a", "m", "kind", 2, number) for number in range(3)]
-    first = pace.begins_s(order)
+    order = [QueuedOperation(f"f{number}", "a", "m", "kind", 2, number) for number in range(3)]
+    first = pace.start_times_s(order)
     assert first == [0.0, 2.0, 4.0]
-    assert pace.begins_s(order) is first
-    assert pace.begins_s(order[1:]) == [0.0, 2.0]
+    assert pace.start_times_s(order) is first
+    assert pace.start_times_s(order[1:]) == [0.0, 2.0]

@@ -1,0 +1,132 @@
+"""Session reaper: sessions of clients that went silent are finished, and operations behind a gap are aborted.
+
+Any request about a session by name shows that its client is alive, not only its heartbeat: some clients send none. The
+idle time counts from what this process received, on the monotonic clock. A new orchestrator grants the whole timeout
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, assert_never
+
+from strata.base import log
+from strata.base.clock import Clock
+from strata.train.core import inputs, messages, status
+from strata.train.core.future import FutureStatus
+from strata.train.core.state import TrainState
+from strata.train.orchestrator.state_store import StateStore
+from strata.train.settings import Limits
+
+IDLE_REASON = "silent"
+_log = log.get(__name__)
+
+
+class _Gap(NamedTuple):
+    released: int
+    """The last sequence number before the gap."""
+    since_s: float
+
+
+class SessionReaper:
+    def __init__(self, store: StateStore, limits: Limits) -> None:
+        self._store = store
+        self._limits = limits
+        self._clock: Clock = store.clock
+        self._last_seen_s: dict[str, float] = {}
+        self._gaps: dict[str, _Gap] = {}
+
+    @property
+    def interval_s(self) -> float:
+        """How often to run, so that nothing expires much later than its timeout."""
+        timeouts = [timeout_s for timeout_s in (self._limits.silent_session_s, self._limits.gap_s) if timeout_s]
+        return min(timeouts, default=86_400.0) / 4
+
+    def touch(self, tenant: str, name: str) -> None:
+        """The client of a session is alive. `name` begins with the id of the session. Other tenants do not count."""
+        session_id = name.partition(":")[0]
+        session = self._store.state.sessions.get(session_id)
+        if session is not None and session.tenant == tenant and session.finished is None:
+            self._last_seen_s[session_id] = self._clock.monotonic_s()
+
+    def touch_request(self, tenant: str, request: messages.Abort | messages.Utility) -> None:
+        name = _subject(request)
+        if name is not None:
+            self.touch(tenant, name)
+
+    async def run_once(self) -> None:
+        now_s = self._clock.monotonic_s()
+        state = self._store.state
+        self._track_gaps(state, now_s)
+        expired: list[inputs.Abort | inputs.FinishSession] = [
+            *self._stalled_operations(state, now_s),
+            *self._idle_sessions(state, now_s),
+        ]
+        for given in expired:
+            if isinstance(given, inputs.FinishSession):
+                _log.warning("session_expired", session=given.session_id, tenant=given.tenant)
+            else:
+                _log.warning("held_operation_expired", future=given.future_id, tenant=given.tenant)
+            await self._store.commit(given)
+
+    def _track_gaps(self, state: TrainState, now_s: float) -> None:
+        held = {model_id: model.line.released for model_id, model in state.models.items() if model.line.held}
+        self._gaps = {
+            model_id: gap if (gap := self._gaps.get(model_id)) and gap.released == released else _Gap(released, now_s)
+            for model_id, released in held.items()
+        }
+
+    def _stalled_operations(self, state: TrainState, now_s: float) -> Iterator[inputs.Abort]:
+        timeout_s = self._limits.gap_s
+        for model_id, gap in self._gaps.items():
+            if not timeout_s or now_s - gap.since_s < timeout_s:
+                continue
+            model = state.models[model_id]
+            reason = f"operation {model.line.wanted} of this model did not come within {timeout_s:g} seconds"
+            for seq in sorted(model.line.held):
+                future = state.futures.get(f"{model_id}:{seq}")
+                if future is not None and future.status is FutureStatus.PENDING:
+                    yield inputs.Abort(model.tenant, future.future_id, self._clock.wall_s(), reason)
+
+    def _idle_sessions(self, state: TrainState, now_s: float) -> Iterator[inputs.FinishSession]:
+        timeout_s = self._limits.silent_session_s
+        self._last_seen_s = {
+            session_id: seen_s
+            for session_id, seen_s in self._last_seen_s.items()
+            if state.sessions[session_id].finished is None
+        }
+        for session in state.sessions.values():
+            if not timeout_s or session.finished is not None:
+                continue
+            if now_s - self._last_seen_s.setdefault(session.session_id, now_s) >= timeout_s:
+                yield inputs.FinishSession(session.tenant, session.session_id, IDLE_REASON, self._clock.wall_s())
+
+
+def _subject(request: messages.Abort | messages.Utility) -> str | None:
+    """The name that the request is about; None if it is about none in particular, as every list is."""
+    match request:
+        case messages.OpenSession() | messages.SessionHeartbeat() | messages.FinishSession() | messages.ListSessions():
+            return request.session_id
+        case messages.WatchFuture() | messages.Abort() | status.DescribeTimeline():
+            return request.future_id
+        case messages.WatchSamples() | messages.JoinSampler() | messages.DescribeSampler():
+            return request.sampler_id
+        case messages.DescribeModel() | messages.ListCheckpoints():
+            return request.model_id
+        case messages.DescribeCheckpoint() | messages.DeleteCheckpoint() | messages.SetCheckpointTtl():
+            return request.run_id
+        case (
+            messages.ListModels()
+            | messages.ImportCheckpoint()
+            | messages.DescribeServer()
+            | messages.CheckHealth()
+            | messages.AddEndpoint()
+            | messages.RemoveEndpoint()
+            | messages.ListEndpoints()
+            | status.DescribeStatus()
+            | status.ListTimelines()
+            | status.ReadMetrics()
+        ):
+            return None
+        case _:
+            assert_never(request)

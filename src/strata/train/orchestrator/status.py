@@ -1,0 +1,113 @@
+"""Status reports: how the server, its ranks and its operations are doing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, assert_never
+
+from strata.base.errors import Code, StrataError
+from strata.train.core import commands, status
+from strata.train.core.overview import fold_tenants, recently_ended, resident_models, running_dispatches, tenant_rows
+from strata.train.core.views import find_future
+from strata.train.orchestrator.rank_session import OrchestratorContext
+
+HEALTH_S: Final = 5.0
+
+
+async def describe(
+    context: OrchestratorContext, attached: commands.AttachReply | None, tenant: str, query: status.Questions
+) -> status.Views:
+    telemetry = context.store.telemetry
+    match query:
+        case status.DescribeTimeline():
+            find_future(context.store.state, tenant, query.future_id)
+            timeline = telemetry.timelines.get(query.future_id)
+            if timeline is None:
+                raise StrataError(Code.GONE, f"the times of {query.future_id} are not kept any longer")
+            return status.TimelineView(timeline)
+        case status.ListTimelines():
+            return status.TimelinesView(list(telemetry.timelines))
+        case status.ReadMetrics():
+            # Metrics are scraped all the time: the ranks are not asked for them.
+            only = None if query.everything else tenant
+            return status.MetricsView(telemetry.metrics.render(describe_status(context, attached, (), only)))
+        case status.DescribeStatus():
+            healthy = await _check_ranks(context, attached)
+            only = None if query.everything else tenant
+            return status.StatusView(describe_status(context, attached, healthy, only))
+        case _:
+            assert_never(query)
+
+
+def describe_status(
+    context: OrchestratorContext, attached: commands.AttachReply | None, healthy: Sequence[int] | str, only: str | None
+) -> status.ServerStatus:
+    """`healthy` are the ranks that passed a health check just now, or why they did not.
+
+    `only` is the tenant of the request if it may not see others by name.
+    """
+    state, settings, telemetry = context.store.state, context.settings, context.store.telemetry
+    now_s, model = context.store.clock.wall_s(), attached.model if attached else None
+    return status.ServerStatus(
+        now_s=now_s,
+        leading_since_s=telemetry.leading_since_s,
+        generation=context.store.leader_epoch,
+        base_model=settings.model.base_model,
+        arch=model.arch if model else "",
+        training=settings.model.training,
+        parameters=model.parameters if model else 0,
+        ranks=_describe_ranks(context, attached, healthy),
+        models=sum(1 for _ in resident_models(state)),
+        slots=model.slots if model else settings.model.slots,
+        samplers=len(state.samplers),
+        sampler_places=state.rules.max_samplers,
+        waiting=state.futures.pending(),
+        max_waiting=state.rules.max_pending,
+        samples_waiting=len(state.waiting),
+        samples_running=len(state.sampling) + len(state.routed),
+        running=running_dispatches(state, telemetry.begun_at_s(min(state.dispatches, default=0)), own=only),
+        dispatched=state.dispatched,
+        trained_tokens_per_s=telemetry.trained.per_s(now_s),
+        sampled_tokens_per_s=telemetry.sampled.per_s(now_s),
+        snapshot=telemetry.newest_snapshot(state),
+        recoveries=telemetry.recoveries,
+        recovery_s=telemetry.recovery_s,
+        tenants=fold_tenants(tenant_rows(state, context.throughput), most=status.MAX_TENANT_ROWS, own=only),
+        recent=recently_ended(telemetry.timelines, own=only),
+    )
+
+
+def _describe_ranks(
+    context: OrchestratorContext, attached: commands.AttachReply | None, healthy: Sequence[int] | str
+) -> status.RanksStatus:
+    state = context.store.state
+    if attached is None:
+        return status.RanksStatus(state="starting", reason="the ranks are starting")
+    phase, reason = "ready", "all ranks answered"
+    if isinstance(healthy, str):
+        phase, reason = "unhealthy", healthy
+    elif not context.store.replayed:
+        phase, reason = "catching up", "they replay what ranks before them had done"
+    elif state.dispatches:
+        phase, reason = "busy", f"with dispatch {min(state.dispatches)}"
+    elif state.asleep:
+        phase, reason = "asleep", "wake them with POST /wake_up"
+    return status.RanksStatus(
+        state=phase,
+        reason=reason,
+        size=attached.world_size,
+        answered=() if isinstance(healthy, str) else healthy,
+        group=attached.group,
+        attached_at_s=context.store.telemetry.attached_at_s,
+    )
+
+
+async def _check_ranks(context: OrchestratorContext, attached: commands.AttachReply | None) -> Sequence[int] | str:
+    """The ranks that pass a health check, or why they do not. Busy ranks are not asked: they would answer too late."""
+    store = context.store
+    if attached is None or not store.replayed or store.state.dispatches:
+        return ()
+    try:
+        return (await context.backend.request(commands.HealthCheck(), HEALTH_S)).ranks
+    except StrataError as error:
+        return () if store.state.dispatches else str(error)
