@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+
+if TYPE_CHECKING:
+    from strata.base.clock import Clock
 
 T = TypeVar("T")
 

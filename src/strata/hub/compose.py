@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from strata.base.atomic import write_file
 from strata.base.clock import Clock
@@ -31,7 +31,7 @@ from strata.hub.certificates import ServerTls
 from strata.hub.copies import LOOK_S, Copier
 from strata.hub.disk import CHECK_S, DiskGuard
 from strata.hub.outbound import Target
-from strata.hub.settings import Bucket, HubSettings
+from strata.hub.settings import BucketSettings, HubSettings
 from strata.hub.tables import Tables, open_tables
 from strata.hub.webhooks import Courier
 from strata.identity.authenticate import Authenticator
@@ -151,19 +151,10 @@ async def _chunks(settings: HubSettings, data: Path) -> ChunkStore:
     return await DiskChunks.open(data / "artifacts", keep_free_bytes=settings.keep_free_bytes)
 
 
-def _bucket(bucket: Bucket) -> ChunkStore:
-    from obstore.store import S3Store
-
+def _bucket(bucket: BucketSettings) -> ChunkStore:
     from strata.fleet.artifacts.objects import ObjectChunks
+    from strata.objects import Bucket, S3Access, connect, static_credentials
 
-    options: dict[str, Any] = {"endpoint": bucket.endpoint} if bucket.endpoint else {}
-    plain = bucket.endpoint.startswith("http://")
-    store = S3Store(
-        bucket.name,
-        region=bucket.region,
-        access_key_id=bucket.access_key,
-        secret_access_key=bucket.secret_key.reveal(),
-        client_options={"allow_http": plain},
-        **options,
-    )
-    return ObjectChunks(store, prefix=bucket.prefix)
+    credentials = static_credentials(bucket.access_key, bucket.secret_key.reveal())
+    access = S3Access(endpoint=bucket.endpoint, region=bucket.region, credentials=credentials)
+    return ObjectChunks(Bucket(connect(bucket.name, access), bucket.prefix))

@@ -33,7 +33,7 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
     key: Path | None = None
 
 
-class Bucket(msgspec.Struct, frozen=True, kw_only=True):
+class BucketSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Object storage for artifacts; without it they lie in the data folder."""
 
     name: str
@@ -85,7 +85,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Artifacts, logs and metrics leave so much of the disk alone."""
     retention: Policy | None = None
     """What to keep of the artifacts, once an hour; None keeps them all."""
-    bucket: Bucket | None = None
+    bucket: BucketSettings | None = None
     webhooks: tuple[Webhook, ...] = ()
     log_format: Literal["json", "console"] | None = None
     """None: console on a terminal, JSON elsewhere."""

@@ -25,6 +25,7 @@ from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.sqlite import tables as sqlite_tables
 from strata.fleet.store.sqlite.store import SqliteStore
+from strata.objects import Bucket
 from strata.testing.s3 import S3Server
 from tests.conformance.artifacts.making import Place
 
@@ -39,7 +40,7 @@ async def open_chunks(request: pytest.FixtureRequest, kind: str, folder: Path) -
     if kind == "disk":
         return await DiskChunks.open(folder / "artifacts", keep_free_bytes=1 << 20)
     server: S3Server = request.getfixturevalue("s3_server")
-    return ObjectChunks(server.store(server.create_bucket()), prefix="fleet/artifacts")
+    return ObjectChunks(Bucket(server.store(server.create_bucket()), "fleet/artifacts"))
 
 
 @pytest.fixture(params=["disk", "s3"])

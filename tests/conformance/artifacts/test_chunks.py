@@ -28,7 +28,7 @@ async def damage(chunks: ChunkStore, chunk: Chunk, content: bytes) -> None:
         chunks._chunk(chunk.digest).write_bytes(content)
     else:
         assert isinstance(chunks, ObjectChunks)
-        await chunks._store.put_async(chunks._chunk(chunk.digest), content)
+        await chunks._bucket.put(chunks._chunk(chunk.digest), content)
 
 
 async def test_what_was_put_can_be_read(chunks: ChunkStore) -> None:

@@ -247,6 +247,7 @@ def test_settings_that_make_no_sense_are_refused(given_: dict[str, Any], problem
 def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write(path, ["x"])
+    monkeypatch.delitem(sys.modules, "strata.objects", raising=False)
     for name in ("pyarrow", "pyarrow.parquet", "obstore", "obstore.store"):
         monkeypatch.setitem(sys.modules, name, None)
     for place, package in ((str(path), "pyarrow"), ("s3://bucket/a.txt", "obstore")):

@@ -11,7 +11,7 @@ from strata.base.digest import sha256_hex
 from strata.base.settings import Secret
 from strata.fleet import wire
 from strata.fleet.artifacts.retention import Policy
-from strata.hub.settings import Bucket
+from strata.hub.settings import BucketSettings
 from strata.testing.s3 import S3Server
 from tests.shell.fleet_http.running import Running, ok, running
 
@@ -19,7 +19,7 @@ from tests.shell.fleet_http.running import Running, ok, running
 async def test_a_hub_with_a_bucket_keeps_chunks_there_and_serves_them(tmp_path: Path) -> None:
     with S3Server() as server:
         bucket = server.create_bucket()
-        settings = Bucket(
+        settings = BucketSettings(
             name=bucket,
             prefix="fleet",
             endpoint=server.endpoint,

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
 from urllib.parse import urlsplit
@@ -261,55 +260,33 @@ def _head(store: S3Store, path: str, key: str) -> Seen:
 
 def _client(bucket: str, settings: S3Settings) -> S3Store:
     try:
-        from obstore.store import S3Store
+        from strata.objects import S3Access, connect
     except ImportError:
         raise needs("obstore", "s3://") from None
-    config: dict[str, object] = {"region": settings.region}
-    if settings.endpoint:
-        config["endpoint"] = settings.endpoint
-    if settings.identity == "anonymous":
-        config["skip_signature"] = True
-    return S3Store(
-        bucket,
-        config=config,  # type: ignore[arg-type]
-        # Without one, obstore looks into the environment and asks the machine's cloud by itself.
-        credential_provider=_credentials(settings) if settings.identity == "keys" else None,
-        client_options={
-            "allow_http": settings.endpoint.startswith("http://"),
-            "connect_timeout": timedelta(seconds=CONNECT_S),
-            "timeout": timedelta(seconds=settings.timeout_s),
-        },
-        retry_config={
-            "max_retries": settings.retries,
-            "retry_timeout": timedelta(seconds=settings.patience_s),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=100),
-                "max_backoff": timedelta(seconds=5),
-                "base": 2,
-            },
-        },
+    access = S3Access(
+        endpoint=settings.endpoint,
+        region=settings.region,
+        credentials=_credentials(settings) if settings.identity == "keys" else None,
+        anonymous=settings.identity == "anonymous",
+        connect_timeout_s=CONNECT_S,
+        timeout_s=settings.timeout_s,
+        retries=settings.retries,
+        retry_timeout_s=settings.patience_s,
     )
+    return connect(bucket, access)
 
 
 def _credentials(settings: S3Settings) -> Callable[[], S3Credential]:
-    secret = settings.secret_key
+    from strata.objects import static_credentials
+
+    secret, token = settings.secret_key, settings.session_token
     if secret is None:
         raise StrataError(
             Code.UNAUTHENTICATED,
             "there are no keys for s3://",
             hint="set STRATA_S3_ACCESS_KEY and STRATA_S3_SECRET_KEY_FILE, or STRATA_S3_IDENTITY=anonymous or machine",
         )
-
-    def provide() -> S3Credential:
-        token = settings.session_token
-        return {
-            "access_key_id": settings.access_key,
-            "secret_access_key": secret.reveal(),
-            "token": token.reveal() if token is not None else None,
-            "expires_at": None,
-        }
-
-    return provide
+    return static_credentials(settings.access_key, secret.reveal(), token.reveal() if token is not None else None)
 
 
 def _stays_here(host: str) -> bool:

@@ -15,20 +15,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterable, Mapping, Sequence
-from datetime import timedelta
-from typing import Final, Literal
-
-import obstore
-from obstore import exceptions
-from obstore.store import S3Store
+from typing import Final
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.database.objects import translated
 from strata.fleet.artifacts.disk import corrupt
 from strata.fleet.artifacts.manifest import Chunk
 from strata.fleet.artifacts.ports import Signer
+from strata.objects import Bucket
 
 PUTS: Final = 8
 """Chunks in memory at once. A store of objects takes a chunk whole, so that one is held until it was verified."""
@@ -37,9 +32,8 @@ PUTS: Final = 8
 class ObjectChunks:
     """On a bucket of its own, or below a prefix of one."""
 
-    def __init__(self, store: S3Store, *, prefix: str = "") -> None:
-        self._store = store
-        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
         self._slots = asyncio.Semaphore(PUTS)
 
     @property
@@ -62,12 +56,8 @@ class ObjectChunks:
                 )
             key = self._chunk(chunk.digest)
             failpoint("artifacts.objects.before_put")
-            with translated(key):
-                try:
-                    await obstore.put_async(self._store, key, content, mode="create")
-                except exceptions.AlreadyExistsError:
-                    if not await self._holds(key, chunk):
-                        await obstore.put_async(self._store, key, content)
+            if not await self._bucket.put_if_absent(key, content) and not await self._holds(key, chunk):
+                await self._bucket.put(key, content)
             failpoint("artifacts.objects.after_put")
 
     async def received(self, digests: Sequence[str], owner: str) -> Mapping[str, int]:
@@ -84,15 +74,10 @@ class ObjectChunks:
         return content
 
     async def has(self, digest: str) -> bool:
-        with translated(digest):
-            try:
-                await obstore.head_async(self._store, self._chunk(digest))
-            except FileNotFoundError:
-                return False
-        return True
+        return await self._bucket.size(self._chunk(digest)) is not None
 
     async def delete(self, digest: str) -> None:
-        await self._delete(self._chunk(digest))
+        await self._bucket.delete(self._chunk(digest))
 
     async def quarantine(self, chunk: Chunk) -> bool:
         try:
@@ -100,9 +85,8 @@ class ObjectChunks:
         except StrataError as error:
             if error.code is Code.CORRUPT:
                 key = self._chunk(chunk.digest)
-                with translated(key):
-                    await obstore.copy_async(self._store, key, f"{self._prefix}quarantine/{chunk.digest}")
-                await self._delete(key)
+                await self._bucket.copy(key, f"quarantine/{chunk.digest}")
+                await self._bucket.delete(key)
             return True
         return False
 
@@ -110,77 +94,57 @@ class ObjectChunks:
         return None
 
     async def sign_put(self, digests: Sequence[str], owner: str, expires_s: float) -> Sequence[str]:
-        return await self._sign("PUT", [self._incoming(digest, owner) for digest in digests], expires_s)
+        return await self._bucket.sign("PUT", [self._incoming(digest, owner) for digest in digests], expires_s)
 
     async def sign_get(self, digests: Sequence[str], expires_s: float) -> Sequence[str]:
-        return await self._sign("GET", [self._chunk(digest) for digest in digests], expires_s)
+        return await self._bucket.sign("GET", [self._chunk(digest) for digest in digests], expires_s)
 
     async def adopt(self, chunk: Chunk, owner: str) -> bool:
         sent = self._incoming(chunk.digest, owner)
-        held = f"{self._prefix}checking/{chunk.digest}.{secrets.token_hex(8)}"
+        held = f"checking/{chunk.digest}.{secrets.token_hex(8)}"
         async with self._slots:
-            with translated(sent):
-                try:
-                    if (await obstore.head_async(self._store, sent))["size"] != chunk.size:
-                        await self._delete(sent)
-                        return False
-                    await obstore.copy_async(self._store, sent, held)
-                except FileNotFoundError:
-                    return False
-                failpoint("artifacts.objects.before_check")
-                right = await self._holds(held, chunk)
-                failpoint("artifacts.objects.before_adopt")
-                if right:
-                    await obstore.copy_async(self._store, held, self._chunk(chunk.digest))
+            size = await self._bucket.size(sent)
+            if size is None:
+                return False
+            if size != chunk.size:
+                await self._bucket.delete(sent)
+                return False
+            if not await self._bucket.copy(sent, held):
+                return False
+            failpoint("artifacts.objects.before_check")
+            right = await self._holds(held, chunk)
+            failpoint("artifacts.objects.before_adopt")
+            if right:
+                right = await self._bucket.copy(held, self._chunk(chunk.digest))
             failpoint("artifacts.objects.after_adopt")
-            await self._delete(held, sent)
+            await self._bucket.delete(held, sent)
         return right
 
     async def tidy(self, before_s: float) -> int:
         old: list[str] = []
         for folder in ("incoming", "checking"):
-            with translated(folder):
-                async for page in obstore.list(self._store, f"{self._prefix}{folder}/", chunk_size=1000):
-                    old += [each["path"] for each in page if each["last_modified"].timestamp() < before_s]
-        await self._delete(*old)
+            old += [entry.key for entry in await self._bucket.list(f"{folder}/") if entry.modified_s < before_s]
+        await self._bucket.delete(*old)
         return len(old)
 
     async def close(self) -> None: ...
 
     async def _load(self, key: str, chunk: Chunk) -> bytes | None:
         """What is there, or nothing of it if that has another size; None if nothing is there."""
-        with translated(key):
-            try:
-                found = await obstore.get_async(self._store, key)
-                if found.meta["size"] != chunk.size:
-                    return b""
-                return (await found.bytes_async()).to_bytes()
-            except FileNotFoundError:
-                return None
+        stored = await self._bucket.open(key)
+        if stored is None:
+            return None
+        return await stored.read() if stored.size == chunk.size else b""
 
     async def _holds(self, key: str, chunk: Chunk) -> bool:
         content = await self._load(key, chunk)
         return content is not None and await _is(chunk, content)
 
-    async def _sign(self, method: Literal["GET", "PUT"], keys: Sequence[str], expires_s: float) -> Sequence[str]:
-        if not keys:
-            return []
-        with translated(keys[0]):
-            return await obstore.sign_async(self._store, method, keys, timedelta(seconds=expires_s))
-
-    async def _delete(self, *keys: str) -> None:
-        with translated(keys[0] if keys else ""):
-            for start in range(0, len(keys), 1000):
-                try:
-                    await obstore.delete_async(self._store, keys[start : start + 1000])
-                except FileNotFoundError:
-                    continue
-
     def _chunk(self, digest: str) -> str:
-        return f"{self._prefix}chunks/{digest[:2]}/{digest}"
+        return f"chunks/{digest[:2]}/{digest}"
 
     def _incoming(self, digest: str, owner: str) -> str:
-        return f"{self._prefix}incoming/{sha256_hex(owner.encode())[:32]}/{digest}"
+        return f"incoming/{sha256_hex(owner.encode())[:32]}/{digest}"
 
 
 async def _collect(chunk: Chunk, body: AsyncIterable[bytes]) -> bytes:

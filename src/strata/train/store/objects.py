@@ -10,17 +10,14 @@ import asyncio
 import hashlib
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-import obstore
-from obstore import exceptions
-from obstore.store import S3Store
 
 from strata.base.atomic import sync_folder, sync_tree
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.database.objects import translated
+from strata.objects import Bucket, S3Access, connect, static_credentials
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.files import File, allowed
 from strata.train.settings import CheckpointSettings
@@ -30,21 +27,18 @@ _NAMES: Final = 4
 
 
 class ObjectStore:
-    def __init__(self, store: S3Store, prefix: str) -> None:
-        self._store = store
-        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
 
     async def names(self) -> tuple[set[str], set[str]]:
         """Those that are there, and those of which there are only parts."""
         found: set[str] = set()
         whole: set[str] = set()
-        with translated(self._prefix):
-            async for page in obstore.list(self._store, self._prefix or None):
-                for each in page:
-                    name, _, file = each["path"].removeprefix(self._prefix).rpartition("/")
-                    found.add(name)
-                    if file == checkpoint.MANIFEST:
-                        whole.add(name)
+        for entry in await self._bucket.list():
+            name, _, file = entry.key.rpartition("/")
+            found.add(name)
+            if file == checkpoint.MANIFEST:
+                whole.add(name)
         return whole, found - whole
 
     async def put(self, folder: Path, name: str) -> None:
@@ -56,18 +50,14 @@ class ObjectStore:
             return
         if there is not None:
             # Files change below it: until all have, there is no checkpoint of that name.
-            await self._delete(self._key(name, checkpoint.MANIFEST))
+            await self._bucket.delete(_key(name, checkpoint.MANIFEST))
         for file in manifest.files:
-            with translated(name):
-                await obstore.put_async(self._store, self._key(name, file), folder / file)
+            await self._bucket.put(_key(name, file), folder / file)
             failpoint("train.store.after_file")
         failpoint("train.store.before_manifest")
-        with translated(name):
-            try:
-                await obstore.put_async(self._store, self._key(name, checkpoint.MANIFEST), own, mode="create")
-            except exceptions.AlreadyExistsError:
-                if await self._manifest(name) != own:
-                    raise StrataError(Code.CONFLICT, f"somebody else writes {name} into the object store") from None
+        written = await self._bucket.put_if_absent(_key(name, checkpoint.MANIFEST), own)
+        if not written and await self._manifest(name) != own:
+            raise StrataError(Code.CONFLICT, f"another server writes {name} into the object store")
         failpoint("train.store.after_manifest")
 
     async def fetch(self, name: str, place: Path, beside: Path) -> bool:
@@ -84,7 +74,7 @@ class ObjectStore:
             for file, expected in manifest.files.items():
                 if not allowed(file):
                     raise StrataError(Code.CORRUPT, f"{name} in the object store has a file that is none of ours")
-                await self._fetch_file(self._key(name, file), beside / file, expected)
+                await self._fetch_file(_key(name, file), beside / file, expected)
                 failpoint("train.store.after_fetch")
             await asyncio.to_thread(_put_in_place, beside, place, raw)
         finally:
@@ -93,13 +83,11 @@ class ObjectStore:
 
     async def _fetch_file(self, key: str, to: Path, expected: File) -> None:
         digest, size = hashlib.sha256(), 0
-        with translated(key), to.open("wb") as opened:
-            try:
-                found = await obstore.get_async(self._store, key)
-            except FileNotFoundError as error:
-                raise StrataError(Code.CORRUPT, f"{key} is missing in the object store") from error
-            async for part in found.stream():
-                piece = bytes(part)
+        stored = await self._bucket.open(key)
+        if stored is None:
+            raise StrataError(Code.CORRUPT, f"{key} is missing in the object store")
+        with to.open("wb") as opened:
+            async for piece in stored.stream():
                 size += len(piece)
                 if size > expected.size:
                     break
@@ -110,34 +98,22 @@ class ObjectStore:
 
     async def delete(self, name: str) -> None:
         """The manifest first: from then on it is not there."""
-        await self._delete(self._key(name, checkpoint.MANIFEST))
+        await self._bucket.delete(_key(name, checkpoint.MANIFEST))
         failpoint("train.store.after_unlisting")
-        with translated(name):
-            pages = [page async for page in obstore.list(self._store, f"{self._prefix}{name}")]
-        for each in (each for page in pages for each in page):
-            if each["path"].startswith(self._key(name, "")):
-                await self._delete(each["path"])
+        entries = await self._bucket.list(name)
+        await self._bucket.delete(*(entry.key for entry in entries if entry.key.startswith(_key(name, ""))))
 
     async def _manifest(self, name: str) -> bytes | None:
-        key = self._key(name, checkpoint.MANIFEST)
-        with translated(key):
-            try:
-                found = await obstore.get_async(self._store, key)
-            except FileNotFoundError:
-                return None
-            if found.meta["size"] > checkpoint.MANIFEST_LIMIT:
-                raise StrataError(Code.CORRUPT, f"the manifest of {name} in the object store is too long")
-            return bytes(await found.bytes_async())
+        stored = await self._bucket.open(_key(name, checkpoint.MANIFEST))
+        if stored is None:
+            return None
+        if stored.size > checkpoint.MANIFEST_LIMIT:
+            raise StrataError(Code.CORRUPT, f"the manifest of {name} in the object store is too long")
+        return await stored.read()
 
-    async def _delete(self, key: str) -> None:
-        with translated(key):
-            try:
-                await obstore.delete_async(self._store, key)
-            except FileNotFoundError:
-                return
 
-    def _key(self, name: str, file: str) -> str:
-        return f"{self._prefix}{name}/{file}"
+def _key(name: str, file: str) -> str:
+    return f"{name}/{file}"
 
 
 def open_store(settings: CheckpointSettings, server: str) -> ObjectStore:
@@ -147,16 +123,9 @@ def open_store(settings: CheckpointSettings, server: str) -> ObjectStore:
         raise StrataError(
             Code.INVALID, "checkpoints.storage is s3://BUCKET/PREFIX, and needs access_key and secret_key beside it"
         )
-    options: dict[str, Any] = {"endpoint": settings.endpoint} if settings.endpoint else {}
-    store = S3Store(
-        bucket,
-        region=settings.region,
-        access_key_id=settings.access_key,
-        secret_access_key=settings.secret_key.reveal(),
-        client_options={"allow_http": settings.endpoint.startswith("http://")},
-        **options,
-    )
-    return ObjectStore(store, f"{prefix.strip('/')}/{server}")
+    credentials = static_credentials(settings.access_key, settings.secret_key.reveal())
+    access = S3Access(endpoint=settings.endpoint, region=settings.region, credentials=credentials)
+    return ObjectStore(Bucket(connect(bucket, access), f"{prefix.strip('/')}/{server}"))
 
 
 def _make_empty(folder: Path) -> None:
