@@ -25,7 +25,7 @@ from strata.http.openapi import Schemas, build_document
 from strata.http.reading import ReadingRules, decode_body, offload
 from strata.http.route import Content, Route
 from strata.train.api.routes import ROUTES as TRAIN
-from strata.train.wire import json_era, native_reader, tinker
+from strata.train.wire import native, tinker, tinker_json
 
 Tries = Callable[[int], None]
 LARGEST: Final = 48 * 1024
@@ -115,10 +115,10 @@ def test_the_training_server_reads_every_body_in_linear_time(shape: str, tries: 
 
 PREFIX: Final = b'{"model_id":"m","seq_id":1,"forward_backward_input":{"loss_fn":"cross_entropy","data":['
 BATCHES: Final[dict[str, Callable[[bytes], object]]] = {
-    "JSON": lambda raw: json_era.read_pass(raw, forward_only=False),
-    "JSON, in a datum": lambda raw: json_era.read_pass(PREFIX + raw + b"]}}", forward_only=False),
+    "JSON": lambda raw: tinker_json.read_pass(raw, forward_only=False),
+    "JSON, in a datum": lambda raw: tinker_json.read_pass(PREFIX + raw + b"]}}", forward_only=False),
     "protobuf": tinker.read_pass,
-    "MessagePack": native_reader.read_pass,
+    "MessagePack": native.read_pass,
 }
 
 

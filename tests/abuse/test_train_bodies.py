@@ -21,7 +21,7 @@ from strata.http.errors import HttpRefusal
 from strata.http.zstd import MAX_FRAMES, decompress_frames, decompressed_size
 from strata.identity.roles import Role
 from strata.train.core import ops
-from strata.train.wire import json_era, native, native_reader, tinker
+from strata.train.wire import native, tinker, tinker_json
 from strata.train.wire.pb import tinker_pb2 as pb
 from tests.shell.train_api.conftest import Reached, reach, settings_in
 
@@ -74,7 +74,7 @@ async def test_json_has_a_limit_of_its_own_as_it_comes(server: Reached) -> None:
 def test_the_numbers_of_a_batch_are_counted_before_they_are_objects() -> None:
     body = tokens(15 * MIB)
     with memory_below(16 * MIB):
-        found = json_era.read_pass(body, forward_only=False)
+        found = tinker_json.read_pass(body, forward_only=False)
     assert isinstance(found, ops.MalformedOperation)
     assert "values" in found.message
 
@@ -148,7 +148,7 @@ def test_the_elements_of_a_batch_in_our_own_form_are_counted_before_they_are_rea
         tries(1)
         body = native.encode({"model_id": "m", "seq_id": 1, "loss": "cross_entropy", "datums": datums})
         with memory_below(4 * MIB):
-            found = native_reader.read_pass(body)
+            found = native.read_pass(body)
         assert isinstance(found, ops.MalformedOperation)
         assert "length" in found.message
 
@@ -166,11 +166,11 @@ def test_the_parameters_of_a_loss_and_their_names_are_bounded_before_they_are_re
         tries(1)
         body = native.encode(whole | more)
         with memory_below(20 * MIB):
-            found = native_reader.read_pass(body)
+            found = native.read_pass(body)
         assert isinstance(found, ops.MalformedOperation)
         assert "length" in found.message
     with pytest.raises(StrataError, match="length"):
-        native_reader.read_pass(native.encode(whole | {"model_id": long}))
+        native.read_pass(native.encode(whole | {"model_id": long}))
 
 
 @pytest.mark.attack(AREA, "a body that came fast, and then stays away or trickles while it keeps its room")

@@ -21,7 +21,7 @@ from strata.train.api.routes import ROUTES
 from strata.train.api.server import APIServer
 from strata.train.core import ops
 from strata.train.settings import check_exposure
-from strata.train.wire import native, native_reader, tinker
+from strata.train.wire import native, tinker
 from tests.shell.train_api.conftest import Reached, keys_in, settings_in
 
 LIMIT = 1 << 20
@@ -182,7 +182,7 @@ async def test_a_batch_in_our_own_form_is_checked_like_every_other(alone: Reache
     content = native.encode(
         native.PassBody(model_id="m", seq_id=1, loss="cross_entropy", datums=[ops.Datum(tokens, {})])
     )
-    found = native_reader.read_pass(content)
+    found = native.read_pass(content)
     assert isinstance(found, ops.MalformedOperation)
     assert found.message.startswith("data[0].model_input: token 0 is -1")
     headers = {"Content-Type": native.MEDIA_TYPE}

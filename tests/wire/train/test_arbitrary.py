@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from strata.base.errors import Code, StrataError
 from strata.http.zstd import decompress_frames
 from strata.train.core import ops
-from strata.train.wire import json_era, native_reader, tinker
+from strata.train.wire import native, tinker, tinker_json
+from strata.train.wire.pass_request import PassRequest
 from strata.train.wire.pb import tinker_pb2 as pb
-from strata.train.wire.request import PassRequest
 
 dtypes = st.integers(-1, 5)
 sizes = st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 4)
@@ -102,12 +102,12 @@ def attempt(read: Callable[[bytes], object], body: bytes) -> None:
 
 
 def read_json(body: bytes) -> object:
-    return json_era.read_pass(body, forward_only=False)
+    return tinker_json.read_pass(body, forward_only=False)
 
 
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_read_or_invalid(body: bytes) -> None:
-    for read in (tinker.read_pass, native_reader.read_pass, read_json, lambda content: decompress_frames(content, 100)):
+    for read in (tinker.read_pass, native.read_pass, read_json, lambda content: decompress_frames(content, 100)):
         attempt(read, body)
 
 
@@ -129,4 +129,4 @@ def test_json_of_nearly_the_right_shape_is_read_or_complained_about(body: object
 
 @given(bodies(st.integers(-(2**63), 2**64 - 1)))
 def test_msgpack_of_another_shape_is_read_or_complained_about(body: object) -> None:
-    attempt(native_reader.read_pass, msgspec.msgpack.encode(body))
+    attempt(native.read_pass, msgspec.msgpack.encode(body))

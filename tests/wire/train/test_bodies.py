@@ -21,5 +21,5 @@ from strata.train.wire import bodies
 def test_a_path_that_names_no_checkpoint_is_the_fault_of_the_request(path: str) -> None:
     """Anything else than INVALID would be refused at the door, and the number would stay a gap for ever."""
     with pytest.raises(StrataError) as refused:
-        bodies.LoadWeights(path=path, model_id="s:train:0", seq_id=3).operation()
+        bodies.LoadWeightsBody(path=path, model_id="s:train:0", seq_id=3).operation()
     assert refused.value.code is Code.INVALID

@@ -18,8 +18,8 @@ from strata.http.zstd import decompress_frames
 from strata.train.core import ops
 from strata.train.core.ops import Dense, DType
 from strata.train.wire import tinker
+from strata.train.wire.pass_request import PassRequest
 from strata.train.wire.pb import tinker_pb2 as ours
-from strata.train.wire.request import PassRequest
 
 
 def batch(*datums: types.Datum, loss: str = "cross_entropy", config: dict[str, float | str] | None = None) -> bytes:

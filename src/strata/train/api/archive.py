@@ -66,7 +66,7 @@ def _address(call: Call, folder: str, file: str, expires_at_s: float) -> str:
     return address(call.headers, DOWNLOAD, token=sign(grant, call.site.signing_key))
 
 
-async def fetch(call: Call, query: bodies.Token) -> RawReply:
+async def fetch(call: Call, query: bodies.ArchiveTokenQuery) -> RawReply:
     """What such an address names: a tar file of PEFT's or Hugging Face's form, or one file of it."""
     grant = check(query.token, call.site.signing_key, call.site.clock.wall_s())
     if grant.key_id:

@@ -16,11 +16,11 @@ from strata.train.api.context import Call
 from strata.train.core import messages, ops
 from strata.train.core.messages import QueueState
 from strata.train.core.sampling import decode_result
-from strata.train.wire import bodies, json_era, native, sampling, tinker
+from strata.train.wire import bodies, native, sampling, tinker, tinker_json
 from strata.train.wire.replies import TryAgain
 
 
-async def retrieve(call: Call, body: bodies.RetrieveFuture) -> RawReply:
+async def retrieve(call: Call, body: bodies.RetrieveFutureBody) -> RawReply:
     """The result of an operation, or after a while 408 with its place in the queue."""
     longest_s = call.site.settings.server.poll_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
@@ -37,7 +37,7 @@ async def retrieve(call: Call, body: bodies.RetrieveFuture) -> RawReply:
     if isinstance(found.result, ops.SampleDone):
         return await asyncio.to_thread(_sampled, call, found.result)
     if not isinstance(found.result, ops.PassDone):
-        return RawReply(json_era.write_result(found.result))
+        return RawReply(tinker_json.write_result(found.result))
     return await asyncio.to_thread(_passed, call, found.result)
 
 
@@ -52,7 +52,7 @@ def _passed(call: Call, done: ops.PassDone) -> RawReply:
         raise StrataError(Code.CORRUPT, f"the result of the pass cannot be read: {error}") from None
     if tinker.MEDIA_TYPE in accepted:
         return RawReply(tinker.write_output(result), media_type=tinker.MEDIA_TYPE)
-    return RawReply(json_era.write_output(result))
+    return RawReply(tinker_json.write_output(result))
 
 
 def _sampled(call: Call, done: ops.SampleDone) -> RawReply:
@@ -65,7 +65,7 @@ def _sampled(call: Call, done: ops.SampleDone) -> RawReply:
     return RawReply(sampling.write_json(result))
 
 
-async def retrieve_many(call: Call, body: sampling.RetrieveFutures) -> sampling.Completions:
+async def retrieve_many(call: Call, body: sampling.RetrieveFutures) -> sampling.SampleCompletions:
     """Which samples of a sampler have ended since the last time; none after a while"""
     longest_s = call.site.settings.server.poll_s
     wait_s = longest_s if body.timeout is None else min(body.timeout, longest_s)
@@ -78,7 +78,7 @@ async def retrieve_many(call: Call, body: sampling.RetrieveFutures) -> sampling.
     return sampling.completions_of(await call.watch_samples(question))
 
 
-async def cancel(call: Call, body: bodies.Future) -> None:
+async def cancel(call: Call, body: bodies.FutureBody) -> None:
     """Give up an operation that was not begun, or a sample also while it is drawn; what trains goes on."""
     await call.abort(body.request_id)
 

@@ -9,24 +9,24 @@ from strata.train.core import messages, ops
 from strata.train.wire import inference
 
 
-async def add(call: Call, body: inference.AddEndpoint) -> inference.Added:
+async def add(call: Call, body: inference.AddEndpointBody) -> inference.EndpointAddedReply:
     """An engine that is told of new weights, at a URL that the settings allow."""
     question = body.question()
     await call.look(question, messages.Done)
-    return inference.Added(name=question.name)
+    return inference.EndpointAddedReply(name=question.name)
 
 
-async def remove(call: Call, body: inference.RemoveEndpoint) -> None:
+async def remove(call: Call, body: inference.RemoveEndpointBody) -> None:
     """Tell an engine of nothing more; what it has, it keeps."""
     await call.look(messages.RemoveEndpoint(body.name), messages.Done)
 
 
-async def listed(call: Call) -> inference.Endpoints:
+async def listed(call: Call) -> inference.EndpointsReply:
     """The engines, whether they answer, and which weights they have."""
     return inference.endpoints_of(await call.look(messages.ListEndpoints(), messages.EndpointList))
 
 
-async def sync(call: Call, body: inference.SyncWeights) -> ops.SyncWeights:
+async def sync(call: Call, body: inference.SyncWeightsBody) -> ops.SyncWeights:
     """Save a model's weights for sampling and tell the engines of them."""
     del call
     return body.operation()

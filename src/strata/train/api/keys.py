@@ -10,18 +10,18 @@ from strata.train.api.context import Call
 from strata.train.wire import bodies, replies
 
 
-async def add(call: Call, body: bodies.KeyRequest) -> replies.KeyReply:
+async def add(call: Call, body: bodies.ApiKeyBody) -> replies.ApiKeyReply:
     """An API key; its text is in this reply and nowhere else."""
     site = call.site
     key, text = await make_key(
         site.identity, site.clock, call.caller, name=body.name, role=Role.named(body.role), valid_s=body.valid_s
     )
-    return replies.KeyReply(key=_shown(key), secret=text)
+    return replies.ApiKeyReply(key=_shown(key), secret=text)
 
 
-async def listed(call: Call) -> replies.Keys:
+async def listed(call: Call) -> replies.ApiKeysReply:
     """All keys; never their secrets."""
-    return replies.Keys(keys=[_shown(key) for key in await call.site.identity.keys()])
+    return replies.ApiKeysReply(keys=[_shown(key) for key in await call.site.identity.keys()])
 
 
 async def revoke(call: Call) -> None:
@@ -30,8 +30,8 @@ async def revoke(call: Call) -> None:
     call.site.authenticator.forget()
 
 
-def _shown(key: Key) -> replies.Key:
-    return replies.Key(
+def _shown(key: Key) -> replies.ApiKeyView:
+    return replies.ApiKeyView(
         id=key.id,
         name=key.name,
         role=key.role.name.lower(),

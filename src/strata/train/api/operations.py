@@ -17,8 +17,8 @@ from strata.http.reading import offload
 from strata.http.route import KIB, Access, Handler, RawBody, Route, Signature, signature_of
 from strata.train.api.context import Call
 from strata.train.core import ops
-from strata.train.wire.replies import Future
-from strata.train.wire.request import Place
+from strata.train.wire.pass_request import OperationKey
+from strata.train.wire.replies import FutureReply
 
 
 class _Head(msgspec.Struct):
@@ -36,7 +36,7 @@ def operation_route(path: str, access: Access, handler: Handler, limit: int = 64
     def decode(body: RawBody) -> Any:
         return body if decoder is None else decode_json(decoder, body.content or b"{}", path_first)
 
-    async def submit(call: Call, body: RawBody) -> Future:
+    async def submit(call: Call, body: RawBody) -> FutureReply:
         operation: ops.Operation | None = None
         try:
             content = await offload(body.content, lambda: decode(body))
@@ -44,25 +44,25 @@ def operation_route(path: str, access: Access, handler: Handler, limit: int = 64
             assert operation is not None
             accepted = await call.submit(operation, _session_of(operation))
         except StrataError as error:
-            place = _place(operation, body.content) if error.code in (Code.INVALID, Code.UNSUPPORTED) else None
-            if place is None:
+            key = _key_of(operation, body.content) if error.code in (Code.INVALID, Code.UNSUPPORTED) else None
+            if key is None:
                 raise
-            accepted = await call.submit(place.unreadable(error))
+            accepted = await call.submit(key.malformed(error))
         failpoint("train.api.before_reply")
-        return Future(request_id=accepted.future_id, model_id=accepted.model_id)
+        return FutureReply(request_id=accepted.future_id, model_id=accepted.model_id)
 
     submit.__doc__, submit.__module__, submit.__name__ = handler.__doc__, handler.__module__, handler.__name__
-    documented = Signature(declared.body, declared.query, Future)
+    documented = Signature(declared.body, declared.query, FutureReply)
     return Route("POST", path, access, submit, limit, documented=documented)
 
 
-def _place(operation: ops.Operation | None, raw: bytes) -> Place | None:
+def _key_of(operation: ops.Operation | None, raw: bytes) -> OperationKey | None:
     """Where an operation that cannot be done stands in the order of its model; None if it has no place there."""
     if isinstance(operation, ops.Sequenced):
-        return Place(operation.model_id, operation.seq_id)
+        return OperationKey(operation.model_id, operation.seq_id)
     try:
         head = decode_json(_heads, raw or b"{}")
-        return Place.of(head.model_id, head.seq_id)
+        return OperationKey.of(head.model_id, head.seq_id)
     except StrataError:
         return None
 

@@ -8,7 +8,7 @@ from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
 from strata.train.core.sampling import check_result_size
 from strata.train.wire import sampling
-from strata.train.wire.arrays import refuse
+from strata.train.wire.arrays import invalid_field
 
 
 async def sample(call: Call, body: sampling.SampleRequest) -> sampling.SampleFuture:
@@ -17,7 +17,7 @@ async def sample(call: Call, body: sampling.SampleRequest) -> sampling.SampleFut
     room = call.site.settings.sampling.cached_tokens
     if operation.length >= room:
         # Before it is made durable: what no rank can ever take does not belong into the journal.
-        raise refuse("prompt", f"has {operation.length} tokens, and a rank has room for {room}")
+        raise invalid_field("prompt", f"has {operation.length} tokens, and a rank has room for {room}")
     # No rank samples more than it has room for. How many that are without a limit of the client's, the ranks know.
     check_result_size(operation, min(operation.params.max_tokens or 1, room - operation.length + 1))
     accepted = await call.submit(operation)
@@ -36,7 +36,7 @@ async def create_session(call: Call, body: sampling.CreateSamplingSession) -> sa
     model = call.site.settings.model
     operation = body.operation(model.base_model)
     if operation.weights is None and model.training == "full":
-        raise refuse("base_model", "the whole model is trained here: its base is not kept beside it")
+        raise invalid_field("base_model", "the whole model is trained here: its base is not kept beside it")
     await call.submit(operation, body.session_id)
     return sampling.SamplingSession(sampling_session_id=operation.sampler_id)
 

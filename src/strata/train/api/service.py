@@ -11,15 +11,15 @@ from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 
 
-async def client_config(call: Call, body: bodies.ClientConfig) -> replies.ClientConfig:
+async def client_config(call: Call, body: bodies.ClientConfigBody) -> replies.ClientConfigReply:
     """How clients of the `tinker` SDK are to behave towards this server."""
     del body
     # Over loopback compressing costs more than it saves.
     host = call.headers.get("host", "").rpartition(":")[0]
-    return replies.ClientConfig(proto_compress_fwdbwd=host not in ("127.0.0.1", "localhost", "[::1]"))
+    return replies.ClientConfigReply(proto_compress_fwdbwd=host not in ("127.0.0.1", "localhost", "[::1]"))
 
 
-async def dynamic_config(call: Call, body: bodies.ClientConfig) -> replies.DynamicConfig:
+async def dynamic_config(call: Call, body: bodies.ClientConfigBody) -> replies.DynamicConfig:
     """The same for what may change while a client runs."""
     del call, body
     return replies.DynamicConfig()
@@ -44,7 +44,7 @@ async def health(call: Call) -> RawReply:
     """Whether every rank answers; 503 if not, with the reason."""
     found = await call.look(messages.CheckHealth(), messages.HealthReport)
     server = await call.look(messages.DescribeServer(), messages.ServerView)
-    reply = replies.Health(
+    reply = replies.HealthReply(
         status=found.status,
         ranks=found.ranks,
         reason=found.reason,
@@ -55,10 +55,10 @@ async def health(call: Call) -> RawReply:
     return RawReply(msgspec.json.encode(reply), 200 if found.status == "healthy" else 503)
 
 
-async def telemetry(call: Call) -> replies.Accepted:
+async def telemetry(call: Call) -> replies.AcceptedReply:
     """Taken and thrown away: what a client does is nobody's business."""
     del call
-    return replies.Accepted()
+    return replies.AcceptedReply()
 
 
 async def sleep(call: Call) -> RawReply:

@@ -8,10 +8,10 @@ from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 
 
-async def create(call: Call, body: bodies.CreateSession) -> replies.SessionReply:
+async def create(call: Call, body: bodies.CreateSessionBody) -> replies.SessionReply:
     """A new session."""
     session_id = call.site.ids.new("session")
-    metadata = dict(bodies.written_down(body.user_metadata or {}))
+    metadata = dict(bodies.check_int64(body.user_metadata or {}))
     if body.display_name is not None:
         metadata["display_name"] = body.display_name
     opening = messages.OpenSession(session_id, body.tags, metadata, body.sdk_version)
@@ -19,19 +19,19 @@ async def create(call: Call, body: bodies.CreateSession) -> replies.SessionReply
     return replies.SessionReply(session_id=session_id)
 
 
-async def heartbeat(call: Call, body: bodies.Session) -> replies.Heartbeat:
+async def heartbeat(call: Call, body: bodies.SessionBody) -> replies.HeartbeatReply:
     """The client is still there."""
     await call.look(messages.SessionHeartbeat(body.session_id), messages.Done)
-    return replies.Heartbeat()
+    return replies.HeartbeatReply()
 
 
-async def finish(call: Call, body: bodies.FinishSession) -> None:
+async def finish(call: Call, body: bodies.FinishSessionBody) -> None:
     """The client is done."""
     reason = body.reason.type if body.detail is None else f"{body.reason.type}: {body.detail}"
     await call.look(messages.FinishSession(call.path["session_id"], reason), messages.Done)
 
 
-async def kill(call: Call, body: bodies.Session) -> None:
+async def kill(call: Call, body: bodies.SessionBody) -> None:
     """End a session and let go of the models it made."""
     session = await _session(call, body.session_id)
     await call.look(messages.FinishSession(body.session_id, "killed"), messages.Done)
@@ -41,7 +41,7 @@ async def kill(call: Call, body: bodies.Session) -> None:
             await call.submit(ops.UnloadModel(model_id))
 
 
-async def listed(call: Call, query: bodies.Page) -> replies.SessionList:
+async def listed(call: Call, query: bodies.PageQuery) -> replies.SessionList:
     """The caller's sessions, the newest first."""
     found = await _sessions(call)
     return replies.SessionList(sessions=[each.session_id for each in found[query.offset :][: query.limit]])
@@ -51,7 +51,9 @@ async def show(call: Call) -> replies.SessionInfo:
     """One session."""
     session = await _session(call, call.path["session_id"])
     return replies.SessionInfo(
-        training_run_ids=session.models, sampler_ids=session.samplers, user_metadata=bodies.words(session.user_metadata)
+        training_run_ids=session.models,
+        sampler_ids=session.samplers,
+        user_metadata=bodies.metadata_as_text(session.user_metadata),
     )
 
 

@@ -11,8 +11,7 @@ from strata.identity.roles import Role
 from strata.train.api.context import Call
 from strata.train.core import status
 from strata.train.metrics import MEDIA_TYPE
-from strata.train.wire.timeline import TimelineReply, timeline_reply
-from strata.train.wire.trace import chrome_trace
+from strata.train.wire.timeline import TimelineReply, chrome_trace, timeline_reply
 
 
 def _everything(call: Call) -> bool:

@@ -11,16 +11,16 @@ from strata.http.route import KIB, RESEARCHER, SETTING, VIEWER, RawBody, Route
 from strata.train.api.context import Call, Site
 from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
-from strata.train.wire import bodies, json_era, native, native_reader, replies, tinker
+from strata.train.wire import bodies, native, replies, tinker, tinker_json
 
 
-async def create_model(call: Call, body: bodies.CreateModel) -> ops.CreateModel:
+async def create_model(call: Call, body: bodies.CreateModelBody) -> ops.CreateModel:
     """A model: an adapter over the server's base, or the base itself."""
     del call
     return body.operation()
 
 
-async def get_info(call: Call, body: bodies.Model) -> replies.Info:
+async def get_info(call: Call, body: bodies.ModelBody) -> replies.ModelInfoReply:
     """What a model is, and where its tokenizer comes from."""
     return replies.info(await call.look(messages.DescribeModel(body.model_id), messages.ModelView))
 
@@ -40,9 +40,9 @@ def _pass(site: Site, body: RawBody, *, forward_only: bool) -> ops.ForwardBackwa
     if body.media_type == tinker.MEDIA_TYPE and not forward_only:
         found = tinker.read_pass(body.content)
     elif body.media_type == native.MEDIA_TYPE and not forward_only:
-        found = native_reader.read_pass(body.content)
+        found = native.read_pass(body.content)
     elif body.media_type == JSON:
-        found = json_era.read_pass(body.content, forward_only=forward_only)
+        found = tinker_json.read_pass(body.content, forward_only=forward_only)
     else:
         raise HttpRefusal(415, Code.UNSUPPORTED, f"a batch is read as protobuf or JSON, not as {body.media_type!r}")
     if isinstance(found, ops.MalformedOperation):
@@ -50,19 +50,19 @@ def _pass(site: Site, body: RawBody, *, forward_only: bool) -> ops.ForwardBackwa
     return found.operation(site.payloads.keep(found.encoded()))
 
 
-async def optim_step(call: Call, body: bodies.OptimStep) -> ops.OptimStep:
+async def optim_step(call: Call, body: bodies.OptimStepBody) -> ops.OptimStep:
     """Apply the gradients."""
     del call
     return body.operation()
 
 
-async def abort_gradients(call: Call, body: bodies.AbortGradients) -> ops.AbortGradients:
+async def abort_gradients(call: Call, body: bodies.AbortGradientsBody) -> ops.AbortGradients:
     """Throw away the gradients since the last step."""
     del call
     return body.operation()
 
 
-async def unload_model(call: Call, body: bodies.UnloadModel) -> ops.UnloadModel:
+async def unload_model(call: Call, body: bodies.UnloadModelBody) -> ops.UnloadModel:
     """Let go of a model."""
     del call
     return body.operation()

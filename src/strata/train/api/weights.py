@@ -12,13 +12,13 @@ from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 
 
-async def save(call: Call, body: bodies.SaveWeights) -> ops.SaveWeights:
+async def save(call: Call, body: bodies.SaveWeightsBody) -> ops.SaveWeights:
     """Save what training goes on from: weights and optimizer."""
     del call
     return body.operation()
 
 
-async def save_external(call: Call, body: bodies.SaveWeightsExternal) -> ops.SaveWeights:
+async def save_external(call: Call, body: bodies.SaveWeightsExternalBody) -> ops.SaveWeights:
     """Save the weights in the form of PEFT or Hugging Face, to be taken away."""
     del call
     return body.operation()
@@ -34,7 +34,7 @@ async def copy(call: Call) -> None:
     )
 
 
-async def load(call: Call, body: bodies.LoadWeights) -> ops.LoadWeights:
+async def load(call: Call, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
     """Replace a model's weights, and its optimizer if asked, by saved ones; or make a model of saved weights."""
     operation = body.operation()
     if body.session_id is not None and operation.seq_id == 0:
@@ -44,39 +44,39 @@ async def load(call: Call, body: bodies.LoadWeights) -> ops.LoadWeights:
             model_id=operation.model_id,
             base_model=body.base_model or found.base_model,
             lora=found.lora,
-            user_metadata=bodies.words(body.user_metadata),
+            user_metadata=bodies.metadata_as_text(body.user_metadata),
         )
         await call.submit(create, body.session_id)
     return operation
 
 
-async def info(call: Call, body: bodies.TinkerPath) -> replies.WeightsInfo:
+async def info(call: Call, body: bodies.TinkerPathBody) -> replies.WeightsInfo:
     """What a checkpoint needs to be loaded."""
     run_id, kind, name = bodies.tinker_path(body.tinker_path)
     found = await call.look(messages.DescribeCheckpoint(run_id, kind, name), messages.ModelCheckpointView)
     return replies.weights_info(found)
 
 
-async def list_checkpoints(call: Call, body: bodies.Model) -> replies.Checkpoints:
+async def list_checkpoints(call: Call, body: bodies.ModelBody) -> replies.CheckpointsReply:
     """The checkpoints of a model."""
-    return replies.Checkpoints(checkpoints=await _checkpoints(call, body.model_id))
+    return replies.CheckpointsReply(checkpoints=await _checkpoints(call, body.model_id))
 
 
-async def delete_checkpoint(call: Call, body: bodies.Checkpoint) -> None:
+async def delete_checkpoint(call: Call, body: bodies.CheckpointBody) -> None:
     """Delete a checkpoint."""
     await _delete(call, body.model_id, body.checkpoint_id)
 
 
-async def of_run(call: Call) -> replies.Checkpoints:
+async def of_run(call: Call) -> replies.CheckpointsReply:
     """The checkpoints of a model."""
-    return replies.Checkpoints(checkpoints=await _checkpoints(call, call.path["run_id"]))
+    return replies.CheckpointsReply(checkpoints=await _checkpoints(call, call.path["run_id"]))
 
 
-async def of_all(call: Call, query: bodies.Page) -> replies.Checkpoints:
+async def of_all(call: Call, query: bodies.PageQuery) -> replies.CheckpointsReply:
     """The checkpoints of all the caller's models, the newest first."""
     found = await _checkpoints(call, None)
     page = replies.Cursor(offset=query.offset, limit=query.limit, total_count=len(found))
-    return replies.Checkpoints(checkpoints=found[query.offset :][: query.limit], cursor=page)
+    return replies.CheckpointsReply(checkpoints=found[query.offset :][: query.limit], cursor=page)
 
 
 async def remove(call: Call) -> None:
@@ -84,7 +84,7 @@ async def remove(call: Call) -> None:
     await _delete(call, call.path["run_id"], call.path["checkpoint_id"])
 
 
-async def set_ttl(call: Call, body: bodies.Lifetime) -> None:
+async def set_ttl(call: Call, body: bodies.CheckpointTtlBody) -> None:
     """Let a checkpoint go after so many seconds from now, or never."""
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
     await call.look(messages.SetCheckpointTtl(call.path["run_id"], kind, name, body.ttl_seconds), messages.Done)
@@ -108,7 +108,7 @@ async def _described(call: Call) -> messages.ModelCheckpointView:
     return await call.look(messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView)
 
 
-async def runs(call: Call, query: bodies.Page) -> replies.TrainingRuns:
+async def runs(call: Call, query: bodies.PageQuery) -> replies.TrainingRuns:
     """The caller's models, the newest first."""
     models = sorted(
         (await call.look(messages.ListModels(), messages.ModelList)).models,
@@ -129,7 +129,7 @@ async def run(call: Call) -> replies.TrainingRun:
     return replies.training_run(model, saved, await call.site.tenant(call.caller))
 
 
-async def _checkpoints(call: Call, model_id: str | None) -> list[replies.Checkpoint]:
+async def _checkpoints(call: Call, model_id: str | None) -> list[replies.CheckpointReply]:
     found = (await call.look(messages.ListCheckpoints(model_id), messages.CheckpointList)).checkpoints
     return [replies.checkpoint(each) for each in sorted(found, key=lambda one: one.saved_at_s, reverse=True)]
 

@@ -1,6 +1,6 @@
-"""Arrays from strangers: what has to hold before a rank may take their bytes for numbers.
+"""Arrays from clients: the checks before a rank may take their bytes for numbers.
 
-All checks are over whole arrays: a batch has millions of tokens, and Python may look at none of them alone.
+All checks are vectorized: a batch has millions of tokens, and none of them is looked at in Python alone.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ PER_TOKEN: Final = frozenset({"target_tokens", "weights", "advantages", "logprob
 """Inputs that every loss reads beside the tokens, one row for each."""
 
 
-def refuse(path: str, reason: str) -> StrataError:
+def invalid_field(path: str, reason: str) -> StrataError:
     return StrataError(Code.INVALID, f"{path}: {reason}", path=path)
 
 
 def check_datums(datums: Sequence[Datum]) -> None:
     if not datums:
-        raise refuse("data", "there is nothing to train on")
+        raise invalid_field("data", "there is nothing to train on")
     if len(datums) > MAX_DATUMS:
-        raise refuse("data", f"has {len(datums)} datums; one operation takes at most {MAX_DATUMS}")
+        raise invalid_field("data", f"has {len(datums)} datums; one operation takes at most {MAX_DATUMS}")
     for index, datum in enumerate(datums):
         _check_datum(f"data[{index}]", datum)
 
 
 def _check_datum(path: str, datum: Datum) -> None:
-    tokens = numbers(f"{path}.model_input", datum.tokens, DType.I32)
+    tokens = as_array(f"{path}.model_input", datum.tokens, DType.I32)
     if not tokens.size:
-        raise refuse(f"{path}.model_input", "has no tokens")
+        raise invalid_field(f"{path}.model_input", "has no tokens")
     if tokens.min() < 0:
         where = int((tokens < 0).argmax())
-        raise refuse(f"{path}.model_input", f"token {where} is {tokens[where]}, which no vocabulary has")
+        raise invalid_field(f"{path}.model_input", f"token {where} is {tokens[where]}, which no vocabulary has")
     if len(datum.inputs) > MAX_INPUTS:
-        raise refuse(f"{path}.loss_fn_inputs", f"has {len(datum.inputs)} arrays; at most {MAX_INPUTS} are read")
+        raise invalid_field(f"{path}.loss_fn_inputs", f"has {len(datum.inputs)} arrays; at most {MAX_INPUTS} are read")
     for name, tensor in datum.inputs.items():
         here = f"{path}.loss_fn_inputs.{name[:MAX_NAME]}"
         check_tensor(here, tensor)
         if name in PER_TOKEN and tensor.shape[:1] != (tokens.size,):
-            raise refuse(here, f"has the shape {list(tensor.shape)} beside {tokens.size} tokens")
+            raise invalid_field(here, f"has the shape {list(tensor.shape)} beside {tokens.size} tokens")
 
 
 def check_tensor(path: str, tensor: Tensor) -> None:
     if len(tensor.shape) > MAX_DIMENSIONS or any(size < 0 for size in tensor.shape):
-        raise refuse(path, f"{list(tensor.shape[: MAX_DIMENSIONS + 1])} is not a shape")
-    values = numbers(path, tensor.data, tensor.dtype)
+        raise invalid_field(path, f"{list(tensor.shape[: MAX_DIMENSIONS + 1])} is not a shape")
+    values = as_array(path, tensor.data, tensor.dtype)
     if isinstance(tensor, Dense):
         wanted = math.prod(tensor.shape)
         if values.size != wanted:
-            raise refuse(path, f"has {values.size} numbers where the shape {list(tensor.shape)} has {wanted}")
+            raise invalid_field(path, f"has {values.size} numbers where the shape {list(tensor.shape)} has {wanted}")
     else:
         _check_sparse(path, tensor, values.size)
     _check_finite(path, values, tensor.dtype)
@@ -78,21 +78,21 @@ def check_tensor(path: str, tensor: Tensor) -> None:
 def _check_sparse(path: str, tensor: Sparse, count: int) -> None:
     rows, columns = tensor.shape
     if rows * columns * tensor.dtype.itemsize > MAX_DENSE_BYTES:
-        raise refuse(path, f"a matrix of {rows} times {columns} is more than any loss reads")
-    crow = numbers(f"{path}.crow_indices", tensor.crow, DType.I64)
-    col = numbers(f"{path}.col_indices", tensor.col, DType.I64)
+        raise invalid_field(path, f"a matrix of {rows} times {columns} is more than any loss reads")
+    crow = as_array(f"{path}.crow_indices", tensor.crow, DType.I64)
+    col = as_array(f"{path}.col_indices", tensor.col, DType.I64)
     if crow.size != rows + 1:
-        raise refuse(f"{path}.crow_indices", f"has {crow.size} entries for {rows} rows, not {rows + 1}")
+        raise invalid_field(f"{path}.crow_indices", f"has {crow.size} entries for {rows} rows, not {rows + 1}")
     if crow[0] != 0 or crow[-1] != count or (np.diff(crow) < 0).any():
-        raise refuse(f"{path}.crow_indices", f"does not go up from 0 to the {count} values")
+        raise invalid_field(f"{path}.crow_indices", f"does not go up from 0 to the {count} values")
     if col.size != count:
-        raise refuse(f"{path}.col_indices", f"has {col.size} entries for {count} values")
+        raise invalid_field(f"{path}.col_indices", f"has {col.size} entries for {count} values")
     if count and not (col.min() >= 0 and col.max() < columns):
-        raise refuse(f"{path}.col_indices", f"names a column beyond the {columns} there are")
+        raise invalid_field(f"{path}.col_indices", f"names a column beyond the {columns} there are")
     inside = np.diff(col) <= 0
     inside[crow[(crow > 0) & (crow < count)] - 1] = False
     if inside.any():
-        raise refuse(f"{path}.col_indices", "a row names its columns twice or out of order")
+        raise invalid_field(f"{path}.col_indices", "a row names its columns twice or out of order")
 
 
 def _check_finite(path: str, values: npt.NDArray[Any], dtype: DType) -> None:
@@ -104,18 +104,20 @@ def _check_finite(path: str, values: npt.NDArray[Any], dtype: DType) -> None:
         return
     if not good.all():
         where = int((~good).argmax())
-        raise refuse(path, f"number {where} is {widened(values, dtype)[where]}; only finite numbers can be trained on")
+        raise invalid_field(
+            path, f"number {where} is {to_client_dtype(values, dtype)[where]}; only finite numbers can be trained on"
+        )
 
 
-def numbers(path: str, data: bytes, dtype: DType) -> npt.NDArray[Any]:
+def as_array(path: str, data: bytes, dtype: DType) -> npt.NDArray[Any]:
     """The bytes as an array, without a copy; bfloat16 as the integers of its bits."""
     if len(data) % dtype.itemsize:
-        raise refuse(path, f"{len(data)} bytes are no whole number of {dtype.value}")
+        raise invalid_field(path, f"{len(data)} bytes are no whole number of {dtype.value}")
     return np.frombuffer(data, NUMPY[dtype])
 
 
-def widened(values: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
-    """As clients know numbers: float32 or int64."""
+def to_client_dtype(values: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    """In a type that clients know: float32 or int64."""
     if dtype is DType.BF16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.int64) if dtype is DType.I32 else values

@@ -1,7 +1,7 @@
-"""Bodies of requests that are small JSON, as the clients of the training protocol write them.
+"""Request bodies in small JSON, as the clients of the tinker protocol write them.
 
-What orders a computation refuses fields it does not know: a parameter that a newer client sends and this server would
-overlook must not pass for applied. What only introduces or describes somebody overlooks them.
+The body of an operation is strict: a parameter of a newer client that this server would ignore must not pass for
+applied. Bodies that only identify or describe a client, a session or a checkpoint are lenient.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from strata.train.core.ops import MAX_NAME
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 Seq = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""What the links and the journal can write down."""
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What msgpack, on the links and in the journal, can encode."""
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
@@ -29,21 +29,21 @@ KINDS: Final = get_args(ops.WeightsKind)
 _CHECKPOINT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields it does not know are overlooked."""
+class LenientBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Unknown fields are ignored."""
 
 
-class Ordered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields it does not know are refused."""
+class StrictBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Unknown fields are refused."""
 
     type: Text = ""
 
 
-class ClientConfig(Told, frozen=True, kw_only=True):
+class ClientConfigBody(LenientBody, frozen=True, kw_only=True):
     sdk_version: Text = ""
 
 
-class CreateSession(Told, frozen=True, kw_only=True):
+class CreateSessionBody(LenientBody, frozen=True, kw_only=True):
     tags: Annotated[tuple[Text, ...], msgspec.Meta(max_length=100)] = ()
     user_metadata: dict[str, Any] | None = None
     sdk_version: Text = ""
@@ -51,46 +51,46 @@ class CreateSession(Told, frozen=True, kw_only=True):
     display_name: Text | None = None
 
 
-class Session(Told, frozen=True, kw_only=True):
+class SessionBody(LenientBody, frozen=True, kw_only=True):
     session_id: Name
 
 
-class Reason(Told, frozen=True, kw_only=True):
+class FinishReason(LenientBody, frozen=True, kw_only=True):
     type: Text = "success"
 
 
-class FinishSession(Told, frozen=True, kw_only=True):
-    reason: Reason = Reason()
+class FinishSessionBody(LenientBody, frozen=True, kw_only=True):
+    reason: FinishReason = FinishReason()
     detail: Text | None = None
 
 
-class Model(Told, frozen=True, kw_only=True):
+class ModelBody(LenientBody, frozen=True, kw_only=True):
     model_id: Name
 
 
-class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LoraConfigBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rank: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     alpha: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 32.0
-    seed: Whole | None = None
+    seed: Int64 | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
-    def own(self) -> ops.LoraConfig:
+    def to_core(self) -> ops.LoraConfig:
         return ops.LoraConfig(**{name: getattr(self, name) for name in self.__struct_fields__})
 
 
-class OptimizerConfig(Told, frozen=True, kw_only=True):
+class OptimizerConfigBody(LenientBody, frozen=True, kw_only=True):
     type: Text = "adamw"
 
 
-class CreateModel(Ordered, frozen=True, kw_only=True):
+class CreateModelBody(StrictBody, frozen=True, kw_only=True):
     session_id: Name
     model_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     base_model: Name
     user_metadata: dict[str, Any] | None = None
-    lora_config: LoraConfig | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    lora_config: LoraConfigBody | None = None
+    optimizer_config: OptimizerConfigBody = OptimizerConfigBody()
     schedule: ops.Schedule | None = None
     """A factor on every step's learning rate, for clients that do not compute their own."""
 
@@ -102,13 +102,13 @@ class CreateModel(Ordered, frozen=True, kw_only=True):
         return ops.CreateModel(
             model_id=f"{self.session_id}:train:{self.model_seq_id}",
             base_model=self.base_model,
-            lora=None if self.lora_config is None else self.lora_config.own(),
+            lora=None if self.lora_config is None else self.lora_config.to_core(),
             schedule=self.schedule,
-            user_metadata=words(self.user_metadata),
+            user_metadata=metadata_as_text(self.user_metadata),
         )
 
 
-class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AdamParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     learning_rate: Amount = 1e-4
     beta1: Share = 0.9
     beta2: Share = 0.95
@@ -117,7 +117,7 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     grad_clip_norm: Amount = 0.0
     type: Literal["adamw"] = "adamw"
 
-    def own(self) -> ops.AdamParams:
+    def to_core(self) -> ops.AdamParams:
         return ops.AdamParams(
             learning_rate=self.learning_rate,
             beta1=self.beta1,
@@ -128,16 +128,16 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
 
-class OptimStep(Ordered, frozen=True, kw_only=True):
+class OptimStepBody(StrictBody, frozen=True, kw_only=True):
     model_id: Name
     seq_id: Seq
-    adam_params: AdamParams = AdamParams()
+    adam_params: AdamParamsBody = AdamParamsBody()
 
     def operation(self) -> ops.OptimStep:
-        return ops.OptimStep(self.model_id, self.seq_id, self.adam_params.own())
+        return ops.OptimStep(self.model_id, self.seq_id, self.adam_params.to_core())
 
 
-class AbortGradients(Ordered, frozen=True, kw_only=True):
+class AbortGradientsBody(StrictBody, frozen=True, kw_only=True):
     model_id: Name
     seq_id: Seq
 
@@ -145,7 +145,7 @@ class AbortGradients(Ordered, frozen=True, kw_only=True):
         return ops.AbortGradients(self.model_id, self.seq_id)
 
 
-class SaveWeights(Ordered, frozen=True, kw_only=True):
+class SaveWeightsBody(StrictBody, frozen=True, kw_only=True):
     model_id: Name
     seq_id: Seq
     path: Name | None = None
@@ -163,11 +163,11 @@ class SaveWeights(Ordered, frozen=True, kw_only=True):
             name=name,
             overwrite=self.overwrite,
             ttl_s=self.ttl_seconds,
-            user_metadata=words(self.user_metadata),
+            user_metadata=metadata_as_text(self.user_metadata),
         )
 
 
-class SaveWeightsExternal(Ordered, frozen=True, kw_only=True):
+class SaveWeightsExternalBody(StrictBody, frozen=True, kw_only=True):
     model_id: Name
     seq_id: Seq
     path: Name
@@ -181,7 +181,7 @@ class SaveWeightsExternal(Ordered, frozen=True, kw_only=True):
         return ops.SaveWeights(self.model_id, self.seq_id, "external_weights", name, ttl_s=self.ttl_seconds)
 
 
-class LoadWeights(Ordered, frozen=True, kw_only=True):
+class LoadWeightsBody(StrictBody, frozen=True, kw_only=True):
     """Into a model, at a place of its order, or into a new model of a session, before everything else."""
 
     path: Name
@@ -192,7 +192,7 @@ class LoadWeights(Ordered, frozen=True, kw_only=True):
     base_model: Name | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer: bool = False
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    optimizer_config: OptimizerConfigBody = OptimizerConfigBody()
 
     @property
     def new_model_id(self) -> str | None:
@@ -216,56 +216,56 @@ class LoadWeights(Ordered, frozen=True, kw_only=True):
         return ops.LoadWeights(self.model_id, self.seq_id, run_id, kind, name, self.optimizer)
 
 
-class UnloadModel(Ordered, frozen=True, kw_only=True):
+class UnloadModelBody(StrictBody, frozen=True, kw_only=True):
     model_id: Name
 
     def operation(self) -> ops.UnloadModel:
         return ops.UnloadModel(self.model_id)
 
 
-class TinkerPath(Told, frozen=True, kw_only=True):
+class TinkerPathBody(LenientBody, frozen=True, kw_only=True):
     tinker_path: Name
 
 
-class Lifetime(Ordered, frozen=True, kw_only=True):
+class CheckpointTtlBody(StrictBody, frozen=True, kw_only=True):
     ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None
     """From now; null is for ever."""
 
 
-class Token(Told, frozen=True, kw_only=True):
+class ArchiveTokenQuery(LenientBody, frozen=True, kw_only=True):
     token: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
 
 
-class ImportQuery(Told, frozen=True, kw_only=True):
+class ImportQuery(LenientBody, frozen=True, kw_only=True):
     name: Name
     ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
 
 
-class Checkpoint(Told, frozen=True, kw_only=True):
+class CheckpointBody(LenientBody, frozen=True, kw_only=True):
     model_id: Name
     checkpoint_id: Name
 
 
-class RetrieveFuture(Told, frozen=True, kw_only=True):
+class RetrieveFutureBody(LenientBody, frozen=True, kw_only=True):
     request_id: Name
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
     """Shorter than the server would wait."""
 
 
-class Future(Told, frozen=True, kw_only=True):
+class FutureBody(LenientBody, frozen=True, kw_only=True):
     request_id: Name
 
 
-class Page(Told, frozen=True, kw_only=True):
+class PageQuery(LenientBody, frozen=True, kw_only=True):
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class SessionQuery(Told, frozen=True, kw_only=True):
+class SessionQuery(LenientBody, frozen=True, kw_only=True):
     session_id: Name | None = None
 
 
-class KeyRequest(Ordered, frozen=True, kw_only=True):
+class ApiKeyBody(StrictBody, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
     role: Literal["viewer", "researcher", "operator", "admin"]
     valid_s: Annotated[float, msgspec.Meta(gt=0, le=3650 * 86_400)] | None = None
@@ -304,22 +304,22 @@ def tinker_path(text: str) -> tuple[str, Kind, str]:
     return parts[0], kind, name
 
 
-def written_down(metadata: Mapping[str, Any], path: str = "user_metadata") -> Mapping[str, Any]:
-    """The same, INVALID if there is a number in it that links and journal cannot write down."""
+def check_int64(metadata: Mapping[str, Any], path: str = "user_metadata") -> Mapping[str, Any]:
+    """The same metadata; INVALID if it has an integer of more than 64 bits, which msgpack cannot encode."""
     left: list[tuple[str, Any]] = [(path, metadata)]
     while left:
-        here, value = left.pop()
+        field, value = left.pop()
         if isinstance(value, Mapping):
-            left += [(f"{here}.{name[:MAX_NAME]}", each) for name, each in value.items()]
+            left += [(f"{field}.{name[:MAX_NAME]}", each) for name, each in value.items()]
         elif isinstance(value, list):
-            left += [(f"{here}[{index}]", each) for index, each in enumerate(value)]
+            left += [(f"{field}[{index}]", each) for index, each in enumerate(value)]
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise StrataError(Code.INVALID, f"{here}: the number has more than 64 bits", hint="send it as a text")
+            raise StrataError(Code.INVALID, f"{field}: the number has more than 64 bits", hint="send it as a text")
     return metadata
 
 
-def words(metadata: Mapping[str, Any] | None) -> Mapping[str, str]:
-    """Metadata of the client, as text: what is none is written as JSON."""
+def metadata_as_text(metadata: Mapping[str, Any] | None) -> Mapping[str, str]:
+    """The client's metadata as texts: other values are encoded as JSON."""
     return {
         name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
         for name, value in (metadata or {}).items()

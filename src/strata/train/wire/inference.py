@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from strata.train.core import messages, ops
-from strata.train.wire.bodies import Name, Ordered, Seq, Text, checkpoint_name
+from strata.train.wire.bodies import Name, Seq, StrictBody, Text, checkpoint_name
 
 
-class AddEndpoint(Ordered, frozen=True, kw_only=True):
+class AddEndpointBody(StrictBody, frozen=True, kw_only=True):
     url: Text
     engine: Literal["vllm", "transformers"] = "vllm"
     name: Name | None = None
@@ -23,11 +23,11 @@ class AddEndpoint(Ordered, frozen=True, kw_only=True):
         return messages.AddEndpoint(name.strip("-")[:128] if self.name is None else name, self.url, self.engine)
 
 
-class RemoveEndpoint(Ordered, frozen=True, kw_only=True):
+class RemoveEndpointBody(StrictBody, frozen=True, kw_only=True):
     name: Name
 
 
-class SyncWeights(Ordered, frozen=True, kw_only=True):
+class SyncWeightsBody(StrictBody, frozen=True, kw_only=True):
     model_id: Name
     seq_id: Seq
     name: Name | None = None
@@ -41,7 +41,7 @@ class SyncWeights(Ordered, frozen=True, kw_only=True):
         return ops.SyncWeights(self.model_id, self.seq_id, name, self.endpoints, self.ttl_seconds)
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class EndpointReply(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     url: str
     address: str
@@ -53,13 +53,13 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     published: Sequence[str]
 
 
-class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    endpoints: Sequence[Endpoint]
+class EndpointsReply(msgspec.Struct, frozen=True, kw_only=True):
+    endpoints: Sequence[EndpointReply]
 
 
-class Added(msgspec.Struct, frozen=True, kw_only=True):
+class EndpointAddedReply(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-def endpoints_of(found: messages.EndpointList) -> Endpoints:
-    return Endpoints(endpoints=[Endpoint(**msgspec.structs.asdict(each)) for each in found.endpoints])
+def endpoints_of(found: messages.EndpointList) -> EndpointsReply:
+    return EndpointsReply(endpoints=[EndpointReply(**msgspec.structs.asdict(each)) for each in found.endpoints])

@@ -13,7 +13,7 @@ from strata.train.core import messages
 TYPE_OF = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
-class Future(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class FutureReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: str
     model_id: str = ""
 
@@ -25,7 +25,7 @@ class TryAgain(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["try_again"] = "try_again"
 
 
-class ClientConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ClientConfigReply(msgspec.Struct, frozen=True, kw_only=True):
     proto_compress_fwdbwd: bool
     """Compress batches on the way: saves the network time and costs the client's."""
     parallel_fwdbwd_chunks: bool = True
@@ -48,7 +48,7 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["create_session"] = "create_session"
 
 
-class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
@@ -69,7 +69,7 @@ class ModelData(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_id: str
 
 
-class Info(msgspec.Struct, frozen=True, kw_only=True):
+class ModelInfoReply(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     model_data: ModelData
     is_lora: bool
@@ -89,7 +89,7 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     train_attn: bool | None
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointReply(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_id: str
     checkpoint_type: str
     time: datetime.datetime
@@ -115,8 +115,8 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
     total_count: int
 
 
-class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
-    checkpoints: Sequence[Checkpoint]
+class CheckpointsReply(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoints: Sequence[CheckpointReply]
     cursor: Cursor | None = None
 
 
@@ -128,8 +128,8 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     corrupted: bool
     lora_rank: int | None
     last_request_time: datetime.datetime
-    last_checkpoint: Checkpoint | None
-    last_sampler_checkpoint: Checkpoint | None
+    last_checkpoint: CheckpointReply | None
+    last_sampler_checkpoint: CheckpointReply | None
     user_metadata: Mapping[str, str]
 
 
@@ -172,7 +172,7 @@ class SessionStates(msgspec.Struct, frozen=True, kw_only=True):
     sessions: Sequence[SessionState]
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+class AcceptedReply(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["accepted"] = "accepted"
 
 
@@ -180,7 +180,7 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["ok"] = "ok"
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
+class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     ranks: Sequence[int]
     reason: str
@@ -189,7 +189,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     dispatched: int
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
+class ApiKeyView(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     name: str
     role: str
@@ -198,22 +198,22 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     revoked_at_s: float | None
 
 
-class KeyReply(msgspec.Struct, frozen=True, kw_only=True):
-    key: Key
+class ApiKeyReply(msgspec.Struct, frozen=True, kw_only=True):
+    key: ApiKeyView
     secret: str
     """The text of the key; told only here."""
 
 
-class Keys(msgspec.Struct, frozen=True, kw_only=True):
-    keys: Sequence[Key]
+class ApiKeysReply(msgspec.Struct, frozen=True, kw_only=True):
+    keys: Sequence[ApiKeyView]
 
 
 def moment(at_s: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(at_s, datetime.UTC)
 
 
-def info(model: messages.ModelView) -> Info:
-    return Info(
+def info(model: messages.ModelView) -> ModelInfoReply:
+    return ModelInfoReply(
         model_id=model.model_id,
         model_data=ModelData(arch=model.arch, model_name=model.base_model, tokenizer_id=model.tokenizer_id),
         is_lora=model.lora is not None,
@@ -223,8 +223,8 @@ def info(model: messages.ModelView) -> Info:
     )
 
 
-def checkpoint(found: messages.ModelCheckpointView) -> Checkpoint:
-    return Checkpoint(
+def checkpoint(found: messages.ModelCheckpointView) -> CheckpointReply:
+    return CheckpointReply(
         checkpoint_id=f"{found.kind}/{found.name}",
         checkpoint_type=TYPE_OF[found.kind],
         time=moment(found.saved_at_s),

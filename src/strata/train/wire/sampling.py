@@ -20,24 +20,24 @@ from strata.train.core.sampling import (
     SampleResult,
     TopLogprobs,
 )
-from strata.train.wire.about_prompts import (
+from strata.train.wire.arrays import invalid_field
+from strata.train.wire.bodies import Name, Seq, StrictBody, checkpoint_name, metadata_as_text, tinker_path
+from strata.train.wire.pb import tinker_pb2 as pb
+from strata.train.wire.prompt_logprobs import (
     draws_to_json,
     draws_to_proto,
     targets_of,
     targets_to_json,
     targets_to_proto,
 )
-from strata.train.wire.arrays import refuse
-from strata.train.wire.bodies import Name, Ordered, Seq, checkpoint_name, tinker_path, words
-from strata.train.wire.json_era import TensorJson, write
-from strata.train.wire.pb import tinker_pb2 as pb
+from strata.train.wire.tinker_json import TensorJson, write
 
 MOST_STOPS: Final = 64
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PromptChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: str = "encoded_text"
     tokens: Sequence[Token] = ()
 
@@ -46,7 +46,7 @@ class ModelInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     chunks: Sequence[msgspec.Raw]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | Sequence[str | Token] | None = None
@@ -55,10 +55,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = -1
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
-    def own(self) -> SampleParams:
+    def to_core(self) -> SampleParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         if stop is not None and len(stop) > MOST_STOPS:
-            raise refuse("sampling_params.stop", f"has {len(stop)} entries; at most {MOST_STOPS} are looked for")
+            raise invalid_field("sampling_params.stop", f"has {len(stop)} entries; at most {MOST_STOPS} are looked for")
         return SampleParams(
             max_tokens=self.max_tokens,
             seed=self.seed,
@@ -71,11 +71,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
 
-class SampleRequest(Ordered, frozen=True, kw_only=True):
+class SampleRequest(StrictBody, frozen=True, kw_only=True):
     sampling_session_id: Name | None = None
     seq_id: Number | None = None
     prompt: ModelInput
-    sampling_params: SamplingParams = SamplingParams()
+    sampling_params: SamplingParamsBody = SamplingParamsBody()
     num_samples: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
@@ -89,19 +89,21 @@ class SampleRequest(Ordered, frozen=True, kw_only=True):
 
     def operation(self) -> Sample:
         if self.sampling_session_id is None or self.seq_id is None:
-            raise refuse("sampling_session_id", "samples are asked for within a sampling session, and counted")
+            raise invalid_field("sampling_session_id", "samples are asked for within a sampling session, and counted")
         if self.record_stability_info:
-            raise refuse("record_stability_info", "no loss of this server reads what it would record")
+            raise invalid_field("record_stability_info", "no loss of this server reads what it would record")
         prompt = _tokens(self.prompt)
         length = len(prompt) // 4
         last, named = self.prompt_logprobs_last_n, self.target_prompt_logprobs
         if last is not None and (not self.prompt_logprobs or last >= length):
-            raise refuse("prompt_logprobs_last_n", f"needs prompt_logprobs, and is 1 to {length - 1} for this prompt")
+            raise invalid_field(
+                "prompt_logprobs_last_n", f"needs prompt_logprobs, and is 1 to {length - 1} for this prompt"
+            )
         return Sample(
             sampler_id=self.sampling_session_id,
             seq_id=self.seq_id,
             prompt=prompt,
-            params=self.sampling_params.own(),
+            params=self.sampling_params.to_core(),
             num_samples=self.num_samples,
             prompt_logprobs=bool(self.prompt_logprobs),
             topk_prompt_logprobs=self.topk_prompt_logprobs,
@@ -117,7 +119,7 @@ class _Kind(msgspec.Struct):
 
 
 _kinds: Final = msgspec.json.Decoder(_Kind)
-_chunks: Final = msgspec.json.Decoder(Chunk)
+_chunks: Final = msgspec.json.Decoder(PromptChunk)
 
 
 def _tokens(prompt: ModelInput) -> bytes:
@@ -127,16 +129,16 @@ def _tokens(prompt: ModelInput) -> bytes:
         try:
             kind = _kinds.decode(raw).type
             if kind != "encoded_text":
-                raise refuse(where, f"this server samples from tokens, not from {kind[:80]}")
+                raise invalid_field(where, f"this server samples from tokens, not from {kind[:80]}")
             tokens += _chunks.decode(raw).tokens
         except msgspec.MsgspecError as error:
-            raise refuse(where, str(error)) from None
+            raise invalid_field(where, str(error)) from None
     if not tokens:
-        raise refuse("prompt", "has no tokens")
+        raise invalid_field("prompt", "has no tokens")
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
-class CreateSamplingSession(Ordered, frozen=True, kw_only=True):
+class CreateSamplingSession(StrictBody, frozen=True, kw_only=True):
     session_id: Name
     sampling_session_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     base_model: Name | None = None
@@ -153,7 +155,7 @@ class CreateSamplingSession(Ordered, frozen=True, kw_only=True):
         return ops.OpenSampler(sampler_id, served)
 
 
-class SaveWeightsForSampler(Ordered, frozen=True, kw_only=True):
+class SaveWeightsForSampler(StrictBody, frozen=True, kw_only=True):
     model_id: Name
     seq_id: Seq
     path: Name | None = None
@@ -175,7 +177,7 @@ class SaveWeightsForSampler(Ordered, frozen=True, kw_only=True):
             name=checkpoint_name(self.path if self.path is not None else f"step-{self.seq_id}"),
             overwrite=self.overwrite,
             ttl_s=self.ttl_seconds,
-            user_metadata=words(self.user_metadata),
+            user_metadata=metadata_as_text(self.user_metadata),
         )
 
 
@@ -190,7 +192,7 @@ class SamplingSession(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "create_sampling_session"
 
 
-class JoinSamplingSession(Ordered, frozen=True, kw_only=True):
+class JoinSamplingSession(StrictBody, frozen=True, kw_only=True):
     sampling_session_id: Name
 
 
@@ -206,12 +208,12 @@ class SamplerReply(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str | None
 
 
-class SamplerTarget(Ordered, frozen=True, kw_only=True):
+class SamplerTarget(StrictBody, frozen=True, kw_only=True):
     sampling_session_id: Name
     cloned_sampler_id: Annotated[int, msgspec.Meta(ge=0, le=2**62 // CLIENT_BLOCK)] = 0
 
 
-class RetrieveFutures(Ordered, frozen=True, kw_only=True):
+class RetrieveFutures(StrictBody, frozen=True, kw_only=True):
     target: SamplerTarget
     prev_cursor: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """From the reply before; 0 is the beginning."""
@@ -221,15 +223,15 @@ class RetrieveFutures(Ordered, frozen=True, kw_only=True):
     """Nothing is done about them: a result is kept for as long as was promised."""
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SampleCompletion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: str
     """`finished` or `failed`; which failure it is, or the result, `retrieve_future` says."""
     request_id: str
     response_payload_uncompressed_size: int | None = None
 
 
-class Completions(msgspec.Struct, frozen=True, kw_only=True):
-    completions: Sequence[Completion]
+class SampleCompletions(msgspec.Struct, frozen=True, kw_only=True):
+    completions: Sequence[SampleCompletion]
     cursor: int
 
 
@@ -237,16 +239,16 @@ def sampler_of(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
 
 
-def completions_of(found: messages.SamplesEnded) -> Completions:
+def completions_of(found: messages.SamplesEnded) -> SampleCompletions:
     told = [
-        Completion(state="failed", request_id=each.future_id)
+        SampleCompletion(state="failed", request_id=each.future_id)
         if each.size is None
-        else Completion(
+        else SampleCompletion(
             state="finished", request_id=each.future_id, response_payload_uncompressed_size=max(each.size, 1)
         )
         for each in found.ended
     ]
-    return Completions(completions=told, cursor=found.cursor)
+    return SampleCompletions(completions=told, cursor=found.cursor)
 
 
 def write_proto(result: SampleResult) -> bytes:

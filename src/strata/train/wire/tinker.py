@@ -12,38 +12,38 @@ from google.protobuf.message import DecodeError
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.ops import MAX_DATUMS, MAX_DIMENSIONS, DType
-from strata.train.wire.arrays import refuse
-from strata.train.wire.elements import check_elements
+from strata.train.wire.arrays import invalid_field
+from strata.train.wire.pass_request import OperationKey, PassRequest, validate_pass
 from strata.train.wire.pb import tinker_pb2 as pb
-from strata.train.wire.request import PassRequest, Place, checked
+from strata.train.wire.protobuf_limits import check_elements
 
 MEDIA_TYPE: Final = "application/x-protobuf"
 OUTPUT_TYPE: Final = "ArrayRecord"
-_OWN: Final[Mapping[int, DType]] = {
+_DTYPE_OF: Final[Mapping[int, DType]] = {
     pb.DTYPE_FLOAT32: DType.F32,
     pb.DTYPE_INT64: DType.I64,
     pb.DTYPE_INT32: DType.I32,
     pb.DTYPE_BFLOAT16: DType.BF16,
 }
-_THEIRS: Final = {own: theirs for theirs, own in _OWN.items()}
+_PROTO_OF: Final = {dtype: proto for proto, dtype in _DTYPE_OF.items()}
 
 
 def read_pass(body: bytes) -> PassRequest | ops.MalformedOperation:
-    """INVALID is raised only where not even the place of the operation can be read."""
+    """INVALID is raised only where not even the key of the operation can be read."""
     check_elements(body, pb.ForwardBackwardRequest.DESCRIPTOR)
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise StrataError(Code.INVALID, f"the body is not a ForwardBackwardRequest: {error}") from None
-    place = Place.of(message.model_id, message.seq_id)
+    key = OperationKey.of(message.model_id, message.seq_id)
     try:
         if len(message.data) > MAX_DATUMS:
-            raise refuse("data", f"has {len(message.data)} datums; one operation takes at most {MAX_DATUMS}")
+            raise invalid_field("data", f"has {len(message.data)} datums; one operation takes at most {MAX_DATUMS}")
         datums = [_datum(f"data[{index}]", datum) for index, datum in enumerate(message.data)]
-        return checked(place, message.loss_fn, _config(message), datums, forward_only=message.forward_only)
+        return validate_pass(key, message.loss_fn, _config(message), datums, forward_only=message.forward_only)
     except StrataError as error:
-        return place.unreadable(error)
+        return key.malformed(error)
 
 
 def _config(message: pb.ForwardBackwardRequest) -> Mapping[str, float | str]:
@@ -60,27 +60,29 @@ def _datum(path: str, datum: pb.Datum) -> ops.Datum:
     for index, chunk in enumerate(datum.model_input):
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise refuse(f"{path}.model_input[{index}]", f"this server trains on tokens, not on {kind or 'nothing'}")
+            raise invalid_field(
+                f"{path}.model_input[{index}]", f"this server trains on tokens, not on {kind or 'nothing'}"
+            )
         pieces.append(chunk.encoded_text.tokens)
     inputs = {name: _tensor(f"{path}.loss_fn_inputs.{name}", each) for name, each in datum.loss_fn_inputs.items()}
     return ops.Datum(tokens=pieces[0] if len(pieces) == 1 else b"".join(pieces), inputs=inputs)
 
 
 def _tensor(path: str, tensor: pb.Tensor) -> ops.Tensor:
-    dtype = _OWN.get(tensor.dtype)
+    dtype = _DTYPE_OF.get(tensor.dtype)
     if dtype is None:
-        raise refuse(path, f"{tensor.dtype} is not a type of numbers")
+        raise invalid_field(path, f"{tensor.dtype} is not a type of numbers")
     if len(tensor.shape) > MAX_DIMENSIONS:
-        raise refuse(path, f"has {len(tensor.shape)} dimensions; at most {MAX_DIMENSIONS} are read")
+        raise invalid_field(path, f"has {len(tensor.shape)} dimensions; at most {MAX_DIMENSIONS} are read")
     shape = tuple(tensor.shape)
     encoding = tensor.WhichOneof("encoding")
     if encoding == "dense":
         data = tensor.dense
         return ops.Dense(dtype, shape or (len(data) // dtype.itemsize,), data)
     if encoding is None:
-        raise refuse(path, "has no numbers")
+        raise invalid_field(path, "has no numbers")
     if len(shape) != 2:
-        raise refuse(path, f"a sparse array is a matrix; its shape is {list(shape)}")
+        raise invalid_field(path, f"a sparse array is a matrix; its shape is {list(shape)}")
     csr = tensor.sparse_csr
     return ops.Sparse(dtype, (shape[0], shape[1]), csr.values, csr.crow_indices, csr.col_indices)
 
@@ -96,7 +98,7 @@ def write_output(result: ops.PassResult) -> bytes:
             batched = record.fields[name]
             batched.data = b"".join(parts)
             batched.offsets = offsets.tobytes()
-            batched.dtype = _THEIRS[first.dtype]  # type: ignore[assignment]
+            batched.dtype = _PROTO_OF[first.dtype]  # type: ignore[assignment]
             batched.trailing_shape.extend(first.shape[1:])
     for name, value in result.metrics.items():
         message.metrics[name] = value

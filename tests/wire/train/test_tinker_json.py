@@ -19,9 +19,9 @@ from tinker.types.save_weights_response import SaveWeightsResponse
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.ops import Dense, DType
-from strata.train.wire import json_era, tinker
+from strata.train.wire import tinker, tinker_json
+from strata.train.wire.pass_request import PassRequest
 from strata.train.wire.pb import tinker_pb2 as pb
-from strata.train.wire.request import PassRequest
 
 
 def tensor(values: list[Any], dtype: str = "float32", **more: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def body(*datums: Any, key: str = "forward_backward_input", **more: Any) -> byte
 
 
 def complaint(content: bytes, *, forward_only: bool = False) -> str:
-    found = json_era.read_pass(content, forward_only=forward_only)
+    found = tinker_json.read_pass(content, forward_only=forward_only)
     assert isinstance(found, ops.MalformedOperation)
     assert (found.model_id, found.seq_id) == ("s:train:0", 7)
     return found.message
@@ -49,7 +49,7 @@ GOOD = datum([1, 2, 3], target_tokens=tensor([2, 3, 4], "int64", shape=[3]), wei
 
 
 def test_a_body_is_read_like_the_same_batch_in_protobuf() -> None:
-    found = json_era.read_pass(body(GOOD), forward_only=False)
+    found = tinker_json.read_pass(body(GOOD), forward_only=False)
     assert isinstance(found, PassRequest)
     message = pb.ForwardBackwardRequest(model_id="s:train:0", seq_id=7, loss_fn="cross_entropy")
     sent = message.data.add()
@@ -61,7 +61,7 @@ def test_a_body_is_read_like_the_same_batch_in_protobuf() -> None:
 
 
 def test_forward_has_its_own_word_and_is_forward_only() -> None:
-    found = json_era.read_pass(body(GOOD, key="forward_input"), forward_only=True)
+    found = tinker_json.read_pass(body(GOOD, key="forward_input"), forward_only=True)
     assert isinstance(found, PassRequest)
     assert found.forward_only
     assert complaint(body(GOOD), forward_only=True) == "forward_input: is missing"
@@ -70,7 +70,7 @@ def test_forward_has_its_own_word_and_is_forward_only() -> None:
 
 def test_a_sparse_matrix_is_read() -> None:
     matrix = tensor([1.5, 2.5], shape=[3, 4], sparse_crow_indices=[0, 1, 1, 2], sparse_col_indices=[3, 0])
-    found = json_era.read_pass(body(datum([1, 2, 3], weights=matrix)), forward_only=False)
+    found = tinker_json.read_pass(body(datum([1, 2, 3], weights=matrix)), forward_only=False)
     assert isinstance(found, PassRequest)
     read = found.datums[0].inputs["weights"]
     assert isinstance(read, ops.Sparse)
@@ -105,14 +105,14 @@ def test_a_refusal_says_where(content: bytes, words: str) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"model_id": 3}', b'{"model_id": "m"}', b'{"a":' * 3000])
 def test_a_body_without_a_place_is_refused_at_once(content: bytes) -> None:
     with pytest.raises(StrataError) as refused:
-        json_era.read_pass(content, forward_only=False)
+        tinker_json.read_pass(content, forward_only=False)
     assert refused.value.code is Code.INVALID
 
 
 def test_an_output_is_json_that_keeps_what_is_not_a_number() -> None:
     values = np.array([-0.5, np.nan, -np.inf], np.float32)
     outputs = [ops.DatumOutput({"logprobs": Dense(DType.F32, (3,), values.tobytes())})]
-    found = json.loads(json_era.write_output(ops.PassResult(outputs, {"loss:sum": math.inf})))
+    found = json.loads(tinker_json.write_output(ops.PassResult(outputs, {"loss:sum": math.inf})))
     read = TensorData.model_validate(found["loss_fn_outputs"][0]["logprobs"])
     assert read.shape == [3]
     assert read.data[0] == -0.5
@@ -126,7 +126,7 @@ def test_numbers_of_half_width_are_widened() -> None:
         "half": Dense(DType.BF16, (1,), np.array([0x3FC0], "<u2").tobytes()),
         "small": Dense(DType.I32, (1,), np.array([-7], "<i4").tobytes()),
     }
-    found = json.loads(json_era.write_output(ops.PassResult([ops.DatumOutput(fields)], {})))["loss_fn_outputs"][0]
+    found = json.loads(tinker_json.write_output(ops.PassResult([ops.DatumOutput(fields)], {})))["loss_fn_outputs"][0]
     assert found["half"] == {"data": [1.5], "dtype": "float32", "shape": [1]}
     assert found["small"] == {"data": [-7], "dtype": "int64", "shape": [1]}
 
@@ -139,7 +139,7 @@ def test_every_result_is_one_of_the_sdk() -> None:
         (ops.WeightsSaved(path), SaveWeightsResponse),
         (ops.WeightsLoaded(path), LoadWeightsResponse),
     ):
-        found = model.model_validate(json.loads(json_era.write_result(result)))
+        found = model.model_validate(json.loads(tinker_json.write_result(result)))
         expected = {name: getattr(result, name) for name in result.__struct_fields__}
         assert {name: getattr(found, name) for name in expected} == expected
 
@@ -153,6 +153,6 @@ def test_every_result_is_one_of_the_sdk() -> None:
     ],
 )
 def test_a_failed_operation_says_whose_fault_it_is(category: Any, theirs: RequestErrorCategory) -> None:
-    content = json_era.write_result(ops.Failed(category, "the loss of datum 3 is nan"))
+    content = tinker_json.write_result(ops.Failed(category, "the loss of datum 3 is nan"))
     found = RequestFailedResponse.model_validate_json(content)
     assert (found.error, found.category) == ("the loss of datum 3 is nan", theirs)

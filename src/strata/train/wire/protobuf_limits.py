@@ -1,4 +1,4 @@
-"""How many things a protobuf message holds, counted on its bytes: two bytes may become a hundred when it is parsed."""
+"""Limits the elements of a protobuf message before it is parsed: two bytes may become a hundred in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from strata.train.wire.arrays import refuse
+from strata.train.wire.arrays import invalid_field
 
 MAX_ELEMENTS: Final = 1 << 20
 """Fields of all messages inside, and entries of packed lists. A datum with four arrays has about thirty."""
@@ -22,7 +22,7 @@ _TEXTS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
 def check_elements(body: bytes, kind: Descriptor) -> None:
-    """INVALID if there are too many. What is not well-formed is left to the parser, which has words for it."""
+    """INVALID if there are too many elements. A malformed message is left to the parser, which reports it."""
     if len(body) <= FREE_BYTES:
         return
     count = at = 0
@@ -32,7 +32,7 @@ def check_elements(body: bytes, kind: Descriptor) -> None:
     outer: list[tuple[int, Inside]] = []
     while at < end or outer:
         if count >= MAX_ELEMENTS:
-            raise refuse("data", f"the batch has more than {MAX_ELEMENTS} elements")
+            raise invalid_field("data", f"the batch has more than {MAX_ELEMENTS} elements")
         if at >= end:
             end, inside = outer.pop()
             continue

@@ -1,4 +1,5 @@
-"""Passes and results as JSON: what `tinker` clients before 0.25 send and read, and every other operation's result."""
+"""Passes and results in JSON: for passes the legacy format of `tinker` clients before 0.25, for all other results the
+only one."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import numpy.typing as npt
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.ops import MAX_DATUMS, DType
-from strata.train.wire.arrays import NUMPY, numbers, refuse, widened
-from strata.train.wire.request import PassRequest, Place, checked
+from strata.train.wire.arrays import NUMPY, as_array, invalid_field, to_client_dtype
+from strata.train.wire.pass_request import OperationKey, PassRequest, validate_pass
 from strata.train.wire.tinker import OUTPUT_TYPE
 
 T = TypeVar("T")
@@ -69,22 +70,22 @@ _tensors: Final = msgspec.json.Decoder(TensorJson)
 
 
 def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.MalformedOperation:
-    """INVALID is raised only where not even the place of the operation can be read."""
+    """INVALID is raised only if not even the key of the operation can be read."""
     head = _decoded(_heads, body, "")
-    place = Place.of(head.model_id, head.seq_id)
+    key = OperationKey.of(head.model_id, head.seq_id)
     try:
         if (count := body.count(b",")) > MAX_NUMBERS:
-            raise refuse("data", f"has {count} values; a batch in JSON takes at most {MAX_NUMBERS}")
+            raise invalid_field("data", f"has {count} values; a batch in JSON takes at most {MAX_NUMBERS}")
         found = _decoded(_bodies, body, "")
         given = found.forward_input if forward_only else found.forward_backward_input
         if given is None:
-            raise refuse("forward_input" if forward_only else "forward_backward_input", "is missing")
+            raise invalid_field("forward_input" if forward_only else "forward_backward_input", "is missing")
         if len(given.data) > MAX_DATUMS:
-            raise refuse("data", f"has {len(given.data)} datums; one operation takes at most {MAX_DATUMS}")
+            raise invalid_field("data", f"has {len(given.data)} datums; one operation takes at most {MAX_DATUMS}")
         datums = [_datum(f"data[{index}]", raw) for index, raw in enumerate(given.data)]
-        return checked(place, given.loss_fn, given.loss_fn_config or {}, datums, forward_only=forward_only)
+        return validate_pass(key, given.loss_fn, given.loss_fn_config or {}, datums, forward_only=forward_only)
     except StrataError as error:
-        return place.unreadable(error)
+        return key.malformed(error)
 
 
 def _datum(path: str, raw: msgspec.Raw) -> ops.Datum:
@@ -93,7 +94,7 @@ def _datum(path: str, raw: msgspec.Raw) -> ops.Datum:
     for index, chunk in enumerate(datum.model_input.chunks):
         if chunk.type != "encoded_text":
             where = f"{path}.model_input.chunks[{index}]"
-            raise refuse(where, f"this server trains on tokens, not on {chunk.type[:80]}")
+            raise invalid_field(where, f"this server trains on tokens, not on {chunk.type[:80]}")
         tokens += chunk.tokens
     inputs = {name: _tensor(f"{path}.loss_fn_inputs.{name}", each) for name, each in datum.loss_fn_inputs.items()}
     return ops.Datum(tokens=_packed(f"{path}.model_input", tokens, DType.I32), inputs=inputs)
@@ -108,27 +109,27 @@ def tensor_of(path: str, tensor: TensorJson) -> ops.Tensor:
     data = _packed(path, tensor.data, dtype)
     if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
         if tensor.sparse_crow_indices is not None or tensor.sparse_col_indices is not None:
-            raise refuse(path, "sparse_crow_indices and sparse_col_indices go together")
+            raise invalid_field(path, "sparse_crow_indices and sparse_col_indices go together")
         return ops.Dense(dtype, tuple(tensor.shape) if tensor.shape else (len(tensor.data),), data)
     if tensor.shape is None or len(tensor.shape) != 2:
-        raise refuse(path, f"a sparse array is a matrix; its shape is {tensor.shape}")
+        raise invalid_field(path, f"a sparse array is a matrix; its shape is {tensor.shape}")
     crow = _packed(f"{path}.sparse_crow_indices", tensor.sparse_crow_indices, DType.I64)
     col = _packed(f"{path}.sparse_col_indices", tensor.sparse_col_indices, DType.I64)
     return ops.Sparse(dtype, (tensor.shape[0], tensor.shape[1]), data, crow, col)
 
 
 def _packed(path: str, values: Sequence[float], dtype: DType) -> bytes:
-    """The numbers as bytes. A fraction, or a number that the type cannot hold, is refused and not bent to fit."""
+    """The numbers as bytes. A fraction, or a number that the type cannot hold, is refused, not rounded."""
     found = np.asarray(values) if values else np.empty(0)
     if dtype is DType.F32:
         with np.errstate(over="ignore"):
             return found.astype(NUMPY[dtype]).tobytes()
     wide = found.astype(np.int64) if found.dtype.kind in "if" and np.abs(found).max(initial=0) < 2**63 else None
     if wide is None or (wide != found).any():
-        raise refuse(path, f"takes integers of {8 * dtype.itemsize} bits")
+        raise invalid_field(path, f"takes integers of {8 * dtype.itemsize} bits")
     packed = wide.astype(NUMPY[dtype])
     if (packed != wide).any():
-        raise refuse(path, f"takes integers of {8 * dtype.itemsize} bits")
+        raise invalid_field(path, f"takes integers of {8 * dtype.itemsize} bits")
     return packed.tobytes()
 
 
@@ -138,7 +139,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, path: s
     except msgspec.ValidationError as error:
         reason, _, inside = str(error).partition(" - at `$")
         where = path + inside.rstrip("`")
-        raise refuse(where.lstrip("."), reason) if where else StrataError(Code.INVALID, reason) from None
+        raise invalid_field(where.lstrip("."), reason) if where else StrataError(Code.INVALID, reason) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StrataError(Code.INVALID, f"the body is not JSON: {error}") from None
 
@@ -148,12 +149,13 @@ def write_output(result: ops.PassResult) -> bytes:
     outputs, finite = [], all(map(math.isfinite, result.metrics.values()))
     for each in result.outputs:
         arrays = {
-            name: widened(numbers("", dense.data, dense.dtype), dense.dtype) for name, dense in each.fields.items()
+            name: to_client_dtype(as_array("", dense.data, dense.dtype), dense.dtype)
+            for name, dense in each.fields.items()
         }
         finite = finite and all(bool(np.isfinite(array).all()) for array in arrays.values())
         outputs.append({name: _array(array, each.fields[name].shape) for name, array in arrays.items()})
     value = {"loss_fn_output_type": OUTPUT_TYPE, "loss_fn_outputs": outputs, "metrics": dict(result.metrics)}
-    # The fast writer has no word for what is not finite, and writes null without a complaint.
+    # msgspec encodes numbers that are not finite as null, silently.
     return msgspec.json.encode(value) if finite else write(value)
 
 
@@ -169,7 +171,7 @@ def write_result(result: ops.Result) -> bytes:
     if isinstance(result, ops.SamplerOpened):
         return write({"type": "save_weights_for_sampler", "sampling_session_id": result.sampler_id})
     if isinstance(result, ops.Failed):
-        # Clients have no word for a cancelled operation but that the user wanted it so.
+        # The protocol has no category for a cancelled operation; `user` is the nearest.
         return write({"error": result.message, "category": "server" if result.category == "server" else "user"})
     fields = msgspec.to_builtins(result)
     if isinstance(result, ops.WeightsSaved) and "/sampler_weights/" in result.path:
