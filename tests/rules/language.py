@@ -1,0 +1,143 @@
+"""The names of `src`, and which of them are not in the language of docs/glossary.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).parents[2]
+SOURCE: Final = ROOT / "src" / "strata"
+
+REMOVED_WORDS: Final = frozenset(
+    [
+        "amnesty",
+        "anew",
+        "astray",
+        "beside",
+        "books",
+        "burial",
+        "burials",
+        "catching",
+        "condemned",
+        "courier",
+        "crew",
+        "deposed",
+        "everybody",
+        "forgiven",
+        "goodbye",
+        "grave",
+        "graves",
+        "greet",
+        "greets",
+        "greeted",
+        "greeting",
+        "hear",
+        "heard",
+        "hears",
+        "hello",
+        "hellos",
+        "herd",
+        "knock",
+        "knocks",
+        "nobody",
+        "overlook",
+        "parked",
+        "patience",
+        "patiently",
+        "reign",
+        "reigns",
+        "shelf",
+        "silence",
+        "somebody",
+        "spoiled",
+        "tell",
+        "telling",
+        "tells",
+        "together",
+        "told",
+        "tombstone",
+        "tombstones",
+        "trimming",
+        "twin",
+        "unheard",
+        "whoever",
+        "whomever",
+    ]
+)
+"""Parts of a name that no module, class, function or parameter has any more. The glossary has the terms instead."""
+
+LOG_METHODS: Final = frozenset({"critical", "debug", "error", "exception", "info", "warning"})
+_EVENT: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)+")
+_PART: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+
+class Name(NamedTuple):
+    module: str
+    line: int
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}: {self.kind} {self.name}"
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of the package but generated ones, by dotted name."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        if "pb" in path.relative_to(SOURCE).parts[:-1]:
+            continue
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        yield ".".join(parts).removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def names(module: str, tree: ast.Module) -> Iterator[Name]:
+    """Of the module itself, and of its classes, functions, methods and their parameters."""
+    yield Name(module, 1, "module", module.rpartition(".")[2])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield Name(module, node.lineno, "class", node.name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield Name(module, node.lineno, "function", node.name)
+            arguments = node.args
+            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+                yield Name(module, argument.lineno, "parameter", argument.arg)
+
+
+def words(name: str) -> frozenset[str]:
+    return frozenset(part.lower() for part in _PART.findall(name))
+
+
+def removed_words(module: str, tree: ast.Module) -> Iterator[Name]:
+    return (name for name in names(module, tree) if words(name.name) & REMOVED_WORDS)
+
+
+def log_events(module: str, tree: ast.Module) -> Iterator[Name]:
+    """The first argument of each call of a log method; one that is not a constant is shown as it is written."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+            continue
+        logger = node.func.value
+        named = logger.id if isinstance(logger, ast.Name) else logger.attr if isinstance(logger, ast.Attribute) else ""
+        if node.func.attr in LOG_METHODS and named in ("_log", "log", "logger", "_logger"):
+            event = node.args[0]
+            text = str(event.value) if isinstance(event, ast.Constant) else ast.unparse(event)
+            yield Name(module, node.lineno, "log event", text)
+
+
+def is_event(text: str) -> bool:
+    """A stable identifier of at least two words that has none of the removed ones."""
+    return _EVENT.fullmatch(text) is not None and not words(text) & REMOVED_WORDS
+
+
+def homonyms() -> Mapping[str, frozenset[str]]:
+    """Public classes that several modules define, with those modules."""
+    defined: defaultdict[str, set[str]] = defaultdict(set)
+    for module, tree in sources():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                defined[node.name].add(module)
+    return {name: frozenset(modules) for name, modules in sorted(defined.items()) if len(modules) > 1}
