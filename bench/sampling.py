@@ -31,8 +31,8 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.tiny import TinyModel, make
+from strata.train.runner.sampling.engine import SamplingEngine
 from strata.train.runner.sampling.request_validator import SamplerLimits
-from strata.train.runner.sampling.sampler import Sampler
 from strata.train.runner.settings import RunnerSettings
 
 GOAL: Final = 1.5
@@ -80,7 +80,7 @@ def one_rank(folder: Path) -> Iterator[RankGroup]:
 
 
 async def cases(report: Report, base: BaseModel, ranks: RankGroup, bare: Any, turns: Turns, size: str) -> None:
-    sampler = Sampler(base, ranks, SamplerLimits(sequences=16))
+    sampler = SamplingEngine(base, ranks, SamplerLimits(sequences=16))
     sampler.open_base("base")
     for number in range(8):
         sampler.open_adapter(f"adapter {number}", _adapter(base, number))
@@ -123,13 +123,13 @@ def _sample(sampler_id: str, number: int, length: int, tokens: int) -> Sample:
     return Sample(sampler_id, number, prompt, SampleParams(max_tokens=tokens, seed=number, end_tokens=False))
 
 
-def sampled(sampler: Sampler, samples: Sequence[Sample]) -> float:
+def sampled(sampler: SamplingEngine, samples: Sequence[Sample]) -> float:
     started = time.perf_counter()
-    spread = sampler.spread()
+    scatter = sampler.scatter()
     add = [AddedSample(str(number), sample) for number, sample in enumerate(samples)]
     tokens = 0
     while True:
-        done = spread.put_together([sampler.run(spread.cut(SamplingSlice(STEPS, add))[0])])
+        done = scatter.merge([sampler.run(scatter.partition(SamplingSlice(STEPS, add))[0])])
         add = []
         for one in done.ended:
             assert isinstance(one.outcome, SampleResult), one.outcome

@@ -146,12 +146,12 @@ class Whole:
     model: FullModel
 
     def save(self, folder: Path) -> None:
-        dcp_save(formats.whole_state(self.model, optimizer=True), storage_writer=FileSystemWriter(folder))
+        dcp_save(formats.full_state(self.model, optimizer=True), storage_writer=FileSystemWriter(folder))
         for path in (folder, folder.parent):
             sync(path)
 
     def load(self, folder: Path) -> None:
-        dcp_load(formats.whole_state(self.model, optimizer=True), storage_reader=FileSystemReader(folder))
+        dcp_load(formats.full_state(self.model, optimizer=True), storage_reader=FileSystemReader(folder))
 
 
 def _sorted(found: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -123,7 +123,7 @@ async def test_a_pass_beyond_the_measured_limit_is_rejected_before_the_ranks_are
         assert 1_000 < limit < LONG
         assert losses == sorted(losses, reverse=True)
         assert len(losses) == 2 * STEPS
-        assert len(server.logged("the ranks are ready")) == 1
+        assert len(server.logged("ranks_ready")) == 1
 
 
 async def test_ranks_that_run_out_inside_a_pass_start_again_once_and_others_lose_nothing(
@@ -138,4 +138,4 @@ async def test_ranks_that_run_out_inside_a_pass_start_again_once_and_others_lose
         assert 1_000 < limit < LONG
         assert losses == sorted(losses, reverse=True)
         assert len(losses) == 2 * STEPS
-        assert len(server.logged("the ranks are ready")) == 2
+        assert len(server.logged("ranks_ready")) == 2

@@ -374,7 +374,7 @@ class FakeRanks:
             case ops.CreateModel():
                 most = max(self.settings.model.max_models, self.settings.model.slots)
                 if len(self.models) >= most:
-                    return ops.Failed("user", f"all {most} places for models are taken; unload one first")
+                    return ops.Failed("user", f"the limit of {most} models is reached; unload one first")
                 self.models[operation.model_id] = Pretended()
                 return ops.ModelCreated(operation.model_id)
             case ops.UnloadModel():

@@ -297,7 +297,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.sockets / "api"
 
     @property
-    def meeting_place(self) -> Path:
+    def rendezvous_file(self) -> Path:
         """The file through which ranks of one machine find each other."""
         return self.sockets / "ranks.store"
 

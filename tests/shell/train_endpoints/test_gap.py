@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from strata.train.core.ops import LossName
-from strata.train.runner.passes.losses import RULES, Inputs, combine, metrics_of
+from strata.train.runner.passes.losses import RULES, LossInputs, combine_metrics, metrics_of
 
 
 def measured(trained: list[float], sampled: list[float], advantages: list[float]) -> dict[str, float]:
     count = len(trained)
-    datum = Inputs(
+    datum = LossInputs(
         tokens=torch.zeros(count, dtype=torch.int64),
         targets=torch.zeros(count, dtype=torch.int64),
         weights=torch.ones(count),
@@ -32,7 +32,7 @@ def test_the_gap_is_over_the_sampled_tokens_of_all_datums() -> None:
     """The first token is of a prompt: it has no advantage, and what is said of it means nothing."""
     first = measured([-9.0, -1.0, -2.5], [0.0, -1.5, -2.0], [0.0, 1.0, -1.0])
     second = measured([-3.0], [-2.75], [0.5])
-    found = combine([first, second])
+    found = combine_metrics([first, second])
     assert found["sampled_tokens:sum"] == 3
     assert found["sampler_gap:sum"] == pytest.approx(0.5 + 0.5 + 0.25)
     assert found["sampler_gap:max"] == pytest.approx(0.5)

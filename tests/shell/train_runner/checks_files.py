@@ -134,7 +134,7 @@ def a_checkpoint_that_is_not_whole_or_does_not_fit_is_refused(driver: Driver, fo
     before = driver.state(model)
     _refuses(driver.load("larger", "good"), "user", "in the checkpoint")
     _refuses(driver.load("louder", "good"), "user", "alpha is")
-    _refuses(driver.load(model, "weights-only"), "user", "no state of an optimizer")
+    _refuses(driver.load(model, "weights-only"), "user", "no optimizer state")
     _refuses(driver.load(model, "nothing"), "user", "there is no checkpoint")
     _refuses(driver.save(model, "good"), "user", "already")
     assert isinstance(driver.save(model, "good", overwrite=True), ops.WeightsSaved)

@@ -329,7 +329,7 @@ def what_does_not_fit_is_not_created(driver: Driver, found: Found) -> None:
     assert "nothing is to be trained" in refused("x", nothing)
     for number in range(8):
         driver.create(f"full-{number}", HEAD_ONLY)
-    assert "all 8 places" in refused("x", SMALL)
+    assert "the limit of 8 models" in refused("x", SMALL)
     assert "already" in refused("full-0", SMALL) or "places" in refused("full-0", SMALL)
     for number in range(8):
         driver.unload(f"full-{number}")

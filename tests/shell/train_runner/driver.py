@@ -186,7 +186,7 @@ class Driver:
         saved = self.save(model, name)
         assert isinstance(saved, ops.WeightsSaved), saved
         if shards.has_shards(self.folder / name):
-            return shards.whole(self.folder / name)
+            return shards.read_unsharded(self.folder / name)
         files = sorted((self.folder / name).glob("*.safetensors"))
         return {key: value for file in files for key, value in load_file(file).items()}
 

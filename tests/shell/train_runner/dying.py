@@ -17,7 +17,14 @@ import torch
 from strata.base import failpoint
 from strata.base.digest import sha256_hex
 from strata.train.runner.snapshot import files
-from strata.train.runner.snapshot.files import Copied, Manifest, SnapshotWriter, part_of, read_manifest, verify
+from strata.train.runner.snapshot.files import (
+    SnapshotCopy,
+    SnapshotManifest,
+    SnapshotWriter,
+    read_manifest,
+    temporary_folder,
+    verify,
+)
 
 RANKS = 2
 NAMED = {"train.snapshot.after_name"}
@@ -31,18 +38,18 @@ def places() -> list[str]:
 
 def write(folder: Path) -> str | None:
     """The digest of the manifest, or what went wrong as an error."""
-    manifest = Manifest(
-        base_model="m", arch="a", parameters=1, full=False, ranks=RANKS, touched=False, models=(), samplers=()
+    manifest = SnapshotManifest(
+        base_model="m", arch="a", parameters=1, full=False, ranks=RANKS, base_modified=False, models=(), samplers=()
     )
     writers = [SnapshotWriter(rank, 30.0) for rank in range(RANKS)]
     for rank, writer in enumerate(writers):
         shared = {"shared": torch.arange(9.0)} if rank == 0 else {}
-        writer.start(1, folder, Copied(manifest, shared, {"own": torch.full((5,), float(rank))}), 0.0)
+        writer.start(1, folder, SnapshotCopy(manifest, shared, {"own": torch.full((5,), float(rank))}), 0.0)
     for writer in writers:
         writer.join(60.0)
     written = writers[0].take()
     assert written is not None
-    assert written.trouble is None, written.trouble
+    assert written.error is None, written.error
     return written.digest
 
 
@@ -63,7 +70,7 @@ def main(above: Path) -> None:
         die(folder, place)
         if place in NAMED:
             digest = sha256_hex((folder / files.MANIFEST).read_bytes())
-            assert not part_of(folder).exists()
+            assert not temporary_folder(folder).exists()
         else:
             assert not folder.exists(), f"{place}: a snapshot that is not whole has a name"
             # The next one has another name; whatever lies there does not hinder it.

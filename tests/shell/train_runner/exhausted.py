@@ -42,10 +42,10 @@ def main(out: Path) -> None:
     ranks = RankGroup(torch.device("cpu"))
     folder = out.parent / "model"
     with ranks.collective_errors():
-        if ranks.first:
+        if ranks.is_rank0:
             make(folder, TinyModel(context=20_000))
     runner = ModelRunner(RunnerSettings(model=str(folder), sleep_folder=out.parent / "asleep"), ranks)
-    if not ranks.first:
+    if not ranks.is_rank0:
         taken = memory._status("VmData")
         resource.setrlimit(resource.RLIMIT_DATA, (taken + LEFT, resource.RLIM_INFINITY))
         follow(runner, ranks)

@@ -23,7 +23,7 @@ from strata.train.core.ops import LoraConfig
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import targets_of
 from strata.train.runner.model.base import BaseModel
-from strata.train.runner.passes.logprobs import Row
+from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.sampling.inference_model import InferenceModel
 from strata.train.runner.sampling.self_check import verify_decode_matches_training
 from strata.train.runner.settings import RunnerSettings
@@ -102,9 +102,9 @@ def base_of(folder: Path, ranks: RankGroup, training: Any = "lora") -> BaseModel
 @torch.no_grad()
 def all_logprobs(base: BaseModel) -> torch.Tensor:
     """What `reference_logprobs` is, by our pass over one packed row."""
-    places = torch.arange(sum(LENGTHS)).repeat_interleave(base.vocabulary)
+    logit_indices = torch.arange(sum(LENGTHS)).repeat_interleave(base.vocabulary)
     targets = torch.arange(base.vocabulary).repeat(sum(LENGTHS))
-    row = Row(tokens=tokens(), documents=list(LENGTHS), spans=(), places=places, targets=targets)
+    row = PackedRow(tokens=tokens(), documents=list(LENGTHS), spans=(), logit_indices=logit_indices, targets=targets)
     return base.logprobs(row).view(-1, base.vocabulary)
 
 

@@ -44,7 +44,7 @@ def main(out: Path, *, once_more: bool) -> None:
     models = out.parent / "models"
     found = Found(ranks.size, models)
     with ranks.collective_errors():
-        if ranks.first and not models.exists():
+        if ranks.is_rank0 and not models.exists():
             _make_models(models)
     folder = out.parent / f"{out.stem}-files"
     thrifty: dict[str, object] = {"activation_checkpointing": True, "logits_bytes": 4 * 512 * 7}
@@ -72,7 +72,7 @@ def main(out: Path, *, once_more: bool) -> None:
             **options,  # type: ignore[arg-type]
         )
         runner = ModelRunner(settings, ranks)
-        if not ranks.first:
+        if not ranks.is_rank0:
             follow(runner, ranks)
             continue
         link = Memory()
@@ -82,7 +82,7 @@ def main(out: Path, *, once_more: bool) -> None:
             _run(f"{number}:{check.__name__}", check, driver, found)
         dispatcher.run_once(commands.RankRequest(driver.generation, 1, commands.Shutdown()))
         print(f"stage {number} {model} {options} {perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-    if ranks.first:
+    if ranks.is_rank0:
         out.write_text(json.dumps({"checks": found.outcomes, "numbers": found.numbers}), encoding="utf-8")
     dist.destroy_process_group()
 

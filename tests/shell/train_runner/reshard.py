@@ -33,7 +33,7 @@ def main(model: Path, folder: Path) -> None:
     sys.addaudithook(
         lambda event, args: unpickled.append(f"{args[0]}.{args[1]}") if event == "pickle.find_class" else None
     )
-    if ranks.first:
+    if ranks.is_rank0:
         drive(RunnerDispatcher(runner, ranks, Memory(), "reshard"), folder, ranks.size, unpickled)
     else:
         arm("train.checkpoint.after_shard", lambda name: end(folder, ranks.rank, unpickled, name), skip=2)

@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     ranks = RankGroup(torch.device("cpu"))
     with ranks.collective_errors():
-        if ranks.first and not (folder / "llama").exists():
+        if ranks.is_rank0 and not (folder / "llama").exists():
             make(folder / "llama", TinyModel(family="llama"))
     kinds: tuple[Training, ...] = ("lora", "full")
     for training in kinds:
@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
                 model=str(folder / "llama"), name="llama", sleep_folder=folder / "asleep", training=training
             )
             runner = ModelRunner(settings, ranks)
-            if not ranks.first:
+            if not ranks.is_rank0:
                 follow(runner, ranks)
                 continue
             link = Memory()
@@ -84,7 +84,7 @@ def make_one(driver: Driver, runner: ModelRunner, folder: Path) -> None:
     driver.do(commands.ManageModel(ops.AbortGradients("m", 4)))
     go.set()
     runner.snapshots.join(WAIT_S)
-    driver.dispatcher.tell_written()
+    driver.dispatcher.report_snapshot()
     written = driver.link.sent.pop()
     assert isinstance(written, commands.SnapshotWritten), written
     assert (written.number, written.trouble) == (number, None)

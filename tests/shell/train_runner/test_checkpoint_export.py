@@ -138,7 +138,7 @@ def test_an_export_is_refused_of_what_is_damaged_or_no_adapter_and_over_what_is_
     (tmp_path / "there").mkdir()
     cases: list[tuple[tuple[Path, Path, Any, str], Code, str]] = [
         ((tmp_path / "damaged", tmp_path / "out", "peft", ""), Code.CORRUPT, "not as it was written"),
-        ((whole.folder / "saved", tmp_path / "out", "peft", ""), Code.INVALID, "no adapter"),
+        ((whole.folder / "saved", tmp_path / "out", "peft", ""), Code.INVALID, "not an adapter"),
         ((driver.folder / "saved", tmp_path / "there", "peft", ""), Code.CONFLICT, "there already"),
         ((driver.folder / "saved", tmp_path / "out", "hf", str(models / "qwen3_moe")), Code.INVALID, "belongs to a"),
         ((driver.folder / "saved", tmp_path / "out", "hf", str(models / "none")), Code.INVALID, "cannot"),

@@ -206,7 +206,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(drivers: dict[str, Driver
         ({"arch": "qwen3"}, "another architecture"),
         ({"lora": None}, "other kind of training"),
         ({"lora": ops.LoraConfig(rank=4, alpha=16.0)}, "alpha is 16"),
-        ({"kind": "sampler_weights"}, "no state of an optimizer"),
+        ({"kind": "sampler_weights"}, "no optimizer state"),
         ({"format": 99}, "format 99"),
     ],
 )
@@ -328,4 +328,4 @@ def test_shards_that_leave_a_hole_are_refused(
         save_file(load_file(folder / SHARD), folder / SHARD, metadata | {"DCP_SHARDING_INFO": json.dumps(offsets)})
         forge(folder)
 
-    refused(drivers["whole"], put, "is not part of a whole model")
+    refused(drivers["whole"], put, "is not part of a full model")

@@ -63,7 +63,7 @@ def driver(ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> Driver
 
 
 def test_what_one_rank_wrote_two_read_and_what_two_wrote_one_reads(driver: Driver) -> None:
-    one, two, trained = (shards.whole(driver.folder / name) for name in ("one", "two", "trained"))
+    one, two, trained = (shards.read_unsharded(driver.folder / name) for name in ("one", "two", "trained"))
     assert {"lm_head.weight", "exp_avg.lm_head.weight", "exp_avg_sq.lm_head.weight"} <= one.keys()
     assert apart_by(one, two) == 0
     assert apart_by(one, trained) > 0
@@ -85,7 +85,7 @@ def test_each_rank_writes_its_own_half(driver: Driver) -> None:
     assert len(sizes) == 2
     assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
     halves = [load_file(file) for file in sorted((driver.folder / "trained").glob(shards.SHARDS))]
-    whole = shards.whole(driver.folder / "trained")
+    whole = shards.read_unsharded(driver.folder / "trained")
     for name, tensor in whole.items():
         assert torch.equal(torch.cat([half[name] for half in halves if name in half]), tensor), name
 
@@ -97,12 +97,12 @@ def test_nothing_is_unpickled_by_the_ranks(driver: Driver) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_bare_engine_reads_our_shards_and_we_read_its_own(driver: Driver, tmp_path: Path) -> None:
-    ours = shards.whole(driver.folder / "trained")
+    ours = shards.read_unsharded(driver.folder / "trained")
     state = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
     load(state, storage_reader=HuggingFaceStorageReader(str(driver.folder / "trained")), no_dist=True)
     assert apart_by(ours, state) == 0
     save(state, storage_writer=HuggingFaceStorageWriter(str(tmp_path), save_distributed=True))
-    assert apart_by(ours, shards.whole(tmp_path)) == 0
+    assert apart_by(ours, shards.read_unsharded(tmp_path)) == 0
 
 
 def test_a_sampler_opens_the_shards_of_a_checkpoint(driver: Driver) -> None:

@@ -22,9 +22,9 @@ from strata.train.runner.checkpoint.formats import adapter_writer, to_peft
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, Span, targets_of
 from strata.train.runner.model.attention import Reach, describe_mask, document_attention, terms_of
-from strata.train.runner.model.base import BaseModel, checked_base
+from strata.train.runner.model.base import BaseModel, load_base
 from strata.train.runner.model.trained import LoraModel
-from strata.train.runner.passes.logprobs import Row
+from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner import family_table, tiny_families
 from tests.shell.train_runner.alone import one_rank
@@ -105,7 +105,9 @@ def test_gradients_of_adapters_are_those_of_peft(base: BaseModel, ranks: RankGro
     tokens, lengths = family_table.tokens(), family_table.LENGTHS
     targets = tokens.roll(-1)
     spans = [Span(adapter, sum(lengths[:2])), Span(None, 0), Span(adapter, sum(lengths[2:]))]
-    row = Row(tokens=tokens, documents=lengths, spans=spans, places=torch.arange(len(tokens)), targets=targets)
+    row = PackedRow(
+        tokens=tokens, documents=lengths, spans=spans, logit_indices=torch.arange(len(tokens)), targets=targets
+    )
     adapter.begin()
     ours = base.logprobs(row)
     ours.sum().backward()  # type: ignore[no-untyped-call]
@@ -199,12 +201,12 @@ def test_documents_of_a_row_are_attended_as_a_plain_softmax_says(reach: Reach, o
         for head in range(4):
             for place in range(length):
                 seen = [at for at in range(place + 1) if bool(reach.allows(torch.tensor(place), torch.tensor(at)))]
-                places = torch.tensor(seen) + start
-                scores = (key[0, head // 2, places].double() @ query[0, head, start + place].double()) * 0.4
+                logit_indices = torch.tensor(seen) + start
+                scores = (key[0, head // 2, logit_indices].double() @ query[0, head, start + place].double()) * 0.4
                 if "softcap" in options:
                     scores = 2.0 * torch.tanh(scores / 2.0)
                 total = scores.exp().sum() + (options["s_aux"][head].double().exp() if "s_aux" in options else 0.0)
-                expected = (scores.exp() / total) @ value[0, head // 2, places].double()
+                expected = (scores.exp() / total) @ value[0, head // 2, logit_indices].double()
                 torch.testing.assert_close(ours[0, start + place, head].double(), expected, atol=1e-5, rtol=1e-5)
         start += length
 
@@ -221,10 +223,10 @@ def test_what_bfloat16_would_hide_is_refused_in_float32(ranks: RankGroup, tmp_pa
         tiny_families.make("qwen3_next", tmp_path)
         settings = RunnerSettings(model=str(tmp_path), dtype="bfloat16", sleep_folder=tmp_path / "asleep")
         with pytest.raises(StrataError, match="neighbours in a row change a document"):
-            checked_base(settings, ranks)
+            load_base(settings, ranks)
         tiny_families.make("gpt_oss", tmp_path / "gpt_oss")
         sound = RunnerSettings(model=str(tmp_path / "gpt_oss"), dtype="bfloat16", sleep_folder=tmp_path / "asleep")
-        assert checked_base(sound, ranks).arch == "gpt_oss"
+        assert load_base(sound, ranks).arch == "gpt_oss"
 
 
 def test_layers_that_are_computed_again_give_the_same_numbers(ranks: RankGroup, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_model_too_many_is_refused_with_a_reason_and_one_that_goes_makes_room(
     more = commands.ManageModel(ops.CreateModel("more", "tiny", ops.LoraConfig(rank=1, alpha=1.0, seed=0)))
     (refused,) = driver.do(more)
     assert isinstance(refused, ops.Failed)
-    assert "all 5 places for models are taken" in refused.message
+    assert "the limit of 5 models is reached" in refused.message
     driver.unload("m1")
     assert driver.do(more) == [ops.ModelCreated("more")]
 
@@ -139,10 +139,10 @@ def test_how_a_snapshot_ended_is_told_once_and_until_it_could_be_sent(drivers: M
     assert driver.do(commands.TakeSnapshot(str(driver.folder / "snapshots" / "one"))) == []
     driver.dispatcher._runner.snapshots.join(WAIT_S)
     driver.link.full = True
-    driver.dispatcher.tell_written()
+    driver.dispatcher.report_snapshot()
     driver.link.full = False
     for _ in range(2):
-        driver.dispatcher.tell_written()
+        driver.dispatcher.report_snapshot()
     (told,) = driver.link.sent
     assert isinstance(told, commands.SnapshotWritten)
     assert told.trouble is None

@@ -30,9 +30,9 @@ def adapted(stage: Stage) -> None:
 
 
 def whole(stage: Stage) -> None:
-    stage.sampler.open_whole(BASE)
-    stage.sampler.open_whole("one")
-    stage.sampler.open_whole("two")
+    stage.sampler.open_full(BASE)
+    stage.sampler.open_full("one")
+    stage.sampler.open_full("two")
 
 
 def play(stage: Stage) -> Found:
@@ -75,7 +75,7 @@ def scenes(models: Path, ranks: RankGroup) -> Found:
     for model, options, prepare in kinds:
         stage = Stage(base_of(models / model, ranks, **options), ranks, sequences=6, prompt_tokens=40)
         prepare(stage)
-        if ranks.first:
+        if ranks.is_rank0:
             found[prepare.__name__] = play(stage)
             stage.end()
         else:
@@ -88,7 +88,7 @@ def main(models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     ranks = RankGroup(torch.device("cpu"))
     found = scenes(models, ranks)
-    if ranks.first:
+    if ranks.is_rank0:
         out.write_bytes(msgspec.json.encode(found))
     dist.destroy_process_group()
 

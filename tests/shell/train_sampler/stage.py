@@ -28,10 +28,10 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.trained import local
-from strata.train.runner.passes.logprobs import Row
+from strata.train.runner.passes.logprobs import PackedRow
+from strata.train.runner.sampling.engine import SamplingEngine
 from strata.train.runner.sampling.request_validator import SamplerLimits
-from strata.train.runner.sampling.sampler import Sampler
-from strata.train.runner.sampling.scatter import decode_quantum, decode_sampled, encode
+from strata.train.runner.sampling.scatter import decode_slice, decode_slice_result, encode
 from strata.train.runner.settings import RunnerSettings
 
 Array = np.ndarray[Any, Any]
@@ -49,8 +49,8 @@ class Stage:
     def __init__(self, base: BaseModel, ranks: RankGroup, **limits: int) -> None:
         self.base = base
         self.ranks = ranks
-        self.sampler = Sampler(base, ranks, SamplerLimits(**limits))
-        self.spread = self.sampler.spread()
+        self.sampler = SamplingEngine(base, ranks, SamplerLimits(**limits))
+        self.scatter = self.sampler.scatter()
         self.outcomes: dict[str, SampleOutcome] = {}
 
     def quantum(
@@ -63,13 +63,13 @@ class Stage:
         share: str = "",
     ) -> SliceResult:
         added = [AddedSample(request_id, sample, share) for request_id, sample in (add or {}).items()]
-        parts = self.spread.cut(SamplingSlice(steps, added, cancel, eager))
+        parts = self.scatter.partition(SamplingSlice(steps, added, cancel, eager))
         encoded = [encode(part) for part in parts]
         if self.ranks.size > 1:
-            self.ranks.announce(QUANTUM, [len(part) for part in encoded])
+            self.ranks.broadcast_header(QUANTUM, [len(part) for part in encoded])
             self.ranks.scatter(encoded)
-        report = encode(self.sampler.run(decode_quantum(encoded[0])))
-        done = self.spread.put_together([decode_sampled(one) for one in self.ranks.gather(report)])
+        report = encode(self.sampler.run(decode_slice(encoded[0])))
+        done = self.scatter.merge([decode_slice_result(one) for one in self.ranks.gather(report)])
         assert done.running + done.free_sequences == self.sampler.limits.sequences * self.ranks.size
         assert self.sampler._cache.allocated <= self.sampler.limits.cached_tokens
         self.outcomes |= {one.request_id: one.outcome for one in done.ended}
@@ -78,25 +78,25 @@ class Stage:
     def follow(self) -> None:
         """What every other rank does, until rank 0 has enough."""
         while True:
-            kind, sizes = self.ranks.await_announcement()
+            kind, sizes = self.ranks.receive_header()
             if kind == END:
                 return
             if kind == TRAIN:
                 self._train()
             else:
-                self.ranks.gather(encode(self.sampler.run(decode_quantum(self.ranks.receive_part(sizes)))))
+                self.ranks.gather(encode(self.sampler.run(decode_slice(self.ranks.receive_scatter(sizes)))))
 
     def end(self) -> None:
-        self.ranks.announce(END, [0] * self.ranks.size)
+        self.ranks.broadcast_header(END, [0] * self.ranks.size)
 
     def train(self) -> None:
         """A real pass there and back between two quanta, and a step if the weights themselves are trained."""
-        self.ranks.announce(TRAIN, [0] * self.ranks.size)
+        self.ranks.broadcast_header(TRAIN, [0] * self.ranks.size)
         self._train()
 
     def _train(self) -> None:
         tokens = torch.arange(4, 24)
-        row = Row(tokens=tokens, documents=[20], spans=(), places=tokens[:19] - 4, targets=tokens[1:])
+        row = PackedRow(tokens=tokens, documents=[20], spans=(), logit_indices=tokens[:19] - 4, targets=tokens[1:])
         (-self.base.logprobs(row).sum()).backward()  # type: ignore[no-untyped-call]
         for parameter in self.base.lm.parameters():
             if parameter.grad is not None:

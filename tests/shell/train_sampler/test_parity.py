@@ -236,13 +236,13 @@ def test_a_copy_of_a_whole_model_is_sampled_from_whatever_is_trained_meanwhile(m
     stage = Stage(base, ranks)
     original, changed = Reference.load(models / "llama"), Reference.load(models / "llama")
     samples = {f"{number}": greedy(prompt_of(number, 10), "first", 24, end_tokens=False) for number in range(3)}
-    stage.sampler.open_whole("first")
+    stage.sampler.open_full("first")
     assert stage.quantum(9, samples).requests == 3
     for parameter, own in zip(base.lm.parameters(), changed.model.parameters(), strict=True):
         noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(own.numel())) * 0.05
         own.data += noise
         local(parameter).add_(noise)
-    stage.sampler.open_whole("second")
+    stage.sampler.open_full("second")
     later = {f"later {key}": greedy(one.prompt, "second", 24, end_tokens=False) for key, one in samples.items()}
     found = stage.all(later) | stage.outcomes
     for key, one in samples.items():

@@ -18,7 +18,7 @@ from strata.train.core.sampling import (
     SamplingSlice,
 )
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.sampling.scatter import RankSampled, SampleScatter
+from strata.train.runner.sampling.scatter import RankSliceResult, SampleScatter
 from tests.shell.train_sampler.on_ranks import scenes
 from tests.shell.train_sampler.stage import ask, prompt_of
 from tests.support.torchrun import run_on_ranks
@@ -43,7 +43,7 @@ def test_two_ranks_sample_what_one_does(models: Path, ranks: RankGroup, tmp_path
             np.testing.assert_allclose(sampled["prompt"], other["prompt"], atol=2e-4)
 
 
-NOTHING: Final = RankSampled((), (), (), 0, 0, 0, 0, 0, 0)
+NOTHING: Final = RankSliceResult((), (), (), 0, 0, 0, 0, 0, 0)
 
 
 def sequence(index: int) -> SampledSequence:
@@ -51,9 +51,9 @@ def sequence(index: int) -> SampledSequence:
 
 
 def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None:
-    spread = SampleScatter(2, lambda sample: sample.length, 10)
+    scatter = SampleScatter(2, lambda sample: sample.length, 10)
     added = [AddedSample("large", ask(prompt_of(1, 30))), AddedSample("many", ask(prompt_of(1, 10), num=5))]
-    first, second = spread.cut(SamplingSlice(1, added))
+    first, second = scatter.partition(SamplingSlice(1, added))
     assert [(one.request_id, one.indices, one.prompt) for one in first.add] == [
         ("large", [0], True),
         ("many", [3], False),
@@ -61,29 +61,29 @@ def test_samples_go_where_the_least_is_reserved_and_come_back_in_order() -> None
     assert [(one.request_id, one.indices, one.prompt) for one in second.add] == [("many", [0, 1, 2, 4], True)]
     ended = msgspec.structs.replace(NOTHING, sequences=[("many", 3, sequence(3))])
     others = msgspec.structs.replace(NOTHING, sequences=[("many", index, sequence(index)) for index in (4, 1, 0, 2)])
-    assert not spread.put_together([ended, NOTHING]).ended
-    spread.cut(SamplingSlice(1))
-    (done,) = spread.put_together([NOTHING, others]).ended
+    assert not scatter.merge([ended, NOTHING]).ended
+    scatter.partition(SamplingSlice(1))
+    (done,) = scatter.merge([NOTHING, others]).ended
     assert done.outcome == SampleResult([sequence(index) for index in range(5)])
-    _, again = spread.cut(SamplingSlice(1, [AddedSample("next", ask(prompt_of(1, 10)))]))
+    _, again = scatter.partition(SamplingSlice(1, [AddedSample("next", ask(prompt_of(1, 10)))]))
     assert [one.request_id for one in again.add] == ["next"]
 
 
 def test_a_request_that_fails_on_one_rank_is_taken_back_from_the_others() -> None:
-    spread = SampleScatter(2, lambda sample: sample.length, 10)
-    spread.cut(SamplingSlice(1, [AddedSample("it", ask(prompt_of(1, 10), num=4))]))
-    done = spread.put_together([msgspec.structs.replace(NOTHING, failed=[("it", "broken")]), NOTHING])
+    scatter = SampleScatter(2, lambda sample: sample.length, 10)
+    scatter.partition(SamplingSlice(1, [AddedSample("it", ask(prompt_of(1, 10), num=4))]))
+    done = scatter.merge([msgspec.structs.replace(NOTHING, failed=[("it", "broken")]), NOTHING])
     assert done.ended[0].outcome == SampleFailed("user", "broken")
     assert done.requests == 0
-    parts = spread.cut(SamplingSlice(1))
+    parts = scatter.partition(SamplingSlice(1))
     assert [list(part.cancel) for part in parts] == [["it"], ["it"]]
     late = msgspec.structs.replace(NOTHING, sequences=[("it", 1, sequence(1))])
-    assert not spread.put_together([NOTHING, late]).ended
+    assert not scatter.merge([NOTHING, late]).ended
 
 
 def test_every_rank_is_told_of_all_samplers_in_use_so_that_they_meet() -> None:
-    spread = SampleScatter(3, lambda sample: sample.length, 10)
+    scatter = SampleScatter(3, lambda sample: sample.length, 10)
     added = [AddedSample(name, ask(prompt_of(1, 5), name)) for name in ("b", "a")]
-    parts = spread.cut(SamplingSlice(1, added))
+    parts = scatter.partition(SamplingSlice(1, added))
     assert [part.samplers for part in parts] == [["a", "b"]] * 3
     assert SampleParams() == added[0].sample.params

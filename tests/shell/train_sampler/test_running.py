@@ -16,8 +16,8 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, Span, targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.offload import SleepOffload
-from strata.train.runner.passes.logprobs import Row
-from strata.train.runner.sampling.request_validator import Terms
+from strata.train.runner.passes.logprobs import PackedRow
+from strata.train.runner.sampling.request_validator import RequestValidator
 from tests.shell.train_sampler.stage import (
     BASE,
     Stage,
@@ -198,7 +198,7 @@ def test_the_model_ends_a_text_by_itself_unless_it_is_told_not_to(stage: Stage) 
     options: dict[str, Any] = {"num": 16, "max_tokens": 120, "seed": 5, "temperature": 1.3}
     ended = stage.one(ask(prompt_of(1, 4), **options))
     free = stage.one(ask(prompt_of(1, 4), end_tokens=False, **options))
-    (end,) = stage.sampler._terms.ends
+    (end,) = stage.sampler._validator.end_tokens
     stopped = [one for one in ended.sequences if one.stop_reason == "stop"]
     assert 0 < len(stopped) < 16
     assert all(one.stop_reason == "length" and len(tokens_in(one)) == 120 for one in free.sequences)
@@ -221,7 +221,7 @@ def test_a_stop_token_ends_a_sequence_and_is_part_of_it(stage: Stage) -> None:
 
 
 def test_a_stop_string_ends_a_sequence_wherever_the_borders_of_tokens_are(stage: Stage, llama: BaseModel) -> None:
-    decode = Terms(llama, stage.sampler.limits).decoder()
+    decode = RequestValidator(llama, stage.sampler.limits).decoder()
     options: dict[str, Any] = {"max_tokens": 150, "seed": 2, "temperature": 1.2, "end_tokens": False}
     tokens = tokens_in(stage.one(ask(prompt_of(2, 5), **options)).sequences[0])
     text = decode(tokens)
@@ -240,7 +240,7 @@ def test_a_stop_string_ends_a_sequence_wherever_the_borders_of_tokens_are(stage:
 
 
 def test_a_stop_string_in_the_prompt_stops_nothing(stage: Stage, llama: BaseModel) -> None:
-    decode = Terms(llama, stage.sampler.limits).decoder()
+    decode = RequestValidator(llama, stage.sampler.limits).decoder()
     prompt = prompt_of(2, 5)
     plain = stage.one(greedy(prompt, end_tokens=False)).sequences[0]
     string = decode(tokens_in(prompt))[-3:]
@@ -300,7 +300,9 @@ def test_who_asks_for_few_of_the_likeliest_tokens_keeps_no_more_beside_one_who_a
     alone = only(stage.all({"few": few})["few"])
     stage.quantum(4, {"few": few, "many": many})
     (batch,) = stage.sampler._batches.values()
-    kept = {run.request.request_id: len(run.top_tokens) + len(run.top_logprobs) for run in batch.running}
+    kept = {
+        sequence.group.request_id: len(sequence.top_tokens) + len(sequence.top_logprobs) for sequence in batch.running
+    }
     so_far = len(batch.running[0].tokens)
     assert so_far > 1
     assert kept == {"few": so_far * 2 * 8, "many": so_far * 300 * 8}
@@ -392,9 +394,13 @@ def test_a_sampler_that_is_made_after_training_is_tried_on_the_base_alone(
     adapter = Adapter(config, targets_of(base.lm, config), ranks.device)
     adapter.flat.copy_(torch.randn(adapter.size, generator=torch.Generator().manual_seed(1)) * 0.2)
     tokens = torch.arange(4, 24)
-    row = Row(tokens=tokens, documents=[20], spans=[Span(adapter, 20)], places=tokens[:19] - 4, targets=tokens[1:])
+    row = PackedRow(
+        tokens=tokens, documents=[20], spans=[Span(adapter, 20)], logit_indices=tokens[:19] - 4, targets=tokens[1:]
+    )
     trained = base.logprobs(row)
-    bare = base.logprobs(Row(tokens=tokens, documents=[20], spans=(), places=row.places, targets=row.targets))
+    bare = base.logprobs(
+        PackedRow(tokens=tokens, documents=[20], spans=(), logit_indices=row.logit_indices, targets=row.targets)
+    )
     assert (trained - bare).abs().max() > 0.1, "the adapter says something else"
     base.logprobs(row)
     Stage(base, ranks).sampler.open_base(BASE)
@@ -406,5 +412,5 @@ def test_an_architecture_that_cannot_be_sampled_is_refused_and_not_tried(models:
     base.arch = "strange"
     base.lm.config.rms_norm_eps = 0.5
     stage = Stage(base, ranks)
-    with pytest.raises(StrataError, match="its tokens one by one are not those of a pass"):
+    with pytest.raises(StrataError, match="decoding gives other log probabilities than training"):
         stage.sampler.open_base(BASE)

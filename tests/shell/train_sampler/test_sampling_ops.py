@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from strata.train.core.sampling import SampleParams
-from strata.train.runner.sampling.sampling_ops import SeededRng, Transform, sample_tokens
+from strata.train.runner.sampling.sampling_ops import LogitsProcessor, SeededRng, sample_tokens
 from tests.shell.train_sampler.stage import Array, surprising, warpers
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def expected(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
 
 def draws(params: SampleParams, count: int) -> Array:
     uniform = torch.tensor([SeededRng(f"sequence {number}").next() for number in range(count)], dtype=torch.float64)
-    chosen = sample_tokens(LOGITS.expand(count, -1), Transform([params] * count, len(LOGITS), CPU), uniform)
+    chosen = sample_tokens(LOGITS.expand(count, -1), LogitsProcessor([params] * count, len(LOGITS), CPU), uniform)
     return np.bincount(chosen.tokens.numpy(), minlength=len(LOGITS))
 
 
@@ -53,7 +53,7 @@ def test_later_draws_of_one_sequence_follow_the_distribution_too() -> None:
     chance = SeededRng("one")
     count = 20_000
     uniform = torch.tensor([chance.next() for _ in range(count)], dtype=torch.float64)
-    chosen = sample_tokens(LOGITS.expand(count, -1), Transform([KINDS[0]] * count, len(LOGITS), CPU), uniform)
+    chosen = sample_tokens(LOGITS.expand(count, -1), LogitsProcessor([KINDS[0]] * count, len(LOGITS), CPU), uniform)
     wanted = expected(LOGITS[None], KINDS[0])[0].double().numpy() * count
     assert surprising(np.bincount(chosen.tokens.numpy(), minlength=len(LOGITS)), wanted) < 3.5
 
@@ -61,7 +61,9 @@ def test_later_draws_of_one_sequence_follow_the_distribution_too() -> None:
 def test_rows_of_every_kind_in_one_batch_have_each_their_own_distribution() -> None:
     torch.manual_seed(0)
     logits = torch.randn(len(KINDS), 3000) * 3
-    chosen = sample_tokens(logits, Transform(KINDS, 3000, CPU), torch.full((len(KINDS),), 0.5, dtype=torch.float64))
+    chosen = sample_tokens(
+        logits, LogitsProcessor(KINDS, 3000, CPU), torch.full((len(KINDS),), 0.5, dtype=torch.float64)
+    )
     for row, params in enumerate(KINDS):
         wanted = expected(logits[row : row + 1], params)[0]
         torch.testing.assert_close(chosen.distribution[row].exp(), wanted, atol=1e-6, rtol=1e-4)
@@ -72,7 +74,7 @@ def test_rows_of_every_kind_in_one_batch_have_each_their_own_distribution() -> N
 def test_a_flat_distribution_is_cut_as_well_where_the_likeliest_tokens_are_not_enough() -> None:
     logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(1)) * 0.1
     params = SampleParams(top_p=0.9)
-    chosen = sample_tokens(logits, Transform([params], 5000, CPU), torch.tensor([0.3], dtype=torch.float64))
+    chosen = sample_tokens(logits, LogitsProcessor([params], 5000, CPU), torch.tensor([0.3], dtype=torch.float64))
     kept, wanted = chosen.distribution[0] > -torch.inf, expected(logits, params)[0] > 0
     assert int((kept != wanted).sum()) <= 1, "rounding may decide over the last one"
 
@@ -80,14 +82,16 @@ def test_a_flat_distribution_is_cut_as_well_where_the_likeliest_tokens_are_not_e
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
 def test_a_token_without_probability_is_never_drawn(uniform: float) -> None:
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 1.0, -torch.inf]])
-    chosen = sample_tokens(logits, Transform([SampleParams()], 5, CPU), torch.tensor([uniform], dtype=torch.float64))
+    chosen = sample_tokens(
+        logits, LogitsProcessor([SampleParams()], 5, CPU), torch.tensor([uniform], dtype=torch.float64)
+    )
     assert int(chosen.tokens[0]) in (1, 3)
 
 
 def test_cold_rows_take_the_likeliest_token_beside_rows_that_draw() -> None:
     params = [SampleParams(temperature=0.0), SampleParams(), SampleParams(temperature=1e-5)]
     uniform = torch.full((3,), 1 - 1e-9, dtype=torch.float64)
-    chosen = sample_tokens(LOGITS.expand(3, -1), Transform(params, len(LOGITS), CPU), uniform)
+    chosen = sample_tokens(LOGITS.expand(3, -1), LogitsProcessor(params, len(LOGITS), CPU), uniform)
     assert chosen.tokens.tolist() == [3, 7, 3]
     torch.testing.assert_close(chosen.distribution[0], torch.log_softmax(LOGITS, -1))
     assert chosen.logprobs[2] == 0
@@ -96,7 +100,7 @@ def test_cold_rows_take_the_likeliest_token_beside_rows_that_draw() -> None:
 def test_logits_that_are_not_numbers_show_in_the_logprob_and_in_no_other_row() -> None:
     logits = torch.stack([LOGITS, torch.full_like(LOGITS, torch.nan), LOGITS])
     uniform = torch.full((3,), 0.5, dtype=torch.float64)
-    chosen = sample_tokens(logits, Transform([SampleParams(top_p=0.9)] * 3, len(LOGITS), CPU), uniform)
+    chosen = sample_tokens(logits, LogitsProcessor([SampleParams(top_p=0.9)] * 3, len(LOGITS), CPU), uniform)
     assert chosen.logprobs.isfinite().tolist() == [True, False, True]
 
 

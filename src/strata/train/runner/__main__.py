@@ -1,4 +1,4 @@
-"""`torchrun … -m strata.train.runner --settings FILE`: one rank, which ends with the torchrun that started it."""
+"""`torchrun … -m strata.train.runner --settings FILE`: one rank, which ends when its torchrun ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_parent() -> None:
-    """A rank whose torchrun was killed has nobody left who would end it, and would keep the socket for ever."""
+    """A rank whose torchrun was killed would never be ended by another process, and would keep the socket for ever."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

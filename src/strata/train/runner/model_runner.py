@@ -1,8 +1,8 @@
-"""ModelRunner: what every rank does with a command. All ranks get the same commands in the same order.
+"""ModelRunner: executes commands on a rank. All ranks get the same commands in the same order.
 
-Whatever can fail for a reason of the request (its shape, a name, a file) fails before the ranks begin to communicate,
-and on all of them together (`RankGroup.collective_errors`). A failure amid the arithmetic, where the others may already
-wait in a collective, ends the process instead: the group starts anew, from the last snapshot.
+An error that the request causes (its shape, a name, a file) is raised before the first collective, and on all ranks
+together (`RankGroup.collective_errors`). A failure during the arithmetic, when other ranks may already wait in a
+collective, ends the process instead: the group restarts from the last snapshot.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, targets_of
 from strata.train.runner.lora.slots import Slots
-from strata.train.runner.model.base import DTYPES, checked_base
+from strata.train.runner.model.base import DTYPES, load_base
 from strata.train.runner.model.memory import RowMemory
 from strata.train.runner.model.offload import SleepOffload
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel, local, sharded
-from strata.train.runner.passes.partition import RankPass, RankReport, Refused, failed
-from strata.train.runner.passes.pass_runner import PassRunner, Times
+from strata.train.runner.passes.partition import ItemFailure, RankPass, RankReport, failed
+from strata.train.runner.passes.pass_runner import PassRunner, PassTimes
+from strata.train.runner.sampling.engine import SamplingEngine
 from strata.train.runner.sampling.request_validator import SamplerLimits
-from strata.train.runner.sampling.sampler import Sampler
 from strata.train.runner.settings import RunnerSettings
 from strata.train.runner.snapshot import files, state
-from strata.train.runner.snapshot.files import Copied, SnapshotWriter
+from strata.train.runner.snapshot.files import SnapshotCopy, SnapshotWriter
 
 Single = commands.SaveState | commands.LoadState | commands.ManageModel | commands.MakeSampler
 Executed = commands.StepsCommand | Single
-Whole = Executed | commands.TakeSnapshot | commands.Restore
-"""Work that every rank gets whole."""
-MOST_SAMPLERS: Final = 1 << 20
-"""The orchestrator decides who makes room for whom; what it was once told to open is opened again after a restart."""
-Made = TypeVar("Made")
+BroadcastWork = Executed | commands.TakeSnapshot | commands.Restore
+"""Work that is broadcast to every rank."""
+UNLIMITED: Final = 1 << 20
+"""The orchestrator limits samplers and requests; a sampler that it opened once is opened again in a replay."""
+T = TypeVar("T")
 Managed = ops.CreateModel | ops.UnloadModel | ops.AbortGradients | ops.Sleep | ops.Wake
 
 
@@ -52,21 +52,21 @@ class ModelRunner:
     def __init__(self, settings: RunnerSettings, ranks: RankGroup) -> None:
         self.settings = settings
         self.ranks = ranks
-        self.base = checked_base(settings, ranks)
+        self.base = load_base(settings, ranks)
         self.memory = RowMemory(self.base, ranks, settings.sleep_folder / f"rank-{ranks.rank}.row")
         self.models: dict[str, TrainedModel] = {}
-        self._sleeping: SleepOffload | None = None
+        self._offload: SleepOffload | None = None
         self._base_modified = False
-        """Whether the weights of the base are still those of its folder."""
-        # Before anything is trained: it tries out whether it computes as the base does, which has no adapter yet.
-        self.sampler = Sampler(
+        """Whether the weights of the base differ from those in its folder."""
+        # Before anything is trained: its self-check compares it with the unmodified base.
+        self.sampler = SamplingEngine(
             self.base,
             ranks,
             SamplerLimits(
                 sequences=settings.sequences,
                 cached_tokens=settings.cached_tokens,
-                samplers=MOST_SAMPLERS,
-                requests=MOST_SAMPLERS,
+                samplers=UNLIMITED,
+                requests=UNLIMITED,
             ),
         )
         self._passes = PassRunner(self.base, ranks, self.models, self.memory)
@@ -79,40 +79,40 @@ class ModelRunner:
         self.snapshots = SnapshotWriter(ranks.rank, settings.snapshot_timeout_s)
 
     @property
-    def times(self) -> Times:
-        """Of the last pass."""
+    def times(self) -> PassTimes:
+        """The times of the last pass."""
         return self._passes.times
 
     def execute(self, work: Executed) -> list[ops.Result]:
-        """Do it, on all ranks together: a result of each operation."""
+        """Execute work on all ranks together; returns a result of each operation."""
         if isinstance(work, commands.StepsCommand):
             return self._steps(work.operations)
-        return [_tried(partial(self._execute, work))]
+        return [_catch(partial(self._execute, work))]
 
     def _steps(self, operations: Sequence[ops.OptimStep]) -> list[ops.Result]:
-        """All are begun before the first is ended: the sums of those behind it travel while it computes."""
-        if self._sleeping is not None:
+        """Start the all-reduce of all steps before the first step is made: the others overlap with its arithmetic."""
+        if self._offload is not None:
             return [failed(_ASLEEP.code, str(_ASLEEP)) for _ in operations]
-        self._slots.use(each.model_id for each in operations if each.model_id in self.models)
-        # Also without a gradient: weights decay.
+        self._slots.use(operation.model_id for operation in operations if operation.model_id in self.models)
+        # Also without a gradient, because of weight decay.
         self._base_modified = True
-        begun = [_tried(partial(self._start_step, each)) for each in operations]
-        return [each if isinstance(each, ops.Failed) else _tried(each) for each in begun]
+        steps = [_catch(partial(self._start_step, operation)) for operation in operations]
+        return [step if isinstance(step, ops.Failed) else _catch(step) for step in steps]
 
     def _start_step(self, operation: ops.OptimStep) -> Callable[[], ops.StepDone]:
-        step = self._known(operation.model_id).start_step(operation.adam)
+        step = self._find(operation.model_id).start_step(operation.adam)
         return lambda: ops.StepDone(step().metrics)
 
     def _execute(self, work: Single) -> ops.Result:
-        if self._sleeping is not None and not _may_sleep(work):
+        if self._offload is not None and not _allowed_asleep(work):
             raise _ASLEEP
         match work:
             case commands.SaveState(operation, path):
                 return self.save(operation, Path(path))
             case commands.LoadState(operation, path):
                 return self.load(operation, Path(path))
-            case commands.MakeSampler(making, path, close):
-                return self.make_sampler(making, Path(path), close)
+            case commands.MakeSampler(operation, path, close):
+                return self.make_sampler(operation, Path(path), close)
             case commands.ManageModel(operation):
                 return self._manage(operation)
             case _:
@@ -125,7 +125,7 @@ class ModelRunner:
             case ops.UnloadModel(model_id):
                 return self.unload(model_id)
             case ops.AbortGradients(model_id):
-                self._known(model_id).abort()
+                self._find(model_id).abort()
                 return ops.GradientsAborted()
             case ops.Sleep():
                 return self.sleep()
@@ -135,55 +135,56 @@ class ModelRunner:
                 assert_never(operation)
 
     def forward_backward(self, work: RankPass) -> RankReport:
-        """This rank's rows of a pass; the report is put together on rank 0."""
-        if self._sleeping is not None:
-            return RankReport((), [Refused(item, -1, _ASLEEP.code, str(_ASLEEP)) for item in range(len(work.items))])
+        """Compute this rank's rows of a pass; rank 0 merges the reports."""
+        if self._offload is not None:
+            failures = [ItemFailure(item, -1, _ASLEEP.code, str(_ASLEEP)) for item in range(len(work.items))]
+            return RankReport((), failures)
         self._base_modified = self._base_modified or self.settings.full
         self._slots.use(item.model_id for item in work.items if item.model_id in self.models)
         return self._passes.run(work)
 
     def create_model(self, operation: ops.CreateModel) -> ops.ModelCreated:
-        """The same again is the same model: a create that is told twice resets nothing."""
+        """CONFLICT if the model exists: a create that is sent twice must not reset it."""
         if operation.model_id in self.models:
             raise StrataError(Code.CONFLICT, f"there is a model {operation.model_id!r} already")
         if len(self.models) >= (1 if self.settings.full else self.settings.max_models):
-            raise StrataError(Code.EXHAUSTED, f"all {len(self.models)} places for models are taken; unload one first")
-        model = self._whole(operation) if self.settings.full else self._adapter(operation)
+            raise StrataError(Code.EXHAUSTED, f"the limit of {len(self.models)} models is reached; unload one first")
+        model = self._create_full(operation) if self.settings.full else self._create_lora(operation)
         self.models[operation.model_id] = model
         self._slots.use([operation.model_id])
         return ops.ModelCreated(operation.model_id)
 
-    def _adapter(self, operation: ops.CreateModel) -> LoraModel:
+    def _create_lora(self, operation: ops.CreateModel) -> LoraModel:
         lora = operation.lora
         if lora is None:
-            raise StrataError(Code.INVALID, "this server trains adapters: give a lora_config")
+            raise StrataError(Code.INVALID, "this server trains LoRA adapters: give a lora_config")
         if not 1 <= lora.rank <= self.settings.max_lora_rank or not (math.isfinite(lora.alpha) and lora.alpha > 0):
             raise StrataError(Code.INVALID, f"rank must be 1 to {self.settings.max_lora_rank}, and alpha above 0")
         adapter = Adapter(lora, targets_of(self.base.lm, lora), self.ranks.device)
-        # A model without a seed has one all the same, its name: told again after a restart, it begins the same.
+        # Without a seed, the model id is the seed: the model starts the same when its creation is replayed.
         seed = f"seed/{lora.seed}" if lora.seed is not None else f"model/{operation.model_id}"
         adapter.initialise(hashlib.sha256(seed.encode()).hexdigest())
         return LoraModel(operation, adapter, self.ranks)
 
-    def _whole(self, operation: ops.CreateModel) -> FullModel:
+    def _create_full(self, operation: ops.CreateModel) -> FullModel:
         if operation.lora is not None:
-            raise StrataError(Code.INVALID, "this server trains the whole model: it takes no lora_config")
+            raise StrataError(Code.INVALID, "this server trains the full model: it takes no lora_config")
         model = FullModel(operation, self.base.packed, self.ranks)
         if self._base_modified:
             with self.ranks.collective_errors():
-                found = formats.whole_weights(self.settings.model, model)
-            formats.put_whole(found, model)
+                weights = formats.read_shards_of(self.settings.model, model)
+            formats.install_weights(weights, model)
             self._base_modified = False
         return model
 
     def unload(self, model_id: str) -> ops.ModelUnloaded:
-        self._known(model_id).abort()
+        self._find(model_id).abort()
         self._slots.forget(model_id)
         del self.models[model_id]
         return ops.ModelUnloaded(model_id)
 
     def save(self, operation: ops.SaveWeights, folder: Path) -> ops.WeightsSaved:
-        model = self._model(operation.model_id)
+        model = self._resident(operation.model_id)
         manifest = Manifest(
             model_id=operation.model_id,
             seq_id=operation.seq_id,
@@ -198,50 +199,51 @@ class ModelRunner:
         return ops.WeightsSaved(f"tinker://{operation.model_id}/{operation.kind}/{operation.name}")
 
     def load(self, operation: ops.LoadWeights, folder: Path) -> ops.WeightsLoaded:
-        """Weights, and the optimizer if asked for (else it begins anew). Gradients that wait for a step are dropped."""
-        model = self._model(operation.model_id)
-        put = save_load.load(folder, model, self.base, self.ranks, optimizer=operation.optimizer)
+        """Load weights, and the optimizer if requested (else it is reset). Accumulated gradients are discarded."""
+        model = self._resident(operation.model_id)
+        install = save_load.load(folder, model, self.base, self.ranks, optimizer=operation.optimizer)
         self._base_modified = True
-        put()
+        install()
         return ops.WeightsLoaded(f"tinker://{operation.run_id}/{operation.kind}/{operation.name}")
 
     def make_sampler(
         self, operation: ops.SaveSampler | ops.OpenSampler, folder: Path, close: Sequence[str]
     ) -> ops.SamplerOpened:
         sampler, sampler_id = self.sampler, operation.sampler_id
-        for other in close:
-            if other in sampler:
-                sampler.close(other)
+        for evicted in close:
+            if evicted in sampler:
+                sampler.close(evicted)
         if isinstance(operation, ops.SaveSampler):
-            model = self._model(operation.model_id)
+            model = self._resident(operation.model_id)
             if isinstance(model, LoraModel):
                 sampler.open_adapter(sampler_id, model.adapter)
             else:
-                sampler.open_whole(sampler_id)
+                sampler.open_full(sampler_id)
         elif operation.weights is None:
             sampler.open_base(sampler_id)
         else:
-            self._open_saved(sampler, sampler_id, folder)
+            self._open_checkpoint(sampler_id, folder)
         return ops.SamplerOpened(sampler_id)
 
-    def _open_saved(self, sampler: Sampler, sampler_id: str, folder: Path) -> None:
-        found = save_load.open_weights(folder, self.base, self.ranks)
-        if isinstance(found, Adapter):
-            sampler.open_adapter(sampler_id, found)
+    def _open_checkpoint(self, sampler_id: str, folder: Path) -> None:
+        weights = save_load.open_weights(folder, self.base, self.ranks)
+        if isinstance(weights, Adapter):
+            self.sampler.open_adapter(sampler_id, weights)
         else:
-            sampler.open_whole(sampler_id, found)
+            self.sampler.open_full(sampler_id, weights)
 
     def take_snapshot(self, number: int, folder: Path) -> ops.Failed | None:
-        """Copy everything; it is written while training goes on. The time until this returns is all that it costs."""
+        """Copy everything; the copy is written while training continues. Training waits only until this returns."""
         started_s = perf_counter()
-        copy: Copied | None = None
+        copy: SnapshotCopy | None = None
         try:
             with self.ranks.collective_errors():
                 self.snapshots.check_free()
-                if self._sleeping is not None:
+                if self._offload is not None:
                     raise _ASLEEP
                 failpoint("train.snapshot.before_copy")
-                copy = state.copied(self._manifest(), self._slots.each_loaded(), self._kept(), first=self.ranks.first)
+                models = self._slots.each_loaded()
+                copy = state.copy_state(self._manifest(), models, self._samplers(), is_rank0=self.ranks.is_rank0)
         except StrataError as error:
             return failed(error.code, str(error))
         assert copy is not None
@@ -250,7 +252,7 @@ class ModelRunner:
         return None
 
     def restore(self, folder: Path, digest: str) -> None:
-        """Begin where the snapshot was taken. An error leaves these ranks as they are, which is as they began."""
+        """Restore a snapshot. On an error these ranks stay as they were: as they started."""
         ranks = self.ranks
         with ranks.collective_errors():
             manifest = files.read_manifest(folder, digest)
@@ -258,59 +260,61 @@ class ModelRunner:
             files.verify(folder, manifest, rank=ranks.rank, ranks=ranks.size)
         failpoint("train.snapshot.before_restore")
         models: dict[str, TrainedModel] = {}
-        puts: list[Callable[[], None]] = []
+        installs: list[Callable[[], None]] = []
         with ranks.collective_errors():
-            opened = state.Opened(folder, manifest, rank=ranks.rank, ranks=ranks.size)
-            for place, part in enumerate(manifest.models):
-                created = part.created
+            reader = state.SnapshotReader(folder, manifest, rank=ranks.rank, ranks=ranks.size)
+            for number, entry in enumerate(manifest.models):
+                created = entry.created
                 full = self.settings.full
-                model = FullModel(created, self.base.packed, ranks) if full else self._adapter(created)
+                model = FullModel(created, self.base.packed, ranks) if full else self._create_lora(created)
                 models[created.model_id] = model
-                puts.append(state.restorer(opened, place, part.steps, model))
-            puts += [self._reopened(opened, place, part) for place, part in enumerate(manifest.samplers)]
+                installs.append(state.read_model(reader, number, entry.steps, model))
+            installs += [self._read_sampler(reader, number, entry) for number, entry in enumerate(manifest.samplers)]
         failpoint("train.snapshot.before_put")
-        for put in puts:
-            put()
-        # The same dictionary as before: the passes look into it.
+        for install in installs:
+            install()
+        # Update the same dictionary: the pass runner and the slots hold a reference to it.
         self.models.update(models)
         for name in models:
             self._slots.use([name])
-        self._base_modified = manifest.touched
+        self._base_modified = manifest.base_modified
 
-    def _reopened(self, opened: state.Opened, place: int, part: files.SamplerPart) -> Callable[[], None]:
+    def _read_sampler(
+        self, reader: state.SnapshotReader, number: int, entry: files.SnapshotSampler
+    ) -> Callable[[], None]:
         self.sampler.check_architecture()
-        match part.kind:
+        match entry.kind:
             case "base":
-                return lambda: self.sampler.open_base(part.sampler_id)
+                return lambda: self.sampler.open_base(entry.sampler_id)
             case "adapter":
-                lora = state.lora_of(part)
+                lora = state.sampler_lora(entry)
                 adapter = Adapter(lora, targets_of(self.base.lm, lora), self.ranks.device)
-                state.sampled_from(opened, place, adapter)
-                return lambda: self.sampler.open_adapter(part.sampler_id, adapter)
+                state.read_sampler_adapter(reader, number, adapter)
+                return lambda: self.sampler.open_adapter(entry.sampler_id, adapter)
             case "whole":
                 live, dtype = dict(sharded(self.base.packed)), DTYPES[self.settings.dtype]
-                found = state.sampled_whole(opened, place, live, dtype)
-                return lambda: self.sampler.open_whole(part.sampler_id, found)
+                weights = state.read_sampler_full(reader, number, live, dtype)
+                return lambda: self.sampler.open_full(entry.sampler_id, weights)
 
-    def _manifest(self) -> files.Manifest:
+    def _manifest(self) -> files.SnapshotManifest:
         base = self.base.info()
-        return files.Manifest(
+        return files.SnapshotManifest(
             base_model=base.name,
             arch=base.arch,
             parameters=base.parameters,
             full=base.full,
             ranks=self.ranks.size,
-            touched=self._base_modified,
-            models=state.parts_of(list(self.models.values())),
-            samplers=[each.part for each in self._kept()],
+            base_modified=self._base_modified,
+            models=state.model_entries(list(self.models.values())),
+            samplers=[sampler.manifest_entry for sampler in self._samplers()],
         )
 
-    def _kept(self) -> list[state.Kept]:
-        return [state.Kept(*each) for each in self.sampler.kept()]
+    def _samplers(self) -> list[state.SamplerState]:
+        return [state.SamplerState(*entry) for entry in self.sampler.entries()]
 
     def sleep(self) -> ops.Asleep:
-        """Asleep already is asleep: nothing more is freed."""
-        if self._sleeping is not None:
+        """Offload everything large. Idempotent: a server that sleeps already frees nothing more."""
+        if self._offload is not None:
             return ops.Asleep(0)
         file = self.settings.sleep_folder / f"rank-{self.ranks.rank}-{os.getpid()}.safetensors"
         offload: SleepOffload | None = None
@@ -321,14 +325,14 @@ class ModelRunner:
             if offload is not None:
                 offload.restore()
             raise
-        self._sleeping = offload
-        return ops.Asleep(sum(self.ranks.numbers(offload.freed)))
+        self._offload = offload
+        return ops.Asleep(sum(self.ranks.all_gather_int(offload.freed)))
 
     def wake(self) -> ops.Awake:
-        """A rank that cannot get its weights back has lost them: it dies, and the group starts anew."""
-        if self._sleeping is not None:
-            self._sleeping.restore()
-            self._sleeping = None
+        """A rank that cannot get its weights back has lost them: it dies, and the group restarts."""
+        if self._offload is not None:
+            self._offload.restore()
+            self._offload = None
         return ops.Awake()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -337,13 +341,13 @@ class ModelRunner:
             yield from model.tensors()
         yield from self.sampler.tensors()
 
-    def _model(self, model_id: str) -> TrainedModel:
-        """On the device, to be worked with."""
-        model = self._known(model_id)
+    def _resident(self, model_id: str) -> TrainedModel:
+        """The model, made resident on the device."""
+        model = self._find(model_id)
         self._slots.use([model_id])
         return model
 
-    def _known(self, model_id: str) -> TrainedModel:
+    def _find(self, model_id: str) -> TrainedModel:
         model = self.models.get(model_id)
         if model is None:
             raise StrataError(Code.NOT_FOUND, f"there is no model {model_id!r}")
@@ -353,13 +357,13 @@ class ModelRunner:
 _ASLEEP = StrataError(Code.PRECONDITION, ops.ASLEEP)
 
 
-def _tried(make: Callable[[], Made]) -> Made | ops.Failed:
-    """What fails is a result too, and the same one on all ranks."""
+def _catch(compute: Callable[[], T]) -> T | ops.Failed:
+    """An error becomes a result, the same one on all ranks."""
     try:
-        return make()
+        return compute()
     except StrataError as error:
         return failed(error.code, str(error))
 
 
-def _may_sleep(work: Single) -> bool:
+def _allowed_asleep(work: Single) -> bool:
     return isinstance(work, commands.ManageModel) and isinstance(work.operation, ops.WHILE_ASLEEP)

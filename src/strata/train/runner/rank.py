@@ -1,7 +1,7 @@
-"""One rank, from its start to its end. Rank 0 also talks to the orchestrator.
+"""The process of one rank. Rank 0 also serves the orchestrator.
 
-FILE is the server's settings file. Keys of the link are read from the file that the settings name; none is ever an
-argument. The engine finds its rank and its peers in the environment that torchrun makes.
+FILE is the server's settings file. Keys of the link are read from the file that the settings name; a key is never an
+argument. torch.distributed finds its rank and its peers in the environment that torchrun sets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings, runner_settings
-from strata.train.runner.single_node import HERE
+from strata.train.runner.single_node import RENDEZVOUS
 from strata.train.settings import ServerSettings, load_settings
 
 _log = log.get(__name__)
@@ -37,10 +37,10 @@ def main() -> int:
     log.configure(settings.server.log_format or "json", settings.server.log_level, colour=False)
     own = runner_settings(settings)
     try:
-        device = join(own, settings.meeting_place)
+        device = join_process_group(own, settings.rendezvous_file)
         serve(settings, own, RankGroup(device))
     except StrataError as error:
-        _log.error("the rank cannot start", reason=str(error), code=error.code.value)
+        _log.error("rank_start_failed", reason=str(error), code=error.code.value)
         return 1
     finally:
         if dist.is_initialized():
@@ -48,15 +48,15 @@ def main() -> int:
     return 0
 
 
-def join(settings: RunnerSettings, meeting_place: Path) -> torch.device:
-    """Meet the other ranks: through a file if all are here, else where torchrun says. The device is this rank's."""
+def join_process_group(settings: RunnerSettings, rendezvous_file: Path) -> torch.device:
+    """Rendezvous with the other ranks: through a file on a single node, else as torchrun says. Returns the device."""
     with_cuda = settings.backend == "nccl" or (settings.backend == "auto" and torch.cuda.is_available())
     backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
     environment = own_environment()
-    here = environment.get("TORCHELASTIC_RUN_ID") == HERE
+    single_node = environment.get("TORCHELASTIC_RUN_ID") == RENDEZVOUS
     dist.init_process_group(
         backend,
-        init_method=f"file://{meeting_place}" if here else "env://",
+        init_method=f"file://{rendezvous_file}" if single_node else "env://",
         rank=int(environment["RANK"]),
         world_size=int(environment["WORLD_SIZE"]),
         timeout=timedelta(seconds=settings.collective_timeout_s),
@@ -69,18 +69,18 @@ def join(settings: RunnerSettings, meeting_place: Path) -> torch.device:
 
 
 def serve(settings: ServerSettings, own: RunnerSettings, ranks: RankGroup) -> None:
-    if ranks.first:
-        # Keys that are missing are told before the model is loaded, which may take long.
+    if ranks.is_rank0:
+        # Missing keys are reported before the model is loaded, which may take long.
         load_keys(settings)
     runner = ModelRunner(own, ranks)
-    if not ranks.first:
+    if not ranks.is_rank0:
         follow(runner, ranks)
         return
-    # Only now: an address that can be connected to means that the model is loaded on every rank.
-    # torchrun says on every rank where all of them have met: that is rank 0's machine.
+    # Only now: an address that accepts connections means that the model is loaded on every rank.
+    # The master address of torchrun is that of rank 0's machine.
     link = RankLink(settings, own_environment().get("MASTER_ADDR", ""))
     try:
-        _log.info("the ranks are ready", endpoint=link.endpoint, ranks=ranks.size, model=own.name)
+        _log.info("ranks_ready", endpoint=link.endpoint, ranks=ranks.size, model=own.name)
         RunnerDispatcher(runner, ranks, link, os.urandom(8).hex()).run()
     finally:
         link.close()

@@ -1,7 +1,7 @@
-"""RunnerDispatcher: rank 0's conversation with the orchestrator, and how a command reaches every rank.
+"""RunnerDispatcher: executes the orchestrator's commands on rank 0 and broadcasts them to the other ranks.
 
-A dispatch is done once. Its reply is kept until the orchestrator says that it is durable; a dispatch that comes again
-is answered from there. Whoever speaks with a generation that is over is told so and not heard.
+Dispatches are idempotent: each is executed once. Its reply is kept until the orchestrator says that it is durable, and
+a dispatch that arrives again gets the kept reply. A message of an earlier leader generation is fenced off.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from strata.base.failpoint import failpoint
 from strata.train.core import commands, ops
 from strata.train.core.sampling import SamplingSlice, SliceResult
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.model_runner import Executed, ModelRunner, Whole
+from strata.train.runner.model_runner import BroadcastWork, Executed, ModelRunner
 from strata.train.runner.passes import partition
 from strata.train.runner.sampling import scatter
 
 _log = log.get(__name__)
 
 
-class Kind(IntEnum):
-    """What rank 0 announces to the others."""
+class BroadcastKind(IntEnum):
+    """What rank 0 broadcasts to the other ranks."""
 
     WORK = 1
     PASS = 2
@@ -38,78 +38,80 @@ class Kind(IntEnum):
     SAMPLE = 5
 
 
-class Link(Protocol):
-    """`strata.train.link.rank.RankLink`, or whatever a test speaks through."""
+class OrchestratorLink(Protocol):
+    """`RankLink`, or the fake link of a test."""
 
     def receive(self) -> commands.ToRank | None: ...
 
     def send(self, message: commands.FromRank) -> bool: ...
 
     def wake(self) -> None:
-        """Let `receive` return without a message. The only one that another thread may call."""
+        """Let `receive` return without a message. The only method that another thread may call."""
         ...
 
 
 class RunnerDispatcher:
-    def __init__(self, runner: ModelRunner, ranks: RankGroup, link: Link, group: str) -> None:
+    def __init__(self, runner: ModelRunner, ranks: RankGroup, link: OrchestratorLink, group: str) -> None:
         self._runner = runner
         self._ranks = ranks
         self._link = link
         self._group = group
-        """New with every start of the ranks."""
+        """Identifies this start of the ranks."""
         self._generation = 0
         self._run_id: str | None = None
         self._applied = 0
         self._replies: dict[int, commands.DispatchReply] = {}
-        self._spread = runner.sampler.spread()
+        self._scatter = runner.sampler.scatter()
         self._written: commands.SnapshotWritten | None = None
-        self._untold = False
-        """It could not be sent, and this conversation does not know of it."""
+        self._unsent = False
+        """Whether `_written` has still to be sent to the attached orchestrator."""
         self._executed_s = 0.0
-        """Of the last work that every rank got whole."""
+        """How long the last broadcast work took."""
         runner.snapshots.wake = link.wake
 
     def run(self) -> None:
-        """Until the orchestrator says that it is over."""
-        going = True
-        while going:
+        """Serve messages until the orchestrator sends a shutdown."""
+        running = True
+        while running:
             message = self._link.receive()
             if message is not None:
-                going = self.run_once(message)
-            self.tell_written()
+                running = self.run_once(message)
+            self.report_snapshot()
 
-    def tell_written(self) -> None:
-        """That a snapshot is on the disk, or never will be, until it is heard. Whoever attaches later is told then."""
+    def report_snapshot(self) -> None:
+        """Report that a snapshot was written or failed; retry until it is sent. `Attached` carries the last report."""
         done = self._runner.snapshots.take()
         if done is not None:
             failpoint("train.snapshot.before_told")
             self._written = commands.SnapshotWritten(
-                self._generation, done.number, done.digest, done.size, done.held_s, done.written_s, done.trouble
+                self._generation, done.number, done.digest, done.size, done.held_s, done.written_s, done.error
             )
-            self._untold = True
-        if self._untold and self._written is not None:
-            self._untold = not self._link.send(self._written)
+            self._unsent = True
+        if self._unsent and self._written is not None:
+            self._unsent = not self._link.send(self._written)
 
     def run_once(self, message: commands.ToRank) -> bool:
-        """Answer one message; False after a shutdown."""
+        """Handle one message; False after a shutdown."""
         refusal = self._refusal(message)
         if refusal is not None:
-            _log.warning("a message was refused", reason=refusal, generation=message.generation)
+            _log.warning("message_fenced", reason=refusal, generation=message.generation)
             self._link.send(commands.Fenced(self._generation, refusal))
             return True
         match message:
             case commands.Attach(generation, run_id):
                 self._generation, self._run_id = generation, run_id
-                self._untold = False
+                self._unsent = False
                 self._link.send(self._attached())
             case commands.Restore():
                 self._link.send(self._restore(message))
             case commands.DispatchCommand():
-                self._link.send(self._answer(message))
+                self._link.send(self._execute_once(message))
             case commands.RankRequest(_, ask_id, work):
                 stop = isinstance(work, commands.Shutdown)
-                self._ranks.announce(Kind.SHUTDOWN if stop else Kind.HEALTH, [0] * self._ranks.size)
-                alive = self._ranks.numbers(self._ranks.rank)
+                self._ranks.broadcast_header(
+                    BroadcastKind.SHUTDOWN if stop else BroadcastKind.HEALTH, [0] * self._ranks.size
+                )
+                alive = self._ranks.all_gather_int(self._ranks.rank)
                 self._link.send(commands.HealthReply(self._generation, ask_id, alive))
                 return not stop
             case _:
@@ -117,7 +119,7 @@ class RunnerDispatcher:
         return True
 
     def _refusal(self, message: commands.ToRank) -> str | None:
-        """Why this speaker is not heard."""
+        """Why this message is not handled; None if it is."""
         if message.generation < self._generation:
             return f"generation {message.generation} is over, it is {self._generation} now"
         match message:
@@ -129,7 +131,7 @@ class RunnerDispatcher:
                     return "attach first"
                 if isinstance(message, commands.Restore) and self._applied:
                     return f"dispatch {self._applied} was applied already: there is nothing to restore"
-        # Numbers may have gaps: a dispatch that was given up is not told to ranks that start anew.
+        # Numbers may have gaps: an aborted dispatch is not replayed to ranks that restart.
         if (
             isinstance(message, commands.DispatchCommand)
             and message.number <= self._applied
@@ -149,7 +151,7 @@ class RunnerDispatcher:
             exhausted=self._runner.memory.exhausted,
         )
 
-    def _answer(self, command: commands.DispatchCommand) -> commands.DispatchReply:
+    def _execute_once(self, command: commands.DispatchCommand) -> commands.DispatchReply:
         for number in [number for number in self._replies if number <= command.durable]:
             del self._replies[number]
         if command.number > self._applied:
@@ -162,13 +164,13 @@ class RunnerDispatcher:
             elif isinstance(command.work, commands.TakeSnapshot):
                 results, tokens = self._take_snapshot(command.number, command.work), 0
             else:
-                results, tokens = self._do(command.work)
+                results, tokens = self._execute(command.work)
             times = self._runner.times
-            passed = isinstance(command.work, commands.PassCommand)
+            is_pass = isinstance(command.work, commands.PassCommand)
             timing = commands.Timing(
                 total_s=perf_counter() - started,
-                forward_s=times.forward_s if passed else 0.0,
-                backward_s=times.backward_s if passed else 0.0,
+                forward_s=times.forward_s if is_pass else 0.0,
+                backward_s=times.backward_s if is_pass else 0.0,
                 tokens=tokens,
                 optimizer_s=self._executed_s if isinstance(command.work, commands.StepsCommand) else 0.0,
                 publish_s=self._executed_s if isinstance(command.work, commands.Publishing) else 0.0,
@@ -177,11 +179,11 @@ class RunnerDispatcher:
                 self._generation, command.number, results, timing, sampled
             )
             self._applied = command.number
-        kept = self._replies[command.number]
-        return msgspec.structs.replace(kept, generation=self._generation)
+        reply = self._replies[command.number]
+        return msgspec.structs.replace(reply, generation=self._generation)
 
     def _restore(self, message: commands.Restore) -> commands.Restored:
-        self._tell_all(message)
+        self._broadcast(message)
         try:
             self._runner.restore(Path(message.path), message.digest)
         except StrataError as error:
@@ -191,54 +193,55 @@ class RunnerDispatcher:
         return commands.Restored(self._generation, message.number)
 
     def _take_snapshot(self, number: int, work: commands.TakeSnapshot) -> Sequence[ops.Result]:
-        self._tell_all(work)
-        trouble = self._runner.take_snapshot(number, Path(work.path))
-        return [] if trouble is None else [trouble]
+        self._broadcast(work)
+        failure = self._runner.take_snapshot(number, Path(work.path))
+        return [] if failure is None else [failure]
 
-    def _tell_all(self, work: Whole) -> None:
+    def _broadcast(self, work: BroadcastWork) -> None:
         data = commands.encode(work)
-        self._ranks.announce(Kind.WORK, [len(data)] * self._ranks.size)
-        self._ranks.send_to_all(data)
+        self._ranks.broadcast_header(BroadcastKind.WORK, [len(data)] * self._ranks.size)
+        self._ranks.broadcast(data)
 
-    def _do(self, work: commands.PassCommand | Executed) -> tuple[Sequence[ops.Result], int]:
+    def _execute(self, work: commands.PassCommand | Executed) -> tuple[Sequence[ops.Result], int]:
         if isinstance(work, commands.PassCommand):
             return self._pass(work)
-        self._tell_all(work)
+        self._broadcast(work)
         started = perf_counter()
         results = self._runner.execute(work)
         self._executed_s = perf_counter() - started
         return results, 0
 
     def _sample(self, work: SamplingSlice) -> SliceResult:
-        """Rank 0 alone knows whole requests; each rank gets its own sequences of them."""
+        """Scatter the sequences of the requests over the ranks, and merge what they sampled."""
         sampler = self._runner.sampler
-        parts = [scatter.encode(part) for part in self._spread.cut(work)]
-        self._ranks.announce(Kind.SAMPLE, [len(part) for part in parts])
+        parts = [scatter.encode(part) for part in self._scatter.partition(work)]
+        self._ranks.broadcast_header(BroadcastKind.SAMPLE, [len(part) for part in parts])
         self._ranks.scatter(parts)
-        report = scatter.encode(sampler.run(scatter.decode_quantum(parts[0])))
-        return self._spread.put_together([scatter.decode_sampled(one) for one in self._ranks.gather(report)])
+        report = scatter.encode(sampler.run(scatter.decode_slice(parts[0])))
+        return self._scatter.merge([scatter.decode_slice_result(result) for result in self._ranks.gather(report)])
 
     def _pass(self, work: commands.PassCommand) -> tuple[Sequence[ops.Result], int]:
         try:
-            made = partition.cut(work, self._ranks.size)
+            partitioned = partition.partition_pass(work, self._ranks.size)
         except StrataError as error:
             return [partition.failed(error.code, str(error)) for _ in work.items], 0
-        parts = [partition.encode(part) for part in made.parts] if self._ranks.size > 1 else []
-        self._ranks.announce(Kind.PASS, [len(part) for part in parts])
+        parts = [partition.encode(part) for part in partitioned.of_ranks] if self._ranks.size > 1 else []
+        self._ranks.broadcast_header(BroadcastKind.PASS, [len(part) for part in parts])
         self._ranks.scatter(parts)
-        report = self._runner.forward_backward(made.parts[0])
+        report = self._runner.forward_backward(partitioned.of_ranks[0])
         if self._ranks.size == 1:
-            return partition.put_together(made, [report]), made.tokens
+            return partition.merge_reports(partitioned, [report]), partitioned.tokens
         others = self._ranks.gather(partition.encode(report))[1:]
-        return partition.put_together(made, [report, *map(partition.decode_report, others)]), made.tokens
+        reports = [report, *map(partition.decode_report, others)]
+        return partition.merge_reports(partitioned, reports), partitioned.tokens
 
 
-def _follow_whole(runner: ModelRunner, work: Whole) -> None:
+def _follow_broadcast(runner: ModelRunner, work: BroadcastWork) -> None:
     match work:
         case commands.TakeSnapshot(path):
             runner.take_snapshot(0, Path(path))
         case commands.Restore():
-            # Rank 0 says what came of it; it is the same here.
+            # The outcome is the same on all ranks, and rank 0 reports it.
             with contextlib.suppress(StrataError):
                 runner.restore(Path(work.path), work.digest)
         case _:
@@ -246,24 +249,24 @@ def _follow_whole(runner: ModelRunner, work: Whole) -> None:
 
 
 def follow(runner: ModelRunner, ranks: RankGroup) -> None:
-    """What every other rank does: as rank 0 announces, until it announces the end."""
+    """The loop of every other rank: execute what rank 0 broadcasts, until a shutdown."""
     while True:
-        kind, sizes = ranks.await_announcement()
-        match Kind(kind):
-            case Kind.WORK:
-                work = commands.decode_work(ranks.receive(sizes[ranks.rank]))
-                assert isinstance(work, Whole)
-                _follow_whole(runner, work)
-            case Kind.PASS:
-                report = runner.forward_backward(partition.decode_pass(ranks.receive_part(sizes)))
+        kind, sizes = ranks.receive_header()
+        match BroadcastKind(kind):
+            case BroadcastKind.WORK:
+                work = commands.decode_work(ranks.receive_broadcast(sizes[ranks.rank]))
+                assert isinstance(work, BroadcastWork)
+                _follow_broadcast(runner, work)
+            case BroadcastKind.PASS:
+                report = runner.forward_backward(partition.decode_pass(ranks.receive_scatter(sizes)))
                 ranks.gather(partition.encode(report))
-            case Kind.SAMPLE:
-                quantum = scatter.decode_quantum(ranks.receive_part(sizes))
-                ranks.gather(scatter.encode(runner.sampler.run(quantum)))
-            case Kind.HEALTH:
-                ranks.numbers(ranks.rank)
-            case Kind.SHUTDOWN:
-                ranks.numbers(ranks.rank)
+            case BroadcastKind.SAMPLE:
+                time_slice = scatter.decode_slice(ranks.receive_scatter(sizes))
+                ranks.gather(scatter.encode(runner.sampler.run(time_slice)))
+            case BroadcastKind.HEALTH:
+                ranks.all_gather_int(ranks.rank)
+            case BroadcastKind.SHUTDOWN:
+                ranks.all_gather_int(ranks.rank)
                 return
             case unknown:
                 assert_never(unknown)

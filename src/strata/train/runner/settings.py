@@ -1,4 +1,4 @@
-"""What a rank needs to know of the server's settings, in one value that can be made without a file."""
+"""The settings of a rank: those of the server that it needs, in one value that tests can make without a file."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ import msgspec
 from strata.train.settings import ServerSettings
 
 LOGITS_BYTES: Final = 256 << 20
-"""Logits beyond this are computed in pieces, and once more on the way back."""
+"""Logits beyond this are computed in chunks, and recomputed in the backward pass."""
 
 
 class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str
-    """A local folder in Hugging Face's form, or the id of a model in the local cache."""
+    """A local folder in Hugging Face's format, or the id of a model in the local cache."""
     name: str = ""
-    """What clients call it."""
+    """The name that clients use."""
     tokenizer_id: str = ""
     public_name: str = ""
-    """What adapters are said to be for; the name unless set."""
+    """The base model that exported adapters name; `name` unless set."""
     training: Literal["lora", "full"] = "lora"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the arithmetic. What is trained is kept in float32."""
+    """The dtype of the arithmetic. Trained weights are stored in float32."""
     backend: Literal["gloo", "nccl", "auto"] = "auto"
     slots: int = 8
-    """Models with adapters on the device."""
+    """LoRA models that are resident on the device at once."""
     max_models: int = 64
-    """Of them at all: those that are not used wait elsewhere."""
+    """LoRA models in all: idle ones are offloaded."""
     models_in_memory: int = 32
-    """Of those that wait; the others wait on the disk."""
+    """Offloaded models in the host's memory; the others are on its disk."""
     max_lora_rank: int = 64
     max_tokens_per_row: int = 4096
     row_tokens: int | None = None
-    """That fit into the memory of a rank; None: to be measured."""
+    """Tokens of a row that fit into the memory of a rank; None: measured at the start."""
     activation_checkpointing: bool = False
     logits_bytes: int = LOGITS_BYTES
     sleep_folder: Path
-    """Where a rank without a device puts its weights while it sleeps."""
+    """Where a rank without a device offloads its weights while it sleeps."""
     collective_timeout_s: float = 1800.0
     sequences: int = 64
-    """That are sampled at once on each rank."""
+    """Sequences that run at once on each rank."""
     cached_tokens: int = 32_768
+    """Capacity of each rank's KV cache."""
     snapshot_timeout_s: float = 1800.0
-    """How long rank 0 waits for the other ranks to write their parts of a snapshot."""
+    """How long rank 0 waits for the other ranks to write their files of a snapshot."""
 
     @property
     def full(self) -> bool:

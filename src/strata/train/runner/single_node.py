@@ -1,8 +1,8 @@
 """`python -m strata.train.runner.single_node --settings FILE`: torchrun with all ranks here, listening nowhere.
 
-The rendezvous that torchrun brings is a TCP server on all interfaces, which takes from anybody what torchrun then
-unpickles. One machine needs no server: torchrun keeps its notes in its own memory, and the ranks meet through a file in
-the folder of the sockets, which is its owner's alone.
+torchrun's own rendezvous is a TCP server on all interfaces, which unpickles what any client sends. A single node needs
+no server: torchrun keeps its store in its own memory, and the ranks rendezvous through a file in the folder of the
+sockets, which only its owner can access.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.distributed.elastic.rendezvous import (
 
 from strata.train.settings import load_settings
 
-HERE: Final = "strata-here"
-"""The name of the rendezvous and of its run, by which a rank knows that it was started so."""
+RENDEZVOUS: Final = "strata-single-node"
+"""The name of the rendezvous backend and of its run. A rank recognises by it that it runs on a single node."""
 
 
-class _Here(RendezvousHandler):
-    """One node, which is all of them."""
+class _SingleNode(RendezvousHandler):
+    """A rendezvous of one node, which never waits for others."""
 
     def get_backend(self) -> str:
-        return HERE
+        return RENDEZVOUS
 
     def next_rendezvous(self) -> RendezvousInfo:
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
@@ -44,7 +44,7 @@ class _Here(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        return HERE
+        return RENDEZVOUS
 
     def shutdown(self) -> bool:
         return True
@@ -57,14 +57,14 @@ def main() -> None:
     parser.add_argument("--settings", type=Path, required=True, metavar="FILE", help="The server's settings, TOML.")
     file: Path = parser.parse_args().settings
     settings = load_settings(file)
-    # What an earlier group wrote there would be taken for a word of this one.
-    settings.meeting_place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings.meeting_place.unlink(missing_ok=True)
-    rendezvous_handler_registry.register(HERE, lambda _: _Here())
+    # The file of an earlier group would be mistaken for this one's.
+    settings.rendezvous_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    settings.rendezvous_file.unlink(missing_ok=True)
+    rendezvous_handler_registry.register(RENDEZVOUS, lambda _: _SingleNode())
     run.main(
         [
             *("--nnodes=1", f"--nproc-per-node={settings.ranks.nproc}", "--max-restarts=0"),
-            *(f"--rdzv-backend={HERE}", f"--rdzv-id={HERE}", "--local-addr=127.0.0.1"),
+            *(f"--rdzv-backend={RENDEZVOUS}", f"--rdzv-id={RENDEZVOUS}", "--local-addr=127.0.0.1"),
             *("-m", "strata.train.runner", "--settings", str(file)),
         ]
     )

@@ -1,6 +1,6 @@
-"""Out of a checkpoint into the forms that others read: an adapter for PEFT, or a model for Hugging Face.
+"""Export of a checkpoint: an adapter for PEFT, or a model for Hugging Face.
 
-Offline, from a folder that was verified, without ranks. Nothing is exported over something that is there.
+It runs offline, without ranks, on a folder whose digests it verifies. It never overwrites anything.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, HEADS
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.checkpoint.formats import copy_tokenizer, read_flat
-from strata.train.runner.lora.adapter import Adapter, is_turned, targets_of
-from strata.train.runner.model.base import read
+from strata.train.runner.lora.adapter import Adapter, is_transposed, targets_of
+from strata.train.runner.model.base import load_lm
 from strata.train.runner.passes.optimizer import MOMENTS
 
 Form = Literal["peft", "hf"]
 
-_MOMENT: Final = tuple(f"{part}." for part in MOMENTS)
+_MOMENT: Final = tuple(f"{moment}." for moment in MOMENTS)
 
 
 class _AdapterConfig(msgspec.Struct, frozen=True):
@@ -39,21 +39,21 @@ class _AdapterConfig(msgspec.Struct, frozen=True):
 
 
 def export(folder: Path, out: Path, form: Form, base: str = "") -> Manifest:
-    """Make `out`. `base` is the model an adapter is merged into, if it is not where the checkpoint says."""
+    """Export to `out`. `base` is the model to merge an adapter into, if it is not where the checkpoint says."""
     manifest = checkpoint.read(folder)
-    _make(out, lambda part: _fill(folder, part, manifest, form, base))
+    _create(out, lambda temporary: _fill(folder, temporary, manifest, form, base))
     return manifest
 
 
 def merge_fetched(folder: Path, out: Path, base: str) -> None:
-    """A model of files that a server sent: of an adapter of PEFT, which is merged into `base`, or of a whole model."""
-    _make(out, lambda part: _fill_fetched(folder, part, base))
+    """A model from files that a server sent: a PEFT adapter, which is merged into `base`, or a full model."""
+    _create(out, lambda temporary: _fill_fetched(folder, temporary, base))
 
 
-def _fill_fetched(folder: Path, part: Path, base: str) -> None:
+def _fill_fetched(folder: Path, temporary: Path, base: str) -> None:
     if not (folder / ADAPTER_CONFIG).exists():
         for file in folder.iterdir():
-            shutil.copyfile(file, part / file.name)
+            shutil.copyfile(file, temporary / file.name)
         return
     if not base:
         raise StrataError(Code.INVALID, "an adapter is merged into a model of this machine", hint="name it with --base")
@@ -61,32 +61,32 @@ def _fill_fetched(folder: Path, part: Path, base: str) -> None:
     lora = importer.examine(folder / ADAPTER, config, Path(base))
     arch = str(AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False).model_type)
     manifest = Manifest(model_id="", seq_id=0, kind="weights", base_model=base, arch=arch, lora=lora, steps=0)
-    _merge(folder, part, manifest, lora, base)
+    _merge(folder, temporary, manifest, lora, base)
 
 
-def _make(out: Path, fill: Callable[[Path], None]) -> None:
+def _create(out: Path, fill: Callable[[Path], None]) -> None:
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with new_folder(out, temporary=out.absolute().with_name(f".{out.name}.part")) as part:
-        fill(part)
+    with new_folder(out, temporary=out.absolute().with_name(f".{out.name}.part")) as temporary:
+        fill(temporary)
 
 
-def _fill(folder: Path, part: Path, manifest: Manifest, form: Form, base: str) -> None:
+def _fill(folder: Path, temporary: Path, manifest: Manifest, form: Form, base: str) -> None:
     if form == "peft" and manifest.lora is None:
-        raise StrataError(Code.INVALID, f"{folder.name!r} is a whole model, no adapter", hint="use --format hf")
+        raise StrataError(Code.INVALID, f"{folder.name!r} is a full model, not an adapter", hint="use --format hf")
     if form == "hf" and manifest.lora is not None:
-        _merge(folder, part, manifest, manifest.lora, base)
+        _merge(folder, temporary, manifest, manifest.lora, base)
     elif shards.has_shards(folder):
-        _from_shards(folder, part)
+        _from_shards(folder, temporary)
     else:
         for name in published(folder):
-            shutil.copyfile(folder / name, part / name)
+            shutil.copyfile(folder / name, temporary / name)
 
 
-def _merge(folder: Path, part: Path, manifest: Manifest, lora: LoraConfig, base: str) -> None:
-    """The base with what the adapter adds, in the numbers the base has. The sums are made in float32."""
-    said = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=_AdapterConfig)
-    path = base or said.base_model_name_or_path
-    lm = read(path, _dtype_of(path))
+def _merge(folder: Path, temporary: Path, manifest: Manifest, lora: LoraConfig, base: str) -> None:
+    """Merge the adapter into the base, in the base's dtype. The sums are computed in float32."""
+    config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=_AdapterConfig)
+    path = base or config.base_model_name_or_path
+    lm = load_lm(path, _dtype_of(path))
     if str(lm.config.model_type) != manifest.arch:
         raise StrataError(
             Code.INVALID, f"{folder.name!r} belongs to a {manifest.arch}, and {path} is a {lm.config.model_type}"
@@ -99,9 +99,9 @@ def _merge(folder: Path, part: Path, manifest: Manifest, lora: LoraConfig, base:
         for name, (a, b) in adapter.pairs.items():
             weight = _weight(lm, name)
             added = adapter.scale * (b @ a)
-            weight.copy_(weight.float() + (added.T if is_turned(lm, name) else added))
-    lm.save_pretrained(str(part))
-    copy_tokenizer(path, part)
+            weight.copy_(weight.float() + (added.T if is_transposed(lm, name) else added))
+    lm.save_pretrained(str(temporary))
+    copy_tokenizer(path, temporary)
 
 
 def _dtype_of(path: str) -> torch.dtype:
@@ -115,16 +115,16 @@ def _dtype_of(path: str) -> torch.dtype:
 
 
 def _weight(lm: nn.Module, name: str) -> torch.Tensor:
-    """Of a linear layer, or the fused one of all experts."""
+    """The weight of a linear layer, or the fused weight of all experts."""
     above, _, last = name.rpartition(".")
-    found = getattr(lm.get_submodule(above), last)
-    weight = found.weight if isinstance(found, nn.Module) else found
+    layer = getattr(lm.get_submodule(above), last)
+    weight = layer.weight if isinstance(layer, nn.Module) else layer
     assert isinstance(weight, torch.Tensor)
     return weight
 
 
 def _untie(lm: PreTrainedModel) -> None:
-    """A head that shares its weight with the embedding gets one of its own: the adapter is of the head alone."""
+    """A head that is tied to the embedding gets a weight of its own: the adapter changes the head alone."""
     text = lm.config.get_text_config(decoder=True)
     if not text.tie_word_embeddings:
         return
@@ -135,16 +135,16 @@ def _untie(lm: PreTrainedModel) -> None:
     text.tie_word_embeddings = False
 
 
-def _from_shards(folder: Path, part: Path) -> None:
+def _from_shards(folder: Path, temporary: Path) -> None:
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     config.dtype = torch.float32
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    state = shards.whole(folder, lambda name: not name.startswith(_MOMENT))
+    state = shards.read_unsharded(folder, lambda name: not name.startswith(_MOMENT))
     own = {name for name, _ in lm.named_parameters()}
     if state.keys() != own:
-        raise StrataError(Code.CORRUPT, f"not a whole model: {sorted(state.keys() ^ own)[0]}")
+        raise StrataError(Code.CORRUPT, f"not a full model: {sorted(state.keys() ^ own)[0]}")
     lm.load_state_dict(state, assign=True, strict=False)
     lm.tie_weights()
-    lm.save_pretrained(str(part))
-    copy_tokenizer(str(folder), part)
+    lm.save_pretrained(str(temporary))
+    copy_tokenizer(str(folder), temporary)

@@ -1,6 +1,6 @@
-"""What the models look like in files: adapters as PEFT reads them, whole models as Hugging Face does or in shards.
+"""File formats of checkpoints: adapters as PEFT reads them, full models as Hugging Face does, or in shards.
 
-The moments of an optimizer have the names of the weights they belong to. All are safetensors.
+The moments of an optimizer have the names of the weights they belong to. All files are safetensors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from strata.train.core.ops import LoraConfig
 from strata.train.core.state import IMPORTED
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, PREFIX, peft_layer
 from strata.train.runner.checkpoint import shards
-from strata.train.runner.lora.adapter import Adapter, sides_of
-from strata.train.runner.model.base import BaseModel, read, tokenizer_files
+from strata.train.runner.lora.adapter import Adapter, linear_shape
+from strata.train.runner.model.base import BaseModel, load_lm, tokenizer_files
 from strata.train.runner.model.trained import FullModel, LoraModel, local, sharded, sharded_like
 from strata.train.runner.passes.logprobs import PackedModel
 from strata.train.runner.passes.optimizer import MOMENTS
@@ -34,7 +34,7 @@ Fill = Callable[[Path], None]
 
 
 def adapter_writer(model: LoraModel, base: BaseModel, *, optimizer: bool) -> Fill:
-    """On one rank alone: all have the same."""
+    """Writes an adapter. One rank calls it, since all have the same adapter."""
 
     def fill(folder: Path) -> None:
         adapter = model.adapter
@@ -43,74 +43,77 @@ def adapter_writer(model: LoraModel, base: BaseModel, *, optimizer: bool) -> Fil
         (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.format(config))
         if optimizer:
             moments = model.optimizer.moments()[0]
-            kept = {f"{part}.{name}": view for part in MOMENTS for name, view in adapter.views(moments[part]).items()}
-            save_file(_plain(kept), folder / OPTIMIZER)
+            named = {
+                f"{moment}.{name}": view for moment in MOMENTS for name, view in adapter.views(moments[moment]).items()
+            }
+            save_file(_cpu_copies(named), folder / OPTIMIZER)
 
     return fill
 
 
 def read_adapter(folder: Path, model: LoraModel, manifest: Manifest, *, optimizer: bool) -> Callable[[], None]:
-    """Read and check everything; what is returned puts it in place and cannot fail."""
+    """Read and check everything; the returned function installs it and cannot fail."""
     adapter, steps = model.adapter, manifest.steps
     weights = read_flat(folder, adapter, manifest)
     moments: dict[str, torch.Tensor] = {}
     if optimizer and steps:
-        kept = load_file(folder / OPTIMIZER)
-        for part in MOMENTS:
-            own = {name.removeprefix(f"{part}."): value for name, value in kept.items() if name.startswith(f"{part}.")}
-            moments[part] = _flat(adapter, own)
+        saved = load_file(folder / OPTIMIZER)
+        for moment in MOMENTS:
+            prefix = f"{moment}."
+            tensors = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+            moments[moment] = _flatten(adapter, tensors)
 
-    def put() -> None:
+    def install() -> None:
         adapter.flat.copy_(weights)
         adapter.gradient = None
         model.optimizer.restore([moments], steps if optimizer else 0)
 
-    return put
+    return install
 
 
 def read_flat(folder: Path, adapter: Adapter, manifest: Manifest) -> torch.Tensor:
-    """The weights as one block. Layers that an adapter from elsewhere lacks are as in a new model, and add nothing yet.
+    """The weights as one flat block. Layers that an imported adapter lacks are initialised as in a new model.
 
-    What was saved here lacks none, and nobody who trains other kinds of layers is given some of them.
+    An adapter that was saved here lacks no layer, and a model that trains other kinds of layers is rejected.
     """
-    parts = _from_peft(load_file(folder / ADAPTER), adapter)
+    tensors = _from_peft(load_file(folder / ADAPTER), adapter)
     imported = manifest.model_id.startswith(IMPORTED) and _kinds(manifest.lora) == _kinds(adapter.config)
-    if imported and parts.keys() < adapter.shapes.keys():
+    if imported and tensors.keys() < adapter.shapes.keys():
         new = torch.empty(adapter.size, dtype=torch.float32)
-        adapter.fill_new(new, manifest.digest)
-        parts = {**adapter.views(new), **parts}
-    return _flat(adapter, parts)
+        adapter.initialise_block(new, manifest.digest)
+        tensors = {**adapter.views(new), **tensors}
+    return _flatten(adapter, tensors)
 
 
 def _kinds(lora: LoraConfig | None) -> tuple[bool, ...]:
     return () if lora is None else (lora.train_attn, lora.train_mlp, lora.train_unembed)
 
 
-def whole_parameters(folder: Path, packed: PackedModel) -> dict[str, torch.Tensor]:
-    """A saved model's weights, sharded as the live ones are."""
+def full_parameters(folder: Path, packed: PackedModel) -> dict[str, torch.Tensor]:
+    """The weights of a saved full model, sharded as the live ones are."""
     live = dict(sharded(packed))
     if shards.has_shards(folder):
         state = shards.empty_like({name: parameter.detach() for name, parameter in live.items()})
         shards.fill(folder, state)
         return state
-    parts = _own_parts(str(folder), live)
-    return {name: sharded_like(parameter, part) for (name, parameter), part in zip(live.items(), parts, strict=True)}
+    own = _read_own_shards(str(folder), live)
+    return {name: sharded_like(parameter, shard) for (name, parameter), shard in zip(live.items(), own, strict=True)}
 
 
-def _flat(adapter: Adapter, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    # Filled to the last place below, or not used.
+def _flatten(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    # Every element is written below.
     flat = torch.empty_like(adapter.flat)
     views = adapter.views(flat)
-    if parts.keys() != views.keys():
-        strange = sorted(parts.keys() ^ views.keys())[0]
-        raise StrataError(Code.INVALID, f"the checkpoint does not train what the model trains: {strange}")
+    if tensors.keys() != views.keys():
+        difference = sorted(tensors.keys() ^ views.keys())[0]
+        raise StrataError(Code.INVALID, f"the checkpoint does not train what the model trains: {difference}")
     for name, view in views.items():
-        if parts[name].shape != view.shape:
+        if tensors[name].shape != view.shape:
             raise StrataError(
                 Code.INVALID,
-                f"{name} is {tuple(parts[name].shape)} in the checkpoint, {tuple(view.shape)} in the model",
+                f"{name} is {tuple(tensors[name].shape)} in the checkpoint, {tuple(view.shape)} in the model",
             )
-        view.copy_(parts[name])
+        view.copy_(tensors[name])
     return flat
 
 
@@ -132,38 +135,40 @@ def _peft_config(adapter: Adapter, base: BaseModel) -> Mapping[str, Any]:
 
 
 def _target_modules(lm: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Endings of names by which PEFT finds these layers and no others: as short as they can be."""
-    others = {name for name, module in lm.named_modules() if sides_of(module) is not None} - set(targets)
-    endings = set()
+    """The shortest suffixes of names by which PEFT finds these layers and no others."""
+    others = {name for name, module in lm.named_modules() if linear_shape(module) is not None} - set(targets)
+    suffixes = set()
     for target in targets:
         parts = target.split(".")
         candidates = [".".join(parts[-length:]) for length in range(1, len(parts) + 1)]
-        endings.add(next(one for one in candidates if not any(f".{name}".endswith(f".{one}") for name in others)))
-    return sorted(endings)
+        suffixes.add(
+            next(suffix for suffix in candidates if not any(f".{name}".endswith(f".{suffix}") for name in others))
+        )
+    return sorted(suffixes)
 
 
 def to_peft(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return _plain({_peft_name(name): _stacked(name, view) for name, view in views.items()})
+    return _cpu_copies({_peft_name(name): _stack_experts(name, view) for name, view in views.items()})
 
 
-def _from_peft(found: Mapping[str, torch.Tensor], adapter: Adapter) -> dict[str, torch.Tensor]:
-    own = {_peft_name(name): name for name in adapter.shapes}
-    parts = {}
-    for there, tensor in found.items():
-        name = own.get(there, there)
+def _from_peft(saved: Mapping[str, torch.Tensor], adapter: Adapter) -> dict[str, torch.Tensor]:
+    names = {_peft_name(name): name for name in adapter.shapes}
+    tensors = {}
+    for peft_name, tensor in saved.items():
+        name = names.get(peft_name, peft_name)
         shape = adapter.shapes.get(name, ())
-        parts[name] = _unstacked(name, tensor, shape) if len(shape) == 3 else tensor
-    return parts
+        tensors[name] = _unstack_experts(name, tensor, shape) if len(shape) == 3 else tensor
+    return tensors
 
 
 def _peft_name(name: str) -> str:
-    """`layer.lora_A` is `layer.lora_A.weight` there."""
+    """`layer.lora_A` is `layer.lora_A.weight` in PEFT."""
     target, _, part = name.rpartition(".")
     return f"{PREFIX}{peft_layer(target)}.{part}.weight"
 
 
-def _stacked(name: str, view: torch.Tensor) -> torch.Tensor:
-    """PEFT has the matrices of all experts in one: A one below the other, B with the expert as the fastest index."""
+def _stack_experts(name: str, view: torch.Tensor) -> torch.Tensor:
+    """PEFT stores the matrices of all experts as one: A stacked by rows, B with the expert as the fastest index."""
     if view.ndim == 2:
         return view
     if name.endswith("lora_A"):
@@ -171,7 +176,7 @@ def _stacked(name: str, view: torch.Tensor) -> torch.Tensor:
     return view.permute(1, 2, 0).reshape(view.shape[1], -1)
 
 
-def _unstacked(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _unstack_experts(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     experts, rows, columns = shape
     if tensor.numel() != experts * rows * columns:
         return tensor
@@ -180,40 +185,40 @@ def _unstacked(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch
     return tensor.reshape(rows, columns, experts).permute(2, 0, 1)
 
 
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Safetensors takes no two names for one memory."""
+def _cpu_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies, because safetensors rejects two names for the same memory."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def whole_state(model: FullModel, *, optimizer: bool) -> dict[str, torch.Tensor]:
-    """Weights and moments under the names of the files, sharded over the ranks, in the memory they live in."""
+def full_state(model: FullModel, *, optimizer: bool) -> dict[str, torch.Tensor]:
+    """Weights and moments under their names in the files, sharded over the ranks, without a copy."""
     state: dict[str, torch.Tensor] = {}
     for (name, parameter), own in zip(model.parameters.items(), model.optimizer.moments(), strict=True):
         state[name] = parameter.detach()
-        state |= {f"{part}.{name}": sharded_like(parameter, own[part]) for part in MOMENTS if optimizer}
+        state |= {f"{moment}.{name}": sharded_like(parameter, own[moment]) for moment in MOMENTS if optimizer}
     return state
 
 
-def gather_whole(model: FullModel, *, first: bool) -> dict[str, torch.Tensor]:
-    """The weights, put together from all ranks. Every rank calls it; rank 0 gets them."""
-    found: dict[str, torch.Tensor] = {}
+def gather_full(model: FullModel, *, is_rank0: bool) -> dict[str, torch.Tensor]:
+    """Gather the full weights from all ranks. Every rank calls it; rank 0 gets them."""
+    weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.parameters.items():
-        whole = parameter.full_tensor().detach().cpu()
-        if first:
-            found[name] = whole
-    return found
+        full = parameter.full_tensor().detach().cpu()
+        if is_rank0:
+            weights[name] = full
+    return weights
 
 
-def whole_writer(base: BaseModel, found: dict[str, torch.Tensor]) -> Fill:
+def full_writer(base: BaseModel, weights: dict[str, torch.Tensor]) -> Fill:
     def fill(folder: Path) -> None:
-        base.lm.save_pretrained(str(folder), state_dict=found)
+        base.lm.save_pretrained(str(folder), state_dict=weights)
         copy_tokenizer(base.settings.model, folder)
 
     return fill
 
 
-def write_words(base: BaseModel, folder: Path) -> None:
-    """What is no number: with it, the shards can be made a model of without the base."""
+def write_config(base: BaseModel, folder: Path) -> None:
+    """Config and tokenizer: with them, the shards can be exported as a model without the base."""
     base.lm.config.save_pretrained(str(folder))
     copy_tokenizer(base.settings.model, folder)
 
@@ -223,50 +228,50 @@ def copy_tokenizer(model: str, folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def read_whole(folder: Path, model: FullModel, *, optimizer: bool, steps: int) -> Callable[[], None]:
-    """From shards, or without the optimizer from a folder that Hugging Face reads too."""
+def read_full(folder: Path, model: FullModel, *, optimizer: bool, steps: int) -> Callable[[], None]:
+    """From shards, or without the optimizer from a folder in Hugging Face's format."""
     moments: list[dict[str, torch.Tensor]] = []
     if shards.has_shards(folder):
-        state = shards.empty_like(whole_state(model, optimizer=optimizer and steps > 0))
+        state = shards.empty_like(full_state(model, optimizer=optimizer and steps > 0))
         shards.fill(folder, state)
-        found = [local(state[name]) for name in model.parameters]
+        weights = [local(state[name]) for name in model.parameters]
         if optimizer and steps:
-            moments = [{part: local(state[f"{part}.{name}"]) for part in MOMENTS} for name in model.parameters]
+            moments = [{moment: local(state[f"{moment}.{name}"]) for moment in MOMENTS} for name in model.parameters]
     elif optimizer:
-        raise StrataError(Code.INVALID, f"{folder.name!r} holds no state of an optimizer")
+        raise StrataError(Code.INVALID, f"{folder.name!r} holds no optimizer state")
     else:
-        found = whole_weights(str(folder), model)
+        weights = read_shards_of(str(folder), model)
 
-    def put() -> None:
-        put_whole(found, model)
+    def install() -> None:
+        install_weights(weights, model)
         model.optimizer.restore(moments, steps if optimizer else 0)
 
-    return put
+    return install
 
 
-def whole_weights(path: str, model: FullModel) -> list[torch.Tensor]:
-    """This rank's part of every weight in a folder of a whole model."""
-    return _own_parts(path, model.parameters)
+def read_shards_of(path: str, model: FullModel) -> list[torch.Tensor]:
+    """This rank's shard of every weight of a full model in Hugging Face's format."""
+    return _read_own_shards(path, model.parameters)
 
 
-def _own_parts(path: str, parameters: Mapping[str, DTensor]) -> list[torch.Tensor]:
-    found = dict(read(path, torch.float32).named_parameters())
-    parts = []
+def _read_own_shards(path: str, parameters: Mapping[str, DTensor]) -> list[torch.Tensor]:
+    saved = dict(load_lm(path, torch.float32).named_parameters())
+    own = []
     for name, parameter in parameters.items():
-        if name not in found or found[name].shape != parameter.shape:
-            raise StrataError(Code.INVALID, f"{name} in the checkpoint is not that of the model")
-        parts.append(_own_part(found[name].detach(), parameter))
-    return parts
+        if name not in saved or saved[name].shape != parameter.shape:
+            raise StrataError(Code.INVALID, f"{name} in the checkpoint does not fit the model")
+        own.append(_own_shard(saved[name].detach(), parameter))
+    return own
 
 
-def put_whole(weights: list[torch.Tensor], model: FullModel) -> None:
+def install_weights(weights: list[torch.Tensor], model: FullModel) -> None:
     model.abort()
-    for own, weight in zip(model.optimizer.parameters, weights, strict=True):
-        own.data.copy_(weight)
+    for parameter, weight in zip(model.optimizer.parameters, weights, strict=True):
+        parameter.data.copy_(weight)
 
 
-def _own_part(whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """Without communication: every rank has read the whole."""
+def _own_shard(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """Without communication: every rank has read the full weight."""
     device = parameter.to_local().device
-    made = distribute_tensor(whole.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return made.to_local().clone()
+    distributed = distribute_tensor(full.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return distributed.to_local().clone()

@@ -1,6 +1,6 @@
-"""Checkpoints of models, by all ranks together: who writes what, and what must be right before anything is taken over.
+"""Save and load checkpoints by all ranks together: which rank writes what, and what is verified before a load.
 
-Every function is called by every rank, in the same order. What fails on one fails on all, and changes no model.
+Every function is called by every rank, in the same order. An error on one rank is raised on all, and changes no model.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from strata.train.runner.lora.adapter import Adapter, targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel
 
-Put = Callable[[], None]
-"""Puts what was read in its place, and cannot fail."""
+Install = Callable[[], None]
+"""Installs what was read, and cannot fail."""
 
 _decode_files: Final = msgspec.msgpack.Decoder(dict[str, File]).decode
 
@@ -39,91 +39,91 @@ def save(
         _save_shards(folder, manifest, model, base, ranks, overwrite=overwrite)
         return
     if isinstance(model, FullModel):
-        fill = formats.whole_writer(base, formats.gather_whole(model, first=ranks.first))
+        fill = formats.full_writer(base, formats.gather_full(model, is_rank0=ranks.is_rank0))
     else:
         assert isinstance(model, LoraModel)
         fill = formats.adapter_writer(model, base, optimizer=optimizer)
     with ranks.collective_errors():
-        if ranks.first:
+        if ranks.is_rank0:
             checkpoint.write(folder, manifest, fill, overwrite=overwrite)
 
 
 def _save_shards(
     folder: Path, manifest: Manifest, model: FullModel, base: BaseModel, ranks: RankGroup, *, overwrite: bool
 ) -> None:
-    # That of rank 0 is the one of all.
-    part = checkpoint.part_of(folder, ranks.numbers(checkpoint.new_token())[0])
-    begun = False
+    # All ranks use rank 0's token.
+    temporary = checkpoint.part_of(folder, ranks.all_gather_int(checkpoint.new_token())[0])
+    is_new = False
     files: dict[str, File] = {}
     with ranks.collective_errors():
-        if ranks.first:
-            begun = checkpoint.begin(folder, part, manifest, overwrite=overwrite)
-            if begun:
-                formats.write_words(base, part)
-                files |= seal(part.iterdir())
-    if not ranks.all_reduce_any([begun])[0]:
+        if ranks.is_rank0:
+            is_new = checkpoint.begin(folder, temporary, manifest, overwrite=overwrite)
+            if is_new:
+                formats.write_config(base, temporary)
+                files |= seal(temporary.iterdir())
+    if not ranks.all_reduce_any([is_new])[0]:
         return
     with ranks.collective_errors():
-        file = shards.write(part, formats.whole_state(model, optimizer=True), ranks.rank)
+        file = shards.write(temporary, formats.full_state(model, optimizer=True), ranks.rank)
         failpoint("train.checkpoint.after_shard")
         files |= seal([file])
-    said = ranks.gather(msgspec.msgpack.encode(files))
+    gathered = ranks.gather(msgspec.msgpack.encode(files))
     with ranks.collective_errors():
-        for rank, data in enumerate(said):
-            own = _decode_files(data)
-            _check_there(part, own, rank)
-            files |= own
-        if ranks.first:
-            checkpoint.commit(folder, part, manifest, files)
+        for rank, data in enumerate(gathered):
+            of_rank = _decode_files(data)
+            _check_visible(temporary, of_rank, rank)
+            files |= of_rank
+        if ranks.is_rank0:
+            checkpoint.commit(folder, temporary, manifest, files)
 
 
-def _check_there(part: Path, files: Mapping[str, File], rank: int) -> None:
+def _check_visible(temporary: Path, files: Mapping[str, File], rank: int) -> None:
     for name, file in files.items():
-        if not (part / name).is_file() or (part / name).stat().st_size != file.size:
+        if not (temporary / name).is_file() or (temporary / name).stat().st_size != file.size:
             raise StrataError(
                 Code.UNAVAILABLE,
-                f"rank 0 does not see what rank {rank} wrote into {part}",
+                f"rank 0 does not see what rank {rank} wrote into {temporary}",
                 hint="all ranks need one file system for checkpoints",
             )
 
 
-def load(folder: Path, model: TrainedModel, base: BaseModel, ranks: RankGroup, *, optimizer: bool) -> Put:
-    """Read and check everything. Nothing is opened before all ranks agree that every file is what was written."""
-    put: Put
-    manifest = _read(folder, base, ranks)
+def load(folder: Path, model: TrainedModel, base: BaseModel, ranks: RankGroup, *, optimizer: bool) -> Install:
+    """Read and check everything. No file is opened before all ranks together have verified all digests."""
+    install: Install
+    manifest = _read_manifest(folder, base, ranks)
     with ranks.collective_errors():
         name = folder.name
         if optimizer and manifest.kind != "weights":
-            raise StrataError(Code.INVALID, f"{name!r} holds weights alone, no state of an optimizer")
+            raise StrataError(Code.INVALID, f"{name!r} holds weights alone, no optimizer state")
         if (manifest.lora is None) != (model.created.lora is None):
-            raise StrataError(Code.INVALID, f"{name!r} was made by the other kind of training")
+            raise StrataError(Code.INVALID, f"{name!r} was made by the other kind of training (LoRA or full)")
         if isinstance(model, FullModel):
-            put = formats.read_whole(folder, model, optimizer=optimizer, steps=manifest.steps)
+            install = formats.read_full(folder, model, optimizer=optimizer, steps=manifest.steps)
         else:
             assert isinstance(model, LoraModel)
             _check_scale(manifest.lora, model.adapter.config)
-            put = formats.read_adapter(folder, model, manifest, optimizer=optimizer)
-    return put
+            install = formats.read_adapter(folder, model, manifest, optimizer=optimizer)
+    return install
 
 
 def open_weights(folder: Path, base: BaseModel, ranks: RankGroup) -> Adapter | dict[str, torch.Tensor]:
-    """Saved weights beside the live ones, to sample from."""
-    found: Adapter | dict[str, torch.Tensor]
-    manifest = _read(folder, base, ranks)
+    """Load saved weights for a sampler, next to the live ones."""
+    weights: Adapter | dict[str, torch.Tensor]
+    manifest = _read_manifest(folder, base, ranks)
     lora = manifest.lora
     with ranks.collective_errors():
         if (lora is None) != base.settings.full:
-            raise StrataError(Code.INVALID, f"{folder.name!r} was made by the other kind of training")
+            raise StrataError(Code.INVALID, f"{folder.name!r} was made by the other kind of training (LoRA or full)")
         if lora is None:
-            found = formats.whole_parameters(folder, base.packed)
+            weights = formats.full_parameters(folder, base.packed)
         else:
-            found = Adapter(lora, targets_of(base.lm, lora), ranks.device)
-            found.flat.copy_(formats.read_flat(folder, found, manifest))
-    return found
+            weights = Adapter(lora, targets_of(base.lm, lora), ranks.device)
+            weights.flat.copy_(formats.read_flat(folder, weights, manifest))
+    return weights
 
 
-def _read(folder: Path, base: BaseModel, ranks: RankGroup) -> Manifest:
-    """Each rank computes the digests of some files; together they have seen all of them when this returns."""
+def _read_manifest(folder: Path, base: BaseModel, ranks: RankGroup) -> Manifest:
+    """Each rank verifies the digests of a share of the files; when this returns, all files are verified."""
     with ranks.collective_errors():
         manifest = checkpoint.read(folder, share=(ranks.rank, ranks.size))
         for what, there, own in (
@@ -138,7 +138,7 @@ def _read(folder: Path, base: BaseModel, ranks: RankGroup) -> Manifest:
 
 
 def _check_scale(there: ops.LoraConfig | None, own: ops.LoraConfig) -> None:
-    """The matrices fit whatever the scale they were trained with; what they do to the base would be another thing."""
+    """The matrices fit at any scale, but with another scale than in training they would change the base differently."""
     if there is not None and not math.isclose(there.alpha / there.rank, own.alpha / own.rank):
         raise StrataError(
             Code.INVALID,

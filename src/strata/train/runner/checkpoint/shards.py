@@ -1,8 +1,8 @@
-"""Whole models as torch.distributed.checkpoint keeps them: every rank writes its own part, any number of them reads it.
+"""Sharded checkpoints of full models (torch.distributed.checkpoint): every rank writes its shards, any number reads.
 
-The storage is the engine's own of safetensors: what it would keep in a pickled `.metadata` is in the headers of the
-files instead. Its way of planning together pickles too, between the ranks, and is not used: each rank plans alone. A
-rank's shard is its own, so there is nothing to agree on; what it reads is found by the headers.
+The storage is torch's own for safetensors: what it would otherwise keep in a pickled `.metadata` is in the headers of
+the files. Its global planning pickles too, between the ranks, and is not used: each rank plans alone. A rank's shard is
+its own, so there is nothing to coordinate; a reader finds the shards by the headers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Offsets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class ShardChunk:
     offsets: Sequence[int]
     shape: Sequence[int]
 
@@ -55,7 +55,7 @@ class _OwnShard(HuggingFaceStorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """The same file as the engine's, out of the memory the weights are in: it would make two copies on the way."""
+        """Write the same file as torch would, directly from the memory of the weights: torch would make two copies."""
         tensors: State = {}
         offsets: dict[str, _Offsets] = {}
         for item in plan.items:
@@ -65,8 +65,8 @@ class _OwnShard(HuggingFaceStorageWriter):
             assert isinstance(tensor, torch.Tensor)
             tensors[name] = tensor.detach().cpu().contiguous()
             offsets[name] = _Offsets(list(item.tensor_data.chunk.offsets))
-        said = {SHARDING: msgspec.json.encode(offsets).decode(), "DCP_VERSION": "1.0", "format": "pt"}
-        save_file(tensors, self.file, said)
+        metadata = {SHARDING: msgspec.json.encode(offsets).decode(), "DCP_VERSION": "1.0", "format": "pt"}
+        save_file(tensors, self.file, metadata)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
@@ -74,12 +74,12 @@ class _OwnShard(HuggingFaceStorageWriter):
 
 class _OwnPlan(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The engine would miss the other ranks' parts here. That none is missing is checked by whoever reads."""
+        """torch would report the other ranks' shards as missing here. The reader checks that none is missing."""
         return all_plans, Metadata({})
 
 
 def write(folder: Path, state: State, rank: int) -> Path:
-    """This rank's part of `state`; the file it is in now. Ranks do not wait for each other."""
+    """Write this rank's shards of `state`; returns the file. Ranks do not wait for each other."""
     writer = _OwnShard(folder, rank)
     save(state, storage_writer=writer, planner=_OwnPlan(), use_collectives=False)
     return writer.file
@@ -90,18 +90,18 @@ def has_shards(folder: Path) -> bool:
 
 
 def fill(folder: Path, state: State) -> None:
-    """Read into the tensors of `state`, sharded ones too, whatever number of ranks wrote them."""
-    found = chunks_of(folder)
+    """Read into the tensors of `state`, sharded or not, whatever the number of ranks that wrote them."""
+    chunks = chunks_of(folder)
     for name, tensor in state.items():
-        check_whole(name, found.get(name, ()), tensor.shape)
+        check_complete(name, chunks.get(name, ()), tensor.shape)
     with warnings.catch_warnings():
-        # It says that it takes this for one process alone. That is how each rank reads.
+        # It warns that it assumes a single process, which is how each rank reads.
         warnings.simplefilter("ignore")
         load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
-def whole(folder: Path, wanted: Callable[[str], bool] = lambda _: True) -> State:
-    """What is wanted of the folder, put together, in this process."""
+def read_unsharded(folder: Path, wanted: Callable[[str], bool] = lambda _: True) -> State:
+    """The wanted tensors of the folder, merged from their shards, in this process."""
     state = {
         name: torch.empty([max(ends) for ends in zip(*map(_ends, chunks), strict=True)], dtype=torch.float32)
         for name, chunks in chunks_of(folder).items()
@@ -111,8 +111,8 @@ def whole(folder: Path, wanted: Callable[[str], bool] = lambda _: True) -> State
     return state
 
 
-def chunks_of(folder: Path) -> Mapping[str, Sequence[Chunk]]:
-    found: dict[str, list[Chunk]] = {}
+def chunks_of(folder: Path) -> Mapping[str, Sequence[ShardChunk]]:
+    chunks: dict[str, list[ShardChunk]] = {}
     for file in sorted(folder.glob(SHARDS)):
         header = header_of(file)
         try:
@@ -120,35 +120,35 @@ def chunks_of(folder: Path) -> Mapping[str, Sequence[Chunk]]:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise _damaged(file.name, str(error)) from error
         for name, stored in header.tensors.items():
-            own = offsets.get(name)
-            if own is None or len(own.saved_offsets) != len(stored.shape) or stored.dtype != DTYPE:
-                raise _damaged(file.name, f"{name} has no place in a model")
-            found.setdefault(name, []).append(Chunk(own.saved_offsets, stored.shape))
-    return found
+            chunk = offsets.get(name)
+            if chunk is None or len(chunk.saved_offsets) != len(stored.shape) or stored.dtype != DTYPE:
+                raise _damaged(file.name, f"{name} has no offsets in a model")
+            chunks.setdefault(name, []).append(ShardChunk(chunk.saved_offsets, stored.shape))
+    return chunks
 
 
-def check_whole(name: str, chunks: Sequence[Chunk], shape: Sequence[int]) -> None:
-    """Parts that leave no hole and do not overlap. The engine does not look; it would leave a hole as it was."""
-    there = sorted((chunk for chunk in chunks if math.prod(chunk.shape)), key=lambda chunk: list(chunk.offsets))
-    at = 0
-    for chunk in there:
-        # Ranks cut along the first dimension only.
-        first = [at, *[0] * (len(shape) - 1)] if shape else []
+def check_complete(name: str, chunks: Sequence[ShardChunk], shape: Sequence[int]) -> None:
+    """Check that the chunks leave no gap and do not overlap. torch does not check; it would leave a gap unfilled."""
+    ordered = sorted((chunk for chunk in chunks if math.prod(chunk.shape)), key=lambda chunk: list(chunk.offsets))
+    offset = 0
+    for chunk in ordered:
+        # Tensors are sharded along the first dimension only.
+        first = [offset, *[0] * (len(shape) - 1)] if shape else []
         if list(chunk.offsets) != first or list(chunk.shape[1:]) != list(shape[1:]):
-            raise _damaged(name, "its parts do not fit together")
-        at += chunk.shape[0] if shape else 1
-    if not there or at != (shape[0] if shape else 1):
-        raise StrataError(Code.INVALID, f"{name} in the checkpoint is not that of the model")
+            raise _damaged(name, "its shards do not fit together")
+        offset += chunk.shape[0] if shape else 1
+    if not ordered or offset != (shape[0] if shape else 1):
+        raise StrataError(Code.INVALID, f"{name} in the checkpoint does not fit the model")
 
 
-def _ends(chunk: Chunk) -> list[int]:
+def _ends(chunk: ShardChunk) -> list[int]:
     return [offset + length for offset, length in zip(chunk.offsets, chunk.shape, strict=True)]
 
 
 def _damaged(what: str, why: str) -> StrataError:
-    return StrataError(Code.CORRUPT, f"{what} is not part of a whole model: {why}")
+    return StrataError(Code.CORRUPT, f"{what} is not part of a full model: {why}")
 
 
 def empty_like(state: Mapping[str, Any]) -> State:
-    """With the same sharding, in memory of its own: the live ones are untouched until everything is there."""
+    """New tensors with the same sharding: the live ones stay unchanged until everything is read."""
     return {name: torch.empty_like(tensor) for name, tensor in state.items()}

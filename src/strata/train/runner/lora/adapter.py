@@ -1,8 +1,8 @@
-"""Adapters: low-rank additions to the linear layers of a frozen base, many at a time over one packed row.
+"""LoRA adapters: low-rank additions to the linear layers of a frozen base, many adapters in one packed row.
 
 An adapter's parameters are the same on every rank and stand outside the model's module tree: sharding, saving and
-freezing of the base never see them. Each layer they belong to carries one forward hook, which adds to every span of
-the row what the adapter of that span says. Gradients gather on each rank and are summed over the ranks at a step.
+freezing of the base never see them. Each adapted layer has one forward hook, which adds the output of the span's
+adapter to every span of the row. Gradients accumulate on each rank and are all-reduced at an optimizer step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from strata.train.peft.layers import ATTENTION, kind_of
 
 
 @dataclass(frozen=True)
-class Target:
-    """A weight that can have an adapter. Fused experts have `experts` of them, else it is one matrix."""
+class LoraTarget:
+    """A weight that can have an adapter: one matrix, or one for each of `experts` fused experts."""
 
     name: str
     rows: int
@@ -33,17 +33,17 @@ class Target:
     experts: int = 0
 
 
-def targets_of(model: nn.Module, config: LoraConfig) -> list[Target]:
-    """The weights that `config` asks for, in the order of the model: all of a kind, or an error."""
-    targets: list[Target] = []
+def targets_of(model: nn.Module, config: LoraConfig) -> list[LoraTarget]:
+    """The weights that `config` selects, in the order of the model: all of a kind, or an error."""
+    targets: list[LoraTarget] = []
     for name, module in model.named_modules():
         kind = kind_of(name)
-        if kind is not None and getattr(config, f"train_{kind}") and (sides := sides_of(module)) is not None:
-            targets.append(Target(name, *sides))
+        if kind is not None and getattr(config, f"train_{kind}") and (shape := linear_shape(module)) is not None:
+            targets.append(LoraTarget(name, *shape))
         if is_experts(module) and config.train_mlp:
             for weight in ("gate_up_proj", "down_proj"):
                 count, rows, columns = getattr(module, weight).shape
-                targets.append(Target(f"{name}.{weight}", rows, columns, count))
+                targets.append(LoraTarget(f"{name}.{weight}", rows, columns, count))
     if config.train_attn and (weight := _unadaptable_attention(model)):
         raise StrataError(Code.INVALID, f"train_attn must be off: {weight} cannot be adapted")
     if config.train_mlp and (weight := _unadaptable_experts(model)):
@@ -57,25 +57,25 @@ def targets_of(model: nn.Module, config: LoraConfig) -> list[Target]:
     return targets
 
 
-def sides_of(module: nn.Module) -> tuple[int, int] | None:
-    """Outputs and inputs of a linear layer; None if it is none."""
+def linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """Outputs and inputs of a linear layer; None if the module is not one."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     return (module.nf, module.nx) if isinstance(module, Conv1D) else None
 
 
-def is_turned(model: nn.Module, target: str) -> bool:
+def is_transposed(model: nn.Module, target: str) -> bool:
     """Whether the weight of this layer is stored as (inputs, outputs)."""
     above, _, last = target.rpartition(".")
     return isinstance(getattr(model.get_submodule(above), last), Conv1D)
 
 
 def _unadaptable_attention(model: nn.Module) -> str:
-    """A matrix of attention that no adapter can be added to, or a module of attention under a name not known here."""
+    """A matrix of attention that no adapter can be added to, or an attention module under an unknown name."""
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Attention") and not ATTENTION.intersection(name.split(".")):
             return str(name)
-        if ATTENTION.intersection(name.split(".")) and sides_of(module) is None:
+        if ATTENTION.intersection(name.split(".")) and linear_shape(module) is None:
             for last, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim > 1:
                     return f"{name}.{last}"
@@ -101,13 +101,13 @@ def is_experts(module: Any) -> bool:
 
 
 class Adapter:
-    """The parameters of one model: one flat block of float32 each for values and for gradients.
+    """The parameters of one LoRA model: one flat block of float32 each for values and for gradients.
 
-    A step is then one sum over the ranks and one update. A pass adds to a block of its own (`begin`), which becomes
-    part of the gradients (`commit`) or is thrown away (`discard`): a pass that fails has added nothing.
+    A step is then one all-reduce and one update. A pass accumulates into a staging block (`begin`), which is added to
+    the gradients (`commit`) or dropped (`discard`): a pass that fails adds nothing.
     """
 
-    def __init__(self, config: LoraConfig, targets: Sequence[Target], device: torch.device) -> None:
+    def __init__(self, config: LoraConfig, targets: Sequence[LoraTarget], device: torch.device) -> None:
         self.config = config
         self.scale = config.alpha / config.rank
         self.shapes = _shapes(config.rank, targets)
@@ -121,23 +121,23 @@ class Adapter:
         self._staged: torch.Tensor | None = None
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A flat block as the tensors it is made of, in the same memory."""
-        parts: dict[str, torch.Tensor] = {}
+        """The tensors of a flat block, as views of the same memory."""
+        views: dict[str, torch.Tensor] = {}
         start = 0
         for name, shape in self.shapes.items():
             size = math.prod(shape)
-            parts[name] = flat[start : start + size].view(shape)
+            views[name] = flat[start : start + size].view(shape)
             start += size
-        return parts
+        return views
 
     def initialise(self, seed: str) -> None:
-        """A uniform as torch initialises a linear layer, B zero: the model starts as the base.
+        """A is uniform, as torch initialises a linear layer; B is zero: the model starts equal to the base.
 
-        Each tensor has chance of its own, from the seed and its name: the same whatever else is trained.
+        Each tensor is seeded by the seed and its own name: it is the same whatever else is trained.
         """
-        self.fill_new(self.flat, seed)
+        self.initialise_block(self.flat, seed)
 
-    def fill_new(self, flat: torch.Tensor, seed: str) -> None:
+    def initialise_block(self, flat: torch.Tensor, seed: str) -> None:
         for name, view in self.views(flat).items():
             if name.endswith("lora_B"):
                 view.zero_()
@@ -153,7 +153,7 @@ class Adapter:
             self._leaves[name].grad = view
 
     def is_finite(self) -> bool:
-        """Whether all gradients of the pass are."""
+        """Whether all staged gradients are finite."""
         return self._staged is None or bool(self._staged.isfinite().all())
 
     def commit(self) -> None:
@@ -167,33 +167,33 @@ class Adapter:
             leaf.grad = None
 
 
-def _shapes(rank: int, targets: Sequence[Target]) -> Mapping[str, tuple[int, ...]]:
+def _shapes(rank: int, targets: Sequence[LoraTarget]) -> Mapping[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for target in targets:
-        many = (target.experts,) if target.experts else ()
-        shapes[f"{target.name}.lora_A"] = (*many, rank, target.columns)
-        shapes[f"{target.name}.lora_B"] = (*many, target.rows, rank)
+        experts = (target.experts,) if target.experts else ()
+        shapes[f"{target.name}.lora_A"] = (*experts, rank, target.columns)
+        shapes[f"{target.name}.lora_B"] = (*experts, target.rows, rank)
     return shapes
 
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring tokens of a row that belong to one model."""
+    """Adjacent tokens of a row that belong to one adapter, or to none."""
 
     adapter: Adapter | None
     length: int
 
 
 class Adapters:
-    """The hooks in the base, and the row they are computing. The row stays set until its backward is over: layers that
-    are computed again on the way back must add the same."""
+    """The forward hooks in the base, and the spans of the row that they compute. The spans stay set until the backward
+    pass is over: layers that are recomputed in it must add the same."""
 
     def __init__(self, model: nn.Module) -> None:
         self.row: Sequence[Span] = ()
         self.head_row: Sequence[Span] = ()
-        """Logits may be of a part of the row."""
+        """The spans of the tokens whose logits are computed: the row or a chunk of it."""
         for name, module in model.named_modules():
-            if kind_of(name) is not None and sides_of(module) is not None:
+            if kind_of(name) is not None and linear_shape(module) is not None:
                 module.register_forward_hook(self._hook(name, head=kind_of(name) == "unembed"))
 
     def _hook(self, name: str, *, head: bool) -> Any:
@@ -205,16 +205,16 @@ class Adapters:
 
     @staticmethod
     def add(name: str, inputs: torch.Tensor, output: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """`output` with what each span's adapter adds for the layer `name`; tokens are the last dimension but one.
+        """Add what each span's adapter contributes to the layer `name`; tokens are the second last dimension.
 
-        `output` must be fresh from its layer: it is added to in place.
+        `output` is modified in place, so it must be fresh from its layer.
         """
-        plan: list[_Part] = []
+        plan: list[_AdaptedSpan] = []
         matrices: list[torch.Tensor] = []
         start = 0
         for span in spans:
             if span.adapter is not None and name in span.adapter.pairs:
-                plan.append(_Part(start, start + span.length, span.adapter.scale))
+                plan.append(_AdaptedSpan(start, start + span.length, span.adapter.scale))
                 matrices.extend(span.adapter.pairs[name])
             start += span.length
         if not plan:
@@ -223,53 +223,55 @@ class Adapters:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _AdaptedSpan:
     start: int
     end: int
     scale: float
 
 
 class _AddSpans(torch.autograd.Function):
-    """B A x for each part of the rows, added to them by one multiplication: no second array as large as the output,
-    on the way there or back, however many adapters share a row. Gradients of a pass go straight to where the adapter
-    gathers them."""
+    """Adds B A x to each span by one matrix multiplication: no second array as large as the output, in the forward or
+    backward pass, however many adapters share a row. Gradients go directly to the adapter's staging block."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: torch.Tensor, inputs: torch.Tensor, plan: Sequence[_Part], *matrices: torch.Tensor
+        ctx: Any, output: torch.Tensor, inputs: torch.Tensor, plan: Sequence[_AdaptedSpan], *matrices: torch.Tensor
     ) -> torch.Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1])
         flat = output.view(-1, output.shape[-1])
-        narrow = []
-        for part, a, b in zip(plan, matrices[::2], matrices[1::2], strict=True):
-            inner = torch.mm(rows[part.start : part.end], a.to(rows.dtype).t())
-            flat[part.start : part.end].addmm_(inner, b.to(rows.dtype).t(), alpha=part.scale)
-            narrow.append(inner)
+        inners = []
+        for span, a, b in zip(plan, matrices[::2], matrices[1::2], strict=True):
+            inner = torch.mm(rows[span.start : span.end], a.to(rows.dtype).t())
+            flat[span.start : span.end].addmm_(inner, b.to(rows.dtype).t(), alpha=span.scale)
+            inners.append(inner)
         ctx.plan = plan
         ctx.shape = inputs.shape
-        # Not saved as tensors: what is gathered in is the gradient of the very parameter, not of a copy.
+        # Not by save_for_backward: gradients accumulate in `.grad` of the very parameters, not of copies.
         ctx.matrices = matrices
-        ctx.save_for_backward(rows, *narrow)
+        ctx.save_for_backward(rows, *inners)
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        rows, *narrow = ctx.saved_tensors
+        rows, *inners = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        # Rows of no adapter add nothing to what comes back.
-        back = torch.zeros_like(rows)
-        found: list[torch.Tensor | None] = []
-        for part, a, b, inner in zip(ctx.plan, ctx.matrices[::2], ctx.matrices[1::2], narrow, strict=True):
-            own, seen = grad[part.start : part.end], rows[part.start : part.end]
-            through = torch.mm(own, b.to(own.dtype))
-            found += [_gathered(a, through.t(), seen, part.scale), _gathered(b, own.t(), inner, part.scale)]
-            back[part.start : part.end].addmm_(through, a.to(own.dtype), beta=0, alpha=part.scale)
-        return grads[0], back.view(ctx.shape), None, *found
+        # Tokens without an adapter contribute nothing to the gradient of the inputs.
+        grad_inputs = torch.zeros_like(rows)
+        grad_matrices: list[torch.Tensor | None] = []
+        for span, a, b, inner in zip(ctx.plan, ctx.matrices[::2], ctx.matrices[1::2], inners, strict=True):
+            grad_span, inputs = grad[span.start : span.end], rows[span.start : span.end]
+            grad_inner = torch.mm(grad_span, b.to(grad_span.dtype))
+            grad_matrices += [
+                _accumulate(a, grad_inner.t(), inputs, span.scale),
+                _accumulate(b, grad_span.t(), inner, span.scale),
+            ]
+            grad_inputs[span.start : span.end].addmm_(grad_inner, a.to(grad_span.dtype), beta=0, alpha=span.scale)
+        return grads[0], grad_inputs.view(ctx.shape), None, *grad_matrices
 
 
-def _gathered(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor | None:
-    """The gradient of a matrix; None if it was added where the pass gathers it (`Adapter.begin`)."""
+def _accumulate(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor | None:
+    """The gradient of a matrix; None if it was added to the staging block (`Adapter.begin`)."""
     if matrix.grad is not None and matrix.grad.dtype == left.dtype:
         matrix.grad.addmm_(left, right, alpha=scale)
         return None
@@ -277,17 +279,17 @@ def _gathered(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, sca
 
 
 def delta(inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """The scale goes on the narrow side, where it is cheapest."""
+    """B A x times the scale, which is applied to the narrow side, where it is cheapest."""
     return linear(linear(inputs, a.to(inputs.dtype)) * scale, b.to(inputs.dtype))
 
 
-def spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """The spans of a part of the row."""
-    cut: list[Span] = []
-    at = 0
+def slice_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """The spans of the tokens from `start` to `end` of the row."""
+    sliced: list[Span] = []
+    offset = 0
     for span in spans:
-        length = min(at + span.length, end) - max(at, start)
+        length = min(offset + span.length, end) - max(offset, start)
         if length > 0:
-            cut.append(Span(span.adapter, length))
-        at += span.length
-    return cut
+            sliced.append(Span(span.adapter, length))
+        offset += span.length
+    return sliced

@@ -1,8 +1,8 @@
-"""Adapters for the experts of a mixture, which are one module with one fused weight for all of them.
+"""LoRA adapters of mixture-of-experts layers, whose experts are one module with one fused weight.
 
-The engine's loop over the experts is written here once more because an adapter acts between its two matrices: on the
-tokens of a span, and in the matrix of their expert. What a family does between and after them (its gate with or without
-a clamp, biases, a norm) is called as it stands in its module. Modules of another form keep their own loop and get no
+The loop over the experts of transformers is repeated here because an adapter acts between its two matrices: on the
+tokens of a span, and on the matrix of their expert. What a family does between and after them (its gate with or without
+a clamp, biases, a norm) is called as its module defines it. Modules of another form keep their own loop and get no
 adapter (`is_experts`).
 """
 
@@ -28,23 +28,23 @@ def adapt_experts(model: nn.Module, adapters: Adapters) -> None:
 def _forward(name: str, experts: Any, adapters: Adapters) -> Any:
     biased = experts.has_bias
 
-    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`hidden` is (tokens, dimensions); `chosen` and `weights` are (tokens, experts per token)."""
+    def forward(hidden: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`hidden` is (tokens, dimensions); `routed` and `weights` are (tokens, experts per token)."""
         total = torch.zeros_like(hidden)
         with torch.no_grad():
-            mask = one_hot(chosen, num_classes=experts.gate_up_proj.shape[0]).permute(2, 1, 0)
-            hit = mask.sum(dim=(-1, -2)).nonzero().flatten().tolist()
-        owner = _owners(adapters.row, hidden)
+            mask = one_hot(routed, num_classes=experts.gate_up_proj.shape[0]).permute(2, 1, 0)
+            active = mask.sum(dim=(-1, -2)).nonzero().flatten().tolist()
+        span_of = _span_numbers(adapters.row, hidden)
         first = _matrices(f"{name}.gate_up_proj", adapters.row)
         second = _matrices(f"{name}.down_proj", adapters.row)
-        for expert in hit:
+        for expert in active:
             which, token = torch.where(mask[expert])
-            own = owner[token]
+            spans = span_of[token]
             state = hidden[token]
             up = linear(state, experts.gate_up_proj[expert], experts.gate_up_proj_bias[expert] if biased else None)
-            inner = experts._apply_gate(_add(first, expert, state, up, own))
+            inner = experts._apply_gate(_add(first, expert, state, up, spans))
             down = linear(inner, experts.down_proj[expert], experts.down_proj_bias[expert] if biased else None)
-            down = _add(second, expert, inner, down, own)
+            down = _add(second, expert, inner, down, spans)
             if experts.has_post_expert_norm:
                 down = experts.post_expert_norm(down)
             total.index_add_(0, token, (down * weights[token, which, None]).to(total.dtype))
@@ -53,15 +53,15 @@ def _forward(name: str, experts: Any, adapters: Adapters) -> Any:
     return forward
 
 
-def _owners(spans: Sequence[Span], hidden: torch.Tensor) -> torch.Tensor:
-    """For each token the number of its span."""
+def _span_numbers(spans: Sequence[Span], hidden: torch.Tensor) -> torch.Tensor:
+    """The number of each token's span."""
     lengths = torch.tensor([span.length for span in spans] or [len(hidden)], device=hidden.device)
     return torch.arange(len(lengths), device=hidden.device).repeat_interleave(lengths)
 
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Of one span: A and B of each expert, and the scale. Taken apart once: so is the gradient put together once."""
+    """A and B of each expert for one span, and the scale. Unbound once, so that the gradient is stacked once."""
 
     number: int
     a: Sequence[torch.Tensor]
@@ -70,20 +70,20 @@ class _Matrices:
 
 
 def _matrices(name: str, spans: Sequence[Span]) -> list[_Matrices]:
-    found = []
+    matrices = []
     for number, span in enumerate(spans):
         if span.adapter is not None and name in span.adapter.pairs:
             a, b = span.adapter.pairs[name]
-            found.append(_Matrices(number, a.unbind(), b.unbind(), span.adapter.scale))
-    return found
+            matrices.append(_Matrices(number, a.unbind(), b.unbind(), span.adapter.scale))
+    return matrices
 
 
 def _add(
-    matrices: Sequence[_Matrices], expert: int, inputs: torch.Tensor, output: torch.Tensor, own: torch.Tensor
+    matrices: Sequence[_Matrices], expert: int, inputs: torch.Tensor, output: torch.Tensor, spans: torch.Tensor
 ) -> torch.Tensor:
     for of_span in matrices:
-        places = (own == of_span.number).nonzero().flatten()
-        if len(places):
-            added = delta(inputs[places], of_span.a[expert], of_span.b[expert], of_span.scale)
-            output = output.index_add(0, places, added)
+        tokens = (spans == of_span.number).nonzero().flatten()
+        if len(tokens):
+            added = delta(inputs[tokens], of_span.a[expert], of_span.b[expert], of_span.scale)
+            output = output.index_add(0, tokens, added)
     return output

@@ -1,9 +1,9 @@
-"""Causal attention inside each document of a packed row, as the model's family wants it.
+"""Causal attention inside each document of a packed row, as the model's family defines it.
 
-A family says what its attention is by a mask and by options. Both are on an allow-list: plain causal masks, sliding
-windows and chunks; scaling, soft-capping and sinks. A part that is not known here is refused, because to leave it out
-would give other numbers without a word. A mask is described and not built for the whole row, so that no tensor as
-large as the row squared is needed and a NaN of one client cannot reach another's tokens.
+A family defines its attention by a mask and by options. Both are on an allow-list: causal masks, sliding windows and
+chunks; scaling, soft-capping and sinks. Anything else is rejected, because leaving it out would silently give other
+numbers. A mask is described and not built for the whole row, so that no tensor as large as the row squared is needed
+and a NaN of one tenant cannot reach another's tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from strata.base.errors import Code, StrataError
 
 ATTENTION: Final = "strata_documents"
 COMPUTED: Final = frozenset({"scaling", "softcap", "s_aux"})
-"""Options that change the numbers, and are computed."""
+"""Options that change the numbers, and are implemented here."""
 WITHOUT_EFFECT: Final = frozenset(
     {
         "cache_position", "documents", "dropout", "is_causal", "num_items_in_batch", "output_attentions",
@@ -30,7 +30,7 @@ WITHOUT_EFFECT: Final = frozenset(
         "sliding_window", "use_cache",
     }
 )  # fmt: skip
-"""Options that transformers' own eager attention does not look at either: windows are in the mask, dropout is off."""
+"""Options that transformers' own eager attention ignores too: windows are in the mask, dropout is off."""
 
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values: (batch, heads, tokens, dimensions)."""
@@ -38,7 +38,7 @@ States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back a token looks in its document: the last `window` tokens, or those of its own chunk."""
+    """How far back a token attends in its document: to the last `window` tokens, or to those of its chunk."""
 
     window: int | None = None
     chunk: int | None = None
@@ -48,7 +48,7 @@ class Reach:
         return all(limit is None or length <= limit for limit in (self.window, self.chunk))
 
     def allows(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Which keys, by their places in the document, each query sees."""
+        """Which keys each query attends to, by their indices in the document."""
         allowed = key <= query
         if self.window is not None:
             allowed = allowed & (key > query - self.window)
@@ -59,7 +59,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class AttentionTerms:
-    """What one layer's attention is made of, beside its queries, keys and values."""
+    """The options of one layer's attention, besides its queries, keys and values."""
 
     scaling: float | None = None
     reach: Reach = Reach()
@@ -67,20 +67,20 @@ class AttentionTerms:
     sinks: torch.Tensor | None = None
 
     @property
-    def plain(self) -> bool:
-        """Whether a kernel for scaled dot products computes it."""
+    def fits_kernel(self) -> bool:
+        """Whether a kernel for scaled dot-product attention computes it."""
         return self.softcap is None and self.sinks is None
 
 
 def describe_mask(*, mask_function: Callable[..., Any], attention_mask: Any = None, **unused: Any) -> Reach | None:
-    """Called where transformers would build a mask. None is the plain causal one."""
+    """Called where transformers would build a mask. None is the causal mask."""
     del unused
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise _refuse("its attention mask leaves out tokens")
+        raise _unsupported("its attention mask leaves out tokens")
     parts = [_named(part) for part in _conjuncts(mask_function)]
     limits = {name: value for name, value in parts if value is not None}
     if not any(name == "causal_mask_function" for name, _ in parts):
-        raise _refuse("its attention looks at later tokens")
+        raise _unsupported("its attention looks at later tokens")
     reach = Reach(window=limits.get("sliding_window_overlay"), chunk=limits.get("chunked_overlay"))
     return None if reach == Reach() else reach
 
@@ -94,7 +94,7 @@ def _conjuncts(mask: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _named(mask: Callable[..., Any]) -> tuple[str, int | None]:
-    """A part of a mask by the function of transformers that makes it, with its limit if it has one."""
+    """The transformers function that makes a part of a mask, and the limit of that part if it has one."""
     name = mask.__qualname__.removesuffix(".<locals>.inner_mask")
     match name if mask.__module__ == "transformers.masking_utils" else "":
         case "causal_mask_function" | "packed_sequence_mask_function":
@@ -104,8 +104,8 @@ def _named(mask: Callable[..., Any]) -> tuple[str, int | None]:
         case "chunked_overlay":
             return name, int(_closure(mask)["chunk_size"])
         case "bidirectional_mask_function":
-            raise _refuse("its attention looks at later tokens")
-    raise _refuse(f"its attention mask has a part that is not known here, {name}")
+            raise _unsupported("its attention looks at later tokens")
+    raise _unsupported(f"its attention mask has a part that is not known here, {name}")
 
 
 def _closure(mask: Callable[..., Any]) -> Mapping[str, Any]:
@@ -113,12 +113,12 @@ def _closure(mask: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def terms_of(mask: object, options: Mapping[str, Any]) -> AttentionTerms:
-    """UNSUPPORTED for a mask or an option that is not on the lists above."""
+    """UNSUPPORTED for a mask or an option that is not on the allow-lists."""
     for name in sorted(options.keys() - COMPUTED - WITHOUT_EFFECT):
         if options[name] is not None and options[name] is not False:
-            raise _refuse(f"its attention takes an option that is not known here, {name}")
+            raise _unsupported(f"its attention takes an option that is not known here, {name}")
     if mask is not None and not isinstance(mask, Reach):
-        raise _refuse("its attention makes a mask of its own")
+        raise _unsupported("its attention makes a mask of its own")
     return AttentionTerms(
         scaling=options.get("scaling"),
         reach=mask if mask is not None else Reach(),
@@ -127,7 +127,7 @@ def terms_of(mask: object, options: Mapping[str, Any]) -> AttentionTerms:
     )
 
 
-def _refuse(why: str) -> StrataError:
+def _unsupported(why: str) -> StrataError:
     return StrataError(Code.UNSUPPORTED, why)
 
 
@@ -148,7 +148,7 @@ def document_attention(
 
 def attend_documents(module: nn.Module, states: States, lengths: Sequence[int], terms: AttentionTerms) -> torch.Tensor:
     if any(part.shape[2] != sum(lengths) for part in states):
-        raise _refuse("its attention has keys that belong to no token of the row")
+        raise _unsupported("its attention has keys that belong to no token of the row")
     split = zip(*(torch.split(part, list(lengths), 2) for part in states), strict=True)
     parts = [_attend(module, (query, key, value), terms) for query, key, value in split]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -156,17 +156,17 @@ def attend_documents(module: nn.Module, states: States, lengths: Sequence[int], 
 
 def _attend(module: nn.Module, states: States, terms: AttentionTerms) -> torch.Tensor:
     length = states[0].shape[2]
-    places = torch.arange(length, device=states[0].device)
-    if not terms.plain:
-        return softmax_attention(states, terms.reach.allows(places[:, None], places), terms)
-    mask = None if terms.reach.covers(length) else terms.reach.allows(places[:, None], places)[None, None]
+    indices = torch.arange(length, device=states[0].device)
+    if not terms.fits_kernel:
+        return softmax_attention(states, terms.reach.allows(indices[:, None], indices), terms)
+    mask = None if terms.reach.covers(length) else terms.reach.allows(indices[:, None], indices)[None, None]
     return sdpa_attention_forward(module, *states, mask, scaling=terms.scaling, is_causal=True)[0]
 
 
 def softmax_attention(states: States, allowed: torch.Tensor | None, terms: AttentionTerms) -> torch.Tensor:
-    """Attention written out, for what no kernel takes: scores of every query with every key, in memory.
+    """Attention without a fused kernel, for options that no kernel takes: it holds the scores of every query and key.
 
-    A sink is one more score in the sum of each head's softmax, to which no value belongs.
+    A sink is an additional score in each head's softmax that has no value.
     """
     query, key, value = states
     groups = query.shape[1] // key.shape[1]

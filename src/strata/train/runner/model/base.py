@@ -1,4 +1,4 @@
-"""The base model on the ranks: read, compared with itself as it was read (`startup_check`), adapted and sharded."""
+"""The base model on the ranks: loaded, verified (`startup_check`), fitted with LoRA hooks and sharded (FSDP)."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapters
 from strata.train.runner.lora.experts import adapt_experts
 from strata.train.runner.model.attention import ATTENTION
-from strata.train.runner.model.startup_check import compare, compute_reference, refusing
-from strata.train.runner.passes.logprobs import PackedModel, Row
+from strata.train.runner.model.startup_check import compute_reference, unsupported_errors, verify_packing
+from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import RunnerSettings
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLOAT32_BYTES: Final = 2 << 30
-"""Files of a model up to this size are read once more, in float32, for the start-up check."""
+"""A model whose files are up to this size is loaded a second time, in float32, for the start-up check."""
 
 
 class BaseModel:
-    """The loaded model and how it is sharded. All ranks make one together.
+    """The loaded and sharded model. All ranks construct it together.
 
-    It computes in evaluation mode, also when it trains: without dropout and without noise in routers, so that the same
+    It computes in evaluation mode, also in training: without dropout and without noise in routers, so that the same
     pass gives the same numbers.
     """
 
     def __init__(self, settings: RunnerSettings, ranks: RankGroup) -> None:
         self.settings = settings
         with ranks.collective_errors():
-            lm = read(settings.model, self.kept_dtype)
+            lm = load_lm(settings.model, self.storage_dtype)
         self.arch = str(lm.config.model_type)
-        with refusing(self.arch):
+        with unsupported_errors(self.arch):
             text = lm.config.get_text_config(decoder=True)
             self.vocabulary = int(text.vocab_size)
             self.max_context = longest_context(text)
             self.parameters = sum(parameter.numel() for parameter in lm.parameters())
-            # Before anything of ours is in the model. Whoever loads shards instead of whole models computes it here.
+            # The reference has to be computed before the model is modified in any way.
             lm.to(ranks.device)  # type: ignore[arg-type]
             reference = compute_reference(lm, self.vocabulary, ranks.device)
             self.decoder = reference.decoder
-            self.adapters = self._adapt(lm)
+            self.adapters = self._add_hooks(lm)
             self.packed = PackedModel(lm, self.decoder, self.adapters, settings.logits_bytes)
             shard(self.packed, settings, ranks)
             self.lm = lm
-            compare(reference, self.logprobs, settings.dtype)
+            verify_packing(reference, self.logprobs, settings.dtype)
 
-    def _adapt(self, lm: PreTrainedModel) -> Adapters | None:
+    def _add_hooks(self, lm: PreTrainedModel) -> Adapters | None:
         if not lm._can_set_attn_implementation():
             raise StrataError(Code.UNSUPPORTED, "its attention is not one that can be replaced")
         lm.set_attn_implementation(ATTENTION)
@@ -63,30 +63,33 @@ class BaseModel:
         if adapters is not None:
             adapt_experts(lm, adapters)
             lm.requires_grad_(requires_grad=False)
-            # Every layer then takes part in every backward, on every rank, whichever adapters its row has: the ranks
-            # meet in the layers on the way back, and a rank that left one out would wait for the others for ever.
+            # Then every layer takes part in the backward pass of every rank, whichever adapters its row has. Each layer
+            # has a collective in the backward pass; a rank that left one out would wait for the others for ever.
             lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
         if self.settings.activation_checkpointing:
             checkpoint_layers(lm)
         return adapters
 
-    def logprobs(self, row: Row) -> torch.Tensor:
-        """All ranks together. Without a backward to come, nobody else gives back the weights that were put together;
-        they would be old ones after the next step."""
+    def logprobs(self, row: PackedRow) -> torch.Tensor:
+        """Log probabilities of a packed row. All ranks call this together.
+
+        Without a backward pass, which would reshard them, gathered weights are resharded here; they would be stale
+        after the next optimizer step.
+        """
         if self.adapters is not None:
-            # They stay until the next pass: the way back may compute the layers once more.
+            # The spans stay until the next pass: the backward pass may recompute the layers.
             self.adapters.row = row.spans
-        found = self.packed(row)
+        logprobs = self.packed(row)
         if not torch.is_grad_enabled():
             for module in self.packed.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        assert isinstance(found, torch.Tensor)
-        return found
+        assert isinstance(logprobs, torch.Tensor)
+        return logprobs
 
     @property
-    def kept_dtype(self) -> torch.dtype:
-        """What is trained is kept in float32; a frozen base is kept as it is computed with."""
+    def storage_dtype(self) -> torch.dtype:
+        """Trained weights are stored in float32; a frozen base is stored in the dtype of the arithmetic."""
         return torch.float32 if self.settings.full else DTYPES[self.settings.dtype]
 
     def info(self) -> ModelInfo:
@@ -104,8 +107,8 @@ class BaseModel:
         )
 
 
-def read(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model from a local folder or the local cache: safetensors only, and no code that it brings."""
+def load_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model from a local folder or the local cache: safetensors only, and no remote code."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -131,8 +134,8 @@ def longest_context(config: PreTrainedConfig) -> int:
 
 
 def checkpoint_layers(lm: PreTrainedModel) -> None:
-    """Layers are computed again on the way back. They do so only in training mode, so that is set for them, and not
-    for the modules inside; chances that a layer itself takes are set to none."""
+    """Activation checkpointing: layers are recomputed in the backward pass. transformers does that only in training
+    mode, so the mode is set for the layers, but not for the modules inside; a layer's own dropout is set to 0."""
     lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     for module in lm.modules():
         if isinstance(module, GradientCheckpointingLayer):
@@ -153,22 +156,22 @@ def shard(packed: PackedModel, settings: RunnerSettings, ranks: RankGroup) -> No
     fully_shard(packed, mesh=mesh, mp_policy=policy)
     for module in packed.modules():
         if isinstance(module, FSDPModule):
-            # The engine would average over the ranks. A loss is a sum, so its gradient is one too.
+            # FSDP would average over the ranks. A loss is a sum, so its gradient is one too.
             module.set_gradient_divide_factor(1.0)
-            # As a plain sum, which every backend knows.
+            # A plain sum, which every backend supports.
             module.set_force_sum_reduction_for_comms(enable=True)
 
 
-def checked_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:
-    """The base that trains. In bfloat16, rounding hides what is off by little: where it is affordable, the same passes
-    are first compared in float32, in a model that is then let go."""
+def load_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:
+    """Load and verify the base. In bfloat16, rounding hides small errors: if the model is small enough, the start-up
+    check runs first in float32, on a copy that is then freed."""
     if settings.dtype != "float32" and _affordable_in_float32(settings.model):
         BaseModel(msgspec.structs.replace(settings, dtype="float32"), ranks)
     return BaseModel(settings, ranks)
 
 
 def _affordable_in_float32(path: str) -> bool:
-    """By the files in its folder. How large a model in the cache is, is not known here."""
+    """By the files in its folder. The size of a model in the cache is unknown."""
     sizes = [file.stat().st_size for file in Path(path).glob("*.safetensors")]
     return 0 < sum(sizes) <= FLOAT32_BYTES
 

@@ -1,8 +1,8 @@
-"""How many tokens of a row fit into the memory of this rank, and what is left behind when they did not.
+"""Memory of a packed row: how many tokens fit into this rank's memory, and the record of a row that did not fit.
 
 The limit is measured when the ranks start, by passes over rows of growing length. It is an estimate: a row beyond it is
-rejected before the ranks communicate, so all of them go on. A rank that runs out of memory inside the model dies, for
-the others may wait for it in a collective; the note in its file says what of, and the next group reports it.
+rejected before the first collective, so all ranks continue. A rank that runs out of memory inside the model dies, since
+the others may wait for it in a collective; the record in its file tells the next group, which reports it.
 """
 
 from __future__ import annotations
@@ -28,59 +28,59 @@ from strata.train.core.memory import most_likely_cause
 from strata.train.core.ops import LoraConfig
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, Span, targets_of
-from strata.train.runner.passes.logprobs import Row
+from strata.train.runner.passes.logprobs import PackedRow
 
 if TYPE_CHECKING:
     from strata.train.runner.model.base import BaseModel
 
 FIRST: Final = 64
 LONGEST: Final = 2048
-"""Tokens of the shortest and the longest row that is tried."""
+"""Tokens of the shortest and the longest row that is measured."""
 GROWTH: Final = 32 << 20
-"""Two rows that differ by so many bytes are enough to see what a token costs."""
+"""Two rows that differ by so many bytes are enough to compute the cost of a token."""
 SHARE: Final = 0.75
-"""Of the free memory, for one row: adapters, moments and caches come later."""
+"""The share of the free memory for one row: adapters, moments and the KV cache come later."""
 PROBE: Final = 0.9
-"""Of the memory that is free when a row is to be computed."""
+"""The share of the memory that is free just before a row is computed."""
 SMALL: Final = 64 << 20
-"""A row of fewer bytes is computed without a look at the memory that is free."""
+"""A row of fewer bytes is computed without checking the free memory."""
 FRESH_S: Final = 1.0
 _log = log.get(__name__)
 
 
-class _Note(msgspec.Struct, frozen=True, array_like=True):
+class _RowRecord(msgspec.Struct, frozen=True, array_like=True):
     exhausted: RowOutOfMemory
     kills: int
-    """By the kernel, until the row began. If there are more now, one may have been that of this rank."""
+    """OOM kills by the kernel before the row began. If there are more now, one may have been this rank."""
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(_Note).decode
-_decode_before: Final = msgspec.msgpack.Decoder(RowOutOfMemory | None).decode
+_decode: Final = msgspec.msgpack.Decoder(_RowRecord).decode
+_decode_previous: Final = msgspec.msgpack.Decoder(RowOutOfMemory | None).decode
 
 
 class RowMemory:
-    """Of one rank. `limit` is the same on all of them, 0 if it could not be measured."""
+    """The row memory of one rank. `limit` is the same on all ranks, 0 if it could not be measured."""
 
     def __init__(self, base: BaseModel, ranks: RankGroup, file: Path) -> None:
         self._ranks = ranks
-        self._told = base.settings.row_tokens
+        self._configured = base.settings.row_tokens
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        before = _read_note(self._file)
-        self.exhausted = most_likely_cause(_decode_before(each) for each in ranks.share(_encode(before)))
-        """What the group before this one died of, if it was that."""
+        previous = _read_record(self._file)
+        self.exhausted = most_likely_cause(_decode_previous(data) for data in ranks.all_gather_bytes(_encode(previous)))
+        """The row at which the previous group ran out of memory, if it did."""
         self._kills, self._kills_at_s = _kernel_kills(), perf_counter()
         self._per_token, self.limit = measure(base, ranks)
-        _log.info("measured the memory of a row", bytes_per_token=self._per_token, tokens=self.limit)
+        _log.info("row_memory_measured", bytes_per_token=self._per_token, tokens=self.limit)
 
     @property
     def row_tokens(self) -> int:
-        return self._told or self.limit
+        return self._configured or self.limit
 
     def fits(self, tokens: int) -> bool:
-        """Whether there is memory now for a row of so many tokens. What the settings say is not doubted."""
-        if self._told is not None or not self._per_token:
+        """Whether there is memory now for a row of so many tokens. A limit from the settings is not checked."""
+        if self._configured is not None or not self._per_token:
             return True
         needed = tokens * self._per_token
         if needed < SMALL:
@@ -94,24 +94,24 @@ class RowMemory:
 
     @contextmanager
     def computing(self, model_id: str, tokens: int) -> Iterator[None]:
-        """A row. Whatever ends this process meanwhile, the next one on this rank finds the note."""
+        """Compute a row. If this process dies meanwhile, the next one of this rank finds the record."""
         if perf_counter() - self._kills_at_s > FRESH_S:
             self._kills, self._kills_at_s = _kernel_kills(), perf_counter()
         row = RowOutOfMemory(self._ranks.rank, model_id, tokens, self.limit)
-        self._write(_Note(row, self._kills))
+        self._write(_RowRecord(row, self._kills))
         try:
             yield
         except Exception as error:
             if is_out_of_memory(error):
-                self._write(_Note(msgspec.structs.replace(row, sure=True), self._kills))
-                _log.error("out of memory", tokens=tokens, limit=self.limit, reason=str(error).partition("\n")[0])
+                self._write(_RowRecord(msgspec.structs.replace(row, sure=True), self._kills))
+                _log.error("out_of_memory", tokens=tokens, limit=self.limit, reason=str(error).partition("\n")[0])
             else:
                 os.ftruncate(self._file, 0)
             raise
         os.ftruncate(self._file, 0)
 
-    def _write(self, note: _Note) -> None:
-        data = _encode(note)
+    def _write(self, record: _RowRecord) -> None:
+        data = _encode(record)
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
 
@@ -119,38 +119,38 @@ class RowMemory:
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    # The allocator of the CPU has no type of its own.
-    words = ("DefaultCPUAllocator", "can't allocate memory", "bad_alloc", "not enough memory")
-    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+    # The CPU allocator has no exception type of its own.
+    phrases = ("DefaultCPUAllocator", "can't allocate memory", "bad_alloc", "not enough memory")
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 def measure(base: BaseModel, ranks: RankGroup) -> tuple[int, int]:
-    """Bytes per token and the tokens that fit, by passes as they are made later; zeros if it cannot be known here."""
-    adapter = _adapter(base, ranks.device)
+    """Bytes per token and the tokens that fit, measured by real passes; zeros if they cannot be measured here."""
+    adapter = _measuring_adapter(base, ranks.device)
     longest = min(LONGEST, base.max_context)
     tokens = min(FIRST, longest)
     peak = _peak_of(base, adapter, ranks, tokens)
     per_token, enough = 0, False
     while tokens < longest and not enough:
-        shorter, before = tokens, peak
+        shorter, smaller = tokens, peak
         tokens = min(2 * tokens, longest)
         peak = _peak_of(base, adapter, ranks, tokens)
-        growth = peak - before
-        per_token = max(growth // (tokens - shorter), 1) if before else 0
+        growth = peak - smaller
+        per_token = max(growth // (tokens - shorter), 1) if smaller else 0
         free = free_bytes(ranks) or 0
-        # The next row costs twice as much more.
+        # The next row grows by twice as much.
         enough = ranks.all_reduce_any([growth >= GROWTH or 4 * growth > free])[0]
     if base.adapters is not None:
         base.adapters.row = ()
     _release()
-    costs = ranks.numbers(per_token)
+    costs = ranks.all_gather_int(per_token)
     per_token = max(costs) if min(costs) else 0
-    fitting = ranks.numbers(int(SHARE * (free_bytes(ranks) or 0) / per_token) if per_token else 0)
+    fitting = ranks.all_gather_int(int(SHARE * (free_bytes(ranks) or 0) / per_token) if per_token else 0)
     return per_token, min(fitting)
 
 
-def _adapter(base: BaseModel, device: torch.device) -> Adapter | None:
-    """One with every target: what it needs for its gradients is what a row costs. Its rank hardly matters."""
+def _measuring_adapter(base: BaseModel, device: torch.device) -> Adapter | None:
+    """An adapter with every target: its activations are what a row costs. Its LoRA rank hardly matters."""
     if base.adapters is None:
         return None
     try:
@@ -161,12 +161,14 @@ def _adapter(base: BaseModel, device: torch.device) -> Adapter | None:
 
 
 def _peak_of(base: BaseModel, adapter: Adapter | None, ranks: RankGroup, tokens: int) -> int:
-    """The most memory of this process during a pass over one row, and as it was without it; 0 if nobody says."""
+    """The peak memory of this process during a pass over one row; 0 if the system does not report it."""
     content = torch.arange(tokens, device=ranks.device) % base.vocabulary
-    places = torch.arange(tokens, device=ranks.device)
-    row = Row(tokens=content, documents=[tokens], spans=[Span(adapter, tokens)], places=places, targets=content)
+    logit_indices = torch.arange(tokens, device=ranks.device)
+    row = PackedRow(
+        tokens=content, documents=[tokens], spans=[Span(adapter, tokens)], logit_indices=logit_indices, targets=content
+    )
     _trim()
-    begun = _reset_peak(ranks.device)
+    measurable = _reset_peak(ranks.device)
     if adapter is not None:
         adapter.begin()
     base.logprobs(row).sum().backward()  # type: ignore[no-untyped-call]
@@ -174,7 +176,7 @@ def _peak_of(base: BaseModel, adapter: Adapter | None, ranks: RankGroup, tokens:
         adapter.discard()
     for parameter in base.packed.parameters():
         parameter.grad = None
-    return _peak(ranks.device) if begun else 0
+    return _peak(ranks.device) if measurable else 0
 
 
 def _reset_peak(device: torch.device) -> bool:
@@ -195,7 +197,7 @@ def _peak(device: torch.device) -> int:
 
 
 def _release() -> None:
-    """What was freed goes back to the system: the allocator keeps it, and it would count as taken."""
+    """Return freed memory to the system: the allocator keeps it, and it would count as used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -208,11 +210,11 @@ def _trim() -> None:
 
 
 def free_bytes(ranks: RankGroup) -> int | None:
-    """For this rank: of its device, or by the limits of the process, its group and the machine, whichever is least."""
+    """Free memory for this rank: of its device, or the least of the limits of process, control group and machine."""
     if ranks.device.type == "cuda":
         return int(torch.cuda.mem_get_info(ranks.device)[0])
-    found = [free for free in (_machine_bytes(), _group_bytes()) if free is not None]
-    shares = [free // ranks.here for free in found]
+    available = [free for free in (_machine_bytes(), _cgroup_bytes()) if free is not None]
+    shares = [free // ranks.local_size for free in available]
     for limit, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY:
@@ -224,8 +226,8 @@ def _machine_bytes() -> int | None:
     return _field(Path("/proc/meminfo"), "MemAvailable")
 
 
-def _group_bytes() -> int | None:
-    """What the control group of this process still allows, in either version of the interface."""
+def _cgroup_bytes() -> int | None:
+    """What the control group of this process still allows, in cgroup version 1 or 2."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -240,7 +242,7 @@ def _group_bytes() -> int | None:
         else:
             continue
         with contextlib.suppress(OSError, ValueError, KeyError):
-            # "max" is no number: there is no limit then.
+            # "max" is not a number: there is no limit then.
             own = folder / path.lstrip("/")
             limit, used = (int((own / name).read_text(encoding="ascii")) for name in names)
             left = max(limit - used + _cached_bytes(own), 0)
@@ -249,10 +251,10 @@ def _group_bytes() -> int | None:
 
 
 def _cached_bytes(group: Path) -> int:
-    """Of what a control group uses, files that the kernel gives back when memory is needed."""
-    found = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-    prefix = "total_" if "total_active_file" in found else ""
-    return int(found[f"{prefix}active_file"]) + int(found[f"{prefix}inactive_file"])
+    """File cache of a control group, which the kernel reclaims when memory is needed."""
+    stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+    prefix = "total_" if "total_active_file" in stat else ""
+    return int(stat[f"{prefix}active_file"]) + int(stat[f"{prefix}inactive_file"])
 
 
 def _status(name: str) -> int:
@@ -269,7 +271,7 @@ def _field(file: Path, name: str) -> int | None:
 
 
 def _kernel_kills() -> int:
-    """How often the kernel has killed a process for want of memory since the machine started."""
+    """How many processes the kernel has killed for lack of memory since the machine started."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="utf-8").splitlines():
             if line.startswith("oom_kill "):
@@ -277,12 +279,12 @@ def _kernel_kills() -> int:
     return 0
 
 
-def _read_note(file: int) -> RowOutOfMemory | None:
+def _read_record(file: int) -> RowOutOfMemory | None:
     data = os.pread(file, 1 << 16, 0)
     os.ftruncate(file, 0)
     try:
-        note = _decode(data)
+        record = _decode(data)
     except msgspec.MsgspecError:
-        # Empty: the process before this one was at no row.
+        # Empty: the previous process did not die inside a row.
         return None
-    return note.exhausted if note.exhausted.sure or _kernel_kills() > note.kills else None
+    return record.exhausted if record.exhausted.sure or _kernel_kills() > record.kills else None

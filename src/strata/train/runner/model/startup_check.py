@@ -1,10 +1,10 @@
-"""The start-up check: our passes beside an unmodified Hugging Face model, before anybody's data goes through them.
+"""Start-up check: packed passes must give the log probabilities of the unmodified Hugging Face model.
 
-The reference is computed first, by the model as transformers has read it: its own eager attention and experts, its own
-head, no hook of ours, one document at a time, in evaluation mode (no dropout, no noise in a router; that is the mode
-that training computes too). Then the same model is adapted and sharded, and the documents go through it packed in one
-row. So no second copy of the weights is needed. A model whose log-probabilities are not the same is refused: it would
-train on silently with wrong numbers.
+The reference is computed first, by the model as transformers has loaded it: its own eager attention and experts, its
+own head, no hooks, one document at a time, in evaluation mode (no dropout, no noise in a router; training computes in
+that mode too). Then the same model gets its hooks and is sharded, and the documents go through it packed in one row. So
+no second copy of the weights is needed. A model whose log probabilities differ is rejected: it would silently train
+with wrong numbers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.runner.model.memory import is_out_of_memory
-from strata.train.runner.passes.logprobs import Row
+from strata.train.runner.passes.logprobs import PackedRow
 
 TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.5}
-"""How far two ways of computing the same log-probability may be apart, in nats."""
+"""How far two computations of the same log probability may differ, in nats."""
 MEAN_TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.05}
-"""How far they may be apart on average: rounding errs to both sides, a feature left out does not."""
+"""How far they may differ on average: rounding errs to both sides, a missing feature does not."""
 LENGTHS: Final = (17, 11, 1, 5)
 TARGETS: Final = 4
-"""Tokens whose log-probability is compared at each place, the most likely one among them."""
+"""Tokens whose log probability is compared at each position, the most likely one among them."""
 FAILURES: Final = (
     AssertionError,
     AttributeError,
@@ -40,22 +40,22 @@ FAILURES: Final = (
     TypeError,
     ValueError,
 )
-"""What an architecture that is used in a way it was not made for raises."""
+"""What the code of an architecture raises when it is used in a way that it does not support."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Documents, and what the unmodified model says of them. The second is the beginning of the first."""
+    """Documents, and the unmodified model's log probabilities of them. The second is a prefix of the first."""
 
-    row: Row
+    row: PackedRow
     logprobs: torch.Tensor
     decoder: str
-    """The name of the module that makes hidden states of tokens; logits are made of these alone."""
+    """The name of the module that computes hidden states; logits are computed from these alone."""
 
 
 @contextmanager
-def refusing(arch: str) -> Iterator[None]:
-    """An architecture that cannot be computed is refused in one sentence, whatever its code raises."""
+def unsupported_errors(arch: str) -> Iterator[None]:
+    """Whatever the code of an unsupported architecture raises becomes one UNSUPPORTED error with one sentence."""
     try:
         yield
     except StrataError as error:
@@ -65,8 +65,8 @@ def refusing(arch: str) -> Iterator[None]:
     except FAILURES as error:
         if is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise
-        why = f"its code fails with {type(error).__name__}: {first_line(error)}"
-        raise StrataError(Code.UNSUPPORTED, f"{arch} cannot be trained here: {why}") from error
+        reason = f"its code fails with {type(error).__name__}: {first_line(error)}"
+        raise StrataError(Code.UNSUPPORTED, f"{arch} cannot be trained here: {reason}") from error
 
 
 def first_line(error: Exception) -> str:
@@ -76,7 +76,7 @@ def first_line(error: Exception) -> str:
 
 @torch.no_grad()
 def compute_reference(lm: PreTrainedModel, vocabulary: int, device: torch.device) -> Reference:
-    """Of a model as it was read, on its device."""
+    """The reference of a model as it was loaded, on its device."""
     lm.train(mode=False)
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(vocabulary, (LENGTHS[0],), generator=generator)
@@ -85,20 +85,20 @@ def compute_reference(lm: PreTrainedModel, vocabulary: int, device: torch.device
     decoder = _find_decoder(lm, documents[0])
     logprobs = torch.cat([_logprobs(lm, document) for document in documents])
     if not bool(logprobs.isfinite().all()):
-        raise StrataError(Code.UNSUPPORTED, "its log-probabilities are not finite")
-    later = float((logprobs[: LENGTHS[1]] - logprobs[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]]).abs().max())
-    if later > 1e-2:
-        raise StrataError(Code.UNSUPPORTED, f"its tokens look at later ones (off by {later:.2g} nats)")
+        raise StrataError(Code.UNSUPPORTED, "its log probabilities are not finite")
+    leak = float((logprobs[: LENGTHS[1]] - logprobs[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]]).abs().max())
+    if leak > 1e-2:
+        raise StrataError(Code.UNSUPPORTED, f"its tokens look at later ones (off by {leak:.2g} nats)")
     drawn = torch.randint(vocabulary, (len(logprobs), TARGETS - 1), generator=generator).to(device)
     targets = torch.cat([logprobs.argmax(dim=-1, keepdim=True), drawn], dim=1)
-    row = Row(
+    row = PackedRow(
         tokens=torch.cat(documents),
         documents=list(LENGTHS),
         spans=(),
-        places=torch.arange(len(logprobs), device=device).repeat_interleave(TARGETS),
+        logit_indices=torch.arange(len(logprobs), device=device).repeat_interleave(TARGETS),
         targets=targets.flatten(),
     )
-    return Reference(row, logprobs[row.places, row.targets], decoder)
+    return Reference(row, logprobs[row.logit_indices, row.targets], decoder)
 
 
 def _logprobs(lm: Any, document: torch.Tensor) -> torch.Tensor:
@@ -125,37 +125,37 @@ def _find_decoder(lm: PreTrainedModel, document: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def compare(reference: Reference, logprobs: Callable[[Row], torch.Tensor], dtype: str) -> None:
-    """UNSUPPORTED, with what is off and by how much. All ranks call this together."""
+def verify_packing(reference: Reference, logprobs: Callable[[PackedRow], torch.Tensor], dtype: str) -> None:
+    """UNSUPPORTED, with what differs and by how much. All ranks call this together."""
     row = reference.row
-    together = logprobs(row)
-    if _agree(together, reference.logprobs, dtype):
+    packed = logprobs(row)
+    if _within_tolerance(packed, reference.logprobs, dtype):
         return
-    alone = torch.cat([logprobs(part) for part in _split(row)])
-    if _agree(alone, reference.logprobs, dtype):
-        what, other = "neighbours in a row change a document", alone
+    unpacked = torch.cat([logprobs(document) for document in _unpack(row)])
+    if _within_tolerance(unpacked, reference.logprobs, dtype):
+        what, other = "neighbours in a row change a document", unpacked
     else:
-        what, other = "its log-probabilities are not those of the unmodified model", reference.logprobs
-    apart = float((together - other).abs().max())
-    raise StrataError(Code.UNSUPPORTED, f"{what} (off by {apart:.2g} nats)")
+        what, other = "its log probabilities are not those of the unmodified model", reference.logprobs
+    difference = float((packed - other).abs().max())
+    raise StrataError(Code.UNSUPPORTED, f"{what} (off by {difference:.2g} nats)")
 
 
-def _agree(ours: torch.Tensor, theirs: torch.Tensor, dtype: str) -> bool:
-    apart = (ours - theirs).abs()
-    largest, mean = float(apart.max()), float(apart.mean())
+def _within_tolerance(computed: torch.Tensor, expected: torch.Tensor, dtype: str) -> bool:
+    difference = (computed - expected).abs()
+    largest, mean = float(difference.max()), float(difference.mean())
     return math.isfinite(largest) and largest <= TOLERANCE[dtype] and mean <= MEAN_TOLERANCE[dtype]
 
 
-def _split(row: Row) -> Iterator[Row]:
+def _unpack(row: PackedRow) -> Iterator[PackedRow]:
     """Each document as a row of its own."""
     start = 0
     for length in row.documents:
-        here = (row.places >= start) & (row.places < start + length)
-        yield Row(
+        here = (row.logit_indices >= start) & (row.logit_indices < start + length)
+        yield PackedRow(
             tokens=row.tokens[start : start + length],
             documents=[length],
             spans=(),
-            places=row.places[here] - start,
+            logit_indices=row.logit_indices[here] - start,
             targets=row.targets[here],
         )
         start += length

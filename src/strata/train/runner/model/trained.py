@@ -1,7 +1,8 @@
-"""The models being trained: an adapter over the frozen base, or the base itself. Both keep gradients the same way.
+"""The models in training: a LoRA adapter over the frozen base, or the base itself (full fine-tune).
 
-Gradients of a pass are apart until it is over. `commit` adds them to what the model has since its last step, `discard`
-forgets them; a step uses the sum over the ranks once, and an `abort` forgets all.
+Both accumulate gradients the same way. The gradients of a pass are staged until it is over: `commit` adds them to those
+accumulated since the last optimizer step, `discard` drops them. A step consumes the sum over the ranks, and `abort`
+drops everything accumulated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from strata.train.core import ops
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.passes.logprobs import PackedModel
-from strata.train.runner.passes.optimizer import Optimizer, Stepped
+from strata.train.runner.passes.optimizer import Optimizer, StepResult
 
 
 class TrainedModel(Protocol):
@@ -26,7 +27,7 @@ class TrainedModel(Protocol):
     def begin(self) -> None: ...
 
     def is_finite(self) -> bool:
-        """Whether all gradients are that this rank has of the pass."""
+        """Whether all staged gradients of this rank are finite."""
         ...
 
     def commit(self) -> None: ...
@@ -35,12 +36,12 @@ class TrainedModel(Protocol):
 
     def abort(self) -> None: ...
 
-    def start_step(self, adam: ops.AdamParams) -> Callable[[], Stepped]:
-        """Begun is the sum over the ranks; what is returned makes the step with it, or says why it cannot be made."""
+    def start_step(self, adam: ops.AdamParams) -> Callable[[], StepResult]:
+        """Start the all-reduce of the gradients. The returned function makes the step, or raises why it cannot."""
         ...
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that it keeps on the device beside the base."""
+        """Everything it holds on the device besides the base."""
         ...
 
 
@@ -66,14 +67,14 @@ class LoraModel:
     def abort(self) -> None:
         self.adapter.gradient = None
 
-    def start_step(self, adam: ops.AdamParams) -> Callable[[], Stepped]:
-        """A rank that saw no token of this model adds nothing to the sum, but takes part in it."""
-        own = self.adapter.gradient
+    def start_step(self, adam: ops.AdamParams) -> Callable[[], StepResult]:
+        """A rank without tokens of this model takes part in the all-reduce with zeros."""
+        accumulated = self.adapter.gradient
         self.adapter.gradient = None
-        summed = self._ranks.start_sum(torch.zeros_like(self.adapter.flat) if own is None else own)
+        wait = self._ranks.start_all_reduce(torch.zeros_like(self.adapter.flat) if accumulated is None else accumulated)
 
-        def step() -> Stepped:
-            gradient = summed()
+        def step() -> StepResult:
+            gradient = wait()
             return self.optimizer.step([gradient], float(torch.linalg.vector_norm(gradient)), adam)
 
         return step
@@ -86,17 +87,17 @@ class LoraModel:
 
 
 class FullModel:
-    """All weights of the base. Each rank has, and updates, its part of every one of them."""
+    """All weights of the base, sharded: each rank holds and updates its shard of every weight."""
 
     def __init__(self, created: ops.CreateModel, packed: PackedModel, ranks: RankGroup) -> None:
         self.created = created
         self.parameters: dict[str, DTensor] = dict(sharded(packed))
         self.optimizer = Optimizer([local(parameter) for parameter in self.parameters.values()], created.schedule)
         self._ranks = ranks
-        self._kept: dict[str, torch.Tensor | None] = {}
+        self._accumulated: dict[str, torch.Tensor | None] = {}
 
     def begin(self) -> None:
-        self._kept = {name: parameter.grad for name, parameter in self.parameters.items()}
+        self._accumulated = {name: parameter.grad for name, parameter in self.parameters.items()}
         self.abort()
 
     def is_finite(self) -> bool:
@@ -104,33 +105,33 @@ class FullModel:
 
     def commit(self) -> None:
         for name, parameter in self.parameters.items():
-            kept = self._kept.get(name)
-            if kept is not None:
-                parameter.grad = kept if parameter.grad is None else kept.add_(parameter.grad)
-        self._kept = {}
+            accumulated = self._accumulated.get(name)
+            if accumulated is not None:
+                parameter.grad = accumulated if parameter.grad is None else accumulated.add_(parameter.grad)
+        self._accumulated = {}
 
     def discard(self) -> None:
         for name, parameter in self.parameters.items():
-            parameter.grad = self._kept.get(name)
-        self._kept = {}
+            parameter.grad = self._accumulated.get(name)
+        self._accumulated = {}
 
     def abort(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's parts; the engine has summed them over the ranks already."""
+        """This rank's shards; FSDP has already summed them over the ranks."""
         return [
             torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
             for parameter in self.parameters.values()
         ]
 
-    def start_step(self, adam: ops.AdamParams) -> Callable[[], Stepped]:
+    def start_step(self, adam: ops.AdamParams) -> Callable[[], StepResult]:
         gradients = self.gradients()
         self.abort()
         squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
-        summed = self._ranks.start_sum(squares)
-        return lambda: self.optimizer.step(gradients, float(summed().sqrt()), adam)
+        wait = self._ranks.start_all_reduce(squares)
+        return lambda: self.optimizer.step(gradients, float(wait().sqrt()), adam)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None)
@@ -138,19 +139,19 @@ class FullModel:
 
 
 def sharded(packed: PackedModel) -> Iterator[tuple[str, DTensor]]:
-    """The weights under the names that the model's own files use."""
+    """The weights under their names in the model's files."""
     for name, parameter in packed.lm.named_parameters():
         assert isinstance(parameter, DTensor)
         yield name, parameter
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, in the same memory."""
+    """This rank's shard of a sharded tensor, in the same memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def sharded_like(parameter: DTensor, part: torch.Tensor) -> DTensor:
-    """This rank's part of a tensor that is sharded as the parameter is."""
+def sharded_like(parameter: DTensor, shard: torch.Tensor) -> DTensor:
+    """A tensor that is sharded as the parameter is, from this rank's shard."""
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)

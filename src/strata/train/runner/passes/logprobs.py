@@ -1,7 +1,8 @@
-"""One packed row through the model: documents one after the other, none of which sees another.
+"""Log probabilities of target tokens: one packed row through the model, from tokens to log probabilities.
 
-Attention runs document by document (`attention.py`), so that a document's numbers do not depend on its neighbours.
-Positions start anew with each document.
+A packed row holds several documents one after the other, none of which attends to another. Attention runs document by
+document (`model/attention.py`), so that a document's numbers do not depend on its neighbours. Position ids restart with
+each document.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.lora.adapter import Adapters, Span, spans_between
+from strata.train.runner.lora.adapter import Adapters, Span, slice_spans
 
 
 @dataclass(frozen=True)
-class Row:
-    """`places` and `targets` name, pair by pair, which token's distribution is asked about which target."""
+class PackedRow:
+    """Documents, and the targets whose log probabilities are wanted: target i is scored by the logits of the token
+    `logit_indices[i]`."""
 
     tokens: torch.Tensor
     documents: Sequence[int]
     """Lengths, in order."""
     spans: Sequence[Span]
-    places: torch.Tensor
+    logit_indices: torch.Tensor
     targets: torch.Tensor
 
     @property
@@ -35,29 +37,29 @@ class Row:
         return torch.cat([torch.arange(length, device=self.tokens.device) for length in self.documents])
 
 
-class TargetLogprobs(torch.autograd.Function):
-    """Log-probabilities of targets under rows of logits, with one float32 copy of the logits and none more on the way
-    back: the copy becomes the gradient."""
+class GatherLogprobs(torch.autograd.Function):
+    """Log probabilities of targets under rows of logits. It makes one float32 copy of the logits, and no second one in
+    the backward pass: the copy becomes the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, places: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        ctx.save_for_backward(logprobs, places, targets)
+        ctx.save_for_backward(logprobs, indices, targets)
         ctx.dtype = logits.dtype
-        return logprobs[places, targets]
+        return logprobs[indices, targets]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
-        logprobs, places, targets = ctx.saved_tensors
-        of_row = torch.zeros(len(logprobs), dtype=grad.dtype, device=grad.device).index_add_(0, places, grad)
-        whole = logprobs.exp_().mul_(of_row.neg_()[:, None])
-        whole.index_put_((places, targets), grad, accumulate=True)
-        return whole.to(ctx.dtype), None, None
+        logprobs, indices, targets = ctx.saved_tensors
+        of_row = torch.zeros(len(logprobs), dtype=grad.dtype, device=grad.device).index_add_(0, indices, grad)
+        of_logits = logprobs.exp_().mul_(of_row.neg_()[:, None])
+        of_logits.index_put_((indices, targets), grad, accumulate=True)
+        return of_logits.to(ctx.dtype), None, None
 
 
 class DecoderAndHead:
-    """A causal language model in two: its decoder, and what its family does from the decoder's output to logits.
+    """A causal language model in two halves: its decoder, and what its family does from hidden states to logits.
 
     The second half is the family's own code (scales, caps, a norm before the head): its `forward` runs with a decoder
     that returns the given hidden states. So logits can be computed of some tokens of a row at a time.
@@ -79,13 +81,13 @@ class DecoderAndHead:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         calls = 0
 
-        def stand_in(*unused: Any, **options: Any) -> Any:
+        def return_hidden(*unused: Any, **options: Any) -> Any:
             del unused, options
             nonlocal calls
             calls += 1
             return self._output(last_hidden_state=hidden[None])
 
-        self._decoder.forward = stand_in
+        self._decoder.forward = return_hidden
         try:
             tokens = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
             logits = self._lm(input_ids=tokens, use_cache=False).logits
@@ -98,47 +100,48 @@ class DecoderAndHead:
 
 
 class PackedModel(nn.Module):
-    """The base with its head, asked for log-probabilities of targets and nothing larger.
+    """The base model as a function from a packed row to log probabilities of its targets.
 
-    It is the root of the sharding, so that everything which reads a sharded weight happens inside its `forward`.
+    It is the root module of the sharding, so that everything which reads a sharded weight happens in its `forward`.
     """
 
     def __init__(self, lm: PreTrainedModel, decoder: str, adapters: Adapters | None, logits_bytes: int) -> None:
         super().__init__()
         self.lm = lm
-        self._halves = DecoderAndHead(lm, decoder)
+        self._split = DecoderAndHead(lm, decoder)
         self._adapters = adapters
-        self._step = max(1, logits_bytes // (4 * lm.config.get_text_config(decoder=True).vocab_size))
+        self._chunk = max(1, logits_bytes // (4 * lm.config.get_text_config(decoder=True).vocab_size))
+        """Tokens whose logits are in memory at once."""
 
-    def forward(self, row: Row) -> torch.Tensor:
-        """The float32 log-probability of each target of the row."""
-        hidden = self._halves.hidden(
+    def forward(self, row: PackedRow) -> torch.Tensor:
+        """The float32 log probability of each target of the row."""
+        hidden = self._split.hidden(
             input_ids=row.tokens[None], position_ids=row.positions[None], documents=list(row.documents)
         )
-        if self._step >= len(hidden):
-            return self._logprobs(hidden, row.places, row.targets, row.spans)
-        parts = []
-        for start in range(0, len(hidden), self._step):
-            end = min(start + self._step, len(hidden))
-            here = (row.places >= start) & (row.places < end)
-            spans = spans_between(row.spans, start, end)
-            parts.append(
+        if self._chunk >= len(hidden):
+            return self._logprobs(hidden, row.logit_indices, row.targets, row.spans)
+        chunks = []
+        for start in range(0, len(hidden), self._chunk):
+            end = min(start + self._chunk, len(hidden))
+            in_chunk = (row.logit_indices >= start) & (row.logit_indices < end)
+            spans = slice_spans(row.spans, start, end)
+            chunks.append(
                 checkpoint(
                     self._logprobs,
                     hidden[start:end],
-                    row.places[here] - start,
-                    row.targets[here],
+                    row.logit_indices[in_chunk] - start,
+                    row.targets[in_chunk],
                     spans,
                     use_reentrant=False,
                     preserve_rng_state=False,
                 )
             )
-        return torch.cat(parts)
+        return torch.cat(chunks)
 
     def _logprobs(
-        self, hidden: torch.Tensor, places: torch.Tensor, targets: torch.Tensor, spans: Sequence[Span]
+        self, hidden: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, spans: Sequence[Span]
     ) -> torch.Tensor:
         if self._adapters is not None:
             self._adapters.head_row = spans
-        logits = self._halves.logits(hidden)
-        return TargetLogprobs.apply(logits, places, targets)  # type: ignore[no-any-return, no-untyped-call]
+        logits = self._split.logits(hidden)
+        return GatherLogprobs.apply(logits, indices, targets)  # type: ignore[no-any-return, no-untyped-call]

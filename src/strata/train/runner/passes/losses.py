@@ -1,10 +1,10 @@
-"""The losses. Each is a sum over the tokens of a datum: the client divides, if it wants a mean.
+"""The loss functions. Each is a sum over the tokens of a datum: a client that wants a mean divides itself.
 
 Notation: p is the model, q the sampler the tokens came from, x the target tokens, w the weights (1 unless given, any
-real number), A the advantages, r = p(x) / q(x) token by token, sg[·] a value without a gradient, clip(v) = v held
-between `low` and `high`. `low` and `high` come from the config, or token by token as an input of the datum.
+real number), A the advantages, r = p(x) / q(x) token by token, sg[·] stops the gradient, clip(v) = v clipped
+to `low` and `high`. `low` and `high` come from the config, or token by token as an input of the datum.
 
-Position i of a datum predicts target i: the client has shifted them already.
+Position i of a datum predicts target i: the client has already shifted the targets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from strata.train.core import ops
 from strata.train.core.ops import LossName
-from strata.train.runner.passes.tensors import invalid, tensor_of, tokens_of
+from strata.train.runner.passes.tensors import invalid, read_tokens, to_tensor
 
 LOW: Final = "clip_low_threshold"
 HIGH: Final = "clip_high_threshold"
@@ -26,7 +26,7 @@ KNOWN_INPUTS: Final = frozenset({"target_tokens", "weights", "logprobs", "advant
 
 
 @dataclass(frozen=True)
-class Inputs:
+class LossInputs:
     """One datum as tensors, all on the device of the rank. `targets` are (T,) or, for a distillation, (T, K)."""
 
     tokens: torch.Tensor
@@ -39,7 +39,7 @@ class Inputs:
     beta: float
     mask: torch.Tensor | None
 
-    def to(self, device: torch.device) -> Inputs:
+    def to(self, device: torch.device) -> LossInputs:
         moved: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -48,42 +48,42 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a loss says of one datum: its sum, and per token what the metrics are made of."""
+class LossTerms:
+    """The loss of one datum: its sum, and per token the values that its metrics are computed from."""
 
     loss: torch.Tensor
     ratio: torch.Tensor | None = None
     clipped: torch.Tensor | None = None
 
 
-Loss = Callable[[torch.Tensor, Inputs], Terms]
+Loss = Callable[[torch.Tensor, LossInputs], LossTerms]
 
 
-def cross_entropy(logprobs: torch.Tensor, datum: Inputs) -> Terms:
+def cross_entropy(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
     """-Σ w · log p(x). With targets (T, K), the sum goes over all K targets of each token."""
-    return Terms(-(datum.weights * logprobs).sum())
+    return LossTerms(-(datum.weights * logprobs).sum())
 
 
-def importance_sampling(logprobs: torch.Tensor, datum: Inputs) -> Terms:
+def importance_sampling(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
     """-Σ w · r · A."""
     ratio, advantages = _ratio(logprobs, datum)
-    return Terms(-(datum.weights * ratio * advantages).sum(), ratio.detach())
+    return LossTerms(-(datum.weights * ratio * advantages).sum(), ratio.detach())
 
 
-def ppo(logprobs: torch.Tensor, datum: Inputs) -> Terms:
+def ppo(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
     """-Σ w · min(r · A, clip(r) · A), with low 0.8 and high 1.2 unless set: bounds of the ratio itself."""
     ratio, advantages = _ratio(logprobs, datum)
     return _clipped_objective(ratio, advantages, datum)
 
 
-def cispo(logprobs: torch.Tensor, datum: Inputs) -> Terms:
+def cispo(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
     """-Σ w · sg[clip(r)] · A · log p(x), with low 0 and high 4 unless set: every token keeps a gradient."""
     ratio, advantages = _ratio(logprobs.detach(), datum)
-    held = _clip(ratio, datum)
-    return Terms(-(datum.weights * held * advantages * logprobs).sum(), ratio, held != ratio)
+    clipped = _clip(ratio, datum)
+    return LossTerms(-(datum.weights * clipped * advantages * logprobs).sum(), ratio, clipped != ratio)
 
 
-def dro(logprobs: torch.Tensor, datum: Inputs) -> Terms:
+def dro(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
     """-Σ w · (log p(x) · A - β/2 · (log p(x) - log q(x))²), with β = 0.05 unless set.
 
     The quadratic term holds the model near the sampler (Richemond et al., 2024). The client provides soft advantages.
@@ -91,10 +91,10 @@ def dro(logprobs: torch.Tensor, datum: Inputs) -> Terms:
     sampled, advantages = _sampled(datum)
     distance = logprobs - sampled
     objective = logprobs * advantages - 0.5 * datum.beta * distance.square()
-    return Terms(-(datum.weights * objective).sum(), distance.detach().exp())
+    return LossTerms(-(datum.weights * objective).sum(), distance.detach().exp())
 
 
-def gspo(logprobs: torch.Tensor, datum: Inputs) -> Terms:
+def gspo(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
     """-Σ w · min(s · A, clip(s) · A) with one ratio for the whole sequence, s = exp(mean over M of log r).
 
     M are the tokens where `sequence_ratio_mask` is not zero. The token's ratio is sg[s] · p(x) / sg[p(x)]: the value of
@@ -107,79 +107,79 @@ def gspo(logprobs: torch.Tensor, datum: Inputs) -> Terms:
     return _clipped_objective(ratio, advantages, datum)
 
 
-def _ratio(logprobs: torch.Tensor, datum: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _ratio(logprobs: torch.Tensor, datum: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
     sampled, advantages = _sampled(datum)
     return torch.exp(logprobs - sampled), advantages
 
 
-def _sampled(datum: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _sampled(datum: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
     assert datum.logprobs is not None
     assert datum.advantages is not None
     return datum.logprobs, datum.advantages
 
 
-def _clip(ratio: torch.Tensor, datum: Inputs) -> torch.Tensor:
+def _clip(ratio: torch.Tensor, datum: LossInputs) -> torch.Tensor:
     low = torch.as_tensor(datum.low, dtype=ratio.dtype, device=ratio.device)
     high = torch.as_tensor(datum.high, dtype=ratio.dtype, device=ratio.device)
     return torch.minimum(torch.maximum(ratio, low), high)
 
 
-def _clipped_objective(ratio: torch.Tensor, advantages: torch.Tensor, datum: Inputs) -> Terms:
-    held = _clip(ratio, datum)
-    objective = torch.minimum(ratio * advantages, held * advantages)
-    clipped = held.detach() * advantages < ratio.detach() * advantages
-    return Terms(-(datum.weights * objective).sum(), ratio.detach(), clipped)
+def _clipped_objective(ratio: torch.Tensor, advantages: torch.Tensor, datum: LossInputs) -> LossTerms:
+    clipped = _clip(ratio, datum)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    is_clipped = clipped.detach() * advantages < ratio.detach() * advantages
+    return LossTerms(-(datum.weights * objective).sum(), ratio.detach(), is_clipped)
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A loss and what it asks of a datum and of the config; the numbers are the defaults of the config."""
+class LossRule:
+    """A loss function and what it needs of a datum; `config` holds the defaults of its config."""
 
     loss: Loss
     sampled: bool
-    """Whether it needs the sampler's log-probabilities and advantages."""
+    """Whether it needs the sampler's log probabilities and advantages."""
     config: Mapping[str, float]
     masked: bool = False
 
 
-RULES: Final[Mapping[LossName, Rule]] = {
-    LossName.CROSS_ENTROPY: Rule(cross_entropy, sampled=False, config={}),
-    LossName.IMPORTANCE_SAMPLING: Rule(importance_sampling, sampled=True, config={}),
-    LossName.PPO: Rule(ppo, sampled=True, config={LOW: 0.8, HIGH: 1.2}),
-    LossName.CISPO: Rule(cispo, sampled=True, config={LOW: 0.0, HIGH: 4.0}),
-    LossName.DRO: Rule(dro, sampled=True, config={"beta": 0.05}),
-    LossName.GSPO: Rule(gspo, sampled=True, config={LOW: 0.8, HIGH: 1.2}, masked=True),
+RULES: Final[Mapping[LossName, LossRule]] = {
+    LossName.CROSS_ENTROPY: LossRule(cross_entropy, sampled=False, config={}),
+    LossName.IMPORTANCE_SAMPLING: LossRule(importance_sampling, sampled=True, config={}),
+    LossName.PPO: LossRule(ppo, sampled=True, config={LOW: 0.8, HIGH: 1.2}),
+    LossName.CISPO: LossRule(cispo, sampled=True, config={LOW: 0.0, HIGH: 4.0}),
+    LossName.DRO: LossRule(dro, sampled=True, config={"beta": 0.05}),
+    LossName.GSPO: LossRule(gspo, sampled=True, config={LOW: 0.8, HIGH: 1.2}, masked=True),
 }
 
 
 def check_config(name: LossName, config: Mapping[str, float]) -> None:
-    known = RULES[name].config
-    unknown = sorted(set(config) - set(known))
+    defaults = RULES[name].config
+    unknown = sorted(set(config) - set(defaults))
     if unknown:
-        allowed = ", ".join(known) or "nothing"
+        allowed = ", ".join(defaults) or "nothing"
         raise invalid(f"the loss {name.value} knows no {unknown[0]!r} in its config; it takes {allowed}")
 
 
-def inputs_of(name: LossName, config: Mapping[str, float], datum: ops.Datum, vocabulary: int) -> Inputs:
-    """The datum as its loss reads it; refused with the name of what does not fit."""
+def read_inputs(name: LossName, config: Mapping[str, float], datum: ops.Datum, vocabulary: int) -> LossInputs:
+    """The inputs of a loss, validated. An INVALID error names the input that does not fit."""
     rule = RULES[name]
     settings = {**rule.config, **config}
-    given = {key: tensor_of(key, tensor) for key, tensor in datum.inputs.items() if key in KNOWN_INPUTS}
-    tokens = _token_ids("tokens", tokens_of(datum), vocabulary)
+    inputs = {key: to_tensor(key, tensor) for key, tensor in datum.inputs.items() if key in KNOWN_INPUTS}
+    tokens = _token_ids("tokens", read_tokens(datum), vocabulary)
     if not len(tokens):
         raise invalid("it has no tokens")
-    if "target_tokens" not in given:
+    if "target_tokens" not in inputs:
         raise invalid("target_tokens is missing")
-    targets = _token_ids("target_tokens", given.pop("target_tokens"), vocabulary)
+    targets = _token_ids("target_tokens", inputs.pop("target_tokens"), vocabulary)
     if targets.shape[:1] != tokens.shape or targets.ndim > (1 if rule.sampled else 2):
         raise invalid(f"target_tokens has the shape {tuple(targets.shape)} where there are {len(tokens)} tokens")
-    per_token = {key: _per_token(key, tensor, targets) for key, tensor in given.items()}
+    per_token = {key: _per_token(key, tensor, targets) for key, tensor in inputs.items()}
     for key in (("logprobs", "advantages") if rule.sampled else ()) + ((MASK,) if rule.masked else ()):
         if key not in per_token:
             raise invalid(f"{key} is missing, which the loss {name.value} needs")
     if rule.masked and not bool((per_token[MASK] != 0).any()):
         raise invalid(f"{MASK} marks no token")
-    return Inputs(
+    return LossInputs(
         tokens=tokens,
         targets=targets,
         weights=per_token.get("weights", torch.ones(targets.shape)),
@@ -206,43 +206,43 @@ def _per_token(name: str, tensor: torch.Tensor, targets: torch.Tensor) -> torch.
     return tensor.to(torch.float32)
 
 
-def metrics_of(terms: Terms, datum: Inputs, logprobs: torch.Tensor) -> dict[str, float]:
-    """Of one datum; `combine` makes those of an operation. A mean is over the tokens with a weight."""
+def metrics_of(terms: LossTerms, datum: LossInputs, logprobs: torch.Tensor) -> dict[str, float]:
+    """The metrics of one datum; see `combine_metrics` for an operation. A mean is over the tokens with a weight."""
     counted = datum.weights != 0
-    found = {"loss:sum": float(terms.loss.detach()), "tokens:sum": float(counted.sum())}
+    metrics = {"loss:sum": float(terms.loss.detach()), "tokens:sum": float(counted.sum())}
     if terms.ratio is not None and bool(counted.any()):
         ratio = terms.ratio[counted]
-        found |= {"ratio:mean": float(ratio.mean()), "ratio:min": float(ratio.min()), "ratio:max": float(ratio.max())}
+        metrics |= {"ratio:mean": float(ratio.mean()), "ratio:min": float(ratio.min()), "ratio:max": float(ratio.max())}
     if terms.clipped is not None:
-        found["clipped_tokens:sum"] = float((terms.clipped & counted).sum())
-    return found | _sampler_gap(logprobs.detach(), datum)
+        metrics["clipped_tokens:sum"] = float((terms.clipped & counted).sum())
+    return metrics | _sampler_gap(logprobs.detach(), datum)
 
 
-def _sampler_gap(logprobs: torch.Tensor, datum: Inputs) -> dict[str, float]:
-    """How far the sampler's log-probabilities are from ours, over the tokens that have an advantage.
+def _sampler_gap(logprobs: torch.Tensor, datum: LossInputs) -> dict[str, float]:
+    """How far the sampler's log probabilities are from the trainer's, over the tokens that have an advantage.
 
-    Where the sampler had these weights, that is the difference between two programs that compute the same; after a step
-    it is also what was learned. `kl` estimates KL(q‖p) by r - 1 - log r, which is never negative and right in the mean.
+    If both had the same weights, the gap is the numerical difference between two programs; after an optimizer step it
+    also holds what was learned. `kl` estimates KL(q‖p) by r - 1 - log r, which is unbiased and never negative.
     """
     if datum.logprobs is None or datum.advantages is None:
         return {}
     sampled = (datum.advantages != 0) & (datum.weights != 0)
     distance = (logprobs - datum.logprobs)[sampled].double()
-    found = {"sampled_tokens:sum": float(len(distance))}
+    metrics = {"sampled_tokens:sum": float(len(distance))}
     if len(distance):
-        found |= {
+        metrics |= {
             "sampler_gap:sum": float(distance.abs().sum()),
             "sampler_gap:max": float(distance.abs().max()),
             "sampler_kl:sum": float((distance.expm1() - distance).sum()),
         }
-    return found
+    return metrics
 
 
-def combine(found: list[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of datums in their order, reduced as their names say; rows and ranks make no difference."""
+def combine_metrics(of_datums: list[Mapping[str, float]]) -> dict[str, float]:
+    """Reduce the metrics of datums, in their order, as their names say. Rows and ranks make no difference."""
     total: dict[str, float] = {}
-    for name in dict.fromkeys(key for metrics in found for key in metrics):
-        having = [metrics for metrics in found if name in metrics]
+    for name in dict.fromkeys(key for metrics in of_datums for key in metrics):
+        having = [metrics for metrics in of_datums if name in metrics]
         values = [metrics[name] for metrics in having]
         match name.rpartition(":")[2]:
             case "sum":

@@ -1,4 +1,4 @@
-"""AdamW of one model: the engine's own, with the numbers that each step brings."""
+"""AdamW of one model: the implementation of torch, with the hyperparameters that each step brings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from strata.train.core.ops import AdamParams, Schedule
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 CLIP_EPS: Final = 1e-6
-"""What the engine's own clipping adds to a norm before it divides by it."""
+"""What torch's gradient clipping adds to a norm before it divides by it."""
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepResult:
     grad_norm: float
     lr: float
 
@@ -28,7 +28,7 @@ class Stepped:
 
 
 class Optimizer:
-    """Updates `parameters` in place: plain tensors on this rank, whole or this rank's part of sharded ones."""
+    """Updates `parameters` in place: plain tensors on this rank, full ones or this rank's shards."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], schedule: Schedule | None) -> None:
         self.parameters = [torch.nn.Parameter(parameter, requires_grad=True) for parameter in parameters]
@@ -36,11 +36,11 @@ class Optimizer:
         self.steps = 0
         self._adam = torch.optim.AdamW(self.parameters, lr=0.0, fused=True)
 
-    def step(self, gradients: Sequence[torch.Tensor], norm: float, adam: AdamParams) -> Stepped:
-        """One step with the sums of all ranks' gradients, whose norm over all of them is `norm`."""
+    def step(self, gradients: Sequence[torch.Tensor], norm: float, adam: AdamParams) -> StepResult:
+        """One step with the gradients summed over all ranks; `norm` is the norm of all of them."""
         check(adam)
         if not math.isfinite(norm):
-            raise StrataError(Code.INVALID, f"the norm of the gradients is {norm}: they were thrown away")
+            raise StrataError(Code.INVALID, f"the norm of the gradients is {norm}: they were discarded")
         if adam.grad_clip_norm > 0 and norm + CLIP_EPS > adam.grad_clip_norm:
             for gradient in gradients:
                 gradient.mul_(adam.grad_clip_norm / (norm + CLIP_EPS))
@@ -53,10 +53,10 @@ class Optimizer:
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         self.steps += 1
-        return Stepped(norm, lr)
+        return StepResult(norm, lr)
 
     def moments(self) -> list[dict[str, torch.Tensor]]:
-        """Of each parameter, by name; zeros before the first step."""
+        """The moments of each parameter, by name; zeros before the first step."""
         return [
             {name: state[name] if state else torch.zeros_like(parameter.data) for name in MOMENTS}
             for parameter, state in ((parameter, self._adam.state[parameter]) for parameter in self.parameters)
@@ -67,18 +67,20 @@ class Optimizer:
         self._adam.state.clear()
         if not steps:
             return
-        for parameter, found in zip(self.parameters, moments, strict=True):
+        for parameter, restored in zip(self.parameters, moments, strict=True):
             self._adam.state[parameter] = {
                 "step": torch.tensor(float(steps), device=parameter.device),
-                **{name: found[name].to(parameter.device, copy=True) for name in MOMENTS},
+                **{name: restored[name].to(parameter.device, copy=True) for name in MOMENTS},
             }
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it keeps beside the parameters."""
+        """The optimizer state, without the parameters."""
         return [value for state in self._adam.state.values() for value in state.values()]
 
 
 def check(adam: AdamParams) -> None:
     numbers = (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm)
     if not all(math.isfinite(number) and number >= 0 for number in numbers) or max(adam.beta1, adam.beta2) >= 1:
-        raise StrataError(Code.INVALID, "the numbers of a step must not be negative, and the betas below 1")
+        raise StrataError(
+            Code.INVALID, "the hyperparameters of a step must be finite and not negative, and the betas below 1"
+        )

@@ -1,7 +1,8 @@
-"""The running batch of a rank: sequences come in when there is room, go on together token by token, and leave alone.
+"""Continuous batching: sequences are admitted when the KV cache has room, decode together, and leave one by one.
 
-A step is at most one pass over the prompts of those who come in and one over a single token of everybody. What belongs
-to the rows of the second is made when somebody comes or goes, not with every token.
+A step is at most one prefill, over the prompts of the sequences that were admitted, and one decode, over a single token
+of every running sequence. What belongs to the rows of a decode is rebuilt when a sequence joins or leaves, not with
+every token.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from strata.train.runner.lora.adapter import Span
 from strata.train.runner.sampling.attention import DecodePlan, KVPoolRows, PrefillPlan, Prompt
 from strata.train.runner.sampling.inference_model import InferenceModel
 from strata.train.runner.sampling.kv_cache import KVCache, KVPool
-from strata.train.runner.sampling.prompt_logprobs import PromptLogprobs, prompt_logprobs_of
-from strata.train.runner.sampling.sampling_ops import Chosen, Transform, sample_tokens
-from strata.train.runner.sampling.sequences import Request, SequenceRun, top_of
+from strata.train.runner.sampling.prompt_logprobs import PromptLogprobs, compute_prompt_logprobs
+from strata.train.runner.sampling.sampling_ops import LogitsProcessor, SampledTokens, sample_tokens
+from strata.train.runner.sampling.sequences import RunningSequence, SequenceGroup, top_of
+
+Admitted = list[tuple[SequenceGroup, list[RunningSequence]]]
 
 
 @dataclass
-class Outcomes:
-    """What came of a quantum so far."""
+class SliceOutcomes:
+    """What a time slice has produced so far."""
 
     sequences: list[tuple[str, int, SampledSequence]] = field(default_factory=list)
     """By request, and which of its samples it is."""
@@ -35,27 +38,34 @@ class Outcomes:
     sampled_tokens: int = 0
     prompt_tokens: int = 0
 
+    @property
+    def ended(self) -> int:
+        return len(self.sequences) + len(self.failed)
 
-class Rows:
-    """The running sequences as rows of a step: those of one adapter side by side, so that it is applied but once."""
 
-    def __init__(self, running: Iterable[SequenceRun], vocabulary: int, device: torch.device) -> None:
+class DecodeRows:
+    """The running sequences as rows of a decode: those of one adapter are adjacent, so that it is applied once."""
+
+    def __init__(self, running: Iterable[RunningSequence], vocabulary: int, device: torch.device) -> None:
         adapters: dict[int, int] = {}
-        shelves: dict[KVPool, int] = {}
-        for run in running:
-            adapters.setdefault(id(run.request.adapter), len(adapters))
-            shelves.setdefault(run.shelf, len(shelves))
-        self.runs = sorted(running, key=lambda run: (adapters[id(run.request.adapter)], shelves[run.shelf], run.place))
-        self.spans = spans_of((run.request, 1) for run in self.runs)
-        self.transform = Transform([run.request.sample.params for run in self.runs], vocabulary, device)
-        self.tokens = torch.tensor([run.tokens[-1] for run in self.runs], device=device)
-        self.positions = torch.tensor([run.length for run in self.runs], device=device)
-        self.plan = DecodePlan([self._on(shelf, device) for shelf in shelves])
+        pools: dict[KVPool, int] = {}
+        for sequence in running:
+            adapters.setdefault(id(sequence.group.adapter), len(adapters))
+            pools.setdefault(sequence.pool, len(pools))
+        self.sequences = sorted(
+            running, key=lambda sequence: (adapters[id(sequence.group.adapter)], pools[sequence.pool], sequence.slot)
+        )
+        self.spans = spans_of((sequence.group, 1) for sequence in self.sequences)
+        params = [sequence.group.sample.params for sequence in self.sequences]
+        self.processor = LogitsProcessor(params, vocabulary, device)
+        self.tokens = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=device)
+        self.positions = torch.tensor([sequence.length for sequence in self.sequences], device=device)
+        self.plan = DecodePlan([self._pool_rows(pool, device) for pool in pools])
 
-    def _on(self, shelf: KVPool, device: torch.device) -> KVPoolRows:
-        own = sorted((run.place, row) for row, run in enumerate(self.runs) if run.shelf is shelf)
-        rows = [row for _, row in own]
-        return KVPoolRows(shelf, rows, [self.runs[row].length for row in rows], device)
+    def _pool_rows(self, pool: KVPool, device: torch.device) -> KVPoolRows:
+        by_slot = sorted((sequence.slot, row) for row, sequence in enumerate(self.sequences) if sequence.pool is pool)
+        rows = [row for _, row in by_slot]
+        return KVPoolRows(pool, rows, [self.sequences[row].length for row in rows], device)
 
     def advance(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens
@@ -63,178 +73,189 @@ class Rows:
         self.plan.advance()
 
 
-class Batch:
-    """Of all sequences with the same base weights. `key` is the name of those."""
+class RunningBatch:
+    """All sequences with the same base weights, which `key` names."""
 
-    def __init__(self, key: str, cache: KVCache, twin: InferenceModel, prompt_tokens: int) -> None:
+    def __init__(self, key: str, cache: KVCache, model: InferenceModel, prompt_tokens: int) -> None:
         self.key = key
-        self.running: list[SequenceRun] = []
-        self._waiting: dict[str, deque[tuple[Request, int]]] = {}
-        """By share, in the order in which they come next."""
+        self.running: list[RunningSequence] = []
+        self._waiting: dict[str, deque[tuple[SequenceGroup, int]]] = {}
+        """By tenant share, in the order of admission."""
         self._cache = cache
-        self._twin = twin
+        self._model = model
         self._prompt_tokens = prompt_tokens
-        self._on: dict[KVPool, list[SequenceRun]] = {}
-        self._rows: Rows | None = None
+        self._by_pool: dict[KVPool, list[RunningSequence]] = {}
+        self._rows: DecodeRows | None = None
 
     @property
     def waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def requests(self) -> Iterator[Request]:
-        yield from (run.request for run in self.running)
-        yield from (request for line in self._waiting.values() for request, _ in line)
+    def groups(self) -> Iterator[SequenceGroup]:
+        yield from (sequence.group for sequence in self.running)
+        yield from (group for queue in self._waiting.values() for group, _ in queue)
 
-    def add(self, request: Request, indices: Iterable[int]) -> None:
-        self._waiting.setdefault(request.share, deque()).extend((request, index) for index in indices)
+    def add(self, group: SequenceGroup, indices: Iterable[int]) -> None:
+        self._waiting.setdefault(group.share, deque()).extend((group, index) for index in indices)
 
     def drop(self, request_ids: set[str]) -> None:
-        """Forget all sequences of these requests; their places are free."""
-        kept = {
-            share: deque(one for one in line if one[0].request_id not in request_ids)
-            for share, line in self._waiting.items()
+        """Remove all sequences of these requests and free their slots."""
+        remaining = {
+            share: deque(entry for entry in queue if entry[0].request_id not in request_ids)
+            for share, queue in self._waiting.items()
         }
-        self._waiting = {share: line for share, line in kept.items() if line}
-        for run in [run for run in self.running if run.request.request_id in request_ids]:
-            self._remove(run)
+        self._waiting = {share: queue for share, queue in remaining.items() if queue}
+        for sequence in [sequence for sequence in self.running if sequence.group.request_id in request_ids]:
+            self._remove(sequence)
 
-    def step(self, outcomes: Outcomes) -> None:
+    def step(self, outcomes: SliceOutcomes) -> None:
         admitted = self._admit()
         if admitted:
             self._prefill(admitted, outcomes)
         if self.running:
             self._decode(outcomes)
 
-    def _admit(self) -> list[tuple[Request, list[SequenceRun]]]:
-        """As long as there is room: of the share with the fewest places the one that came first. Nobody goes before one
-        that is too large for the room there is. Samples of one request share the pass over its prompt."""
-        groups: dict[str, tuple[Request, list[SequenceRun]]] = {}
-        places = Counter(run.request.share for run in self.running)
+    def _admit(self) -> Admitted:
+        """Admit waiting sequences while the KV cache has room: first come, first served, of the share with the fewest
+        slots. No sequence overtakes one that is too large for the room there is. The samples of one request share one
+        prefill of its prompt."""
+        admitted: dict[str, tuple[SequenceGroup, list[RunningSequence]]] = {}
+        slots = Counter(sequence.group.share for sequence in self.running)
         tokens = 0
         while self._waiting:
-            share = min(self._waiting, key=places.__getitem__)
-            request, index = self._waiting[share][0]
-            new = request.request_id not in groups
-            full = new and groups and tokens + len(request.prompt) > self._prompt_tokens
-            if full or not self._cache.fits(request.place_length):
+            share = min(self._waiting, key=slots.__getitem__)
+            group, index = self._waiting[share][0]
+            new = group.request_id not in admitted
+            full = new and admitted and tokens + len(group.prompt) > self._prompt_tokens
+            if full or not self._cache.fits(group.slot_length):
                 break
-            line = self._waiting.pop(share)
-            line.popleft()
-            if line:
-                # Behind those with as few places: else they would never have one if there are more shares than places.
-                self._waiting[share] = line
-            places[share] += 1
+            queue = self._waiting.pop(share)
+            queue.popleft()
+            if queue:
+                # To the end: with more shares than slots, the shares behind it would otherwise never get one.
+                self._waiting[share] = queue
+            slots[share] += 1
             if new:
-                groups[request.request_id] = request, []
-                tokens += len(request.prompt)
-            groups[request.request_id][1].append(self._start(request, index))
-        return list(groups.values())
+                admitted[group.request_id] = group, []
+                tokens += len(group.prompt)
+            admitted[group.request_id][1].append(self._start(group, index))
+        return list(admitted.values())
 
-    def _start(self, request: Request, index: int) -> SequenceRun:
-        shelf, place = self._cache.take(self.key, request.place_length)
-        run = SequenceRun(request, index, shelf, place, length=len(request.prompt))
-        self.running.append(run)
-        self._on.setdefault(shelf, []).append(run)
+    def _start(self, group: SequenceGroup, index: int) -> RunningSequence:
+        pool, slot = self._cache.allocate(self.key, group.slot_length)
+        sequence = RunningSequence(group, index, pool, slot, length=len(group.prompt))
+        self.running.append(sequence)
+        self._by_pool.setdefault(pool, []).append(sequence)
         self._rows = None
-        return run
+        return sequence
 
-    def _prefill(self, groups: list[tuple[Request, list[SequenceRun]]], outcomes: Outcomes) -> None:
-        """Compute the prompts, and the first token of each sample."""
-        # In the order of their first appearance, which is the same when it is all done again.
+    def _prefill(self, admitted: Admitted, outcomes: SliceOutcomes) -> None:
+        """Compute the prompts into the KV cache, and sample the first token of each sequence."""
+        # Groups of one adapter are adjacent, by first appearance: the same order when this is replayed.
         order: dict[int, int] = {}
-        for request, _ in groups:
-            order.setdefault(id(request.adapter), len(order))
-        groups = sorted(groups, key=lambda group: order[id(group[0].adapter)])
-        requests = [request for request, _ in groups]
-        lengths = [len(request.prompt) for request in requests]
-        device = requests[0].prompt.device
+        for group, _ in admitted:
+            order.setdefault(id(group.adapter), len(order))
+        admitted = sorted(admitted, key=lambda entry: order[id(entry[0].adapter)])
+        groups = [group for group, _ in admitted]
+        lengths = [len(group.prompt) for group in groups]
+        device = groups[0].prompt.device
         plan = PrefillPlan(
-            [Prompt(len(request.prompt), [(run.shelf, run.place) for run in runs]) for request, runs in groups]
+            [
+                Prompt(len(group.prompt), [(sequence.pool, sequence.slot) for sequence in sequences])
+                for group, sequences in admitted
+            ]
         )
-        hidden = self._twin.hidden(
-            torch.cat([request.prompt for request in requests]),
+        hidden = self._model.hidden(
+            torch.cat([group.prompt for group in groups]),
             torch.cat([torch.arange(length, device=device) for length in lengths]),
-            spans_of(zip(requests, lengths, strict=True)),
+            spans_of(zip(groups, lengths, strict=True)),
             plan,
         )
-        for request, own in zip(requests, torch.split(hidden, lengths), strict=True):
-            if request.wants_prompt:
-                outcomes.prompts.append((request.request_id, prompt_logprobs_of(self._twin, request, own)))
+        for group, prompt_hidden in zip(groups, torch.split(hidden, lengths), strict=True):
+            if group.wants_prompt:
+                outcomes.prompts.append((group.request_id, compute_prompt_logprobs(self._model, group, prompt_hidden)))
         last = hidden[torch.tensor(lengths, device=device).cumsum(0) - 1]
-        logits = self._twin.logits(last, spans_of((request, 1) for request in requests))
-        counts = torch.tensor([len(runs) for _, runs in groups], device=device)
-        runs = [run for _, own in groups for run in own]
-        transform = Transform([run.request.sample.params for run in runs], self._twin.vocabulary, device)
-        chosen = sample_tokens(logits.repeat_interleave(counts, 0), transform, _uniform(runs, transform, device))
+        logits = self._model.logits(last, spans_of((group, 1) for group in groups))
+        counts = torch.tensor([len(sequences) for _, sequences in admitted], device=device)
+        sequences = [sequence for _, of_group in admitted for sequence in of_group]
+        params = [sequence.group.sample.params for sequence in sequences]
+        processor = LogitsProcessor(params, self._model.vocabulary, device)
+        uniform = _draw_uniform(sequences, processor, device)
+        sampled = sample_tokens(logits.repeat_interleave(counts, 0), processor, uniform)
         outcomes.prompt_tokens += sum(lengths)
-        self._accept(runs, chosen, outcomes)
+        self._accept(sequences, sampled, outcomes)
 
-    def _decode(self, outcomes: Outcomes) -> None:
-        """One token more for everybody."""
+    def _decode(self, outcomes: SliceOutcomes) -> None:
+        """Sample one more token of every running sequence."""
         if self._rows is None:
-            self._rows = Rows(self.running, self._twin.vocabulary, self.running[0].request.prompt.device)
+            self._rows = DecodeRows(self.running, self._model.vocabulary, self.running[0].group.prompt.device)
         rows = self._rows
-        hidden = self._twin.hidden(rows.tokens, rows.positions, rows.spans, rows.plan)
-        logits = self._twin.logits(hidden, rows.spans)
-        chosen = sample_tokens(logits, rows.transform, _uniform(rows.runs, rows.transform, rows.tokens.device))
-        for run in rows.runs:
-            run.length += 1
-        rows.advance(chosen.tokens)
-        self._accept(rows.runs, chosen, outcomes)
+        hidden = self._model.hidden(rows.tokens, rows.positions, rows.spans, rows.plan)
+        logits = self._model.logits(hidden, rows.spans)
+        uniform = _draw_uniform(rows.sequences, rows.processor, rows.tokens.device)
+        sampled = sample_tokens(logits, rows.processor, uniform)
+        for sequence in rows.sequences:
+            sequence.length += 1
+        rows.advance(sampled.tokens)
+        self._accept(rows.sequences, sampled, outcomes)
 
-    def _accept(self, runs: Sequence[SequenceRun], chosen: Chosen, outcomes: Outcomes) -> None:
-        self._note_top(runs, chosen)
-        outcomes.sampled_tokens += len(runs)
-        over: list[SequenceRun] = []
-        bad: set[str] = set()
-        for run, token, logprob in zip(runs, chosen.tokens.tolist(), chosen.logprobs.tolist(), strict=True):
+    def _accept(self, sequences: Sequence[RunningSequence], sampled: SampledTokens, outcomes: SliceOutcomes) -> None:
+        self._record_top(sequences, sampled)
+        outcomes.sampled_tokens += len(sequences)
+        finished: list[RunningSequence] = []
+        not_finite: set[str] = set()
+        for sequence, token, logprob in zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True):
             if not math.isfinite(logprob):
-                bad.add(run.request.request_id)
+                not_finite.add(sequence.group.request_id)
                 continue
-            reason = run.accept(token, logprob)
+            reason = sequence.accept(token, logprob)
             if reason is not None:
-                over.append(run)
-                outcomes.sequences.append((run.request.request_id, run.index, run.result(reason)))
-        for run in over:
-            self._remove(run)
-        if bad:
-            outcomes.failed += [(request_id, "the model's logits are not finite numbers") for request_id in bad]
-            self.drop(bad)
+                finished.append(sequence)
+                outcomes.sequences.append((sequence.group.request_id, sequence.index, sequence.result(reason)))
+        for sequence in finished:
+            self._remove(sequence)
+        if not_finite:
+            message = "the model's logits are not finite numbers"
+            outcomes.failed += [(request_id, message) for request_id in not_finite]
+            self.drop(not_finite)
 
     @staticmethod
-    def _note_top(runs: Sequence[SequenceRun], chosen: Chosen) -> None:
-        rows = [row for row, run in enumerate(runs) if run.request.sample.topk_sample_logprobs]
+    def _record_top(sequences: Sequence[RunningSequence], sampled: SampledTokens) -> None:
+        rows = [row for row, sequence in enumerate(sequences) if sequence.group.sample.topk_sample_logprobs]
         if not rows:
             return
-        most = max(runs[row].request.sample.topk_sample_logprobs for row in rows)
-        tokens, values = top_of(chosen.distribution[rows], most)
-        for place, row in enumerate(rows):
-            runs[row].note_top(tokens[place], values[place])
+        most = max(sequences[row].group.sample.topk_sample_logprobs for row in rows)
+        tokens, logprobs = top_of(sampled.distribution[rows], most)
+        for number, row in enumerate(rows):
+            sequences[row].record_top(tokens[number], logprobs[number])
 
-    def _remove(self, run: SequenceRun) -> None:
-        neighbours = self._on[run.shelf]
+    def _remove(self, sequence: RunningSequence) -> None:
+        """Free the slot; the sequence in the last slot of the pool moves there."""
+        neighbours = self._by_pool[sequence.pool]
         last = neighbours.pop()
-        self._cache.release(run.shelf, run.place, run.length, last.length)
-        if last is not run:
-            last.place = run.place
-            neighbours[run.place] = last
+        self._cache.free(sequence.pool, sequence.slot, sequence.length, last.length)
+        if last is not sequence:
+            last.slot = sequence.slot
+            neighbours[sequence.slot] = last
         if not neighbours:
-            del self._on[run.shelf]
-        self.running.remove(run)
+            del self._by_pool[sequence.pool]
+        self.running.remove(sequence)
         self._rows = None
 
 
-def spans_of(parts: Iterable[tuple[Request, int]]) -> list[Span]:
+def spans_of(lengths: Iterable[tuple[SequenceGroup, int]]) -> list[Span]:
     """Neighbours with the same adapter are one span."""
-    found = []
-    for _, group in groupby(parts, key=lambda part: id(part[0].adapter)):
-        own = list(group)
-        found.append(Span(own[0][0].adapter, sum(length for _, length in own)))
-    return found
+    spans = []
+    for _, neighbours in groupby(lengths, key=lambda entry: id(entry[0].adapter)):
+        entries = list(neighbours)
+        spans.append(Span(entries[0][0].adapter, sum(length for _, length in entries)))
+    return spans
 
 
-def _uniform(runs: Sequence[SequenceRun], transform: Transform, device: torch.device) -> torch.Tensor | None:
-    if not transform.draws:
+def _draw_uniform(
+    sequences: Sequence[RunningSequence], processor: LogitsProcessor, device: torch.device
+) -> torch.Tensor | None:
+    if not processor.draws:
         return None
-    drawn = [0.0 if run.chance is None else run.chance.next() for run in runs]
-    return torch.tensor(drawn, dtype=torch.float64, device=device)
+    numbers = [0.0 if sequence.rng is None else sequence.rng.next() for sequence in sequences]
+    return torch.tensor(numbers, dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
-"""Requests spread over the ranks, sample by sample, and their results put together again. Rank 0 alone has this.
+"""Scatter of requests over the ranks, sequence by sequence, and merge of their results. Rank 0 alone does this.
 
-A sequence lives on one rank from its first token to its last. Each goes where the least is reserved; the samples of a
-request that come to one rank share its prompt there.
+A sequence runs on one rank from its first token to its last: on the rank with the fewest reserved tokens. The samples
+of a request that run on one rank share the prefill of its prompt there.
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ from strata.train.core.sampling import (
     SamplingSlice,
     SliceResult,
 )
-from strata.train.runner.passes.partition import OURS
+from strata.train.runner.passes.partition import SERVER_ERRORS
 from strata.train.runner.sampling.prompt_logprobs import PromptLogprobs
 
 
-class RankAdded(msgspec.Struct, frozen=True, array_like=True):
+class RankSequences(msgspec.Struct, frozen=True, array_like=True):
+    """A request's sequences that a rank is to start."""
+
     request_id: str
     sample: Sample
     indices: Sequence[int]
-    """Which of the request's samples are this rank's."""
+    """Which of the request's samples run on this rank."""
     prompt: bool
-    """Whether it is also to say what was asked of the prompt."""
+    """Whether this rank also computes the log probabilities of the prompt."""
     share: str = ""
 
 
-class RankQuantum(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank does in a quantum. `samplers` are the same for all: for each the ranks put weights together."""
+class RankSlice(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part of a time slice. `samplers` are the same on all ranks: they gather the weights of each."""
 
     steps: int
     eager: bool
     samplers: Sequence[str]
-    add: Sequence[RankAdded]
+    add: Sequence[RankSequences]
     cancel: Sequence[str]
 
 
-class RankSampled(msgspec.Struct, frozen=True, array_like=True):
-    """What came of it."""
+class RankSliceResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank produced in a time slice."""
 
     sequences: Sequence[tuple[str, int, SampledSequence]]
     prompts: Sequence[tuple[str, PromptLogprobs]]
@@ -63,8 +65,8 @@ class RankSampled(msgspec.Struct, frozen=True, array_like=True):
 
 
 encode: Final = msgspec.msgpack.Encoder().encode
-decode_quantum: Final = msgspec.msgpack.Decoder(RankQuantum).decode
-decode_sampled: Final = msgspec.msgpack.Decoder(RankSampled).decode
+decode_slice: Final = msgspec.msgpack.Decoder(RankSlice).decode
+decode_slice_result: Final = msgspec.msgpack.Decoder(RankSliceResult).decode
 
 
 @dataclass
@@ -72,7 +74,7 @@ class _Request:
     sample: Sample
     ranks: Mapping[int, Sequence[int]]
     cost: int
-    """Of one sequence: the tokens that are reserved for it."""
+    """Tokens that each sequence reserves in the KV cache."""
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
     prompt: PromptLogprobs = PromptLogprobs()  # noqa: RUF009 - it is frozen
 
@@ -83,9 +85,9 @@ class _Request:
 
 
 class SampleScatter:
-    """`cut` and `put_together` are called in turn, once for each quantum.
+    """`partition` and `merge` are called in turn, once for each time slice.
 
-    `cost` says what a sequence of a request reserves, or why the request cannot be sampled at all.
+    `cost` returns the tokens that a sequence of a request reserves, or raises why the request cannot be sampled.
     """
 
     def __init__(self, ranks: int, cost: Callable[[Sample], int], max_requests: int) -> None:
@@ -95,36 +97,39 @@ class SampleScatter:
         self._requests: dict[str, _Request] = {}
         self._ended: list[EndedSample] = []
         self._dropped: dict[str, Sequence[int]] = {}
-        """Requests that are over although ranks may still have sequences of them."""
+        """Requests that have ended although ranks may still run sequences of them."""
 
-    def cut(self, quantum: SamplingSlice) -> list[RankQuantum]:
-        adds: list[list[RankAdded]] = [[] for _ in self._load]
-        for one in quantum.add:
-            # The same again is the same request.
-            if one.request_id not in self._requests:
-                self._add(one, adds)
-        for request_id in quantum.cancel:
+    def partition(self, time_slice: SamplingSlice) -> list[RankSlice]:
+        adds: list[list[RankSequences]] = [[] for _ in self._load]
+        for added in time_slice.add:
+            # Idempotent: a request that is added again is the same request.
+            if added.request_id not in self._requests:
+                self._add(added, adds)
+        for request_id in time_slice.cancel:
             if request_id in self._requests:
                 self._end(request_id, SampleFailed("cancelled", "it was cancelled"))
-        cancels = [[one for one, ranks in self._dropped.items() if rank in ranks] for rank in range(len(self._load))]
+        cancels = [
+            [request_id for request_id, ranks in self._dropped.items() if rank in ranks]
+            for rank in range(len(self._load))
+        ]
         self._dropped = {}
         samplers = sorted({request.sample.sampler_id for request in self._requests.values()})
         return [
-            RankQuantum(quantum.steps, quantum.eager, samplers, add, cancel)
+            RankSlice(time_slice.steps, time_slice.eager, samplers, add, cancel)
             for add, cancel in zip(adds, cancels, strict=True)
         ]
 
-    def _add(self, one: AddedSample, adds: list[list[RankAdded]]) -> None:
-        request_id, sample = one.request_id, one.sample
+    def _add(self, added: AddedSample, adds: list[list[RankSequences]]) -> None:
+        request_id, sample = added.request_id, added.sample
         try:
             cost = self._cost(sample)
         except StrataError as error:
-            failed = SampleFailed("server" if error.code in OURS else "user", str(error))
+            failed = SampleFailed("server" if error.code in SERVER_ERRORS else "user", str(error))
             self._ended.append(EndedSample(request_id, failed))
             return
         if len(self._requests) >= self._max_requests:
-            full = f"{self._max_requests} requests are being sampled already"
-            self._ended.append(EndedSample(request_id, SampleFailed("server", full)))
+            message = f"{self._max_requests} requests are being sampled already"
+            self._ended.append(EndedSample(request_id, SampleFailed("server", message)))
             return
         ranks: dict[int, list[int]] = {}
         for index in range(sample.num_samples):
@@ -133,15 +138,15 @@ class SampleScatter:
             ranks.setdefault(rank, []).append(index)
         self._requests[request_id] = _Request(sample, ranks, cost)
         for rank, indices in ranks.items():
-            adds[rank].append(RankAdded(request_id, sample, indices, indices[0] == 0, one.share))
+            adds[rank].append(RankSequences(request_id, sample, indices, indices[0] == 0, added.share))
 
-    def put_together(self, reports: Sequence[RankSampled]) -> SliceResult:
+    def merge(self, reports: Sequence[RankSliceResult]) -> SliceResult:
         for report in reports:
-            self._take(report)
+            self._collect(report)
         for request_id, request in list(self._requests.items()):
             if len(request.sequences) == request.sample.num_samples:
                 self._end(request_id, request.result())
-                # Every rank has told of the last of its sequences.
+                # Every rank has reported the last of its sequences.
                 del self._dropped[request_id]
         ended, self._ended = self._ended, []
         return SliceResult(
@@ -155,10 +160,10 @@ class SampleScatter:
             prompt_tokens=sum(report.prompt_tokens for report in reports),
         )
 
-    def _take(self, report: RankSampled) -> None:
-        for request_id, about in report.prompts:
+    def _collect(self, report: RankSliceResult) -> None:
+        for request_id, prompt in report.prompts:
             if request_id in self._requests:
-                self._requests[request_id].prompt = about
+                self._requests[request_id].prompt = prompt
         for request_id, index, sequence in report.sequences:
             if request_id in self._requests:
                 self._requests[request_id].sequences[index] = sequence

@@ -1,9 +1,10 @@
-"""A snapshot of all models on disk: written beside the training by every rank, and a name only when it is whole.
+"""Snapshot files: every rank writes in the background while training continues, and rank 0 commits by a rename.
 
-Each rank writes what it alone has, and rank 0 also what all have, into a folder beside; files are brought to the disk
-and digested there, and then a small file says so. Rank 0 waits for those of all ranks, in its own writing thread: the
-ranks train meanwhile, and a collective of a second thread could meet theirs in another order on every rank. Then come
-the manifest, its sync, and the name. Whoever dies on the way leaves a folder that nobody will ever ask for.
+Each rank writes its own tensors, and rank 0 also those that all ranks share, into a temporary folder. A rank syncs and
+digests its files and then writes a small JSON file that says so. Rank 0 polls for these files in its writer thread
+instead of using a collective: the ranks train meanwhile, and a collective of a second thread could interleave with
+theirs in another order on every rank. Rank 0 then writes the manifest, syncs it, and renames the folder. A crash on the
+way leaves a temporary folder that nothing refers to.
 """
 
 from __future__ import annotations
@@ -33,86 +34,87 @@ FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 64 << 20
 SHARED: Final = "shared.safetensors"
-LOOK_S: Final = 0.02
-"""How often rank 0's writing thread looks for the files of the others. Nobody waits for it."""
+POLL_S: Final = 0.02
+"""How often rank 0's writer thread polls for the files of the others. No training waits for it."""
 
 
-class ModelPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SnapshotModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: ops.CreateModel
     steps: int
 
 
-class SamplerPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SnapshotSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampler_id: str
     kind: Literal["base", "adapter", "whole"]
     lora: ops.LoraConfig | None = None
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: int = FORMAT
     base_model: str
     arch: str
     parameters: int
     full: bool
     ranks: int
-    touched: bool
-    models: Sequence[ModelPart]
-    samplers: Sequence[SamplerPart]
+    base_modified: bool = msgspec.field(name="touched")
+    """Whether the weights of the base differ from those in its folder."""
+    models: Sequence[SnapshotModel]
+    samplers: Sequence[SnapshotSampler]
     files: Mapping[str, File] = {}
 
 
-class Copied(msgspec.Struct, frozen=True):
-    """What a rank has to write. `shared` is the same on all ranks, and empty on all but the first."""
+class SnapshotCopy(msgspec.Struct, frozen=True):
+    """What a rank has to write. `shared` is the same on all ranks, and empty except on rank 0."""
 
-    manifest: Manifest
+    manifest: SnapshotManifest
     shared: Mapping[str, torch.Tensor]
     own: Mapping[str, torch.Tensor]
 
 
-class Written(msgspec.Struct, frozen=True):
-    """How it ended, on rank 0."""
+class SnapshotResult(msgspec.Struct, frozen=True):
+    """How the writing of a snapshot ended, on rank 0."""
 
     number: int
     digest: str
     size: int
     held_s: float
     written_s: float
-    trouble: str | None = None
+    error: str | None = None
 
 
 class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank has done its part, or cannot."""
+    """One rank has written its files, or has failed."""
 
     files: Mapping[str, File] = {}
-    trouble: str | None = None
+    error: str | None = None
 
 
 class SnapshotWriter:
-    """Writes one snapshot at a time, in a thread of its own. `started` and `taken` are for the dispatching thread."""
+    """Writes one snapshot at a time, in a thread of its own. The dispatching thread calls `start` and `take`."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
-        # A queue, because a result that came between looking and forgetting would never be told.
-        self._written: SimpleQueue[Written] = SimpleQueue()
+        # A queue: with a plain field, a result that arrives between reading and clearing it would be lost.
+        self._results: SimpleQueue[SnapshotResult] = SimpleQueue()
         self.wake: Callable[[], None] = lambda: None
-        """Called from the thread when there is something to take."""
+        """Called from the writer thread when there is a result to take."""
 
     def check_free(self) -> None:
         if self._thread is not None and self._thread.is_alive():
-            raise StrataError(Code.PRECONDITION, "the snapshot before is still being written")
+            raise StrataError(Code.PRECONDITION, "the previous snapshot is still being written")
 
-    def start(self, number: int, folder: Path, copied: Copied, held_s: float) -> None:
-        # A daemon: a group that ends does not wait for a snapshot that nobody will hear of.
-        given = (number, folder, copied, held_s)
-        self._thread = threading.Thread(target=self._run, args=given, name="snapshot", daemon=True)
+    def start(self, number: int, folder: Path, copy: SnapshotCopy, held_s: float) -> None:
+        # A daemon: a group that ends does not wait for a snapshot that it could not report.
+        arguments = (number, folder, copy, held_s)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="snapshot", daemon=True)
         self._thread.start()
 
-    def take(self) -> Written | None:
-        """How the last one ended, once."""
+    def take(self) -> SnapshotResult | None:
+        """The result of the last snapshot, once."""
         try:
-            return self._written.get_nowait()
+            return self._results.get_nowait()
         except Empty:
             return None
 
@@ -120,99 +122,99 @@ class SnapshotWriter:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _run(self, number: int, folder: Path, copied: Copied, held_s: float) -> None:
+    def _run(self, number: int, folder: Path, copy: SnapshotCopy, held_s: float) -> None:
         started_s = time.perf_counter()
-        digest, size, trouble = "", 0, "the writing thread ended early"
+        digest, size, failure = "", 0, "the writer thread ended early"
         try:
-            digest, size = self._write(folder, copied)
-            trouble = ""
+            digest, size = self._write(folder, copy)
+            failure = ""
         except (StrataError, OSError, SafetensorError) as error:
-            trouble = f"rank {self._rank}: {error}"
+            failure = f"rank {self._rank}: {error}"
         finally:
             if self._rank == 0:
-                if trouble:
-                    shutil.rmtree(part_of(folder), ignore_errors=True)
+                if failure:
+                    shutil.rmtree(temporary_folder(folder), ignore_errors=True)
                 took_s = time.perf_counter() - started_s
-                self._written.put(Written(number, digest, size, held_s, took_s, trouble or None))
+                self._results.put(SnapshotResult(number, digest, size, held_s, took_s, failure or None))
                 self.wake()
 
-    def _write(self, folder: Path, copied: Copied) -> tuple[str, int]:
-        part = part_of(folder)
-        part.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def _write(self, folder: Path, copy: SnapshotCopy) -> tuple[str, int]:
+        temporary = temporary_folder(folder)
+        temporary.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            sealed = _Sealed(self._write_tensors(part, copied))
+            sealed = _Sealed(self._write_tensors(temporary, copy))
         except (StrataError, OSError, SafetensorError) as error:
-            _say(part, self._rank, _Sealed(trouble=str(error)))
+            _write_sealed(temporary, self._rank, _Sealed(error=str(error)))
             raise
         failpoint("train.snapshot.before_sealed")
-        _say(part, self._rank, sealed)
+        _write_sealed(temporary, self._rank, sealed)
         failpoint("train.snapshot.after_sealed")
         if self._rank != 0:
             return "", 0
-        files = self._gather(part, copied.manifest.ranks)
-        return commit(folder, msgspec.structs.replace(copied.manifest, files=files))
+        files = self._await_ranks(temporary, copy.manifest.ranks)
+        return commit(folder, msgspec.structs.replace(copy.manifest, files=files))
 
-    def _write_tensors(self, part: Path, copied: Copied) -> dict[str, File]:
+    def _write_tensors(self, temporary: Path, copy: SnapshotCopy) -> dict[str, File]:
         failpoint("train.snapshot.before_files")
-        own = part / own_file(self._rank)
-        save_file(dict(copied.own), own)
-        made = [own]
+        own = temporary / rank_file(self._rank)
+        save_file(dict(copy.own), own)
+        written = [own]
         failpoint("train.snapshot.between_files")
         if self._rank == 0:
-            save_file(dict(copied.shared), part / SHARED)
-            made.append(part / SHARED)
-        return seal(made)
+            save_file(dict(copy.shared), temporary / SHARED)
+            written.append(temporary / SHARED)
+        return seal(written)
 
-    def _gather(self, part: Path, ranks: int) -> dict[str, File]:
-        """What all ranks wrote, once all have; their small files go, because the manifest says the same."""
+    def _await_ranks(self, temporary: Path, ranks: int) -> dict[str, File]:
+        """The files of all ranks, once all have written theirs. Removes the JSON files: the manifest replaces them."""
         files: dict[str, File] = {}
-        give_up_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + self._timeout_s
         for rank in range(ranks):
-            place = part / _sealed_file(rank)
-            while not place.exists():
-                if time.monotonic() > give_up_s:
+            path = temporary / _sealed_file(rank)
+            while not path.exists():
+                if time.monotonic() > deadline_s:
                     raise StrataError(Code.DEADLINE, f"rank {rank} has not written its part in {self._timeout_s:g} s")
-                time.sleep(LOOK_S)
-            said = msgspec.json.decode(place.read_bytes(), type=_Sealed)
-            if said.trouble is not None:
-                raise StrataError(Code.UNAVAILABLE, f"rank {rank}: {said.trouble}")
-            files |= said.files
+                time.sleep(POLL_S)
+            sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
+            if sealed.error is not None:
+                raise StrataError(Code.UNAVAILABLE, f"rank {rank}: {sealed.error}")
+            files |= sealed.files
         for rank in range(ranks):
-            (part / _sealed_file(rank)).unlink()
+            (temporary / _sealed_file(rank)).unlink()
         return files
 
 
-def commit(folder: Path, manifest: Manifest) -> tuple[str, int]:
-    """The manifest, then the name: from here on it can be restored. Returns the manifest's digest and all bytes."""
-    part = part_of(folder)
+def commit(folder: Path, manifest: SnapshotManifest) -> tuple[str, int]:
+    """Write the manifest and rename the folder: it can be restored now. Returns the manifest's digest and all bytes."""
+    temporary = temporary_folder(folder)
     failpoint("train.snapshot.before_manifest")
     data = msgspec.json.encode(manifest)
-    (part / MANIFEST).write_bytes(data)
-    sync_file(part / MANIFEST)
-    sync_folder(part)
+    (temporary / MANIFEST).write_bytes(data)
+    sync_file(temporary / MANIFEST)
+    sync_folder(temporary)
     failpoint("train.snapshot.before_name")
-    part.rename(folder)
-    for above in folder.parents[:2]:
-        sync_folder(above)
+    temporary.rename(folder)
+    for parent in folder.parents[:2]:
+        sync_folder(parent)
     failpoint("train.snapshot.after_name")
     return sha256_hex(data), sum(file.size for file in manifest.files.values())
 
 
-def read_manifest(folder: Path, digest: str) -> Manifest:
-    """The manifest that has this digest, of a folder in which nothing lies but its files."""
+def read_manifest(folder: Path, digest: str) -> SnapshotManifest:
+    """The manifest with this digest, of a folder that holds the manifest's files and nothing else."""
     file = folder / MANIFEST
     try:
-        found = file.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MANIFEST_LIMIT:
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MANIFEST_LIMIT:
             raise _damaged(folder, MANIFEST)
         data = file.read_bytes()
-        names = {each.name for each in folder.iterdir()}
+        names = {entry.name for entry in folder.iterdir()}
     except (FileNotFoundError, NotADirectoryError) as error:
         raise StrataError(Code.NOT_FOUND, f"there is no snapshot {folder.name!r}") from error
     if sha256_hex(data) != digest:
         raise _damaged(folder, MANIFEST)
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=SnapshotManifest)
     except msgspec.MsgspecError as error:
         raise StrataError(Code.UNSUPPORTED, f"the snapshot {folder.name!r} is of another version: {error}") from error
     if manifest.format != FORMAT:
@@ -222,24 +224,24 @@ def read_manifest(folder: Path, digest: str) -> Manifest:
     return manifest
 
 
-def verify(folder: Path, manifest: Manifest, *, rank: int, ranks: int) -> None:
-    """This rank's share of the files is as it was written. None may be opened before all ranks have said so."""
-    own = sorted(manifest.files)[rank::ranks]
-    for name in own:
-        found = (folder / name).lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size != manifest.files[name].size:
+def verify(folder: Path, manifest: SnapshotManifest, *, rank: int, ranks: int) -> None:
+    """Verify this rank's share of the files. No file may be opened before all ranks have verified theirs."""
+    share = sorted(manifest.files)[rank::ranks]
+    for name in share:
+        status = (folder / name).lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size != manifest.files[name].size:
             raise _damaged(folder, name)
-    for name, found_digest in zip(own, digests([folder / name for name in own]), strict=True):
-        if found_digest != manifest.files[name].digest:
+    for name, digest in zip(share, digests([folder / name for name in share]), strict=True):
+        if digest != manifest.files[name].digest:
             raise _damaged(folder, name)
         check_header(folder / name)
 
 
-def own_file(rank: int) -> str:
+def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def part_of(folder: Path) -> Path:
+def temporary_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.part")
 
 
@@ -247,8 +249,8 @@ def _sealed_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def _say(part: Path, rank: int, sealed: _Sealed) -> None:
-    write_file(part / _sealed_file(rank), msgspec.json.encode(sealed), durable=False)
+def _write_sealed(folder: Path, rank: int, sealed: _Sealed) -> None:
+    write_file(folder / _sealed_file(rank), msgspec.json.encode(sealed), durable=False)
 
 
 def _damaged(folder: Path, name: str) -> StrataError:

@@ -1,0 +1,157 @@
+"""SamplingEngine: the built-in sampler of a rank, which runs one time slice after the other between training passes.
+
+Sequences with the same base weights run in one batch, each with its own adapter or none. The batches and the KV cache
+stay as they are between two time slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from strata.base.errors import Code, StrataError
+from strata.train.core.sampling import Sample
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.model.base import DTYPES, BaseModel
+from strata.train.runner.sampling.batch import RunningBatch, SliceOutcomes
+from strata.train.runner.sampling.inference_model import InferenceModel, gather_weights
+from strata.train.runner.sampling.kv_cache import KVCache
+from strata.train.runner.sampling.request_validator import RequestValidator, SamplerLimits
+from strata.train.runner.sampling.sampler_weights import SamplerWeights
+from strata.train.runner.sampling.scatter import RankSequences, RankSlice, RankSliceResult, SampleScatter
+from strata.train.runner.sampling.self_check import verify_decode_matches_training
+from strata.train.runner.sampling.sequences import SequenceGroup, tokens_from
+
+
+class SamplingEngine:
+    """All ranks construct it together. An architecture that cannot be sampled is rejected when a sampler is opened."""
+
+    def __init__(self, base: BaseModel, ranks: RankGroup, limits: SamplerLimits) -> None:
+        self.limits = limits
+        self._base = base
+        self._ranks = ranks
+        self._model = InferenceModel(base.lm, base.decoder, DTYPES[base.settings.dtype], base.settings.logits_bytes)
+        self._unsupported = verify_decode_matches_training(self._model, base, ranks.device)
+        self._samplers = SamplerWeights(base, limits.samplers)
+        self._validator = RequestValidator(base, limits)
+        self._cache = KVCache(limits.sequences, limits.cached_tokens)
+        self._batches: dict[str, RunningBatch] = {}
+        self._aborted: list[tuple[str, str]] = []
+
+    def __contains__(self, sampler_id: str) -> bool:
+        return sampler_id in self._samplers
+
+    def open_base(self, sampler_id: str) -> None:
+        self.check_architecture()
+        self._samplers.open_base(sampler_id)
+
+    def open_adapter(self, sampler_id: str, adapter: Adapter) -> None:
+        """Sample from a copy of the adapter as it is now."""
+        self.check_architecture()
+        self._samplers.open_adapter(sampler_id, adapter)
+
+    def open_full(self, sampler_id: str, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Sample from a copy of these parameters, or of the live ones; sharded as the live ones are."""
+        self.check_architecture()
+        self._samplers.open_full(sampler_id, parameters)
+
+    def close(self, sampler_id: str) -> None:
+        """Requests that still run fail in the next time slice."""
+        self._samplers.close(sampler_id)
+        for batch in self._batches.values():
+            aborted = {group.request_id for group in batch.groups() if group.sample.sampler_id == sampler_id}
+            with torch.inference_mode():
+                batch.drop(aborted)
+            self._aborted += [(request_id, "its sampler was closed") for request_id in sorted(aborted)]
+        self._batches.pop(sampler_id, None)
+
+    def scatter(self) -> SampleScatter:
+        """For rank 0, which distributes requests over the ranks."""
+        return SampleScatter(self._ranks.size, self.cost, self.limits.requests)
+
+    def cost(self, sample: Sample) -> int:
+        """The tokens that each sequence of a request reserves; an error if the request cannot be sampled."""
+        if sample.sampler_id not in self._samplers:
+            raise StrataError(Code.NOT_FOUND, f"there is no sampler {sample.sampler_id!r}")
+        self._validator.check(sample)
+        return self._validator.slot_length(sample)
+
+    def run(self, work: RankSlice) -> RankSliceResult:
+        """Run one time slice. The ranks communicate only to gather weights, and never between two steps."""
+        outcomes = SliceOutcomes()
+        outcomes.failed, self._aborted = self._aborted, []
+        with torch.inference_mode():
+            for added in work.add:
+                self._add(added)
+            for batch in self._batches.values():
+                batch.drop(set(work.cancel))
+        open_samplers = [sampler_id for sampler_id in work.samplers if sampler_id in self._samplers]
+        for key in dict.fromkeys(self._samplers.key(sampler_id) for sampler_id in open_samplers):
+            with torch.no_grad():
+                weights = gather_weights(self._samplers.parameters(key), self._model.dtype)
+            if key in self._batches:
+                with self._model.with_weights(weights), torch.inference_mode():
+                    _run_steps(self._batches[key], work, outcomes)
+        if not self._cache.sequences:
+            self._cache.trim()
+        return self._report(outcomes)
+
+    def _report(self, outcomes: SliceOutcomes) -> RankSliceResult:
+        batches = self._batches.values()
+        return RankSliceResult(
+            sequences=outcomes.sequences,
+            prompts=outcomes.prompts,
+            failed=outcomes.failed,
+            running=sum(len(batch.running) for batch in batches),
+            waiting=sum(batch.waiting for batch in batches),
+            free_sequences=self.limits.sequences - self._cache.sequences,
+            free_tokens=self.limits.cached_tokens - self._cache.tokens,
+            sampled_tokens=outcomes.sampled_tokens,
+            prompt_tokens=outcomes.prompt_tokens,
+        )
+
+    def _add(self, added: RankSequences) -> None:
+        sample = added.sample
+        params = sample.params
+        key = self._samplers.key(sample.sampler_id)
+        if key not in self._batches:
+            self._batches[key] = RunningBatch(key, self._cache, self._model, self.limits.prompt_tokens)
+        group = SequenceGroup(
+            request_id=added.request_id,
+            sample=sample,
+            prompt=tokens_from(sample.prompt).to(self._ranks.device),
+            adapter=self._samplers.adapter(sample.sampler_id),
+            limit=self._validator.limit(sample),
+            slot_length=self._validator.slot_length(sample),
+            stops=frozenset(params.stop_tokens) | (self._validator.end_tokens if params.end_tokens else frozenset()),
+            decode=self._validator.decoder() if params.stop_strings else None,
+            wants_prompt=added.prompt and sample.wants_prompt,
+            share=added.share,
+        )
+        self._batches[key].add(group, added.indices)
+
+    def entries(self) -> Iterator[tuple[str, Adapter | None, Mapping[str, torch.Tensor] | None]]:
+        """Every sampler with its adapter, or its full model, or neither if it samples from the base."""
+        yield from self._samplers.entries()
+
+    def check_architecture(self) -> None:
+        """UNSUPPORTED if this architecture cannot be sampled."""
+        if self._unsupported:
+            raise StrataError(Code.UNSUPPORTED, self._unsupported)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything it holds on the device."""
+        yield from self._cache.tensors()
+        yield from self._samplers.tensors()
+
+
+def _run_steps(batch: RunningBatch, work: RankSlice, outcomes: SliceOutcomes) -> None:
+    for _ in range(work.steps):
+        if not batch.running and not batch.waiting:
+            return
+        ended = outcomes.ended
+        batch.step(outcomes)
+        if work.eager and outcomes.ended > ended:
+            return
