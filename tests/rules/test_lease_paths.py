@@ -26,7 +26,6 @@ ALLOWED: Final = {
     },
     "trainer_source.py": {
         "cache / name": "a PathName of path_names",
-        "cache / f'.{name}.{secrets.token_hex(8)}.partial'": "a PathName of path_names",
         "Path(trainer.directory)": "the host's own folder: the job's user enters it, and the agent does not",
     },
     "environment.py": {
