@@ -21,7 +21,7 @@ from strata.base.errors import StrataError
 from strata.fleet.http.routes import DOCUMENT
 from strata.fleet.http.routes import ROUTES as HUB
 from strata.http.body import check_depth, path_first, read_pairs
-from strata.http.openapi import Schemas, build_document
+from strata.http.openapi import MessageSchemas, build_document
 from strata.http.reading import ReadingRules, decode_body, offload
 from strata.http.route import Content, Route
 from strata.train.api.routes import ROUTES as TRAIN
@@ -139,7 +139,7 @@ def test_a_batch_is_read_in_linear_time(form: str, tries: Tries) -> None:
 
 @pytest.mark.attack("hub: JSON", "a text that takes quadratic time in the pattern of a field, for every pattern")
 def test_every_pattern_of_a_field_is_matched_in_linear_time(tries: Tries) -> None:
-    described = json.dumps([build_document(HUB, DOCUMENT), Schemas.of_routes(TRAIN).components])
+    described = json.dumps([build_document(HUB, DOCUMENT), MessageSchemas.of_routes(TRAIN).components])
     patterns = set(re.findall(r'"pattern": ("(?:[^"\\]|\\.)*+")', described))
     assert len(patterns) > 5
     for pattern in map(json.loads, patterns):

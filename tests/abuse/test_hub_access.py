@@ -73,7 +73,7 @@ async def test_the_id_of_a_key_is_not_the_key(site: Running, tries: Tries) -> No
 @pytest.mark.attack(AREA, "expired admin key")
 async def test_an_expired_key_opens_nothing(site: Running, tries: Tries) -> None:
     made = await made_key(site, valid_s=0.001)
-    site.hub.site.authenticator.forget()
+    site.hub.context.authenticator.forget()
     await assert_all(await site.client(Authorization=f"Bearer {made.secret}"), 401, tries, CLOSED)
 
 
@@ -105,7 +105,7 @@ async def test_basic_authorization_opens_nothing(site: Running, tries: Tries) ->
 
 @pytest.mark.attack(AREA, "the secret of a local host, where there is TLS")
 async def test_a_hosts_secret_opens_nothing_where_there_is_tls(site: Running, tries: Tries) -> None:
-    _, secret = await site.hub.site.enrollment.add_local("local")
+    _, secret = await site.hub.context.enrollment.add_local("local")
     await assert_all(await site.client(Authorization=f"Bearer {secret}"), 401, tries, CLOSED)
 
 

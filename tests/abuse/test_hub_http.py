@@ -330,7 +330,7 @@ async def test_a_request_id_comes_back_unless_it_could_do_harm(site: Running) ->
 
 @pytest.mark.attack(HTTP, "errors that tell of the inside")
 async def test_an_error_never_tells_of_the_inside(site: Running) -> None:
-    await site.hub.site.fleet.store.close()
+    await site.hub.context.fleet.store.close()
     reply = await (await site.operator()).get("/v1/jobs")
     assert reply.status_code in (409, 503)
     assert "Traceback" not in reply.text

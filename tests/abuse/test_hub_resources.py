@@ -233,7 +233,7 @@ async def test_the_stream_of_a_revoked_key_ends_however_much_there_is_to_tell(si
 
     listening, busy = asyncio.create_task(listen()), asyncio.create_task(be_busy())
     async with asyncio.timeout(30):
-        while site.hub.site.feed.listeners == 0:
+        while site.hub.context.feed.listeners == 0:
             await asyncio.sleep(0.01)
         assert (await operator.post(f"/v1/key/{key_id}/revoke")).status_code == 204
         revoked_s = time.monotonic()
@@ -401,7 +401,7 @@ async def test_a_reserve_that_cannot_be_made_is_made_later_and_stops_no_check(tm
 async def test_health_tells_that_nothing_can_be_written(site: Running) -> None:
     anybody = await site.client()
     assert (await anybody.get("/v1/health")).status_code == 200
-    await site.hub.site.fleet.store.close()
+    await site.hub.context.fleet.store.close()
     async with asyncio.timeout(30):
         while (reply := await anybody.get("/v1/health")).status_code == 200:
             await asyncio.sleep(0.1)

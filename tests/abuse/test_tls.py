@@ -40,7 +40,7 @@ def handshake(site: Running, context: ssl.SSLContext) -> str:
 
 
 def trusting(site: Running) -> ssl.SSLContext:
-    return ssl.create_default_context(cadata=site.hub.site.authority.certificate_pem.decode())
+    return ssl.create_default_context(cadata=site.hub.context.authority.certificate_pem.decode())
 
 
 @pytest.mark.attack(AREA, "TLS 1.0 and 1.1")
@@ -73,7 +73,7 @@ async def test_weak_ciphers_are_refused(site: Running, tries: Tries) -> None:
 
 @pytest.mark.attack(AREA, "an authority that could make authorities; a certificate of a host as one of a server")
 async def test_certificates_are_for_one_use(site: Running, tmp_path: Path) -> None:
-    authority = x509.load_pem_x509_certificate(site.hub.site.authority.certificate_pem)
+    authority = x509.load_pem_x509_certificate(site.hub.context.authority.certificate_pem)
     constraints = authority.extensions.get_extension_for_class(x509.BasicConstraints).value
     assert (constraints.ca, constraints.path_length) == (True, 0)
     certified, _, _ = await joined(site, tmp_path, "anna")

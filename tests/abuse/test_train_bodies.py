@@ -230,7 +230,7 @@ async def test_bodies_wait_for_room_and_get_it() -> None:
 
 @pytest.mark.attack(AREA, "a body that stays under way while others of the tenant come")
 async def test_a_body_for_which_there_is_no_room_is_told_to_come_back(tmp_path: Path, server: Reached) -> None:
-    site = server.site
+    site = server.context
     body = tokens(2 * MIB)
     with site.bodies.reserve("key:researcher") as hold:
         await hold.resize(site.bodies.share - MIB)

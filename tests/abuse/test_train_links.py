@@ -129,7 +129,7 @@ async def test_an_orchestrator_without_the_keys_is_not_asked(
 ) -> None:
     """It would hear the requests of all tenants, and answer them."""
     async with OrchestratorClient(over_tcp) as client:
-        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=20))
+        asking = asyncio.create_task(client.request(QUESTION, timeout_s=20))
         stranger = context.socket(zmq.DEALER)
         stranger.connect(over_tcp.requests)
         with pytest.raises(TimeoutError):

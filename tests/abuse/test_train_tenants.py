@@ -20,7 +20,7 @@ import pytest_asyncio
 from safetensors.numpy import save
 
 from strata.train.api.routes import ROUTES
-from strata.train.api.signed import Grant, sign
+from strata.train.api.signed_urls import ArchiveGrant, sign
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import ops
 from strata.train.peft.importer import stage
@@ -358,7 +358,7 @@ async def test_an_address_with_any_bit_flipped_is_not_valid(played: Field, tries
 @pytest.mark.attack(AREA, "an archive address that was forged")
 async def test_a_forged_address_is_not_valid(played: Field, forged: str) -> None:
     token = await token_of(played)
-    grant = Grant("../../../etc", "passwd", 9e9)
+    grant = ArchiveGrant("../../../etc", "passwd", 9e9)
     said = msgspec.msgpack.encode(grant)
     made = {
         "cut": token[:-5],

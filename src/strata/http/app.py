@@ -16,7 +16,7 @@ from strata.base.errors import Code, StrataError
 from strata.http.authentication import Identify
 from strata.http.errors import PLAIN, ErrorTable, HttpRefusal
 from strata.http.reading import ReadingRules, RequestReader
-from strata.http.root import CALLER, REAUTHENTICATE, ROUTE, OnReply, Root, RootLimits
+from strata.http.root import CALLER, REAUTHENTICATE, ROUTE, OnReply, RootApp, RootLimits
 from strata.http.route import HttpCall, RawReply, Route
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -24,9 +24,9 @@ _encode: Final = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What the routes of one server are served with. `site` is handed to every handler, in a `call_type`."""
+    """What the routes of one server are served with. `context` is handed to every handler, in a `call_type`."""
 
-    site: Any
+    context: Any
     server: str
     """What the reply to a request that met a defect calls the server."""
     document_path: str
@@ -41,8 +41,8 @@ class Serving:
     """Called with the status of every reply to an authenticated caller."""
 
 
-def build_app(routes: Sequence[Route], serving: Serving, identify: Identify) -> Root:
-    return Root(
+def build_app(routes: Sequence[Route], serving: Serving, identify: Identify) -> RootApp:
+    return RootApp(
         Router(routes, serving),
         identify,
         serving.errors,
@@ -65,7 +65,7 @@ class RouteApp:
         caller = scope[CALLER]
         route.access.check(caller)
         headers = Headers(scope=scope)
-        call = serving.call_type(serving.site, caller, scope["path_params"], headers, receive, scope[REAUTHENTICATE])
+        call = serving.call_type(serving.context, caller, scope["path_params"], headers, receive, scope[REAUTHENTICATE])
         arguments = self._reader.read_query(scope["query_string"])
         if budget is None:
             arguments |= await self._reader.read_body(receive, headers, None)

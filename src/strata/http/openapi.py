@@ -53,7 +53,7 @@ def with_document(
 
 
 def build_document(routes: Sequence[Route], spec: DocumentSpec) -> dict[str, Any]:
-    schemas = Schemas.of_routes(routes)
+    schemas = MessageSchemas.of_routes(routes)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)
@@ -66,7 +66,7 @@ def build_document(routes: Sequence[Route], spec: DocumentSpec) -> dict[str, Any
     }
 
 
-class Schemas:
+class MessageSchemas:
     """The JSON Schema of every message, each once."""
 
     def __init__(self, messages: Iterable[Any]) -> None:
@@ -76,7 +76,7 @@ class Schemas:
         self.components: dict[str, Any] = _ecma(components)
 
     @classmethod
-    def of_routes(cls, routes: Iterable[Route]) -> Schemas:
+    def of_routes(cls, routes: Iterable[Route]) -> MessageSchemas:
         signatures = [route.signature() for route in routes]
         parts = [part for signature in signatures for part in (signature.body, signature.query, signature.reply)]
         return cls(message for part in parts for message in messages_of(part))
@@ -94,7 +94,7 @@ def messages_of(part: Any) -> list[Any]:
     return [member for member in union_members(part) if is_message(member)]
 
 
-def _operation(route: Route, schemas: Schemas, spec: DocumentSpec) -> dict[str, Any]:
+def _operation(route: Route, schemas: MessageSchemas, spec: DocumentSpec) -> dict[str, Any]:
     signature = route.signature()
     operation: dict[str, Any] = {
         "operationId": spec.operation_id(route),
@@ -112,7 +112,7 @@ def _operation(route: Route, schemas: Schemas, spec: DocumentSpec) -> dict[str, 
     return operation
 
 
-def _parameters(path: str, query: Any, schemas: Schemas) -> list[dict[str, Any]]:
+def _parameters(path: str, query: Any, schemas: MessageSchemas) -> list[dict[str, Any]]:
     names = _PARAMETER.findall(path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     if query is not None:
@@ -124,7 +124,7 @@ def _parameters(path: str, query: Any, schemas: Schemas) -> list[dict[str, Any]]
     return parameters
 
 
-def _responses(reply: Any, raw_reply: str, schemas: Schemas) -> dict[str, Any]:
+def _responses(reply: Any, raw_reply: str, schemas: MessageSchemas) -> dict[str, Any]:
     error = {"description": "It was refused.", "content": {"application/json": {"schema": schemas.of(ErrorReply)}}}
     if reply is None:
         return {"204": {"description": "Done."}, "default": error}

@@ -63,7 +63,7 @@ class RootLimits:
     failures: AuthFailures = field(default_factory=AuthFailures)
 
 
-class Root:
+class RootApp:
     """`server` is what the reply to a request that met a defect calls the server. `on_reply` is called with the status
     of every reply to an authenticated caller."""
 

@@ -63,9 +63,9 @@ UPLOADER: Final = Access(Role.RESEARCHER, host=True)
 
 @dataclass(slots=True)
 class HttpCall(Generic[S]):
-    """One request, after its caller is known. `site` is what the handlers of a server work with."""
+    """One request, after its caller is known. `context` is what the handlers of a server work with."""
 
-    site: S
+    context: S
     caller: Principal
     path: Mapping[str, str]
     """The parameters of the path."""

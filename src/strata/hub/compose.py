@@ -19,14 +19,14 @@ from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.artifacts.upkeep import collect, retain, scrub
-from strata.fleet.http.context import Site
+from strata.fleet.http.context import HubContext
 from strata.fleet.http.feed import GAP_S, Feed
 from strata.fleet.http.routes import application
 from strata.fleet.service import TICK_S, Fleet, FleetSettings
 from strata.fleet.streams import Streams
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
-from strata.http.root import Root, RootLimits
+from strata.http.root import RootApp, RootLimits
 from strata.hub.certificates import ServerTls
 from strata.hub.copies import LOOK_S, Copier
 from strata.hub.disk import CHECK_S, DiskGuard
@@ -55,8 +55,8 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Hub:
-    site: Site
-    app: Root
+    context: HubContext
+    app: RootApp
     tls: ServerTls | None
     loops: Sequence[Loop]
 
@@ -73,7 +73,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         tls = ServerTls(authority, data / "ca", settings.tls, settings.listen, clock.wall_s())
     async with open_tables(settings.database or f"sqlite:{data / 'hub.db'}") as tables:
         chunks = await _chunks(settings, data)
-        site = Site(
+        context = HubContext(
             fleet=Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s)),
             artifacts=Artifacts(tables.index, chunks, clock),
             streams=Streams(data / "streams", keep_free_bytes=settings.keep_free_bytes),
@@ -92,9 +92,9 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             pace=BodyPace(grace_s=settings.body_grace_s),
             limits=RootLimits(send_s=settings.send_s, failures=AuthFailures(settings.max_failures)),
         )
-        loops = _loops(settings, site, tables, tls)
+        loops = _loops(settings, context, tables, tls)
         try:
-            yield Hub(site=site, app=application(site), tls=tls, loops=loops)
+            yield Hub(context=context, app=application(context), tls=tls, loops=loops)
         finally:
             await chunks.close()
 
@@ -107,39 +107,39 @@ def operator_token(data: Path) -> Secret:
     return read_secret(path)
 
 
-def _loops(settings: HubSettings, site: Site, tables: Tables, tls: ServerTls | None) -> Sequence[Loop]:
+def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: ServerTls | None) -> Sequence[Loop]:
     async def collect_garbage() -> None:
         if settings.retention is not None:
-            await retain(site.artifacts, settings.retention, "hub", dry_run=False)
-        await collect(site.artifacts, dry_run=False)
+            await retain(context.artifacts, settings.retention, "hub", dry_run=False)
+        await collect(context.artifacts, dry_run=False)
 
     async def scrub_some() -> None:
-        await scrub(site.artifacts, max_bytes=SCRUB_BYTES, bytes_per_s=SCRUB_BYTES_PER_S)
+        await scrub(context.artifacts, max_bytes=SCRUB_BYTES, bytes_per_s=SCRUB_BYTES_PER_S)
 
     async def renew_certificate() -> None:
         if tls is not None:
-            tls.renew(site.clock.wall_s())
+            tls.renew(context.clock.wall_s())
 
     loops = [
-        Loop(interval_s=TICK_S, run_once=site.fleet.tick, max_backoff_s=TICK_S),
-        Loop(interval_s=GAP_S, run_once=site.feed.run_once, max_backoff_s=TICK_S),
+        Loop(interval_s=TICK_S, run_once=context.fleet.tick, max_backoff_s=TICK_S),
+        Loop(interval_s=GAP_S, run_once=context.feed.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=HOUR_S, run_once=collect_garbage),
         Loop(interval_s=HOUR_S, run_once=scrub_some),
         Loop(interval_s=HOUR_S, run_once=renew_certificate),
     ]
-    guard = DiskGuard(settings.data.expanduser(), tables.records, site.writing)
+    guard = DiskGuard(settings.data.expanduser(), tables.records, context.writing)
     loops.append(Loop(interval_s=CHECK_S, run_once=guard.run_once, max_backoff_s=CHECK_S))
     if tables.copy is not None:
-        copier = Copier(settings.data.expanduser(), tables.copy, site.clock)
+        copier = Copier(settings.data.expanduser(), tables.copy, context.clock)
         loops.append(Loop(interval_s=LOOK_S, run_once=copier.run_once))
     for hook in settings.webhooks:
         courier = Courier(
             Target(hook.url, hook.allow),
             hook.secret,
             hook.kinds,
-            read=site.feed,
+            read=context.feed,
             records=tables.records,
-            clock=site.clock,
+            clock=context.clock,
         )
         loops.append(Loop(interval_s=WEBHOOK_S, run_once=courier.run_once))
     return loops

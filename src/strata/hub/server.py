@@ -42,7 +42,7 @@ async def _serve(settings: HubSettings, clock: Clock, announce: Callable[[str], 
     stop = stop_on_signals()
     async with open_hub(settings, clock) as hub:
         with listening(settings) as listeners:
-            announce(_told(settings, listeners.url, hub.site.authority.pin))
+            announce(_told(settings, listeners.url, hub.context.authority.pin))
             await serve(hub, settings, clock, listeners, stop)
 
 
@@ -74,14 +74,14 @@ async def serve(hub: Hub, settings: HubSettings, clock: Clock, listeners: Listen
     ]
 
     def leaving() -> None:
-        hub.site.stopping.set()
-        hub.site.feed.wake()
+        hub.context.stopping.set()
+        hub.context.feed.wake()
 
     try:
         await answer(_config(hub, settings), listeners.sockets, stop, leaving=leaving)
         # What was heard since the last tick would be forgotten otherwise.
         with contextlib.suppress(StrataError):
-            await hub.site.fleet.flush_beats()
+            await hub.context.fleet.flush_beats()
         _log.info("stopped")
     finally:
         for task in looping:

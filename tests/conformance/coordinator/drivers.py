@@ -21,7 +21,7 @@ PYTHON_DRIVER: Final = Path(__file__).with_name("python_driver.py")
 TOOLS: Final = ("g++", "make", "pkg-config", "protoc", "grpc_cpp_plugin")
 INSTALL: Final = "apt-get install -y --no-install-recommends"
 PACKAGES: Final = "g++ make pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc nlohmann-json3-dev"
-ANSWER_S: Final = 30.0
+REPLY_TIMEOUT_S: Final = 30.0
 
 Answer = dict[str, Any]
 
@@ -82,7 +82,7 @@ class Driver:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"do": do, **given}).encode() + b"\n")
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
             line = await self.process.stdout.readline()
         assert line, f"the {self.sdk} driver ended at {do!r} with status {await self.process.wait()}"
         answer: Answer = json.loads(line)
@@ -108,7 +108,7 @@ class Driver:
         """Without a goodbye."""
         assert self.process.stdin is not None
         self.process.stdin.write(b'{"do": "die"}\n')
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
             await self.process.wait()
 
     def signal(self, number: signal.Signals) -> None:

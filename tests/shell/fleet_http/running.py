@@ -88,7 +88,7 @@ class Running:
         return host
 
     async def add(self, *specs: JobSpec) -> list[str]:
-        await self.hub.site.fleet.apply(Plan(new={spec.id: spec for spec in specs}), "test", source="test")
+        await self.hub.context.fleet.apply(Plan(new={spec.id: spec for spec in specs}), "test", source="test")
         return [spec.id for spec in specs]
 
     async def close(self) -> None:
@@ -106,7 +106,7 @@ async def running(data: Path, **settings: Any) -> AsyncIterator[Running]:
             if wanted.tls.enabled:
                 import ssl
 
-                verify = ssl.create_default_context(cadata=hub.site.authority.certificate_pem.decode())
+                verify = ssl.create_default_context(cadata=hub.context.authority.certificate_pem.decode())
             running = Running(hub, listeners.url, data, verify)
             serving = asyncio.create_task(serve(hub, wanted, clock, listeners, running.stop))
             try:

@@ -114,7 +114,7 @@ async def test_a_quiet_stream_is_kept_alive_and_a_revoked_listener_is_cut_off(
         assert (await operator.post(f"/v1/key/{key_id}/revoke")).status_code == 204
         with pytest.raises(httpx.RemoteProtocolError):
             await asyncio.wait_for(read_on(lines), 10)
-    assert site.hub.site.feed.listeners == 0
+    assert site.hub.context.feed.listeners == 0
 
 
 async def read_on(lines: AsyncIterator[str]) -> None:
@@ -131,12 +131,12 @@ async def test_there_is_a_bound_on_listeners(site: Running, monkeypatch: pytest.
 
 
 async def test_a_feed_serves_the_same_rows_from_memory_and_from_the_table(site: Running) -> None:
-    feed = site.hub.site.feed
+    feed = site.hub.context.feed
     start = await feed.newest()
     await feed.catch_up()
     await site.add(*(JobSpec(model="m", seed=n) for n in range(30)))
     await feed.catch_up()
-    table = await site.hub.site.fleet.store.events(start, 1000)
+    table = await site.hub.context.fleet.store.events(start, 1000)
     assert [each.cursor for each in await feed.after(start, 1000)] == [each.cursor for each in table]
     middle = table[10].cursor
     assert list(await feed.after(middle, 5)) == list(table[11:16])

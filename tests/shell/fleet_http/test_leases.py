@@ -66,7 +66,7 @@ async def test_a_client_that_left_is_given_no_job(site: Running) -> None:
     await asyncio.wait([waiting], timeout=0.3)
     waiting.cancel()
     await asyncio.wait([waiting])
-    while len(site.hub.site.fleet._claims._waiting):
+    while len(site.hub.context.fleet._claims._waiting):
         await turns()
     await asyncio.wait([asyncio.create_task(other.claim("nothing", wait_s=0.3))])
     (job_id,) = await site.add(JobSpec(model="m"))
@@ -144,14 +144,14 @@ async def test_a_paused_host_gets_nothing_and_a_resumed_one_does(site: Running) 
 
 async def test_a_claim_that_waits_while_its_host_is_revoked_gets_nothing(site: Running) -> None:
     host, operator = await site.host("anna"), await site.operator()
-    asked_s = site.hub.site.fleet.now_s()
+    asked_s = site.hub.context.fleet.now_s()
     waiting = asyncio.create_task(host.claim(wait_s=3))
     while ok(await operator.get("/v1/host/anna"), wire.Host).seen_at_s < asked_s:
         await turns()
     assert (await operator.post("/v1/host/anna/revoke")).status_code == 204
     (job_id,) = await site.add(JobSpec(model="m"))
     assert await waiting == ()
-    assert (await site.hub.site.fleet.store.job(job_id)).epoch == 0
+    assert (await site.hub.context.fleet.store.job(job_id)).epoch == 0
 
 
 async def test_the_list_of_jobs_is_paged_and_filtered(site: Running) -> None:
@@ -170,15 +170,15 @@ async def test_labels_of_the_invitation_are_kept_apart_from_what_a_host_says(sit
     from strata.identity.ports import HostIdentity
 
     identity = HostIdentity("host_x", "x", "k", 0.0, labels=("rack=b4", "gpu"), pool="lab")
-    await site.hub.site.identity.add_host(identity, "test")
-    from strata.fleet.http.context import Call
+    await site.hub.context.identity.add_host(identity, "test")
+    from strata.fleet.http.context import HubCall
     from strata.fleet.http.leases import register
     from strata.identity.roles import Kind, Principal
 
     body = wire.RegisterRequest(capability=_capability(labels={"rack": "z9", "own": "1"}))
-    call: Any = Call(site.hub.site, Principal(Kind.HOST, "host_x", None), {}, None, None, None)  # type: ignore[arg-type]
+    call: Any = HubCall(site.hub.context, Principal(Kind.HOST, "host_x", None), {}, None, None, None)  # type: ignore[arg-type]
     await register(call, body)
-    (row,) = [host for host in await site.hub.site.fleet.hosts() if host.id == "host_x"]
+    (row,) = [host for host in await site.hub.context.fleet.hosts() if host.id == "host_x"]
     assert row.labels == {"rack": "b4", "gpu": "true"}
     assert row.capability.labels == {"rack": "z9", "own": "1"}
     assert (row.name, row.pool) == ("x", "lab")
@@ -244,7 +244,7 @@ async def test_a_checkpoint_of_an_attempt_is_what_the_next_one_resumes_from(site
     failure = {"epoch": 1, "cause": "preempted"}
     row = ok(await anna.http.post(f"/v1/job/{job_id}/fail", json=failure), wire.Job)
     assert row.status == "pending"
-    await site.hub.site.fleet.store.ripen(row.not_before_s + 1)
+    await site.hub.context.fleet.store.ripen(row.not_before_s + 1)
     (lease,) = await bob.claim("c9", wait_s=10)
     assert (lease.epoch, lease.checkpoint) == (2, done.artifact_id)
     assert (await bob.http.get(f"/v1/chunk/{digest}")).content == content

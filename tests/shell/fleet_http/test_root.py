@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from strata.http.authentication import ANONYMOUS, FirstHeaders
 from strata.http.errors import PLAIN
-from strata.http.root import Root, RootLimits
+from strata.http.root import RootApp, RootLimits
 from strata.identity.roles import Principal
 
 
@@ -23,7 +23,7 @@ async def test_a_defect_is_answered_in_the_form_of_every_error_and_tells_nothing
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise ZeroDivisionError("a secret of the inside")
 
-    transport = httpx.ASGITransport(Root(broken, anybody, PLAIN, server="mill"))
+    transport = httpx.ASGITransport(RootApp(broken, anybody, PLAIN, server="mill"))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         reply = await client.get("/", headers={"X-Request-Id": "r-1"})
         assert reply.status_code == 500
@@ -53,7 +53,7 @@ async def test_a_client_that_takes_nothing_is_given_up_where_the_sending_is_time
             await asyncio.Event().wait()
 
     scope = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b"", "headers": []}
-    app = Root(replies, anybody, PLAIN, server="mill", limits=RootLimits(time_every_send=every, send_s=0.01))
+    app = RootApp(replies, anybody, PLAIN, server="mill", limits=RootLimits(time_every_send=every, send_s=0.01))
     serving = asyncio.create_task(app(scope, receive, only_the_start))
     done, waiting = await asyncio.wait([serving], timeout=30 if ends else 0.3)
     for task in waiting:

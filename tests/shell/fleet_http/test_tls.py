@@ -39,7 +39,7 @@ def new_key() -> tuple[ec.EllipticCurvePrivateKey, str]:
 
 
 def client_context(site: Running, folder: Path, key: ec.EllipticCurvePrivateKey, certificate: str) -> ssl.SSLContext:
-    context = ssl.create_default_context(cadata=site.hub.site.authority.certificate_pem.decode())
+    context = ssl.create_default_context(cadata=site.hub.context.authority.certificate_pem.decode())
     folder.mkdir(exist_ok=True)
     pem = folder / "host.pem"
     pem.write_bytes(private_pem(key) + certificate.encode())
@@ -100,8 +100,8 @@ async def test_a_revoked_host_is_refused_within_a_second_on_the_connection_it_ha
     _, http, _ = await joined(secure, tmp_path, "anna")
     ok(await http.post("/v1/host/register", json={"capability": {"hostname": "anna"}}), wire.RegisterReply)
     # As another hub on the same database would do it: this one is not told.
-    (host,) = await secure.hub.site.identity.hosts()
-    await secure.hub.site.identity.revoke_host(host.id, "lost", "operator", SystemClock().wall_s())
+    (host,) = await secure.hub.context.identity.hosts()
+    await secure.hub.context.identity.revoke_host(host.id, "lost", "operator", SystemClock().wall_s())
     started_s = time.monotonic()
     while (reply := await http.post("/v1/heartbeats", json={})).status_code == 200:
         assert time.monotonic() - started_s < 1.0 * BUSY
@@ -122,7 +122,7 @@ async def test_a_certificate_of_another_authority_does_not_even_connect(secure: 
 
 
 async def test_the_certificate_of_the_hub_itself_is_no_certificate_of_a_host(secure: Running, tmp_path: Path) -> None:
-    context = ssl.create_default_context(cadata=secure.hub.site.authority.certificate_pem.decode())
+    context = ssl.create_default_context(cadata=secure.hub.context.authority.certificate_pem.decode())
     context.load_cert_chain(secure.data / "ca" / "server.pem")
     async with httpx.AsyncClient(base_url=secure.url, verify=context) as client:
         with pytest.raises(httpx.HTTPError):
@@ -132,7 +132,7 @@ async def test_the_certificate_of_the_hub_itself_is_no_certificate_of_a_host(sec
 async def test_a_hosts_secret_is_of_no_use_where_there_is_tls(secure: Running) -> None:
     operator = await secure.operator()
     assert refused(await operator.post("/v1/hosts/local", json={"name": "x"})) == (409, "precondition")
-    _, secret = await secure.hub.site.enrollment.add_local("x")
+    _, secret = await secure.hub.context.enrollment.add_local("x")
     client = await secure.client(Authorization=f"Bearer {secret}")
     assert refused(await client.post("/v1/heartbeats", json={})) == (401, "unauthenticated")
 
@@ -152,7 +152,7 @@ async def test_a_fresh_certificate_is_used_for_new_connections(secure: Running) 
     assert tls is not None
 
     async def serial() -> str:
-        context = ssl.create_default_context(cadata=secure.hub.site.authority.certificate_pem.decode())
+        context = ssl.create_default_context(cadata=secure.hub.context.authority.certificate_pem.decode())
         host, _, port = secure.url.removeprefix("https://").rpartition(":")
         _, writer = await asyncio.open_connection(host, int(port), ssl=context)
         found = writer.get_extra_info("peercert")["serialNumber"]

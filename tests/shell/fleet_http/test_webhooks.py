@@ -69,7 +69,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 def courier(site: Running, url: str, *kinds: str, allow: tuple[str, ...] = ("127.0.0.0/8",)) -> Courier:
-    hub = site.hub.site
+    hub = site.hub.context
     records = hub.schemas
     return Courier(Target(url, allow), SECRET, kinds, read=hub.feed, records=records, clock=SystemClock())  # type: ignore[arg-type]
 
@@ -121,7 +121,7 @@ async def test_the_hub_delivers_by_itself(tmp_path: Path) -> None:
     with receiver() as other:
         hook = Webhook(url=other.url, secret=SECRET, kinds=("job.created",), allow=("127.0.0.0/8",))
         async with running(tmp_path / "hub", webhooks=(hook,)) as site:
-            records = site.hub.site.schemas
+            records = site.hub.context.schemas
             import asyncio
 
             async with asyncio.timeout(30):

@@ -15,7 +15,7 @@ from strata.base.clock import SystemClock
 from strata.http.auth_failures import AuthFailures
 from strata.identity.enroll import make_key
 from strata.identity.roles import OPERATOR, Role
-from strata.train.api.context import Site
+from strata.train.api.context import ApiContext
 from strata.train.api.identity import open_identity
 from strata.train.api.routes import application
 from strata.train.api.server import APIServer
@@ -54,7 +54,7 @@ class Reached:
 
     http: httpx.AsyncClient
     keys: dict[Role, str]
-    site: Site
+    context: ApiContext
 
     async def ask(self, method: str, path: str, role: Role | None = Role.RESEARCHER, **more: Any) -> httpx.Response:
         """Bytes are sent as JSON unless the headers say otherwise."""
@@ -64,14 +64,14 @@ class Reached:
 
 
 @asynccontextmanager
-async def reach(settings: ServerSettings, answer_s: float = 10.0) -> AsyncIterator[Reached]:
+async def reach(settings: ServerSettings, reply_timeout_s: float = 10.0) -> AsyncIterator[Reached]:
     keys = await keys_in(settings)
-    server = APIServer(settings, SystemClock(), answer_s=answer_s)
-    async with OrchestratorClient(settings) as orchestrator, server.open_site(orchestrator) as opened:
-        site = replace(opened, failures=AuthFailures(1_000_000))
-        transport = httpx.ASGITransport(application(site), raise_app_exceptions=False)
+    server = APIServer(settings, SystemClock(), reply_timeout_s=reply_timeout_s)
+    async with OrchestratorClient(settings) as orchestrator, server.open_context(orchestrator) as opened:
+        context = replace(opened, failures=AuthFailures(1_000_000))
+        transport = httpx.ASGITransport(application(context), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="https://server") as http:
-            yield Reached(http, keys, site)
+            yield Reached(http, keys, context)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from strata.base.clock import SystemClock
 from strata.http import zstd
-from strata.http.root import Root
+from strata.http.root import RootApp
 from strata.train.api.server import APIServer
 from strata.train.core import ops
 from strata.train.wire import native, tinker
@@ -80,7 +80,7 @@ class Client:
 @dataclass
 class Server:
     stack: Stack
-    root: Root
+    root: RootApp
     alice: Client
     bob: Client
     operator: Client

@@ -28,7 +28,7 @@ TOKENS: Final = list(range(20))
 STEPS: Final = 3
 
 
-class Site:
+class ApiContext:
     """A server that two tenants have trained on, each for a little while."""
 
     def __init__(self, processes: Processes) -> None:
@@ -62,15 +62,15 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiContext]:
     with serving(Path(tmp_path_factory.mktemp("t")), Path("pretended"), pretended=True) as processes:
-        site = Site(processes)
+        site = ApiContext(processes)
         for tenant in ("alice", "bob"):
             site.train(tenant)
         yield site
 
 
-def test_the_times_of_an_operation_are_in_order_and_its_phases_are_what_lies_between(site: Site) -> None:
+def test_the_times_of_an_operation_are_in_order_and_its_phases_are_what_lies_between(site: ApiContext) -> None:
     line = site.get(f"/api/v1/futures/{site.last['alice']}/timeline", "alice").json()
     names = ("accepted", "ready", "dispatched", "sent", "begun", "answered", "ended")
     moments = [line[f"{name}_at"] for name in names]
@@ -81,13 +81,13 @@ def test_the_times_of_an_operation_are_in_order_and_its_phases_are_what_lies_bet
     assert sum(line["phases"].values()) == pytest.approx(line["answered_at"] - line["accepted_at"], abs=1e-5)
 
 
-def test_the_times_of_another_tenant_do_not_exist(site: Site) -> None:
+def test_the_times_of_another_tenant_do_not_exist(site: ApiContext) -> None:
     theirs = site.get(f"/api/v1/futures/{site.last['alice']}/timeline", "bob", 404)
     never = site.get("/api/v1/futures/nobody:train:0:1/timeline", "bob", 404)
     assert theirs.text.replace(site.last["alice"], "nobody:train:0:1") == never.text
 
 
-def test_the_trace_has_every_operation_from_its_beginning_to_its_end(site: Site) -> None:
+def test_the_trace_has_every_operation_from_its_beginning_to_its_end(site: ApiContext) -> None:
     site.get("/api/v1/trace", "alice", 403)
     events = site.get("/api/v1/trace").json()["traceEvents"]
     begun = [each["id"] for each in events if each["ph"] == "b" and each["name"].endswith(each["id"])]
@@ -99,7 +99,7 @@ def test_the_trace_has_every_operation_from_its_beginning_to_its_end(site: Site)
     assert all(each["dur"] >= 0 for each in at_the_ranks)
 
 
-def test_the_metrics_are_those_of_the_documentation(site: Site) -> None:
+def test_the_metrics_are_those_of_the_documentation(site: ApiContext) -> None:
     rows = re.findall(r"(?m)^\| `(strata_train_\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text("utf-8"))
     served: dict[str, tuple[str, str]] = {}
     labels: dict[str, set[str]] = {}
@@ -118,7 +118,7 @@ def test_the_metrics_are_those_of_the_documentation(site: Site) -> None:
     }  # fmt: skip
 
 
-def test_the_metrics_count_what_was_done(site: Site) -> None:
+def test_the_metrics_count_what_was_done(site: ApiContext) -> None:
     found = site.metrics()
 
     def value(name: str, **labels: str) -> float:
@@ -136,14 +136,14 @@ def test_the_metrics_count_what_was_done(site: Site) -> None:
     assert value("strata_train_http_requests", **asked) == 2 * STEPS
 
 
-def test_paths_that_are_no_routes_are_one_label(site: Site) -> None:
+def test_paths_that_are_no_routes_are_one_label(site: ApiContext) -> None:
     for path in ("/no", "/such", "/thing"):
         site.get(path, status=404)
     samples = site.metrics()["strata_train_http_requests"].samples
     assert not {each.labels["route"] for each in samples} & {"/no", "/such", "/thing"}
 
 
-def test_the_status_tells_an_operator_of_all_tenants_and_a_tenant_of_itself(site: Site) -> None:
+def test_the_status_tells_an_operator_of_all_tenants_and_a_tenant_of_itself(site: ApiContext) -> None:
     everything, own = site.get("/api/v1/status").json(), site.get("/api/v1/status", "bob").json()
     assert (everything["ranks"]["state"], everything["ranks"]["answered"]) == ("ready", [0, 1])
     assert {each["tenant"] for each in everything["recent"]} == {"key:alice", "key:bob"}
@@ -162,7 +162,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("home")
 def test_the_command_line_shows_the_status_of_whoever_is_logged_in_to(
-    site: Site, capsys: pytest.CaptureFixture[str]
+    site: ApiContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token = site.processes.data / "operator.token"
     assert run(["login", site.processes.address, "--token-file", str(token)]) == 0
@@ -176,7 +176,7 @@ def test_the_command_line_shows_the_status_of_whoever_is_logged_in_to(
 
 @pytest.mark.usefixtures("home")
 def test_the_settings_of_a_server_that_runs_here_are_enough_to_find_it(
-    site: Site, capsys: pytest.CaptureFixture[str]
+    site: ApiContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["serve", "status", str(site.processes.data.parent / "strata.toml")]) == 0
     assert "2 ranks ready" in capsys.readouterr().out
@@ -184,7 +184,7 @@ def test_the_settings_of_a_server_that_runs_here_are_enough_to_find_it(
 
 @pytest.mark.usefixtures("home")
 def test_a_key_in_a_file_shows_what_its_tenant_may_see(
-    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    site: ApiContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "key"
     file.write_text(site.keys["bob"])
@@ -195,7 +195,7 @@ def test_a_key_in_a_file_shows_what_its_tenant_may_see(
     assert "alice" not in out
 
 
-def test_an_operator_trains_through_the_socket_and_not_over_tcp(site: Site) -> None:
+def test_an_operator_trains_through_the_socket_and_not_over_tcp(site: ApiContext) -> None:
     with site.processes.private(**site.operator) as http:
         made = http.post("/v1/keys", json={"name": "carol", "role": "operator"}).json()["secret"]
         tenant = {"X-API-Key": site.keys["bob"]}
@@ -212,7 +212,7 @@ def test_an_operator_trains_through_the_socket_and_not_over_tcp(site: Site) -> N
 
 
 @pytest.mark.usefixtures("home")
-def test_a_watch_that_is_piped_prints_a_line_for_each_change(site: Site) -> None:
+def test_a_watch_that_is_piped_prints_a_line_for_each_change(site: ApiContext) -> None:
     settings = site.processes.data.parent / "strata.toml"
     command = [sys.executable, "-c", "from strata.cli.main import main; main()", "serve", "status", str(settings), "-w"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own_environment()) as watching:

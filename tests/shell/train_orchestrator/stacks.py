@@ -23,7 +23,7 @@ from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings, load_settings
 
 TENANT: Final = "alice"
-ANSWER_S: Final = 60.0
+REPLY_TIMEOUT_S: Final = 60.0
 Asked = TypeVar("Asked", bound=messages.Output)
 
 
@@ -51,7 +51,7 @@ class Process:
 
     async def told(self, kind: str) -> str:
         """The next event of this kind; those before it are passed over."""
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
             while not (event := await self.events.get()).startswith(kind):
                 pass
         return event
@@ -134,7 +134,7 @@ class Stack:
 
     async def ask(self, kind: type[Asked], request_type: RequestType, tenant: str = TENANT, **fields: Any) -> Asked:
         request = OrchestratorRequest(f"q{next(self._questions)}", request_type, tenant, **fields)
-        output = await self.client.ask(request, timeout_s=ANSWER_S)
+        output = await self.client.request(request, timeout_s=REPLY_TIMEOUT_S)
         assert isinstance(output, kind), output
         return output
 
@@ -157,10 +157,10 @@ class Stack:
             tenant,
             payload=messages.WatchFuture(future_id, wait_s),
         )
-        return await self.client.ask(request, timeout_s=ANSWER_S)
+        return await self.client.request(request, timeout_s=REPLY_TIMEOUT_S)
 
     async def result(self, future_id: str, tenant: str = TENANT) -> ops.Result:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
             while True:
                 output = await self.watch(future_id, 5.0, tenant)
                 if isinstance(output, messages.FutureResult):

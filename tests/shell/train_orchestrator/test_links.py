@@ -24,7 +24,7 @@ from strata.train.settings import ServerSettings
 from tests.shell.train_orchestrator.stacks import Stack
 
 QUESTION = OrchestratorRequest("q", RequestType.UTILITY, "alice", payload=messages.DescribeServer())
-ANSWER_S = 20.0
+REPLY_TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def rank0(settings: ServerSettings) -> Iterator[RankLink]:
     link = RankLink(settings)
 
     def serve() -> None:
-        while (message := link.receive(ANSWER_S)) is not None:
+        while (message := link.receive(REPLY_TIMEOUT_S)) is not None:
             link.send(commands.Fenced(message.generation, "heard"))
             if isinstance(message, commands.RankRequest):
                 return
@@ -55,26 +55,26 @@ def rank0(settings: ServerSettings) -> Iterator[RankLink]:
     try:
         yield link
     finally:
-        thread.join(2 * ANSWER_S)
+        thread.join(2 * REPLY_TIMEOUT_S)
         link.close()
 
 
 async def converse(context: zmq.asyncio.Context, endpoint: str, keys: LinkKeys | None, attempt: int) -> RankConnection:
-    async with asyncio.timeout(ANSWER_S):
+    async with asyncio.timeout(REPLY_TIMEOUT_S):
         connection = await connect_rank(context, endpoint, keys, ConnectRequest(1, attempt))
         assert connection is not None
         return connection
 
 
 async def heard(connection: RankConnection, generation: int) -> None:
-    async with asyncio.timeout(ANSWER_S):
+    async with asyncio.timeout(REPLY_TIMEOUT_S):
         await connection.send(commands.Attach(generation, "run"))
         assert await connection.receive() == commands.Fenced(generation, "heard")
 
 
 async def end(connection: RankConnection) -> None:
     await connection.send(commands.RankRequest(1, 1, commands.Shutdown()))
-    async with asyncio.timeout(ANSWER_S):
+    async with asyncio.timeout(REPLY_TIMEOUT_S):
         await connection.receive()
     connection.close()
 
@@ -106,7 +106,7 @@ async def test_a_connect_request_that_arrives_late_does_not_end_the_connection(t
     context = zmq.asyncio.Context()
     with rank0(settings) as link:
         connection = await converse(context, link.endpoint, None, 7)
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
             assert await connect_rank(context, link.endpoint, None, ConnectRequest(1, 6)) is None
             assert await connect_rank(context, link.endpoint, None, ConnectRequest(0, 99)) is None
         await heard(connection, 3)
@@ -121,7 +121,7 @@ async def test_whoever_speaks_hears_when_the_ranks_are_gone(tmp_path: Path) -> N
         connection = await converse(context, link.endpoint, None, 1)
         await connection.send(commands.RankRequest(1, 1, commands.Shutdown()))
         assert isinstance(await connection.receive(), commands.Fenced)
-    async with asyncio.timeout(ANSWER_S):
+    async with asyncio.timeout(REPLY_TIMEOUT_S):
         await connection.lost()
     connection.close()
     context.destroy(linger=0)
@@ -163,7 +163,7 @@ async def test_an_api_server_and_an_orchestrator_speak_over_tcp_with_their_keys(
     settings = over_tcp
     context = zmq.asyncio.Context()
     async with OrchestratorClient(settings) as client:
-        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        asking = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         link = ApiLink(context, settings, 1)
         request = await link.receive()
         link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
@@ -173,7 +173,7 @@ async def test_an_api_server_and_an_orchestrator_speak_over_tcp_with_their_keys(
         stranger.identity = b"orchestrator-99"
         stranger.probe_router = True
         stranger.connect(settings.requests)
-        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        asking = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         request = await link.receive()
         link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
         await asking
@@ -194,13 +194,13 @@ async def test_bytes_that_are_no_message_end_neither_side(tmp_path: Path) -> Non
             for data in (b"", b"\xff\xff", b"\x81\xa1x\xa1y"):
                 await stranger.send(data)
             stranger.close(linger=1000)
-        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        asking = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         request = await link.receive()
         client._requests.send_multipart([b"orchestrator-4", b"\xff\xff"])
         link.send(messages.OrchestratorOutputs("nobody asked this", messages.Done()))
         link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
         assert await asking == messages.Done()
-        again = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        again = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         assert (await link.receive()).request_id == QUESTION.request_id
         again.cancel()
         link.close()
@@ -212,12 +212,12 @@ async def test_an_orchestrator_whose_time_is_over_is_not_asked(tmp_path: Path) -
     context = zmq.asyncio.Context()
     async with OrchestratorClient(settings) as client:
         new = ApiLink(context, settings, 8)
-        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        asking = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         request = await new.receive()
         old = ApiLink(context, settings, 7)
         new.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
         await asking
-        asking = asyncio.create_task(client.ask(QUESTION, timeout_s=ANSWER_S))
+        asking = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         request = await new.receive()
         new.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
         await asking
@@ -230,7 +230,7 @@ async def test_an_orchestrator_whose_time_is_over_is_not_asked(tmp_path: Path) -
 async def test_a_question_nobody_answers_is_given_up_in_time(tmp_path: Path) -> None:
     async with OrchestratorClient(Stack(tmp_path).settings) as client:
         with pytest.raises(StrataError) as refused:
-            await client.ask(QUESTION, timeout_s=0.05)
+            await client.request(QUESTION, timeout_s=0.05)
         assert refused.value.code is Code.UNAVAILABLE
 
 

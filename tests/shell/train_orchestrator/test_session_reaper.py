@@ -8,7 +8,7 @@ from pathlib import Path
 from strata.base.errors import Code
 from strata.train.core import messages, ops, status
 from strata.train.core.messages import RequestType
-from tests.shell.train_orchestrator.stacks import ANSWER_S, Stack, running
+from tests.shell.train_orchestrator.stacks import REPLY_TIMEOUT_S, Stack, running
 
 
 async def session_of(stack: Stack, tenant: str) -> messages.SessionView:
@@ -44,7 +44,7 @@ async def test_a_silent_session_is_finished_and_its_models_let_go_while_one_that
 async def test_every_question_that_names_something_of_a_session_is_a_sign_of_its_life_and_others_are_not(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path, limits="silent_session_s = 3.0\ngap_s = 0") as stack, asyncio.timeout(ANSWER_S):
+    async with running(tmp_path, limits="silent_session_s = 3.0\ngap_s = 0") as stack, asyncio.timeout(REPLY_TIMEOUT_S):
         names = "given-up", "timed", "shown", "listed", "checkpoint", "forever"
         models = {name: await stack.model(tenant=name) for name in names}
         held = await stack.submit(stack.step(models["given-up"], 2), "given-up")

@@ -38,7 +38,7 @@ TENANTS = ["alice", "bob", "carol"]
 TORMENT_S = 12.0
 CONVERGES_S = 240.0
 CALL_S = 0.8
-ANSWER_S = 5.0
+REPLY_TIMEOUT_S = 5.0
 FAILPOINTS = [
     "journal.replica.before_commit",
     "train.orchestrator.answer_heard",
@@ -262,7 +262,7 @@ class Scenario:
             self.asked += 1
             request = msgspec.structs.replace(request, request_id=f"question-{self.asked}")
             wait_s = request.payload.wait_s if isinstance(request.payload, messages.WatchFuture) else 0.0
-            return messages.encode(await client.ask(request, timeout_s=ANSWER_S + wait_s))
+            return messages.encode(await client.request(request, timeout_s=REPLY_TIMEOUT_S + wait_s))
 
         self.world.listen(answer)
 

@@ -92,7 +92,7 @@ def test_an_endpoint_is_declared_once_and_every_one_has_a_summary() -> None:
     assert len(set(names)) == len(names)
     assert all(route.summary for route in ROUTES)
     with pytest.raises(StrataError):
-        Router([*ROUTES, ROUTES[0]], Serving(site=None, server="hub", document_path="/", rules=ReadingRules()))
+        Router([*ROUTES, ROUTES[0]], Serving(context=None, server="hub", document_path="/", rules=ReadingRules()))
 
 
 def test_an_endpoint_without_who_may_call_it_cannot_be_written() -> None:

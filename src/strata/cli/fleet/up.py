@@ -136,7 +136,7 @@ async def _enrol(hub: Hub, state: Path, url: str, name: str) -> None:
     except StrataError as error:
         if error.code is not Code.PRECONDITION:
             raise
-        host, text = await hub.site.enrollment.add_local(name)
+        host, text = await hub.context.enrollment.add_local(name)
         save_local(state, url, host_id=host.id, name=host.name, secret=Secret(text))
         return
     if member.url != url:
@@ -215,11 +215,13 @@ async def _tell_keys(hub: Hub) -> None:
     """Of keys that could submit jobs, made with --owner or while jobs ran as another user."""
     from strata.fleet.http.identities import FEIGNED
 
-    if not hub.site.owner_only:
+    if not hub.context.owner_only:
         return
-    now_s = hub.site.clock.wall_s()
+    now_s = hub.context.clock.wall_s()
     found = [
-        f"{key.name} ({key.id})" for key in await hub.site.identity.keys() if key.role in FEIGNED and key.valid(now_s)
+        f"{key.name} ({key.id})"
+        for key in await hub.context.identity.keys()
+        if key.role in FEIGNED and key.valid(now_s)
     ]
     if found:
         print_error(

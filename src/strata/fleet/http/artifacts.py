@@ -14,7 +14,7 @@ from strata.fleet.artifacts import export, lookup
 from strata.fleet.artifacts.manifest import Chunk, Kind, Lineage
 from strata.fleet.artifacts.ports import Committed, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
-from strata.fleet.http.context import Call, Site, artifact_of, hold
+from strata.fleet.http.context import HubCall, HubContext, artifact_of, hold
 from strata.fleet.ports import Hold
 from strata.http.route import RawReply, Upload
 from strata.identity.roles import Kind as CallerKind
@@ -23,10 +23,10 @@ _NEWEST: Final = 2**62
 _BYTES: Final = "application/octet-stream"
 
 
-async def missing(call: Call, body: wire.MissingRequest) -> wire.MissingReply:
+async def missing(call: HubCall, body: wire.MissingRequest) -> wire.MissingReply:
     """Which of these chunks have to be sent, and how much of each is there already."""
-    site = call.site
-    plan = await site.artifacts.plan(body.chunks, call.actor)
+    context = call.context
+    plan = await context.artifacts.plan(body.chunks, call.actor)
     return wire.MissingReply(
         missing=tuple(
             wire.MissingChunk(digest=each.digest, size=each.size, received=each.received, url=each.url)
@@ -36,68 +36,68 @@ async def missing(call: Call, body: wire.MissingRequest) -> wire.MissingReply:
     )
 
 
-async def put_chunk(call: Call, body: Upload, query: wire.ChunkQuery) -> None:
+async def put_chunk(call: HubCall, body: Upload, query: wire.ChunkQuery) -> None:
     """A chunk, or the rest of one from `offset` on. Verified and durable when the reply comes."""
-    site = call.site
-    await site.artifacts.put_chunk(Chunk(call.path["digest"], query.size), body, call.actor, offset=query.offset)
+    context = call.context
+    await context.artifacts.put_chunk(Chunk(call.path["digest"], query.size), body, call.actor, offset=query.offset)
 
 
-async def get_chunk(call: Call) -> RawReply:
+async def get_chunk(call: HubCall) -> RawReply:
     """The bytes of a chunk, verified."""
-    site = call.site
-    return RawReply(await site.artifacts.read_chunk(call.path["digest"]), media_type=_BYTES)
+    context = call.context
+    return RawReply(await context.artifacts.read_chunk(call.path["digest"]), media_type=_BYTES)
 
 
-async def commit(call: Call, body: wire.CommitRequest) -> wire.CommitReply:
+async def commit(call: HubCall, body: wire.CommitRequest) -> wire.CommitReply:
     """Make an artifact of chunks that are there; a host's checkpoint is what the next attempt resumes from."""
-    site = call.site
+    context = call.context
     held = _hold(call, body.job_id, body.epoch)
-    lineage = _personal(body.lineage) if held is None else await _attempted(site, body.lineage, held)
-    done = await site.artifacts.commit(body.manifest, lineage, call.actor, hold=held, owner=call.actor)
+    lineage = _personal(body.lineage) if held is None else await _attempted(context, body.lineage, held)
+    done = await context.artifacts.commit(body.manifest, lineage, call.actor, hold=held, owner=call.actor)
     if held is not None and lineage.kind is Kind.CHECKPOINT:
         failpoint("fleet.checkpoint.before")
-        await site.fleet.checkpointed(held, done.artifact_id)
+        await context.fleet.checkpointed(held, done.artifact_id)
     return _committed(done)
 
 
-async def put_model(call: Call, body: Upload, query: wire.BlobQuery) -> wire.CommitReply:
+async def put_model(call: HubCall, body: Upload, query: wire.BlobQuery) -> wire.CommitReply:
     """A result as one opaque file; its id is the SHA-256 of its bytes."""
-    site = call.site
+    context = call.context
     held = hold(call, query.job_id, query.epoch)
-    lineage = await _attempted(site, Lineage(kind=Kind.RESULT), held)
-    return _committed(await site.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
+    lineage = await _attempted(context, Lineage(kind=Kind.RESULT), held)
+    return _committed(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
 
 
-async def put_source(call: Call, body: Upload) -> wire.CommitReply:
+async def put_source(call: HubCall, body: Upload) -> wire.CommitReply:
     """The source of a trainer as one opaque file; its id is the SHA-256 of its bytes."""
-    site = call.site
+    context = call.context
     lineage = Lineage(kind=Kind.SOURCE)
-    return _committed(await site.artifacts.put_blob(call.path["id"], body, lineage, call.actor))
+    return _committed(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor))
 
 
-async def get_model(call: Call) -> RawReply:
+async def get_model(call: HubCall) -> RawReply:
     """A result as it was uploaded."""
-    site = call.site
-    return await _blob(site, call)
+    context = call.context
+    return await _blob(context, call)
 
 
-async def get_source(call: Call) -> RawReply:
+async def get_source(call: HubCall) -> RawReply:
     """The source of a trainer as it was uploaded."""
-    site = call.site
-    return await _blob(site, call)
+    context = call.context
+    return await _blob(context, call)
 
 
-async def _blob(site: Site, call: Call) -> RawReply:
-    artifact_id = await site.artifacts.index.blob(call.path["id"])
-    row = await site.artifacts.open(artifact_id)
+async def _blob(context: HubContext, call: HubCall) -> RawReply:
+    artifact_id = await context.artifacts.index.blob(call.path["id"])
+    row = await context.artifacts.open(artifact_id)
     (file,) = row.manifest.files
     headers = {"Content-Length": str(file.size)}
-    return RawReply(site.artifacts.stream(file, 0, file.size), media_type=_BYTES, headers=headers)
+    return RawReply(context.artifacts.stream(file, 0, file.size), media_type=_BYTES, headers=headers)
 
 
-async def listed(call: Call, query: wire.ArtifactsQuery) -> wire.MadeReply:
+async def listed(call: HubCall, query: wire.ArtifactsQuery) -> wire.MadeReply:
     """Artifacts and where they came from, the latest first; or the best, by a metric."""
-    site = call.site
+    context = call.context
     if query.metric and query.before is not None:
         raise StrataError(Code.INVALID, "what is ordered by a metric has one page only")
     wanted = LineageFilter(
@@ -114,27 +114,27 @@ async def listed(call: Call, query: wire.ArtifactsQuery) -> wire.MadeReply:
         before_seq=_NEWEST if query.before is None else query.before,
         limit=query.limit,
     )
-    rows = await site.artifacts.index.lineages(wanted)
+    rows = await context.artifacts.index.lineages(wanted)
     more = rows[-1].seq if len(rows) == query.limit and not query.metric else None
     return wire.MadeReply(artifacts=tuple(map(_made, rows)), next=more)
 
 
-async def latest(call: Call, query: wire.LatestQuery) -> wire.Made:
+async def latest(call: HubCall, query: wire.LatestQuery) -> wire.Made:
     """The newest artifact of a model."""
-    site = call.site
-    return _made(await lookup.latest(site.artifacts.index, query.model, query.mode, kind=query.kind))
+    context = call.context
+    return _made(await lookup.latest(context.artifacts.index, query.model, query.mode, kind=query.kind))
 
 
-async def best(call: Call, query: wire.BestQuery) -> wire.Made:
+async def best(call: HubCall, query: wire.BestQuery) -> wire.Made:
     """The result of a model with the highest, or lowest, figure."""
-    site = call.site
-    return _made(await lookup.best(site.artifacts.index, query.model, query.metric, query.mode, lowest=query.lowest))
+    context = call.context
+    return _made(await lookup.best(context.artifacts.index, query.model, query.metric, query.mode, lowest=query.lowest))
 
 
-async def show(call: Call) -> wire.ArtifactReply:
+async def show(call: HubCall) -> wire.ArtifactReply:
     """The files of an artifact and their chunks."""
-    site = call.site
-    found = await site.artifacts.download(await artifact_of(site, call))
+    context = call.context
+    found = await context.artifacts.download(await artifact_of(context, call))
     row = found.artifact
     return wire.ArtifactReply(
         id=row.id,
@@ -146,63 +146,63 @@ async def show(call: Call) -> wire.ArtifactReply:
     )
 
 
-async def ancestry(call: Call) -> wire.MadeReply:
+async def ancestry(call: HubCall) -> wire.MadeReply:
     """Where an artifact came from, and what that came from."""
-    site = call.site
-    rows = await lookup.ancestry(site.artifacts.index, await artifact_of(site, call))
+    context = call.context
+    rows = await lookup.ancestry(context.artifacts.index, await artifact_of(context, call))
     return wire.MadeReply(artifacts=tuple(map(_made, rows)))
 
 
-async def file(call: Call, query: wire.FileQuery) -> RawReply:
+async def file(call: HubCall, query: wire.FileQuery) -> RawReply:
     """One file of an artifact, verified."""
-    site = call.site
-    row = await site.artifacts.open(await artifact_of(site, call))
+    context = call.context
+    row = await context.artifacts.open(await artifact_of(context, call))
     found = row.manifest.file(query.path)
     headers = {"Content-Length": str(found.size), "Content-Disposition": "attachment"}
-    return RawReply(site.artifacts.stream(found, 0, found.size), media_type=_BYTES, headers=headers)
+    return RawReply(context.artifacts.stream(found, 0, found.size), media_type=_BYTES, headers=headers)
 
 
-async def bundle(call: Call) -> RawReply:
+async def bundle(call: HubCall) -> RawReply:
     """An artifact as one deterministic `bundle.tar.zst`."""
-    site = call.site
-    artifact_id = await artifact_of(site, call)
-    await site.artifacts.open(artifact_id)
+    context = call.context
+    artifact_id = await artifact_of(context, call)
+    await context.artifacts.open(artifact_id)
     headers = {"Content-Disposition": f'attachment; filename="{BLOB_PATH}"'}
-    return RawReply(export.bundle(site.artifacts, artifact_id), media_type="application/zstd", headers=headers)
+    return RawReply(export.bundle(context.artifacts, artifact_id), media_type="application/zstd", headers=headers)
 
 
-async def index(call: Call) -> RawReply:
+async def index(call: HubCall) -> RawReply:
     """`index.jsonl`: all results, a line each, with the path of their bundle below /v1/export/."""
-    site = call.site
-    return RawReply(_lines(site), media_type="application/x-ndjson")
+    context = call.context
+    return RawReply(_lines(context), media_type="application/x-ndjson")
 
 
-async def exported(call: Call) -> RawReply:
+async def exported(call: HubCall) -> RawReply:
     """`<model>_<mode>/<sha256>/bundle.tar.zst` of the export."""
-    site = call.site
+    context = call.context
     path = f"{call.path['name']}/{call.path['sha256']}/{BLOB_PATH}"
-    artifact_id = await export.find(site.artifacts, path)
-    return RawReply(export.bundle(site.artifacts, artifact_id), media_type="application/zstd")
+    artifact_id = await export.find(context.artifacts, path)
+    return RawReply(export.bundle(context.artifacts, artifact_id), media_type="application/zstd")
 
 
-async def pin(call: Call, body: wire.PinRequest) -> None:
+async def pin(call: HubCall, body: wire.PinRequest) -> None:
     """Keep an artifact whatever the retention says; without a reason, let it go."""
-    site = call.site
-    await site.artifacts.pin(await artifact_of(site, call), body.reason, call.actor)
+    context = call.context
+    await context.artifacts.pin(await artifact_of(context, call), body.reason, call.actor)
 
 
-async def remove(call: Call) -> None:
+async def remove(call: HubCall) -> None:
     """Let go of the bytes of an artifact; where it came from stays known."""
-    site = call.site
-    await site.artifacts.remove(await artifact_of(site, call), "removed by hand", call.actor)
+    context = call.context
+    await context.artifacts.remove(await artifact_of(context, call), "removed by hand", call.actor)
 
 
-async def _lines(site: Site) -> AsyncIterator[bytes]:
-    async for lines in export.index_lines(site.artifacts):
+async def _lines(context: HubContext) -> AsyncIterator[bytes]:
+    async for lines in export.index_lines(context.artifacts):
         yield lines
 
 
-def _hold(call: Call, job_id: str | None, epoch: int | None) -> Hold | None:
+def _hold(call: HubCall, job_id: str | None, epoch: int | None) -> Hold | None:
     """A host speaks for an attempt of its own, always; a person never does."""
     if call.caller.kind is not CallerKind.HOST:
         if job_id is not None or epoch is not None:
@@ -224,14 +224,14 @@ def _personal(given: Lineage) -> Lineage:
     return msgspec.structs.replace(given, job_id="", epoch=0, host_id="")
 
 
-async def _attempted(site: Site, given: Lineage, held: Hold) -> Lineage:
+async def _attempted(context: HubContext, given: Lineage, held: Hold) -> Lineage:
     """What was trained, with which code and on which data is what the job says, whatever its host writes."""
     if given.kind is Kind.SOURCE:
         raise StrataError(Code.FORBIDDEN, "an attempt has results and checkpoints; sources come from people")
-    spec = (await site.fleet.store.job(held.job_id)).spec
-    attempts = [each for each in await site.fleet.store.attempts(held.job_id) if each.epoch == held.epoch]
+    spec = (await context.fleet.store.job(held.job_id)).spec
+    attempts = [each for each in await context.fleet.store.attempts(held.job_id) if each.epoch == held.epoch]
     digest = attempts[0].trainer_digest if attempts else ""
-    trainer = await site.fleet.store.trainer(digest) if digest else None
+    trainer = await context.fleet.store.trainer(digest) if digest else None
     code = "" if trainer is None else trainer.commit or trainer.bundle
     return msgspec.structs.replace(given, model=spec.model, mode=spec.mode, code=code[:256], data=spec.data[:256])
 

@@ -32,7 +32,7 @@ _ARTIFACT: Final = re.compile(r"artifact1_[0-9a-f]{64}")
 _PREFIX: Final = re.compile(r"[0-9a-z_]{1,80}")
 
 
-class Schemas(Protocol):
+class TrainerSchemas(Protocol):
     """The JSON Schemas of trainers, as the last manifest gave them."""
 
     async def schemas(self) -> Mapping[str, Any]: ...
@@ -48,7 +48,7 @@ class Writing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class HubContext:
     fleet: Fleet
     artifacts: Artifacts
     streams: Streams
@@ -56,7 +56,7 @@ class Site:
     enrollment: Enrollment
     authenticator: Authenticator
     authority: Authority
-    schemas: Schemas
+    schemas: TrainerSchemas
     feed: Feed
     clock: Clock
     tls: bool = False
@@ -75,32 +75,32 @@ class Site:
     attempts: Attempts = field(default_factory=Attempts)
 
 
-Call: TypeAlias = HttpCall[Site]
+HubCall: TypeAlias = HttpCall[HubContext]
 
 
-async def job_of(site: Site, call: Call) -> str:
+async def job_of(context: HubContext, call: HubCall) -> str:
     """The whole id of the job in the path. It may not exist: a whole id is not looked up here."""
     text = call.path["id"]
     if _JOB.fullmatch(text):
         return text
     if not _PREFIX.fullmatch(text):
         raise unknown_job(text[:100])
-    return resolve_prefix(text, await site.fleet.store.find(text))
+    return resolve_prefix(text, await context.fleet.store.find(text))
 
 
-async def artifact_of(site: Site, call: Call) -> str:
+async def artifact_of(context: HubContext, call: HubCall) -> str:
     text = call.path["id"]
     if _ARTIFACT.fullmatch(text):
         return text
     if not _PREFIX.fullmatch(text):
         raise StrataError(Code.NOT_FOUND, f"there is no artifact {text[:100]!r}")
-    return resolve_prefix(text, await site.artifacts.index.find(text))
+    return resolve_prefix(text, await context.artifacts.index.find(text))
 
 
-async def host_of(site: Site, call: Call) -> HostRow:
+async def host_of(context: HubContext, call: HubCall) -> HostRow:
     """By id or by name."""
     text = call.path["id"]
-    found = [host for host in await site.fleet.hosts() if text in (host.id, host.name)]
+    found = [host for host in await context.fleet.hosts() if text in (host.id, host.name)]
     # A name may have been used by a host that was revoked since; the one that is here is meant.
     found = [host for host in found if host.id == text or host.state != "left"] or found[-1:]
     if not found:
@@ -108,6 +108,6 @@ async def host_of(site: Site, call: Call) -> HostRow:
     return found[0]
 
 
-def hold(call: Call, job_id: str, epoch: int) -> Hold:
+def hold(call: HubCall, job_id: str, epoch: int) -> Hold:
     """An attempt of the calling host: whose it is follows from the credentials, never from a message."""
     return Hold(call.caller.need_host(), job_id, epoch)

@@ -10,7 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database.events import Recorded
 from strata.fleet import wire
-from strata.fleet.http.context import Call, Site
+from strata.fleet.http.context import HubCall, HubContext
 from strata.fleet.http.watch import either, patiently
 from strata.http.route import RawReply
 
@@ -24,59 +24,61 @@ _PAGE: Final = 256
 _encode: Final = msgspec.json.Encoder().encode
 
 
-async def events(call: Call, query: wire.EventsQuery) -> wire.EventsReply | RawReply:
+async def events(call: HubCall, query: wire.EventsQuery) -> wire.EventsReply | RawReply:
     """What has changed, who did it, and when. `Accept: text/event-stream` makes it a stream."""
-    site = call.site
+    context = call.context
     after = call.headers.get("last-event-id") or query.after
     if after == NEWEST:
-        after = await site.feed.newest()
+        after = await context.feed.newest()
     if "text/event-stream" not in call.headers.get("accept", ""):
-        return await _page(site, call, after, query)
+        return await _page(context, call, after, query)
     # The first read is made here, so that a cursor that is none is refused and not a broken stream.
-    first = await site.feed.after(after, _PAGE, subject=query.subject)
-    if site.feed.listeners >= MAX_LISTENERS:
+    first = await context.feed.after(after, _PAGE, subject=query.subject)
+    if context.feed.listeners >= MAX_LISTENERS:
         raise StrataError(Code.EXHAUSTED, f"{MAX_LISTENERS} listeners are connected already")
-    return RawReply(_stream(site, call, after, first, query.subject), media_type="text/event-stream")
+    return RawReply(_stream(context, call, after, first, query.subject), media_type="text/event-stream")
 
 
-async def _page(site: Site, call: Call, after: str, query: wire.EventsQuery) -> wire.EventsReply:
-    found = await site.feed.after(after, query.limit, subject=query.subject)
+async def _page(context: HubContext, call: HubCall, after: str, query: wire.EventsQuery) -> wire.EventsReply:
+    found = await context.feed.after(after, query.limit, subject=query.subject)
     if not found and query.wait_s:
-        found = await patiently(call, site.stopping, _wait(site, after, query))
+        found = await patiently(call, context.stopping, _wait(context, after, query))
         # It may have taken a minute: what a revoked caller waited for is not told any more.
         await call.reauthenticate()
     cursor = found[-1].cursor if found else after
     return wire.EventsReply(events=tuple(map(_event, found)), cursor=cursor)
 
 
-async def _wait(site: Site, after: str, query: wire.EventsQuery) -> Sequence[Recorded]:
-    until_s = site.clock.monotonic_s() + query.wait_s
+async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Sequence[Recorded]:
+    until_s = context.clock.monotonic_s() + query.wait_s
     while True:
-        changed = site.feed.next()
-        found = await site.feed.after(after, query.limit, subject=query.subject)
-        left_s = until_s - site.clock.monotonic_s()
+        changed = context.feed.next()
+        found = await context.feed.after(after, query.limit, subject=query.subject)
+        left_s = until_s - context.clock.monotonic_s()
         if found or left_s <= 0:
             return found
         await either(changed, left_s)
 
 
-async def _stream(site: Site, call: Call, after: str, first: Sequence[Recorded], subject: str) -> AsyncIterator[bytes]:
-    with site.feed.listening():
+async def _stream(
+    context: HubContext, call: HubCall, after: str, first: Sequence[Recorded], subject: str
+) -> AsyncIterator[bytes]:
+    with context.feed.listening():
         yield b"retry: 1000\n\n"
         found = first
-        checked_s = said_s = site.clock.monotonic_s()
-        while not site.stopping.is_set():
-            if site.clock.monotonic_s() - checked_s >= CHECK_S:
+        checked_s = said_s = context.clock.monotonic_s()
+        while not context.stopping.is_set():
+            if context.clock.monotonic_s() - checked_s >= CHECK_S:
                 await call.reauthenticate()
-                checked_s = site.clock.monotonic_s()
+                checked_s = context.clock.monotonic_s()
             if found:
                 yield b"".join(map(_frame, found))
-                after, said_s = found[-1].cursor, site.clock.monotonic_s()
-            elif site.clock.monotonic_s() - said_s >= HEARTBEAT_S:
+                after, said_s = found[-1].cursor, context.clock.monotonic_s()
+            elif context.clock.monotonic_s() - said_s >= HEARTBEAT_S:
                 yield b": still here\n\n"
-                said_s = site.clock.monotonic_s()
-            changed = site.feed.next()
-            found = await site.feed.after(after, _PAGE, subject=subject)
+                said_s = context.clock.monotonic_s()
+            changed = context.feed.next()
+            found = await context.feed.after(after, _PAGE, subject=subject)
             if not found:
                 await either(changed, CHECK_S)
 

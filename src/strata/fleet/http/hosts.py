@@ -7,73 +7,75 @@ from typing import Literal
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.lease import SUSPECT_S
-from strata.fleet.http.context import Call, Site, host_of
+from strata.fleet.http.context import HubCall, HubContext, host_of
 from strata.fleet.ports import HostRow
 
 
-async def listed(call: Call) -> wire.HostsReply:
+async def listed(call: HubCall) -> wire.HostsReply:
     """All hosts that ever registered."""
-    site = call.site
-    return wire.HostsReply(hosts=tuple(_shown(site, row) for row in await site.fleet.hosts()))
+    context = call.context
+    return wire.HostsReply(hosts=tuple(_shown(context, row) for row in await context.fleet.hosts()))
 
 
-async def show(call: Call) -> wire.Host:
+async def show(call: HubCall) -> wire.Host:
     """One host, by id or name."""
-    site = call.site
-    return _shown(site, await host_of(site, call))
+    context = call.context
+    return _shown(context, await host_of(context, call))
 
 
-async def drain(call: Call, body: wire.HostStateRequest) -> wire.Host:
+async def drain(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
     """Let it finish what it has, and give it nothing more."""
-    site = call.site
-    return await _set(site, call, "draining", body.reason)
+    context = call.context
+    return await _set(context, call, "draining", body.reason)
 
 
-async def pause(call: Call, body: wire.HostStateRequest) -> wire.Host:
+async def pause(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
     """Give it nothing more until it is resumed."""
-    site = call.site
-    return await _set(site, call, "paused", body.reason)
+    context = call.context
+    return await _set(context, call, "paused", body.reason)
 
 
-async def resume(call: Call, body: wire.HostStateRequest) -> wire.Host:
+async def resume(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
     """Let it work again, also out of quarantine."""
-    site = call.site
-    return await _set(site, call, "active", body.reason)
+    context = call.context
+    return await _set(context, call, "active", body.reason)
 
 
-async def revoke(call: Call, body: wire.HostStateRequest) -> None:
+async def revoke(call: HubCall, body: wire.HostStateRequest) -> None:
     """End its credentials: it is refused from now on, and its jobs go to others when their leases run out."""
-    site = call.site
-    host_id = await _enrolled(site, call)
+    context = call.context
+    host_id = await _enrolled(context, call)
     reason = body.reason or "revoked"
-    await site.identity.revoke_host(host_id, reason, call.actor, site.clock.wall_s())
-    site.authenticator.forget()
+    await context.identity.revoke_host(host_id, reason, call.actor, context.clock.wall_s())
+    context.authenticator.forget()
     # A claim that waits was let in before; only the state of the host, in the claim's own transaction, stops it.
-    if any(host.id == host_id for host in await site.fleet.hosts()):
-        await site.fleet.set_host_state(host_id, "left", reason, call.actor)
+    if any(host.id == host_id for host in await context.fleet.hosts()):
+        await context.fleet.set_host_state(host_id, "left", reason, call.actor)
 
 
-async def _set(site: Site, call: Call, state: Literal["active", "draining", "paused"], reason: str) -> wire.Host:
-    row = await host_of(site, call)
+async def _set(
+    context: HubContext, call: HubCall, state: Literal["active", "draining", "paused"], reason: str
+) -> wire.Host:
+    row = await host_of(context, call)
     if row.state == "left":
         raise StrataError(Code.PRECONDITION, f"{row.name} has left", hint="it comes back with strata join")
-    return _shown(site, await site.fleet.set_host_state(row.id, state, reason, call.actor))
+    return _shown(context, await context.fleet.set_host_state(row.id, state, reason, call.actor))
 
 
-async def _enrolled(site: Site, call: Call) -> str:
+async def _enrolled(context: HubContext, call: HubCall) -> str:
     """Also a host that never registered has credentials that can be ended."""
     text = call.path["id"]
-    hosts = await site.identity.hosts()
+    hosts = await context.identity.hosts()
     found = [host.id for host in hosts if text == host.id or (text == host.name and host.revoked_at_s is None)]
     if not found:
         raise StrataError(Code.NOT_FOUND, f"there is no host {text[:100]!r}")
     return found[0]
 
 
-def _shown(site: Site, row: HostRow) -> wire.Host:
-    ago_s = max(0.0, site.fleet.now_s() - row.seen_at_s)
+def _shown(context: HubContext, row: HostRow) -> wire.Host:
+    ago_s = max(0.0, context.fleet.now_s() - row.seen_at_s)
     presence: Literal["online", "suspect", "offline"] = "online"
-    if ago_s > max(SUSPECT_S, site.fleet.settings.stale_after_s):
+    if ago_s > max(SUSPECT_S, context.fleet.settings.stale_after_s):
         presence = "offline"
     elif ago_s > SUSPECT_S:
         presence = "suspect"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
-from strata.fleet.http.context import Call, Site
+from strata.fleet.http.context import HubCall, HubContext
 from strata.http.route import RawReply
 from strata.identity.ca import Issued
 from strata.identity.enroll import make_key
@@ -13,50 +13,50 @@ from strata.identity.ports import Key
 from strata.identity.roles import Kind, Role
 
 
-async def authority(call: Call) -> RawReply:
+async def authority(call: HubCall) -> RawReply:
     """The certificate of the hub's authority: compare its pin before you trust it."""
-    site = call.site
-    return RawReply(site.authority.certificate_pem, media_type="application/x-pem-file")
+    context = call.context
+    return RawReply(context.authority.certificate_pem, media_type="application/x-pem-file")
 
 
-async def join(call: Call, body: wire.JoinRequest) -> wire.CertificateReply:
+async def join(call: HubCall, body: wire.JoinRequest) -> wire.CertificateReply:
     """Become a host, with an invitation and a key of one's own. The same again gets the same host."""
-    site = call.site
+    context = call.context
     secret = Secret(body.secret)
-    enrolled = await site.enrollment.join(body.invite_id, secret, body.name, body.request_pem.encode())
-    return _certified(site, enrolled.host.id, enrolled.host.name, enrolled.certificate)
+    enrolled = await context.enrollment.join(body.invite_id, secret, body.name, body.request_pem.encode())
+    return _certified(context, enrolled.host.id, enrolled.host.name, enrolled.certificate)
 
 
-async def renew(call: Call, body: wire.RenewRequest) -> wire.CertificateReply:
+async def renew(call: HubCall, body: wire.RenewRequest) -> wire.CertificateReply:
     """A new certificate for the calling host, for the key it enrolled with."""
-    site = call.site
-    issued = await site.enrollment.renew(call.caller, body.request_pem.encode())
-    host = await site.identity.host(call.caller.need_host())
+    context = call.context
+    issued = await context.enrollment.renew(call.caller, body.request_pem.encode())
+    host = await context.identity.host(call.caller.need_host())
     assert host is not None, "it was just certified"
-    return _certified(site, host.id, host.name, issued)
+    return _certified(context, host.id, host.name, issued)
 
 
-async def add_local(call: Call, body: wire.LocalHostRequest) -> wire.LocalHostReply:
+async def add_local(call: HubCall, body: wire.LocalHostRequest) -> wire.LocalHostReply:
     """A host on the hub's own machine, with a bearer secret: only while the hub is on loopback without TLS."""
-    site = call.site
-    if site.tls:
+    context = call.context
+    if context.tls:
         raise StrataError(Code.PRECONDITION, "this hub has TLS: hosts join it and get certificates", hint="strata join")
-    host, secret = await site.enrollment.add_local(body.name)
+    host, secret = await context.enrollment.add_local(body.name)
     return wire.LocalHostReply(host_id=host.id, secret=secret)
 
 
-async def invite(call: Call, body: wire.InviteRequest) -> wire.InviteReply:
+async def invite(call: HubCall, body: wire.InviteRequest) -> wire.InviteReply:
     """A join token for one host."""
-    site = call.site
-    token = await site.enrollment.invite(
+    context = call.context
+    token = await context.enrollment.invite(
         call.caller, name=body.name, pool=body.pool, labels=body.labels, valid_s=body.valid_s
     )
-    return wire.InviteReply(token=token.spell(), id=token.id, expires_in_s=body.valid_s, tls=site.tls)
+    return wire.InviteReply(token=token.spell(), id=token.id, expires_in_s=body.valid_s, tls=context.tls)
 
 
-async def invites(call: Call) -> wire.InvitesReply:
+async def invites(call: HubCall) -> wire.InvitesReply:
     """Invitations, used and unused; never their secrets."""
-    site = call.site
+    context = call.context
     return wire.InvitesReply(
         invites=tuple(
             wire.Invited(
@@ -69,24 +69,24 @@ async def invites(call: Call) -> wire.InvitesReply:
                 used=bool(each.used_by),
                 revoked_at_s=each.revoked_at_s,
             )
-            for each in await site.identity.invites()
+            for each in await context.identity.invites()
         )
     )
 
 
-async def revoke_invite(call: Call) -> None:
+async def revoke_invite(call: HubCall) -> None:
     """Take an invitation back."""
-    site = call.site
-    await site.identity.revoke_invite(call.path["id"], call.actor, site.clock.wall_s())
+    context = call.context
+    await context.identity.revoke_invite(call.path["id"], call.actor, context.clock.wall_s())
 
 
-async def caller(call: Call) -> wire.Caller:
+async def caller(call: HubCall) -> wire.Caller:
     """Who the caller is, and until when."""
-    site = call.site
+    context = call.context
     who = call.caller
     role = None if who.role is None else _NAMES[who.role]
-    key = await site.identity.key(who.id) if who.kind is Kind.KEY else None
-    host = await site.identity.host(who.id) if who.kind is Kind.HOST else None
+    key = await context.identity.key(who.id) if who.kind is Kind.KEY else None
+    host = await context.identity.host(who.id) if who.kind is Kind.HOST else None
     known = key or host
     return wire.Caller(
         kind=who.kind.value,
@@ -101,40 +101,42 @@ FEIGNED = (Role.RESEARCHER, Role.OPERATOR)
 """Roles that may submit jobs and seem to be less than the owner's."""
 
 
-async def add_key(call: Call, body: wire.KeyRequest) -> wire.KeyReply:
+async def add_key(call: HubCall, body: wire.KeyRequest) -> wire.KeyReply:
     """An API key; its text is in this reply and nowhere else."""
-    site = call.site
+    context = call.context
     role = Role.named(body.role)
-    if site.owner_only and role in FEIGNED and not body.owner:
+    if context.owner_only and role in FEIGNED and not body.owner:
         raise StrataError(
             Code.PRECONDITION,
             f"whoever submits jobs to `strata up` is its owner: a {_NAMES[role]} here could do all that you can",
             hint="use `strata hub` with agents that have run_as, or --owner for a key of your own",
         )
-    key, text = await make_key(site.identity, site.clock, call.caller, name=body.name, role=role, valid_s=body.valid_s)
+    key, text = await make_key(
+        context.identity, context.clock, call.caller, name=body.name, role=role, valid_s=body.valid_s
+    )
     return wire.KeyReply(key=_shown(key), secret=text)
 
 
-async def keys(call: Call) -> wire.KeysReply:
+async def keys(call: HubCall) -> wire.KeysReply:
     """All keys; never their secrets."""
-    site = call.site
-    return wire.KeysReply(keys=tuple(map(_shown, await site.identity.keys())))
+    context = call.context
+    return wire.KeysReply(keys=tuple(map(_shown, await context.identity.keys())))
 
 
-async def revoke_key(call: Call) -> None:
+async def revoke_key(call: HubCall) -> None:
     """End a key."""
-    site = call.site
-    await site.identity.revoke_key(call.path["id"], call.actor, site.clock.wall_s())
-    site.authenticator.forget()
+    context = call.context
+    await context.identity.revoke_key(call.path["id"], call.actor, context.clock.wall_s())
+    context.authenticator.forget()
 
 
-def _certified(site: Site, host_id: str, name: str, issued: Issued) -> wire.CertificateReply:
+def _certified(context: HubContext, host_id: str, name: str, issued: Issued) -> wire.CertificateReply:
     return wire.CertificateReply(
         host_id=host_id,
         name=name,
         certificate_pem=issued.certificate_pem.decode(),
-        ca_pem=site.authority.certificate_pem.decode(),
-        valid_for_s=issued.until_s - site.clock.wall_s(),
+        ca_pem=context.authority.certificate_pem.decode(),
+        valid_for_s=issued.until_s - context.clock.wall_s(),
     )
 
 

@@ -11,15 +11,15 @@ from strata.fleet.core.hyper import Schema
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer, qualified_trainer
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.why import Why
-from strata.fleet.http.context import Call, Site, job_of
+from strata.fleet.http.context import HubCall, HubContext, job_of
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow
 from strata.identity.roles import Role
 
 
-async def listed(call: Call, query: wire.JobsQuery) -> wire.JobsReply:
+async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
     """Jobs by id, a page at a time."""
-    site = call.site
-    rows = await site.fleet.store.jobs(
+    context = call.context
+    rows = await context.fleet.store.jobs(
         JobFilter(
             status=query.status,
             model=query.model,
@@ -33,71 +33,71 @@ async def listed(call: Call, query: wire.JobsQuery) -> wire.JobsReply:
     return wire.JobsReply(jobs=tuple(map(shown, rows)), next=following)
 
 
-async def show(call: Call) -> wire.JobReply:
+async def show(call: HubCall) -> wire.JobReply:
     """One job and its attempts."""
-    site = call.site
-    job_id = await job_of(site, call)
-    row = await site.fleet.store.job(job_id)
-    attempts = await site.fleet.store.attempts(job_id)
+    context = call.context
+    job_id = await job_of(context, call)
+    row = await context.fleet.store.job(job_id)
+    attempts = await context.fleet.store.attempts(job_id)
     return wire.JobReply(job=shown(row), attempts=tuple(map(_attempt, attempts)))
 
 
-async def why(call: Call) -> Why:
+async def why(call: HubCall) -> Why:
     """Why a job is not running, and the nearest fix."""
-    site = call.site
-    return await site.fleet.why(await job_of(site, call))
+    context = call.context
+    return await context.fleet.why(await job_of(context, call))
 
 
-async def status(call: Call) -> wire.StatusReply:
+async def status(call: HubCall) -> wire.StatusReply:
     """How many jobs and hosts there are."""
-    site = call.site
-    counts = await site.fleet.store.counts()
+    context = call.context
+    counts = await context.fleet.store.counts()
     return wire.StatusReply(
         by_status=dict(counts.by_status),
         ready=counts.ready,
         hosts=counts.hosts,
         version=__version__,
-        now_s=site.fleet.now_s(),
+        now_s=context.fleet.now_s(),
     )
 
 
-async def submit(call: Call, body: wire.SubmitRequest) -> wire.SubmitReply:
+async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     """Queue one job that no manifest has. The same job again is the same job."""
-    site = call.site
+    context = call.context
     spec = body.spec
-    trainers, seen = await _trainers(site, spec, body.trainer)
-    await _check_hyper(site, spec)
+    trainers, seen = await _trainers(context, spec, body.trainer)
+    await _check_hyper(context, spec)
     for needed in spec.after:
-        await site.fleet.store.job(needed)
+        await context.fleet.store.job(needed)
     job_id = spec.id
-    new = not await _exists(site, job_id)
+    new = not await _exists(context, job_id)
     if new:
         plan = Plan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen)
-        await site.fleet.apply(plan, call.actor, source="submitted", declared=False)
-    return wire.SubmitReply(job=shown(await site.fleet.store.job(job_id)), new=new)
+        await context.fleet.apply(plan, call.actor, source="submitted", declared=False)
+    return wire.SubmitReply(job=shown(await context.fleet.store.job(job_id)), new=new)
 
 
-async def cancel(call: Call, body: wire.CancelRequest) -> wire.Job:
+async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
     """End a job; a host that has it is told with its next heartbeat. A researcher may end a job of her own."""
-    site = call.site
-    job_id = await job_of(site, call)
-    await _check_may_end(site, call, job_id)
-    return shown(await site.fleet.cancel(job_id, body.reason, call.actor))
+    context = call.context
+    job_id = await job_of(context, call)
+    await _check_may_end(context, call, job_id)
+    return shown(await context.fleet.cancel(job_id, body.reason, call.actor))
 
 
-async def requeue(call: Call) -> wire.Job:
+async def requeue(call: HubCall) -> wire.Job:
     """Let an ended job run again, or hosts try again that could not set it up. A researcher: only a job of her own."""
-    site = call.site
-    job_id = await job_of(site, call)
-    await _check_may_end(site, call, job_id)
-    return shown(await site.fleet.requeue(job_id, call.actor))
+    context = call.context
+    job_id = await job_of(context, call)
+    await _check_may_end(context, call, job_id)
+    return shown(await context.fleet.requeue(job_id, call.actor))
 
 
-async def _check_may_end(site: Site, call: Call, job_id: str) -> None:
+async def _check_may_end(context: HubContext, call: HubCall, job_id: str) -> None:
     """An operator any job; a researcher one that she submitted, as long as no manifest has it."""
     if call.caller.role is not None and call.caller.role >= Role.OPERATOR:
         return
-    row = await site.fleet.store.job(job_id)
+    row = await context.fleet.store.job(job_id)
     if row.declared or row.submitted_by != call.actor:
         raise StrataError(
             Code.FORBIDDEN,
@@ -145,9 +145,9 @@ def _attempt(row: AttemptRow) -> wire.Attempt:
     )
 
 
-async def _exists(site: Site, job_id: str) -> bool:
+async def _exists(context: HubContext, job_id: str) -> bool:
     try:
-        await site.fleet.store.job(job_id)
+        await context.fleet.store.job(job_id)
     except StrataError as error:
         if error.code is not Code.NOT_FOUND:
             raise
@@ -156,13 +156,13 @@ async def _exists(site: Site, job_id: str) -> bool:
 
 
 async def _trainers(
-    site: Site, spec: JobSpec, given: TrainerSpec | None
+    context: HubContext, spec: JobSpec, given: TrainerSpec | None
 ) -> tuple[dict[str, TrainerSpec], dict[str, str]]:
     """The trainer to add with the job, and what its name stands for now, as `Plan` has them.
 
     Nobody changes by a job how the jobs of others are run. A job without a trainer takes what the name stands for.
     """
-    registered = (await site.fleet.store.trainers()).get((spec.project, spec.trainer))
+    registered = (await context.fleet.store.trainers()).get((spec.project, spec.trainer))
     there = None if registered is None else registered.spec
     if given is None:
         if there is None:
@@ -179,8 +179,8 @@ async def _trainers(
     return {}, {given.name: registered.digest}
 
 
-async def _check_hyper(site: Site, spec: JobSpec) -> None:
-    schema: Any = (await site.schemas.schemas()).get(qualified_trainer(spec.project, spec.trainer))
+async def _check_hyper(context: HubContext, spec: JobSpec) -> None:
+    schema: Any = (await context.schemas.schemas()).get(qualified_trainer(spec.project, spec.trainer))
     if schema is None:
         return
     findings = Schema(schema, source=spec.trainer).check(spec.hyper)

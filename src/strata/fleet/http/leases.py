@@ -13,7 +13,7 @@ from strata.fleet.artifacts.manifest import Kind
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
-from strata.fleet.http.context import Call, Site, hold, job_of
+from strata.fleet.http.context import HubCall, HubContext, hold, job_of
 from strata.fleet.http.jobs import shown
 from strata.fleet.http.watch import patiently
 from strata.fleet.ports import Completion, Failure, Hold, HostRow, Lease, Renewal, Renewed
@@ -25,25 +25,25 @@ _STOP: Final = {
 }
 
 
-async def register(call: Call, body: wire.RegisterRequest) -> wire.RegisterReply:
+async def register(call: HubCall, body: wire.RegisterRequest) -> wire.RegisterReply:
     """Say what this host is; again whenever that has changed."""
-    site = call.site
-    identity = await site.identity.host(call.caller.need_host())
+    context = call.context
+    identity = await context.identity.host(call.caller.need_host())
     if identity is None:
         raise StrataError(Code.NOT_FOUND, "this host is not enrolled", hint="strata join")
-    row = await site.fleet.register(
+    row = await context.fleet.register(
         HostRow(
             id=identity.id,
             name=identity.name,
             capability=body.capability,
-            registered_at_s=site.fleet.now_s(),
+            registered_at_s=context.fleet.now_s(),
             agent_version=body.agent_version,
             pool=identity.pool,
             labels=_labels(identity),
         ),
         call.actor,
     )
-    lease_s = site.fleet.settings.stale_after_s
+    lease_s = context.fleet.settings.stale_after_s
     return wire.RegisterReply(
         host_id=row.id,
         name=row.name,
@@ -54,64 +54,64 @@ async def register(call: Call, body: wire.RegisterRequest) -> wire.RegisterReply
     )
 
 
-async def claim(call: Call, body: wire.ClaimRequest) -> wire.ClaimReply:
+async def claim(call: HubCall, body: wire.ClaimRequest) -> wire.ClaimReply:
     """Ask for jobs this host may take, and wait for some."""
-    site = call.site
+    context = call.context
     host_id = call.caller.need_host()
-    leases = await site.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots)
+    leases = await context.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots)
     if not leases and body.wait_s:
-        waiting = site.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots, wait_s=body.wait_s)
-        leases = await patiently(call, site.stopping, waiting)
-    return wire.ClaimReply(leases=tuple(_given(site, lease) for lease in leases))
+        waiting = context.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots, wait_s=body.wait_s)
+        leases = await patiently(call, context.stopping, waiting)
+    return wire.ClaimReply(leases=tuple(_given(context, lease) for lease in leases))
 
 
-async def heartbeats(call: Call, body: wire.HeartbeatsRequest) -> wire.HeartbeatsReply:
+async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.HeartbeatsReply:
     """Renew all leases of this host at once; each gets its verdict."""
-    site = call.site
+    context = call.context
     renewals = [Renewal(job_id=each.job_id, epoch=each.epoch, running=each.running) for each in body.leases]
-    return wire.HeartbeatsReply(verdicts=tuple(await _renew(site, call, renewals)))
+    return wire.HeartbeatsReply(verdicts=tuple(await _renew(context, call, renewals)))
 
 
-async def heartbeat(call: Call, body: wire.HeartbeatRequest) -> wire.Verdict:
+async def heartbeat(call: HubCall, body: wire.HeartbeatRequest) -> wire.Verdict:
     """Renew one lease."""
-    site = call.site
-    renewal = Renewal(job_id=await job_of(site, call), epoch=body.epoch, running=body.running)
-    (verdict,) = await _renew(site, call, [renewal])
+    context = call.context
+    renewal = Renewal(job_id=await job_of(context, call), epoch=body.epoch, running=body.running)
+    (verdict,) = await _renew(context, call, [renewal])
     return verdict
 
 
-async def complete(call: Call, body: wire.CompleteRequest) -> wire.Job:
+async def complete(call: HubCall, body: wire.CompleteRequest) -> wire.Job:
     """The attempt has a result. It has to be uploaded before."""
-    site = call.site
-    job_id = await job_of(site, call)
+    context = call.context
+    job_id = await job_of(context, call)
     held = hold(call, job_id, body.epoch)
-    artifact = await _uploaded(site, body.artifact, held)
+    artifact = await _uploaded(context, body.artifact, held)
     done = Completion(artifact=artifact, metrics=body.metrics, facts=body.facts)
-    return shown(await site.fleet.complete(held, done))
+    return shown(await context.fleet.complete(held, done))
 
 
-async def fail(call: Call, body: wire.FailRequest) -> wire.Job:
+async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
     """The attempt ended without a result; the reply says what becomes of the job."""
-    site = call.site
-    job_id = await job_of(site, call)
+    context = call.context
+    job_id = await job_of(context, call)
     failure = Failure(cause=body.cause, error=body.error, facts=body.facts)
-    return shown(await site.fleet.fail(hold(call, job_id, body.epoch), failure))
+    return shown(await context.fleet.fail(hold(call, job_id, body.epoch), failure))
 
 
-async def leave(call: Call) -> None:
+async def leave(call: HubCall) -> None:
     """This host goes for good: it gets no more jobs, and its credentials end."""
-    site = call.site
+    context = call.context
     host_id = call.caller.need_host()
-    known = {host.id for host in await site.fleet.hosts()}
+    known = {host.id for host in await context.fleet.hosts()}
     if host_id in known:
-        await site.fleet.set_host_state(host_id, "left", "it left", call.actor)
-    await site.identity.revoke_host(host_id, "it left", call.actor, site.clock.wall_s())
-    site.authenticator.forget()
+        await context.fleet.set_host_state(host_id, "left", "it left", call.actor)
+    await context.identity.revoke_host(host_id, "it left", call.actor, context.clock.wall_s())
+    context.authenticator.forget()
 
 
-async def _renew(site: Site, call: Call, renewals: Sequence[Renewal]) -> Sequence[wire.Verdict]:
-    renewed = await site.fleet.renew(call.caller.need_host(), renewals)
-    now_s = site.fleet.now_s()
+async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]) -> Sequence[wire.Verdict]:
+    renewed = await context.fleet.renew(call.caller.need_host(), renewals)
+    now_s = context.fleet.now_s()
     return [_verdict(each, now_s) for each in renewed]
 
 
@@ -125,11 +125,11 @@ def _verdict(renewed: Renewed, now_s: float) -> wire.Verdict:
     )
 
 
-def _given(site: Site, lease: Lease) -> wire.LeaseGiven:
+def _given(context: HubContext, lease: Lease) -> wire.LeaseGiven:
     return wire.LeaseGiven(
         job_id=lease.job_id,
         epoch=lease.epoch,
-        expires_in_s=lease.expires_at_s - site.fleet.now_s(),
+        expires_in_s=lease.expires_at_s - context.fleet.now_s(),
         spec=lease.spec,
         trainer=lease.trainer,
         checkpoint=lease.checkpoint,
@@ -137,20 +137,20 @@ def _given(site: Site, lease: Lease) -> wire.LeaseGiven:
     )
 
 
-async def _uploaded(site: Site, artifact: str, held: Hold) -> str:
+async def _uploaded(context: HubContext, artifact: str, held: Hold) -> str:
     """The artifact by its id, also when it is named as the blob it was uploaded as. It is of this attempt."""
     if not artifact:
         return ""
     hint = "upload it first, then complete again"
     try:
         named = artifact.startswith("artifact1_")
-        found = (await site.artifacts.open(artifact)).id if named else await site.artifacts.index.blob(artifact)
+        found = (await context.artifacts.open(artifact)).id if named else await context.artifacts.index.blob(artifact)
     except StrataError as error:
         if error.code not in (Code.NOT_FOUND, Code.GONE):
             raise
         raise StrataError(Code.PRECONDITION, error.message, hint=hint) from None
     wanted = LineageFilter(artifact_ids=[found], job_id=held.job_id, kind=Kind.RESULT, limit=1000)
-    made = [(row.lineage.epoch, row.lineage.host_id) for row in await site.artifacts.index.lineages(wanted)]
+    made = [(row.lineage.epoch, row.lineage.host_id) for row in await context.artifacts.index.lineages(wanted)]
     if (held.epoch, held.host_id) not in made:
         raise StrataError(
             Code.PRECONDITION, f"{found} was not uploaded as the result of this attempt of {held.job_id}", hint=hint

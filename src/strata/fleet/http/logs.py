@@ -6,7 +6,7 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.http.context import Call, Site, job_of
+from strata.fleet.http.context import HubCall, HubContext, job_of
 from strata.fleet.http.watch import either, patiently
 from strata.fleet.ports import AttemptRow
 from strata.fleet.streams import Name
@@ -16,54 +16,56 @@ POLL_S: Final = 2.0
 """How often a follower looks by itself whether the attempt has ended."""
 
 
-async def put_log(call: Call, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
+async def put_log(call: HubCall, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
     """Append a piece to the log of this host's attempt."""
-    site = call.site
-    return await _append(site, call, "log", body, query)
+    context = call.context
+    return await _append(context, call, "log", body, query)
 
 
-async def put_metrics(call: Call, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
+async def put_metrics(call: HubCall, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
     """Append JSON lines to the metrics of this host's attempt."""
-    site = call.site
-    return await _append(site, call, "metrics", body, query)
+    context = call.context
+    return await _append(context, call, "metrics", body, query)
 
 
-async def log(call: Call, query: wire.StreamQuery) -> RawReply:
+async def log(call: HubCall, query: wire.StreamQuery) -> RawReply:
     """The log of an attempt from an offset on; with `wait_s`, as soon as there is more.
 
     `X-Strata-Offset` is where the body begins, `X-Strata-Next` where to go on; with `X-Strata-Ended` nothing follows.
     """
-    site = call.site
-    return await _read(site, call, "log", query)
+    context = call.context
+    return await _read(context, call, "log", query)
 
 
-async def metrics(call: Call, query: wire.StreamQuery) -> RawReply:
+async def metrics(call: HubCall, query: wire.StreamQuery) -> RawReply:
     """The metrics of an attempt, as JSON lines; read like a log."""
-    site = call.site
-    return await _read(site, call, "metrics", query)
+    context = call.context
+    return await _read(context, call, "metrics", query)
 
 
-async def _append(site: Site, call: Call, name: Name, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
-    job_id = await job_of(site, call)
+async def _append(
+    context: HubContext, call: HubCall, name: Name, body: Upload, query: wire.PieceQuery
+) -> wire.PieceReply:
+    job_id = await job_of(context, call)
     host_id = call.caller.need_host()
-    if await site.attempts.host(site.fleet.store, job_id, query.epoch) != host_id:
+    if await context.attempts.host(context.fleet.store, job_id, query.epoch) != host_id:
         # Somebody else's attempt is no different from none.
         raise StrataError(Code.NOT_FOUND, f"this host has no attempt of {job_id} with the epoch {query.epoch}")
-    site.fleet.heard(host_id)
+    context.fleet.heard(host_id)
     piece = b"".join([part async for part in body])
-    size = await site.streams.append(job_id, query.epoch, name, query.offset, piece, last=query.last)
-    site.watch.tell((job_id, query.epoch, name))
+    size = await context.streams.append(job_id, query.epoch, name, query.offset, piece, last=query.last)
+    context.watch.tell((job_id, query.epoch, name))
     return wire.PieceReply(size=size)
 
 
-async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> RawReply:
-    job_id = await job_of(site, call)
-    attempt = await _attempt(site, job_id, query.attempt)
+async def _read(context: HubContext, call: HubCall, name: Name, query: wire.StreamQuery) -> RawReply:
+    job_id = await job_of(context, call)
+    attempt = await _attempt(context, job_id, query.attempt)
     content, ended = b"", True
     if attempt is not None:
-        content, ended = await _look(site, attempt, name, query)
+        content, ended = await _look(context, attempt, name, query)
         if not content and not ended and query.wait_s:
-            content, ended = await patiently(call, site.stopping, _follow(site, attempt, name, query))
+            content, ended = await patiently(call, context.stopping, _follow(context, attempt, name, query))
             await call.reauthenticate()
     headers = {
         "X-Strata-Attempt": str(attempt.number if attempt else 0),
@@ -75,9 +77,9 @@ async def _read(site: Site, call: Call, name: Name, query: wire.StreamQuery) -> 
     return RawReply(content, media_type=media_type, headers=headers)
 
 
-async def _attempt(site: Site, job_id: str, number: int) -> AttemptRow | None:
+async def _attempt(context: HubContext, job_id: str, number: int) -> AttemptRow | None:
     """The attempt of this number, or the last one for 0; None if there was none yet."""
-    attempts = await site.fleet.store.attempts(job_id)
+    attempts = await context.fleet.store.attempts(job_id)
     if not number:
         return attempts[-1] if attempts else None
     found = next((each for each in attempts if each.number == number), None)
@@ -86,19 +88,19 @@ async def _attempt(site: Site, job_id: str, number: int) -> AttemptRow | None:
     return found
 
 
-async def _follow(site: Site, attempt: AttemptRow, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
-    until_s = site.clock.monotonic_s() + query.wait_s
+async def _follow(context: HubContext, attempt: AttemptRow, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
+    until_s = context.clock.monotonic_s() + query.wait_s
     while True:
-        appended = site.watch.next((attempt.job_id, attempt.epoch, name))
-        now = await _attempt(site, attempt.job_id, attempt.number)
-        content, ended = await _look(site, now or attempt, name, query)
-        left_s = until_s - site.clock.monotonic_s()
+        appended = context.watch.next((attempt.job_id, attempt.epoch, name))
+        now = await _attempt(context, attempt.job_id, attempt.number)
+        content, ended = await _look(context, now or attempt, name, query)
+        left_s = until_s - context.clock.monotonic_s()
         if content or ended or left_s <= 0:
             return content, ended
         await either(appended, min(left_s, POLL_S))
 
 
-async def _look(site: Site, attempt: AttemptRow, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
+async def _look(context: HubContext, attempt: AttemptRow, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
     """What is there, and whether nothing follows it: read after the attempt, so what came before its end is there."""
-    content = await site.streams.read(attempt.job_id, attempt.epoch, name, query.offset, query.limit)
+    content = await context.streams.read(attempt.job_id, attempt.epoch, name, query.offset, query.limit)
     return content, attempt.ended_at_s is not None

@@ -14,38 +14,39 @@ from strata.fleet.core.hyper import Schema
 from strata.fleet.core.jobspec import qualified_trainer
 from strata.fleet.core.manifest import MAX_BYTES, ManifestDraft, parse_manifest, validate_manifest
 from strata.fleet.core.plan import ApplyOptions, Plan
-from strata.fleet.http.context import Call, Site
+from strata.fleet.http.context import HubCall, HubContext
 
 
-async def apply(call: Call, body: wire.ManifestRequest) -> wire.ManifestReply:
+async def apply(call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
     """Show what a manifest would change, and change it unless it is a dry run."""
-    site = call.site
+    context = call.context
     manifest = body.manifest
-    schemas = await _schemas(site, manifest.project, manifest.trainers, body.schemas)
+    schemas = await _schemas(context, manifest.project, manifest.trainers, body.schemas)
     # A manifest may have 200,000 jobs, each with an id to compute: other callers are served meanwhile.
     await asyncio.to_thread(validate_manifest, manifest, schemas)
-    return await _apply(site, call, body)
+    return await _apply(context, call, body)
 
 
-async def reload(call: Call) -> wire.ManifestReply:
+async def reload(call: HubCall) -> wire.ManifestReply:
     """Apply the manifest that the hub was configured with, as it is now."""
-    site = call.site
-    if site.manifest is None:
+    context = call.context
+    if context.manifest is None:
         raise StrataError(
             Code.PRECONDITION, "this hub has no manifest of its own", hint="set hub.manifest, or use strata apply"
         )
-    draft, given = await asyncio.to_thread(_read, site.manifest)
-    schemas = await _schemas(site, draft.project, draft.trainers, given)
+    draft, given = await asyncio.to_thread(_read, context.manifest)
+    schemas = await _schemas(context, draft.project, draft.trainers, given)
     manifest = await asyncio.to_thread(draft.resolve, schemas=schemas)
-    return await _apply(site, call, wire.ManifestRequest(manifest=manifest, schemas=given))
+    return await _apply(context, call, wire.ManifestRequest(manifest=manifest, schemas=given))
 
 
-async def trainers(call: Call) -> wire.TrainersReply:
+async def trainers(call: HubCall) -> wire.TrainersReply:
     """How jobs are run, and the hyper-parameters that each trainer takes."""
-    site = call.site
-    params = await site.schemas.schemas()
+    context = call.context
+    params = await context.schemas.schemas()
     found = {
-        qualified_trainer(project, name): each for (project, name), each in (await site.fleet.store.trainers()).items()
+        qualified_trainer(project, name): each
+        for (project, name), each in (await context.fleet.store.trainers()).items()
     }
     return wire.TrainersReply(
         trainers={
@@ -55,23 +56,25 @@ async def trainers(call: Call) -> wire.TrainersReply:
     )
 
 
-async def _schemas(site: Site, project: str, trainers: Collection[str], given: Mapping[str, Any]) -> dict[str, Schema]:
+async def _schemas(
+    context: HubContext, project: str, trainers: Collection[str], given: Mapping[str, Any]
+) -> dict[str, Schema]:
     """The schemas of these trainers: those that came with the manifest, else those of an earlier one."""
-    stored = await site.schemas.schemas()
+    stored = await context.schemas.schemas()
     registered = {name: stored[key] for name in trainers if (key := qualified_trainer(project, name)) in stored}
     known = registered | {name: schema for name, schema in given.items() if name in trainers}
     return {name: Schema(schema, source=f"schema of {name}") for name, schema in known.items()}
 
 
-async def _apply(site: Site, call: Call, body: wire.ManifestRequest) -> wire.ManifestReply:
+async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
     manifest = body.manifest
     options = ApplyOptions(accept=body.accept, retrain=body.retrain, take_over=body.take_over)
-    plan = await site.fleet.plan_manifest(manifest, options)
+    plan = await context.fleet.plan_manifest(manifest, options)
     if not body.dry_run:
         if body.schemas:
             schemas = {qualified_trainer(manifest.project, name): schema for name, schema in body.schemas.items()}
-            await site.schemas.put_schemas(schemas)
-        await site.fleet.apply(plan, call.actor, source=manifest.source)
+            await context.schemas.put_schemas(schemas)
+        await context.fleet.apply(plan, call.actor, source=manifest.source)
     return _told(plan, applied=not body.dry_run)
 
 

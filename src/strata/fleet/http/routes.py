@@ -13,12 +13,12 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet import wire
 from strata.fleet.http import artifacts, events, hosts, identities, jobs, leases, logs, manifests
-from strata.fleet.http.context import Call, Site
+from strata.fleet.http.context import HubCall, HubContext
 from strata.http.app import Serving, build_app
 from strata.http.authentication import RequestAuthenticator
 from strata.http.openapi import BINARY, DocumentSpec, with_document
 from strata.http.reading import ReadingRules
-from strata.http.root import Root
+from strata.http.root import RootApp
 from strata.http.route import (
     ADMIN,
     HOST,
@@ -38,12 +38,12 @@ DOCUMENT_PATH: Final = "/v1/openapi.json"
 _BLOB: Final = 1 << 40
 
 
-async def health(call: Call) -> wire.Health:
+async def health(call: HubCall) -> wire.Health:
     """Whether this hub takes requests, and can write what they change."""
-    site = call.site
-    if site.writing.fails:
+    context = call.context
+    if context.writing.fails:
         raise StrataError(Code.UNAVAILABLE, "the hub cannot write to its database", hint="is the disk full?")
-    return wire.Health(status="stopping" if site.stopping.is_set() else "ok", version=__version__)
+    return wire.Health(status="stopping" if context.stopping.is_set() else "ok", version=__version__)
 
 
 _ROUTES: Final = (
@@ -135,20 +135,22 @@ DOCUMENT: Final = DocumentSpec(
 ROUTES: Final = with_document(_ROUTES, DOCUMENT_PATH, READER, DOCUMENT, limit=64 * KIB, operation="about.openapi")
 
 
-def application(site: Site, routes: Sequence[Route] = ROUTES) -> Root:
-    authenticator = RequestAuthenticator(routes, site.authenticator, address=site.address, public_read=site.public_read)
+def application(context: HubContext, routes: Sequence[Route] = ROUTES) -> RootApp:
+    authenticator = RequestAuthenticator(
+        routes, context.authenticator, address=context.address, public_read=context.public_read
+    )
 
     def before_reply(route: Route) -> None:
         if route.method != "GET":
-            site.feed.poke()
+            context.feed.poke()
             failpoint("fleet.http.before_reply")
 
     serving = Serving(
-        site=site,
+        context=context,
         server="hub",
         document_path=DOCUMENT_PATH,
-        rules=ReadingRules(pace=site.pace),
-        limits=site.limits,
+        rules=ReadingRules(pace=context.pace),
+        limits=context.limits,
         before_reply=before_reply,
     )
     return build_app(routes, serving, authenticator.identify)

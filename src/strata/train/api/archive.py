@@ -15,8 +15,8 @@ from strata.base.errors import Code, StrataError
 from strata.http.errors import HttpRefusal
 from strata.http.route import KIB, PUBLIC, RESEARCHER, SETTING, VIEWER, RawBody, RawReply, Route
 from strata.identity.roles import Kind
-from strata.train.api.context import Call
-from strata.train.api.signed import Grant, address, check, refusal, sign
+from strata.train.api.context import ApiCall
+from strata.train.api.signed_urls import ArchiveGrant, address, check, refusal, sign
 from strata.train.archive import MEDIA_TYPE, Archive, open_archive, read_members
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import messages, ops
@@ -30,11 +30,11 @@ IGNORED: Final = ("README.md",)
 """What PEFT writes beside an adapter."""
 
 
-async def locate(call: Call) -> RawReply:
+async def locate(call: ApiCall) -> RawReply:
     """Where the archive of a checkpoint can be fetched for a while, as a redirect (302)."""
     folder, expires_at_s = await _found(call)
     # Now, and not only when it is fetched: whoever asks is told what is wrong, and not a stranger.
-    archive = await asyncio.to_thread(open_archive, call.site.settings.checkpoints / folder)
+    archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoints / folder)
     archive.closing.close()
     headers = {
         "Location": _address(call, folder, "", expires_at_s),
@@ -44,36 +44,40 @@ async def locate(call: Call) -> RawReply:
     return RawReply(b"", 302, headers=headers)
 
 
-async def locate_files(call: Call) -> replies.ExternalWeights:
+async def locate_files(call: ApiCall) -> replies.ExternalWeights:
     """Where each file of a checkpoint can be fetched for a while."""
     folder, expires_at_s = await _found(call)
-    archive = await asyncio.to_thread(open_archive, call.site.settings.checkpoints / folder)
+    archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoints / folder)
     archive.closing.close()
     urls = {name: _address(call, folder, name, expires_at_s) for name, _, _ in archive.files}
     return replies.ExternalWeights(urls=urls, expires=replies.moment(expires_at_s))
 
 
-async def _found(call: Call) -> tuple[str, float]:
+async def _found(call: ApiCall) -> tuple[str, float]:
     """The folder of the checkpoint that the path names, and until when addresses of it are good."""
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
-    found = await call.look(messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView)
-    until_s = call.site.clock.wall_s() + call.site.settings.kept.archive_valid_s
+    found = await call.request(
+        messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView
+    )
+    until_s = call.context.clock.wall_s() + call.context.settings.kept.archive_valid_s
     return found.folder, until_s if found.expires_at_s is None else min(until_s, found.expires_at_s)
 
 
-def _address(call: Call, folder: str, file: str, expires_at_s: float) -> str:
-    grant = Grant(folder, file, expires_at_s, call.caller.id if call.caller.kind is Kind.KEY else "")
-    return address(call.headers, DOWNLOAD, token=sign(grant, call.site.signing_key))
+def _address(call: ApiCall, folder: str, file: str, expires_at_s: float) -> str:
+    grant = ArchiveGrant(folder, file, expires_at_s, call.caller.id if call.caller.kind is Kind.KEY else "")
+    return address(call.headers, DOWNLOAD, token=sign(grant, call.context.signing_key))
 
 
-async def fetch(call: Call, query: bodies.ArchiveTokenQuery) -> RawReply:
+async def fetch(call: ApiCall, query: bodies.ArchiveTokenQuery) -> RawReply:
     """What such an address names: a tar file of PEFT's or Hugging Face's form, or one file of it."""
-    grant = check(query.token, call.site.signing_key, call.site.clock.wall_s())
+    grant = check(query.token, call.context.signing_key, call.context.clock.wall_s())
     if grant.key_id:
-        key = await call.site.identity.key(grant.key_id)
+        key = await call.context.identity.key(grant.key_id)
         if key is None or key.revoked_at_s is not None:
             raise refusal()
-    archive = await asyncio.to_thread(open_archive, call.site.settings.checkpoints / grant.folder, grant.file or None)
+    archive = await asyncio.to_thread(
+        open_archive, call.context.settings.checkpoints / grant.folder, grant.file or None
+    )
     name = grant.file or f"{grant.folder.replace('/', '-').replace('@', '-')}.tar"
     headers = {
         "Content-Length": str(archive.files[0][1] if grant.file else archive.size),
@@ -93,23 +97,23 @@ async def _stream(archive: Archive, *, plain: bool) -> AsyncIterator[bytes]:
         archive.closing.close()
 
 
-async def take(call: Call, query: bodies.ImportQuery, body: RawBody) -> replies.Imported:
+async def take(call: ApiCall, query: bodies.ImportQuery, body: RawBody) -> replies.Imported:
     """Make a checkpoint of a PEFT adapter, sent as a tar file of its safetensors and its config."""
     if body.media_type != MEDIA_TYPE:
         raise HttpRefusal(415, Code.UNSUPPORTED, f"an adapter is read as {MEDIA_TYPE}, not as {body.media_type!r}")
-    site, tenant = call.site, await call.site.tenant(call.caller)
+    context, tenant = call.context, await call.context.tenant(call.caller)
     name = bodies.checkpoint_name(query.name)
-    server = await call.look(messages.DescribeServer(), messages.ServerView)
+    server = await call.request(messages.DescribeServer(), messages.ServerView)
     if server.full:
         raise StrataError(Code.PRECONDITION, "this server trains the whole model: it has no adapters")
     if not server.ready:
         raise StrataError(Code.UNAVAILABLE, "the ranks are starting")
-    import_id = f"{site.number}.{site.ids.new('import')}"
-    folder = site.settings.imports / import_id
+    import_id = f"{context.number}.{context.ids.new('import')}"
+    folder = context.settings.imports / import_id
     try:
         run_id, lora = await asyncio.to_thread(_stage, call, body.content, (tenant, name, import_id), server)
         asked = messages.ImportCheckpoint(import_id, name, run_id, server.base_model, lora, query.ttl_seconds)
-        await call.look(asked, messages.Done)
+        await call.request(asked, messages.Done)
     finally:
         await asyncio.to_thread(_remove, folder)
     return replies.Imported(path=f"tinker://{run_id}/weights/{name}")
@@ -124,10 +128,10 @@ def _remove(folder: Path) -> None:
 
 
 def _stage(
-    call: Call, raw: bytes, whose: tuple[str, str, str], server: messages.ServerView
+    call: ApiCall, raw: bytes, whose: tuple[str, str, str], server: messages.ServerView
 ) -> tuple[str, ops.LoraConfig]:
     tenant, name, import_id = whose
-    settings = call.site.settings
+    settings = call.context.settings
     files = read_members(raw, (ADAPTER, ADAPTER_CONFIG), IGNORED)
     config = importer.read_config(files[ADAPTER_CONFIG], settings.model.base_models, settings.model.max_lora_rank)
     folder = settings.imports / import_id

@@ -27,29 +27,29 @@ from strata.train.settings import ServerSettings
 
 T = TypeVar("T", bound=messages.Output)
 
-ANSWER_S: Final = 10.0
-"""How long the orchestrator may take for an answer that waits for nothing. Beyond, the client is told to come back."""
+REPLY_TIMEOUT_S: Final = 10.0
+"""How long the orchestrator may take for a reply that waits for nothing; then the client is told to retry."""
 _NAMES: Final = 10_000
 
 
-class Orchestrator(Protocol):
-    async def ask(self, request: OrchestratorRequest, *, timeout_s: float) -> messages.Output: ...
+class OrchestratorPort(Protocol):
+    async def request(self, request: OrchestratorRequest, *, timeout_s: float) -> messages.Output: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class ApiContext:
     settings: ServerSettings
-    orchestrator: Orchestrator
+    orchestrator: OrchestratorPort
     payloads: Payloads
     identity: IdentityStore
     authenticator: Authenticator
     clock: Clock
     ids: Ids
-    answer_s: float = ANSWER_S
+    reply_timeout_s: float = REPLY_TIMEOUT_S
     pace: BodyPace = field(default_factory=BodyPace)
     names: dict[str, str] = field(default_factory=dict)
     signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    """Of addresses that live for minutes."""
+    """Of the URLs of archives, which are valid for minutes."""
     requests: RequestMetrics = field(default_factory=RequestMetrics)
     failures: AuthFailures = field(default_factory=AuthFailures)
     bodies: BodyBudget = field(default_factory=BodyBudget)
@@ -72,33 +72,33 @@ class Site:
 
 
 @dataclass(slots=True)
-class Call(HttpCall[Site]):
-    """One request, after its caller is known, with what it may ask of the orchestrator."""
+class ApiCall(HttpCall[ApiContext]):
+    """One request, after its caller is known, and the requests it may send to the orchestrator."""
 
     async def submit(self, operation: ops.Operation, session_id: str = "") -> messages.Accepted:
         """Returns when the operation is durable."""
-        request = await self._request(RequestType.ADD, operation=operation, session_id=session_id)
-        return await self._ask(request, messages.Accepted)
+        request = await self._build(RequestType.ADD, operation=operation, session_id=session_id)
+        return await self._send(request, messages.Accepted)
 
     async def abort(self, future_id: str) -> None:
-        await self._ask(await self._request(RequestType.ABORT, messages.Abort(future_id)), messages.Done)
+        await self._send(await self._build(RequestType.ABORT, messages.Abort(future_id)), messages.Done)
 
-    async def look(self, question: messages.Utility, kind: type[T]) -> T:
-        """The answer to a question that is no operation."""
-        return await self._ask(await self._request(RequestType.UTILITY, question), kind)
+    async def request(self, message: messages.Utility, kind: type[T]) -> T:
+        """The reply to a message that is no operation."""
+        return await self._send(await self._build(RequestType.UTILITY, message), kind)
 
     async def watch(self, future_id: str, wait_s: float) -> messages.FutureResult | messages.QueuePosition:
         """The result of an operation, or where it stands when the time is over."""
-        request = await self._request(RequestType.UTILITY, messages.WatchFuture(future_id, wait_s))
-        output = await self._answer(request, wait_s)
+        request = await self._build(RequestType.UTILITY, messages.WatchFuture(future_id, wait_s))
+        output = await self._exchange(request, wait_s)
         return output if isinstance(output, messages.QueuePosition) else _expected(output, messages.FutureResult)
 
-    async def watch_samples(self, question: messages.WatchSamples) -> messages.SamplesEnded:
+    async def watch_samples(self, watch: messages.WatchSamples) -> messages.SamplesEnded:
         """Samples of one sampler that ended meanwhile, none if the time is over."""
-        output = await self._answer(await self._request(RequestType.UTILITY, question), question.wait_s)
+        output = await self._exchange(await self._build(RequestType.UTILITY, watch), watch.wait_s)
         return _expected(output, messages.SamplesEnded)
 
-    async def _request(
+    async def _build(
         self,
         request_type: RequestType,
         payload: messages.Abort | messages.Utility | None = None,
@@ -109,17 +109,17 @@ class Call(HttpCall[Site]):
         return OrchestratorRequest(
             request_id=secrets.token_hex(12),
             request_type=request_type,
-            tenant=await self.site.tenant(self.caller),
+            tenant=await self.context.tenant(self.caller),
             operation=operation,
             payload=payload,
             session_id=session_id,
         )
 
-    async def _ask(self, request: OrchestratorRequest, kind: type[T]) -> T:
-        return _expected(await self._answer(request, 0.0), kind)
+    async def _send(self, request: OrchestratorRequest, kind: type[T]) -> T:
+        return _expected(await self._exchange(request, 0.0), kind)
 
-    async def _answer(self, request: OrchestratorRequest, wait_s: float) -> messages.Output:
-        output = await self.site.orchestrator.ask(request, timeout_s=self.site.answer_s + wait_s)
+    async def _exchange(self, request: OrchestratorRequest, wait_s: float) -> messages.Output:
+        output = await self.context.orchestrator.request(request, timeout_s=self.context.reply_timeout_s + wait_s)
         if isinstance(output, messages.ErrorResponse):
             raise StrataError(output.code, output.message, hint=output.hint)
         return output
@@ -127,5 +127,5 @@ class Call(HttpCall[Site]):
 
 def _expected(output: messages.Output, kind: type[T]) -> T:
     if not isinstance(output, kind):
-        raise StrataError(Code.INTERNAL, f"the orchestrator answered with {type(output).__name__}")
+        raise StrataError(Code.INTERNAL, f"the orchestrator replied with {type(output).__name__}")
     return output

@@ -12,7 +12,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.http.route import KIB, MIB, RESEARCHER, RawReply, Route
-from strata.train.api.context import Call
+from strata.train.api.context import ApiCall
 from strata.train.core import messages, ops
 from strata.train.core.messages import QueueState
 from strata.train.core.sampling import decode_result
@@ -20,9 +20,9 @@ from strata.train.wire import bodies, native, sampling, tinker, tinker_json
 from strata.train.wire.replies import TryAgain
 
 
-async def retrieve(call: Call, body: bodies.RetrieveFutureBody) -> RawReply:
+async def retrieve(call: ApiCall, body: bodies.RetrieveFutureBody) -> RawReply:
     """The result of an operation, or after a while 408 with its place in the queue."""
-    longest_s = call.site.settings.server.poll_s
+    longest_s = call.context.settings.server.poll_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
     try:
         found = await call.watch(body.request_id, wait_s)
@@ -41,9 +41,9 @@ async def retrieve(call: Call, body: bodies.RetrieveFutureBody) -> RawReply:
     return await asyncio.to_thread(_passed, call, found.result)
 
 
-def _passed(call: Call, done: ops.PassDone) -> RawReply:
+def _passed(call: ApiCall, done: ops.PassDone) -> RawReply:
     accepted = call.headers.get("accept", "")
-    content = call.site.payloads.read(done.payload)
+    content = call.context.payloads.read(done.payload)
     if native.MEDIA_TYPE in accepted:
         return RawReply(content, media_type=native.MEDIA_TYPE)
     try:
@@ -55,9 +55,9 @@ def _passed(call: Call, done: ops.PassDone) -> RawReply:
     return RawReply(tinker_json.write_output(result))
 
 
-def _sampled(call: Call, done: ops.SampleDone) -> RawReply:
+def _sampled(call: ApiCall, done: ops.SampleDone) -> RawReply:
     try:
-        result = decode_result(call.site.payloads.read(done.payload))
+        result = decode_result(call.context.payloads.read(done.payload))
     except msgspec.MsgspecError as error:
         raise StrataError(Code.CORRUPT, f"what was sampled cannot be read: {error}") from None
     if tinker.MEDIA_TYPE in call.headers.get("accept", ""):
@@ -65,9 +65,9 @@ def _sampled(call: Call, done: ops.SampleDone) -> RawReply:
     return RawReply(sampling.write_json(result))
 
 
-async def retrieve_many(call: Call, body: sampling.RetrieveFutures) -> sampling.SampleCompletions:
+async def retrieve_many(call: ApiCall, body: sampling.RetrieveFutures) -> sampling.SampleCompletions:
     """Which samples of a sampler have ended since the last time; none after a while"""
-    longest_s = call.site.settings.server.poll_s
+    longest_s = call.context.settings.server.poll_s
     wait_s = longest_s if body.timeout is None else min(body.timeout, longest_s)
     target = body.target
     # A client that has fetched everything says so once, and is not kept waiting for what nobody asked for.
@@ -78,7 +78,7 @@ async def retrieve_many(call: Call, body: sampling.RetrieveFutures) -> sampling.
     return sampling.completions_of(await call.watch_samples(question))
 
 
-async def cancel(call: Call, body: bodies.FutureBody) -> None:
+async def cancel(call: ApiCall, body: bodies.FutureBody) -> None:
     """Give up an operation that was not begun, or a sample also while it is drawn; what trains goes on."""
     await call.abort(body.request_id)
 

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from strata.http.route import KIB, OPERATOR, Route
-from strata.train.api.context import Call
+from strata.train.api.context import ApiCall
 from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
 from strata.train.wire import inference
 
 
-async def add(call: Call, body: inference.AddEndpointBody) -> inference.EndpointAddedReply:
+async def add(call: ApiCall, body: inference.AddEndpointBody) -> inference.EndpointAddedReply:
     """An engine that is told of new weights, at a URL that the settings allow."""
     question = body.question()
-    await call.look(question, messages.Done)
+    await call.request(question, messages.Done)
     return inference.EndpointAddedReply(name=question.name)
 
 
-async def remove(call: Call, body: inference.RemoveEndpointBody) -> None:
+async def remove(call: ApiCall, body: inference.RemoveEndpointBody) -> None:
     """Tell an engine of nothing more; what it has, it keeps."""
-    await call.look(messages.RemoveEndpoint(body.name), messages.Done)
+    await call.request(messages.RemoveEndpoint(body.name), messages.Done)
 
 
-async def listed(call: Call) -> inference.EndpointsReply:
+async def listed(call: ApiCall) -> inference.EndpointsReply:
     """The engines, whether they answer, and which weights they have."""
-    return inference.endpoints_of(await call.look(messages.ListEndpoints(), messages.EndpointList))
+    return inference.endpoints_of(await call.request(messages.ListEndpoints(), messages.EndpointList))
 
 
-async def sync(call: Call, body: inference.SyncWeightsBody) -> ops.SyncWeights:
+async def sync(call: ApiCall, body: inference.SyncWeightsBody) -> ops.SyncWeights:
     """Save a model's weights for sampling and tell the engines of them."""
     del call
     return body.operation()

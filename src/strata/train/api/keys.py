@@ -6,28 +6,28 @@ from strata.http.route import ADMIN, KIB, Route
 from strata.identity.enroll import make_key
 from strata.identity.ports import Key
 from strata.identity.roles import Role
-from strata.train.api.context import Call
+from strata.train.api.context import ApiCall
 from strata.train.wire import bodies, replies
 
 
-async def add(call: Call, body: bodies.ApiKeyBody) -> replies.ApiKeyReply:
+async def add(call: ApiCall, body: bodies.ApiKeyBody) -> replies.ApiKeyReply:
     """An API key; its text is in this reply and nowhere else."""
-    site = call.site
+    context = call.context
     key, text = await make_key(
-        site.identity, site.clock, call.caller, name=body.name, role=Role.named(body.role), valid_s=body.valid_s
+        context.identity, context.clock, call.caller, name=body.name, role=Role.named(body.role), valid_s=body.valid_s
     )
     return replies.ApiKeyReply(key=_shown(key), secret=text)
 
 
-async def listed(call: Call) -> replies.ApiKeysReply:
+async def listed(call: ApiCall) -> replies.ApiKeysReply:
     """All keys; never their secrets."""
-    return replies.ApiKeysReply(keys=[_shown(key) for key in await call.site.identity.keys()])
+    return replies.ApiKeysReply(keys=[_shown(key) for key in await call.context.identity.keys()])
 
 
-async def revoke(call: Call) -> None:
+async def revoke(call: ApiCall) -> None:
     """End a key."""
-    await call.site.identity.revoke_key(call.path["id"], call.caller.actor, call.site.clock.wall_s())
-    call.site.authenticator.forget()
+    await call.context.identity.revoke_key(call.path["id"], call.caller.actor, call.context.clock.wall_s())
+    call.context.authenticator.forget()
 
 
 def _shown(key: Key) -> replies.ApiKeyView:

@@ -15,7 +15,7 @@ from strata.base.failpoint import failpoint
 from strata.http.body import decode_json, path_first
 from strata.http.reading import offload
 from strata.http.route import KIB, Access, Handler, RawBody, Route, Signature, signature_of
-from strata.train.api.context import Call
+from strata.train.api.context import ApiCall
 from strata.train.core import ops
 from strata.train.wire.pass_request import OperationKey
 from strata.train.wire.replies import FutureReply
@@ -36,7 +36,7 @@ def operation_route(path: str, access: Access, handler: Handler, limit: int = 64
     def decode(body: RawBody) -> Any:
         return body if decoder is None else decode_json(decoder, body.content or b"{}", path_first)
 
-    async def submit(call: Call, body: RawBody) -> FutureReply:
+    async def submit(call: ApiCall, body: RawBody) -> FutureReply:
         operation: ops.Operation | None = None
         try:
             content = await offload(body.content, lambda: decode(body))

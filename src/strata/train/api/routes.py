@@ -16,7 +16,7 @@ from strata.http.body import path_first
 from strata.http.errors import ErrorTable
 from strata.http.openapi import BINARY, DocumentSpec, with_document
 from strata.http.reading import BudgetRules, ReadingRules
-from strata.http.root import Root, RootLimits
+from strata.http.root import RootApp, RootLimits
 from strata.http.route import KIB, MIB, VIEWER, Access, Route
 from strata.train.api import (
     archive,
@@ -31,7 +31,7 @@ from strata.train.api import (
     training,
     weights,
 )
-from strata.train.api.context import Call, Site
+from strata.train.api.context import ApiCall, ApiContext
 from strata.train.archive import MEDIA_TYPE
 from strata.train.wire import native, tinker
 
@@ -87,31 +87,31 @@ ROUTES: Final = with_document(
 )
 
 
-def reading_rules(site: Site) -> ReadingRules:
+def reading_rules(context: ApiContext) -> ReadingRules:
     binary = frozenset({tinker.MEDIA_TYPE, native.MEDIA_TYPE, MEDIA_TYPE})
     return ReadingRules(
-        pace=site.pace,
+        pace=context.pace,
         strict=False,
-        max_body=site.settings.server.max_body_bytes,
-        budget=BudgetRules(budget=site.bodies, owner=site.tenant, max_json=MAX_JSON, binary=binary),
+        max_body=context.settings.server.max_body_bytes,
+        budget=BudgetRules(budget=context.bodies, owner=context.tenant, max_json=MAX_JSON, binary=binary),
         reword=path_first,
     )
 
 
-def application(site: Site, routes: Sequence[Route] = ROUTES) -> Root:
+def application(context: ApiContext, routes: Sequence[Route] = ROUTES) -> RootApp:
     authenticator = RequestAuthenticator(
-        routes, site.authenticator, address=spell_address(site.settings.api_socket), key_header=KEY_HEADER
+        routes, context.authenticator, address=spell_address(context.settings.api_socket), key_header=KEY_HEADER
     )
     serving = Serving(
-        site=site,
+        context=context,
         server="server",
         document_path=DOCUMENT_PATH,
-        rules=reading_rules(site),
+        rules=reading_rules(context),
         errors=ERRORS,
         # A result is one piece and may be large: a client that requests the next one without reading it is not waited
         # for.
-        limits=RootLimits(time_every_send=True, failures=site.failures),
-        call_type=Call,
-        on_reply=site.requests.count,
+        limits=RootLimits(time_every_send=True, failures=context.failures),
+        call_type=ApiCall,
+        on_reply=context.requests.count,
     )
     return build_app(routes, serving, authenticator.identify)

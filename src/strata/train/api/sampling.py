@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strata.http.route import KIB, MIB, RESEARCHER, VIEWER, Route
-from strata.train.api.context import Call
+from strata.train.api.context import ApiCall
 from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
 from strata.train.core.sampling import check_result_size
@@ -11,10 +11,10 @@ from strata.train.wire import sampling
 from strata.train.wire.arrays import invalid_field
 
 
-async def sample(call: Call, body: sampling.SampleRequest) -> sampling.SampleFuture:
+async def sample(call: ApiCall, body: sampling.SampleRequest) -> sampling.SampleFuture:
     """Continue a prompt, as often as asked → future"""
     operation = body.operation()
-    room = call.site.settings.sampling.cached_tokens
+    room = call.context.settings.sampling.cached_tokens
     if operation.length >= room:
         # Before it is made durable: what no rank can ever take does not belong into the journal.
         raise invalid_field("prompt", f"has {operation.length} tokens, and a rank has room for {room}")
@@ -25,15 +25,15 @@ async def sample(call: Call, body: sampling.SampleRequest) -> sampling.SampleFut
     return sampling.SampleFuture(request_id=accepted.future_id, sample_sequence_ids=sequences)
 
 
-async def save_for_sampler(call: Call, body: sampling.SaveWeightsForSampler) -> ops.SaveWeights | ops.SaveSampler:
+async def save_for_sampler(call: ApiCall, body: sampling.SaveWeightsForSampler) -> ops.SaveWeights | ops.SaveSampler:
     """Weights to sample from: files with a name, or a sampler that lives in memory alone."""
     del call
     return body.operation()
 
 
-async def create_session(call: Call, body: sampling.CreateSamplingSession) -> sampling.SamplingSession:
+async def create_session(call: ApiCall, body: sampling.CreateSamplingSession) -> sampling.SamplingSession:
     """A sampler of the base, or of saved weights."""
-    model = call.site.settings.model
+    model = call.context.settings.model
     operation = body.operation(model.base_model)
     if operation.weights is None and model.training == "full":
         raise invalid_field("base_model", "the whole model is trained here: its base is not kept beside it")
@@ -41,15 +41,15 @@ async def create_session(call: Call, body: sampling.CreateSamplingSession) -> sa
     return sampling.SamplingSession(sampling_session_id=operation.sampler_id)
 
 
-async def join_session(call: Call, body: sampling.JoinSamplingSession) -> sampling.JoinedSession:
+async def join_session(call: ApiCall, body: sampling.JoinSamplingSession) -> sampling.JoinedSession:
     """A number for another copy of a sampler's client"""
-    joined = await call.look(messages.JoinSampler(body.sampling_session_id), messages.SamplerJoined)
+    joined = await call.request(messages.JoinSampler(body.sampling_session_id), messages.SamplerJoined)
     return sampling.JoinedSession(client_counter=joined.copy)
 
 
-async def show(call: Call) -> sampling.SamplerReply:
+async def show(call: ApiCall) -> sampling.SamplerReply:
     """What a sampler samples from."""
-    found = await call.look(messages.DescribeSampler(call.path["sampler_id"]), messages.SamplerView)
+    found = await call.request(messages.DescribeSampler(call.path["sampler_id"]), messages.SamplerView)
     return sampling.SamplerReply(sampler_id=found.sampler_id, base_model=found.base_model, model_path=found.model_path)
 
 

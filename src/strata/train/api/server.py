@@ -19,10 +19,10 @@ from strata.http import server
 from strata.http.body import BodyPace
 from strata.http.budget import BodyBudget
 from strata.http.protocol import HEADER_S, new_protocol
-from strata.http.root import Root
+from strata.http.root import RootApp
 from strata.http.server import config, listen, new_loop, stop_on_signals, url_of
 from strata.identity.authenticate import Authenticator
-from strata.train.api.context import ANSWER_S, Orchestrator, Site
+from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, OrchestratorPort
 from strata.train.api.identity import first_key, open_identity, operator_token
 from strata.train.api.request_metrics import RequestMetrics
 from strata.train.api.routes import application
@@ -46,7 +46,7 @@ class APIServer:
         clock: Clock,
         *,
         number: int = 0,
-        answer_s: float = ANSWER_S,
+        reply_timeout_s: float = REPLY_TIMEOUT_S,
         header_s: float = HEADER_S,
         pace: BodyPace | None = None,
     ) -> None:
@@ -54,17 +54,17 @@ class APIServer:
         self._settings = settings
         self._number = number
         self._clock = clock
-        self._answer_s = answer_s
+        self._answer_s = reply_timeout_s
         self._header_s = header_s
         self._pace = pace or BodyPace()
 
     @asynccontextmanager
-    async def application(self, orchestrator: Orchestrator) -> AsyncIterator[Root]:
-        async with self.open_site(orchestrator) as site:
-            yield application(site)
+    async def application(self, orchestrator: OrchestratorPort) -> AsyncIterator[RootApp]:
+        async with self.open_context(orchestrator) as context:
+            yield application(context)
 
     @asynccontextmanager
-    async def open_site(self, orchestrator: Orchestrator) -> AsyncIterator[Site]:
+    async def open_context(self, orchestrator: OrchestratorPort) -> AsyncIterator[ApiContext]:
         settings, clock = self._settings, self._clock
         make_private(settings.data, "the server's files")
         # Uploads that the last one died with.
@@ -74,7 +74,7 @@ class APIServer:
             if not settings.server.identity_database:
                 await first_key(identity, clock, settings.data)
             token = settings.server.operator_token or operator_token(settings.data)
-            yield Site(
+            yield ApiContext(
                 settings=settings,
                 orchestrator=orchestrator,
                 payloads=Payloads(settings.payloads),
@@ -82,7 +82,7 @@ class APIServer:
                 authenticator=Authenticator(identity, clock, authority=None, operator_token=token),
                 clock=clock,
                 ids=Ids(clock),
-                answer_s=self._answer_s,
+                reply_timeout_s=self._answer_s,
                 pace=self._pace,
                 bodies=BodyBudget(largest=settings.server.max_body_bytes),
                 requests=RequestMetrics(self._number),
@@ -102,7 +102,7 @@ class APIServer:
 
 
 async def answer(
-    app: Root, listeners: Sequence[socket.socket], stop: asyncio.Event, *, header_s: float = HEADER_S
+    app: RootApp, listeners: Sequence[socket.socket], stop: asyncio.Event, *, header_s: float = HEADER_S
 ) -> None:
     """HTTP on these sockets until `stop`, then for a moment more, for what is under way."""
     # A head that does not come gets no reply: to clients of this protocol a 408 says that a result is not there yet.

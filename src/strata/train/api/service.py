@@ -6,12 +6,12 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.http.route import KIB, MIB, OPERATOR, PUBLIC, VIEWER, RawReply, Route
-from strata.train.api.context import Call
+from strata.train.api.context import ApiCall
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 
 
-async def client_config(call: Call, body: bodies.ClientConfigBody) -> replies.ClientConfigReply:
+async def client_config(call: ApiCall, body: bodies.ClientConfigBody) -> replies.ClientConfigReply:
     """How clients of the `tinker` SDK are to behave towards this server."""
     del body
     # Over loopback compressing costs more than it saves.
@@ -19,32 +19,32 @@ async def client_config(call: Call, body: bodies.ClientConfigBody) -> replies.Cl
     return replies.ClientConfigReply(proto_compress_fwdbwd=host not in ("127.0.0.1", "localhost", "[::1]"))
 
 
-async def dynamic_config(call: Call, body: bodies.ClientConfigBody) -> replies.DynamicConfig:
+async def dynamic_config(call: ApiCall, body: bodies.ClientConfigBody) -> replies.DynamicConfig:
     """The same for what may change while a client runs."""
     del call, body
     return replies.DynamicConfig()
 
 
-async def capabilities(call: Call) -> replies.Capabilities:
+async def capabilities(call: ApiCall) -> replies.Capabilities:
     """The models that can be trained here."""
-    server = await call.look(messages.DescribeServer(), messages.ServerView)
+    server = await call.request(messages.DescribeServer(), messages.ServerView)
     model = replies.SupportedModel(
         model_name=server.base_model, max_context_length=server.max_context, trainable=True, sampleable=True
     )
     return replies.Capabilities(supported_models=[model])
 
 
-async def alive(call: Call) -> replies.Alive:
+async def alive(call: ApiCall) -> replies.Alive:
     """Whether this process answers."""
     del call
     return replies.Alive()
 
 
-async def health(call: Call) -> RawReply:
+async def health(call: ApiCall) -> RawReply:
     """Whether every rank answers; 503 if not, with the reason."""
-    found = await call.look(messages.CheckHealth(), messages.HealthReport)
-    server = await call.look(messages.DescribeServer(), messages.ServerView)
-    reply = replies.HealthReply(
+    found = await call.request(messages.CheckHealth(), messages.HealthReport)
+    server = await call.request(messages.DescribeServer(), messages.ServerView)
+    reply = replies.ServerHealthReply(
         status=found.status,
         ranks=found.ranks,
         reason=found.reason,
@@ -55,25 +55,25 @@ async def health(call: Call) -> RawReply:
     return RawReply(msgspec.json.encode(reply), 200 if found.status == "healthy" else 503)
 
 
-async def telemetry(call: Call) -> replies.AcceptedReply:
+async def telemetry(call: ApiCall) -> replies.AcceptedReply:
     """Taken and thrown away: what a client does is nobody's business."""
     del call
     return replies.AcceptedReply()
 
 
-async def sleep(call: Call) -> RawReply:
+async def sleep(call: ApiCall) -> RawReply:
     """Free what the models hold on the devices. Samples wait; what trains fails, but models can be unloaded."""
     return await _manage(call, ops.Sleep())
 
 
-async def wake_up(call: Call) -> RawReply:
+async def wake_up(call: ApiCall) -> RawReply:
     """Bring back what `sleep` put away."""
     return await _manage(call, ops.Wake())
 
 
-async def _manage(call: Call, operation: ops.Sleep | ops.Wake) -> RawReply:
+async def _manage(call: ApiCall, operation: ops.Sleep | ops.Wake) -> RawReply:
     accepted = await call.submit(operation)
-    found = await call.watch(accepted.future_id, call.site.settings.server.poll_s)
+    found = await call.watch(accepted.future_id, call.context.settings.server.poll_s)
     if isinstance(found, messages.QueuePosition):
         pending = replies.TryAgain(
             request_id=accepted.future_id, queue_state=found.queue_state, queue_state_reason=found.reason

@@ -3,51 +3,51 @@
 from __future__ import annotations
 
 from strata.http.route import KIB, RESEARCHER, VIEWER, Route
-from strata.train.api.context import Call
+from strata.train.api.context import ApiCall
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 
 
-async def create(call: Call, body: bodies.CreateSessionBody) -> replies.SessionReply:
+async def create(call: ApiCall, body: bodies.CreateSessionBody) -> replies.SessionReply:
     """A new session."""
-    session_id = call.site.ids.new("session")
+    session_id = call.context.ids.new("session")
     metadata = dict(bodies.check_int64(body.user_metadata or {}))
     if body.display_name is not None:
         metadata["display_name"] = body.display_name
     opening = messages.OpenSession(session_id, body.tags, metadata, body.sdk_version)
-    await call.look(opening, messages.Done)
+    await call.request(opening, messages.Done)
     return replies.SessionReply(session_id=session_id)
 
 
-async def heartbeat(call: Call, body: bodies.SessionBody) -> replies.HeartbeatReply:
+async def heartbeat(call: ApiCall, body: bodies.SessionBody) -> replies.SessionHeartbeatReply:
     """The client is still there."""
-    await call.look(messages.SessionHeartbeat(body.session_id), messages.Done)
-    return replies.HeartbeatReply()
+    await call.request(messages.SessionHeartbeat(body.session_id), messages.Done)
+    return replies.SessionHeartbeatReply()
 
 
-async def finish(call: Call, body: bodies.FinishSessionBody) -> None:
+async def finish(call: ApiCall, body: bodies.FinishSessionBody) -> None:
     """The client is done."""
     reason = body.reason.type if body.detail is None else f"{body.reason.type}: {body.detail}"
-    await call.look(messages.FinishSession(call.path["session_id"], reason), messages.Done)
+    await call.request(messages.FinishSession(call.path["session_id"], reason), messages.Done)
 
 
-async def kill(call: Call, body: bodies.SessionBody) -> None:
+async def kill(call: ApiCall, body: bodies.SessionBody) -> None:
     """End a session and let go of the models it made."""
     session = await _session(call, body.session_id)
-    await call.look(messages.FinishSession(body.session_id, "killed"), messages.Done)
+    await call.request(messages.FinishSession(body.session_id, "killed"), messages.Done)
     for model_id in session.models:
-        model = await call.look(messages.DescribeModel(model_id), messages.ModelView)
+        model = await call.request(messages.DescribeModel(model_id), messages.ModelView)
         if not model.unloaded:
             await call.submit(ops.UnloadModel(model_id))
 
 
-async def listed(call: Call, query: bodies.PageQuery) -> replies.SessionList:
+async def listed(call: ApiCall, query: bodies.PageQuery) -> replies.SessionsReply:
     """The caller's sessions, the newest first."""
     found = await _sessions(call)
-    return replies.SessionList(sessions=[each.session_id for each in found[query.offset :][: query.limit]])
+    return replies.SessionsReply(sessions=[each.session_id for each in found[query.offset :][: query.limit]])
 
 
-async def show(call: Call) -> replies.SessionInfo:
+async def show(call: ApiCall) -> replies.SessionInfo:
     """One session."""
     session = await _session(call, call.path["session_id"])
     return replies.SessionInfo(
@@ -57,7 +57,7 @@ async def show(call: Call) -> replies.SessionInfo:
     )
 
 
-async def state(call: Call, query: bodies.SessionQuery) -> replies.SessionStates:
+async def state(call: ApiCall, query: bodies.SessionQuery) -> replies.SessionStates:
     """The caller's sessions, or the one that is named, with their models."""
     found = await _sessions(call) if query.session_id is None else [await _session(call, query.session_id)]
     return replies.SessionStates(
@@ -73,9 +73,9 @@ async def state(call: Call, query: bodies.SessionQuery) -> replies.SessionStates
     )
 
 
-async def model(call: Call) -> replies.ModelState:
+async def model(call: ApiCall) -> replies.ModelState:
     """Where a model stands: for a client that goes on with it after the one that made it is gone."""
-    found = await call.look(messages.DescribeModel(call.path["model_id"]), messages.ModelView)
+    found = await call.request(messages.DescribeModel(call.path["model_id"]), messages.ModelView)
     return replies.ModelState(
         model_id=found.model_id,
         session_id=found.session_id,
@@ -87,13 +87,13 @@ async def model(call: Call) -> replies.ModelState:
     )
 
 
-async def _sessions(call: Call) -> list[messages.SessionView]:
-    found = (await call.look(messages.ListSessions(), messages.SessionList)).sessions
+async def _sessions(call: ApiCall) -> list[messages.SessionView]:
+    found = (await call.request(messages.ListSessions(), messages.SessionList)).sessions
     return sorted(found, key=lambda session: session.opened_at_s, reverse=True)
 
 
-async def _session(call: Call, session_id: str) -> messages.SessionView:
-    (session,) = (await call.look(messages.ListSessions(session_id), messages.SessionList)).sessions
+async def _session(call: ApiCall, session_id: str) -> messages.SessionView:
+    (session,) = (await call.request(messages.ListSessions(session_id), messages.SessionList)).sessions
     return session
 
 

@@ -8,39 +8,39 @@ import msgspec
 
 from strata.http.route import KIB, OPERATOR, VIEWER, RawReply, Route
 from strata.identity.roles import Role
-from strata.train.api.context import Call
+from strata.train.api.context import ApiCall
 from strata.train.core import status
 from strata.train.metrics import MEDIA_TYPE
 from strata.train.wire.timeline import TimelineReply, chrome_trace, timeline_reply
 
 
-def _everything(call: Call) -> bool:
+def _everything(call: ApiCall) -> bool:
     """An operator sees all tenants. Everybody else sees itself, and all others in the sum."""
     return call.caller.role is not None and call.caller.role >= Role.OPERATOR
 
 
-async def show(call: Call) -> status.ServerStatus:
+async def show(call: ApiCall) -> status.ServerStatus:
     """What the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by name"""
-    found = await call.look(status.DescribeStatus(_everything(call)), status.StatusView)
+    found = await call.request(status.DescribeStatus(_everything(call)), status.StatusView)
     return found.status
 
 
-async def timeline(call: Call) -> TimelineReply:
+async def timeline(call: ApiCall) -> TimelineReply:
     """When an operation was where: held, queued, packed, at the ranks; 410 once that is not kept any longer"""
     asked = status.DescribeTimeline(call.path["request_id"])
-    return timeline_reply((await call.look(asked, status.TimelineView)).timeline)
+    return timeline_reply((await call.request(asked, status.TimelineView)).timeline)
 
 
-async def trace(call: Call) -> RawReply:
+async def trace(call: ApiCall) -> RawReply:
     """The same of all operations that it is kept of, as a trace for Perfetto"""
-    found = await call.look(status.ListTimelines(), status.TimelinesView)
+    found = await call.request(status.ListTimelines(), status.TimelinesView)
     return RawReply(await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(found.timelines))))
 
 
-async def metrics(call: Call) -> RawReply:
+async def metrics(call: ApiCall) -> RawReply:
     """Metrics for Prometheus; queues of other tenants as one, for operators by name"""
-    found = await call.look(status.ReadMetrics(_everything(call)), status.MetricsView)
-    return RawReply(found.text + call.site.requests.expose(), media_type=MEDIA_TYPE)
+    found = await call.request(status.ReadMetrics(_everything(call)), status.MetricsView)
+    return RawReply(found.text + call.context.requests.expose(), media_type=MEDIA_TYPE)
 
 
 ROUTES = (

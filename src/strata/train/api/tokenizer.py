@@ -16,7 +16,7 @@ import msgspec
 from strata.base.digest import sha256_hex
 from strata.http.problem import ErrorReply, Problem
 from strata.http.route import KIB, VIEWER, RawReply, Route
-from strata.train.api.context import Call
+from strata.train.api.context import ApiCall
 from strata.train.peft.layers import TOKENIZER_FILES
 
 PATH: Final = "/hf/{repository:path}/resolve/{revision}/{file}"
@@ -28,9 +28,9 @@ class _File(NamedTuple):
     digest: str
 
 
-async def file(call: Call) -> RawReply:
+async def file(call: ApiCall) -> RawReply:
     """A file of the tokenizer, as a Hugging Face Hub has it."""
-    model = call.site.settings.model
+    model = call.context.settings.model
     if call.path["repository"] not in (model.tokenizer_id, *model.base_models):
         return _missing("RepoNotFound", "there is no such model")
     found = await asyncio.to_thread(_read, Path(model.path), call.path["file"])
@@ -40,7 +40,7 @@ async def file(call: Call) -> RawReply:
     return RawReply(found.content, media_type="application/octet-stream", headers=headers)
 
 
-async def file_head(call: Call) -> RawReply:
+async def file_head(call: ApiCall) -> RawReply:
     """Whether there is such a file, and which one."""
     return await file(call)
 

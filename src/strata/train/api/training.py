@@ -8,34 +8,34 @@ from strata.base.errors import Code
 from strata.http.body import JSON
 from strata.http.errors import HttpRefusal
 from strata.http.route import KIB, RESEARCHER, SETTING, VIEWER, RawBody, Route
-from strata.train.api.context import Call, Site
+from strata.train.api.context import ApiCall, ApiContext
 from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, native, replies, tinker, tinker_json
 
 
-async def create_model(call: Call, body: bodies.CreateModelBody) -> ops.CreateModel:
+async def create_model(call: ApiCall, body: bodies.CreateModelBody) -> ops.CreateModel:
     """A model: an adapter over the server's base, or the base itself."""
     del call
     return body.operation()
 
 
-async def get_info(call: Call, body: bodies.ModelBody) -> replies.ModelInfoReply:
+async def get_info(call: ApiCall, body: bodies.ModelBody) -> replies.ModelInfoReply:
     """What a model is, and where its tokenizer comes from."""
-    return replies.info(await call.look(messages.DescribeModel(body.model_id), messages.ModelView))
+    return replies.info(await call.request(messages.DescribeModel(body.model_id), messages.ModelView))
 
 
-async def forward_backward(call: Call, body: RawBody) -> ops.ForwardBackward | ops.MalformedOperation:
+async def forward_backward(call: ApiCall, body: RawBody) -> ops.ForwardBackward | ops.MalformedOperation:
     """A pass over a batch; gradients are added to those the model has."""
-    return await asyncio.to_thread(_pass, call.site, body, forward_only=False)
+    return await asyncio.to_thread(_pass, call.context, body, forward_only=False)
 
 
-async def forward(call: Call, body: RawBody) -> ops.ForwardBackward | ops.MalformedOperation:
+async def forward(call: ApiCall, body: RawBody) -> ops.ForwardBackward | ops.MalformedOperation:
     """A pass over a batch that leaves the gradients alone."""
-    return await asyncio.to_thread(_pass, call.site, body, forward_only=True)
+    return await asyncio.to_thread(_pass, call.context, body, forward_only=True)
 
 
-def _pass(site: Site, body: RawBody, *, forward_only: bool) -> ops.ForwardBackward | ops.MalformedOperation:
+def _pass(context: ApiContext, body: RawBody, *, forward_only: bool) -> ops.ForwardBackward | ops.MalformedOperation:
     """Read and keep the batch: when this returns it is durable, and the orchestrator may be told of it."""
     if body.media_type == tinker.MEDIA_TYPE and not forward_only:
         found = tinker.read_pass(body.content)
@@ -47,22 +47,22 @@ def _pass(site: Site, body: RawBody, *, forward_only: bool) -> ops.ForwardBackwa
         raise HttpRefusal(415, Code.UNSUPPORTED, f"a batch is read as protobuf or JSON, not as {body.media_type!r}")
     if isinstance(found, ops.MalformedOperation):
         return found
-    return found.operation(site.payloads.keep(found.encoded()))
+    return found.operation(context.payloads.keep(found.encoded()))
 
 
-async def optim_step(call: Call, body: bodies.OptimStepBody) -> ops.OptimStep:
+async def optim_step(call: ApiCall, body: bodies.OptimStepBody) -> ops.OptimStep:
     """Apply the gradients."""
     del call
     return body.operation()
 
 
-async def abort_gradients(call: Call, body: bodies.AbortGradientsBody) -> ops.AbortGradients:
+async def abort_gradients(call: ApiCall, body: bodies.AbortGradientsBody) -> ops.AbortGradients:
     """Throw away the gradients since the last step."""
     del call
     return body.operation()
 
 
-async def unload_model(call: Call, body: bodies.UnloadModelBody) -> ops.UnloadModel:
+async def unload_model(call: ApiCall, body: bodies.UnloadModelBody) -> ops.UnloadModel:
     """Let go of a model."""
     del call
     return body.operation()

@@ -6,25 +6,25 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.http.route import KIB, RESEARCHER, VIEWER, Route
-from strata.train.api.context import Call
+from strata.train.api.context import ApiCall
 from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 
 
-async def save(call: Call, body: bodies.SaveWeightsBody) -> ops.SaveWeights:
+async def save(call: ApiCall, body: bodies.SaveWeightsBody) -> ops.SaveWeights:
     """Save what training goes on from: weights and optimizer."""
     del call
     return body.operation()
 
 
-async def save_external(call: Call, body: bodies.SaveWeightsExternalBody) -> ops.SaveWeights:
+async def save_external(call: ApiCall, body: bodies.SaveWeightsExternalBody) -> ops.SaveWeights:
     """Save the weights in the form of PEFT or Hugging Face, to be taken away."""
     del call
     return body.operation()
 
 
-async def copy(call: Call) -> None:
+async def copy(call: ApiCall) -> None:
     """Refused with 400: there are no projects here that weights could be copied into."""
     del call
     raise StrataError(
@@ -34,12 +34,12 @@ async def copy(call: Call) -> None:
     )
 
 
-async def load(call: Call, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
+async def load(call: ApiCall, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
     """Replace a model's weights, and its optimizer if asked, by saved ones; or make a model of saved weights."""
     operation = body.operation()
     if body.session_id is not None and operation.seq_id == 0:
         asked = messages.DescribeCheckpoint(operation.run_id, operation.kind, operation.name)
-        found = await call.look(asked, messages.ModelCheckpointView)
+        found = await call.request(asked, messages.ModelCheckpointView)
         create = ops.CreateModel(
             model_id=operation.model_id,
             base_model=body.base_model or found.base_model,
@@ -50,47 +50,47 @@ async def load(call: Call, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
     return operation
 
 
-async def info(call: Call, body: bodies.TinkerPathBody) -> replies.WeightsInfo:
+async def info(call: ApiCall, body: bodies.TinkerPathBody) -> replies.WeightsInfo:
     """What a checkpoint needs to be loaded."""
     run_id, kind, name = bodies.tinker_path(body.tinker_path)
-    found = await call.look(messages.DescribeCheckpoint(run_id, kind, name), messages.ModelCheckpointView)
+    found = await call.request(messages.DescribeCheckpoint(run_id, kind, name), messages.ModelCheckpointView)
     return replies.weights_info(found)
 
 
-async def list_checkpoints(call: Call, body: bodies.ModelBody) -> replies.CheckpointsReply:
+async def list_checkpoints(call: ApiCall, body: bodies.ModelBody) -> replies.CheckpointsReply:
     """The checkpoints of a model."""
     return replies.CheckpointsReply(checkpoints=await _checkpoints(call, body.model_id))
 
 
-async def delete_checkpoint(call: Call, body: bodies.CheckpointBody) -> None:
+async def delete_checkpoint(call: ApiCall, body: bodies.CheckpointBody) -> None:
     """Delete a checkpoint."""
     await _delete(call, body.model_id, body.checkpoint_id)
 
 
-async def of_run(call: Call) -> replies.CheckpointsReply:
+async def of_run(call: ApiCall) -> replies.CheckpointsReply:
     """The checkpoints of a model."""
     return replies.CheckpointsReply(checkpoints=await _checkpoints(call, call.path["run_id"]))
 
 
-async def of_all(call: Call, query: bodies.PageQuery) -> replies.CheckpointsReply:
+async def of_all(call: ApiCall, query: bodies.PageQuery) -> replies.CheckpointsReply:
     """The checkpoints of all the caller's models, the newest first."""
     found = await _checkpoints(call, None)
     page = replies.Cursor(offset=query.offset, limit=query.limit, total_count=len(found))
     return replies.CheckpointsReply(checkpoints=found[query.offset :][: query.limit], cursor=page)
 
 
-async def remove(call: Call) -> None:
+async def remove(call: ApiCall) -> None:
     """Delete a checkpoint."""
     await _delete(call, call.path["run_id"], call.path["checkpoint_id"])
 
 
-async def set_ttl(call: Call, body: bodies.CheckpointTtlBody) -> None:
+async def set_ttl(call: ApiCall, body: bodies.CheckpointTtlBody) -> None:
     """Let a checkpoint go after so many seconds from now, or never."""
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
-    await call.look(messages.SetCheckpointTtl(call.path["run_id"], kind, name, body.ttl_seconds), messages.Done)
+    await call.request(messages.SetCheckpointTtl(call.path["run_id"], kind, name, body.ttl_seconds), messages.Done)
 
 
-async def publish(call: Call) -> None:
+async def publish(call: ApiCall) -> None:
     """Refused with 403: checkpoints are for their owner alone."""
     await _described(call)
     raise StrataError(
@@ -98,45 +98,47 @@ async def publish(call: Call) -> None:
     )
 
 
-async def unpublish(call: Call) -> None:
+async def unpublish(call: ApiCall) -> None:
     """Nothing is ever public here, so there is nothing to do."""
     await _described(call)
 
 
-async def _described(call: Call) -> messages.ModelCheckpointView:
+async def _described(call: ApiCall) -> messages.ModelCheckpointView:
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
-    return await call.look(messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView)
+    return await call.request(
+        messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView
+    )
 
 
-async def runs(call: Call, query: bodies.PageQuery) -> replies.TrainingRuns:
+async def runs(call: ApiCall, query: bodies.PageQuery) -> replies.TrainingRuns:
     """The caller's models, the newest first."""
     models = sorted(
-        (await call.look(messages.ListModels(), messages.ModelList)).models,
+        (await call.request(messages.ListModels(), messages.ModelList)).models,
         key=lambda model: model.created_at_s,
         reverse=True,
     )
-    saved = (await call.look(messages.ListCheckpoints(), messages.CheckpointList)).checkpoints
-    owner = await call.site.tenant(call.caller)
+    saved = (await call.request(messages.ListCheckpoints(), messages.CheckpointList)).checkpoints
+    owner = await call.context.tenant(call.caller)
     shown = [replies.training_run(model, saved, owner) for model in models[query.offset :][: query.limit]]
     page = replies.Cursor(offset=query.offset, limit=query.limit, total_count=len(models))
     return replies.TrainingRuns(training_runs=shown, cursor=page)
 
 
-async def run(call: Call) -> replies.TrainingRun:
+async def run(call: ApiCall) -> replies.TrainingRun:
     """One model, with its newest checkpoints."""
-    model = await call.look(messages.DescribeModel(call.path["run_id"]), messages.ModelView)
-    saved = (await call.look(messages.ListCheckpoints(model.model_id), messages.CheckpointList)).checkpoints
-    return replies.training_run(model, saved, await call.site.tenant(call.caller))
+    model = await call.request(messages.DescribeModel(call.path["run_id"]), messages.ModelView)
+    saved = (await call.request(messages.ListCheckpoints(model.model_id), messages.CheckpointList)).checkpoints
+    return replies.training_run(model, saved, await call.context.tenant(call.caller))
 
 
-async def _checkpoints(call: Call, model_id: str | None) -> list[replies.CheckpointReply]:
-    found = (await call.look(messages.ListCheckpoints(model_id), messages.CheckpointList)).checkpoints
+async def _checkpoints(call: ApiCall, model_id: str | None) -> list[replies.CheckpointReply]:
+    found = (await call.request(messages.ListCheckpoints(model_id), messages.CheckpointList)).checkpoints
     return [replies.checkpoint(each) for each in sorted(found, key=lambda one: one.saved_at_s, reverse=True)]
 
 
-async def _delete(call: Call, model_id: str, checkpoint_id: str) -> None:
+async def _delete(call: ApiCall, model_id: str, checkpoint_id: str) -> None:
     kind, name = bodies.checkpoint_id(checkpoint_id)
-    await call.look(messages.DeleteCheckpoint(model_id, kind, name), messages.Done)
+    await call.request(messages.DeleteCheckpoint(model_id, kind, name), messages.Done)
 
 
 _ONE: Final = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}"

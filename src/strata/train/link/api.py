@@ -83,7 +83,7 @@ class OrchestratorClient:
         """Of the orchestrator that connected last; None before the first."""
         return self._orchestrator[0] if self._orchestrator else None
 
-    async def ask(self, request: messages.OrchestratorRequest, *, timeout_s: float) -> messages.Output:
+    async def request(self, request: messages.OrchestratorRequest, *, timeout_s: float) -> messages.Output:
         """The reply, which may be a refusal. UNAVAILABLE if there is none in time: the request may have arrived or not.
 
         EXHAUSTED if the orchestrator does not take requests as fast as they come.

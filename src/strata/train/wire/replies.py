@@ -48,7 +48,7 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["create_session"] = "create_session"
 
 
-class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
+class SessionHeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
@@ -138,7 +138,7 @@ class TrainingRuns(msgspec.Struct, frozen=True, kw_only=True):
     cursor: Cursor
 
 
-class SessionList(msgspec.Struct, frozen=True, kw_only=True):
+class SessionsReply(msgspec.Struct, frozen=True, kw_only=True):
     sessions: Sequence[str]
 
 
@@ -180,7 +180,7 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["ok"] = "ok"
 
 
-class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
+class ServerHealthReply(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     ranks: Sequence[int]
     reason: str

@@ -17,7 +17,7 @@ from strata.base.errors import Code, StrataError
 _HOST: Final = re.compile(r"[A-Za-z0-9.\-_\[\]:]{1,255}")
 
 
-class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class ArchiveGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     folder: str
     """Of a checkpoint, under that of all checkpoints."""
     file: str
@@ -27,12 +27,12 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     """Of the key that asked for it; the address ends with that key."""
 
 
-def sign(grant: Grant, key: bytes) -> str:
+def sign(grant: ArchiveGrant, key: bytes) -> str:
     said = msgspec.msgpack.encode(grant)
     return base64.urlsafe_b64encode(_mac(said, key) + said).decode().rstrip("=")
 
 
-def check(token: str, key: bytes, now_s: float) -> Grant:
+def check(token: str, key: bytes, now_s: float) -> ArchiveGrant:
     """FORBIDDEN in the same words for all that is wrong with it."""
     refused = refusal()
     try:
@@ -41,7 +41,7 @@ def check(token: str, key: bytes, now_s: float) -> Grant:
         raise refused from None
     if not hmac.compare_digest(_mac(raw[32:], key), raw[:32]):
         raise refused
-    grant = msgspec.msgpack.decode(raw[32:], type=Grant)
+    grant = msgspec.msgpack.decode(raw[32:], type=ArchiveGrant)
     if grant.expires_at_s <= now_s:
         raise refused
     return grant
