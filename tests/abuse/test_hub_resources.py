@@ -22,7 +22,7 @@ from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.http.context import Writing
+from strata.fleet.http.context import WriteProbe
 from strata.fleet.streams import Streams
 from strata.http.anonymous import AnonymousConnections
 from strata.http.auth_failures import AuthFailures
@@ -381,7 +381,7 @@ def test_a_full_disk_stops_neither_heartbeats_nor_revocation(
 async def test_a_reserve_that_cannot_be_made_is_made_later_and_stops_no_check(tmp_path: Path) -> None:
     """The limit of this process for the size of files stands for the disk."""
     thread = await SqliteThread.open(tmp_path / "hub.db", SqliteComponents([SQLITE]))
-    records, writing, reserve = SqliteRecords(thread), Writing(), tmp_path / disk.FILE
+    records, writing, reserve = SqliteRecords(thread), WriteProbe(), tmp_path / disk.FILE
     guard = disk.DiskGuard(tmp_path, records, writing)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (disk.RESERVE_BYTES // 2, before[1]))

@@ -1,1 +1,1 @@
-"""What every HTTP server of Strata shares: who calls, bodies, declarations, errors, the document, the process."""
+"""The HTTP server under hub and training server: routes, reading, authentication, errors, OpenAPI, the process."""

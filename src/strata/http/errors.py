@@ -1,4 +1,4 @@
-"""From an error to what an HTTP client gets: the table from code to status, and how an error is written."""
+"""Error replies: the table from code to status, and their one form."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RETRY_AFTER_S: Final = 1
 
 
 class HttpRefusal(StrataError):  # noqa: N818 - it is the one error type, with a status of its own
-    """What HTTP itself has a status for: a body that is too large or too slow, a method that is not there."""
+    """A refusal with a status of its own: a body that is too large or too slow, a method that is not there."""
 
     def __init__(self, status: int, code: Code, message: str, *, hint: str | None = None, **detail: Any) -> None:
         super().__init__(code, message, hint=hint, **detail)
@@ -43,12 +43,12 @@ class HttpRefusal(StrataError):  # noqa: N818 - it is the one error type, with a
 
 @dataclass(frozen=True)
 class ErrorTable:
-    """How one server says its errors: a protocol whose clients repeat some statuses may need others for some codes."""
+    """The error replies of one server: clients that retry some statuses may need others for some codes."""
 
     instead: Mapping[Code, int]
     """Statuses that differ from `STATUS_OF`."""
     final: Collection[Code]
-    """Codes whose replies say in `x-should-retry` that asking again does not help."""
+    """Codes whose replies have `x-should-retry: false`."""
 
     def status_of(self, error: StrataError) -> int:
         if isinstance(error, HttpRefusal):
@@ -56,7 +56,7 @@ class ErrorTable:
         return self.instead.get(error.code) or STATUS_OF[error.code]
 
     def render(self, error: StrataError) -> Response:
-        # Detail is for programs: JSON as far as it goes, and words where it does not.
+        # Detail is for programs: JSON where possible, else text.
         detail = {name: msgspec.to_builtins(value, enc_hook=str) for name, value in error.detail.items()}
         problem = Problem(code=error.code.value, message=error.message, hint=error.hint, detail=detail)
         headers: dict[str, str] = {}

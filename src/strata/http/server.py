@@ -1,4 +1,4 @@
-"""HTTP as a part of a process: a socket, uvicorn with limits, and a graceful end when the process is told to."""
+"""The HTTP server of a process: listeners, uvicorn with limits, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HttpServer(uvicorn.Server):
         self._unix = unix
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # Not by uvicorn, which would wait a minute for a handshake.
+        # Not through uvicorn, which would wait a minute for a TLS handshake.
         await super().startup([])
         loop, tls, protocol = asyncio.get_running_loop(), self.config.ssl, self.config.http_protocol_class
         assert issubclass(protocol, LimitedProtocol)
@@ -67,7 +67,7 @@ def config(
     drain_s: float,
     tls: ssl.SSLContext | None = None,
 ) -> uvicorn.Config:
-    """`drain_s` is how long requests may take to finish when the server is told to end."""
+    """`drain_s` is how long requests in flight may take when the server stops."""
     return uvicorn.Config(
         app,
         http=protocol,
@@ -76,7 +76,7 @@ def config(
         interface="asgi3",
         log_config=None,
         access_log=False,
-        # A header must not be able to say who calls, nor that the connection is encrypted.
+        # A header must not be able to claim an identity, nor that the connection is encrypted.
         proxy_headers=False,
         server_header=False,
         limit_concurrency=max_connections,
@@ -86,14 +86,14 @@ def config(
     )
 
 
-async def answer(
+async def serve_http(
     config: uvicorn.Config,
     listeners: Sequence[socket.socket],
     stop: asyncio.Event,
     *,
     leaving: Callable[[], None] | None = None,
 ) -> None:
-    """Answer on these sockets until `stop`, then call `leaving` and let the requests finish that are under way."""
+    """Serve on these sockets until `stop`, then call `leaving` and drain the requests in flight."""
     unix = [each for each in listeners if each.family == socket.AF_UNIX]
     server = HttpServer(config, unix)
     serving = asyncio.create_task(server.serve(sockets=[each for each in listeners if each not in unix]))
@@ -112,9 +112,9 @@ async def answer(
 
 
 def listen(address: str, *, shared: bool = False, free_port: str = "") -> socket.socket:
-    """`address` is HOST:PORT; port 0 takes a free one. A `shared` one can be listened on by several processes.
+    """`address` is HOST:PORT; port 0 takes a free one. On a `shared` one several processes can listen.
 
-    `free_port` is how a person asks for a free one, for the hint.
+    `free_port` is the option or setting that takes a free port, for the hint.
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

@@ -9,7 +9,7 @@ from typing import Final
 
 from strata.base import log
 from strata.base.errors import StrataError
-from strata.fleet.http.context import Writing
+from strata.fleet.http.context import WriteProbe
 from strata.hub.records import Records
 
 CHECK_S: Final = 2.0
@@ -21,7 +21,7 @@ _log = log.get(__name__)
 class DiskGuard:
     """Gives the reserve back when the disk is full, so that keys can be revoked and hosts heard, and takes it again."""
 
-    def __init__(self, data: Path, records: Records, writing: Writing) -> None:
+    def __init__(self, data: Path, records: Records, writing: WriteProbe) -> None:
         self._path = data / FILE
         self._records = records
         self._writing = writing

@@ -19,7 +19,7 @@ from strata.base.loop import every
 from strata.base.private import write_privately
 from strata.base.unix_socket import listen_unix, spell_address
 from strata.http.protocol import new_protocol
-from strata.http.server import answer, config, listen, new_loop, stop_on_signals, url_of
+from strata.http.server import config, listen, new_loop, serve_http, stop_on_signals, url_of
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
 from strata.hub.settings import HubSettings, check_exposure
 
@@ -75,10 +75,10 @@ async def serve(hub: Hub, settings: HubSettings, clock: Clock, listeners: Listen
 
     def leaving() -> None:
         hub.context.stopping.set()
-        hub.context.feed.wake()
+        hub.context.feed.wake_listeners()
 
     try:
-        await answer(_config(hub, settings), listeners.sockets, stop, leaving=leaving)
+        await serve_http(_config(hub, settings), listeners.sockets, stop, leaving=leaving)
         # What was heard since the last tick would be forgotten otherwise.
         with contextlib.suppress(StrataError):
             await hub.context.fleet.flush_beats()

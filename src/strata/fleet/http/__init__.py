@@ -1,1 +1,1 @@
-"""The hub's HTTP interface: one table of endpoints, and authentication at its root."""
+"""The hub's HTTP interface: its routes and their handlers. `strata.http` serves them."""

@@ -1,4 +1,4 @@
-"""Artifacts: chunks come in and go out, commits, blobs, lookup and export. The bytes are never opened."""
+"""Routes of artifacts: chunks, commits, blobs, lookup and export. Their content is never interpreted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strata.fleet.artifacts import export, lookup
 from strata.fleet.artifacts.manifest import Chunk, Kind, Lineage
 from strata.fleet.artifacts.ports import Committed, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
-from strata.fleet.http.context import HubCall, HubContext, artifact_of, hold
+from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_artifact_id
 from strata.fleet.ports import Hold
 from strata.http.route import RawReply, Upload
 from strata.identity.roles import Kind as CallerKind
@@ -63,7 +63,7 @@ async def commit(call: HubCall, body: wire.CommitRequest) -> wire.CommitReply:
 async def put_model(call: HubCall, body: Upload, query: wire.BlobQuery) -> wire.CommitReply:
     """A result as one opaque file; its id is the SHA-256 of its bytes."""
     context = call.context
-    held = hold(call, query.job_id, query.epoch)
+    held = own_hold(call, query.job_id, query.epoch)
     lineage = await _attempted(context, Lineage(kind=Kind.RESULT), held)
     return _committed(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
 
@@ -134,7 +134,7 @@ async def best(call: HubCall, query: wire.BestQuery) -> wire.Made:
 async def show(call: HubCall) -> wire.ArtifactReply:
     """The files of an artifact and their chunks."""
     context = call.context
-    found = await context.artifacts.download(await artifact_of(context, call))
+    found = await context.artifacts.download(await resolve_artifact_id(call))
     row = found.artifact
     return wire.ArtifactReply(
         id=row.id,
@@ -149,14 +149,14 @@ async def show(call: HubCall) -> wire.ArtifactReply:
 async def ancestry(call: HubCall) -> wire.MadeReply:
     """Where an artifact came from, and what that came from."""
     context = call.context
-    rows = await lookup.ancestry(context.artifacts.index, await artifact_of(context, call))
+    rows = await lookup.ancestry(context.artifacts.index, await resolve_artifact_id(call))
     return wire.MadeReply(artifacts=tuple(map(_made, rows)))
 
 
 async def file(call: HubCall, query: wire.FileQuery) -> RawReply:
     """One file of an artifact, verified."""
     context = call.context
-    row = await context.artifacts.open(await artifact_of(context, call))
+    row = await context.artifacts.open(await resolve_artifact_id(call))
     found = row.manifest.file(query.path)
     headers = {"Content-Length": str(found.size), "Content-Disposition": "attachment"}
     return RawReply(context.artifacts.stream(found, 0, found.size), media_type=_BYTES, headers=headers)
@@ -165,7 +165,7 @@ async def file(call: HubCall, query: wire.FileQuery) -> RawReply:
 async def bundle(call: HubCall) -> RawReply:
     """An artifact as one deterministic `bundle.tar.zst`."""
     context = call.context
-    artifact_id = await artifact_of(context, call)
+    artifact_id = await resolve_artifact_id(call)
     await context.artifacts.open(artifact_id)
     headers = {"Content-Disposition": f'attachment; filename="{BLOB_PATH}"'}
     return RawReply(export.bundle(context.artifacts, artifact_id), media_type="application/zstd", headers=headers)
@@ -188,13 +188,13 @@ async def exported(call: HubCall) -> RawReply:
 async def pin(call: HubCall, body: wire.PinRequest) -> None:
     """Keep an artifact whatever the retention says; without a reason, let it go."""
     context = call.context
-    await context.artifacts.pin(await artifact_of(context, call), body.reason, call.actor)
+    await context.artifacts.pin(await resolve_artifact_id(call), body.reason, call.actor)
 
 
 async def remove(call: HubCall) -> None:
     """Let go of the bytes of an artifact; where it came from stays known."""
     context = call.context
-    await context.artifacts.remove(await artifact_of(context, call), "removed by hand", call.actor)
+    await context.artifacts.remove(await resolve_artifact_id(call), "removed by hand", call.actor)
 
 
 async def _lines(context: HubContext) -> AsyncIterator[bytes]:
@@ -210,7 +210,7 @@ def _hold(call: HubCall, job_id: str | None, epoch: int | None) -> Hold | None:
         return None
     if job_id is None or epoch is None:
         raise StrataError(Code.INVALID, "a host says for which attempt: job_id and epoch")
-    return hold(call, job_id, epoch)
+    return own_hold(call, job_id, epoch)
 
 
 def _personal(given: Lineage) -> Lineage:

@@ -12,10 +12,11 @@ from typing import Any, Final, Protocol, TypeAlias
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import resolve_prefix
+from strata.base.notify import KeyedNotifier
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.hold import unknown_job
 from strata.fleet.http.feed import Feed
-from strata.fleet.http.watch import Attempts, Watch
+from strata.fleet.http.long_poll import AttemptHosts
 from strata.fleet.ports import Hold, HostRow
 from strata.fleet.service import Fleet
 from strata.fleet.streams import Streams
@@ -41,8 +42,8 @@ class TrainerSchemas(Protocol):
 
 
 @dataclass
-class Writing:
-    """Whether the last write that was tried for its own sake failed."""
+class WriteProbe:
+    """Whether the last probe write to the database failed."""
 
     fails: bool = False
 
@@ -64,50 +65,51 @@ class HubContext:
     """Where the hub's own user reaches it, for hints."""
     public_read: bool = False
     owner_only: bool = False
-    """Jobs run as the hub's own user and can read its operator token, so whoever submits one is the hub's owner."""
+    """Jobs run as the hub's own user and can read its operator token, so only the hub's owner may submit one."""
     manifest: Path | None = None
     """The file that `reload` applies."""
     pace: BodyPace = field(default_factory=BodyPace)
-    writing: Writing = field(default_factory=Writing)
+    writing: WriteProbe = field(default_factory=WriteProbe)
     limits: RootLimits = field(default_factory=RootLimits)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    watch: Watch = field(default_factory=Watch)
-    attempts: Attempts = field(default_factory=Attempts)
+    appends: KeyedNotifier[None] = field(default_factory=KeyedNotifier)
+    """Of pieces to logs and metrics, by job, epoch and name of the stream."""
+    attempts: AttemptHosts = field(default_factory=AttemptHosts)
 
 
 HubCall: TypeAlias = HttpCall[HubContext]
 
 
-async def job_of(context: HubContext, call: HubCall) -> str:
-    """The whole id of the job in the path. It may not exist: a whole id is not looked up here."""
+async def resolve_job_id(call: HubCall) -> str:
+    """The id of the job that the path names in full or by a prefix. With a full id the job may not exist."""
     text = call.path["id"]
     if _JOB.fullmatch(text):
         return text
     if not _PREFIX.fullmatch(text):
         raise unknown_job(text[:100])
-    return resolve_prefix(text, await context.fleet.store.find(text))
+    return resolve_prefix(text, await call.context.fleet.store.find(text))
 
 
-async def artifact_of(context: HubContext, call: HubCall) -> str:
+async def resolve_artifact_id(call: HubCall) -> str:
     text = call.path["id"]
     if _ARTIFACT.fullmatch(text):
         return text
     if not _PREFIX.fullmatch(text):
         raise StrataError(Code.NOT_FOUND, f"there is no artifact {text[:100]!r}")
-    return resolve_prefix(text, await context.artifacts.index.find(text))
+    return resolve_prefix(text, await call.context.artifacts.index.find(text))
 
 
-async def host_of(context: HubContext, call: HubCall) -> HostRow:
-    """By id or by name."""
+async def resolve_host(call: HubCall) -> HostRow:
+    """The host that the path names by its id or its name."""
     text = call.path["id"]
-    found = [host for host in await context.fleet.hosts() if text in (host.id, host.name)]
-    # A name may have been used by a host that was revoked since; the one that is here is meant.
-    found = [host for host in found if host.id == text or host.state != "left"] or found[-1:]
-    if not found:
+    matches = [host for host in await call.context.fleet.hosts() if text in (host.id, host.name)]
+    # A name may have been used by a host that was revoked since: a host that has not left comes first.
+    matches = [host for host in matches if host.id == text or host.state != "left"] or matches[-1:]
+    if not matches:
         raise StrataError(Code.NOT_FOUND, f"there is no host {text[:100]!r}")
-    return found[0]
+    return matches[0]
 
 
-def hold(call: HubCall, job_id: str, epoch: int) -> Hold:
-    """An attempt of the calling host: whose it is follows from the credentials, never from a message."""
+def own_hold(call: HubCall, job_id: str, epoch: int) -> Hold:
+    """The hold of the calling host on an attempt. The host comes from the credentials, never from a message."""
     return Hold(call.caller.need_host(), job_id, epoch)

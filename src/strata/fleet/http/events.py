@@ -1,4 +1,4 @@
-"""The event feed: a page at a time, or as server-sent events that go on where the listener stopped."""
+"""Routes of the event feed: a page at a time, or server-sent events that continue from a cursor."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from strata.base.errors import Code, StrataError
 from strata.database.events import Recorded
 from strata.fleet import wire
 from strata.fleet.http.context import HubCall, HubContext
-from strata.fleet.http.watch import either, patiently
+from strata.fleet.http.long_poll import until_disconnect, wait_event
 from strata.http.route import RawReply
 
 NEWEST: Final = "newest"
 HEARTBEAT_S: Final = 10.0
 """A comment after so long without an event: proxies keep the connection."""
 CHECK_S: Final = 1.0
-"""How often a listener is asked for again by the clock: one that was revoked is cut off, however much there is."""
+"""How often the credentials of a listener are checked again: a revoked one is disconnected."""
 MAX_LISTENERS: Final = 512
 _PAGE: Final = 256
 _encode: Final = msgspec.json.Encoder().encode
@@ -32,7 +32,7 @@ async def events(call: HubCall, query: wire.EventsQuery) -> wire.EventsReply | R
         after = await context.feed.newest()
     if "text/event-stream" not in call.headers.get("accept", ""):
         return await _page(context, call, after, query)
-    # The first read is made here, so that a cursor that is none is refused and not a broken stream.
+    # The first read is made here, so an invalid cursor is refused and does not break the stream.
     first = await context.feed.after(after, _PAGE, subject=query.subject)
     if context.feed.listeners >= MAX_LISTENERS:
         raise StrataError(Code.EXHAUSTED, f"{MAX_LISTENERS} listeners are connected already")
@@ -42,8 +42,8 @@ async def events(call: HubCall, query: wire.EventsQuery) -> wire.EventsReply | R
 async def _page(context: HubContext, call: HubCall, after: str, query: wire.EventsQuery) -> wire.EventsReply:
     found = await context.feed.after(after, query.limit, subject=query.subject)
     if not found and query.wait_s:
-        found = await patiently(call, context.stopping, _wait(context, after, query))
-        # It may have taken a minute: what a revoked caller waited for is not told any more.
+        found = await until_disconnect(call, context.stopping, _wait(context, after, query))
+        # The wait may have taken a minute, and the caller may have been revoked since.
         await call.reauthenticate()
     cursor = found[-1].cursor if found else after
     return wire.EventsReply(events=tuple(map(_event, found)), cursor=cursor)
@@ -57,7 +57,7 @@ async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Seq
         left_s = until_s - context.clock.monotonic_s()
         if found or left_s <= 0:
             return found
-        await either(changed, left_s)
+        await wait_event(changed, left_s)
 
 
 async def _stream(
@@ -66,26 +66,26 @@ async def _stream(
     with context.feed.listening():
         yield b"retry: 1000\n\n"
         found = first
-        checked_s = said_s = context.clock.monotonic_s()
+        checked_s = sent_s = context.clock.monotonic_s()
         while not context.stopping.is_set():
             if context.clock.monotonic_s() - checked_s >= CHECK_S:
                 await call.reauthenticate()
                 checked_s = context.clock.monotonic_s()
             if found:
                 yield b"".join(map(_frame, found))
-                after, said_s = found[-1].cursor, context.clock.monotonic_s()
-            elif context.clock.monotonic_s() - said_s >= HEARTBEAT_S:
+                after, sent_s = found[-1].cursor, context.clock.monotonic_s()
+            elif context.clock.monotonic_s() - sent_s >= HEARTBEAT_S:
                 yield b": still here\n\n"
-                said_s = context.clock.monotonic_s()
+                sent_s = context.clock.monotonic_s()
             changed = context.feed.next()
             found = await context.feed.after(after, _PAGE, subject=subject)
             if not found:
-                await either(changed, CHECK_S)
+                await wait_event(changed, CHECK_S)
 
 
 def _frame(recorded: Recorded) -> bytes:
     event = recorded.event
-    # JSON has no line breaks, and the kinds are words of ours.
+    # JSON has no line breaks, and kinds are identifiers.
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (
         recorded.cursor.encode(),
         event.kind.encode(),

@@ -1,7 +1,7 @@
-"""The event feed of one hub: one reader of the table, any number of listeners, and nobody misses a row.
+"""The event feed of one hub: one reader of the table, any number of listeners, and no listener misses a row.
 
-A listener that is close behind is served from memory; one that is far behind, or wants one subject only, reads the
-table. Both go on from a cursor, so the two ways give the same rows.
+A listener close to the end is served from memory; one that is far behind, or wants one subject only, reads the table.
+Both continue from a cursor, so both get the same rows.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from strata.base.notify import Broadcast
 from strata.database.events import Recorded
 
 POLL_S: Final = 1.0
-"""How often the table is read although nobody poked: another hub may write to it too."""
+"""How often the table is read without a notification: another hub may write to it too."""
 GAP_S: Final = 0.02
-"""Between two reads: a busy hub tells of many events at once."""
-_KEPT: Final = 4096
+"""Between two reads: a busy hub publishes many events at once."""
+_MAX_RECENT: Final = 4096
 _PAGE: Final = 1000
 
 
-class Reads(Protocol):
+class ReadEvents(Protocol):
     async def __call__(self, after: str, limit: int, *, subject: str = "") -> Sequence[Recorded]: ...
 
 
 class Feed:
-    def __init__(self, read: Reads, newest: Callable[[], Awaitable[str]]) -> None:
+    def __init__(self, read: ReadEvents, newest: Callable[[], Awaitable[str]]) -> None:
         self._read = read
         self._newest = newest
         self._cursor: str | None = None
         self._recent: list[Recorded] = []
-        self._place: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         """Cursor to the index in `_recent` of what comes after it."""
-        self._poked = asyncio.Event()
+        self._written = asyncio.Event()
         self._changes = Broadcast()
         self.listeners = 0
         """Streams that are open."""
 
-    def poke(self) -> None:
-        """Something was written, perhaps."""
-        self._poked.set()
+    def notify_written(self) -> None:
+        """A request may have written events: read the table soon."""
+        self._written.set()
 
-    def wake(self) -> None:
-        """Let everybody who waits look around: the hub stops."""
+    def wake_listeners(self) -> None:
+        """Wake all listeners: the hub stops."""
         self._changes.notify()
 
     @contextlib.contextmanager
@@ -61,14 +61,14 @@ class Feed:
     async def run_once(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
-                await self._poked.wait()
-        self._poked.clear()
+                await self._written.wait()
+        self._written.clear()
         await self.catch_up()
 
     async def catch_up(self) -> None:
         if self._cursor is None:
             self._cursor = await self._newest()
-            self._place = {self._cursor: 0}
+            self._offsets = {self._cursor: 0}
             self._changes.notify()
         while fresh := await self._read(self._cursor, _PAGE):
             self._keep(fresh)
@@ -79,7 +79,7 @@ class Feed:
         return self._changes.next()
 
     async def after(self, cursor: str, limit: int, *, subject: str = "") -> Sequence[Recorded]:
-        at = self._place.get(cursor)
+        at = self._offsets.get(cursor)
         if at is None or subject:
             return await self._read(cursor, limit, subject=subject)
         return self._recent[at : at + limit]
@@ -87,10 +87,10 @@ class Feed:
     def _keep(self, fresh: Sequence[Recorded]) -> None:
         for each in fresh:
             self._recent.append(each)
-            self._place[each.cursor] = len(self._recent)
+            self._offsets[each.cursor] = len(self._recent)
         self._cursor = fresh[-1].cursor
-        if len(self._recent) > 2 * _KEPT:
-            dropped = len(self._recent) - _KEPT
+        if len(self._recent) > 2 * _MAX_RECENT:
+            dropped = len(self._recent) - _MAX_RECENT
             before = self._recent[dropped - 1].cursor
             del self._recent[:dropped]
-            self._place = {before: 0} | {each.cursor: n for n, each in enumerate(self._recent, 1)}
+            self._offsets = {before: 0} | {each.cursor: n for n, each in enumerate(self._recent, 1)}

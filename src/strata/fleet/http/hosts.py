@@ -1,4 +1,4 @@
-"""Hosts, for people: who is there, and who may go on."""
+"""Routes of hosts for people: list, drain, pause, resume, revoke."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.lease import SUSPECT_S
-from strata.fleet.http.context import HubCall, HubContext, host_of
+from strata.fleet.http.context import HubCall, HubContext, resolve_host
 from strata.fleet.ports import HostRow
 
 
@@ -20,7 +20,7 @@ async def listed(call: HubCall) -> wire.HostsReply:
 async def show(call: HubCall) -> wire.Host:
     """One host, by id or name."""
     context = call.context
-    return _shown(context, await host_of(context, call))
+    return _shown(context, await resolve_host(call))
 
 
 async def drain(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
@@ -56,7 +56,7 @@ async def revoke(call: HubCall, body: wire.HostStateRequest) -> None:
 async def _set(
     context: HubContext, call: HubCall, state: Literal["active", "draining", "paused"], reason: str
 ) -> wire.Host:
-    row = await host_of(context, call)
+    row = await resolve_host(call)
     if row.state == "left":
         raise StrataError(Code.PRECONDITION, f"{row.name} has left", hint="it comes back with strata join")
     return _shown(context, await context.fleet.set_host_state(row.id, state, reason, call.actor))

@@ -1,4 +1,4 @@
-"""Who may come in: invitations, joining, certificates, keys."""
+"""Routes of identities: invitations, joining, certificates, API keys."""
 
 from __future__ import annotations
 

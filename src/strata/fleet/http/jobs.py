@@ -1,4 +1,4 @@
-"""Jobs, for people: look, submit, cancel, requeue, and ask why one is not running."""
+"""Routes of jobs for people: list, submit, cancel, requeue, and why a job is not running."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strata.fleet.core.hyper import Schema
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer, qualified_trainer
 from strata.fleet.core.plan import Plan
 from strata.fleet.core.why import Why
-from strata.fleet.http.context import HubCall, HubContext, job_of
+from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow
 from strata.identity.roles import Role
 
@@ -36,7 +36,7 @@ async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
 async def show(call: HubCall) -> wire.JobReply:
     """One job and its attempts."""
     context = call.context
-    job_id = await job_of(context, call)
+    job_id = await resolve_job_id(call)
     row = await context.fleet.store.job(job_id)
     attempts = await context.fleet.store.attempts(job_id)
     return wire.JobReply(job=shown(row), attempts=tuple(map(_attempt, attempts)))
@@ -45,7 +45,7 @@ async def show(call: HubCall) -> wire.JobReply:
 async def why(call: HubCall) -> Why:
     """Why a job is not running, and the nearest fix."""
     context = call.context
-    return await context.fleet.why(await job_of(context, call))
+    return await context.fleet.why(await resolve_job_id(call))
 
 
 async def status(call: HubCall) -> wire.StatusReply:
@@ -80,7 +80,7 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
 async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
     """End a job; a host that has it is told with its next heartbeat. A researcher may end a job of her own."""
     context = call.context
-    job_id = await job_of(context, call)
+    job_id = await resolve_job_id(call)
     await _check_may_end(context, call, job_id)
     return shown(await context.fleet.cancel(job_id, body.reason, call.actor))
 
@@ -88,7 +88,7 @@ async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
 async def requeue(call: HubCall) -> wire.Job:
     """Let an ended job run again, or hosts try again that could not set it up. A researcher: only a job of her own."""
     context = call.context
-    job_id = await job_of(context, call)
+    job_id = await resolve_job_id(call)
     await _check_may_end(context, call, job_id)
     return shown(await context.fleet.requeue(job_id, call.actor))
 

@@ -1,4 +1,4 @@
-"""What hosts ask: register, claim, renew, report the end."""
+"""Routes of hosts: register, claim jobs, renew leases, report the end of an attempt."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from strata.fleet.artifacts.manifest import Kind
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
-from strata.fleet.http.context import HubCall, HubContext, hold, job_of
+from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_job_id
 from strata.fleet.http.jobs import shown
-from strata.fleet.http.watch import patiently
+from strata.fleet.http.long_poll import until_disconnect
 from strata.fleet.ports import Completion, Failure, Hold, HostRow, Lease, Renewal, Renewed
 from strata.identity.ports import HostIdentity
 
@@ -61,7 +61,7 @@ async def claim(call: HubCall, body: wire.ClaimRequest) -> wire.ClaimReply:
     leases = await context.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots)
     if not leases and body.wait_s:
         waiting = context.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots, wait_s=body.wait_s)
-        leases = await patiently(call, context.stopping, waiting)
+        leases = await until_disconnect(call, context.stopping, waiting)
     return wire.ClaimReply(leases=tuple(_given(context, lease) for lease in leases))
 
 
@@ -75,7 +75,7 @@ async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.Heartb
 async def heartbeat(call: HubCall, body: wire.HeartbeatRequest) -> wire.Verdict:
     """Renew one lease."""
     context = call.context
-    renewal = Renewal(job_id=await job_of(context, call), epoch=body.epoch, running=body.running)
+    renewal = Renewal(job_id=await resolve_job_id(call), epoch=body.epoch, running=body.running)
     (verdict,) = await _renew(context, call, [renewal])
     return verdict
 
@@ -83,8 +83,8 @@ async def heartbeat(call: HubCall, body: wire.HeartbeatRequest) -> wire.Verdict:
 async def complete(call: HubCall, body: wire.CompleteRequest) -> wire.Job:
     """The attempt has a result. It has to be uploaded before."""
     context = call.context
-    job_id = await job_of(context, call)
-    held = hold(call, job_id, body.epoch)
+    job_id = await resolve_job_id(call)
+    held = own_hold(call, job_id, body.epoch)
     artifact = await _uploaded(context, body.artifact, held)
     done = Completion(artifact=artifact, metrics=body.metrics, facts=body.facts)
     return shown(await context.fleet.complete(held, done))
@@ -93,9 +93,9 @@ async def complete(call: HubCall, body: wire.CompleteRequest) -> wire.Job:
 async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
     """The attempt ended without a result; the reply says what becomes of the job."""
     context = call.context
-    job_id = await job_of(context, call)
+    job_id = await resolve_job_id(call)
     failure = Failure(cause=body.cause, error=body.error, facts=body.facts)
-    return shown(await context.fleet.fail(hold(call, job_id, body.epoch), failure))
+    return shown(await context.fleet.fail(own_hold(call, job_id, body.epoch), failure))
 
 
 async def leave(call: HubCall) -> None:

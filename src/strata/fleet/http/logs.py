@@ -1,4 +1,4 @@
-"""Logs and metrics of attempts: hosts append by offset, people read and follow."""
+"""Logs and metrics of attempts: hosts append pieces by offset, people read and follow them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.http.context import HubCall, HubContext, job_of
-from strata.fleet.http.watch import either, patiently
+from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
+from strata.fleet.http.long_poll import until_disconnect
 from strata.fleet.ports import AttemptRow
 from strata.fleet.streams import Name
 from strata.http.route import RawReply, Upload
 
 POLL_S: Final = 2.0
-"""How often a follower looks by itself whether the attempt has ended."""
+"""How often a follower polls whether the attempt has ended."""
 
 
 async def put_log(call: HubCall, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
@@ -46,26 +46,26 @@ async def metrics(call: HubCall, query: wire.StreamQuery) -> RawReply:
 async def _append(
     context: HubContext, call: HubCall, name: Name, body: Upload, query: wire.PieceQuery
 ) -> wire.PieceReply:
-    job_id = await job_of(context, call)
+    job_id = await resolve_job_id(call)
     host_id = call.caller.need_host()
     if await context.attempts.host(context.fleet.store, job_id, query.epoch) != host_id:
-        # Somebody else's attempt is no different from none.
+        # An attempt of another host gets the same reply as none.
         raise StrataError(Code.NOT_FOUND, f"this host has no attempt of {job_id} with the epoch {query.epoch}")
     context.fleet.heard(host_id)
     piece = b"".join([part async for part in body])
     size = await context.streams.append(job_id, query.epoch, name, query.offset, piece, last=query.last)
-    context.watch.tell((job_id, query.epoch, name))
+    context.appends.notify((job_id, query.epoch, name), None)
     return wire.PieceReply(size=size)
 
 
 async def _read(context: HubContext, call: HubCall, name: Name, query: wire.StreamQuery) -> RawReply:
-    job_id = await job_of(context, call)
+    job_id = await resolve_job_id(call)
     attempt = await _attempt(context, job_id, query.attempt)
     content, ended = b"", True
     if attempt is not None:
-        content, ended = await _look(context, attempt, name, query)
+        content, ended = await _read_now(context, attempt, name, query)
         if not content and not ended and query.wait_s:
-            content, ended = await patiently(call, context.stopping, _follow(context, attempt, name, query))
+            content, ended = await until_disconnect(call, context.stopping, _follow(context, attempt, name, query))
             await call.reauthenticate()
     headers = {
         "X-Strata-Attempt": str(attempt.number if attempt else 0),
@@ -91,16 +91,18 @@ async def _attempt(context: HubContext, job_id: str, number: int) -> AttemptRow 
 async def _follow(context: HubContext, attempt: AttemptRow, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
     until_s = context.clock.monotonic_s() + query.wait_s
     while True:
-        appended = context.watch.next((attempt.job_id, attempt.epoch, name))
-        now = await _attempt(context, attempt.job_id, attempt.number)
-        content, ended = await _look(context, now or attempt, name, query)
-        left_s = until_s - context.clock.monotonic_s()
-        if content or ended or left_s <= 0:
-            return content, ended
-        await either(appended, min(left_s, POLL_S))
+        with context.appends.subscribe((attempt.job_id, attempt.epoch, name)) as appended:
+            now = await _attempt(context, attempt.job_id, attempt.number)
+            content, ended = await _read_now(context, now or attempt, name, query)
+            left_s = until_s - context.clock.monotonic_s()
+            if content or ended or left_s <= 0:
+                return content, ended
+            await appended.wait(min(left_s, POLL_S))
 
 
-async def _look(context: HubContext, attempt: AttemptRow, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
-    """What is there, and whether nothing follows it: read after the attempt, so what came before its end is there."""
+async def _read_now(
+    context: HubContext, attempt: AttemptRow, name: Name, query: wire.StreamQuery
+) -> tuple[bytes, bool]:
+    """The content, and whether nothing follows it: the attempt was read before, so its end was too."""
     content = await context.streams.read(attempt.job_id, attempt.epoch, name, query.offset, query.limit)
     return content, attempt.ended_at_s is not None

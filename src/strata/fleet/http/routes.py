@@ -142,7 +142,7 @@ def application(context: HubContext, routes: Sequence[Route] = ROUTES) -> RootAp
 
     def before_reply(route: Route) -> None:
         if route.method != "GET":
-            context.feed.poke()
+            context.feed.notify_written()
             failpoint("fleet.http.before_reply")
 
     serving = Serving(

@@ -1,1 +1,1 @@
-"""The API server: HTTP in front, the orchestrator behind, and nothing kept in between."""
+"""The API server: HTTP requests in, requests to the orchestrator out, and no state of its own."""

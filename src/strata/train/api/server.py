@@ -107,7 +107,7 @@ async def answer(
     """HTTP on these sockets until `stop`, then for a moment more, for what is under way."""
     # A head that does not come gets no reply: to clients of this protocol a 408 says that a result is not there yet.
     http = new_protocol(header_s, timeout_reply=b"")
-    await server.answer(config(app, http, max_connections=MAX_CONNECTIONS, drain_s=DRAIN_S), listeners, stop)
+    await server.serve_http(config(app, http, max_connections=MAX_CONNECTIONS, drain_s=DRAIN_S), listeners, stop)
 
 
 def run(settings: ServerSettings, announce: Callable[[str], None], *, number: int = 0, port: int | None = None) -> None:
