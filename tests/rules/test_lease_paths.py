@@ -49,9 +49,6 @@ ALLOWED: Final = {
         "Path(sys.argv[1])": "the agent's own folder",
         "path.with_name(f'.{path.name}.new')": "beside a file of our own",
     },
-    "disk.py": {
-        "path.with_name(f'.{path.name}.{secrets.token_hex(4)}')": "beside a file of our own",
-    },
     "selftest.py": {
         "folder / f'.probe-{secrets.token_hex(4)}'": "of our own making",
         "work / name": "of our own making",
