@@ -50,6 +50,7 @@ from strata.coord.core.inputs import (
     Tick,
 )
 from strata.coord.core.machine import CoordMachine
+from strata.coord.core.observe import observe, observe_outcome
 from strata.coord.core.state import CoordState, JobState
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "coordinator.md"
@@ -99,7 +100,7 @@ def walk(machine: Machine) -> list[Edge]:
     state, now_s = CoordState(leader_epoch=1), 1.0
     for given in (CreateJob(JOB, machine.config), *machine.begin):
         now_s += SOON_S
-        for fact in decide(state, given, now_s).facts:
+        for fact in _decide(state, given, now_s):
             apply(state, fact)
     nodes = [(state, now_s, machine.begins_as)]
     found: dict[Edge, None] = {}
@@ -121,14 +122,23 @@ Node = tuple[CoordState, float, str]
 _MACHINE: Final = CoordMachine()
 
 
+def _decide(state: CoordState, given: Input, now_s: float) -> tuple[Fact, ...]:
+    observe(state, given, now_s)
+    outcome = decide(state, given, now_s)
+    observe_outcome(state, given, outcome, now_s)
+    return outcome.facts
+
+
 def _step(machine: Machine, node: Node, move: Move, found: dict[Edge, None]) -> Node | None:
     before, now_s, status = node
-    state = dataclasses.replace(before, jobs=_MACHINE.load(_MACHINE.save(before)).jobs, live=copy.deepcopy(before.live))
+    state = dataclasses.replace(
+        before, jobs=_MACHINE.load(_MACHINE.save(before)).jobs, soft=copy.deepcopy(before.soft), indexes={}
+    )
     now_s += move.after_s
     generation = state.jobs[JOB].generation
     try:
         given = move.make(state)
-        facts = decide(state, given, now_s).facts
+        facts = _decide(state, given, now_s)
     except (StrataError, LookupError):
         return None  # refused, or there is nothing to do it with
     name = type(given).__name__
@@ -151,11 +161,11 @@ def _step(machine: Machine, node: Node, move: Move, found: dict[Edge, None]) -> 
 
 def _key(state: CoordState, now_s: float, status: str) -> str:
     """Equal for two states that go on alike: numbers that only ever grow count from the current one."""
-    job, live = _job(state), state.soft_of(JOB)
+    job, soft = _job(state), state.soft_of(JOB)
     open_ones = [
-        (each.barrier_id, [*each.arrived], _roughly(each.deadline_s - now_s)) for each in live.barriers.values()
+        (each.barrier_id, [*each.arrived], _roughly(each.deadline_s - now_s)) for each in soft.barriers.values()
     ]
-    times = [(name, _roughly(now_s - at_s)) for name, at_s in [*live.seen_s.items(), *live.disconnected_at_s.items()]]
+    times = [(name, _roughly(now_s - at_s)) for name, at_s in [*soft.seen_s.items(), *soft.disconnected_at_s.items()]]
     verdicts = {barrier_id: each.verdict for (generation, barrier_id), each in job.verdicts.items() if generation == 1}
     leases: dict[int, int] = {}
 
@@ -172,7 +182,7 @@ def _key(state: CoordState, now_s: float, status: str) -> str:
 
     kept = {key: each for key, each in msgspec.to_builtins(job).items() if key in COUNTED}
     shape = relative("", kept)
-    return repr((shape, min(job.generation, 2), verdicts, times, [*live.disconnected_at_s], open_ones, status))
+    return repr((shape, min(job.generation, 2), verdicts, times, [*soft.disconnected_at_s], open_ones, status))
 
 
 def _roughly(seconds: float) -> int:

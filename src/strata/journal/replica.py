@@ -251,19 +251,21 @@ class Replica(Generic[State, Input, Effect]):
         return effect
 
     def submit_nowait(
-        self, request: Input, on_commit: Callable[[Effect], None] | None = None
+        self, request: Input, on_commit: Callable[[Effect], None] | None = None, *, settle: bool = True
     ) -> tuple[Effect, asyncio.Future[int] | None]:
         """Like `submit`, but returns at once: the effect may be published only after the future is done.
 
         The future belongs to the caller; None if there is nothing to wait for. `on_commit` is called with the effect
         after its facts are committed, even if the caller was cancelled; never for a request without facts. It must not
-        raise.
+        raise. Not to `settle` is for a machine whose `decide` writes nothing and whose effect, if there are no facts,
+        contains committed values only: then there is no future, and a full queue does not matter.
         """
         writer = self._require_writer()
-        writer.check_capacity()
+        if settle:
+            writer.check_capacity()
         facts, effect = self._machine.decide(self._state, request, self._clock.monotonic_s())
         if not facts:
-            return effect, writer.settling()
+            return effect, writer.settling() if settle else None
         durable = writer.submit(facts, None if on_commit is None else partial(on_commit, effect))
         self._apply_own(writer, facts)
         failpoint("journal.replica.before_commit")

@@ -32,7 +32,8 @@ from strata.coord.core.inputs import (
     Tick,
 )
 from strata.coord.core.machine import CoordMachine, decode_fact
-from strata.coord.core.state import CoordState, JobState, SoftState
+from strata.coord.core.observe import observe, observe_outcome
+from strata.coord.core.state import CoordState, JobIndexes, JobState, SoftState
 
 JOB: Final = "job"
 CORPUS: Final = "corpus"
@@ -58,9 +59,11 @@ class Job:
     # Any input
 
     def submit(self, given: Input) -> Outcome:
+        observe(self.state, given, self.now_s)
         facts, outcome = self.machine.decide(self.state, given, self.now_s)
         for fact in facts:
             self.state = self.machine.apply(self.state, fact)
+        observe_outcome(self.state, given, outcome, self.now_s)
         self.journal += facts
         return outcome
 
@@ -94,8 +97,12 @@ class Job:
         return self.state.jobs[JOB]
 
     @property
-    def live(self) -> SoftState:
+    def soft(self) -> SoftState:
         return self.state.soft_of(JOB)
+
+    @property
+    def indexes(self) -> JobIndexes:
+        return self.state.indexes_of(JOB)
 
     @property
     def facts(self) -> list[Fact]:

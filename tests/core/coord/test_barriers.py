@@ -63,7 +63,7 @@ def test_callers_that_expect_different_numbers_are_told_so() -> None:
 def test_nobody_waits_for_more_workers_than_there_are() -> None:
     job = Job(workers=2)
     assert job.refusal(ArriveAtBarrier(job.caller("w1"), "b", expected=3)).code is Code.INVALID
-    assert job.live.barriers == {}
+    assert job.soft.barriers == {}
 
 
 def test_a_lost_member_ends_the_waiting_at_once_and_a_retry_hears_the_same() -> None:
@@ -113,7 +113,7 @@ def test_a_barrier_of_an_old_generation_that_nobody_decided_says_that_the_member
     job.join("w1")
     found = job.arrive("w0", "never opened", generation=1)
     assert (found.verdict, found.generation) == (BarrierVerdict.MEMBERSHIP_CHANGED, 2)
-    assert job.live.barriers == {}
+    assert job.soft.barriers == {}
 
 
 def test_a_timeout_names_those_who_did_not_come_and_is_final() -> None:
@@ -163,7 +163,7 @@ def test_any_number_of_barriers_leaves_no_more_than_the_verdicts_kept() -> None:
     for number in range(50_000):
         job.arrive("w0", f"step_{number}")
     assert len(job.job.verdicts) == VERDICTS_KEPT
-    assert job.live.barriers == {}
+    assert job.soft.barriers == {}
     assert len(job.saved) < 300_000
     assert job.arrive("w0", "step_49999").verdict is BarrierVerdict.RELEASED
 
@@ -174,7 +174,7 @@ def test_many_missing_are_counted_and_the_first_of_them_named() -> None:
     job.join(*names)
     first = job.arrive("w0")
     assert (first.arrived, first.expected, first.missing) == (1, 100, tuple(names[1 : 1 + MISSING_NAMED]))
-    assert missing_at(job.job, job.live.barriers["b"]) == tuple(names[1:])
+    assert missing_at(job.job, job.soft.barriers["b"]) == tuple(names[1:])
     for number in range(1, 95):
         job.arrive(f"w{number}")
     assert job.arrive("w95").missing == ("w96", "w97", "w98", "w99")

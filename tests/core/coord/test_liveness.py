@@ -78,7 +78,7 @@ def test_who_waits_for_our_answer_is_there_until_the_call_ends() -> None:
     job.submit(CallClosed(caller))
     assert lost(job.run(LIMIT_S - 1.0, beating=["w1"])) == {}
     assert list(lost(job.run(2.0, beating=["w1"]))) == ["w0"]
-    assert job.live.open_calls == {}
+    assert job.soft.open_calls == {}
 
 
 def test_the_open_call_of_an_earlier_life_does_not_keep_the_next_one_alive() -> None:

@@ -24,7 +24,7 @@ from strata.coord.core.facts import (
 from strata.coord.core.inputs import Ack, Leave, NextShards, RegisterDataset, ShardAssignment
 from strata.coord.core.permutation import order_of
 from strata.coord.core.shards import MAX_COUNT, files_of
-from strata.coord.core.state import ACKS_KEPT, SoftState
+from strata.coord.core.state import ACKS_KEPT, JobIndexes
 from tests.core.coord.jobs import CORPUS, Job, corpus, samples_of
 
 
@@ -103,7 +103,7 @@ def test_each_worker_goes_through_its_own_buckets_in_canonical_order() -> None:
         shards = [job.next(worker, held=None).leases[0].rest.shard for _ in range(100)]
         positions = [order.position_of(shard) for shard in shards]
         assert positions == sorted(positions)
-        owned = set(job.live.placements[64].assignment.buckets_of(worker))
+        owned = set(job.indexes.placements[64].assignment.buckets_of(worker))
         assert {shard % 64 for shard in shards} <= owned
 
 
@@ -419,7 +419,7 @@ def test_what_is_kept_in_memory_of_an_epoch_ends_with_it() -> None:
     job = reading()
     for epoch in range(5):
         job.read("w0", epoch)
-    assert len(job.live.pickers) <= 1
+    assert len(job.indexes.pickers) <= 1
 
 
 # The deterministic mode
@@ -463,9 +463,9 @@ def test_a_step_of_an_earlier_epoch_is_refused_and_not_taken_for_the_end() -> No
 )
 def test_a_range_names_the_files_that_hold_it_in_order(start: int, end: int, files: str) -> None:
     dataset = corpus(samples=30, files=(File("a", 10), File("b", 0), File("c", 5), File("d", 15)))
-    live = SoftState()
-    assert files_of(live, dataset, start, end) == tuple(files)
-    assert files_of(live, dataset, start, end) == tuple(files), "also from what it remembers"
+    indexes = JobIndexes()
+    assert files_of(indexes, dataset, start, end) == tuple(files)
+    assert files_of(indexes, dataset, start, end) == tuple(files), "also from what it remembers"
 
 
 def test_a_dataset_without_files_names_none() -> None:
@@ -488,7 +488,7 @@ def test_a_million_shards_cost_little_and_are_handed_out_quickly() -> None:
     assert took_s < 6.0
     ledger = job.job.datasets[CORPUS].epochs[0]
     ledger.cursors, ledger.issued = [122] * 4096, 122 * 4096
-    job.live.pickers.clear()
+    job.indexes.pickers.clear()
     for worker in workers:
         job.next(worker, held=None)
     print(f"snapshot {len(job.saved):,} bytes")

@@ -17,8 +17,8 @@ from strata.coord.core.stragglers import (
     StragglerIncident,
     StragglerLimits,
     StragglerStanding,
+    add_report,
     judge,
-    observed,
 )
 
 
@@ -46,7 +46,7 @@ class Gang:
             if worker_id not in self.hung:
                 self.steps[worker_id] += 1
             before = self.samples.get(worker_id)
-            self.samples[worker_id] = observed(before, self.steps[worker_id], self.time_s(worker_id), self.now_s)
+            self.samples[worker_id] = add_report(before, self.steps[worker_id], self.time_s(worker_id), self.now_s)
         return self.judge()
 
     def judge(self) -> tuple[StragglerIncident, ...]:
@@ -234,10 +234,10 @@ def test_who_is_silent_or_says_that_it_is_busy_does_not_hang() -> None:
     gang.now_s += 1_000.0
     assert gang.judge() == (), "nobody was heard of: that is not a hang"
     for worker_id, sample in gang.samples.items():
-        gang.samples[worker_id] = observed(sample, sample.step, None, gang.now_s, busy=True)
+        gang.samples[worker_id] = add_report(sample, sample.step, None, gang.now_s, busy=True)
     assert gang.judge() == ()
     for worker_id, sample in gang.samples.items():
-        gang.samples[worker_id] = observed(sample, sample.step, None, gang.now_s + 1.0)
+        gang.samples[worker_id] = add_report(sample, sample.step, None, gang.now_s + 1.0)
     gang.now_s += 30.0
     assert gang.judge() == (), "what it was busy with does not count"
 
@@ -253,17 +253,17 @@ def test_one_that_has_hardly_begun_does_not_hang() -> None:
 
 
 def test_a_duration_that_is_not_told_follows_from_the_beats() -> None:
-    sample = observed(None, 10, None, 100.0)
+    sample = add_report(None, 10, None, 100.0)
     assert (sample.times_s, sample.steps) == ((), 0)
-    sample = observed(sample, 15, None, 110.0)
-    sample = observed(sample, 15, None, 115.0)
-    sample = observed(sample, 16, 0.5, 116.0)
+    sample = add_report(sample, 15, None, 110.0)
+    sample = add_report(sample, 15, None, 115.0)
+    sample = add_report(sample, 16, 0.5, 116.0)
     assert (sample.times_s, sample.steps, sample.moved_s, sample.heard_s) == ((2.0, 0.5), 2, 116.0, 116.0)
 
 
 @pytest.mark.parametrize("nonsense", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_duration_that_cannot_be_is_not_believed(nonsense: float) -> None:
-    assert observed(observed(None, 1, None, 0.0), 2, nonsense, 3.0).times_s == (3.0,)
+    assert add_report(add_report(None, 1, None, 0.0), 2, nonsense, 3.0).times_s == (3.0,)
 
 
 def test_workers_whose_steps_take_no_time_at_all_are_not_judged() -> None:
@@ -274,15 +274,15 @@ def test_workers_whose_steps_take_no_time_at_all_are_not_judged() -> None:
 
 
 def test_going_back_to_a_checkpoint_is_no_step() -> None:
-    sample = observed(observed(None, 10, None, 0.0), 11, 1.0, 1.0)
-    back = observed(sample, 5, 9.0, 10.0)
+    sample = add_report(add_report(None, 10, None, 0.0), 11, 1.0, 1.0)
+    back = add_report(sample, 5, 9.0, 10.0)
     assert (back.times_s, back.step, back.moved_s) == ((1.0,), 5, 10.0)
 
 
 def test_only_a_window_of_steps_is_remembered() -> None:
-    sample = observed(None, 0, None, 0.0)
+    sample = add_report(None, 0, None, 0.0)
     for step in range(1, 100):
-        sample = observed(sample, step, float(step), float(step), window=16)
+        sample = add_report(sample, step, float(step), float(step), window=16)
     assert (len(sample.times_s), sample.times_s[-1], sample.steps) == (16, 99.0, 99)
 
 

@@ -29,8 +29,8 @@ async def running() -> AsyncIterator[Running]:
 async def test_a_slow_worker_is_shown_with_its_reason_and_gets_less(running: Running) -> None:
     ids = [f"w{number}" for number in range(5)]
     await register(running.stub, *ids)
-    live = running.service.state.soft_of("default")
-    while not live.pace.generation:
+    soft = running.service.state.soft_of("default")
+    while not soft.stragglers.generation:
         await asyncio.sleep(0)
     told: list[pb.Command] = []
     for step in range(30):
@@ -43,8 +43,8 @@ async def test_a_slow_worker_is_shown_with_its_reason_and_gets_less(running: Run
             )
             told += beat.commands
         # The judgement that would come with a tick after a second; what was said has to be taken in first.
-        live.pace.judged_s = None
-        while live.pace.progress or live.pace.judged_s is None:
+        soft.stragglers.judged_s = None
+        while soft.stragglers.progress or soft.stragglers.judged_s is None:
             await asyncio.sleep(0)
     job = (await running.stub.GetJob(pb.GetJobRequest())).job
     incident = job.incidents[-1]

@@ -129,15 +129,15 @@ async def test_the_death_of_an_attached_worker_frees_the_others_and_its_shards(r
 
 async def test_only_the_end_of_a_workers_newest_stream_is_suspicion(running: Running) -> None:
     await register(running.stub, "a")
-    live = running.service.state.soft_of("default")
+    soft = running.service.state.soft_of("default")
     with ExitStack() as second, open_presence(running.service, Caller("default", "a")):
         with open_presence(running.service, Caller("default", "a")):
             second.enter_context(open_presence(running.service, Caller("default", "a")))
-        assert not live.disconnected_at_s, "an older stream ended"
+        assert not soft.disconnected_at_s, "an older stream ended"
         job = (await running.stub.GetJob(pb.GetJobRequest())).job
         assert (job.workers[0].liveness, job.workers[0].attached) == (pb.LIVENESS_ALIVE, True)
         second.close()
-        assert list(live.disconnected_at_s) == ["a"]
+        assert list(soft.disconnected_at_s) == ["a"]
         job = (await running.stub.GetJob(pb.GetJobRequest())).job
         assert (job.workers[0].liveness, job.workers[0].attached) == (pb.LIVENESS_SUSPECT, False)
 

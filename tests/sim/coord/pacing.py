@@ -140,7 +140,7 @@ class Gang:
     def share(self, worker_id: str) -> float:
         """Of the buckets, as a new placement has them."""
         self.job.next("w00", held=None)
-        owned = self.job.live.placements[BUCKETS].by_worker.get(worker_id, [])
+        owned = self.job.indexes.placements[BUCKETS].by_worker.get(worker_id, [])
         return len(owned) / BUCKETS
 
     def held(self, worker_id: str) -> Iterator[int]:

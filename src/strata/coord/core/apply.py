@@ -121,7 +121,6 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
 def _end_run(state: CoordState, fact: JobReset | JobDeleted) -> None:
     old = state.jobs[fact.job]
     lifecycle.move(old, JobEvent.RESET if isinstance(fact, JobReset) else JobEvent.DELETE)
-    state.live.pop(fact.job, None)
     if isinstance(fact, JobDeleted):
         del state.jobs[fact.job]
         return
@@ -307,7 +306,7 @@ def _mark_garbage(job: JobState, parts: Iterable[CheckpointPart], step: int) -> 
     buried = {part.uri: part.rank for part in parts if part.uri not in kept}
     job.tombstones |= buried
     job.tombstone_steps |= dict.fromkeys(buried, step)
-    job.burials += 1
+    job.gc_version += 1
     _drop_oldest(job.tombstones, TOMBSTONES_KEPT)
     _drop_oldest(job.tombstone_steps, TOMBSTONES_KEPT)
 

@@ -28,10 +28,10 @@ from strata.coord.core.state import (
     CommittedCheckpoint,
     CoordState,
     GarbageParts,
+    JobIndexes,
     JobState,
     Member,
     PendingCheckpoint,
-    SoftState,
 )
 
 MISSING_NAMED: Final = 64
@@ -42,23 +42,23 @@ def report(state: CoordState, request: ReportCheckpoint) -> tuple[list[Fact], Ch
     job = job_of(state, request.caller)
     committed = job.checkpoint(request.checkpoint_id)
     check_recovered(job, reporting_member(job, request.caller, is_committed=committed is not None))
-    worker_id, live = request.caller.worker_id, state.soft_of(job.job)
+    worker_id, indexes = request.caller.worker_id, state.indexes_of(job.job)
     collecting = job.collecting.get(request.checkpoint_id)
     _check_step(request, committed or collecting)
-    tombstones = _tombstones(job, live, job.ranks[worker_id], request.part.uri)
+    tombstones = _tombstones(job, indexes, job.ranks[worker_id], request.part.uri)
     if committed is not None:
         return [], CheckpointState(committed=True, missing_ranks=(), tombstones=tombstones)
     _check(job, request)
     if collecting is not None and worker_id in collecting.parts:
         if collecting.parts[worker_id] != request.part:
             raise StrataError(Code.CONFLICT, f"worker {worker_id!r} reported another part of {request.checkpoint_id!r}")
-        missing = _missing(job, live, request.checkpoint_id, collecting, None)
+        missing = _missing(job, indexes, request.checkpoint_id, collecting, None)
         return [], CheckpointState(committed=False, missing_ranks=missing, tombstones=tombstones)
     _check_consumed(job, request)
     reported = CheckpointReported(
         job.job, job.generation, request.step, request.checkpoint_id, worker_id, request.part, request.consumed
     )
-    missing = _missing(job, live, request.checkpoint_id, collecting, job.ranks[worker_id])
+    missing = _missing(job, indexes, request.checkpoint_id, collecting, job.ranks[worker_id])
     if missing:
         return [reported], CheckpointState(committed=False, missing_ranks=missing, tombstones=tombstones)
     done = CheckpointCommitted(job.job, job.generation, request.step, request.checkpoint_id)
@@ -112,17 +112,17 @@ def _check_consumed(job: JobState, request: ReportCheckpoint) -> None:
             )
 
 
-def _tombstones(job: JobState, live: SoftState, rank: int, written_now: str) -> tuple[str, ...]:
+def _tombstones(job: JobState, indexes: JobIndexes, rank: int, written_now: str) -> tuple[str, ...]:
     """Of its own rank, and its share of those whose rank is no more.
 
     Only of steps that are behind a committed checkpoint: others may come again, and somebody may be writing to the same
     path at this moment.
     """
     behind = job.checkpoints[-1].step if job.checkpoints else -1
-    version = (job.generation, job.burials, behind)
-    garbage = live.garbage
+    version = (job.generation, job.gc_version, behind)
+    garbage = indexes.garbage
     if garbage is None or garbage.version != version:
-        garbage = live.garbage = GarbageParts(version, {})
+        garbage = indexes.garbage = GarbageParts(version, {})
         for uri, written_by in job.tombstones.items():
             if job.tombstone_steps.get(uri, 0) <= behind:
                 garbage.by_rank.setdefault(written_by % len(job.ranks), []).append(uri)
@@ -130,25 +130,23 @@ def _tombstones(job: JobState, live: SoftState, rank: int, written_now: str) -> 
 
 
 def _missing(
-    job: JobState, live: SoftState, checkpoint_id: str, collecting: PendingCheckpoint | None, just_now: int | None
+    job: JobState, indexes: JobIndexes, checkpoint_id: str, collecting: PendingCheckpoint | None, just_now: int | None
 ) -> tuple[int, ...]:
     """The first ranks that have not reported, in order; none if all have. `just_now` is the one that reports."""
     there = collecting.parts if collecting else {}
     if len(there) + (just_now is not None) == len(job.ranks):
         return ()
     key = (job.generation, checkpoint_id)
-    missing_ranks = live.missing_ranks.get(key)
+    missing_ranks = indexes.missing_ranks.get(key)
     if missing_ranks is None:
-        live.missing_ranks = {
+        indexes.missing_ranks = {
             (generation, name): ranks
-            for (generation, name), ranks in live.missing_ranks.items()
+            for (generation, name), ranks in indexes.missing_ranks.items()
             if generation == job.generation and name in job.collecting
         }
         missing_ranks = {rank: None for worker, rank in job.ranks.items() if worker not in there}
-        live.missing_ranks[key] = missing_ranks
-    if just_now is not None:
-        missing_ranks.pop(just_now, None)
-    return tuple(islice(missing_ranks, MISSING_NAMED))
+        indexes.missing_ranks[key] = missing_ranks
+    return tuple(islice((rank for rank in missing_ranks if rank != just_now), MISSING_NAMED))
 
 
 def recover(state: CoordState, request: RequestRecovery) -> tuple[list[Fact], Recovery]:
@@ -166,15 +164,12 @@ def recover(state: CoordState, request: RequestRecovery) -> tuple[list[Fact], Re
     usable = [each for each in job.checkpoints if each.checkpoint_id != request.bad_checkpoint_id]
     checkpoint = usable[-1] if usable else None
     to = checkpoint.checkpoint_id if checkpoint else None
-    live = state.soft_of(job.job)
     facts: list[Fact] = [
-        *end_all(job, live),
+        *end_all(job, state.soft_of(job.job)),
         Recovered(job.job, to, request.bad_checkpoint_id, recover_first=True),
         WorkerRecovered(job.job, worker_id),
         *form_generation(job, list(job.ranks)),
     ]
-    live.pickers.clear()
-    live.read_until.clear()
     return facts, Recovery(_rank_assignment(job, worker_id, job.generation + 1), checkpoint, rewound=True)
 
 

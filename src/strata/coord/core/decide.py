@@ -1,11 +1,14 @@
-"""Inputs into facts and answers. Changes nothing that is journaled; `SoftState` is all it touches."""
+"""The decision: from the state and a request to facts and a reply. It writes nothing; `observe` and `apply` do.
+
+The indexes of a job are caches that it may fill.
+"""
 
 from __future__ import annotations
 
-from typing import Final, assert_never
+from typing import assert_never
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import barriers, checkpoints, lifecycle, liveness, members, pace, shards
+from strata.coord.core import barriers, checkpoints, lifecycle, liveness, members, shards, straggler_policy
 from strata.coord.core.facts import CommandIssued, Fact, parts_of
 from strata.coord.core.inputs import (
     ArriveAtBarrier,
@@ -33,9 +36,6 @@ from strata.coord.core.inputs import (
 )
 from strata.coord.core.state import CoordState
 
-BLIND_S: Final = 2.0
-"""A tick that comes later than this after the one before it means that this process was not looking."""
-
 
 def decide(state: CoordState, request: Input, now_s: float) -> Outcome:
     facts, reply = _decide(state, request, now_s)
@@ -43,35 +43,26 @@ def decide(state: CoordState, request: Input, now_s: float) -> Outcome:
 
 
 def _decide(state: CoordState, request: Input, now_s: float) -> tuple[list[Fact], Reply]:  # noqa: C901, PLR0911, PLR0912
-    if isinstance(request, NextShards | ArriveAtBarrier | ReportCheckpoint | RequestRecovery | RegisterDataset):
-        liveness.touch_caller(state, request.caller, now_s)
     match request:
         case CreateJob():
             return members.create(state, request), Done()
         case Register():
-            return members.register(state, request, now_s), Done()
+            return members.register(state, request), Done()
         case Leave():
-            return members.leave(state, request, now_s), Done()
+            return members.leave(state, request), Done()
         case Heartbeat():
-            return members.heartbeat(state, request, now_s)
+            return members.heartbeat(state, request)
         case Attached():
-            members.attach(state, request, now_s)
+            members.member_of(members.job_of(state, request.caller), request.caller)
             return [], Done()
-        case Detached():
-            members.detach(state, request, now_s)
-            return [], Done()
-        case CallOpened():
-            liveness.call_opened(state, request)
-            return [], Done()
-        case CallClosed():
-            liveness.call_closed(state, request, now_s)
+        case Detached() | CallOpened() | CallClosed():
             return [], Done()
         case RegisterDataset():
             return shards.register_dataset(state, request)
         case NextShards():
             return shards.next_shards(state, request)
         case ArriveAtBarrier():
-            return barriers.arrive(state, request, now_s)
+            return barriers.arrive(state, request)
         case ReportCheckpoint():
             return checkpoints.report(state, request)
         case RequestRecovery():
@@ -110,20 +101,16 @@ def _issue(state: CoordState, request: IssueCommand) -> tuple[list[Fact], Issued
 
 
 def _tick(state: CoordState, now_s: float) -> list[Fact]:
-    blind_s = now_s - state.ticked_s if state.ticked_s is not None else 0.0
-    state.ticked_s = now_s
-    state.fleet = sum(len(job.members) for job in state.jobs.values())
     facts: list[Fact] = []
     for job in state.jobs.values():
-        live = state.soft_of(job.job)
-        if blind_s > BLIND_S:
-            liveness.extend_deadlines(live, blind_s, now_s)
-        lost = members.evict_expired(job, live, liveness.timeout_s(state, job, live, now_s), now_s)
-        formed = members.form_if_settled(job, live, now_s) if not lost else []
-        if lost or not job.settled:
-            # Waiters hear at once that the generation is over, not only when the next one is there: it may take long.
-            facts += barriers.end_all(job, live)
+        soft = state.soft_of(job.job)
+        evicted = members.evict_expired(job, soft, liveness.timeout_s(state, job, soft, now_s), now_s)
+        if evicted or not job.settled:
+            # The barriers end at once, not only when the next generation forms: that may take long.
+            facts += [*barriers.end_all(job, soft), *evicted]
         else:
-            facts += pace.judge(job, live, liveness.interval_s(state, job), now_s)
-        facts += [*lost, *barriers.time_out(job, live, now_s), *formed]
+            facts += straggler_policy.escalate(job, soft.stragglers.incidents)
+            facts += barriers.time_out(job, soft, now_s)
+        if not evicted:
+            facts += members.form_if_settled(job, soft, now_s)
     return facts

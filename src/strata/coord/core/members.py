@@ -1,4 +1,4 @@
-"""Who takes part: registration, signs of life, loss, and the forming of generations."""
+"""Membership: registration, heartbeats, eviction, and the forming of generations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import lifecycle, liveness, pace
+from strata.coord.core import lifecycle, liveness, straggler_policy
 from strata.coord.core.facts import (
     CommandAcked,
     Fact,
@@ -21,10 +21,8 @@ from strata.coord.core.facts import (
     parts_of,
 )
 from strata.coord.core.inputs import (
-    Attached,
     Caller,
     CreateJob,
-    Detached,
     Heartbeat,
     HeartbeatReply,
     Leave,
@@ -32,13 +30,12 @@ from strata.coord.core.inputs import (
     Register,
 )
 from strata.coord.core.placement import MAX_WEIGHT, MAX_WORKERS, Scheme
-from strata.coord.core.state import CoordState, JobState, Member, SoftState, StepProgress
+from strata.coord.core.state import CoordState, JobState, Member, SoftState
 
-GRACE_BEATS: Final = 2
 MAX_SETTLE_PERIODS: Final = 25
 """A generation is formed after so many times `settle_s` even if members still come and go."""
 RECONNECT_GRACE_S: Final = 0.5
-"""How long a broken presence may take to come back."""
+"""How long a broken presence stream may take to come back."""
 
 
 def job_of(state: CoordState, caller: Caller) -> JobState:
@@ -174,11 +171,11 @@ def _check_worker(request: Register, job: JobState | None) -> None:
         raise StrataError(Code.EXHAUSTED, f"job {request.job!r} has {most} workers and takes no more")
 
 
-def register(state: CoordState, request: Register, now_s: float) -> list[Fact]:
-    """A second life of the same worker ends the first. The same life again is only a sign of life.
+def register(state: CoordState, request: Register) -> list[Fact]:
+    """A second incarnation of the same worker ends the first. The same incarnation again is only a sign of life.
 
-    A life that was evicted may come back as long as no other one has followed it: to a worker that was cut off for a
-    while that is the way back, and it holds nothing then.
+    An evicted incarnation may come back as long as no other one has followed it: that is how a worker that was cut off
+    for a while rejoins, and it holds nothing then.
     """
     facts: list[Fact] = []
     job = state.jobs.get(request.job)
@@ -188,23 +185,19 @@ def register(state: CoordState, request: Register, now_s: float) -> list[Fact]:
     member = job.members.get(request.worker.worker_id) if job else None
     if job is not None and request.worker.incarnation in job.fenced.get(request.worker.worker_id, ()):
         raise _replaced(request.worker.worker_id)
-    live = state.soft_of(request.job)
-    liveness.touch_presence(live, request.worker.worker_id, now_s)
     if member is not None:
         if member.worker.incarnation == request.worker.incarnation:
             return facts
         assert job is not None
-        facts += _evict(job, live, request.worker.worker_id, "replaced", now_s)
-        liveness.touch_presence(live, request.worker.worker_id, now_s)
-    _membership_changed(live, now_s)
+        facts += _evict(job, state.soft_of(request.job), request.worker.worker_id, "replaced")
     recover_first = job is not None and job.has_progress and not request.worker.elastic
     return [*facts, WorkerJoined(request.job, request.worker, recover_first)]
 
 
-def heartbeat(state: CoordState, request: Heartbeat, now_s: float) -> tuple[list[Fact], HeartbeatReply]:
+def heartbeat(state: CoordState, request: Heartbeat) -> tuple[list[Fact], HeartbeatReply]:
     job = state.jobs.get(request.caller.job)
     if job is None or request.caller.worker_id not in job.members:
-        # Unlike other calls: a beat of somebody unknown means that we forgot it, and it has to come back.
+        # Unlike other calls: a heartbeat of an unknown worker means that this coordinator lost it; it has to rejoin.
         if job is not None and request.caller.worker_id in job.evicted:
             raise _evicted(job, request.caller.worker_id)
         raise StrataError(
@@ -215,15 +208,6 @@ def heartbeat(state: CoordState, request: Heartbeat, now_s: float) -> tuple[list
         )
     member_of(job, request.caller)
     worker_id = request.caller.worker_id
-    live = state.soft_of(job.job)
-    if request.progress is not None:
-        pace.take_in(live, worker_id, request.progress, now_s)
-    if request.read_until is not None:
-        live.read_until[worker_id] = request.read_until
-    if not (job.commands or request.failed):
-        # Nearly every beat, so it must cost nearly nothing.
-        liveness.touch_presence(live, worker_id, now_s)
-        return [], HeartbeatReply(job.generation, ())
     facts: list[Fact] = [
         CommandAcked(job.job, command_id, worker_id)
         for command_id in dict.fromkeys(request.acked_commands)
@@ -235,85 +219,50 @@ def heartbeat(state: CoordState, request: Heartbeat, now_s: float) -> tuple[list
         if worker_id in command.waiting and command.command_id not in request.acked_commands
     )
     if request.failed:
-        facts += _evict(job, live, worker_id, "error", now_s)
-        return facts, HeartbeatReply(job.generation, commands)
-    liveness.touch_presence(live, worker_id, now_s)
+        facts += _evict(job, state.soft_of(job.job), worker_id, "error")
     return facts, HeartbeatReply(job.generation, commands)
 
 
-def fast_heartbeat(
-    state: CoordState, job_id: str, worker_id: str, incarnation: str, progress: StepProgress | None, now_s: float
-) -> bool:
-    """Record the heartbeat of a member whose job has no open commands; False: `heartbeat` has to decide it."""
-    job = state.jobs.get(job_id)
-    member = job.members.get(worker_id) if job else None
-    if job is None or member is None or job.commands or incarnation not in ("", member.worker.incarnation):
-        return False
-    live = state.soft_of(job_id)
-    if progress is not None:
-        pace.take_in(live, worker_id, progress, now_s)
-    liveness.touch_presence(live, worker_id, now_s)
-    return True
-
-
-def attach(state: CoordState, request: Attached, now_s: float) -> None:
-    member_of(job_of(state, request.caller), request.caller)
-    liveness.touch_presence(state.soft_of(request.caller.job), request.caller.worker_id, now_s)
-
-
-def detach(state: CoordState, request: Detached, now_s: float) -> None:
-    job = state.jobs.get(request.caller.job)
-    member = job.members.get(request.caller.worker_id) if job else None
-    # The stream of an earlier life says nothing about this one.
-    if member is not None and request.caller.incarnation in ("", member.worker.incarnation):
-        state.soft_of(request.caller.job).disconnected_at_s.setdefault(request.caller.worker_id, now_s)
-
-
-def leave(state: CoordState, request: Leave, now_s: float) -> list[Fact]:
+def leave(state: CoordState, request: Leave) -> list[Fact]:
     job = job_of(state, request.caller)
     if request.caller.worker_id in job.evicted:
         return []
     member_of(job, request.caller)
-    live = state.soft_of(job.job)
-    # One that says farewell has acked what should count.
-    live.read_until.pop(request.caller.worker_id, None)
-    facts = _evict(job, live, request.caller.worker_id, request.cause, now_s)
+    # A worker that leaves has acked what should count: its last progress report counts no more.
+    facts: list[Fact] = [_lost(job, request.caller.worker_id, request.cause)]
     is_last = request.finished and len(job.members) == 1
     return [*facts, *lifecycle.finish(job)] if is_last else facts
 
 
-def evict_expired(job: JobState, live: SoftState, limit_s: float, now_s: float) -> list[Fact]:
-    """Those whose presence broke and did not come back, and those who have said nothing for too long."""
-    facts: list[Fact] = []
-    if not live.grace_granted:
-        live.grace_granted = True
-        # Known from the journal and not heard of since this process leads.
-        live.not_yet_seen = {worker_id: None for worker_id in job.members if worker_id not in live.seen_s}
-        grace_until_s = now_s + GRACE_BEATS * limit_s / job.config.missed_beats
-        live.seen_s.update(dict.fromkeys(live.not_yet_seen, grace_until_s))
-    broken = [worker for worker, since_s in live.disconnected_at_s.items() if now_s - since_s >= RECONNECT_GRACE_S]
+def expired(job: JobState, soft: SoftState, timeout_s: float, now_s: float) -> dict[str, str]:
+    """By worker, why it is to be evicted: a broken presence stream, silence, or a stop command that it ignores."""
+    broken = [worker for worker, since_s in soft.disconnected_at_s.items() if now_s - since_s >= RECONNECT_GRACE_S]
     causes = dict.fromkeys(broken, "connection lost")
-    for worker_id in liveness.expired(job, live, now_s - limit_s, now_s):
-        causes.setdefault(worker_id, f"silent for {limit_s:g} s")
-    for worker_id, reason in pace.overdue(job, live, limit_s, now_s).items():
+    for worker_id in liveness.expired(job, soft, now_s - timeout_s):
+        causes.setdefault(worker_id, f"silent for {timeout_s:g} s")
+    for worker_id, reason in straggler_policy.ignored_stops(job, soft, timeout_s, now_s).items():
         causes.setdefault(worker_id, f"did not stop when told to: {reason}")
-    for worker_id, cause in causes.items():
-        if worker_id in job.members:
-            facts += _evict(job, live, worker_id, cause, now_s)
-        liveness.forget(live, worker_id)
-    return facts
+    return causes
 
 
-def form_if_settled(job: JobState, live: SoftState, now_s: float) -> list[Fact]:
-    """A new generation, once the coming and going has settled. Who stays keeps its place in the order of ranks."""
+def evict_expired(job: JobState, soft: SoftState, timeout_s: float, now_s: float) -> list[Fact]:
+    return [
+        fact
+        for worker_id, cause in expired(job, soft, timeout_s, now_s).items()
+        if worker_id in job.members
+        for fact in _evict(job, soft, worker_id, cause)
+    ]
+
+
+def form_if_settled(job: JobState, soft: SoftState, now_s: float) -> list[Fact]:
+    """A new generation, once no member joins or leaves any more. Members that stay keep their order of ranks."""
     if job.settled or len(job.members) < job.config.min_workers:
         return []
-    quiet_s = now_s - (live.changed_s if live.changed_s is not None else -job.config.settle_s)
-    waited_s = now_s - (live.unsettled_s if live.unsettled_s is not None else now_s)
-    # Whoever keeps coming must not keep the others from starting.
+    quiet_s = now_s - (soft.changed_s if soft.changed_s is not None else -job.config.settle_s)
+    waited_s = now_s - (soft.unsettled_s if soft.unsettled_s is not None else now_s)
+    # Workers that keep joining must not keep the others from starting.
     if quiet_s < job.config.settle_s and waited_s < MAX_SETTLE_PERIODS * job.config.settle_s:
         return []
-    live.unsettled_s = None
     stay = [worker for worker in job.ranks if worker in job.members]
     come = [worker for worker in job.members if worker not in job.ranks]
     return form_generation(job, stay + come)
@@ -328,12 +277,14 @@ def form_generation(job: JobState, members: Sequence[str]) -> list[Fact]:
     ]
 
 
-def _evict(job: JobState, live: SoftState, worker_id: str, cause: str, now_s: float) -> list[Fact]:
-    """It is lost, and what it last said it had read is consumed: only the rest is handed out again."""
-    _membership_changed(live, now_s)
-    facts = _ack_progress(job, worker_id, dict(live.read_until.get(worker_id, ())))
-    liveness.forget(live, worker_id)
-    return [*facts, WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)]
+def _evict(job: JobState, soft: SoftState, worker_id: str, cause: str) -> list[Fact]:
+    """What the worker last reported as read is consumed: only the rest of its leases is handed out again."""
+    facts = _ack_progress(job, worker_id, dict(soft.read_until.get(worker_id, ())))
+    return [*facts, _lost(job, worker_id, cause)]
+
+
+def _lost(job: JobState, worker_id: str, cause: str) -> WorkerLost:
+    return WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)
 
 
 def _ack_progress(job: JobState, worker_id: str, read_until: dict[int, int]) -> list[Fact]:
@@ -346,9 +297,3 @@ def _ack_progress(job: JobState, worker_id: str, read_until: dict[int, int]) -> 
         for lease_id in ledger.held.get(worker_id, ())
         if ledger.leases[lease_id].until < (until := read_until.get(lease_id, 0)) <= ledger.leases[lease_id].end
     ]
-
-
-def _membership_changed(live: SoftState, now_s: float) -> None:
-    live.changed_s = now_s
-    if live.unsettled_s is None:
-        live.unsettled_s = now_s

@@ -1,4 +1,4 @@
-"""Which shard a worker gets next: what came back first, then its own buckets in canonical order, then anybody's.
+"""Which shard a worker gets next: returned ones first, then its own buckets in canonical order, then any bucket.
 
 An index over a ledger, rebuilt when needed and never journaled: the cursors are the truth, and an entry that disagrees
 with them is stale and skipped.
@@ -31,6 +31,8 @@ class Picker:
         self._own: dict[str, list[_Entry]] = {}
         self._anybodys: list[_Entry] | None = None
         self._version = (-1, 0)
+        self._advanced: list[tuple[list[_Entry], int, int]] = []
+        """Of the last pick: each heap and bucket that it advanced, and the cursor that it picked."""
 
     def pick(
         self,
@@ -44,6 +46,7 @@ class Picker:
 
         `buckets` says which ones it owns, if asked; with another `version` of the placement everybody is asked again.
         """
+        self._undo_unused(ledger)
         if version != self._version:
             self._own.clear()
             self._version = version
@@ -57,6 +60,20 @@ class Picker:
             picked.append((ShardRange(shard, *self._dataset.bounds(shard)), True))
         return picked
 
+    def _undo_unused(self, ledger: EpochLedger) -> None:
+        """A pick that was not granted is offered again: a decision may be repeated before its facts are applied."""
+        unused = {id(heap): heap for heap, bucket, cursor in self._advanced if ledger.cursors[bucket] <= cursor}
+        for heap in unused.values():
+            buckets = {bucket for each, bucket, cursor in self._advanced if each is heap}
+            heap[:] = [entry for entry in heap if entry[1] not in buckets]
+            heap += [
+                self._entry(bucket, cursor)
+                for bucket in buckets
+                if (cursor := ledger.cursors[bucket]) < self._size(bucket)
+            ]
+            heapq.heapify(heap)
+        self._advanced.clear()
+
     def _steal(self, ledger: EpochLedger, taken: dict[int, int]) -> int | None:
         if self._anybodys is None:
             self._anybodys = self._heap(ledger, range(self._dataset.buckets))
@@ -68,6 +85,7 @@ class Picker:
             now = ledger.cursors[bucket] + taken.get(bucket, 0)
             if cursor == now:
                 taken[bucket] = taken.get(bucket, 0) + 1
+                self._advanced.append((heap, bucket, cursor))
                 self._advance(heap, bucket, now + 1)
                 return int(self._shards[self._place(bucket, cursor)])
             self._advance(heap, bucket, now)

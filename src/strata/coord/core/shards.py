@@ -24,7 +24,7 @@ from strata.coord.core.members import check_recovered, job_of, member_of, settle
 from strata.coord.core.permutation import order_of, slice_of
 from strata.coord.core.picker import Picker
 from strata.coord.core.placement import Scheme, place
-from strata.coord.core.state import ACKS_KEPT, BucketPlacement, CoordState, JobState, Member, SoftState
+from strata.coord.core.state import ACKS_KEPT, BucketPlacement, CoordState, JobIndexes, JobState, Member
 
 MAX_BUCKETS: Final = 1 << 16
 MAX_COUNT: Final = ACKS_KEPT
@@ -79,26 +79,23 @@ def next_shards(state: CoordState, request: NextShards) -> tuple[list[Fact], Sha
             reason="unknown-dataset",
         )
     if dataset.dataset.mode is DatasetMode.DETERMINISTIC:
-        return [], _slice(dataset.dataset, job, state.soft_of(job.job), request)
+        return [], _slice(dataset.dataset, job, state.indexes_of(job.job), request)
     if len(request.acks) > MAX_COUNT:
         raise StrataError(Code.INVALID, f"{len(request.acks)} acks in one call: {MAX_COUNT} at most")
     ledgers.check_epoch(dataset, request.epoch)
     ledger = dataset.epoch(request.epoch)
-    live = state.soft_of(job.job)
+    indexes = state.indexes_of(job.job)
     mine = {lease_id: ledger.leases[lease_id] for lease_id in ledger.held.get(request.caller.worker_id, ())}
     acks = request.acks if request.held is not None else tuple(Ack(lease_id) for lease_id in mine)
     facts, over, stale = _apply_acks(job, request, member, mine, acks)
     again = [lease for lease_id, lease in mine.items() if lease_id not in over and lease_id not in (request.held or ())]
     if again:
         # Granted before, and the answer was lost: the same leases once more, not others.
-        leases = tuple(_leased(live, dataset.dataset, lease) for lease in again)
+        leases = tuple(_leased(indexes, dataset.dataset, lease) for lease in again)
         return facts, ShardAssignment(leases, end_of_epoch=False, stale=stale)
     if request.epoch in dataset.finished:
-        _note_idle(live, request.caller.worker_id, idle=request.count > 0)
         return facts, ShardAssignment((), end_of_epoch=True, stale=stale)
     grants = _grants(state, job, dataset, ledger, request)
-    if request.count > 0:
-        _note_idle(live, request.caller.worker_id, idle=not grants)
     if not grants:
         comes_back = any(isinstance(fact, ShardReturned) and not fact.quarantined for fact in facts)
         is_over = ledgers.is_exhausted(dataset.dataset, ledger) and not ledger.leases.keys() - over and not comes_back
@@ -108,19 +105,11 @@ def next_shards(state: CoordState, request: NextShards) -> tuple[list[Fact], Sha
         LeasedShard(
             each.lease_id,
             ShardRange(each.shard, each.start, each.end),
-            files_of(live, dataset.dataset, each.start, each.end),
+            files_of(indexes, dataset.dataset, each.start, each.end),
         )
         for each in grants
     )
     return facts, ShardAssignment(leases, end_of_epoch=False, stale=stale)
-
-
-def _note_idle(live: SoftState, worker_id: str, *, idle: bool) -> None:
-    """Who has nothing to read makes no steps, and that is not its fault."""
-    if idle:
-        live.pace.idle.add(worker_id)
-    else:
-        live.pace.idle.discard(worker_id)
 
 
 def _apply_acks(
@@ -170,23 +159,24 @@ def _returned(job: JobState, request: NextShards, lease: Lease, reason: str) -> 
 def _grants(
     state: CoordState, job: JobState, dataset: DatasetLedger, ledger: EpochLedger, request: NextShards
 ) -> list[Grant]:
-    live = state.soft_of(job.job)
+    """Lease ids go on from those that `observe` has counted: a repeated decision gives out the same ones."""
+    indexes = state.indexes_of(job.job)
     key = (request.dataset_id, request.epoch)
-    picker = live.pickers.get(key)
+    picker = indexes.pickers.get(key)
     if picker is None:
         for epoch in dataset.finished:
-            live.pickers.pop((request.dataset_id, epoch), None)
-        picker = live.pickers[key] = Picker(dataset.dataset, request.epoch)
+            indexes.pickers.pop((request.dataset_id, epoch), None)
+        picker = indexes.pickers[key] = Picker(dataset.dataset, request.epoch)
     worker_id = request.caller.worker_id
     count = max(0, min(request.count, MAX_COUNT))
-    grants: list[Grant] = []
-    for rest, fresh in picker.pick(
-        ledger, worker_id, _version(job), count, lambda: _buckets_of(job, live, dataset.dataset.buckets, worker_id)
-    ):
-        state.leases_given += 1
-        lease_id = state.leader_epoch << 32 | state.leases_given
-        grants.append(Grant(lease_id, rest.shard, rest.start, rest.end, fresh))
-    return grants
+    picked = picker.pick(
+        ledger, worker_id, _version(job), count, lambda: _buckets_of(job, indexes, dataset.dataset.buckets, worker_id)
+    )
+    first_id = (state.leader_epoch << 32 | state.leases_given) + 1
+    return [
+        Grant(lease_id, rest.shard, rest.start, rest.end, fresh)
+        for lease_id, (rest, fresh) in enumerate(picked, start=first_id)
+    ]
 
 
 def _version(job: JobState) -> tuple[int, int]:
@@ -194,20 +184,20 @@ def _version(job: JobState) -> tuple[int, int]:
     return job.generation, job.reweighted
 
 
-def _buckets_of(job: JobState, live: SoftState, buckets: int, worker_id: str) -> list[int]:
+def _buckets_of(job: JobState, indexes: JobIndexes, buckets: int, worker_id: str) -> list[int]:
     """The caller's buckets in this generation; members keep theirs over generations as far as balance allows."""
-    placed = live.placements.get(buckets)
+    placed = indexes.placements.get(buckets)
     if placed is None or placed.version != _version(job):
         weights = {worker: job.members[worker].worker.weight * job.members[worker].share for worker in job.ranks}
         if not any(weights.values()):
             return []
         before = placed.assignment if placed else None
         assignment, _ = place(buckets, weights, before, scheme=Scheme(job.config.placement))
-        placed = live.placements[buckets] = BucketPlacement(_version(job), assignment, assignment.by_worker())
+        placed = indexes.placements[buckets] = BucketPlacement(_version(job), assignment, assignment.by_worker())
     return placed.by_worker.get(worker_id, [])
 
 
-def _slice(dataset: Dataset, job: JobState, live: SoftState, request: NextShards) -> ShardAssignment:
+def _slice(dataset: Dataset, job: JobState, indexes: JobIndexes, request: NextShards) -> ShardAssignment:
     """This rank's part of a step, with no ledger: the same for everybody who asks. Steps count through all epochs."""
     rank = job.ranks[request.caller.worker_id]
     part = slice_of(request.step, rank, len(job.ranks), global_batch=dataset.global_batch, n=dataset.shards)
@@ -224,19 +214,25 @@ def _slice(dataset: Dataset, job: JobState, live: SoftState, request: NextShards
     for position in range(part.start, part.stop):
         shard = order.at(position)
         start, end = dataset.bounds(shard)
-        leases.append(LeasedShard(0, ShardRange(shard, start, end), files_of(live, dataset, start, end)))
+        leases.append(LeasedShard(0, ShardRange(shard, start, end), files_of(indexes, dataset, start, end)))
     return ShardAssignment(tuple(leases), end_of_epoch=False, stale=())
 
 
-def _leased(live: SoftState, dataset: Dataset, lease: Lease) -> LeasedShard:
+def _leased(indexes: JobIndexes, dataset: Dataset, lease: Lease) -> LeasedShard:
     rest = ShardRange(lease.shard, lease.until, lease.end)
-    return LeasedShard(lease.lease_id, rest, files_of(live, dataset, rest.start, rest.end))
+    return LeasedShard(lease.lease_id, rest, files_of(indexes, dataset, rest.start, rest.end))
 
 
-def files_of(live: SoftState, dataset: Dataset, start: int, end: int) -> tuple[str, ...]:
+def files_of(indexes: JobIndexes, dataset: Dataset, start: int, end: int) -> tuple[str, ...]:
     """The files that hold these samples, in order."""
-    ends = live.file_ends.get(dataset.dataset_id)
-    if ends is None:
-        ends = live.file_ends[dataset.dataset_id] = list(accumulate(file.samples for file in dataset.files))
+    ends = file_ends(indexes, dataset)
     first, last = bisect_right(ends, start), bisect_right(ends, end - 1)
     return tuple(file.path for file in dataset.files[first : last + 1])
+
+
+def file_ends(indexes: JobIndexes, dataset: Dataset) -> list[int]:
+    """Of each file the sample after its last one."""
+    ends = indexes.file_ends.get(dataset.dataset_id)
+    if ends is None:
+        ends = indexes.file_ends[dataset.dataset_id] = list(accumulate(file.samples for file in dataset.files))
+    return ends

@@ -24,7 +24,7 @@ from strata.coord.core.facts import (
 from strata.coord.core.ledger import DatasetLedger, DatasetPosition, Late
 from strata.coord.core.picker import Picker
 from strata.coord.core.placement import BucketAssignment
-from strata.coord.core.stragglers import StepSample, StragglerStanding
+from strata.coord.core.stragglers import StepSample, StragglerIncident, StragglerStanding
 
 EVICTED_KEPT: Final = 10_000
 VERDICTS_KEPT: Final = 4_096
@@ -145,7 +145,7 @@ class JobState(msgspec.Struct):
     """Parts of checkpoints that are kept no longer, and the ranks that wrote them; oldest first."""
     tombstone_steps: dict[str, int] = {}
     """Of each tombstone the step. Before a checkpoint of it or a later one is committed it may be written again."""
-    burials: int = 0
+    gc_version: int = msgspec.field(default=0, name="burials")
     """How often tombstones were added."""
     commands: dict[int, PendingCommand] = {}
     last_command: int = 0
@@ -166,7 +166,7 @@ class JobState(msgspec.Struct):
 class OpenBarrier:
     barrier_id: str
     expected: int
-    """How many have to come; 0 means all of the generation."""
+    """How many workers have to arrive; 0 means all of the generation."""
     step: int
     deadline_s: float
     arrived: dict[str, None] = field(default_factory=dict)
@@ -175,30 +175,60 @@ class OpenBarrier:
 
 
 class StepProgress(NamedTuple):
-    """What a heartbeat says of a worker's progress."""
+    """A worker's progress as its heartbeat reports it."""
 
     step: int
     step_time_s: float | None = None
     busy: bool = False
-    """It does something else than training."""
+    """The worker does something else than training."""
     generation: int = 0
-    """That it works in; 0: the current one."""
+    """The generation it works in; 0: the current one."""
 
 
 @dataclass
 class StragglerState:
-    """How the workers of a generation get on, as far as they say it."""
+    """The step times of one generation's workers, as far as their heartbeats report them."""
 
     generation: int = 0
     progress: dict[str, tuple[StepProgress, float]] = field(default_factory=dict)
-    """What was said since the last judgement, and when."""
+    """Reports since the last evaluation, and when they arrived."""
     samples: dict[str, StepSample] = field(default_factory=dict)
     standings: dict[str, StragglerStanding] = field(default_factory=dict)
+    incidents: tuple[StragglerIncident, ...] = ()
+    """What the evaluation at the last tick found; the decision about that tick makes facts of it."""
     judged_s: float | None = None
     idle: set[str] = field(default_factory=set)
-    """Workers that asked for data and got none: without data there are no steps."""
+    """Workers that requested data and got none: without data they make no steps."""
     stopping_s: dict[str, float] = field(default_factory=dict)
     """Since when this process waits for a worker to stop."""
+
+
+@dataclass
+class SoftState:
+    """What this process observed of a job. `observe` alone writes it. Times are this process's monotonic seconds."""
+
+    seen_s: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """When each member was last heard from; longest silent first."""
+    disconnected_at_s: dict[str, float] = field(default_factory=dict)
+    """Since when a member's presence stream is broken."""
+    grace_granted: bool = False
+    """Whether the members known from the journal were given time to send their first heartbeat to this process."""
+    not_yet_seen: dict[str, None] = field(default_factory=dict)
+    """Those of them that have sent none. Their `seen_s` lies in the future, out of order: they are checked apart."""
+    unsettled_s: float | None = None
+    """Since when members have been joining and leaving without a generation being formed."""
+    changed_s: float | None = None
+    """When the members last changed since the generation was formed."""
+    barriers: dict[str, OpenBarrier] = field(default_factory=dict)
+    open_calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    """By worker and incarnation, its calls that wait here: as long as one does, the worker is alive."""
+    interval_s: float = 0.0
+    """The heartbeat interval that replies name."""
+    old_interval: tuple[float, float] = (0.0, 0.0)
+    """A longer interval that earlier replies named, and until when workers may still use it."""
+    read_until: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """By worker, how far it last reported to have read in its leases."""
+    stragglers: StragglerState = field(default_factory=StragglerState)
 
 
 @dataclass(frozen=True)
@@ -211,64 +241,55 @@ class BucketPlacement:
 
 @dataclass(frozen=True)
 class GarbageParts:
-    """Tombstones by the rank that is to be told of them."""
+    """Tombstones by the rank that may delete them."""
 
     version: tuple[int, int, int]
-    """The generation, the number of burials, and the last committed step."""
+    """The generation, `JobState.gc_version`, and the last committed step."""
     by_rank: dict[int, list[str]]
 
 
 @dataclass
-class SoftState:
-    """What this process has seen of a job. All times are this process's monotonic seconds."""
+class JobIndexes:
+    """Lookups computed from `JobState` and cached: to fill one, or to drop it, changes no decision."""
 
-    seen_s: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """When each member last said anything; longest silent first."""
-    disconnected_at_s: dict[str, float] = field(default_factory=dict)
-    """Since when a member's presence is broken."""
-    grace_granted: bool = False
-    """Whether the members known from the journal were given time to be heard of."""
-    not_yet_seen: dict[str, None] = field(default_factory=dict)
-    """Those of them who have said nothing yet. Their `seen_s` lies ahead, out of order: they are looked at apart."""
-    unsettled_s: float | None = None
-    """Since when members have been coming and going without a generation being formed."""
-    changed_s: float | None = None
-    """When the members last changed since the generation was formed."""
-    barriers: dict[str, OpenBarrier] = field(default_factory=dict)
     pickers: dict[tuple[str, int], Picker] = field(default_factory=dict)
     file_ends: dict[str, list[int]] = field(default_factory=dict)
     """By dataset, the sample after the last one of each file."""
     placements: dict[int, BucketPlacement] = field(default_factory=dict)
-    """By number of buckets, who owns each of them. Gives affinity only; the ledger gives truth."""
-    open_calls: dict[tuple[str, str], int] = field(default_factory=dict)
-    """By worker and incarnation, calls of it that are open: as long as one is, the worker is there."""
-    interval_s: float = 0.0
-    """The heartbeat interval that members are told."""
-    old_interval: tuple[float, float] = (0.0, 0.0)
-    """An interval that was told before and was longer, and until when somebody may still keep to it."""
-    read_until: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """By worker, how far it last said it had read in its leases."""
+    """By number of buckets, the owner of each. Affinity only: the ledger decides who reads what."""
     missing_ranks: dict[tuple[int, str], dict[int, None]] = field(default_factory=dict)
-    """By generation and checkpoint that is being collected, the ranks that have not reported it; only to name them."""
+    """By generation and pending checkpoint, the ranks that have not reported it; only to name them."""
     garbage: GarbageParts | None = None
-    pace: StragglerState = field(default_factory=StragglerState)
 
 
 @dataclass
 class CoordState:
-    """One partition: its jobs, and what this process needs to give out lease ids of its own."""
+    """One partition: its jobs, what this process observed of them, and the counter of its lease ids."""
 
     jobs: dict[str, JobState] = field(default_factory=dict)
-    live: dict[str, SoftState] = field(default_factory=dict)
+    soft: dict[str, SoftState] = field(default_factory=dict)
+    indexes: dict[str, JobIndexes] = field(default_factory=dict)
     leader_epoch: int = 0
     leases_given: int = 0
+    """Lease ids that this process has used; `observe` counts them."""
     ticked_s: float | None = None
     heartbeats_per_s: float = HEARTBEATS_PER_S
     fleet: int = 0
     """Members of all jobs, as counted at the last tick."""
 
     def soft_of(self, job: str) -> SoftState:
-        found = self.live.get(job)
-        if found is None:
-            found = self.live[job] = SoftState()
-        return found
+        """For reading: a job that nothing was observed of has an empty state."""
+        return self.soft.get(job) or SoftState()
+
+    def writable_soft(self, job: str) -> SoftState:
+        """For `observe` alone."""
+        soft = self.soft.get(job)
+        if soft is None:
+            soft = self.soft[job] = SoftState()
+        return soft
+
+    def indexes_of(self, job: str) -> JobIndexes:
+        indexes = self.indexes.get(job)
+        if indexes is None:
+            indexes = self.indexes[job] = JobIndexes()
+        return indexes

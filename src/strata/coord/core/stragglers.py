@@ -56,7 +56,7 @@ class StragglerLimits:
 
 @dataclass(frozen=True)
 class StepSample:
-    """What one life of one worker told in one generation. `observed` makes the next from the last."""
+    """What one life of one worker told in one generation. `add_report` makes the next from the last."""
 
     step: int
     moved_s: float
@@ -86,7 +86,7 @@ class StepSample:
         return found
 
 
-def observed(
+def add_report(
     before: StepSample | None,
     step: int,
     step_time_s: float | None,

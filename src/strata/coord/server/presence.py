@@ -58,7 +58,7 @@ def open_presence(service: CoordinatorService, caller: Caller) -> Iterator[Prese
     job = members.job_of(service.state, caller)
     # An unnamed life is the current one: the break of this stream must say nothing about the next.
     caller = replace(caller, incarnation=members.member_of(job, caller).worker.incarnation)
-    service.peek(Attached(caller))
+    service.observe(Attached(caller))
     presence = Presence(service, caller)
     streams = service.telemetry_of(caller.job).streams
     streams[caller.worker_id] = presence
@@ -67,5 +67,4 @@ def open_presence(service: CoordinatorService, caller: Caller) -> Iterator[Prese
     finally:
         if streams.get(caller.worker_id) is presence:
             del streams[caller.worker_id]
-            if service.leads:
-                service.peek(Detached(caller))
+            service.observe(Detached(caller))

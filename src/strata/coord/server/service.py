@@ -19,8 +19,6 @@ from strata.base.failpoint import failpoint
 from strata.base.ids import Ids
 from strata.base.loop import every
 from strata.base.notify import KeyedNotifier
-from strata.coord.core import liveness
-from strata.coord.core.decide import decide
 from strata.coord.core.facts import (
     BarrierDecided,
     CommandIssued,
@@ -41,12 +39,14 @@ from strata.coord.core.inputs import (
     CallClosed,
     Caller,
     CallOpened,
+    Heartbeat,
     Input,
     IssueCommand,
     Outcome,
     Tick,
 )
 from strata.coord.core.machine import CoordMachine
+from strata.coord.core.observe import observe, observe_outcome
 from strata.coord.core.state import CoordState
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.telemetry import JobTelemetry
@@ -226,15 +226,25 @@ class CoordinatorService:
             raise not_leading()
         return await self._decide(self._replica, request)
 
+    def submit_heartbeat(self, request: Heartbeat) -> tuple[Outcome, Awaitable[Outcome] | None]:
+        """Decide a heartbeat. None: it made no facts, and its reply, made of committed values only, may go at once."""
+        replica = self._replica
+        if replica is None or replica.failure is not None:
+            raise not_leading()
+        outcome, durable = self._decide_now(replica, request, settle=False)
+        return outcome, None if durable is None else self._committed(replica, outcome, durable)
+
     def _submit_in_background(self, replica: CoordReplica, request: Input) -> None:
         """Something that nobody waits for, and that may be refused."""
         task = asyncio.create_task(self._decide(replica, request))
         self._background.add(task)
         task.add_done_callback(self._on_background_done)
 
-    def peek(self, request: Input) -> Outcome:
-        """Decide without writing: for inputs that make no facts. One that does has changed nothing yet; `submit` it."""
-        return decide(self.state, request, self.clock.monotonic_s())
+    def observe(self, request: Input) -> None:
+        """Record a request that needs no decision, while this process leads."""
+        state = self.state_if_leading
+        if state is not None:
+            observe(state, request, self.clock.monotonic_s())
 
     def open_call(self, caller: Caller) -> OpenCall:
         """For a `with` statement: while a call of a worker waits here the worker is there, even if it says nothing."""
@@ -253,8 +263,26 @@ class CoordinatorService:
 
     async def _decide(self, replica: CoordReplica, request: InputSource) -> Outcome:
         try:
-            request_input = request(replica.state) if callable(request) else request
-            outcome, durable = replica.submit_nowait(request_input, partial(self._on_committed, replica, request_input))
+            outcome, durable = self._decide_now(replica, request(replica.state) if callable(request) else request)
+        except StrataError as error:
+            if replica.failure is not None:
+                raise not_leading() from error
+            raise
+        return await self._committed(replica, outcome, durable)
+
+    def _decide_now(
+        self, replica: CoordReplica, request: Input, *, settle: bool = True
+    ) -> tuple[Outcome, asyncio.Future[int] | None]:
+        """Observe, decide, apply and enqueue in one turn of the loop, so that no other request comes in between."""
+        now_s = self.clock.monotonic_s()
+        observe(replica.state, request, now_s)
+        on_commit = partial(self._on_committed, replica, request)
+        outcome, durable = replica.submit_nowait(request, on_commit, settle=settle)
+        observe_outcome(replica.state, request, outcome, now_s)
+        return outcome, durable
+
+    async def _committed(self, replica: CoordReplica, outcome: Outcome, durable: asyncio.Future[int] | None) -> Outcome:
+        try:
             if durable is not None:
                 await durable
         except StrataError as error:
@@ -327,14 +355,12 @@ class OpenCall:
         self._caller = caller
 
     def __enter__(self) -> None:
-        liveness.call_opened(self._service.state, CallOpened(self._caller))
+        self._service.observe(CallOpened(self._caller))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        state = self._service.state_if_leading
-        if state is not None:
-            liveness.call_closed(state, CallClosed(self._caller), self._service.clock.monotonic_s())
+        self._service.observe(CallClosed(self._caller))
 
 
 def _may_free_shards(fact: Fact, state: CoordState) -> bool:

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.coord.core.inputs import BarrierState, Caller, CreateJob, DeleteJob, RequestRecovery, ResetJob
-from strata.coord.core.shards import files_of
+from strata.coord.core.shards import file_ends
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server import operations, wire
 from strata.coord.server.authenticator import ANONYMOUS, ANY, OPERATOR, WORKER, Metadata, TokenAuthenticator
@@ -32,7 +32,8 @@ VALID_CHECK_S: Final = 1.0
 REFRESH_S: Final = 2.0
 """Telemetry alone is no change, but people want to see it."""
 
-NAMED: Final = (pb.ShardRequest, pb.BarrierRequest)
+NAMED: Final = (pb.HeartbeatRequest, pb.ShardRequest, pb.BarrierRequest)
+"""Frequent requests, which name their worker: then the metadata need not be read."""
 
 Request = TypeVar("Request", bound=Message)
 Reply = TypeVar("Reply")
@@ -53,12 +54,7 @@ class Servicer:
         self._roles: dict[str, frozenset[Role]] = {}
         self.calls: Final[Mapping[str, Handler]] = {
             "RegisterWorker": self._serve("RegisterWorker", WORKER, self._register),
-            "Heartbeat": self._serve(
-                "Heartbeat",
-                WORKER,
-                self._with_token_renewal(heartbeats.one),
-                heartbeats.plain if authenticator.allows_anonymous else None,
-            ),
+            "Heartbeat": self._serve("Heartbeat", WORKER, self._with_token_renewal(heartbeats.one)),
             "HeartbeatBatch": self._serve("HeartbeatBatch", WORKER, self._with_token_renewal(heartbeats.batch)),
             "GetNextShards": self._serve("GetNextShards", WORKER, self._next_shards),
             "AckDataset": self._serve("AckDataset", WORKER, self._ack_dataset),
@@ -86,20 +82,14 @@ class Servicer:
         name: str,
         roles: frozenset[Role],
         work: Callable[[Request, Identity, Context], Awaitable[Reply]],
-        at_once: Callable[[Request], Reply | None] | None = None,
     ) -> Handler:
-        """The outermost handler of a call: an error leaves as a status, never as a traceback.
-
-        `at_once` answers without asking who calls, if it can.
-        """
+        """The outermost handler of a call: an error leaves as a status, never as a traceback."""
         self._roles[name] = roles
 
         async def answer(request: Request | StrataError, context: Context) -> Reply:
             if isinstance(request, StrataError):
                 await self._abort(context, request)
             try:
-                if at_once is not None and (reply := at_once(request)) is not None:
-                    return reply
                 return await work(request, self._identify(request, context, roles), context)
             except grpc.aio.BaseError:
                 raise
@@ -177,10 +167,9 @@ class Servicer:
         given = wire.next_shards(request, who)
         found = await operations.next_shards(self._service, given, min(request.wait_ms / 1000, MAX_WAIT_S))
         state = self._service.state
-        job, live = state.jobs[given.caller.job], state.soft_of(given.caller.job)
+        job = state.jobs[given.caller.job]
         dataset = job.datasets[given.dataset_id].dataset
-        files_of(live, dataset, 0, 1)
-        ends = live.file_ends[given.dataset_id]
+        ends = file_ends(state.indexes_of(job.job), dataset)
         generation = self._service.telemetry_of(job.job).generation
         return wire.assignment(found, generation, request.epoch, dataset, ends)
 

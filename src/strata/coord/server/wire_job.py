@@ -30,7 +30,7 @@ def job_state(
     state: CoordState, job_id: str, watch: JobTelemetry, now_s: float, wall_s: float, limit: int
 ) -> pb.JobState:
     """`limit`: how many checkpoints and incidents; 0: as many as is useful."""
-    job, live = state.jobs[job_id], state.soft_of(job_id)
+    job, soft = state.jobs[job_id], state.soft_of(job_id)
     limit = limit or HISTORY
     incidents = list(watch.incidents)[-limit:]
     return pb.JobState(
@@ -39,9 +39,9 @@ def job_state(
         world_size=len(job.ranks),
         leader_epoch=state.leader_epoch,
         observed_at_unix_ms=_ms(wall_s),
-        workers=_workers(job, live, watch, now_s),
+        workers=_workers(job, soft, watch, now_s),
         datasets=[_dataset(each) for each in job.datasets.values()],
-        barriers=_barriers(job, live, watch, now_s),
+        barriers=_barriers(job, soft, watch, now_s),
         checkpoints=_checkpoints(job, watch)[:limit],
         incidents=[
             pb.Incident(
@@ -96,9 +96,9 @@ def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def _workers(job: JobState, live: SoftState, watch: JobTelemetry, now_s: float) -> list[pb.WorkerState]:
+def _workers(job: JobState, soft: SoftState, watch: JobTelemetry, now_s: float) -> list[pb.WorkerState]:
     order = [*(worker for worker in job.ranks if worker in job.members), *job.members]
-    found = [_worker(job, job.members[worker_id], live, watch, now_s) for worker_id in dict.fromkeys(order)]
+    found = [_worker(job, job.members[worker_id], soft, watch, now_s) for worker_id in dict.fromkeys(order)]
     for worker_id, incarnation in job.evicted.items():
         cause = watch.departed.get(worker_id, "was gone before this coordinator took over")
         liveness = pb.LIVENESS_LEFT if cause.startswith(LEFT) else pb.LIVENESS_LOST
@@ -108,10 +108,10 @@ def _workers(job: JobState, live: SoftState, watch: JobTelemetry, now_s: float) 
     return found
 
 
-def _worker(job: JobState, member: Member, live: SoftState, watch: JobTelemetry, now_s: float) -> pb.WorkerState:
+def _worker(job: JobState, member: Member, soft: SoftState, watch: JobTelemetry, now_s: float) -> pb.WorkerState:
     worker_id = member.worker.worker_id
-    seen_s = live.seen_s.get(worker_id, now_s)
-    liveness, reason = _liveness(job, live, worker_id, now_s - seen_s)
+    seen_s = soft.seen_s.get(worker_id, now_s)
+    liveness, reason = _liveness(job, soft, worker_id, now_s - seen_s)
     ip, port = address(member.worker)
     held = (ledger.held.get(worker_id, ()) for dataset in job.datasets.values() for ledger in dataset.epochs.values())
     state = pb.WorkerState(
@@ -144,12 +144,12 @@ def _worker(job: JobState, member: Member, live: SoftState, watch: JobTelemetry,
     return state
 
 
-def _liveness(job: JobState, live: SoftState, worker_id: str, silent_s: float) -> tuple[pb.Liveness.ValueType, str]:
-    if worker_id in live.disconnected_at_s:
+def _liveness(job: JobState, soft: SoftState, worker_id: str, silent_s: float) -> tuple[pb.Liveness.ValueType, str]:
+    if worker_id in soft.disconnected_at_s:
         return pb.LIVENESS_SUSPECT, "its stream broke"
     if silent_s < 0:
         return pb.LIVENESS_SUSPECT, "not heard from since this coordinator took over"
-    if silent_s > LATE_BEATS * max(live.interval_s, job.config.heartbeat_interval_s):
+    if silent_s > LATE_BEATS * max(soft.interval_s, job.config.heartbeat_interval_s):
         return pb.LIVENESS_SUSPECT, f"silent for {silent_s:.1f} s"
     return pb.LIVENESS_ALIVE, "heard from in time"
 
@@ -182,7 +182,7 @@ def _quarantined(found: DatasetLedger) -> dict[int, list[Quarantined]]:
     return found.quarantined | {number: ledger.quarantined for number, ledger in found.epochs.items()}
 
 
-def _barriers(job: JobState, live: SoftState, watch: JobTelemetry, now_s: float) -> list[pb.BarrierState]:
+def _barriers(job: JobState, soft: SoftState, watch: JobTelemetry, now_s: float) -> list[pb.BarrierState]:
     return [
         pb.BarrierState(
             barrier_id=each.barrier_id,
@@ -193,7 +193,7 @@ def _barriers(job: JobState, live: SoftState, watch: JobTelemetry, now_s: float)
             missing=missing_at(job, each),
             open_ms=_ms(now_s - watch.barrier_opened_s.get(each.barrier_id, now_s)),
         )
-        for each in live.barriers.values()
+        for each in soft.barriers.values()
     ]
 
 

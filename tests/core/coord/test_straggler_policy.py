@@ -53,14 +53,14 @@ def rungs(facts: Iterable[WorkerJudged]) -> list[EscalationLevel]:
 def test_a_slow_worker_owns_fewer_buckets_at_once_and_after_a_restart() -> None:
     steps = Steps()
     steps.job.next("w1")
-    before = len(steps.job.live.placements[256].by_worker["w1"])
+    before = len(steps.job.indexes.placements[256].by_worker["w1"])
     steps.times_s["w1"] = 4.0
     (fact,) = steps.run(18)
     assert (fact.worker_id, fact.finding, fact.rung) == ("w1", StragglerFinding.SLOW, EscalationLevel.REWEIGHT)
     assert fact.weight == pytest.approx(1 / 4)
     for _ in range(2):
         steps.job.next("w1", held=None)
-        assert len(steps.job.live.placements[256].by_worker["w1"]) == pytest.approx(before / 4, rel=0.3)
+        assert len(steps.job.indexes.placements[256].by_worker["w1"]) == pytest.approx(before / 4, rel=0.3)
         steps.job.restart()
 
 
@@ -70,7 +70,7 @@ def test_workers_that_say_nothing_of_steps_are_never_judged() -> None:
     steps.times_s["w1"] = 100.0
     steps.hung = {"w2"}
     assert steps.run(100) == []
-    assert steps.job.live.pace.samples == {}
+    assert steps.job.soft.stragglers.samples == {}
 
 
 def test_the_next_life_of_a_worker_begins_below() -> None:
@@ -215,5 +215,5 @@ def test_ten_thousand_workers_that_say_their_steps_cost_little() -> None:
             took_s.append(time.process_time() - began_s)
     print(f"\na tick that judges 10,000 workers: {max(took_s):.3f} s")
     assert max(took_s) < 3.0
-    assert {sample.steps for sample in job.live.pace.samples.values()} <= {len(beats) - 2, len(beats) - 1}
-    assert len(job.live.pace.samples) == 10_000
+    assert {sample.steps for sample in job.soft.stragglers.samples.values()} <= {len(beats) - 2, len(beats) - 1}
+    assert len(job.soft.stragglers.samples) == 10_000
