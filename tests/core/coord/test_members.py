@@ -298,6 +298,7 @@ def test_ten_thousand_joining_ten_thousand_form_a_generation_quickly() -> None:
     assert job.job.generation == 2
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_members_form_a_generation_whose_facts_all_fit() -> None:
     job = Job()
     names = [f"rack-{number // 32:04}-worker-{number:06}" for number in range(100_000)]
