@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Final
 
 from strata.base import failpoint
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 
 ROOT: Final = Path(__file__).parents[2]
 LOOK_S: Final = 0.02
@@ -124,4 +124,4 @@ class _Watcher:
 
 def _who() -> str:
     (found,) = [who for who, module in MODULES.items() if module in sys.orig_argv]
-    return f"{found} {own_environment()['RANK']}" if found == "rank" else found
+    return f"{found} {process_environment()['RANK']}" if found == "rank" else found

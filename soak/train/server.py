@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from soak.train import armed
 from strata.base.clock import SystemClock
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.journal.open import open_journal
 from strata.journal.replay import replay
 from strata.testing.ports import port_of, reserve_port
@@ -91,7 +91,7 @@ class ServeProcess:
         )
         self.settings: ServerSettings = load_settings(self._file, environ={})
         self.orders = folder / "armed"
-        self._environment = dict(own_environment())
+        self._environment = dict(process_environment())
         if hurt.armed:
             self._environment["PYTHONPATH"] = armed.prepare(self.orders)
         self._pretending: asyncio.subprocess.Process | None = None

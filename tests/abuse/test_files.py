@@ -12,7 +12,7 @@ import pytest
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.base.private import make_private
+from strata.base.private import require_private_folder
 from strata.base.secret import read_secret
 from strata.coord.settings import CoordinatorSettings
 from strata.coord.settings import check_exposure as check_coordinator
@@ -78,7 +78,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     folder.mkdir(mode=0o700)
     os.chown(folder, 65534, 65534)
     with pytest.raises(StrataError, match="another user"):
-        make_private(folder, "the files")
+        require_private_folder(folder, "the files")
 
 
 @pytest.mark.attack(AREA, "a database that was made before with mode 0644")

@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from tests.e2e.blocks import blocks
 from tests.e2e.served import served
 
@@ -37,7 +37,7 @@ def commands(example: str) -> tuple[list[list[str]], list[list[str]]]:
 
 def environment() -> dict[str, str]:
     # On any port: somebody may have a server running here.
-    return {**own_environment(), "STRATA_SERVER_PORT": "0", "TINKER_TELEMETRY": "0"}
+    return {**process_environment(), "STRATA_SERVER_PORT": "0", "TINKER_TELEMETRY": "0"}
 
 
 @pytest.fixture(scope="module")

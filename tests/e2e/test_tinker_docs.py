@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.train.api.routes import ROUTES
 from strata.train.core.ops import LossName
 from strata.train.runner.passes.losses import RULES
@@ -36,7 +36,7 @@ def lived(page: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     commands = [block.body.split() for block in blocks(page) if block.language == "sh"]
     assert [command[1] for command in commands] == ["models", "serve"]
     make, serve = ([str(BIN / command[0]), *command[1:]] for command in commands)
-    environment = {**own_environment(), "STRATA_SERVER_PORT": "0", "TINKER_TELEMETRY": "0"}
+    environment = {**process_environment(), "STRATA_SERVER_PORT": "0", "TINKER_TELEMETRY": "0"}
     for block in blocks(page):
         if block.title is not None:
             (folder / block.title).write_text(block.body, encoding="utf-8")
@@ -50,7 +50,7 @@ def test_the_five_minutes_end_with_a_model_that_has_learned(lived: Path, name: s
     address = (lived / "strata-train" / "api.address").read_text().strip()
     program = lived / f"moved_{name}"
     program.write_text((lived / name).read_text().replace(ADDRESS, address))
-    environment = {**own_environment(), "TINKER_TELEMETRY": "0"}
+    environment = {**process_environment(), "TINKER_TELEMETRY": "0"}
     done = subprocess.run(
         [sys.executable, str(program)],
         cwd=lived,

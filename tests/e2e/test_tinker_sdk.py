@@ -18,7 +18,7 @@ import tinker
 import torch
 from tinker import types
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_api.processes import Processes, serving
 
@@ -207,7 +207,7 @@ def other_tinker(version: str) -> Path:
 
 
 def test_a_client_that_speaks_json_trains_to_the_same_numbers(server: Processes) -> None:
-    environment = {**own_environment(), "TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key}
+    environment = {**process_environment(), "TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key}
     told = []
     for python in (other_tinker(JSON_ERA), Path(sys.executable)):
         command = [str(python), str(LOOP), TEXT]

@@ -19,7 +19,7 @@ import tinker
 from tinker import types
 
 from soak.train.server import ServeProcess, make_model, serving
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from tests.e2e.test_tinker_sdk import JSON_ERA, other_tinker
 
 pytestmark = [
@@ -128,7 +128,7 @@ def trained(server: ServeProcess) -> tuple[str, list[float]]:
 
 def archived(server: ServeProcess, path: str) -> httpx.Response:
     """Where the last version of the SDK that can ask says that it is, without credentials, as that SDK's users do."""
-    environment = {**own_environment(), "TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key}
+    environment = {**process_environment(), "TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key}
     asked = subprocess.run(
         [other_tinker(JSON_ERA), ASK, path],
         env=environment | {"TINKER_TELEMETRY": "0"},

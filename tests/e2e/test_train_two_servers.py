@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from soak.train.server import ServeProcess, serving
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE_S = 60.0
@@ -33,7 +33,7 @@ class Client:
 
 
 async def start(server: ServeProcess) -> Client:
-    environment = {**own_environment(), "TINKER_API_KEY": server.key, "TINKER_TELEMETRY": "0"}
+    environment = {**process_environment(), "TINKER_API_KEY": server.key, "TINKER_TELEMETRY": "0"}
     command = (sys.executable, "-m", "tests.e2e.tinker_steps", server.url, str(STEPS))
     return Client(
         await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE, limit=1 << 20)

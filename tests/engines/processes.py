@@ -13,7 +13,7 @@ from typing import Final, Self
 
 import httpx
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.testing.ports import port_of, reserve_port
 
 VLLM: Final = "0.32.0"
@@ -58,7 +58,7 @@ class EngineProcess:
         self.port = port_of(self._guard)
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [each.replace("{port}", str(self.port)) for each in command]
-        self._environment = {**own_environment(), **_OFFLINE, **environment}
+        self._environment = {**process_environment(), **_OFFLINE, **environment}
         self._log = log
         self._child: subprocess.Popen[bytes] | None = None
 

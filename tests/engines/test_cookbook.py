@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import pytest
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_api.processes import Processes, serving
 
@@ -76,7 +76,7 @@ class Cookbook:
         done = subprocess.run(
             [*command, *(f"{key}={value}" for key, value in told.items())],
             env={
-                **own_environment(),
+                **process_environment(),
                 "TINKER_API_KEY": self._server.key,
                 "TINKER_TELEMETRY": "0",
                 "HF_HUB_OFFLINE": "1",

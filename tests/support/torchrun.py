@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -16,7 +16,7 @@ def run_on_ranks(module: str, ranks: int, *arguments: str, within_s: float) -> s
     """What it printed; it must end well."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {
-        **own_environment(),
+        **process_environment(),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

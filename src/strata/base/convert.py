@@ -16,7 +16,7 @@ from msgspec import inspect
 
 from strata.base import toml
 from strata.base.errors import StrataError
-from strata.base.schema import Leaf, types_in
+from strata.base.schema import Leaf, walk_types
 from strata.base.secret import MASK, Secret, read_secret
 
 _YES: Final = frozenset({"true", "yes", "on", "1"})
@@ -56,7 +56,7 @@ def convert(leaf: Leaf, value: Any, *, from_text: bool) -> Any:
     if from_text:
         if value == "" and leaf.optional:
             return None
-        value = _parsed(leaf, value)
+        value = _parse_text(leaf, value)
     try:
         return msgspec.convert(value, leaf.type, strict=not from_text, dec_hook=_decode)
     except msgspec.ValidationError as error:
@@ -71,7 +71,7 @@ def show(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def _parsed(leaf: Leaf, text: str) -> Any:
+def _parse_text(leaf: Leaf, text: str) -> Any:
     if isinstance(leaf.bare, inspect.BoolType):
         # Text that is no boolean goes on as it is, and msgspec words the complaint like for every other type.
         word = text.strip().lower()
@@ -122,18 +122,18 @@ def _mismatch(leaf: Leaf, value: Any, message: str) -> Mismatch:
         message = f"expected one of {_choices(leaf)}"
     elif not message.startswith("Expected"):
         return Mismatch(_lower(message.replace("`", '"')), inside)
-    expected = re.sub(r"`([^`]*)`", lambda name: _spoken(name[1]), _GOT.sub("", message))
+    expected = re.sub(r"`([^`]*)`", lambda name: _type_names(name[1]), _GOT.sub("", message))
     found = MASK if leaf.secret else show(_inner(value, inside))
     return Mismatch(f"{_lower(expected)}, found {found}", inside)
 
 
-def _spoken(types: str) -> str:
+def _type_names(types: str) -> str:
     return " or ".join(_WORDS.get(name, name) for name in types.split(" | "))
 
 
 def _choices(leaf: Leaf) -> str:
     choices: list[Any] = []
-    for inner in types_in(leaf.bare):
+    for inner in walk_types(leaf.bare):
         if isinstance(inner, inspect.EnumType):
             choices += [member.value for member in inner.cls]
         elif isinstance(inner, inspect.LiteralType):

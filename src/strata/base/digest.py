@@ -33,7 +33,7 @@ def canonical_json(value: Any) -> bytes:
     except RecursionError as error:
         raise _refused("$", "is nested too deeply, or contains itself") from error
     except (ValueError, TypeError) as error:
-        for path, reason in _offences(value):
+        for path, reason in _violations(value):
             raise _refused(path, reason) from error
         raise _refused("$", f"has no canonical JSON: {error}") from error
 
@@ -57,7 +57,7 @@ def _refused(path: str, reason: str) -> StrataError:
     return StrataError(Code.INVALID, f"{path}: {reason}", path=path)
 
 
-def _offences(value: Any) -> Iterator[tuple[str, str]]:
+def _violations(value: Any) -> Iterator[tuple[str, str]]:
     """Only asked after a failure, so that the common case does not pay for keeping track of paths."""
     waiting = [("$", value)]
     while waiting:

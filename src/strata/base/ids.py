@@ -33,7 +33,7 @@ def make_id(prefix: str, wall_s: float, entropy: bytes) -> str:
     """`prefix_` and 26 lower-case Crockford base32 characters: 48 bits of milliseconds, then 80 bits of entropy."""
     if len(entropy) != ENTROPY_BYTES:
         raise StrataError(Code.INVALID, f"an id takes {ENTROPY_BYTES} bytes of entropy, not {len(entropy)}")
-    return _spell(_checked_prefix(prefix), _milliseconds(wall_s) << _ENTROPY_BITS | int.from_bytes(entropy))
+    return _encode_id(_checked_prefix(prefix), _milliseconds(wall_s) << _ENTROPY_BITS | int.from_bytes(entropy))
 
 
 def check_id(prefix: str, text: str) -> str:
@@ -98,7 +98,7 @@ class Ids:
             else:
                 # A random step, not 1: two processes forked from this one must not count on to the same ids.
                 self._last += 1 + (chance >> 16)
-            return _spell(prefix, self._last)
+            return _encode_id(prefix, self._last)
 
 
 def _checked_prefix(prefix: str) -> str:
@@ -114,5 +114,5 @@ def _milliseconds(wall_s: float) -> int:
     return int(wall_s * 1000)
 
 
-def _spell(prefix: str, number: int) -> str:
+def _encode_id(prefix: str, number: int) -> str:
     return f"{prefix}_" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))

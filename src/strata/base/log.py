@@ -1,4 +1,4 @@
-"""Structured logs over the standard library: an event in plain words, and fields.
+"""Structured logs over the standard library: an event, which is a stable identifier in snake_case, and fields.
 
 `configure` is called once by each process; everything else only calls `get`. Logging is the one thing that must never
 break what it describes: a value that cannot be shown is shown some other way, a line that cannot be written is dropped.
@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any, Final, Literal, TextIO
 
 from strata.base.errors import Code, StrataError
-from strata.base.log_values import plain, plain_mapping, printable, shortened_repr, shown
+from strata.base.log_values import format_value, loggable, loggable_mapping, printable, shortened_repr
 
 Format = Literal["json", "console"]
 Level = Literal["debug", "info", "warning", "error"]
@@ -36,7 +36,7 @@ _correlation: ContextVar[str | None] = ContextVar("correlation_id", default=None
 
 
 class Log:
-    """A named log. The event is a constant sentence; what varies goes into fields."""
+    """A named log. The event is a constant such as `session_expired`; what varies goes into fields."""
 
     __slots__ = ("_logger",)
 
@@ -135,10 +135,10 @@ class ConsoleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = self._paint(f"{record.levelname:<7}", _COLOURS.get(record.levelname, ""))
         words = [self._paint(_timestamp(record)[11:-1], _DIM), level, printable(_event(record))]
-        words += [f"{printable(name)}={shown(value)}" for name, value in _fields(record).items()]
+        words += [f"{printable(name)}={format_value(value)}" for name, value in _fields(record).items()]
         correlation_id = _correlation.get()
         if correlation_id is not None:
-            words.append(f"correlation_id={shown(correlation_id)}")
+            words.append(f"correlation_id={format_value(correlation_id)}")
         words.append(self._paint(printable(record.name), _DIM))
         lines = [" ".join(words)]
         if record.exc_info and record.exc_info[0]:
@@ -171,11 +171,11 @@ def _event(record: logging.LogRecord) -> str:
         return record.getMessage()
     except (TypeError, ValueError, KeyError):
         # A library passed arguments that do not fit its own format; the words are worth more than the complaint.
-        return f"{record.msg} {plain(record.args)}"
+        return f"{record.msg} {loggable(record.args)}"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = getattr(record, "fields", None)
     if not isinstance(fields, dict):
         return {}
-    return {f"{name}_" if name in _OURS else name: value for name, value in plain_mapping(fields).items()}
+    return {f"{name}_" if name in _OURS else name: value for name, value in loggable_mapping(fields).items()}

@@ -30,7 +30,7 @@ _repr = reprlib.Repr()
 _repr.maxother = 2000
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def loggable(value: Any, depth: int = 0) -> Any:
     """JSON values as they are, collections and Structs by their items, everything else by its `repr`."""
     if value is None or isinstance(value, _SCALARS):
         return _scalar(value)
@@ -41,14 +41,14 @@ def plain(value: Any, depth: int = 0) -> Any:
         value = {name: getattr(value, name, None) for name in value.__struct_fields__}
     # Exact types: a subclass may override what iterating it does.
     if type(value) is dict:
-        return plain_mapping(value, depth)
+        return loggable_mapping(value, depth)
     if type(value) in {list, tuple, set, frozenset}:
-        items = [plain(item, depth + 1) for item, _ in zip(value, range(_MAX_ITEMS), strict=False)]
+        items = [loggable(item, depth + 1) for item, _ in zip(value, range(_MAX_ITEMS), strict=False)]
         return items if len(value) <= _MAX_ITEMS else [*items, f"… {len(value) - _MAX_ITEMS} more"]
     return shortened_repr(value)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A plain value on the console: bare if it is one simple word, else as JSON."""
     if isinstance(value, str) and re.fullmatch(r"[\w./:@+*-]+", value):
         return value
@@ -75,7 +75,7 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, Secret | PurePath | datetime.date | datetime.time):
         return str(value)
     if isinstance(value, Enum):
-        return plain(value.value, _MAX_DEPTH)
+        return loggable(value.value, _MAX_DEPTH)
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, float):
@@ -86,9 +86,9 @@ def _scalar(value: Any) -> Any:
     return value
 
 
-def plain_mapping(value: dict[Any, Any], depth: int = 0) -> dict[str, Any]:
+def loggable_mapping(value: dict[Any, Any], depth: int = 0) -> dict[str, Any]:
     result = {}
     for key, item in value.items():
-        name = key if type(key) is str else str(plain(key, _MAX_DEPTH))
-        result[name] = MASK if is_secret_name(name) and item is not None else plain(item, depth + 1)
+        name = key if type(key) is str else str(loggable(key, _MAX_DEPTH))
+        result[name] = MASK if is_secret_name(name) and item is not None else loggable(item, depth + 1)
     return result

@@ -29,7 +29,7 @@ async def every(interval_s: float, run_once: RunOnce, *, clock: Clock, max_backo
             failures = 0
         except Exception:  # noqa: BLE001 - see above
             failures += 1
-            _log.exception("a periodic task failed", failures_in_a_row=failures)
+            _log.exception("periodic_task_failed", failures_in_a_row=failures)
         took_s = clock.monotonic_s() - started_s
         await clock.sleep(_pause_s(interval_s, took_s, failures, max_backoff_s))
 

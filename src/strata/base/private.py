@@ -1,4 +1,4 @@
-"""Files that belong to their owner alone: folders of servers, and what they write."""
+"""Files and folders that only their owner can read: umask, checks of folders, modes of files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from pathlib import Path
 from strata.base.errors import Code, StrataError
 
 
-def write_privately() -> None:
-    """Whatever this process writes from now on, others cannot read. Every server begins with it."""
+def set_private_umask() -> None:
+    """Files that this process creates from now on are readable by its user only. Every server calls this first."""
     if os.name == "posix":
         os.umask(0o077)
 
 
-def make_private(folder: Path, holds: str) -> None:
-    """Made if it is not there. One that others can look into is refused: it may be theirs for a reason."""
-    # One by one: `parents=True` would make those above for everybody, and the data folder is above the sockets.
+def require_private_folder(folder: Path, holds: str) -> None:
+    """Create the folder if it is missing; INVALID if another user owns it or can read it.
+
+    An open folder is not closed silently: other users may read it for a reason.
+    """
+    # One by one: `parents=True` would create the parents readable by all, and the data folder is such a parent.
     for each in (*reversed(folder.parents), folder):
         if not each.exists():
             each.mkdir(exist_ok=True, mode=0o700)

@@ -63,7 +63,7 @@ class Variable:
     names_file: bool
 
 
-def default_of(member: Leaf | Group) -> Any:
+def default_value(member: Leaf | Group) -> Any:
     """The default of the Struct, or `msgspec.NODEFAULT`."""
     return member.default if member.factory is msgspec.NODEFAULT else member.factory()
 
@@ -92,7 +92,7 @@ def variables(section: str, schema: Group) -> dict[str, Variable]:
     return known
 
 
-def types_in(outer: inspect.Type) -> Iterator[inspect.Type]:
+def walk_types(outer: inspect.Type) -> Iterator[inspect.Type]:
     """`outer` and every type inside it; each Struct once, so a Struct that contains itself ends too."""
     seen: set[Any] = set()
     waiting: list[Any] = [outer]
@@ -142,7 +142,7 @@ def _without_none(outer: inspect.Type) -> tuple[inspect.Type, bool]:
 def _checked(bare: inspect.Type, path: tuple[str, ...]) -> bool:
     """Whether a secret is anywhere in this leaf; a leaf that could not be checked when loading is refused."""
     secret = False
-    for inner in types_in(bare):
+    for inner in walk_types(bare):
         if isinstance(inner, inspect.StructType) and not inner.forbid_unknown_fields:
             # Inside a list, a dict or a union msgspec does the checking, and by default it ignores unknown keys.
             raise _defect(f"{inner.cls.__name__}, used in the setting {'.'.join(path)}, must forbid unknown fields")

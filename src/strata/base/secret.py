@@ -32,7 +32,7 @@ class Secret:
     def reveal(self) -> str:
         return self._revealed
 
-    def read_again(self) -> Secret:
+    def reload(self) -> Secret:
         """What its file holds now; itself if it did not come from a file."""
         return self if self._file is None else read_secret(self._file)
 

@@ -19,20 +19,20 @@ import msgspec
 from strata.base import toml
 from strata.base.convert import Mismatch, convert, show
 from strata.base.errors import Code, StrataError
-from strata.base.schema import Group, Leaf, Variable, default_of, describe, variables
+from strata.base.schema import Group, Leaf, Variable, default_value, describe, variables
 from strata.base.secret import Secret, mask_hook
-from strata.base.suggest import suggestion
+from strata.base.suggest import did_you_mean
 
 __all__ = [
-    "Explained",
-    "Origin",
+    "LoadedSettings",
     "Secret",
     "Setting",
+    "SettingOrigin",
     "load",
     "load_explained",
     "no_color",
-    "own_environment",
-    "take_secret",
+    "pop_secret",
+    "process_environment",
 ]
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -60,7 +60,7 @@ _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SettingOrigin:
     """Where a value comes from, as a person would name it: `default`, `strata.toml:12`, `env STRATA_…`, `flag …`."""
 
     source: Literal["default", "file", "env", "flag"]
@@ -81,19 +81,19 @@ class Setting:
 
     name: str
     value: Any
-    origin: Origin
+    origin: SettingOrigin
 
 
 @dataclass(frozen=True, slots=True)
-class Explained(Generic[T]):
+class LoadedSettings(Generic[T]):
     value: T
     settings: tuple[Setting, ...]
 
-    def origin(self, name: str) -> Origin:
+    def origin(self, name: str) -> SettingOrigin:
         for setting in self.settings:
             if setting.name == name:
                 return setting.origin
-        raise StrataError(Code.NOT_FOUND, f"there is no setting {name!r}{suggestion(name, self._names())}")
+        raise StrataError(Code.NOT_FOUND, f"there is no setting {name!r}{did_you_mean(name, self._names())}")
 
     def _names(self) -> list[str]:
         return [setting.name for setting in self.settings]
@@ -127,12 +127,12 @@ def load_explained(
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any],
     aliases: Mapping[str, str] | None = None,
-) -> Explained[T]:
+) -> LoadedSettings[T]:
     """Like `load`, and says of every value where it comes from."""
     if environ is None:
         environ = os.environ  # noqa: TID251 - this is the one place
     schema = describe(kind)
-    given = _Given(section, file)
+    given = _SettingSources(section, file)
     known = variables(section, schema)
     given.read_aliases(schema, aliases or {}, environ)
     if file is not None:
@@ -144,7 +144,7 @@ def load_explained(
     if given.problems or value is None:
         raise StrataError(Code.INVALID, "\n".join(given.problems), problems=tuple(given.problems))
     assert isinstance(value, kind)
-    return Explained(value, tuple(build.settings))
+    return LoadedSettings(value, tuple(build.settings))
 
 
 def no_color(environ: Mapping[str, str] | None = None) -> bool:
@@ -152,12 +152,12 @@ def no_color(environ: Mapping[str, str] | None = None) -> bool:
     return bool((os.environ if environ is None else environ).get("NO_COLOR"))  # noqa: TID251 - this is the one place
 
 
-def own_environment() -> Mapping[str, str]:
+def process_environment() -> Mapping[str, str]:
     """All variables of this process, for one that starts others and decides what those get. Not for settings."""
     return dict(os.environ)  # noqa: TID251 - this is the one place
 
 
-def take_secret(name: str) -> Secret | None:
+def pop_secret(name: str) -> Secret | None:
     """The secret in this variable, which is gone afterwards: no process that is started from here on inherits it."""
     text = os.environ.pop(name, "").strip()  # noqa: TID251 - this is the one place
     return Secret(text) if text else None
@@ -166,12 +166,12 @@ def take_secret(name: str) -> Secret | None:
 @dataclass(frozen=True, slots=True)
 class _Value:
     value: Any
-    origin: Origin
+    origin: SettingOrigin
     from_text: bool
 
 
 @dataclass(slots=True)
-class _Given:
+class _SettingSources:
     """What was written anywhere, the strongest source last, and what is wrong with it."""
 
     section: str
@@ -180,7 +180,7 @@ class _Given:
     groups: set[_Path] = field(default_factory=set)
     """Groups that somebody wrote something about: an optional one then exists."""
     problems: list[str] = field(default_factory=list)
-    document: toml.Document | None = None
+    document: toml.TomlDocument | None = None
 
     def read_file(self, schema: Group, file: Path) -> None:
         try:
@@ -197,15 +197,15 @@ class _Given:
             if table is not None:
                 self._read_table(schema, table, self.document)
 
-    def _refuse_unknown_sections(self, document: toml.Document) -> None:
+    def _refuse_unknown_sections(self, document: toml.TomlDocument) -> None:
         """A section with a spelling mistake would otherwise be one that was never written."""
         known = dict.fromkeys((self.section, *SECTIONS))
         for name in document.data:
             if name not in known:
                 where, spelled = document.where((name,)), name if _BARE_KEY.fullmatch(name) else json.dumps(name)
-                self.problems.append(f"{where}: {spelled}: unknown section{suggestion(name, known)}")
+                self.problems.append(f"{where}: {spelled}: unknown section{did_you_mean(name, known)}")
 
-    def _read_table(self, group: Group, table: Any, document: toml.Document) -> None:
+    def _read_table(self, group: Group, table: Any, document: toml.TomlDocument) -> None:
         where = document.where((self.section, *group.path))
         if not isinstance(table, dict):
             self.problems.append(f"{where}: {self.dotted(group.path)}: expected a table, found {show(table)}")
@@ -216,12 +216,12 @@ class _Given:
             member = group.members.get(key)
             if member is None:
                 where = document.where((self.section, *path))
-                self.problems.append(f"{where}: {self.dotted(path)}: unknown key{suggestion(key, group.members)}")
+                self.problems.append(f"{where}: {self.dotted(path)}: unknown key{did_you_mean(key, group.members)}")
             elif isinstance(member, Group):
                 self._read_table(member, value, document)
             else:
                 line = document.line((self.section, *path))
-                self._put(path, _Value(value, Origin("file", document.source, line), from_text=False))
+                self._put(path, _Value(value, SettingOrigin("file", document.source, line), from_text=False))
 
     def read_environment(self, known: Mapping[str, Variable], environ: Mapping[str, str]) -> None:
         seen: dict[_Path, str] = {}
@@ -229,28 +229,30 @@ class _Given:
         for name in sorted(name for name in environ if name.startswith(prefix)):
             variable = known.get(name)
             if variable is None:
-                self.problems.append(f"env {name}: unknown variable{suggestion(name, known, prefix=prefix)}")
+                self.problems.append(f"env {name}: unknown variable{did_you_mean(name, known, prefix=prefix)}")
                 continue
             path = variable.leaf.path
             if path in seen:
                 self.problems.append(f"env {name}: {seen[path]} is set too; only one of them can be meant")
             seen[path] = name
             value = {"file": environ[name]} if variable.names_file else environ[name]
-            self._put(path, _Value(value, Origin("env", name), from_text=not variable.names_file))
+            self._put(path, _Value(value, SettingOrigin("env", name), from_text=not variable.names_file))
 
     def read_aliases(self, schema: Group, aliases: Mapping[str, str], environ: Mapping[str, str]) -> None:
         known = {".".join(leaf.path): leaf for leaf in schema.leaves()}
         for name in reversed([*aliases]):
             if environ.get(name):
-                self._put(known[aliases[name]].path, _Value(environ[name], Origin("env", name), from_text=True))
+                self._put(known[aliases[name]].path, _Value(environ[name], SettingOrigin("env", name), from_text=True))
 
     def read_flags(self, schema: Group, flags: Mapping[str, Any]) -> None:
         known = {".".join(leaf.path): leaf for leaf in schema.leaves()}
         for name, value in flags.items():
             if name not in known:
-                self.problems.append(f"flag {name}: unknown setting{suggestion(name, known)}")
+                self.problems.append(f"flag {name}: unknown setting{did_you_mean(name, known)}")
             elif value is not None:
-                self._put(known[name].path, _Value(value, Origin("flag", name), from_text=isinstance(value, str)))
+                self._put(
+                    known[name].path, _Value(value, SettingOrigin("flag", name), from_text=isinstance(value, str))
+                )
 
     def _put(self, path: _Path, value: _Value) -> None:
         self.values[path] = value
@@ -259,7 +261,7 @@ class _Given:
     def dotted(self, path: _Path) -> str:
         return ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in (self.section, *path))
 
-    def where(self, origin: Origin, path: tuple[toml.Key, ...]) -> str:
+    def where(self, origin: SettingOrigin, path: tuple[toml.Key, ...]) -> str:
         """The beginning of a problem's line."""
         if origin.source != "file" or self.document is None:
             return str(origin)
@@ -270,7 +272,7 @@ class _Given:
 class _Build:
     """Makes the Struct from the inside out; a part with a problem is None, and so is everything around it."""
 
-    given: _Given
+    given: _SettingSources
     variable_of: Mapping[_Path, str]
     settings: list[Setting] = field(default_factory=list)
 
@@ -279,7 +281,7 @@ class _Build:
         problems = len(self.given.problems)
         values = {}
         for member in group.members.values():
-            default = getattr(base, member.attribute) if base is not None else default_of(member)
+            default = getattr(base, member.attribute) if base is not None else default_value(member)
             made = self._leaf(member, default) if isinstance(member, Leaf) else self._group(member, default)
             values[member.attribute] = made
         if len(self.given.problems) > problems:
@@ -292,7 +294,7 @@ class _Build:
 
     def _group(self, group: Group, default: Any) -> Any:
         if default is None and group.path not in self.given.groups:
-            self._explain(group.path, None, Origin("default"))
+            self._explain(group.path, None, SettingOrigin("default"))
             return None
         return self.struct(group, default if isinstance(default, msgspec.Struct) else None)
 
@@ -302,7 +304,7 @@ class _Build:
             if default is msgspec.NODEFAULT:
                 self._problem(self.given.dotted(leaf.path), self._required(leaf))
             else:
-                self._explain(leaf.path, default, Origin("default"))
+                self._explain(leaf.path, default, SettingOrigin("default"))
             return default
         try:
             value = convert(leaf, written.value, from_text=written.from_text)
@@ -324,7 +326,7 @@ class _Build:
             return name
         return f"{document.where((self.given.section, *path))}: {name}"
 
-    def _explain(self, path: _Path, value: Any, origin: Origin) -> None:
+    def _explain(self, path: _Path, value: Any, origin: SettingOrigin) -> None:
         self.settings.append(Setting(".".join(path), msgspec.to_builtins(value, enc_hook=mask_hook), origin))
 
     def _problem(self, where: str, reason: str) -> None:

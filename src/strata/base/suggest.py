@@ -1,4 +1,4 @@
-"""What somebody probably meant: the known name nearest to a misspelt one."""
+"""Suggestions for misspelt names: the known name with the smallest edit distance."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Final
 _LISTED_NAMES: Final = 12
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name with the fewest typing mistakes in between, if they are at most a third of its letters."""
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name with the smallest edit distance, if that is at most a third of its length."""
     best: tuple[int, str] | None = None
     for candidate in known:
         limit = max(1, len(candidate) // 3)
         if abs(len(candidate) - len(name)) > limit:
             continue
-        mistakes = _mistakes(name.lower(), candidate.lower())
-        if mistakes <= limit and (best is None or mistakes < best[0]):
-            best = (mistakes, candidate)
+        distance = _edit_distance(name.lower(), candidate.lower())
+        if distance <= limit and (best is None or distance < best[0]):
+            best = (distance, candidate)
     return best[1] if best else None
 
 
-def suggestion(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """` (did you mean "…"?)` or, if nothing is near, ` (known: …)`, for the end of a message.
 
     The names are compared without `prefix`, which they share, and shown with it.
     """
     names = [candidate.removeprefix(prefix) for candidate in known]
-    near = nearest(name.removeprefix(prefix), names)
+    near = closest_name(name.removeprefix(prefix), names)
     if near is not None:
         return f' (did you mean "{prefix}{near}"?)'
     listed = [f"{prefix}{candidate}" for candidate in names[:_LISTED_NAMES]]
@@ -36,7 +36,7 @@ def suggestion(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     return f" (known: {', '.join(listed)})" if listed else ""
 
 
-def _mistakes(one: str, other: str) -> int:
+def _edit_distance(one: str, other: str) -> int:
     """Letters added, left out, replaced or swapped with their neighbour (optimal string alignment)."""
     # difflib is not enough: it finds "root" nearer to "prot" than "port".
     before: list[int] = []

@@ -64,7 +64,7 @@ class TarMember:
     """Of a link."""
 
 
-def decompressed(stream: io.BufferedReader) -> BinaryIO:
+def decompress_stream(stream: io.BufferedReader) -> BinaryIO:
     """The archive itself, whether it is sent as it is or compressed with gzip, bzip2 or xz."""
     magic = stream.peek(6)[:6]
     if magic.startswith(b"\x1f\x8b"):

@@ -1,4 +1,4 @@
-"""TOML that knows its lines: `parse` reads with the standard library, `Document.line` says where a key was written.
+"""TOML that knows its lines: `parse` reads with the standard library, `TomlDocument.line` says where a key was written.
 
 The standard parser validates but keeps no positions, so a second, forgiving pass finds them: it may assume that the
 text is valid TOML and only has to tell keys, strings and brackets apart. It runs at the first question about a line.
@@ -18,7 +18,7 @@ Key = str | int
 """A step of a path: the name of a key, or the index in an array."""
 
 
-class Document:
+class TomlDocument:
     """Parsed TOML. `data` is what `tomllib` made of the text, `source` is what messages call the text."""
 
     def __init__(self, data: dict[str, Any], text: str, source: str) -> None:
@@ -27,7 +27,7 @@ class Document:
         self._text = text
 
     @cached_property
-    def _root(self) -> _Place:
+    def _root(self) -> _LineNode:
         return _Scanner(self._text).scan()
 
     def line(self, path: Sequence[Key]) -> int | None:
@@ -46,10 +46,10 @@ class Document:
         return self.source if line is None else f"{self.source}:{line}"
 
 
-def parse(text: str, source: str) -> Document:
+def parse(text: str, source: str) -> TomlDocument:
     text = text.removeprefix("\ufeff")
     try:
-        return Document(tomllib.loads(text), text, source)
+        return TomlDocument(tomllib.loads(text), text, source)
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(str(error), text, source) from error
     except RecursionError as error:
@@ -90,23 +90,23 @@ _BETWEEN: Final = re.compile(r"(?:[ \t\r\n,]++|#[^\n]*+)*+")
 _EQUALS: Final = re.compile(r"=[ \t]*+")
 
 
-class _Place:
+class _LineNode:
     """A key or an array element: the line it was written on (0 for the document) and what is inside it."""
 
     __slots__ = ("inner", "last", "line")
 
     def __init__(self, line: int) -> None:
         self.line = line
-        self.inner: dict[Key, _Place] | None = None
-        self.last: _Place | None = None
+        self.inner: dict[Key, _LineNode] | None = None
+        self.last: _LineNode | None = None
         """The newest element, if this is an array of tables: the one that later headers speak about."""
 
-    def at(self, key: Key, line: int) -> _Place:
+    def at(self, key: Key, line: int) -> _LineNode:
         if self.inner is None:
             self.inner = {}
         place = self.inner.get(key)
         if place is None:
-            place = self.inner[key] = _Place(line)
+            place = self.inner[key] = _LineNode(line)
         return place
 
 
@@ -117,9 +117,9 @@ class _Scanner:
         self._text = text
         self._pos = 0
         self._line = 1
-        self._root = _Place(0)
+        self._root = _LineNode(0)
 
-    def scan(self) -> _Place:
+    def scan(self) -> _LineNode:
         table = self._root
         while True:
             self._skip(_BLANK)
@@ -130,7 +130,7 @@ class _Scanner:
             else:
                 self._values(self._key(table))
 
-    def _header(self) -> _Place:
+    def _header(self) -> _LineNode:
         array = self._text.startswith("[[", self._pos)
         self._pos += 2 if array else 1
         place = self._root
@@ -144,17 +144,17 @@ class _Scanner:
         place.line = self._line
         return place
 
-    def _key(self, table: _Place) -> _Place:
+    def _key(self, table: _LineNode) -> _LineNode:
         place = table
         for name in self._names():
             place = place.at(name, self._line)
         self._take(_EQUALS)
         return place
 
-    def _values(self, place: _Place) -> None:
+    def _values(self, place: _LineNode) -> None:
         """Pass the value of `place` and everything nested in it."""
         # An open array with the index of its next element, or an open inline table with None.
-        nesting: list[tuple[_Place, int | None]] = []
+        nesting: list[tuple[_LineNode, int | None]] = []
         while True:
             opening = self._text[self._pos : self._pos + 1]
             if opening in {"[", "{"}:
@@ -167,7 +167,7 @@ class _Scanner:
                 return
             place = following
 
-    def _next_in(self, nesting: list[tuple[_Place, int | None]]) -> _Place | None:
+    def _next_in(self, nesting: list[tuple[_LineNode, int | None]]) -> _LineNode | None:
         """Close what closes here; the place of the next value, or None when the outermost value is over."""
         while nesting:
             self._skip(_BETWEEN)
@@ -187,7 +187,7 @@ class _Scanner:
         more = "."
         while more:
             found = self._take(_KEY)
-            names.append(_spelled(found[1]))
+            names.append(_unquote_key(found[1]))
             more = found[2]
         return names
 
@@ -202,7 +202,7 @@ class _Scanner:
         return found
 
 
-def _spelled(raw: str) -> str:
+def _unquote_key(raw: str) -> str:
     if raw[0] == "'":
         return raw[1:-1]
     if raw[0] != '"':

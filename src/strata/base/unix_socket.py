@@ -23,11 +23,11 @@ _LONGEST: Final = 100
 """Characters of a path that a Unix socket can have on every system, with a little room."""
 
 
-def spell_address(path: Path) -> str:
+def format_unix_address(path: Path) -> str:
     return f"{SCHEME}{path.expanduser().absolute()}"
 
 
-def read_address(address: str) -> Path:
+def parse_unix_address(address: str) -> Path:
     """The path of `unix:PATH`; a relative one counts from the working folder."""
     text = address.removeprefix(SCHEME)
     if not address.startswith(SCHEME) or not text.strip("/") or "\0" in text:
@@ -49,7 +49,7 @@ def listen_unix(path: Path) -> socket.socket:
             listener.listen(BACKLOG)
         except OSError as error:
             listener.close()
-            raise StrataError(Code.UNAVAILABLE, f"cannot listen on {spell_address(path)}: {error}") from error
+            raise StrataError(Code.UNAVAILABLE, f"cannot listen on {format_unix_address(path)}: {error}") from error
     return listener
 
 
@@ -72,7 +72,7 @@ def connect_unix(path: Path, timeout_s: float | None = None) -> socket.socket:
     return connection
 
 
-def is_answered(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     """Whether a process listens there."""
     try:
         connect_unix(path, 5.0).close()
@@ -136,8 +136,8 @@ def _remove_stale(path: Path, folder: int) -> None:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise StrataError(Code.UNAVAILABLE, f"cannot listen on {spell_address(path)}: {error}") from error
-    raise StrataError(Code.CONFLICT, f"another process listens on {spell_address(path)}")
+            raise StrataError(Code.UNAVAILABLE, f"cannot listen on {format_unix_address(path)}: {error}") from error
+    raise StrataError(Code.CONFLICT, f"another process listens on {format_unix_address(path)}")
 
 
 def _refuse_peer(path: Path, connection: socket.socket, expected: tuple[int, ...]) -> None:
@@ -147,4 +147,4 @@ def _refuse_peer(path: Path, connection: socket.socket, expected: tuple[int, ...
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", packed)
     if uid not in expected:
-        raise StrataError(Code.FORBIDDEN, f"another user (uid {uid}) listens on {spell_address(path)}")
+        raise StrataError(Code.FORBIDDEN, f"another user (uid {uid}) listens on {format_unix_address(path)}")

@@ -40,13 +40,13 @@ def agent(ctx: click.Context, /, config: Path | None, **flags: str | None) -> No
     if ctx.invoked_subcommand is not None:
         return
     from strata.base import log
-    from strata.base.settings import no_color, own_environment
+    from strata.base.settings import no_color, process_environment
     from strata.fleet.agent.start import run
 
     settings = _settings(config, flags)
     style = settings.log_format or ("console" if sys.stderr.isatty() else "json")
     log.configure(style, settings.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
-    run(settings, own_environment(), lambda line: print_error(f"strata agent: {line}"))
+    run(settings, process_environment(), lambda line: print_error(f"strata agent: {line}"))
 
 
 @agent.command()
@@ -56,12 +56,12 @@ def probe(config: Path | None, interpreter: str | None) -> None:
     """Print what this host is, as the hub would be told: JSON."""
     import msgspec
 
-    from strata.base.settings import own_environment
+    from strata.base.settings import process_environment
     from strata.fleet.agent.environment import inherited_by_jobs
     from strata.fleet.agent.start import probe_capability
 
     settings = _settings(config, {"interpreter": interpreter})
-    probed = probe_capability(settings, inherited_by_jobs(own_environment(), settings.pass_env))
+    probed = probe_capability(settings, inherited_by_jobs(process_environment(), settings.pass_env))
     for problem in probed.problems:
         print_error(f"strata agent: {problem}")
     write(msgspec.json.format(msgspec.json.encode(probed.capability)).decode())

@@ -44,12 +44,12 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
     """
     from urllib.parse import urlsplit
 
-    from strata.base.unix_socket import SCHEME, read_address, spell_address
+    from strata.base.unix_socket import SCHEME, format_unix_address, parse_unix_address
     from strata.fleet.client import HubClient, TlsFiles
     from strata.sdk.fleet import Context, client_settings, keep_authority, keep_secret, save_context
 
     # Whatever folder the other commands are run in.
-    url = spell_address(read_address(url)) if url.startswith(SCHEME) else url.rstrip("/")
+    url = format_unix_address(parse_unix_address(url)) if url.startswith(SCHEME) else url.rstrip("/")
     settings = client_settings()
     name = name or urlsplit(url).hostname or "hub"
     pem = _authority(url, ca_pin, ca)

@@ -43,10 +43,10 @@ def connect_server(
 
 def _local(config: Path, own: str) -> tuple[str, Path]:
     """The Unix socket of the server of these settings, and a credential of whoever may read its folder."""
-    from strata.base.unix_socket import spell_address
+    from strata.base.unix_socket import format_unix_address
     from strata.train.settings import load_settings
 
     settings = load_settings(config)
     if not settings.api_socket.exists():
         raise StrataError(Code.UNAVAILABLE, f"no server runs in {settings.data}", hint=f"strata serve {config}")
-    return spell_address(settings.api_socket), settings.data / own
+    return format_unix_address(settings.api_socket), settings.data / own

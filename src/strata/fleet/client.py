@@ -32,7 +32,7 @@ from strata.base.loopback import is_loopback_host
 from strata.base.retry import date_s, retry_after_s
 from strata.base.secret import Secret
 from strata.base.unix_socket import SCHEME as UNIX
-from strata.base.unix_socket import connect_unix, read_address
+from strata.base.unix_socket import connect_unix, parse_unix_address
 from strata.http.problem import ErrorReply
 from strata.identity.tokens import is_scoped_key
 
@@ -363,7 +363,7 @@ def check_clear(url: str, bearer: Secret) -> None:
 
 def _split(url: str) -> SplitResult:
     if url.startswith(UNIX):
-        return SplitResult("unix", "", str(read_address(url)), "", "")
+        return SplitResult("unix", "", str(parse_unix_address(url)), "", "")
     at = urlsplit(url)
     try:
         known = at.scheme in ("http", "https") and bool(at.hostname) and (at.port or 1) > 0

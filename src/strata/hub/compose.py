@@ -12,9 +12,9 @@ from typing import Final
 from strata.base.atomic import write_file
 from strata.base.clock import Clock
 from strata.base.loop import RunOnce
-from strata.base.private import make_private
+from strata.base.private import require_private_folder
 from strata.base.secret import Secret, read_secret
-from strata.base.unix_socket import spell_address
+from strata.base.unix_socket import format_unix_address
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
@@ -65,7 +65,7 @@ class Hub:
 async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = False) -> AsyncIterator[Hub]:
     """`owner_only` if jobs run as this user, who can read all of the hub: nobody else may submit any."""
     data = settings.data.expanduser()
-    make_private(data, "the hub's files")
+    require_private_folder(data, "the hub's files")
     authority = Authority.load_or_create(data / "ca", "hub", clock.wall_s())
     token = settings.operator_token or operator_token(data)
     tls = None
@@ -85,7 +85,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             feed=Feed(tables.fleet.events, tables.newest_event),
             clock=clock,
             tls=settings.tls.enabled,
-            address=spell_address(settings.socket),
+            address=format_unix_address(settings.socket),
             public_read=settings.public_read,
             owner_only=owner_only,
             manifest=settings.manifest,

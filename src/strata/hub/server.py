@@ -16,8 +16,8 @@ from strata.base import log
 from strata.base.clock import Clock, SystemClock
 from strata.base.errors import StrataError
 from strata.base.loop import every
-from strata.base.private import write_privately
-from strata.base.unix_socket import listen_unix, spell_address
+from strata.base.private import set_private_umask
+from strata.base.unix_socket import format_unix_address, listen_unix
 from strata.http.protocol import new_protocol
 from strata.http.server import config, listen, new_loop, serve_http, stop_on_signals, url_of
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
@@ -30,7 +30,7 @@ _log = log.get(__name__)
 def run(settings: HubSettings, announce: Callable[[str], None]) -> None:
     """Until SIGTERM or SIGINT. `announce` is told, for people, where the hub listens."""
     check_exposure(settings)
-    write_privately()
+    set_private_umask()
     _allow_files()
     gc.collect()
     gc.freeze()
@@ -61,7 +61,7 @@ def listening(settings: HubSettings) -> Iterator[Listeners]:
     free_port = f"--listen {settings.listen.rpartition(':')[0]}:0"
     with listen(settings.listen, free_port=free_port) as tcp, listen_unix(settings.socket) as unix:
         try:
-            yield Listeners((tcp, unix), url_of(tcp, tls=settings.tls.enabled), spell_address(settings.socket))
+            yield Listeners((tcp, unix), url_of(tcp, tls=settings.tls.enabled), format_unix_address(settings.socket))
         finally:
             settings.socket.unlink(missing_ok=True)
 
@@ -103,7 +103,7 @@ def _told(settings: HubSettings, url: str, pin: str) -> str:
     # What `strata login` asks a person to compare.
     shown = f", pin {pin}" if settings.tls.enabled else ""
     where = "" if settings.operator_token else f", operator token in {settings.data.expanduser() / TOKEN_FILE}"
-    return f"listening on {url} and {spell_address(settings.socket)}{where}{shown}"
+    return f"listening on {url} and {format_unix_address(settings.socket)}{where}{shown}"
 
 
 def _allow_files() -> None:

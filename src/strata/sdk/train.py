@@ -25,7 +25,7 @@ import httpx
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.base.unix_socket import SCHEME as UNIX
-from strata.base.unix_socket import connect_unix, read_address
+from strata.base.unix_socket import connect_unix, parse_unix_address
 from strata.identity.tokens import is_scoped_key
 from strata.sdk.future import Flow, Progress, Send, call, post, run, run_async
 from strata.sdk.orders import (
@@ -69,7 +69,7 @@ def _socket_of(url: str) -> str | None:
     """The path of `unix:PATH`, after a look at who is there."""
     if not url.startswith(UNIX):
         return None
-    path = read_address(url)
+    path = parse_unix_address(url)
     try:
         connect_unix(path).close()
     except OSError as error:

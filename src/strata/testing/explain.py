@@ -1,7 +1,7 @@
 """Making a violation readable: find the operation to blame, drop what does not matter, draw what is left as text.
 
-No verdict is reached or changed here. The further searches that shrinking needs are bounded by one `Effort`; when it
-runs out, the reader gets a larger picture, never a wrong one.
+No result is reached or changed here. One `SearchBudget` bounds the further searches that shrinking needs; when it runs
+out, the reader gets a larger picture, never a wrong one.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from math import inf
 from typing import Generic
 
 from strata.testing.history import In, Operation, Out, Returned, Unknown, began, ended
-from strata.testing.order_search import Found, Model, Search, State
+from strata.testing.order_search import Search, SearchResult, SequentialModel, State
 
 SHOWN = 24
 _COLUMNS = 48
 
 
-class Effort(Generic[State, In, Out]):
+class SearchBudget(Generic[State, In, Out]):
     """Bounded searches on behalf of an explanation; what cannot be afforded is answered with LIMIT."""
 
-    def __init__(self, model: Model[State, In, Out], limit: int) -> None:
+    def __init__(self, model: SequentialModel[State, In, Out], limit: int) -> None:
         self._model = model
         self._limit = limit
         self.steps = 0
 
-    def share(self, parts: int) -> Effort[State, In, Out]:
-        return Effort(self._model, self._limit // parts)
+    def share(self, parts: int) -> SearchBudget[State, In, Out]:
+        return SearchBudget(self._model, self._limit // parts)
 
-    def find(self, part: Sequence[Operation[In, Out]]) -> Found:
+    def find(self, part: Sequence[Operation[In, Out]]) -> SearchResult:
         if self.steps >= self._limit:
-            return Found.LIMIT
+            return SearchResult.LIMIT
         search = Search(part, self._model, min(self._limit - self.steps, self._limit // 10))
         found = search.run()
         self.steps += search.steps + len(part)
@@ -39,7 +39,7 @@ class Effort(Generic[State, In, Out]):
 
 
 def shortest_prefix(
-    part: Sequence[Operation[In, Out]], search: Search[State, In, Out], effort: Effort[State, In, Out]
+    part: Sequence[Operation[In, Out]], search: Search[State, In, Out], effort: SearchBudget[State, In, Out]
 ) -> tuple[Operation[In, Out], list[Operation[In, Out]]]:
     """The operation whose return made the history impossible, and what had been invoked by then.
 
@@ -49,7 +49,7 @@ def shortest_prefix(
     start = search.returned.index(search.furthest())
     for culprit in search.returned[start:]:
         prefix = _until(part, culprit)
-        if effort.find(prefix) is Found.NOTHING:
+        if effort.find(prefix) is SearchResult.NOTHING:
             return culprit, prefix
     return search.returned[start], list(part)
 
@@ -68,14 +68,14 @@ def _weakened(operation: Operation[In, Out]) -> Operation[In, Out]:
 
 
 def _contradicts(
-    rest: Sequence[Operation[In, Out]], culprit: Operation[In, Out], effort: Effort[State, In, Out]
+    rest: Sequence[Operation[In, Out]], culprit: Operation[In, Out], effort: SearchBudget[State, In, Out]
 ) -> Operation[In, Out] | None:
     """The latest operation that the culprit contradicts: had its answer been lost, there would be an explanation."""
     scan = effort.share(4)
     for each in reversed(rest):
         if isinstance(each.outcome, Returned):
             others = [other for other in rest if other is not each]
-            if scan.find([*others, _weakened(each), culprit]) is Found.ORDER:
+            if scan.find([*others, _weakened(each), culprit]) is SearchResult.ORDER:
                 break
     else:
         each = None
@@ -84,7 +84,7 @@ def _contradicts(
 
 
 def shrink(
-    part: list[Operation[In, Out]], culprit: Operation[In, Out], effort: Effort[State, In, Out]
+    part: list[Operation[In, Out]], culprit: Operation[In, Out], effort: SearchBudget[State, In, Out]
 ) -> list[Operation[In, Out]]:
     """Drop operations while the same thing is wrong.
 
@@ -95,16 +95,16 @@ def shrink(
     """
     rest = [each for each in part if each is not culprit]
     moved = replace(culprit, invoked_at=-inf, returned_at=inf)
-    kept, repairs = [culprit], [[] if effort.find(rest) is Found.ORDER else [_weakened(culprit)]]
-    if effort.find([*rest, moved]) is Found.ORDER:
+    kept, repairs = [culprit], [[] if effort.find(rest) is SearchResult.ORDER else [_weakened(culprit)]]
+    if effort.find([*rest, moved]) is SearchResult.ORDER:
         repairs.append([moved])
     elif (other := _contradicts(rest, culprit, effort)) is not None:
         rest = [each for each in rest if each is not other]
         kept, repairs = [culprit, other], [[*repairs[0], other], [culprit, _weakened(other)]]
 
     def same_failure(fewer: list[Operation[In, Out]]) -> bool:
-        return effort.find([*fewer, *kept]) is Found.NOTHING and all(
-            effort.find([*fewer, *repair]) is Found.ORDER for repair in repairs
+        return effort.find([*fewer, *kept]) is SearchResult.NOTHING and all(
+            effort.find([*fewer, *repair]) is SearchResult.ORDER for repair in repairs
         )
 
     size = max(len(rest) // 2, 1)

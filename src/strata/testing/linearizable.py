@@ -1,8 +1,7 @@
-"""The linearizability checker: ask of a recorded history whether one sequential order explains what clients saw.
+"""The linearizability checker: whether one sequential order explains what the clients of a recorded history saw.
 
-`check` splits a history by `Model.partition`, searches each part and answers with a verdict. A layer writes its own
-model next to its own tests; `register_model` is an example. How an order is found is `order_search`'s business, how a
-violation is made small and drawn is `explain`'s.
+`check` splits a history by `SequentialModel.partition` and searches each part. A layer writes its own model next to its
+own tests; `register_model` is an example. `order_search` finds an order; `explain` shrinks and draws a violation.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, assert_never
 
-from strata.testing.explain import SHOWN, Effort, latest, shortest_prefix, shrink, timeline
+from strata.testing.explain import SHOWN, SearchBudget, latest, shortest_prefix, shrink, timeline
 from strata.testing.history import History, In, In_co, Operation, Out, Out_co, began, ended
-from strata.testing.order_search import Found, Model, Search, State
+from strata.testing.order_search import Search, SearchResult, SequentialModel, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ Verdict: TypeAlias = Linearizable[In_co, Out_co] | Violation[In_co, Out_co] | Un
 
 def check(
     history: History[In, Out] | Iterable[Operation[In, Out]],
-    model: Model[State, In, Out],
+    model: SequentialModel[State, In, Out],
     *,
     limit: int = 1_000_000,
     shrink_limit: int = 200_000,
@@ -93,11 +92,11 @@ def check(
         verdict = search.run()
         steps += search.steps
         match verdict:
-            case Found.ORDER:
+            case SearchResult.ORDER:
                 orders[key] = search.best[0].order()
-            case Found.NOTHING:
+            case SearchResult.NOTHING:
                 return _violation(key, part, search, shrink_limit)
-            case Found.LIMIT:
+            case SearchResult.LIMIT:
                 undecided = undecided or Undecided(key, search.steps, search.furthest())
             case _:
                 assert_never(verdict)
@@ -107,11 +106,11 @@ def check(
 def _violation(
     key: Hashable, part: Sequence[Operation[In, Out]], search: Search[State, In, Out], shrink_limit: int
 ) -> Violation[In, Out]:
-    effort = Effort(search.model, shrink_limit)
+    effort = SearchBudget(search.model, shrink_limit)
     culprit, prefix = shortest_prefix(part, search, effort)
     small = shrink(prefix, culprit, effort)
     final = Search(small, search.model, search.limit)
-    if final.run() is not Found.NOTHING:  # only if the effort ran out before a smaller history was proven to violate
+    if final.run() is not SearchResult.NOTHING:  # the budget ran out before a smaller history was proven to violate
         small, final = list(part), search
     unplaced = {id(each): each for node in final.best for each in final.candidates(node)}
     return Violation(

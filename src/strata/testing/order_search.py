@@ -2,7 +2,7 @@
 
 The search is Wing and Gong's, with Lowe's memory of configurations. Four reductions keep it small, and each one only
 skips configurations whose every continuation is also a continuation of one that is kept:
-  * a history is split by `Model.partition`, and each part is checked alone (`linearizable.check` does that);
+  * a history is split by `SequentialModel.partition`, and each part is checked alone (`linearizable.check` does that);
   * an operation that never changes the state is placed as soon as its answer fits;
   * unknown operations with equal inputs are used in order of invocation, since they are interchangeable;
   * of two configurations that differ only in unknown operations used, the one that used fewer is enough.
@@ -25,7 +25,7 @@ In_contra = TypeVar("In_contra", contravariant=True)
 Out_contra = TypeVar("Out_contra", contravariant=True)
 
 
-class Model(Protocol[State, In_contra, Out_contra]):
+class SequentialModel(Protocol[State, In_contra, Out_contra]):
     """A sequential specification.
 
     `step` is given what the client saw and answers with every state that may follow; none means "impossible here".
@@ -48,7 +48,7 @@ class Model(Protocol[State, In_contra, Out_contra]):
         return False
 
 
-class Found(Enum):
+class SearchResult(Enum):
     ORDER = "order"
     NOTHING = "nothing"
     LIMIT = "limit"
@@ -90,7 +90,7 @@ class Node(Generic[State, In, Out]):
 class Search(Generic[State, In, Out]):
     """The search of one partition. `best` holds the deepest nodes so far, and after ORDER the complete one."""
 
-    def __init__(self, part: Sequence[Operation[In, Out]], model: Model[State, In, Out], limit: int) -> None:
+    def __init__(self, part: Sequence[Operation[In, Out]], model: SequentialModel[State, In, Out], limit: int) -> None:
         self.model = model
         self.limit = limit
         self.steps = 0
@@ -110,14 +110,14 @@ class Search(Generic[State, In, Out]):
         self.best: list[Node[State, In, Out]] = []
         self._furthest = 0
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         root = self.model.initial()
         self._admit(Node(0, 0, root, 0, 0, None, []), 0, root, 0, [])
         while self._queue:
             if self.best[0].base == len(self.returned):
-                return Found.ORDER
+                return SearchResult.ORDER
             if self.steps >= self.limit:
-                return Found.LIMIT
+                return SearchResult.LIMIT
             _, _, with_unknown, node = heapq.heappop(self._queue)
             if with_unknown:
                 self._expand_unknown(node)
@@ -125,7 +125,7 @@ class Search(Generic[State, In, Out]):
                 self._expand_returned(node)
                 if self._unknown:
                     self._push(node, node.run + 1, with_unknown=True)
-        return Found.NOTHING
+        return SearchResult.NOTHING
 
     def furthest(self) -> Operation[In, Out]:
         """The returned operation that no order found so far gets past."""

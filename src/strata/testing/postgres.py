@@ -239,14 +239,14 @@ class PostgresServer:
                 start_new_session=True,
                 **_identity(self._account),
             )
-        self._tell_cleaner(str(process.pid))
+        self._notify_cleaner(str(process.pid))
         return process
 
     def _forget_process(self) -> None:
         self._process = None
-        self._tell_cleaner("")
+        self._notify_cleaner("")
 
-    def _tell_cleaner(self, process_id: str) -> None:
+    def _notify_cleaner(self, process_id: str) -> None:
         assert self._cleaner.stdin is not None
         self._cleaner.stdin.write(f"{process_id}\n".encode())
         self._cleaner.stdin.flush()

@@ -14,59 +14,59 @@ from strata.base.errors import Code, StrataError
 from strata.journal.port import Batch, Journal, Lead, Snapshot, StreamStatus
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
+class JournalCall(msgspec.Struct, frozen=True, tag=True):
     stream: str
 
 
-class LeadCall(Call, frozen=True, tag=True):
+class LeadCall(JournalCall, frozen=True, tag=True):
     holder: str
     lease_s: float
     expired_lease: str | None
 
 
-class RenewCall(Call, frozen=True, tag=True):
+class RenewCall(JournalCall, frozen=True, tag=True):
     epoch: int
     lease_s: float
 
 
-class ResignCall(Call, frozen=True, tag=True):
+class ResignCall(JournalCall, frozen=True, tag=True):
     epoch: int
 
 
-class ConfirmCall(Call, frozen=True, tag=True):
+class ConfirmCall(JournalCall, frozen=True, tag=True):
     epoch: int
 
 
-class AppendCall(Call, frozen=True, tag=True):
+class AppendCall(JournalCall, frozen=True, tag=True):
     epoch: int
     after: int
     facts: Sequence[bytes]
 
 
-class ReadCall(Call, frozen=True, tag=True):
+class ReadCall(JournalCall, frozen=True, tag=True):
     after: int
 
 
-class GrownCall(Call, frozen=True, tag=True):
+class GrownCall(JournalCall, frozen=True, tag=True):
     after: int
     timeout_s: float
 
 
-class SaveCall(Call, frozen=True, tag=True):
+class SaveCall(JournalCall, frozen=True, tag=True):
     epoch: int
     snapshot: Snapshot
 
 
-class LoadCall(Call, frozen=True, tag=True):
+class LoadCall(JournalCall, frozen=True, tag=True):
     pass
 
 
-class TruncateCall(Call, frozen=True, tag=True):
+class TruncateCall(JournalCall, frozen=True, tag=True):
     epoch: int
     through: int
 
 
-class StreamsCall(Call, frozen=True, tag=True):
+class StreamsCall(JournalCall, frozen=True, tag=True):
     pass
 
 
@@ -97,10 +97,10 @@ async def serve(journal: Journal, request: bytes) -> bytes:
         call = _decode_call(request)
     except msgspec.DecodeError as error:
         raise StrataError(Code.INVALID, f"not a call of a journal: {error}") from error
-    return _encode(await _answer(journal, call))
+    return _encode(await _serve_call(journal, call))
 
 
-async def _answer(journal: Journal, call: AnyCall) -> object:  # noqa: C901, PLR0911 - one arm per call
+async def _serve_call(journal: Journal, call: AnyCall) -> object:  # noqa: C901, PLR0911 - one arm per call
     match call:
         case LeadCall():
             return await journal.lead(call.stream, call.holder, call.lease_s, expired_lease=call.expired_lease)
@@ -139,38 +139,38 @@ class RemoteJournal:
         self._longest_wait_s = longest_wait_s
 
     async def lead(self, stream: str, holder: str, lease_s: float, *, expired_lease: str | None = None) -> Lead:
-        return await self._ask(LeadCall(stream, holder, lease_s, expired_lease), Lead)
+        return await self._query(LeadCall(stream, holder, lease_s, expired_lease), Lead)
 
     async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
-        await self._tell(RenewCall(stream, epoch, lease_s))
+        await self._command(RenewCall(stream, epoch, lease_s))
 
     async def resign(self, stream: str, epoch: int) -> None:
-        await self._tell(ResignCall(stream, epoch))
+        await self._command(ResignCall(stream, epoch))
 
     async def confirm(self, stream: str, epoch: int) -> None:
-        await self._tell(ConfirmCall(stream, epoch))
+        await self._command(ConfirmCall(stream, epoch))
 
     async def append(self, stream: str, epoch: int, after: int, facts: Sequence[bytes]) -> int:
-        return await self._ask(AppendCall(stream, epoch, after, facts), int)
+        return await self._query(AppendCall(stream, epoch, after, facts), int)
 
     async def read(self, stream: str, after: int) -> list[Batch]:
-        return await self._ask(ReadCall(stream, after), list[Batch])
+        return await self._query(ReadCall(stream, after), list[Batch])
 
     async def wait_for_growth(self, stream: str, after: int, timeout_s: float) -> int:
-        return await self._ask(GrownCall(stream, after, min(timeout_s, self._longest_wait_s)), int)
+        return await self._query(GrownCall(stream, after, min(timeout_s, self._longest_wait_s)), int)
 
     async def save_snapshot(self, stream: str, epoch: int, snapshot: Snapshot) -> None:
-        await self._tell(SaveCall(stream, epoch, snapshot))
+        await self._command(SaveCall(stream, epoch, snapshot))
 
     async def load_snapshot(self, stream: str) -> Snapshot | None:
-        found = await self._ask(LoadCall(stream), list[Snapshot])
+        found = await self._query(LoadCall(stream), list[Snapshot])
         return found[0] if found else None
 
     async def truncate(self, stream: str, epoch: int, through: int) -> None:
-        await self._tell(TruncateCall(stream, epoch, through))
+        await self._command(TruncateCall(stream, epoch, through))
 
     async def streams(self) -> list[StreamStatus]:
-        return await self._ask(StreamsCall(""), list[StreamStatus])
+        return await self._query(StreamsCall(""), list[StreamStatus])
 
     async def close(self) -> None:
         return
@@ -181,10 +181,10 @@ class RemoteJournal:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def _tell(self, call: AnyCall) -> None:
+    async def _command(self, call: AnyCall) -> None:
         await self._transport(_encoded(call))
 
-    async def _ask(self, call: AnyCall, answer: type[T]) -> T:
+    async def _query(self, call: AnyCall, answer: type[T]) -> T:
         return msgspec.msgpack.decode(await self._transport(_encoded(call)), type=answer)
 
 

@@ -157,7 +157,7 @@ class World:
     def disk(self, name: str) -> SimDisk:
         return self._disks[name]
 
-    def clock_of_the_world(self) -> SimClock:
+    def world_clock(self) -> SimClock:
         """The right time, for what runs in no process."""
         return SimClock(self.loop, 0.0)
 
@@ -198,9 +198,11 @@ class World:
         handler = self._handlers.get(process)
         self.trace.note(f"deliver {sender}>{process} {hashlib.sha256(payload).hexdigest()[:8]} {handler is not None}")
         if handler is not None and not process.crashed:
-            self._spawn(process, self._answer(handler, sender, payload, arrive))
+            self._spawn(process, self._serve_call(handler, sender, payload, arrive))
 
-    async def _answer(self, handler: Handler, sender: str, payload: bytes, arrive: Callable[[_Reply], None]) -> None:
+    async def _serve_call(
+        self, handler: Handler, sender: str, payload: bytes, arrive: Callable[[_Reply], None]
+    ) -> None:
         try:
             reply = _Reply(await handler(sender, payload))
         except StrataError as error:
@@ -226,7 +228,7 @@ class World:
 
     # Faults
 
-    async def torment(self, names: list[str], seconds: float) -> None:
+    async def inject_faults(self, names: list[str], seconds: float) -> None:
         """Let crashes, pauses, partitions and clock jumps happen to these processes for a while; then heal."""
         faults = [
             (self.faults.crash_gap_s, self._crash_for_a_while),
@@ -234,7 +236,7 @@ class World:
             (self.faults.partition_gap_s, self._partition_for_a_while),
             (self.faults.clock_gap_s, self._jump_clock),
         ]
-        tasks = [self.loop.create_task(self._again_and_again(gap_s, fault, names)) for gap_s, fault in faults]
+        tasks = [self.loop.create_task(self._repeat(gap_s, fault, names)) for gap_s, fault in faults]
         await asyncio.sleep(seconds)
         for task in tasks:
             task.cancel()
@@ -250,9 +252,7 @@ class World:
             if process.crashed:
                 self.start(name)
 
-    async def _again_and_again(
-        self, gap_s: float, fault: Callable[[list[str]], Awaitable[None]], names: list[str]
-    ) -> None:
+    async def _repeat(self, gap_s: float, fault: Callable[[list[str]], Awaitable[None]], names: list[str]) -> None:
         while True:
             await asyncio.sleep(self.rng.expovariate(1 / gap_s))
             await fault(names)

@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeVar
 
 import zmq.asyncio
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.train.core import commands, ops
 from strata.train.core.pack import pack
 from strata.train.launch.launcher import rank_command
@@ -56,7 +56,7 @@ class Group:
         )
         self.settings: ServerSettings = load_settings(self.file, environ={})
         pretending = (sys.executable, "-m", "strata.testing.fake_ranks", "--settings", str(self.file))
-        command = rank_command(self.settings, self.file, own_environment())
+        command = rank_command(self.settings, self.file, process_environment())
         self._arguments = command.arguments if kind == "real" else pretending
         self._environment = dict(command.environment)
         self.start()

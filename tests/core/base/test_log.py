@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.base.log_values import is_secret_name, plain, printable, shown
+from strata.base.log_values import format_value, is_secret_name, loggable, printable
 from strata.base.secret import Secret
 
 
@@ -201,7 +201,7 @@ async def test_the_correlation_id_follows_tasks_and_ends_with_its_block() -> Non
 )
 def test_names_that_look_like_secrets_are_masked(name: str) -> None:
     assert is_secret_name(name)
-    assert plain({"headers": [{name: "hunter2"}]}) == {"headers": [{name: "***"}]}
+    assert loggable({"headers": [{name: "hunter2"}]}) == {"headers": [{name: "***"}]}
 
 
 @pytest.mark.parametrize("name", ["tokens", "max_tokens", "token_count", "tokenizer", "key", "secretary", "author"])
@@ -268,7 +268,7 @@ def test_no_value_makes_a_log_call_raise_or_get_lost(format: log.Format, value: 
     ],
 )
 def test_values_are_shown_as_json_or_by_their_repr(value: Any, expected: Any) -> None:
-    assert plain(value) == expected
+    assert loggable(value) == expected
 
 
 @given(st.text(), st.dictionaries(st.text(), st.text() | st.floats() | st.binary(), max_size=3))
@@ -346,4 +346,4 @@ def test_a_stream_of_another_encoding_gets_escapes_instead_of_losing_the_line() 
 def test_printable_text_is_kept_and_the_rest_is_escaped(text: str) -> None:
     assert printable(text).isprintable()
     assert not text.isprintable() or printable(text) == text
-    assert shown(text).isprintable()
+    assert format_value(text).isprintable()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
-from strata.base.settings import SECTIONS, Origin, Secret, load, load_explained, no_color
+from strata.base.settings import SECTIONS, Secret, SettingOrigin, load, load_explained, no_color
 
 
 class Mode(enum.StrEnum):
@@ -104,7 +104,7 @@ def test_every_value_says_where_it_comes_from(tmp_path: Path) -> None:
     explained = load_explained(
         Server, section="hub", file=file, environ={"STRATA_HUB_NAME": "e"}, flags={"root": "/x", "tls.cert": "c.pem"}
     )
-    assert explained.origin("port") == Origin("file", str(file), 3)
+    assert explained.origin("port") == SettingOrigin("file", str(file), 3)
     assert {setting.name: str(setting.origin) for setting in explained.settings}.items() >= {
         "port": f"{file}:3",
         "store.database": f"{file}:6",

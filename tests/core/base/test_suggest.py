@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.base.suggest import nearest, suggestion
+from strata.base.suggest import closest_name, did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -21,21 +21,21 @@ from strata.base.suggest import nearest, suggestion
     ],
 )
 def test_the_fewest_typing_mistakes_win(name: str, near: str | None) -> None:
-    assert nearest(name, ["root", "port", "database"]) == near
+    assert closest_name(name, ["root", "port", "database"]) == near
 
 
 @given(st.text("abc", min_size=6, max_size=9), st.integers(0, 5), st.sampled_from("abcx"))
 def test_one_mistake_in_a_name_is_always_forgiven(name: str, at: int, letter: str) -> None:
     swapped = name[:at] + name[at : at + 2][::-1] + name[at + 2 :]
     for misspelt in (name[:at] + name[at + 1 :], name[:at] + letter + name[at:], swapped):
-        assert nearest(misspelt, ["unrelated", name]) == name
+        assert closest_name(misspelt, ["unrelated", name]) == name
 
 
 def test_a_shared_prefix_does_not_make_names_near() -> None:
-    assert suggestion("A_LONG_PREFIX_X", ["A_LONG_PREFIX_ABCDE"], prefix="A_LONG_PREFIX_") == (
+    assert did_you_mean("A_LONG_PREFIX_X", ["A_LONG_PREFIX_ABCDE"], prefix="A_LONG_PREFIX_") == (
         " (known: A_LONG_PREFIX_ABCDE)"
     )
 
 
 def test_without_known_names_there_is_nothing_to_suggest() -> None:
-    assert suggestion("x", []) == ""
+    assert did_you_mean("x", []) == ""

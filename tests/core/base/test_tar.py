@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
-from strata.base.tar import BLOCK, MAX_EXTENSIONS, MAX_HEADER_BYTES, TarKind, TarMember, TarReader, decompressed
+from strata.base.tar import BLOCK, MAX_EXTENSIONS, MAX_HEADER_BYTES, TarKind, TarMember, TarReader, decompress_stream
 from tests.support.archives import header, pax_archive
 
 LONG = "d/" * 60 + "n" * 200
 
 
 def read(raw: bytes) -> list[tuple[TarMember, bytes]]:
-    reader = TarReader(decompressed(io.BufferedReader(io.BytesIO(raw))))
+    reader = TarReader(decompress_stream(io.BufferedReader(io.BytesIO(raw))))
     return [(member, b"".join(reader.pieces())) for member in reader]
 
 

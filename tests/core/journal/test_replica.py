@@ -305,7 +305,7 @@ class Slow(MemoryJournal):
 
 def test_cold_standbys_lead_although_a_replay_takes_longer_than_the_lease() -> None:
     world = World(1, CALM)
-    clock = world.clock_of_the_world()
+    clock = world.world_clock()
 
     async def scenario() -> None:
         journal = Slow(clock)

@@ -13,7 +13,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import read_secret
-from strata.base.unix_socket import connect_unix, is_answered, listen_unix
+from strata.base.unix_socket import connect_unix, is_listening, listen_unix
 from strata.fleet import wire
 from strata.fleet.client import HubClient
 from strata.hub.settings import SOCKET, Tls
@@ -32,10 +32,10 @@ def test_a_socket_is_for_its_owner_and_its_path_may_be_long(tmp_path: Path) -> N
         os.umask(others)
     with listener:
         assert stat.S_IMODE((folder / "s").stat().st_mode) == 0o600
-        assert is_answered(folder / "s")
+        assert is_listening(folder / "s")
         with pytest.raises(StrataError, match="another process listens"):
             listen_unix(folder / "s")
-    assert not is_answered(folder / "s")
+    assert not is_listening(folder / "s")
     listen_unix(folder / "s").close()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from tests.support.unix import short_path
 
 START_S = 120.0
@@ -79,7 +79,7 @@ def serving(
 @contextmanager
 def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     environment = {
-        **own_environment(),
+        **process_environment(),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

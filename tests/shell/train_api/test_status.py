@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from strata.base.errors import StrataError
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.cli.main import run
 from strata.sdk.train import Datum, TrainingServer
 from strata.train.core.status import PHASES
@@ -215,7 +215,7 @@ def test_an_operator_trains_through_the_socket_and_not_over_tcp(site: ApiContext
 def test_a_watch_that_is_piped_prints_a_line_for_each_change(site: ApiContext) -> None:
     settings = site.processes.data.parent / "strata.toml"
     command = [sys.executable, "-c", "from strata.cli.main import main; main()", "serve", "status", str(settings), "-w"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own_environment()) as watching:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=process_environment()) as watching:
         assert watching.stdout is not None
         assert re.match(r"\d\d:\d\d:\d\d 2 ranks ready, 0 waiting, .* tokens/s trained", watching.stdout.readline())
         site.train("carol")

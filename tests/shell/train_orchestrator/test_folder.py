@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.base.private import make_private
+from strata.base.private import require_private_folder
 from strata.train.folder import held
 from strata.train.launch.launcher import run_launcher
 from strata.train.settings import ServerSettings, load_settings
@@ -28,7 +28,7 @@ def refusal(folder: Path) -> StrataError:
 
 
 def test_a_second_launcher_on_one_data_folder_is_refused_in_one_line(tmp_path: Path) -> None:
-    make_private(tmp_path / "d", "files")
+    require_private_folder(tmp_path / "d", "files")
     with held(tmp_path / "d"):
         refused = refusal(tmp_path)
     assert refused.code is Code.CONFLICT

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from tests.shell.train_runner.saved import found, left_over
 
 ROOT: Final = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ def save(folder: Path, first: int, last: int, *failpoint: str) -> tuple[int, int
     done = subprocess.run(
         [sys.executable, "-m", "tests.shell.train_runner.save_process", str(folder), str(first), str(last), *failpoint],
         cwd=ROOT,
-        env=own_environment(),
+        env=process_environment(),
         capture_output=True,
         text=True,
         timeout=60,

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.train.checkpoints import checkpoint
 from strata.train.core import commands, ops
 from strata.train.runner.checkpoint import shards
@@ -49,7 +49,7 @@ def driver(ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> Driver
     done = subprocess.run(
         [*launcher, "-m", "tests.shell.train_runner.reshard", str(folder / "llama"), str(driver.folder)],
         cwd=ROOT,
-        env={**own_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**process_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import zmq.asyncio
 
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.train.core import commands, ops
 from strata.train.link.rank import ConnectRequest, connect_rank
 
@@ -59,7 +59,7 @@ class RankGroup:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         self.process = subprocess.Popen(
             [*launcher, "-m", "strata.train.runner", "--settings", str(settings)],
-            env={**own_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**process_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
 
     def __enter__(self) -> Self:
@@ -187,7 +187,7 @@ def test_a_rank_that_cannot_load_its_model_says_why_and_ends(folder: Path) -> No
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     done = subprocess.run(
         [*launcher, "-m", "strata.train.runner", "--settings", str(settings)],
-        env={**own_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**process_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=LONGEST_S,

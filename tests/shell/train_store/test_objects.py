@@ -16,7 +16,7 @@ import pytest
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.journal.memory import MemoryJournal
 from strata.objects import Bucket
 from strata.testing.s3 import S3Server
@@ -102,7 +102,7 @@ async def test_whoever_dies_leaves_a_whole_checkpoint_or_none(
         await store.put(folder, NAME)
     module = [sys.executable, "-m", "tests.shell.train_store.putting", name, action, str(folder), bucket]
     died = await asyncio.to_thread(
-        subprocess.run, module, env={**own_environment(), **s3.environment}, timeout=PATIENCE_S, check=False
+        subprocess.run, module, env={**process_environment(), **s3.environment}, timeout=PATIENCE_S, check=False
     )
     assert died.returncode == -signal.SIGKILL
     assert await store.names() == (({NAME}, set()) if whole else (set(), {NAME}))

@@ -66,7 +66,7 @@ async def _scenario(
         world.add(name, partial(node, name))
     clients = [Client(world, f"client-{i}", NODES, history) for i in range(4)]
     working = [world.loop.create_task(client.run(OPERATIONS)) for client in clients]
-    await world.torment(["journal", *NODES], TORMENT_S)
+    await world.inject_faults(["journal", *NODES], TORMENT_S)
     await asyncio.gather(*working)
     for client in clients:
         if not await client.do(Add("x", 1), patience_s=CONVERGES_S):

@@ -179,7 +179,7 @@ class Scenario:
             world.add(name, partial(self._run_orchestrator, name))
         working = asyncio.create_task(self._work())
         cutting = asyncio.create_task(world.cut_connections(plan.cut_gap_s))
-        await world.torment(["journal", "ranks", *APIS, *ORCHESTRATORS, *ORCHESTRATORS], TORMENT_S)
+        await world.inject_faults(["journal", "ranks", *APIS, *ORCHESTRATORS, *ORCHESTRATORS], TORMENT_S)
         cutting.cancel()
         done, _ = await asyncio.wait([working], timeout=CONVERGES_S)
         if not done:

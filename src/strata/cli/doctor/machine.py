@@ -50,14 +50,14 @@ def extras() -> DoctorFinding:
 
 def trainer() -> Iterator[DoctorFinding]:
     """As the agent of this machine would tell it to the hub."""
-    from strata.base.settings import load, own_environment
+    from strata.base.settings import load, process_environment
     from strata.cli.fleet.client import format_bytes, format_count
     from strata.fleet.agent.environment import inherited_by_jobs
     from strata.fleet.agent.settings import SECTION, AgentSettings
     from strata.fleet.agent.start import probe_capability
 
     settings = load(AgentSettings, section=SECTION, file=None, flags={})
-    probed = probe_capability(settings, inherited_by_jobs(own_environment(), settings.pass_env))
+    probed = probe_capability(settings, inherited_by_jobs(process_environment(), settings.pass_env))
     found = probed.capability
     for trouble in probed.problems:
         yield warning("probe", trouble, "mend it, or jobs that need it will go elsewhere")

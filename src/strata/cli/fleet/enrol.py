@@ -91,11 +91,11 @@ def join(
     authority, which is compared before the token is sent; it is good once. The key of this host is made here and stays
     here. Joining the same hub again does nothing.
     """
-    from strata.base.settings import take_secret
+    from strata.base.settings import pop_secret
     from strata.cli.extras import require
 
     # Before anything else is started: nobody but this process is to have it.
-    carried = take_secret(TOKEN_VARIABLE)
+    carried = pop_secret(TOKEN_VARIABLE)
     if refused:
         raise StrataError(
             Code.INVALID,

@@ -156,7 +156,7 @@ def _described(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
 def _ask(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
     import json
 
-    from strata.base.settings import own_environment
+    from strata.base.settings import process_environment
     from strata.fleet.agent.environment import inherited_by_jobs, job_command
     from strata.fleet.trainer.describe import FLAG
 
@@ -167,7 +167,7 @@ def _ask(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
         done = subprocess.run(
             words,
             cwd=folder,
-            env=inherited_by_jobs(own_environment()) | dict(trainer.env) | {"PYTHONDONTWRITEBYTECODE": "1"},
+            env=inherited_by_jobs(process_environment()) | dict(trainer.env) | {"PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=DESCRIBE_S,

@@ -57,7 +57,7 @@ def up(
 
     from strata.base import log
     from strata.base.settings import load, no_color
-    from strata.base.unix_socket import is_answered
+    from strata.base.unix_socket import is_listening
     from strata.cli.extras import require
 
     require("uvicorn", extra="hub")
@@ -90,7 +90,7 @@ def up(
         raise StrataError(
             Code.INVALID, "strata up is for one machine", hint="for others: strata hub --tls, and strata join on each"
         )
-    if is_answered(hub.socket):
+    if is_listening(hub.socket):
         raise StrataError(
             Code.CONFLICT,
             f"strata up is running already, with all data in {_shown(folder)}",
@@ -162,7 +162,7 @@ async def _work(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
     import os
 
     from strata.base.private import private_folder
-    from strata.base.settings import own_environment
+    from strata.base.settings import process_environment
     from strata.fleet.agent import environment, identity
     from strata.fleet.agent.lock import try_lock
     from strata.fleet.agent.start import check_host, probe_capability
@@ -172,7 +172,7 @@ async def _work(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
     if lock is None:
         raise StrataError(Code.CONFLICT, f"another agent uses the state folder {folder}")
     try:
-        allowed = environment.inherited_by_jobs(own_environment(), settings.pass_env)
+        allowed = environment.inherited_by_jobs(process_environment(), settings.pass_env)
         client = identity.connect_to_hub(folder)
         results = await asyncio.to_thread(check_host, settings, client)
         failed = [f"{result.check}: {result.reason}" for result in results if not result.ok]

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.base.private import write_privately
+from strata.base.private import set_private_umask
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.authenticator import TokenAuthenticator
 from strata.coord.server.grpc_handler import CoordinatorHandler, GenericOnly
@@ -60,7 +60,7 @@ def run(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
     import uvloop
 
     check_exposure(settings)
-    write_privately()
+    set_private_umask()
     # Calls make many objects and few cycles: at the usual thresholds the state of all jobs is looked through too often.
     gc.collect()
     gc.freeze()

@@ -131,7 +131,7 @@ class CoordinatorLink:
         if self._settings.token is None:
             return False
         try:
-            found = self._settings.token.read_again()
+            found = self._settings.token.reload()
         except StrataError as error:
             _log.warning("token_file_unreadable", reason=error.message)
             return False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.base.private import private_folder, write_privately
+from strata.base.private import private_folder, set_private_umask
 from strata.fleet.agent import environment, identity
 from strata.fleet.agent.attempt_folder import find_job_user
 from strata.fleet.agent.hub_api import HubApi
@@ -28,7 +28,7 @@ _log = log.get(__name__)
 
 def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[[str], None]) -> None:
     """Run the agent until it is stopped. `environ` is its own environment, of which jobs inherit a part."""
-    write_privately()
+    set_private_umask()
     folder = private_folder(settings.state_folder)
     member = identity.load_membership(folder)
     lock = try_lock(folder / "lock")

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.base.tar import TarKind, TarReader, decompressed
+from strata.base.tar import TarKind, TarReader, decompress_stream
 
 MAX_UNPACKED: Final = 8 << 30
 MAX_MEMBERS: Final = 500_000
@@ -37,7 +37,7 @@ class UnpackLimits:
 def unpack(archive: BufferedReader, folder: Path, limits: UnpackLimits | None = None) -> None:
     """Unpack a tar file, plain or compressed with gzip, bzip2 or xz, into an existing empty folder."""
     try:
-        _unpack(TarReader(decompressed(archive)), folder, limits or UnpackLimits())
+        _unpack(TarReader(decompress_stream(archive)), folder, limits or UnpackLimits())
     except StrataError as error:
         raise StrataError(Code.PRECONDITION, f"the source bundle cannot be unpacked: {error.message}") from error
     except (OSError, ValueError) as error:

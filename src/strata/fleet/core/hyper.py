@@ -23,7 +23,7 @@ import msgspec
 
 from strata.base.digest import canonical_json
 from strata.base.errors import Code, StrataError
-from strata.base.suggest import suggestion
+from strata.base.suggest import did_you_mean
 from strata.fleet.core.hyper_schema import Path, resolve, schema_problems, shown
 
 _MAX_STEPS: Final = 20_000
@@ -110,7 +110,7 @@ def _object(
 
 
 def _unknown(path: Path, name: str, known: Any) -> Finding:
-    return Finding((*path, name), f"unknown{suggestion(name, sorted(known))}")
+    return Finding((*path, name), f"unknown{did_you_mean(name, sorted(known))}")
 
 
 def _array(walk: _Walk, schema: Mapping[str, Any], value: list[Any], path: Path) -> Iterator[Finding]:
@@ -205,7 +205,7 @@ def _enum(limit: Any, value: Any) -> str | None:
     if any(_same(value, each) for each in limit):
         return None
     texts = [each for each in limit if isinstance(each, str)]
-    near = suggestion(value, texts) if isinstance(value, str) and len(texts) == len(limit) else ""
+    near = did_you_mean(value, texts) if isinstance(value, str) and len(texts) == len(limit) else ""
     if "did you mean" in near:
         return f"expected one of {', '.join(map(shown, limit))}, found {shown(value)}{near}"
     return f"expected one of {', '.join(map(shown, limit))}, found {shown(value)}"

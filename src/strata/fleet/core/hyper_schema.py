@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.base.suggest import suggestion
+from strata.base.suggest import did_you_mean
 
 Path = tuple[str | int, ...]
 
@@ -84,7 +84,7 @@ def _own_problems(root: Any, schema: dict[str, Any]) -> Iterator[tuple[str, str]
         if word == "$ref":
             problem = _reference_problem(root, value)
         elif check is None:
-            problem = f"this keyword is not understood, and would not be checked{suggestion(word, _KNOWN)}"
+            problem = f"this keyword is not understood, and would not be checked{did_you_mean(word, _KNOWN)}"
         else:
             problem = None if check[0](value) else f"expected {check[1]}, found {shown(value)}"
         if problem:

@@ -48,7 +48,7 @@ class JobManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ManifestDraft:
     """A parsed manifest whose trainers are not resolved yet, and whose jobs are not read: they depend on trainers."""
 
-    document: toml.Document
+    document: toml.TomlDocument
     project: str
     retrain_on: tuple[str, ...]
     trainers: dict[str, TrainerSpec]
@@ -101,7 +101,7 @@ def parse_manifest(text: str, source: str) -> ManifestDraft:
 
 def validate_manifest(manifest: JobManifest, schemas: Mapping[str, Schema]) -> None:
     """INVALID with all that is wrong with a manifest that arrived as a value. Its types are checked by the decoder."""
-    problems = Problems(toml.Document({}, "", manifest.source))
+    problems = Problems(toml.TomlDocument({}, "", manifest.source))
     for name, trainer in manifest.trainers.items():
         _validate_trainer(problems, name, trainer)
     for name, host in manifest.hosts.items():

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from strata.base.errors import StrataError
-from strata.base.suggest import suggestion
+from strata.base.suggest import did_you_mean
 from strata.fleet.core.hyper import Finding, Schema
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec, find_cycle
 from strata.fleet.core.problems import (
@@ -138,7 +138,7 @@ def _trainer(context: Context, place: Place, name: str | None, *, given: bool) -
             context.problems.add(place, message)
         name = names[0] if len(names) == 1 else "default"
     elif name not in names:
-        context.problems.add((*place, "trainer"), f'there is no trainer "{name}"{suggestion(name, names)}')
+        context.problems.add((*place, "trainer"), f'there is no trainer "{name}"{did_you_mean(name, names)}')
     return name if name in names else None
 
 
@@ -281,7 +281,7 @@ def _ordered(problems: Problems, read: _Read) -> dict[str, JobSpec]:
         for index, name in enumerate(written):
             if not _meant(read, name) and name not in read.unread:
                 known = sorted({*read.taken, *read.labelled, *read.unread})
-                problems.add((*place, index), f'there is no job "{name}"{suggestion(name, known)}')
+                problems.add((*place, index), f'there is no job "{name}"{did_you_mean(name, known)}')
     before = {
         job: tuple(each for name in written for each in _meant(read, name)) for job, written in read.after.items()
     }

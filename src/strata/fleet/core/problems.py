@@ -10,8 +10,8 @@ import msgspec
 
 from strata.base.digest import MAX_SAFE_INTEGER
 from strata.base.errors import Code, StrataError
-from strata.base.suggest import suggestion
-from strata.base.toml import Document, Key
+from strata.base.suggest import did_you_mean
+from strata.base.toml import Key, TomlDocument
 from strata.fleet.core.hyper_schema import shown
 
 MAX_LISTED: Final = 200
@@ -24,7 +24,7 @@ Place = tuple[Key, ...]
 class Problems:
     """What is wrong with a document, each as `file:line: jobs[3].hyper.learning_rat: …`, in the order of its lines."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: TomlDocument) -> None:
         self._document = document
         self._found: dict[tuple[int, str], None] = {}
 
@@ -100,7 +100,7 @@ def read_fields(
     values = {}
     for key, value in table.items():
         if key not in kinds:
-            problems.add((*place, key), f"unknown{'' if problems.many else suggestion(key, kinds)}")
+            problems.add((*place, key), f"unknown{'' if problems.many else did_you_mean(key, kinds)}")
             continue
         try:
             values[key] = msgspec.convert(value, kinds[key])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from strata.base.errors import Code
-from strata.base.unix_socket import spell_address
+from strata.base.unix_socket import format_unix_address
 from strata.http.app import Serving, build_app
 from strata.http.authentication import RequestAuthenticator
 from strata.http.body import path_first
@@ -100,7 +100,7 @@ def reading_rules(context: ApiContext) -> ReadingRules:
 
 def application(context: ApiContext, routes: Sequence[Route] = ROUTES) -> RootApp:
     authenticator = RequestAuthenticator(
-        routes, context.authenticator, address=spell_address(context.settings.api_socket), key_header=KEY_HEADER
+        routes, context.authenticator, address=format_unix_address(context.settings.api_socket), key_header=KEY_HEADER
     )
     serving = Serving(
         context=context,

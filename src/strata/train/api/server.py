@@ -13,7 +13,7 @@ from typing import Final
 
 from strata.base.clock import Clock, SystemClock
 from strata.base.ids import Ids
-from strata.base.private import make_private
+from strata.base.private import require_private_folder
 from strata.base.unix_socket import listen_unix
 from strata.http import server
 from strata.http.body import BodyPace
@@ -66,7 +66,7 @@ class APIServer:
     @asynccontextmanager
     async def open_context(self, orchestrator: OrchestratorPort) -> AsyncIterator[ApiContext]:
         settings, clock = self._settings, self._clock
-        make_private(settings.data, "the server's files")
+        require_private_folder(settings.data, "the server's files")
         # Uploads that the last one died with.
         await asyncio.to_thread(_remove_uploads, settings.imports, self._number)
         shared = settings.server.api_servers > 1
@@ -128,7 +128,7 @@ async def _run(settings: ServerSettings, announce: Callable[[str], None], number
         listeners = [tcp]
         if number == 0:
             # Processes can share a port, but not a Unix socket.
-            make_private(settings.sockets, "the sockets")
+            require_private_folder(settings.sockets, "the sockets")
             listeners.append(stack.enter_context(listen_unix(settings.api_socket)))
 
         def ready() -> None:

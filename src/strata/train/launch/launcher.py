@@ -19,8 +19,8 @@ from strata.base import log
 from strata.base.clock import Clock, SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
-from strata.base.private import make_private, write_privately
-from strata.base.settings import own_environment
+from strata.base.private import require_private_folder, set_private_umask
+from strata.base.settings import process_environment
 from strata.train.folder import held
 from strata.train.launch.preflight import check_memory, check_model
 from strata.train.launch.supervised_process import EVENTS, Child, Command
@@ -44,7 +44,7 @@ _log = log.get(__name__)
 
 
 def run_launcher(settings: ServerSettings, file: Path, announce: Callable[[str], None]) -> None:
-    write_privately()
+    set_private_umask()
     asyncio.run(_run_until_signal(settings, file.absolute(), announce))
 
 
@@ -53,9 +53,9 @@ async def _run_until_signal(settings: ServerSettings, file: Path, announce: Call
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    make_private(settings.data, "the server's files")
+    require_private_folder(settings.data, "the server's files")
     with held(settings.data):
-        await Launcher(settings, file, own_environment(), SystemClock()).run(stop, announce)
+        await Launcher(settings, file, process_environment(), SystemClock()).run(stop, announce)
 
 
 class Launcher:

@@ -15,7 +15,7 @@ import zmq
 from strata.base import log
 from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
-from strata.base.private import make_private
+from strata.base.private import require_private_folder
 from strata.train.link.keys import LinkKeys, read_keys
 from strata.train.settings import ServerSettings
 
@@ -72,7 +72,7 @@ def set_limits(socket: AnySocket, max_bytes: int = MAX_REQUEST_BYTES) -> None:
 
 def listen(socket: AnySocket, endpoint: str, keys: LinkKeys | None) -> str:
     if endpoint.startswith("ipc://"):
-        make_private(Path(endpoint.removeprefix("ipc://")).parent, "the sockets")
+        require_private_folder(Path(endpoint.removeprefix("ipc://")).parent, "the sockets")
     elif keys is None:
         raise StrataError(Code.INTERNAL, f"{endpoint} would be open to everybody")
     else:

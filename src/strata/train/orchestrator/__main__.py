@@ -16,7 +16,7 @@ from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import StrataError
 from strata.base.ids import Ids
-from strata.base.private import make_private
+from strata.base.private import require_private_folder
 from strata.journal.open import open_journal
 from strata.train.orchestrator.orchestrator import Orchestrator
 from strata.train.settings import ServerSettings, load_settings
@@ -62,7 +62,7 @@ async def _run(settings: ServerSettings, events_fd: int | None, holder: str) -> 
         if events_fd is not None:
             os.write(events_fd, f"{event}\n".encode())
 
-    make_private(settings.data, "the server's files")
+    require_private_folder(settings.data, "the server's files")
     clock = SystemClock()
     async with await open_journal(settings.database, clock) as journal:
         await Orchestrator(settings, journal, clock, notify).run(stop, holder, stop_ranks)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from strata.base.errors import Code, StrataError
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 
 IDLE: Final = timedelta(days=3650)
 """How long a rank waits for the next command: practically for ever. A rank 0 that dies closes its connections, which
@@ -40,7 +40,7 @@ class RankGroup:
     def __init__(self, device: torch.device) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.local_size = int(own_environment().get("LOCAL_WORLD_SIZE", self.size))
+        self.local_size = int(process_environment().get("LOCAL_WORLD_SIZE", self.size))
         """How many of the ranks are on this machine."""
         self.device = device
         self._idle = dist.new_group(backend="gloo", timeout=IDLE)

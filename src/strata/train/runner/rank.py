@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from strata.base import log
 from strata.base.errors import StrataError
-from strata.base.settings import own_environment
+from strata.base.settings import process_environment
 from strata.train.link.rank import RankLink
 from strata.train.link.sockets import load_keys
 from strata.train.runner.collectives import RankGroup
@@ -52,7 +52,7 @@ def join_process_group(settings: RunnerSettings, rendezvous_file: Path) -> torch
     """Rendezvous with the other ranks: through a file on a single node, else as torchrun says. Returns the device."""
     with_cuda = settings.backend == "nccl" or (settings.backend == "auto" and torch.cuda.is_available())
     backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
-    environment = own_environment()
+    environment = process_environment()
     single_node = environment.get("TORCHELASTIC_RUN_ID") == RENDEZVOUS
     dist.init_process_group(
         backend,
@@ -78,7 +78,7 @@ def serve(settings: ServerSettings, own: RunnerSettings, ranks: RankGroup) -> No
         return
     # Only now: an address that accepts connections means that the model is loaded on every rank.
     # The master address of torchrun is that of rank 0's machine.
-    link = RankLink(settings, own_environment().get("MASTER_ADDR", ""))
+    link = RankLink(settings, process_environment().get("MASTER_ADDR", ""))
     try:
         _log.info("ranks_ready", endpoint=link.endpoint, ranks=ranks.size, model=own.name)
         RunnerDispatcher(runner, ranks, link, os.urandom(8).hex()).run()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from strata.base.errors import StrataError
-from strata.base.suggest import suggestion
+from strata.base.suggest import did_you_mean
 from strata.train.core import ops
 from strata.train.core.ops import MAX_CONFIG, MAX_NAME
 from strata.train.wire.arrays import check_datums, invalid_field
@@ -68,7 +68,7 @@ def validate_pass(
     try:
         name = ops.LossName(loss)
     except ValueError:
-        near = suggestion(loss[:MAX_NAME], [each.value for each in ops.LossName])
+        near = did_you_mean(loss[:MAX_NAME], [each.value for each in ops.LossName])
         raise invalid_field("loss_fn", f"this server has no loss {loss[:MAX_NAME]!r}{near}") from None
     numbers = _validate_config(config)
     check_datums(datums)
