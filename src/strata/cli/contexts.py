@@ -46,7 +46,7 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
 
     from strata.base.unix_socket import SCHEME, format_unix_address, parse_unix_address
     from strata.fleet.client import HubClient, TlsFiles
-    from strata.sdk.fleet import Context, client_settings, keep_authority, keep_secret, save_context
+    from strata.sdk.fleet import ClientContext, client_settings, keep_authority, keep_secret, save_context
 
     # Whatever folder the other commands are run in.
     url = format_unix_address(parse_unix_address(url)) if url.startswith(SCHEME) else url.rstrip("/")
@@ -59,7 +59,7 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
     with HubClient(url, bearer=secret, tls=tls) as client:
         found = _greeted(client)
     kept = keep_secret(settings, name, secret)
-    save_context(settings, name, Context(url=url, token_file=str(kept), ca=str(authority or "")))
+    save_context(settings, name, ClientContext(url=url, token_file=str(kept), ca=str(authority or "")))
     print_error(f"strata: {name} is chosen: {url}, {found}")
 
 

@@ -57,7 +57,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.data_home.expanduser() / "strata"
 
 
-class Context(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClientContext(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     url: str
     token_file: str = ""
     ca: str = ""
@@ -65,7 +65,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class Contexts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     current: str = ""
-    contexts: dict[str, Context] = {}
+    contexts: dict[str, ClientContext] = {}
 
 
 def client_settings(**flags: Any) -> ClientSettings:
@@ -76,9 +76,9 @@ def read_contexts(settings: ClientSettings) -> Contexts:
     return read_json(settings.folder / "contexts.json", Contexts) or Contexts()
 
 
-def save_context(settings: ClientSettings, name: str, context: Context, *, choose: bool = True) -> None:
+def save_context(settings: ClientSettings, name: str, context: ClientContext, *, choose: bool = True) -> None:
     """Add or replace one; from now on it is the one that is used, if `choose`."""
-    _checked(name)
+    _raise_failure(name)
     there = read_contexts(settings)
     contexts = there.contexts | {name: context}
     changed = Contexts(current=name if choose else there.current, contexts=contexts)
@@ -93,18 +93,18 @@ def choose_context(settings: ClientSettings, name: str) -> None:
 
 
 def keep_secret(settings: ClientSettings, name: str, secret: Secret) -> Path:
-    path = private_folder(private_folder(settings.folder) / "tokens") / _checked(name)
+    path = private_folder(private_folder(settings.folder) / "tokens") / _raise_failure(name)
     write_file(path, f"{secret.reveal()}\n".encode())
     return path
 
 
 def keep_authority(settings: ClientSettings, name: str, pem: bytes) -> Path:
-    path = private_folder(private_folder(settings.folder) / "authorities") / f"{_checked(name)}.pem"
+    path = private_folder(private_folder(settings.folder) / "authorities") / f"{_raise_failure(name)}.pem"
     write_file(path, pem)
     return path
 
 
-def current_context(settings: ClientSettings) -> Context:
+def current_context(settings: ClientSettings) -> ClientContext:
     """What the settings and the contexts say together."""
     there = read_contexts(settings)
     name = settings.context or ("" if settings.url else there.current)
@@ -119,7 +119,7 @@ def current_context(settings: ClientSettings) -> Context:
         )
     # What is known of that address: its token must not go anywhere else, its authority is no secret.
     known = [each for each in there.contexts.values() if each.url == settings.url]
-    return known[0] if known else Context(url=settings.url)
+    return known[0] if known else ClientContext(url=settings.url)
 
 
 def connect(settings: ClientSettings, *, timeout_s: float = 30.0, server: str = "hub") -> HubClient:
@@ -129,7 +129,7 @@ def connect(settings: ClientSettings, *, timeout_s: float = 30.0, server: str = 
     return HubClient(context.url, bearer=_token(settings, context), tls=tls, timeout_s=timeout_s, server=server)
 
 
-def _token(settings: ClientSettings, context: Context) -> Secret | None:
+def _token(settings: ClientSettings, context: ClientContext) -> Secret | None:
     if settings.token is not None:
         return settings.token
     if settings.token_path is not None:
@@ -181,7 +181,7 @@ def shown_contexts(settings: ClientSettings) -> list[Mapping[str, Any]]:
     ]
 
 
-def _checked(name: str) -> str:
+def _raise_failure(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise StrataError(Code.INVALID, f"{name[:80]!r} cannot be the name of a context", hint="letters, digits, .-_")
     return name

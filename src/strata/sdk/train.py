@@ -8,7 +8,7 @@
         print(model.sampler().result().sample(tokens, max_tokens=8).result()[0].tokens)
 
 Every operation returns a future at once; the server does them in the order they were given. `AsyncTrainingServer` is
-the same with `await`. Both are drivers of the flows in `strata.sdk.future`.
+the same with `await`. Both are drivers of the flows in `strata.sdk.flow`.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from strata.base.secret import Secret
 from strata.base.unix_socket import SCHEME as UNIX
 from strata.base.unix_socket import connect_unix, parse_unix_address
 from strata.identity.tokens import is_scoped_key
-from strata.sdk.future import Flow, Progress, Send, call, post, run, run_async
-from strata.sdk.orders import (
+from strata.sdk.flow import Flow, Progress, SendRequest, call_json, post, run_flow, run_flow_async
+from strata.sdk.operations import (
+    ClientOperation,
     Datum,
-    Order,
     Pass,
     Sample,
     SamplingParams,
-    abort_order,
-    copy_order,
-    create_order,
-    load_order,
-    logprobs_order,
-    opened_sampler,
-    pass_order,
-    publish_order,
-    sample_order,
-    save_order,
-    step_order,
+    abort_gradients_operation,
+    copy_for_sampler_operation,
+    create_model_operation,
+    load_weights_operation,
+    logprobs_operation,
+    open_sampler,
+    optim_step_operation,
+    pass_operation,
+    sample_operation,
+    save_for_sampler_operation,
+    save_weights_operation,
 )
 from strata.train.core import ops
 
@@ -91,24 +91,24 @@ def _check_key(url: str, key: str) -> None:
 
 
 PROGRESS_S: Final = 2.0
-"""How often whoever wants to be told of progress is."""
+"""How often progress is reported."""
 
 
 class Future(Generic[T]):
-    """A result that will be there."""
+    """The result of an operation that the server has accepted."""
 
-    def __init__(self, server: TrainingServer, order: Order[T], request_id: str) -> None:
+    def __init__(self, server: TrainingServer, operation: ClientOperation[T], request_id: str) -> None:
         self._server = server
-        self._order = order
+        self._operation = operation
         self.request_id = request_id
 
     def result(self, timeout_s: float | None = None, *, progress: Progress | None = None) -> T:
-        """Waits for it. INVALID if the operation could not be done as it was asked for; the next one is not harmed."""
-        return self._server.wait(self._order, self.request_id, timeout_s, progress)
+        """Wait for the result. INVALID if the operation cannot be done as requested; later operations are not affected."""
+        return self._server.wait(self._operation, self.request_id, timeout_s, progress)
 
 
-class Numbers:
-    """Of a model's operations: each is used once. Some may be used already, by a client that is gone."""
+class SequenceNumbers:
+    """Sequence numbers of a model's operations, each used once. An earlier client may have used some already."""
 
     def __init__(self, first: int = 1, taken: Iterable[int] = ()) -> None:
         self.next = first
@@ -123,50 +123,52 @@ class Numbers:
 class Model:
     """One model. Operations are numbered as they are accepted, so use one `Model` for one model."""
 
-    def __init__(self, server: TrainingServer, model_id: str, numbers: Numbers | None = None) -> None:
+    def __init__(self, server: TrainingServer, model_id: str, numbers: SequenceNumbers | None = None) -> None:
         self._server = server
         self._lock = threading.Lock()
-        self._numbers = numbers or Numbers()
+        self._numbers = numbers or SequenceNumbers()
         self.model_id = model_id
 
     def forward_backward(self, data: Sequence[Datum], loss: str = "cross_entropy", **config: float) -> Future[Pass]:
         """Add the gradients of a batch."""
-        return self._submit(lambda seq: pass_order(self.model_id, seq, data, loss, config, forward_only=False))
+        return self._submit(lambda seq: pass_operation(self.model_id, seq, data, loss, config, forward_only=False))
 
     def forward(self, data: Sequence[Datum], loss: str = "cross_entropy", **config: float) -> Future[Pass]:
         """Losses and log probabilities of a batch; the gradients stay as they are."""
-        return self._submit(lambda seq: pass_order(self.model_id, seq, data, loss, config, forward_only=True))
+        return self._submit(lambda seq: pass_operation(self.model_id, seq, data, loss, config, forward_only=True))
 
     def optim_step(self, learning_rate: float, **adam: float) -> Future[Mapping[str, float]]:
         """Apply the gradients with AdamW: beta1, beta2, eps, weight_decay and grad_clip_norm may be given."""
         params = ops.AdamParams(learning_rate=learning_rate, **adam)
-        return self._submit(lambda seq: step_order(self.model_id, seq, params))
+        return self._submit(lambda seq: optim_step_operation(self.model_id, seq, params))
 
     def save(self, name: str, *, overwrite: bool = False) -> Future[str]:
         """Save weights and optimizer; the result is the path to load them from."""
-        return self._submit(lambda seq: save_order(self.model_id, seq, name, overwrite=overwrite))
+        return self._submit(lambda seq: save_weights_operation(self.model_id, seq, name, overwrite=overwrite))
 
     def load(self, path: str, *, optimizer: bool = True) -> Future[None]:
-        return self._submit(lambda seq: load_order(self.model_id, seq, path, optimizer=optimizer))
+        return self._submit(lambda seq: load_weights_operation(self.model_id, seq, path, optimizer=optimizer))
 
     def sampler(self) -> Future[Sampler]:
         """To sample from the model as it is when the operations before this one are done; lives in memory alone."""
         number = self._server.count_sampler()
-        return self._submit(lambda seq: copy_order(self.model_id, seq, number, lambda id_: Sampler(self._server, id_)))
+        return self._submit(
+            lambda seq: copy_for_sampler_operation(self.model_id, seq, number, lambda id_: Sampler(self._server, id_))
+        )
 
     def save_for_sampling(self, name: str, *, overwrite: bool = False) -> Future[str]:
         """Save weights alone; the result is the path to sample from, as in `TrainingServer.sampler(path=…)`."""
-        return self._submit(lambda seq: publish_order(self.model_id, seq, name, overwrite=overwrite))
+        return self._submit(lambda seq: save_for_sampler_operation(self.model_id, seq, name, overwrite=overwrite))
 
     def abort_gradients(self) -> Future[None]:
         """Throw away the gradients since the last step."""
-        return self._submit(lambda seq: abort_order(self.model_id, seq))
+        return self._submit(lambda seq: abort_gradients_operation(self.model_id, seq))
 
-    def _submit(self, order_of: Callable[[int], Order[T]]) -> Future[T]:
+    def _submit(self, build: Callable[[int], ClientOperation[T]]) -> Future[T]:
         # A number counts as used only when its operation was accepted: one that was refused must not leave a gap.
         with self._lock:
-            order = order_of(self._numbers.next)
-            future = Future(self._server, order, self._server.drive(order.submit()))
+            operation = build(self._numbers.next)
+            future = Future(self._server, operation, self._server.drive(operation.submit()))
             self._numbers.use()
         return future
 
@@ -183,14 +185,14 @@ class Sampler:
         self, prompt: Sequence[int], num_samples: int = 1, **params: Unpack[SamplingParams]
     ) -> Future[Sequence[Sample]]:
         """Continue a prompt, as often as asked."""
-        return self._submit(sample_order(self.sampler_id, next(self._numbers), prompt, num_samples, params))
+        return self._submit(sample_operation(self.sampler_id, next(self._numbers), prompt, num_samples, params))
 
     def logprobs(self, tokens: Sequence[int]) -> Future[Sequence[float | None]]:
         """Of each token after those before it, so None for the first."""
-        return self._submit(logprobs_order(self.sampler_id, next(self._numbers), tokens))
+        return self._submit(logprobs_operation(self.sampler_id, next(self._numbers), tokens))
 
-    def _submit(self, order: Order[T]) -> Future[T]:
-        return Future(self._server, order, self._server.drive(order.submit()))
+    def _submit(self, operation: ClientOperation[T]) -> Future[T]:
+        return Future(self._server, operation, self._server.drive(operation.submit()))
 
 
 class TrainingServer:
@@ -223,13 +225,13 @@ class TrainingServer:
     def create_model(self, base_model: str, *, rank: int | None = 32, seed: int | None = None, **lora: Any) -> Model:
         """A model over the server's base. `rank` None trains the base itself, on a server that is set up for it."""
         config = None if rank is None else ops.LoraConfig(rank=rank, seed=seed, **lora)
-        order = create_order(self.session_id, self._models, base_model, config)
+        operation = create_model_operation(self.session_id, self._models, base_model, config)
         self._models += 1
-        return Model(self, self.wait(order, self.drive(order.submit()), None, None))
+        return Model(self, self.wait(operation, self.drive(operation.submit()), None, None))
 
     def load_model(self, path: str, *, optimizer: bool = True) -> Model:
         """A new model that goes on from a checkpoint."""
-        saved = self.drive(call(post("/api/v1/weights_info", {"tinker_path": path})))
+        saved = self.drive(call_json(post("/api/v1/weights_info", {"tinker_path": path})))
         model = self.create_model(saved["base_model"], **_lora_of(saved))
         model.load(path, optimizer=optimizer).result()
         return model
@@ -246,11 +248,11 @@ class TrainingServer:
 
     def close_session(self, session_id: str) -> None:
         """End one whose client is gone; its models are let go of when they have done what was accepted for them."""
-        self.drive(call(post("/api/v1/kill_session", {"session_id": session_id})))
+        self.drive(call_json(post("/api/v1/kill_session", {"session_id": session_id})))
 
     def sampler(self, base_model: str | None = None, *, path: str | None = None) -> Sampler:
         """To sample from the base, or from saved weights."""
-        flow = opened_sampler(self.session_id, self.count_sampler(), base_model, path)
+        flow = open_sampler(self.session_id, self.count_sampler(), base_model, path)
         return Sampler(self, self.drive(flow))
 
     def count_sampler(self) -> int:
@@ -258,68 +260,74 @@ class TrainingServer:
         return next(self._samplers)
 
     def drive(self, flow: Flow[T], progress: Progress | None = None) -> T:
-        return run(flow, self._http, progress)
+        return run_flow(flow, self._http, progress)
 
-    def wait(self, order: Order[T], request_id: str, timeout_s: float | None, progress: Progress | None) -> T:
+    def wait(
+        self, operation: ClientOperation[T], request_id: str, timeout_s: float | None, progress: Progress | None
+    ) -> T:
         told = progress or self._progress
-        return self.drive(order.result(request_id, timeout_s, PROGRESS_S if told else None), told)
+        return self.drive(operation.result(request_id, timeout_s, PROGRESS_S if told else None), told)
 
 
 class AsyncFuture(Generic[T]):
-    """A result that will be there."""
+    """The result of an operation that the server has accepted."""
 
-    def __init__(self, server: AsyncTrainingServer, order: Order[T], request_id: str) -> None:
+    def __init__(self, server: AsyncTrainingServer, operation: ClientOperation[T], request_id: str) -> None:
         self._server = server
-        self._order = order
+        self._operation = operation
         self.request_id = request_id
 
     async def result(self, timeout_s: float | None = None, *, progress: Progress | None = None) -> T:
-        return await self._server.wait(self._order, self.request_id, timeout_s, progress)
+        return await self._server.wait(self._operation, self.request_id, timeout_s, progress)
 
 
 class AsyncModel:
     """`Model` with `await`."""
 
-    def __init__(self, server: AsyncTrainingServer, model_id: str, numbers: Numbers | None = None) -> None:
+    def __init__(self, server: AsyncTrainingServer, model_id: str, numbers: SequenceNumbers | None = None) -> None:
         self._server = server
         self._lock = asyncio.Lock()
-        self._numbers = numbers or Numbers()
+        self._numbers = numbers or SequenceNumbers()
         self.model_id = model_id
 
     async def forward_backward(
         self, data: Sequence[Datum], loss: str = "cross_entropy", **config: float
     ) -> AsyncFuture[Pass]:
-        return await self._submit(lambda seq: pass_order(self.model_id, seq, data, loss, config, forward_only=False))
+        return await self._submit(
+            lambda seq: pass_operation(self.model_id, seq, data, loss, config, forward_only=False)
+        )
 
     async def forward(self, data: Sequence[Datum], loss: str = "cross_entropy", **config: float) -> AsyncFuture[Pass]:
-        return await self._submit(lambda seq: pass_order(self.model_id, seq, data, loss, config, forward_only=True))
+        return await self._submit(lambda seq: pass_operation(self.model_id, seq, data, loss, config, forward_only=True))
 
     async def optim_step(self, learning_rate: float, **adam: float) -> AsyncFuture[Mapping[str, float]]:
         params = ops.AdamParams(learning_rate=learning_rate, **adam)
-        return await self._submit(lambda seq: step_order(self.model_id, seq, params))
+        return await self._submit(lambda seq: optim_step_operation(self.model_id, seq, params))
 
     async def save(self, name: str, *, overwrite: bool = False) -> AsyncFuture[str]:
-        return await self._submit(lambda seq: save_order(self.model_id, seq, name, overwrite=overwrite))
+        return await self._submit(lambda seq: save_weights_operation(self.model_id, seq, name, overwrite=overwrite))
 
     async def load(self, path: str, *, optimizer: bool = True) -> AsyncFuture[None]:
-        return await self._submit(lambda seq: load_order(self.model_id, seq, path, optimizer=optimizer))
+        return await self._submit(lambda seq: load_weights_operation(self.model_id, seq, path, optimizer=optimizer))
 
     async def sampler(self) -> AsyncFuture[AsyncSampler]:
         number = self._server.count_sampler()
         return await self._submit(
-            lambda seq: copy_order(self.model_id, seq, number, lambda id_: AsyncSampler(self._server, id_))
+            lambda seq: copy_for_sampler_operation(
+                self.model_id, seq, number, lambda id_: AsyncSampler(self._server, id_)
+            )
         )
 
     async def save_for_sampling(self, name: str, *, overwrite: bool = False) -> AsyncFuture[str]:
-        return await self._submit(lambda seq: publish_order(self.model_id, seq, name, overwrite=overwrite))
+        return await self._submit(lambda seq: save_for_sampler_operation(self.model_id, seq, name, overwrite=overwrite))
 
     async def abort_gradients(self) -> AsyncFuture[None]:
-        return await self._submit(lambda seq: abort_order(self.model_id, seq))
+        return await self._submit(lambda seq: abort_gradients_operation(self.model_id, seq))
 
-    async def _submit(self, order_of: Callable[[int], Order[T]]) -> AsyncFuture[T]:
+    async def _submit(self, build: Callable[[int], ClientOperation[T]]) -> AsyncFuture[T]:
         async with self._lock:
-            order = order_of(self._numbers.next)
-            future = AsyncFuture(self._server, order, await self._server.drive(order.submit()))
+            operation = build(self._numbers.next)
+            future = AsyncFuture(self._server, operation, await self._server.drive(operation.submit()))
             self._numbers.use()
         return future
 
@@ -335,13 +343,13 @@ class AsyncSampler:
     async def sample(
         self, prompt: Sequence[int], num_samples: int = 1, **params: Unpack[SamplingParams]
     ) -> AsyncFuture[Sequence[Sample]]:
-        return await self._submit(sample_order(self.sampler_id, next(self._numbers), prompt, num_samples, params))
+        return await self._submit(sample_operation(self.sampler_id, next(self._numbers), prompt, num_samples, params))
 
     async def logprobs(self, tokens: Sequence[int]) -> AsyncFuture[Sequence[float | None]]:
-        return await self._submit(logprobs_order(self.sampler_id, next(self._numbers), tokens))
+        return await self._submit(logprobs_operation(self.sampler_id, next(self._numbers), tokens))
 
-    async def _submit(self, order: Order[T]) -> AsyncFuture[T]:
-        return AsyncFuture(self._server, order, await self._server.drive(order.submit()))
+    async def _submit(self, operation: ClientOperation[T]) -> AsyncFuture[T]:
+        return AsyncFuture(self._server, operation, await self._server.drive(operation.submit()))
 
 
 class AsyncTrainingServer:
@@ -380,12 +388,12 @@ class AsyncTrainingServer:
         self, base_model: str, *, rank: int | None = 32, seed: int | None = None, **lora: Any
     ) -> AsyncModel:
         config = None if rank is None else ops.LoraConfig(rank=rank, seed=seed, **lora)
-        order = create_order(self.session_id, self._models, base_model, config)
+        operation = create_model_operation(self.session_id, self._models, base_model, config)
         self._models += 1
-        return AsyncModel(self, await self.wait(order, await self.drive(order.submit()), None, None))
+        return AsyncModel(self, await self.wait(operation, await self.drive(operation.submit()), None, None))
 
     async def load_model(self, path: str, *, optimizer: bool = True) -> AsyncModel:
-        saved = await self.drive(call(post("/api/v1/weights_info", {"tinker_path": path})))
+        saved = await self.drive(call_json(post("/api/v1/weights_info", {"tinker_path": path})))
         model = await self.create_model(saved["base_model"], **_lora_of(saved))
         await (await model.load(path, optimizer=optimizer)).result()
         return model
@@ -399,52 +407,54 @@ class AsyncTrainingServer:
         return await self.drive(_sessions())
 
     async def close_session(self, session_id: str) -> None:
-        await self.drive(call(post("/api/v1/kill_session", {"session_id": session_id})))
+        await self.drive(call_json(post("/api/v1/kill_session", {"session_id": session_id})))
 
     async def sampler(self, base_model: str | None = None, *, path: str | None = None) -> AsyncSampler:
-        flow = opened_sampler(self.session_id, self.count_sampler(), base_model, path)
+        flow = open_sampler(self.session_id, self.count_sampler(), base_model, path)
         return AsyncSampler(self, await self.drive(flow))
 
     def count_sampler(self) -> int:
         return next(self._samplers)
 
     async def drive(self, flow: Flow[T], progress: Progress | None = None) -> T:
-        return await run_async(flow, self._http, progress)
+        return await run_flow_async(flow, self._http, progress)
 
-    async def wait(self, order: Order[T], request_id: str, timeout_s: float | None, progress: Progress | None) -> T:
+    async def wait(
+        self, operation: ClientOperation[T], request_id: str, timeout_s: float | None, progress: Progress | None
+    ) -> T:
         told = progress or self._progress
-        return await self.drive(order.result(request_id, timeout_s, PROGRESS_S if told else None), told)
+        return await self.drive(operation.result(request_id, timeout_s, PROGRESS_S if told else None), told)
 
 
-def _standing(model_id: str) -> Flow[tuple[int, Numbers]]:
+def _standing(model_id: str) -> Flow[tuple[int, SequenceNumbers]]:
     """Of a model that somebody else made: the first number for a sampler of its session, and those for operations."""
-    model = yield from call(_get(f"/api/v1/models/{model_id}"))
+    model = yield from call_json(_get(f"/api/v1/models/{model_id}"))
     if model["unloaded"]:
         raise StrataError(Code.GONE, f"model {model_id!r} was unloaded")
-    session = yield from call(_get(f"/api/v1/sessions/{model['session_id']}"))
+    session = yield from call_json(_get(f"/api/v1/sessions/{model['session_id']}"))
     used = [int(number) for each in session["sampler_ids"] if (number := each.rpartition(":")[2]).isdecimal()]
-    return max(used, default=-1) + 1, Numbers(model["next_seq_id"], model["taken_seq_ids"])
+    return max(used, default=-1) + 1, SequenceNumbers(model["next_seq_id"], model["taken_seq_ids"])
 
 
 def _sessions() -> Flow[Sequence[Mapping[str, Any]]]:
-    found = yield from call(_get("/api/v1/session_info"))
+    found = yield from call_json(_get("/api/v1/session_info"))
     listed: Sequence[Mapping[str, Any]] = found["sessions"]
     return listed
 
 
-def _get(path: str) -> Send:
-    return Send("GET", path, b"", {"Accept": "application/json"})
+def _get(path: str) -> SendRequest:
+    return SendRequest("GET", path, b"", {"Accept": "application/json"})
 
 
 def _opened() -> Flow[str]:
-    session = yield from call(post("/api/v1/create_session", {"tags": ["strata"], "sdk_version": "strata"}))
+    session = yield from call_json(post("/api/v1/create_session", {"tags": ["strata"], "sdk_version": "strata"}))
     return str(session["session_id"])
 
 
 def _finished(session_id: str, error: BaseException | None) -> Flow[None]:
     reason = {"type": "success" if error is None else "errored"}
     detail = None if error is None else type(error).__name__
-    yield from call(post(f"/api/v1/sessions/{session_id}/finish", {"reason": reason, "detail": detail}))
+    yield from call_json(post(f"/api/v1/sessions/{session_id}/finish", {"reason": reason, "detail": detail}))
 
 
 def _lora_of(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from strata.sdk.future import BACKOFF, Pause, Send, exchange
+from strata.sdk.flow import BACKOFF, SendRequest, Sleep, send_with_retry
 
-SEND = Send("GET", "/api/v1/healthz")
+SEND = SendRequest("GET", "/api/v1/healthz")
 DATE = "Sun, 06 Nov 1994 08:49:37 GMT"
 
 
 def pauses(*replies: httpx.Response | httpx.TransportError, chance: float = 0.0) -> list[float]:
     """How long the flow waits after each of these."""
-    flow = exchange(SEND, chance=lambda: chance)
+    flow = send_with_retry(SEND, chance=lambda: chance)
     assert next(flow) is SEND
     found = []
     for reply in replies:
         step = flow.send(reply)
-        assert isinstance(step, Pause)
+        assert isinstance(step, Sleep)
         found.append(step.seconds)
         assert next(flow) is SEND
     return found

@@ -146,12 +146,12 @@ async def _enrol(hub: Hub, state: Path, url: str, name: str) -> None:
 
 def _choose(settings: HubSettings, url: str) -> None:
     from strata.hub.compose import TOKEN_FILE
-    from strata.sdk.fleet import Context, client_settings, read_contexts, save_context
+    from strata.sdk.fleet import ClientContext, client_settings, read_contexts, save_context
 
     client = client_settings()
     token = "" if settings.operator_token else str(settings.data.expanduser() / TOKEN_FILE)
     before = read_contexts(client).current
-    save_context(client, CONTEXT, Context(url=url, token_file=token))
+    save_context(client, CONTEXT, ClientContext(url=url, token_file=token))
     if before not in ("", CONTEXT):
         print_error(f"strata up: the other commands speak to this hub now; back with: strata contexts {before}")
 

@@ -1,4 +1,4 @@
-"""What is sent to a training server and what is read from its replies, as values: no connection is known here."""
+"""Operations as a client sends them to a training server, and the values it reads from their results. No I/O here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.sdk.future import Flow, Send, call, post, wait
+from strata.sdk.flow import Flow, SendRequest, call_json, post, wait_result
 from strata.train.core import ops
 from strata.train.wire import native
 
@@ -84,35 +84,37 @@ class SamplingParams(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Order(Generic[T]):
-    """An operation as it is sent, and how its result is read."""
+class ClientOperation(Generic[T]):
+    """A request for an operation, and how its result is read."""
 
-    send: Send
+    send: SendRequest
     read: Callable[[httpx.Response], T]
     accept: str = "application/json"
 
     def submit(self) -> Flow[str]:
-        future = yield from call(self.send)
+        future = yield from call_json(self.send)
         return str(future["request_id"])
 
     def result(self, request_id: str, timeout_s: float | None, poll_s: float | None) -> Flow[T]:
-        reply = yield from wait(request_id, self.accept, timeout_s=timeout_s, poll_s=poll_s)
-        return self.read(_checked(reply))
+        reply = yield from wait_result(request_id, self.accept, timeout_s=timeout_s, poll_s=poll_s)
+        return self.read(_raise_failure(reply))
 
 
-def create_order(session_id: str, number: int, base_model: str, lora: ops.LoraConfig | None) -> Order[str]:
+def create_model_operation(
+    session_id: str, number: int, base_model: str, lora: ops.LoraConfig | None
+) -> ClientOperation[str]:
     body = {
         "session_id": session_id,
         "model_seq_id": number,
         "base_model": base_model,
         "lora_config": None if lora is None else msgspec.to_builtins(lora),
     }
-    return Order(post("/api/v1/create_model", body), lambda reply: str(reply.json()["model_id"]))
+    return ClientOperation(post("/api/v1/create_model", body), lambda reply: str(reply.json()["model_id"]))
 
 
-def pass_order(
+def pass_operation(
     model_id: str, seq: int, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, forward_only: bool
-) -> Order[Pass]:
+) -> ClientOperation[Pass]:
     body = native.PassBody(
         model_id=model_id,
         seq_id=seq,
@@ -122,65 +124,67 @@ def pass_order(
         datums=[datum.wire() for datum in data],
     )
     headers = {"Content-Type": native.MEDIA_TYPE}
-    return Order(Send("POST", "/api/v1/forward_backward", native.encode(body), headers), _pass, native.MEDIA_TYPE)
+    return ClientOperation(
+        SendRequest("POST", "/api/v1/forward_backward", native.encode(body), headers), _pass, native.MEDIA_TYPE
+    )
 
 
-def step_order(model_id: str, seq: int, adam: ops.AdamParams) -> Order[Mapping[str, float]]:
+def optim_step_operation(model_id: str, seq: int, adam: ops.AdamParams) -> ClientOperation[Mapping[str, float]]:
     body = {"model_id": model_id, "seq_id": seq, "adam_params": msgspec.to_builtins(adam)}
-    return Order(post("/api/v1/optim_step", body), lambda reply: dict(reply.json()["metrics"]))
+    return ClientOperation(post("/api/v1/optim_step", body), lambda reply: dict(reply.json()["metrics"]))
 
 
-def save_order(model_id: str, seq: int, name: str, *, overwrite: bool) -> Order[str]:
+def save_weights_operation(model_id: str, seq: int, name: str, *, overwrite: bool) -> ClientOperation[str]:
     body = {"model_id": model_id, "seq_id": seq, "path": name, "overwrite": overwrite}
-    return Order(post("/api/v1/save_weights", body), lambda reply: str(reply.json()["path"]))
+    return ClientOperation(post("/api/v1/save_weights", body), lambda reply: str(reply.json()["path"]))
 
 
-def load_order(model_id: str, seq: int, path: str, *, optimizer: bool) -> Order[None]:
+def load_weights_operation(model_id: str, seq: int, path: str, *, optimizer: bool) -> ClientOperation[None]:
     body = {"model_id": model_id, "seq_id": seq, "path": path, "optimizer": optimizer}
-    return Order(post("/api/v1/load_weights", body), lambda _: None)
+    return ClientOperation(post("/api/v1/load_weights", body), lambda _: None)
 
 
-def abort_order(model_id: str, seq: int) -> Order[None]:
-    return Order(post("/api/v1/abort_gradient_epoch", {"model_id": model_id, "seq_id": seq}), lambda _: None)
+def abort_gradients_operation(model_id: str, seq: int) -> ClientOperation[None]:
+    return ClientOperation(post("/api/v1/abort_gradient_epoch", {"model_id": model_id, "seq_id": seq}), lambda _: None)
 
 
-def copy_order(model_id: str, seq: int, number: int, read: Callable[[str], T]) -> Order[T]:
+def copy_for_sampler_operation(model_id: str, seq: int, number: int, read: Callable[[str], T]) -> ClientOperation[T]:
     """A copy of the model in the server's memory; `read` makes of its id what the caller wants."""
     body = {"model_id": model_id, "seq_id": seq, "sampling_session_seq_id": number}
     send = post("/api/v1/save_weights_for_sampler", body)
-    return Order(send, lambda reply: read(str(reply.json()["sampling_session_id"])))
+    return ClientOperation(send, lambda reply: read(str(reply.json()["sampling_session_id"])))
 
 
-def publish_order(model_id: str, seq: int, name: str, *, overwrite: bool) -> Order[str]:
+def save_for_sampler_operation(model_id: str, seq: int, name: str, *, overwrite: bool) -> ClientOperation[str]:
     body = {"model_id": model_id, "seq_id": seq, "path": name, "overwrite": overwrite}
-    return Order(post("/api/v1/save_weights_for_sampler", body), lambda reply: str(reply.json()["path"]))
+    return ClientOperation(post("/api/v1/save_weights_for_sampler", body), lambda reply: str(reply.json()["path"]))
 
 
-def sample_order(
+def sample_operation(
     sampler_id: str, seq: int, prompt: Sequence[int], num_samples: int, params: SamplingParams
-) -> Order[Sequence[Sample]]:
-    body = {**_asked(sampler_id, seq, prompt, params), "num_samples": num_samples}
-    return Order(post("/api/v1/asample", body), _samples)
+) -> ClientOperation[Sequence[Sample]]:
+    body = {**_sample_body(sampler_id, seq, prompt, params), "num_samples": num_samples}
+    return ClientOperation(post("/api/v1/asample", body), _samples)
 
 
-def logprobs_order(sampler_id: str, seq: int, tokens: Sequence[int]) -> Order[Sequence[float | None]]:
-    # Nobody wants the token that is sampled behind them, but the server samples at least one.
-    body = {**_asked(sampler_id, seq, tokens, {"max_tokens": 1}), "prompt_logprobs": True}
-    return Order(post("/api/v1/asample", body), lambda reply: list(reply.json()["prompt_logprobs"]))
+def logprobs_operation(sampler_id: str, seq: int, tokens: Sequence[int]) -> ClientOperation[Sequence[float | None]]:
+    # The server samples at least one token; it is not used here.
+    body = {**_sample_body(sampler_id, seq, tokens, {"max_tokens": 1}), "prompt_logprobs": True}
+    return ClientOperation(post("/api/v1/asample", body), lambda reply: list(reply.json()["prompt_logprobs"]))
 
 
-def opened_sampler(session_id: str, number: int, base_model: str | None, path: str | None) -> Flow[str]:
+def open_sampler(session_id: str, number: int, base_model: str | None, path: str | None) -> Flow[str]:
     body = {
         "session_id": session_id,
         "sampling_session_seq_id": number,
         "base_model": base_model,
         "model_path": path,
     }
-    sampler = yield from call(post("/api/v1/create_sampling_session", body))
+    sampler = yield from call_json(post("/api/v1/create_sampling_session", body))
     return str(sampler["sampling_session_id"])
 
 
-def _asked(sampler_id: str, seq: int, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+def _sample_body(sampler_id: str, seq: int, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
     return {
         "sampling_session_id": sampler_id,
         "seq_id": seq,
@@ -194,7 +198,7 @@ def _samples(reply: httpx.Response) -> Sequence[Sample]:
     return [Sample(each["tokens"], each["logprobs"], str(each["stop_reason"])) for each in found]
 
 
-def _checked(reply: httpx.Response) -> httpx.Response:
+def _raise_failure(reply: httpx.Response) -> httpx.Response:
     """The reply, unless it says that the operation failed."""
     if reply.headers.get("content-type", "").startswith("application/json"):
         found = reply.json()

@@ -1,0 +1,185 @@
+"""Requests to a training server as flows: generators that yield what to send and get what was received.
+
+A flow does no input or output itself, so the blocking client and the asynchronous one run the same flows: with retry,
+backoff and long polling written once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, TypeVar
+
+import httpx
+import msgspec
+
+from strata.base.clock import SystemClock
+from strata.base.errors import Code, StrataError
+from strata.base.retry import Backoff, date_s, retry_after_s
+
+T = TypeVar("T")
+
+RETRY_FOR_S: Final = 300.0
+"""How long requests to a server that is unreachable or too busy are retried."""
+BACKOFF: Final = Backoff(first_s=0.1, most_s=5.0)
+RETRY_STATUSES: Final = frozenset({429, 502, 503, 504})
+REPLY_S: Final = 60.0
+
+Progress = Callable[[str], None]
+"""Called with the position of a pending operation, as in `2nd in queue, ~12 s, running bob/forward_backward`."""
+
+
+@dataclass(frozen=True)
+class SendRequest:
+    method: str
+    path: str
+    content: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = REPLY_S
+
+
+@dataclass(frozen=True)
+class Sleep:
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ReportProgress:
+    reason: str
+
+
+Step = SendRequest | Sleep | ReportProgress
+Received = httpx.Response | httpx.TransportError | None
+Flow: TypeAlias = Generator[Step, Received, T]
+
+
+def send_with_retry(
+    send: SendRequest, *, retry_for_s: float = RETRY_FOR_S, chance: Callable[[], float] = random.random
+) -> Flow[httpx.Response]:
+    """The server's reply. If it is unreachable or too busy the request is retried: all requests are idempotent."""
+    failures, waited_s = 0, 0.0
+    while True:
+        received = yield send
+        assert received is not None
+        if isinstance(received, httpx.Response) and received.status_code not in RETRY_STATUSES:
+            return received
+        if waited_s >= retry_for_s:
+            raise _final_error(received)
+        failures += 1
+        jitter = chance()
+        # Jitter: clients with the same Retry-After come back up to a quarter later.
+        server_s = min(_retry_after_s(received), BACKOFF.most_s) * (1 + jitter / 4)
+        pause_s = max(BACKOFF.delay_s(failures, jitter), server_s)
+        yield Sleep(pause_s)
+        waited_s += pause_s
+
+
+def _retry_after_s(received: httpx.Response | httpx.TransportError) -> float:
+    """The Retry-After of a reply. A date is compared with the server's own clock, since clocks differ."""
+    if not isinstance(received, httpx.Response):
+        return 0.0
+    now_s = date_s(received.headers.get("date"), default_s=SystemClock().wall_s())
+    return retry_after_s(received.headers.get("retry-after"), now_s=now_s)
+
+
+def call_json(send: SendRequest) -> Flow[Any]:
+    """The JSON of a reply; an error reply is raised with the server's message."""
+    reply = yield from send_with_retry(send)
+    if reply.status_code >= 300:
+        raise error_of(reply)
+    return msgspec.json.decode(reply.content) if reply.content else None
+
+
+def wait_result(request_id: str, accept: str, *, timeout_s: float | None, poll_s: float | None) -> Flow[httpx.Response]:
+    """The result of an operation, by long polling; DEADLINE if it is not there in time."""
+    started_s = time.monotonic()
+    while True:
+        body: dict[str, Any] = {"request_id": request_id}
+        left_s = None if timeout_s is None else timeout_s - (time.monotonic() - started_s)
+        waits_s = [each for each in (poll_s, left_s) if each is not None]
+        if waits_s:
+            body["wait_s"] = max(0.0, min(waits_s))
+        send = post("/api/v1/retrieve_future", body, accept=accept)
+        reply = yield from send_with_retry(send)
+        if reply.status_code != 408:
+            if reply.status_code >= 300:
+                raise error_of(reply)
+            return reply
+        reason = str(msgspec.json.decode(reply.content).get("queue_state_reason", ""))
+        if left_s is not None and left_s <= 0:
+            raise StrataError(Code.DEADLINE, f"no result within {timeout_s:g} seconds: {reason}")
+        yield ReportProgress(reason)
+
+
+def post(path: str, body: Any, *, accept: str = "application/json") -> SendRequest:
+    headers = {"Content-Type": "application/json", "Accept": accept}
+    return SendRequest("POST", path, msgspec.json.encode(body), headers)
+
+
+def error_of(reply: httpx.Response) -> StrataError:
+    try:
+        problem = msgspec.json.decode(reply.content)["error"]
+        return StrataError(Code(problem["code"]), problem["message"], hint=problem["hint"], status=reply.status_code)
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        return StrataError(Code.UNAVAILABLE, f"the server replied with status {reply.status_code}")
+
+
+def _final_error(received: httpx.Response | httpx.TransportError) -> StrataError:
+    if isinstance(received, httpx.Response):
+        return error_of(received)
+    return StrataError(Code.UNAVAILABLE, f"the server cannot be reached: {received!r}")
+
+
+def run_flow(flow: Flow[T], http: httpx.Client, progress: Progress | None = None) -> T:
+    received: Received = None
+    while True:
+        try:
+            step = flow.send(received)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        received = None
+        match step:
+            case SendRequest():
+                try:
+                    received = http.request(**_request(step))
+                except httpx.TransportError as error:
+                    received = error
+            case Sleep(seconds=seconds):
+                time.sleep(seconds)
+            case ReportProgress(reason=reason) if progress is not None:
+                progress(reason)
+
+
+async def run_flow_async(flow: Flow[T], http: httpx.AsyncClient, progress: Progress | None = None) -> T:
+    received: Received = None
+    while True:
+        try:
+            step = flow.send(received)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        received = None
+        match step:
+            case SendRequest():
+                try:
+                    received = await http.request(**_request(step))
+                except httpx.TransportError as error:
+                    received = error
+            case Sleep(seconds=seconds):
+                await asyncio.sleep(seconds)
+            case ReportProgress(reason=reason) if progress is not None:
+                progress(reason)
+
+
+def _request(send: SendRequest) -> dict[str, Any]:
+    return {
+        "method": send.method,
+        "url": send.path,
+        "content": send.content,
+        "headers": dict(send.headers),
+        "timeout": send.timeout_s,
+    }
