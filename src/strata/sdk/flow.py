@@ -42,7 +42,7 @@ class SendRequest:
 
 
 @dataclass(frozen=True)
-class Sleep:
+class Pause:
     seconds: float
 
 
@@ -51,7 +51,7 @@ class ReportProgress:
     reason: str
 
 
-Step = SendRequest | Sleep | ReportProgress
+Step = SendRequest | Pause | ReportProgress
 Received = httpx.Response | httpx.TransportError | None
 Flow: TypeAlias = Generator[Step, Received, T]
 
@@ -73,7 +73,7 @@ def send_with_retry(
         # Jitter: clients with the same Retry-After come back up to a quarter later.
         server_s = min(_retry_after_s(received), BACKOFF.most_s) * (1 + jitter / 4)
         pause_s = max(BACKOFF.delay_s(failures, jitter), server_s)
-        yield Sleep(pause_s)
+        yield Pause(pause_s)
         waited_s += pause_s
 
 
@@ -148,7 +148,7 @@ def run_flow(flow: Flow[T], http: httpx.Client, progress: Progress | None = None
                     received = http.request(**_request(step))
                 except httpx.TransportError as error:
                     received = error
-            case Sleep(seconds=seconds):
+            case Pause(seconds=seconds):
                 time.sleep(seconds)
             case ReportProgress(reason=reason) if progress is not None:
                 progress(reason)
@@ -169,7 +169,7 @@ async def run_flow_async(flow: Flow[T], http: httpx.AsyncClient, progress: Progr
                     received = await http.request(**_request(step))
                 except httpx.TransportError as error:
                     received = error
-            case Sleep(seconds=seconds):
+            case Pause(seconds=seconds):
                 await asyncio.sleep(seconds)
             case ReportProgress(reason=reason) if progress is not None:
                 progress(reason)

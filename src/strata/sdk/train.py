@@ -103,7 +103,7 @@ class Future(Generic[T]):
         self.request_id = request_id
 
     def result(self, timeout_s: float | None = None, *, progress: Progress | None = None) -> T:
-        """Wait for the result. INVALID if the operation cannot be done as requested; later operations are not affected."""
+        """Wait for the result. INVALID if the operation cannot be done as requested; later ones are not affected."""
         return self._server.wait(self._operation, self.request_id, timeout_s, progress)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from strata.sdk.flow import BACKOFF, SendRequest, Sleep, send_with_retry
+from strata.sdk.flow import BACKOFF, SendRequest, Pause, send_with_retry
 
 SEND = SendRequest("GET", "/api/v1/healthz")
 DATE = "Sun, 06 Nov 1994 08:49:37 GMT"
@@ -18,7 +18,7 @@ def pauses(*replies: httpx.Response | httpx.TransportError, chance: float = 0.0)
     found = []
     for reply in replies:
         step = flow.send(reply)
-        assert isinstance(step, Sleep)
+        assert isinstance(step, Pause)
         found.append(step.seconds)
         assert next(flow) is SEND
     return found

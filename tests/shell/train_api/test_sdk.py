@@ -182,7 +182,7 @@ def test_a_server_that_is_away_or_busy_is_asked_again_with_growing_pauses() -> N
     answers = [gone, gone, busy, reply(503), reply(200, json={"a": 1})]
     found, steps = played(flows.call_json(flows.post("/x", {})), answers)
     assert found == {"a": 1}
-    pauses = [each.seconds for each in steps if isinstance(each, flows.Sleep)]
+    pauses = [each.seconds for each in steps if isinstance(each, flows.Pause)]
     # Half of the back-off is by chance, and so is a quarter beyond what the server asked for.
     for pause_s, (least_s, most_s) in zip(pauses, [(0.05, 0.1), (0.1, 0.2), (3.0, 3.75), (0.4, 0.8)], strict=True):
         assert least_s <= pause_s <= most_s
@@ -203,7 +203,7 @@ def test_a_result_is_asked_for_until_it_is_there() -> None:
     )
     assert found.status_code == 200
     assert [each.reason for each in steps if isinstance(each, flows.ReportProgress)] == ["2nd in queue"] * 2
-    assert not [each for each in steps if isinstance(each, flows.Sleep)]
+    assert not [each for each in steps if isinstance(each, flows.Pause)]
 
 
 def test_the_sdk_imports_nothing_of_the_servers() -> None:
