@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from strata.sdk.flow import BACKOFF, SendRequest, Pause, send_with_retry
+from strata.sdk.flow import BACKOFF, Pause, SendRequest, send_with_retry
 
 SEND = SendRequest("GET", "/api/v1/healthz")
 DATE = "Sun, 06 Nov 1994 08:49:37 GMT"
