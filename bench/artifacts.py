@@ -32,7 +32,7 @@ from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet.artifacts import files
 from strata.fleet.artifacts.disk import DiskChunks
-from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, Kind, Lineage, Manifest
+from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.service import Artifacts, Missing
 from strata.fleet.artifacts.store import tables
 from strata.fleet.artifacts.store.sqlite import SqliteIndex
@@ -42,7 +42,7 @@ PIECE: Final = 64 << 10
 AT_ONCE: Final = 4
 CUTS: Final = 20
 OWNER: Final = "host_bench"
-MADE: Final = Lineage(kind=Kind.RESULT, model="bench")
+MADE: Final = Lineage(kind=ArtifactKind.RESULT, model="bench")
 FILE_BYTES: Final = 100_000_000
 """Not a multiple of a chunk: every file ends in a short one."""
 
@@ -104,7 +104,7 @@ async def uploads(report: Report, folder: Path, source: Path, turns: Turns) -> N
         report.add(case, "MB/s", rates, goal=goal, note=f"{manifest.size >> 20} MiB, {AT_ONCE} chunks at once")
 
 
-def load(source: Path, manifest: Manifest) -> dict[str, bytes]:
+def load(source: Path, manifest: ArtifactManifest) -> dict[str, bytes]:
     return {piece.digest: files.read_piece(source, piece) for piece in files.pieces(manifest, manifest.chunks())}
 
 
@@ -143,13 +143,13 @@ async def stored(folder: Path, act: Callable[[Artifacts], Awaitable[None]]) -> f
     return took
 
 
-async def upload(hub: Artifacts, manifest: Manifest, content: Mapping[str, bytes]) -> None:
+async def upload(hub: Artifacts, manifest: ArtifactManifest, content: Mapping[str, bytes]) -> None:
     plan = await hub.plan(manifest.chunks(), OWNER)
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def put(each: Missing) -> None:
         async with slots:
-            await hub.put_chunk(Chunk(each.digest, each.size), in_pieces(content[each.digest]), OWNER)
+            await hub.put_chunk(ArtifactChunk(each.digest, each.size), in_pieces(content[each.digest]), OWNER)
 
     await asyncio.gather(*map(put, plan.missing))
     await hub.commit(manifest, MADE, OWNER)
@@ -196,7 +196,9 @@ async def resumes(report: Report, folder: Path, source: Path, turns: Turns) -> N
     report.add("resume", "% sent again", found, limit=5.0, note=note)
 
 
-async def resent(place: Path, manifest: Manifest, content: Mapping[str, bytes], line: Line, *, goes_on: bool) -> float:
+async def resent(
+    place: Path, manifest: ArtifactManifest, content: Mapping[str, bytes], line: Line, *, goes_on: bool
+) -> float:
     """The share of the bytes that was sent in vain, until the artifact is committed."""
     async with AsyncExitStack() as stack:
         hub = await open_hub(place, stack)
@@ -205,7 +207,7 @@ async def resent(place: Path, manifest: Manifest, content: Mapping[str, bytes], 
                 for each in missing:
                     offset = each.received if goes_on else 0
                     body = line.body(content[each.digest][offset:])
-                    await hub.put_chunk(Chunk(each.digest, each.size), body, OWNER, offset=offset)
+                    await hub.put_chunk(ArtifactChunk(each.digest, each.size), body, OWNER, offset=offset)
             except ConnectionResetError:
                 continue
         await hub.commit(manifest, MADE, OWNER)

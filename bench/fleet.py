@@ -40,7 +40,7 @@ from bench.interleave import Comparison, Measure, interleave
 from bench.percentiles import percentile
 from bench.report import Report
 from strata.fleet.claims import ClaimQueue
-from strata.fleet.ports import Claim, Lease, Renewal, Store
+from strata.fleet.ports import Claim, JobLease, Renewal, Store
 from strata.testing.postgres import PostgresServer
 
 GOAL: Final = 0.8
@@ -93,19 +93,19 @@ class Claimer:
         name = f"{self._prefix}{next(self._names)}"
         return Claim(host_id=f"host_{client % HOSTS}", claim_id=name, classes=self._classes, slots=1)
 
-    async def one(self) -> list[Lease]:
+    async def one(self) -> list[JobLease]:
         (leases,) = await self._store.claim([self._claim(0)], LEASE_S, 1.0)
         self._check([leases])
         return list(leases)
 
     async def queued(self, client: int) -> None:
-        self._check([await self._queue.ask(self._claim(client))])
+        self._check([await self._queue.submit(self._claim(client))])
 
     async def batch(self) -> None:
         given = await self._store.claim([self._claim(number) for number in range(BATCH)], LEASE_S, 1.0)
         self._check(given)
 
-    def _check(self, given: Sequence[Sequence[Lease]]) -> None:
+    def _check(self, given: Sequence[Sequence[JobLease]]) -> None:
         assert all(len(leases) == 1 for leases in given), "the bench ran out of jobs"
         jobs = {leases[0].job_id for leases in given}
         assert len(jobs) == len(given), "a job was given to two claims"

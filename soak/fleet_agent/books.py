@@ -13,7 +13,7 @@ import msgspec
 
 from soak.fleet_agent.fleet import Operator, Plan
 from strata.fleet import wire
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 
 Blame = Mapping[tuple[str, int], Collection[Cause]]
 """By job and epoch, how that attempt may have ended."""
@@ -23,8 +23,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """One job, from the hub and from what its children wrote down."""
 
     job: wire.Job
-    attempts: tuple[wire.Attempt, ...]
-    events: tuple[wire.Event, ...]
+    attempts: tuple[wire.JobAttempt, ...]
+    events: tuple[wire.FeedEvent, ...]
     logs: dict[int, bytes]
     """By epoch, what the hub has."""
     metrics: bytes
@@ -73,7 +73,7 @@ def problems(seen: Evidence, plan: Plan, blame: Blame) -> list[str]:
 
 def _completed_once(seen: Evidence) -> list[str]:
     found = []
-    if seen.job.status is not Status.COMPLETED:
+    if seen.job.status is not JobStatus.COMPLETED:
         found.append(f"lost: it is {seen.job.status}, {seen.job.reason}")
     ends = [event for event in seen.events if event.kind == "job.completed"]
     done = [each.epoch for each in seen.attempts if each.outcome == "completed"]
@@ -138,7 +138,7 @@ def _difference(log: bytes, whole: bytes) -> str:
 
 def _metrics_are_whole(seen: Evidence, plan: Plan) -> list[str]:
     if not seen.metrics:
-        return [] if seen.job.status is not Status.COMPLETED else ["there are no metrics"]
+        return [] if seen.job.status is not JobStatus.COMPLETED else ["there are no metrics"]
     reports = [json.loads(line) for line in seen.metrics.splitlines()]
     found = [(each["step"], each["values"]["state"]) for each in reports if each["type"] == "metrics"]
     states = plan.states(seen.job.spec.seed)
@@ -149,7 +149,7 @@ def _metrics_are_whole(seen: Evidence, plan: Plan) -> list[str]:
 
 
 def _result_is_right(seen: Evidence, plan: Plan) -> list[str]:
-    if seen.job.status is not Status.COMPLETED:
+    if seen.job.status is not JobStatus.COMPLETED:
         return []
     wanted = plan.files(seen.job.spec.seed)
     wrong = sorted(name for name in {*wanted, *seen.files} if wanted.get(name) != seen.files.get(name))

@@ -98,7 +98,7 @@ class Operator:
         query = wire.JobsQuery(status=("pending", "claimed", "running"), limit=1000)  # type: ignore[arg-type]
         return self.client.call("GET", "/v1/jobs", wire.JobsReply, query=query).jobs
 
-    def attempt(self, job_id: str, epoch: int) -> wire.Attempt:
+    def attempt(self, job_id: str, epoch: int) -> wire.JobAttempt:
         return next(each for each in self.job(job_id).attempts if each.epoch == epoch)
 
     def hosts(self) -> dict[str, wire.Host]:
@@ -123,8 +123,8 @@ class Operator:
             if not piece:
                 return whole
 
-    def events(self, job_id: str) -> list[wire.Event]:
-        found: list[wire.Event] = []
+    def events(self, job_id: str) -> list[wire.FeedEvent]:
+        found: list[wire.FeedEvent] = []
         cursor = ""
         while True:
             query = wire.EventsQuery(after=cursor, subject=job_id, limit=1000)

@@ -23,7 +23,7 @@ from soak.fleet_agent.outcome import LEASE_S, Outcome
 from soak.fleet_agent.processes import AgentProcess, Child, failpoints, until
 from soak.hub_process import Arm
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random
-from strata.fleet.core.job import TERMINAL, Cause, Status
+from strata.fleet.core.job import TERMINAL, Cause, JobStatus
 
 SLOTS: Final = 2
 AWAY: Final = 0.35
@@ -140,7 +140,7 @@ class Campaign:
             if found.job.status not in TERMINAL:
                 continue
             self._open.remove(job_id)
-            if found.job.status is Status.CANCELLED and job_id in self._cancelled:
+            if found.job.status is JobStatus.CANCELLED and job_id in self._cancelled:
                 continue
             seen = await self._fleet.ask(lambda found=found: books.gather(self._operator, found))  # type: ignore[misc]
             outcome = self.outcome

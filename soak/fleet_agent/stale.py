@@ -8,7 +8,7 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.agent.hub_api import HubApi
-from strata.fleet.artifacts.manifest import EMPTY_SHA256, File, Kind, Lineage, Manifest
+from strata.fleet.artifacts.manifest import EMPTY_SHA256, ArtifactFile, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.client import HubClient
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec
@@ -23,12 +23,12 @@ def send_all(client: HubClient, job_id: str, epoch: int) -> dict[str, str]:
     """By message, the code of the refusal, or `accepted`."""
     hub = HubApi(client)
     lease = wire.LeaseGiven(job_id=job_id, epoch=epoch, expires_in_s=0.0, spec=JobSpec(model="counting"))
-    manifest = Manifest(files=(File(path="late", size=0, sha256=EMPTY_SHA256),))
+    manifest = ArtifactManifest(files=(ArtifactFile(path="late", size=0, sha256=EMPTY_SHA256),))
     writes: dict[str, Callable[[], object]] = {
         "complete": lambda: hub.complete(lease, wire.CompleteRequest(epoch=epoch)),
         "fail": lambda: hub.fail(lease, Cause.USER_ERROR, "late", {}),
-        "checkpoint": lambda: hub.commit(lease, manifest, Lineage(kind=Kind.CHECKPOINT, model="counting")),
-        "result": lambda: hub.commit(lease, manifest, Lineage(kind=Kind.RESULT, model="counting")),
+        "checkpoint": lambda: hub.commit(lease, manifest, Lineage(kind=ArtifactKind.CHECKPOINT, model="counting")),
+        "result": lambda: hub.commit(lease, manifest, Lineage(kind=ArtifactKind.RESULT, model="counting")),
     }
     answers = {name: _answer(write) for name, write in writes.items()}
     (verdict,) = hub.renew((wire.LeaseHeld(job_id=job_id, epoch=epoch, running=True),))

@@ -13,21 +13,21 @@ from typing import Final
 from soak.fleet_hub.books import Books, Hold, Key
 from strata.base.errors import StrataError
 from strata.fleet import wire
-from strata.fleet.artifacts.manifest import File, Manifest
+from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactManifest
 from strata.fleet.client import HubClient
-from strata.fleet.core.job import CHARGED, TERMINAL, Cause, Event, Status, advance
+from strata.fleet.core.job import CHARGED, TERMINAL, Cause, JobEvent, JobStatus, advance
 
 DRAIN_S: Final = 90.0
-_UNFINISHED: Final = tuple(status for status in Status if status not in TERMINAL)
-_EVENT: Final[Mapping[str, Event]] = {
-    "job.claimed": Event.CLAIM,
-    "job.started": Event.START,
-    "job.completed": Event.COMPLETE,
-    "job.failed": Event.FAIL,
-    "job.retried": Event.RETRY,
-    "job.expired": Event.EXPIRE,
-    "job.revived": Event.REVIVE,
-    "job.cancelled": Event.CANCEL,
+_UNFINISHED: Final = tuple(status for status in JobStatus if status not in TERMINAL)
+_EVENT: Final[Mapping[str, JobEvent]] = {
+    "job.claimed": JobEvent.CLAIM,
+    "job.started": JobEvent.START,
+    "job.completed": JobEvent.COMPLETE,
+    "job.failed": JobEvent.FAIL,
+    "job.retried": JobEvent.RETRY,
+    "job.expired": JobEvent.EXPIRE,
+    "job.revived": JobEvent.REVIVE,
+    "job.cancelled": JobEvent.CANCEL,
 }
 
 
@@ -51,9 +51,9 @@ def _unfinished(client: HubClient) -> Sequence[wire.Job]:
     return client.call("GET", "/v1/jobs", wire.JobsReply, query=query).jobs
 
 
-def audit(client: HubClient, books: Books, host_ids: Mapping[str, str], events: Sequence[wire.Event]) -> None:
+def audit(client: HubClient, books: Books, host_ids: Mapping[str, str], events: Sequence[wire.FeedEvent]) -> None:
     """`events` are those of this round, as the listener was told them."""
-    told: dict[str, list[wire.Event]] = {}
+    told: dict[str, list[wire.FeedEvent]] = {}
     for event in events:
         told.setdefault(event.subject, []).append(event)
     for job_id in books.jobs:
@@ -74,9 +74,9 @@ def _check_end(books: Books, job: wire.Job) -> None:
     name = job.id[:14]
     if known.final not in (None, job.status):
         books.problem(f"{name} was told to be {known.final}, and is {job.status}")
-    if job.status is Status.CANCELLED and not known.cancel_asked:
+    if job.status is JobStatus.CANCELLED and not known.cancel_asked:
         books.problem(f"{name} is cancelled, and nobody asked for it")
-    if job.status is Status.COMPLETED and not known.completed_by:
+    if job.status is JobStatus.COMPLETED and not known.completed_by:
         books.problem(f"{name} is completed, and no host was told so")
 
 
@@ -93,14 +93,14 @@ def _check_attempts(books: Books, found: wire.JobReply, holds: Mapping[Key, Hold
             books.problem(f"attempt {attempt.epoch} of {name} is another host's than {hold.host}'s")
         else:
             _check_report(books, job, attempt, hold)
-    if len([1 for attempt in found.attempts if attempt.outcome == "completed"]) != (job.status is Status.COMPLETED):
+    if len([1 for attempt in found.attempts if attempt.outcome == "completed"]) != (job.status is JobStatus.COMPLETED):
         books.problem(f"{name} is {job.status}, and its attempts ended {[each.outcome for each in found.attempts]}")
     for key in holds.keys() - {(job.id, epoch) for epoch in epochs}:
         books.problem(f"attempt {key[1]} of {name} was given to {holds[key].host} and is gone")
     _check_budget(books, found)
 
 
-def _check_report(books: Books, job: wire.Job, attempt: wire.Attempt, hold: Hold) -> None:
+def _check_report(books: Books, job: wire.Job, attempt: wire.JobAttempt, hold: Hold) -> None:
     name = f"{job.id[:14]}/{attempt.epoch}"
     if hold.result is not None:
         kept = (attempt.outcome, attempt.artifact, attempt.facts.get("metrics", {}).get("loss"), job.artifact)
@@ -120,16 +120,16 @@ def _check_budget(books: Books, found: wire.JobReply) -> None:
     charged = len([1 for attempt in found.attempts if attempt.cause in CHARGED])
     lost = len([1 for attempt in found.attempts if attempt.cause is Cause.HOST_LOST])
     used_up = charged == spec.max_attempts or lost == spec.max_lost
-    if charged > spec.max_attempts or (job.status is Status.FAILED) != used_up:
+    if charged > spec.max_attempts or (job.status is JobStatus.FAILED) != used_up:
         books.problem(
             f"{job.id[:14]} is {job.status} after {charged} of {spec.max_attempts} attempts failed and {lost} of"
             f" {spec.max_lost} were lost: {job.reason}"
         )
 
 
-def _check_events(books: Books, job: wire.Job, holds: Mapping[Key, Hold], events: Sequence[wire.Event]) -> None:
+def _check_events(books: Books, job: wire.Job, holds: Mapping[Key, Hold], events: Sequence[wire.FeedEvent]) -> None:
     """Played through the table of statuses, they lead to where the job is."""
-    name, status, claims = job.id[:14], Status.PENDING, 0
+    name, status, claims = job.id[:14], JobStatus.PENDING, 0
     for event in events:
         moves = _EVENT.get(event.kind)
         if moves is None:
@@ -139,9 +139,9 @@ def _check_events(books: Books, job: wire.Job, holds: Mapping[Key, Hold], events
         except StrataError as error:
             books.problem(f"{name}: {event.kind} after {status}: {error.message}")
             return
-        claims += moves is Event.CLAIM
+        claims += moves is JobEvent.CLAIM
         hold = holds.get((job.id, event.body.get("epoch", 0)))
-        if moves is Event.EXPIRE:
+        if moves is JobEvent.EXPIRE:
             books.counted["expired"] += 1
             if hold is not None and hold.healthy:
                 books.problem(f"the lease of {name}/{event.body['epoch']} ran out, and {hold.host} renews all the time")
@@ -157,15 +157,15 @@ def _check_bytes(client: HubClient, books: Books, job: wire.Job, holds: Mapping[
         if not stored.startswith(hold.log):
             sizes = f"{len(hold.log)} bytes were confirmed, {len(stored)} are there"
             books.problem(f"the log of {job.id[:14]}/{epoch} is not what was sent: {sizes}")
-    if job.status is Status.COMPLETED:
+    if job.status is JobStatus.COMPLETED:
         content = client.fetch(f"/v1/artifact/{job.artifact}/file", query=wire.FileQuery(path="result.bin")).content
         sha256 = hashlib.sha256(content).hexdigest()
-        file = File(path="result.bin", size=len(content), sha256=sha256, chunks=(sha256,))
-        if Manifest(files=(file,)).id != job.artifact:
+        file = ArtifactFile(path="result.bin", size=len(content), sha256=sha256, chunks=(sha256,))
+        if ArtifactManifest(files=(file,)).id != job.artifact:
             books.problem(f"the result of {job.id[:14]} is not what was uploaded")
 
 
-def check_feed(client: HubClient, books: Books, told: Sequence[wire.Event], after: str) -> None:
+def check_feed(client: HubClient, books: Books, told: Sequence[wire.FeedEvent], after: str) -> None:
     """What the listener was told over all outages is what the table has: nothing skipped, nothing twice."""
     kept: list[str] = []
     cursor = after

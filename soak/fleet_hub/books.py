@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from strata.fleet import wire
-from strata.fleet.core.job import TERMINAL, Cause, Status
+from strata.fleet.core.job import TERMINAL, Cause, JobStatus
 
 MOST_NAMED: Final = 20
 Key = tuple[str, int]
@@ -47,7 +47,7 @@ class Job:
     cancel_confirmed: bool = False
     completed_by: int = 0
     """The epoch whose completion was confirmed."""
-    final: Status | None = None
+    final: JobStatus | None = None
     """The end that an answer told."""
 
 
@@ -106,7 +106,7 @@ class Books:
         name = _name((lease.job_id, lease.epoch))
         job = self.jobs.get(lease.job_id)
         # A cancel may overtake the answer to a claim; the events show which of them was first.
-        if job is not None and job.final in (Status.COMPLETED, Status.FAILED):
+        if job is not None and job.final in (JobStatus.COMPLETED, JobStatus.FAILED):
             self.problem(f"{name} was given to {host}, and the job is {job.final}")
         for (job_id, epoch), other in self.holds.items():
             if job_id != lease.job_id:
@@ -138,7 +138,7 @@ class Books:
             if lost:
                 self.problem(f"{host} repeated a claim and was not given {_names(lost)} again")
 
-    def verdict(self, host: str, verdict: wire.Verdict) -> bool:
+    def verdict(self, host: str, verdict: wire.LeaseVerdict) -> bool:
         """Whether to go on."""
         with self.lock:
             key = (verdict.job_id, verdict.epoch)
@@ -162,11 +162,11 @@ class Books:
             hold, job = self.holds[key], self._job(job_id)
             hold.result = (artifact, metric)
             self.counted["completed"] += 1
-            if (answer.status, answer.epoch, answer.artifact) != (Status.COMPLETED, epoch, artifact):
+            if (answer.status, answer.epoch, answer.artifact) != (JobStatus.COMPLETED, epoch, artifact):
                 self.problem(f"{_name(key)} completed with {artifact}; the answer: {answer.status} {answer.artifact}")
             if job.completed_by and job.completed_by != epoch:
                 self.problem(f"{_name(key)} completed, and attempt {job.completed_by} had completed it before")
-            self._ended(job_id, Status.COMPLETED)
+            self._ended(job_id, JobStatus.COMPLETED)
             job.completed_by = epoch
 
     def failed(self, key: Key, cause: Cause, error: str, answer: wire.Job) -> None:
@@ -187,11 +187,11 @@ class Books:
         with self.lock:
             self.counted["cancelled"] += 1
             self.jobs[job_id].cancel_confirmed = True
-            if answer.status is not Status.CANCELLED:
+            if answer.status is not JobStatus.CANCELLED:
                 self.problem(f"{job_id[:14]} was cancelled, and the answer says {answer.status}")
-            self._ended(job_id, Status.CANCELLED)
+            self._ended(job_id, JobStatus.CANCELLED)
 
-    def _ended(self, job_id: str, status: Status) -> None:
+    def _ended(self, job_id: str, status: JobStatus) -> None:
         job = self._job(job_id)
         if job.final not in (None, status):
             self.problem(f"{job_id[:14]} was {job.final}, and is {status} now")

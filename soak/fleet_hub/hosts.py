@@ -21,10 +21,10 @@ from strata.base.secret import Secret
 from strata.fleet import wire
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.state import PendingClaim
-from strata.fleet.artifacts.manifest import File, Kind, Lineage, Manifest
+from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.client import HubClient
 from strata.fleet.core.capability import Capability
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.wire import LeaseGiven
 
 T = TypeVar("T")
@@ -229,11 +229,13 @@ class Host:
         hold.log += piece
 
     def _checkpoint(self, key: Key, lease: LeaseGiven, hold: Hold) -> None:
-        hold.checkpoint = self._upload(lease, f"checkpoint {key}".encode(), Kind.CHECKPOINT)
+        hold.checkpoint = self._upload(lease, f"checkpoint {key}".encode(), ArtifactKind.CHECKPOINT)
 
     def _complete(self, key: Key, lease: LeaseGiven, hold: Hold) -> None:
         metric = self._dice.random()
-        artifact = self._upload(lease, f"result {key} {metric}".encode() * self._dice.randint(1, 2000), Kind.RESULT)
+        artifact = self._upload(
+            lease, f"result {key} {metric}".encode() * self._dice.randint(1, 2000), ArtifactKind.RESULT
+        )
         body = wire.CompleteRequest(epoch=lease.epoch, artifact=artifact, metrics={"loss": metric})
         hold.ending = True
         try:
@@ -260,7 +262,7 @@ class Host:
         if self._chance(self._temper.repeats):
             again = self._patient.ask("fail again", lambda: self._calls.fail(lease, cause, error, {}))
             # Once the job has gone on to its next attempt, or was cancelled, the answer shows that.
-            if again.epoch == lease.epoch and again.status is not Status.CANCELLED:
+            if again.epoch == lease.epoch and again.status is not JobStatus.CANCELLED:
                 self._same(key, "fail", _of(answer), _of(again))
 
     def _same(self, key: Key, what: str, first: object, second: object) -> None:
@@ -268,10 +270,10 @@ class Host:
         if first != second:
             self._books.problem(f"{what} of {key[0][:14]}/{key[1]} was answered {first}, and then {second}")
 
-    def _upload(self, lease: LeaseGiven, content: bytes, kind: Kind) -> str:
+    def _upload(self, lease: LeaseGiven, content: bytes, kind: ArtifactKind) -> str:
         sha256 = hashlib.sha256(content).hexdigest()
-        file = File(path="result.bin", size=len(content), sha256=sha256, chunks=(sha256,))
-        manifest = Manifest(files=(file,))
+        file = ArtifactFile(path="result.bin", size=len(content), sha256=sha256, chunks=(sha256,))
+        manifest = ArtifactManifest(files=(file,))
         lineage = Lineage(kind=kind, model=lease.spec.model, mode=lease.spec.mode)
 
         def upload() -> str:
@@ -300,10 +302,10 @@ class Host:
             if time.monotonic() - rested_s > self._lease_s / 2:
                 # This machine did not let the thread run: not the hub's fault.
                 self._excuse()
-            self._beat()
+            self._send_heartbeats()
             rested_s = time.monotonic()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         held = self._all_held()
         if held:
             for each in self._beats.ask("renew", lambda: HubApi(self._beating).renew(held)):

@@ -130,7 +130,7 @@ class Listener:
 
     client: HubClient
     books: Books
-    events: list[wire.Event] = field(default_factory=list)
+    events: list[wire.FeedEvent] = field(default_factory=list)
     cursor: str = ""
     _stopping: threading.Event = field(default_factory=threading.Event)
 

@@ -16,14 +16,14 @@ from typing import Any, Final
 from strata.cli.main import main
 from strata.database import sqlite
 from strata.fleet import claims, service
-from strata.fleet.core import hold
-from strata.fleet.ports import Claim, Lease
+from strata.fleet.core import lease_status
+from strata.fleet.ports import Claim, JobLease
 from strata.fleet.store import rows
 from strata.fleet.store.sqlite import leases
 
 PROGRAM: Final = (sys.executable, "-m", "soak.fleet_hub.weakened")
 LATE_S: Final = 0.5
-_ask: Final = claims.ClaimQueue.ask
+_submit: Final = claims.ClaimQueue.submit
 _names: Final = itertools.count()
 
 
@@ -38,21 +38,21 @@ def _commits_late(self: Any, db: sqlite3.Connection, jobs: list[Any]) -> list[An
     return done
 
 
-async def _claims_anew(self: Any, claim: Claim) -> Sequence[Lease]:
-    return await _ask(self, replace(claim, claim_id=f"{claim.claim_id}.{next(_names)}"))
+async def _claims_anew(self: Any, claim: Claim) -> Sequence[JobLease]:
+    return await _submit(self, replace(claim, claim_id=f"{claim.claim_id}.{next(_names)}"))
 
 
 def _any_epoch(status: Any, *, current: Any, claimed: Any, leased: bool) -> Any:
     del claimed
-    return hold.standing(status, current=current, claimed=current, leased=leased)
+    return lease_status.lease_status(status, current=current, claimed=current, leased=leased)
 
 
 SAFEGUARDS: Final[dict[str, tuple[Any, str, Any]]] = {
-    "a hub that was blind takes nothing away": (service, "may_sweep", lambda **_: True),
-    "a claim that is repeated takes no more": (claims.ClaimQueue, "ask", _claims_anew),
+    "a hub that was blind takes nothing away": (service, "may_expire_leases", lambda **_: True),
+    "a claim that is repeated takes no more": (claims.ClaimQueue, "submit", _claims_anew),
     "a repeated report gets the same answer": (leases, "_told", lambda *_: None),
     "a write is committed before it is confirmed": (sqlite.SqliteThread, "_run_group", _commits_late),
-    "a host that was replaced is refused": (rows, "standing", _any_epoch),
+    "a host that was replaced is refused": (rows, "lease_status", _any_epoch),
 }
 
 

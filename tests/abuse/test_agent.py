@@ -37,7 +37,7 @@ from strata.fleet.agent.retry import ThreadPools
 from strata.fleet.agent.state import AgentState, AttemptRecord
 from strata.fleet.agent.trainer_source import unpack_request
 from strata.fleet.artifacts.files import Tree, scan
-from strata.fleet.artifacts.manifest import Kind, Lineage
+from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.client import HubClient
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
@@ -588,7 +588,7 @@ def test_no_file_of_root_is_sent_as_a_checkpoint(host_with_hub: HostContext, tri
             count += 1
             # The chunks are sent; the commit is refused, for the hub knows no such attempt.
             with suppress(StrataError):
-                attempt._upload_folder(("checkpoints", "c"), Kind.CHECKPOINT)
+                attempt._upload_folder(("checkpoints", "c"), ArtifactKind.CHECKPOINT)
     tries(count)
     digests = {hashlib.sha256(text.encode()).hexdigest(): len(text) for text in (HOST_KEY, "mine")}
     missing = [chunk.digest for chunk in site.hub.missing(digests)]
@@ -685,7 +685,7 @@ def test_a_host_reads_only_what_its_leases_name(hub: HubProcess, tmp_path: Path)
     (source / "a").write_text("of somebody else")
     manifest = scan(source)
     send_missing_chunks(HubApi(hub.operator), source, manifest, lambda: True)
-    body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=Kind.SOURCE))
+    body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=ArtifactKind.SOURCE))
     artifact = hub.operator.call("POST", "/v1/artifacts", wire.CommitReply, body=body).artifact_id
     made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=wire.LocalHostRequest(name="curious"))
     with HubClient(hub.address, bearer=Secret(made.secret)) as host, pytest.raises(StrataError) as refused:

@@ -15,7 +15,7 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent.unpack import UnpackLimits, unpack
 from strata.fleet.artifacts.files import materialise, scan
-from strata.fleet.artifacts.manifest import File, Manifest
+from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactManifest
 from strata.train.archive import read_members
 from tests.support.archives import pax_archive
 
@@ -119,7 +119,7 @@ def test_a_source_that_swells_is_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["../out", "/etc/out", "a/../../out", "a\\..\\out", "C:out", "nul", "a/", "a//b", "."])
 def test_an_artifact_with_a_name_that_leads_elsewhere_is_not_written(tmp_path: Path, path: str) -> None:
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    manifest = Manifest(files=(File(path=path, size=0, sha256=empty, chunks=()),))
+    manifest = ArtifactManifest(files=(ArtifactFile(path=path, size=0, sha256=empty, chunks=()),))
     (tmp_path / "in").mkdir()
     with pytest.raises(StrataError) as refused:
         materialise(manifest, lambda *_: b"", tmp_path / "in" / "kept")

@@ -14,7 +14,7 @@ from strata.fleet import wire
 from strata.fleet.http.routes import ROUTES
 from strata.http.route import Route
 from strata.hub.compose import TOKEN_FILE
-from strata.hub.settings import Tls
+from strata.hub.settings import HubTlsSettings
 from strata.identity.roles import Role
 from strata.identity.tokens import check_strength
 from tests.shell.fleet_http.running import Running, ok, running
@@ -27,7 +27,7 @@ CLOSED = tuple(route for route in ROUTES if not route.access.public)
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Running]:
-    async with running(tmp_path / "hub", tls=Tls(enabled=True)) as started:
+    async with running(tmp_path / "hub", tls=HubTlsSettings(enabled=True)) as started:
         yield started
 
 
@@ -39,9 +39,9 @@ async def assert_all(client: httpx.AsyncClient, status: int, tries: Tries, endpo
         assert reply.status_code == status, (route.method, route.path, reply.text)
 
 
-async def made_key(site: Running, **more: object) -> wire.KeyReply:
+async def made_key(site: Running, **more: object) -> wire.HubKeyReply:
     operator = await site.operator()
-    return ok(await operator.post("/v1/keys", json={"name": "k", "role": "admin", **more}), wire.KeyReply)
+    return ok(await operator.post("/v1/keys", json={"name": "k", "role": "admin", **more}), wire.HubKeyReply)
 
 
 @pytest.mark.attack(AREA, "no credentials, every route and method")

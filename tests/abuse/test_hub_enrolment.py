@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
-from strata.hub.settings import Tls
+from strata.hub.settings import HubTlsSettings
 from strata.identity.tokens import JoinToken, read_join_token
 from tests.shell.fleet_http.running import Running, ok, refused, running
 from tests.shell.fleet_http.test_tls import joined, new_key
@@ -25,7 +25,7 @@ ENROLMENT, HOSTS, ROLES = "hub: enrolment", "hub: host against host", "hub: role
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Running]:
-    async with running(tmp_path / "hub", tls=Tls(enabled=True)) as started:
+    async with running(tmp_path / "hub", tls=HubTlsSettings(enabled=True)) as started:
         yield started
 
 

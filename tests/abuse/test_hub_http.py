@@ -16,7 +16,7 @@ import pytest
 from strata.base.digest import sha256_hex
 from strata.base.errors import StrataError
 from strata.fleet import wire
-from strata.fleet.artifacts.manifest import File, Limits, Manifest, check_manifest
+from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactLimits, ArtifactManifest, check_manifest
 from strata.fleet.artifacts.paths import check_together
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http.routes import ROUTES
@@ -84,7 +84,10 @@ def test_the_paths_of_a_manifest_have_a_length_together() -> None:
     paths = sorted("/".join(f"{number:05d}{'x' * 200}" for _ in range(4)) for number in range(11_000))
     empty = sha256_hex(b"")
     with pytest.raises(StrataError, match="all paths"):
-        check_manifest(Manifest(files=tuple(File(path=path, size=0, sha256=empty) for path in paths)), Limits())
+        check_manifest(
+            ArtifactManifest(files=tuple(ArtifactFile(path=path, size=0, sha256=empty) for path in paths)),
+            ArtifactLimits(),
+        )
 
 
 @pytest.mark.attack(ARTIFACTS, "a manifest of 62 MB while others call")

@@ -23,11 +23,11 @@ from strata.database.sqlite import SqliteThread
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http.context import WriteProbe
-from strata.fleet.streams import Streams
+from strata.fleet.streams import AttemptStreams
 from strata.http.anonymous import AnonymousConnections
 from strata.http.auth_failures import AuthFailures
 from strata.hub import disk
-from strata.hub.records import SQLITE, SqliteRecords
+from strata.hub.cursor_store import SQLITE, SqliteCursorStore
 from tests.shell.fleet_http.running import STRATA, Running, ok, process, refused, running
 
 Tries = Callable[[int], None]
@@ -348,7 +348,7 @@ def test_a_full_disk_stops_neither_heartbeats_nor_revocation(
         hub.data = disk
         with hub.client() as operator:
             made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), wire.LocalHostReply)
-            key = ok(operator.post("/v1/keys", json={"name": "k", "role": "viewer"}), wire.KeyReply)
+            key = ok(operator.post("/v1/keys", json={"name": "k", "role": "viewer"}), wire.HubKeyReply)
             secret = {"Authorization": f"Bearer {made.secret}"}
             with httpx.Client(base_url="http://hub", headers=secret, transport=hub.transport()) as host:
                 host.post("/v1/host/register", json={"capability": {"hostname": "h"}})
@@ -381,15 +381,16 @@ def test_a_full_disk_stops_neither_heartbeats_nor_revocation(
 async def test_a_reserve_that_cannot_be_made_is_made_later_and_stops_no_check(tmp_path: Path) -> None:
     """The limit of this process for the size of files stands for the disk."""
     thread = await SqliteThread.open(tmp_path / "hub.db", SqliteComponents([SQLITE]))
-    records, writing, reserve = SqliteRecords(thread), WriteProbe(), tmp_path / disk.FILE
-    guard = disk.DiskGuard(tmp_path, records, writing)
+    cursors, writing, reserve = SqliteCursorStore(thread), WriteProbe(), tmp_path / disk.FILE
+    guard = disk.DiskGuard(tmp_path, cursors, writing)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (disk.RESERVE_BYTES // 2, before[1]))
     try:
         await guard.run_once()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert (await records.cursor("health"), writing.fails) == ("1", False)
+    probes = await thread.read(lambda db: db.execute("SELECT probes FROM hub_health").fetchone())
+    assert (probes, writing.fails) == ((1,), False)
     assert not reserve.exists()
     reserve.touch()
     await guard.run_once()
@@ -410,7 +411,7 @@ async def test_health_tells_that_nothing_can_be_written(site: Running) -> None:
 
 @pytest.mark.attack(RESOURCES, "attempt after attempt of one job, each with a log")
 async def test_the_logs_of_a_job_have_a_size_together(tmp_path: Path) -> None:
-    streams = Streams(tmp_path, max_job_bytes=3 << 20)
+    streams = AttemptStreams(tmp_path, max_job_bytes=3 << 20)
     job, piece = f"job1_{'a' * 64}", b"x" * (1 << 20)
     for epoch in (1, 2, 3):
         await streams.append(job, epoch, "log", 0, piece)

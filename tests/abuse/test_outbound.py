@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.hub.outbound import Target
+from strata.hub.outbound import WebhookTarget
 from strata.identity.roles import Role
 from strata.train.endpoints import client as client_module
 from strata.train.endpoints.origin import allowed, judge, origin_of
@@ -189,7 +189,7 @@ async def test_what_it_says_is_cut_and_cleaned() -> None:
 def test_a_webhook_does_not_reach_inside(tries: Tries) -> None:
     for url in WEBHOOKS:
         with pytest.raises(StrataError) as error:
-            Target(url).resolve()
+            WebhookTarget(url).resolve()
         assert error.value.code in (Code.FORBIDDEN, Code.UNAVAILABLE), url
         tries(1)
 
@@ -198,7 +198,7 @@ def test_a_webhook_does_not_reach_inside(tries: Tries) -> None:
 def test_a_webhook_goes_to_a_plain_address(tries: Tries) -> None:
     for url in ("ftp://x/", "file:///etc/passwd", "https://user:pw@example.org/", "https:///x", "x"):
         with pytest.raises(StrataError) as error:
-            Target(url)
+            WebhookTarget(url)
         assert error.value.code is Code.INVALID, url
         tries(1)
 
@@ -207,12 +207,12 @@ def test_a_webhook_goes_to_a_plain_address(tries: Tries) -> None:
 @pytest.mark.attack(AREA, "a webhook to an IPv6 address that carries a private IPv4 address")
 def test_an_address_is_judged_by_the_one_inside_it(form: str) -> None:
     with pytest.raises(StrataError) as error:
-        Target("https://hook.example.org/").judge(ipaddress.ip_address(INSIDE[form]))
+        WebhookTarget("https://hook.example.org/").judge(ipaddress.ip_address(INSIDE[form]))
     assert error.value.code is Code.FORBIDDEN
 
 
 @pytest.mark.attack(AREA, "a webhook that plain HTTP would show to anybody")
 def test_a_webhook_is_encrypted() -> None:
     with pytest.raises(StrataError) as error:
-        Target("http://hook.example.org/").judge(ipaddress.ip_address("93.184.216.34"))
+        WebhookTarget("http://hook.example.org/").judge(ipaddress.ip_address("93.184.216.34"))
     assert error.value.code is Code.FORBIDDEN

@@ -15,7 +15,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from strata.hub.settings import Tls
+from strata.hub.settings import HubTlsSettings
 from tests.shell.fleet_http.running import Running, running
 from tests.shell.fleet_http.test_tls import joined
 
@@ -26,7 +26,7 @@ WEAK = ("NULL", "aNULL", "RC4", "3DES", "DES", "EXPORT", "MD5", "CAMELLIA", "AES
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Running]:
-    async with running(tmp_path / "hub", tls=Tls(enabled=True)) as started:
+    async with running(tmp_path / "hub", tls=HubTlsSettings(enabled=True)) as started:
         yield started
 
 
@@ -85,7 +85,7 @@ async def test_certificates_are_for_one_use(site: Running, tmp_path: Path) -> No
 
 @pytest.mark.attack(AREA, "requests to join whose bodies trickle in, on all places there are for strangers")
 async def test_who_never_sends_a_whole_request_keeps_no_host_out(tmp_path: Path, tries: Tries) -> None:
-    async with running(tmp_path / "hub", tls=Tls(enabled=True), max_connections=60) as site:
+    async with running(tmp_path / "hub", tls=HubTlsSettings(enabled=True), max_connections=60) as site:
         _, host, _ = await joined(site, tmp_path, "anna")
         body = {"capability": {"hostname": "anna"}}
         parts, slow = urlsplit(site.url), []
@@ -103,7 +103,7 @@ async def test_who_never_sends_a_whole_request_keeps_no_host_out(tmp_path: Path,
 
 @pytest.mark.attack(AREA, "connections that never begin the handshake")
 async def test_who_does_not_begin_the_handshake_is_cut_off(tmp_path: Path, tries: Tries) -> None:
-    async with running(tmp_path / "hub", tls=Tls(enabled=True), header_s=0.5) as site:
+    async with running(tmp_path / "hub", tls=HubTlsSettings(enabled=True), header_s=0.5) as site:
         parts, silent = urlsplit(site.url), []
         for _ in range(50):
             tries(1)

@@ -12,19 +12,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from strata.database.events import START, Recorded
+from strata.database.events import START, StoredEvent
 
 ARRIVES_S: Final = 25.0
 """How long a transaction of another test may hold the feed up. Longer is a finding. Also a `wait_s` of
 the hub: less than the 30 s after which the clients of the tests give up."""
 
-ReadEvents = Callable[[str, int], Awaitable[Sequence[Recorded]]]
+ReadEvents = Callable[[str, int], Awaitable[Sequence[StoredEvent]]]
 """A page of the feed: after this cursor, so many."""
 
 
-async def told_before(marker: str, read: ReadEvents, *, page_size: int = 1000) -> list[Recorded]:
+async def told_before(marker: str, read: ReadEvents, *, page_size: int = 1000) -> list[StoredEvent]:
     """All that the feed tells, page after page, before the first event whose subject is `marker`."""
-    seen: list[Recorded] = []
+    seen: list[StoredEvent] = []
     async with asyncio.timeout(ARRIVES_S):
         while marker not in (subjects := [each.event.subject for each in seen]):
             seen += await read(seen[-1].cursor if seen else START, page_size)

@@ -101,10 +101,10 @@ def move(*, target: str, config: Path | None, data: str | None, database: str | 
         )
     settings = load_hub_settings(config, data, database)
     from strata.base.clock import SystemClock
-    from strata.hub.moving import move_database
+    from strata.hub.migrate import migrate_database
 
     source = settings.database or f"sqlite:{settings.data.expanduser() / 'hub.db'}"
-    moved = asyncio.run(move_database(source, target, SystemClock().wall_s()))
+    moved = asyncio.run(migrate_database(source, target, SystemClock().wall_s()))
     rows, tables = sum(moved.rows.values()), sum(1 for number in moved.rows.values() if number)
     print_error(f"strata: {rows} rows of {tables} tables are at their new place")
     print_error(f'strata: start the hub with --database {target}, or database = "{target}" under [hub]')

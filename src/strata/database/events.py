@@ -28,7 +28,7 @@ START: Final = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class EventRecord:
     at_s: float
     actor: str
     """Who did it: `host:…`, `key:…`, `operator`, `hub`."""
@@ -40,9 +40,9 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class StoredEvent:
     cursor: str
-    event: Event
+    event: EventRecord
 
 
 SQLITE: Final = Component(
@@ -86,7 +86,7 @@ _SQLITE_CURSOR: Final = re.compile(r"[0-9]{1,18}")
 _POSTGRES_CURSOR: Final = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})")
 
 
-def record_sqlite(db: sqlite3.Connection, events: Iterable[Event]) -> None:
+def record_sqlite(db: sqlite3.Connection, events: Iterable[EventRecord]) -> None:
     db.executemany("INSERT INTO event (at, actor, kind, subject, body) VALUES (?, ?, ?, ?, ?)", map(_row, events))
 
 
@@ -98,7 +98,7 @@ _INSERT_MANY: Final = (
 )
 
 
-async def record_postgres(connection: Any, events: Sequence[Event]) -> None:
+async def record_postgres(connection: Any, events: Sequence[EventRecord]) -> None:
     if len(events) == 1:
         await connection.execute(INSERT_POSTGRES, _row(events[0]))
     elif events:
@@ -106,7 +106,7 @@ async def record_postgres(connection: Any, events: Sequence[Event]) -> None:
         await connection.execute(_INSERT_MANY, [list(column) for column in columns])
 
 
-async def read_sqlite(thread: SqliteThread, after: str, limit: int, *, subject: str = "") -> list[Recorded]:
+async def read_sqlite(thread: SqliteThread, after: str, limit: int, *, subject: str = "") -> list[StoredEvent]:
     seq = _numbers(_SQLITE_CURSOR, after)[0]
     rows = await thread.read(
         lambda db: db.execute(
@@ -115,10 +115,10 @@ async def read_sqlite(thread: SqliteThread, after: str, limit: int, *, subject: 
             (seq, *([subject] if subject else []), limit),
         ).fetchall()
     )
-    return [Recorded(str(number), _event(*rest)) for number, *rest in rows]
+    return [StoredEvent(str(number), _event(*rest)) for number, *rest in rows]
 
 
-async def read_postgres(connections: Connections, after: str, limit: int, *, subject: str = "") -> list[Recorded]:
+async def read_postgres(connections: Connections, after: str, limit: int, *, subject: str = "") -> list[StoredEvent]:
     tx, seq = _numbers(_POSTGRES_CURSOR, after)
     rows = await connections.run(
         "SELECT tx, seq, at, actor, kind, subject, body FROM event"
@@ -126,7 +126,7 @@ async def read_postgres(connections: Connections, after: str, limit: int, *, sub
         f" {'AND subject = %(subject)s' if subject else ''} ORDER BY tx, seq LIMIT %(limit)s",
         {"tx": tx, "seq": seq, "subject": subject, "limit": limit},
     )
-    return [Recorded(f"{tx}.{seq}", _event(*rest)) for tx, seq, *rest in rows]
+    return [StoredEvent(f"{tx}.{seq}", _event(*rest)) for tx, seq, *rest in rows]
 
 
 async def newest_sqlite(thread: SqliteThread) -> str:
@@ -144,12 +144,12 @@ async def newest_postgres(connections: Connections) -> str:
     return f"{rows[0][0]}.{rows[0][1]}" if rows else START
 
 
-def _row(event: Event) -> tuple[float, str, str, str, bytes]:
+def _row(event: EventRecord) -> tuple[float, str, str, str, bytes]:
     return event.at_s, event.actor, event.kind, event.subject, _encode(event.body)
 
 
-def _event(at_s: float, actor: str, kind: str, subject: str, body: bytes) -> Event:
-    return Event(at_s, actor, kind, subject, _decode(body))
+def _event(at_s: float, actor: str, kind: str, subject: str, body: bytes) -> EventRecord:
+    return EventRecord(at_s, actor, kind, subject, _decode(body))
 
 
 def _numbers(form: re.Pattern[str], cursor: str) -> list[int]:

@@ -24,7 +24,7 @@ _GROUP: Final = 1024
 """Jobs that share a commit at most, so that the first of them does not wait for ever."""
 
 
-class Schema(Protocol):
+class SqliteSchema(Protocol):
     """What a file has to be before it is used, and how it becomes that."""
 
     what: str
@@ -61,7 +61,7 @@ class SqliteThread:
     A function that raises StrataError must not have changed anything before: it shares its transaction with others.
     """
 
-    def __init__(self, path: Path, schema: Schema, *, create: bool, shared: bool = False) -> None:
+    def __init__(self, path: Path, schema: SqliteSchema, *, create: bool, shared: bool = False) -> None:
         self.opened: Future[None] = Future()
         self._path = path
         self._schema = schema
@@ -76,7 +76,7 @@ class SqliteThread:
         self._thread.start()
 
     @classmethod
-    async def open(cls, path: Path, schema: Schema, *, create: bool = True, shared: bool = False) -> Self:
+    async def open(cls, path: Path, schema: SqliteSchema, *, create: bool = True, shared: bool = False) -> Self:
         """A `shared` one may be open in other processes of this machine, if they all open it so."""
         thread = cls(path, schema, create=create, shared=shared)
         try:
@@ -244,7 +244,7 @@ def _deliver(done: list[_Done]) -> None:
             each.job.reply.set_result(each.result)
 
 
-def _connect(path: Path, schema: Schema, *, create: bool, shared: bool) -> sqlite3.Connection:
+def _connect(path: Path, schema: SqliteSchema, *, create: bool, shared: bool) -> sqlite3.Connection:
     try:
         if not create and not path.exists():
             raise StrataError(Code.NOT_FOUND, f"there is no {schema.what} at {path}")
@@ -264,7 +264,7 @@ def _connect(path: Path, schema: Schema, *, create: bool, shared: bool) -> sqlit
     return db
 
 
-def _prepare(db: sqlite3.Connection, path: Path, schema: Schema, *, create: bool, shared: bool) -> None:
+def _prepare(db: sqlite3.Connection, path: Path, schema: SqliteSchema, *, create: bool, shared: bool) -> None:
     db.execute(f"PRAGMA locking_mode = {'NORMAL' if shared else 'EXCLUSIVE'}")
     schema.recognise(db, path, create=create)
     # Exclusive before WAL keeps the WAL's index in this process's memory, with no file to share.

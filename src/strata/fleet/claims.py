@@ -8,7 +8,7 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet.ports import Claim, Lease, Store
+from strata.fleet.ports import Claim, JobLease, Store
 
 BATCH: Final = 64
 """Claims that share a transaction at most; those that come while it runs share the next."""
@@ -19,11 +19,11 @@ class ClaimQueue:
         self._store = store
         self._lease_s = lease_s
         self._now_s = now_s
-        self._waiting: list[tuple[Claim, asyncio.Future[Sequence[Lease]]]] = []
+        self._waiting: list[tuple[Claim, asyncio.Future[Sequence[JobLease]]]] = []
         self._serving: asyncio.Task[None] | None = None
 
-    async def ask(self, claim: Claim) -> Sequence[Lease]:
-        reply: asyncio.Future[Sequence[Lease]] = asyncio.get_running_loop().create_future()
+    async def submit(self, claim: Claim) -> Sequence[JobLease]:
+        reply: asyncio.Future[Sequence[JobLease]] = asyncio.get_running_loop().create_future()
         self._waiting.append((claim, reply))
         if self._serving is None or self._serving.done():
             self._start()
@@ -47,7 +47,7 @@ class ClaimQueue:
             if batch:
                 await self._answer(batch)
 
-    async def _answer(self, batch: list[tuple[Claim, asyncio.Future[Sequence[Lease]]]]) -> None:
+    async def _answer(self, batch: list[tuple[Claim, asyncio.Future[Sequence[JobLease]]]]) -> None:
         failure = StrataError(Code.INTERNAL, "the claim was not answered")
         try:
             given = await self._store.claim([claim for claim, _ in batch], self._lease_s, self._now_s())

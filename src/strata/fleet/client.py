@@ -67,7 +67,7 @@ class TlsFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HubResponse:
     status: int
     headers: Mapping[str, str]
     """Names in lower case."""
@@ -139,7 +139,7 @@ class HubClient:
         """Bytes for a message."""
         return self._decoded(self.request(method, path, content, "application/octet-stream", query, None), reply)
 
-    def fetch(self, path: str, *, query: msgspec.Struct | None = None, timeout_s: float | None = None) -> Reply:
+    def fetch(self, path: str, *, query: msgspec.Struct | None = None, timeout_s: float | None = None) -> HubResponse:
         return self.request("GET", path, None, "", query, timeout_s)
 
     def request(
@@ -150,7 +150,7 @@ class HubClient:
         media_type: str,
         query: msgspec.Struct | None,
         timeout_s: float | None,
-    ) -> Reply:
+    ) -> HubResponse:
         headers = {"Accept": "application/json", "User-Agent": f"strata/{__version__}"}
         if content is not None:
             headers["Content-Type"] = media_type
@@ -168,18 +168,18 @@ class HubClient:
     def download(self, target: str, to: IO[bytes]) -> None:
         """A file of any size from an address that needs no credentials: they are in its query."""
 
-        def copy(connection: http.client.HTTPConnection) -> Reply:
+        def copy(connection: http.client.HTTPConnection) -> HubResponse:
             to.seek(0)
             to.truncate()
             connection.request("GET", self._below(target))
             response = connection.getresponse()
             if response.status >= 300:
                 headers = {name.lower(): value for name, value in response.getheaders()}
-                return Reply(response.status, headers, response.read(_PIECE))
+                return HubResponse(response.status, headers, response.read(_PIECE))
             shutil.copyfileobj(response, to, _PIECE)
             if response.length:
                 raise http.client.IncompleteRead(b"", response.length)
-            return Reply(response.status, {"connection": "close"}, b"")
+            return HubResponse(response.status, {"connection": "close"}, b"")
 
         reply = self._exchange(copy, self._timeout_s)
         if reply.status >= 300:
@@ -208,7 +208,7 @@ class HubClient:
         for connection in busy:
             _interrupt(connection)
 
-    def _exchange(self, do: Callable[[http.client.HTTPConnection], Reply], timeout_s: float) -> Reply:
+    def _exchange(self, do: Callable[[http.client.HTTPConnection], HubResponse], timeout_s: float) -> HubResponse:
         connection = self._take_idle()
         if connection is not None:
             with contextlib.suppress(ConnectionError, http.client.HTTPException, ssl.SSLError):
@@ -227,9 +227,9 @@ class HubClient:
     def _on(
         self,
         connection: http.client.HTTPConnection,
-        do: Callable[[http.client.HTTPConnection], Reply],
+        do: Callable[[http.client.HTTPConnection], HubResponse],
         timeout_s: float,
-    ) -> Reply:
+    ) -> HubResponse:
         with self._lock:
             if self._closed:
                 raise StrataError(Code.UNAVAILABLE, "this client is closed")
@@ -268,7 +268,7 @@ class HubClient:
             return http.client.HTTPSConnection(host, port, context=self._context)
         return http.client.HTTPConnection(host, port)
 
-    def _decoded(self, reply: Reply, kind: type[T]) -> T:
+    def _decoded(self, reply: HubResponse, kind: type[T]) -> T:
         if kind is type(None):
             return None
         try:
@@ -280,7 +280,7 @@ class HubClient:
                 hint="update the agent",
             ) from error
 
-    def _note_date(self, reply: Reply) -> None:
+    def _note_date(self, reply: HubResponse) -> None:
         with contextlib.suppress(KeyError, ValueError, TypeError):
             self.ahead_s = time.time() - parsedate_to_datetime(reply.headers["date"]).timestamp()
 
@@ -291,7 +291,7 @@ def exchange(
     target: str,
     content: bytes | None,
     headers: Mapping[str, str],
-) -> Reply:
+) -> HubResponse:
     connection.request(method, target, body=content, headers=dict(headers))
     response = connection.getresponse()
     received = response.read(MAX_REPLY + 1)
@@ -300,7 +300,7 @@ def exchange(
         raise http.client.IncompleteRead(received, response.length)
     if len(received) > MAX_REPLY:
         raise http.client.HTTPException(f"a reply of more than {MAX_REPLY} bytes")
-    return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, received)
+    return HubResponse(response.status, {name.lower(): value for name, value in response.getheaders()}, received)
 
 
 def transfer(method: str, url: str, content: bytes | None = None, *, timeout_s: float = TIMEOUT_S) -> bytes:
@@ -393,7 +393,7 @@ def _interrupt(connection: http.client.HTTPConnection) -> None:
             sock.shutdown(socket.SHUT_RDWR)
 
 
-def _problem(reply: Reply, what: str) -> StrataError:
+def _problem(reply: HubResponse, what: str) -> StrataError:
     fallback = _CODE_OF.get(reply.status, Code.UNAVAILABLE if reply.status >= 500 else Code.INTERNAL)
     detail: dict[str, Any] = {}
     if "retry-after" in reply.headers:

@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from strata.database.events import Recorded
+from strata.database.events import StoredEvent
 from strata.fleet.core.capability import Capability
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
-from strata.fleet.core.plan import Plan, Policy, Present, Registered
+from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.requirement import RequirementClass
 
 
@@ -32,7 +32,7 @@ class JobRow:
     id: str
     spec: JobSpec
     class_id: int
-    status: Status
+    status: JobStatus
     epoch: int
     """The fence: grows with every claim, and by a leap when the database is restored."""
     attempts: int
@@ -81,7 +81,7 @@ class AttemptRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class JobLease:
     job_id: str
     epoch: int
     host_id: str
@@ -123,7 +123,7 @@ class Renewed:
     epoch: int
     verdict: Literal["held", "stale", "ended", "unknown"]
     """`stale`: another attempt has begun. `ended`: the job is terminal, by cancel or otherwise: stop the child."""
-    status: Status | None = None
+    status: JobStatus | None = None
     expires_at_s: float = 0.0
 
 
@@ -140,7 +140,7 @@ class RefusedJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class AttemptKey:
     """Who speaks for an attempt: the fence of every write of a host."""
 
     host_id: str
@@ -149,14 +149,14 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class JobFailure:
     cause: Cause
     error: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class JobCompletion:
     artifact: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    status: Sequence[Status] = ()
+    status: Sequence[JobStatus] = ()
     model: str = ""
     host_id: str = ""
     sweep: str = ""
@@ -199,26 +199,26 @@ class JobFilter:
 class Store(Protocol):
     """The tables of the fleet. Unknown ids raise NOT_FOUND."""
 
-    async def apply(self, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
+    async def apply(self, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
         """All of the plan or nothing of it. A new job is pending; a changed one keeps its status and its attempts, and
         moves to its new class and priority if it waits. An empty plan changes nothing and writes no event.
 
         Each job gets the digest that its trainer's name has in the plan's project from now on: a new one, one that is
         changed in that and not completed, and one that is requeued. CONFLICT when a policy belongs to another project
-        and the plan does not take it over, and when a trainer was changed since the plan was made (`Plan.seen`).
+        and the plan does not take it over, and when a trainer was changed since the plan was made (`ApplyPlan.seen`).
 
         `declared` is False for jobs that were submitted one by one: no manifest misses those.
         """
 
-    async def present(self) -> Mapping[str, Present]:
+    async def existing_jobs(self) -> Mapping[str, ExistingJob]:
         """All jobs, for a plan."""
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]: ...
 
-    async def policies(self) -> Mapping[str, Policy]:
+    async def policies(self) -> Mapping[str, HostPolicy]:
         """By the name of the host."""
 
-    async def trainers(self) -> Mapping[tuple[str, str], Registered]:
+    async def trainers(self) -> Mapping[tuple[str, str], RegisteredTrainer]:
         """By project and name. Trainers that are no longer declared are kept for the jobs that carry their digest."""
 
     async def trainer(self, digest: str) -> TrainerSpec: ...
@@ -233,10 +233,10 @@ class Store(Protocol):
 
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow: ...
 
-    async def beat(self, seen: Mapping[str, float]) -> None:
+    async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
         """Hosts were heard of at these times, in one statement; unknown hosts are ignored."""
 
-    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[Lease]]:
+    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[JobLease]]:
         """For each claim the leases it gets, best priority first, then oldest: all claims in one transaction.
 
         A claim_id that was answered before gets the same leases, as far as they are still held, and no others.
@@ -246,11 +246,11 @@ class Store(Protocol):
     async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
         """Extend what is held; revive what has expired and nobody else has claimed."""
 
-    async def complete(self, hold: Hold, completion: Completion, now_s: float) -> JobRow:
+    async def complete(self, hold: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow:
         """Again with the same epoch and content: the same answer. After another end: kept as an orphan, CONFLICT."""
 
     async def fail(
-        self, hold: Hold, failure: Failure, now_s: float, *, chance: float, eligible: Collection[str] = ()
+        self, hold: AttemptKey, failure: JobFailure, now_s: float, *, chance: float, eligible: Collection[str] = ()
     ) -> JobRow:
         """What becomes of it is `core.lease.after_failure`'s ruling. Again with the same epoch: the same answer.
 
@@ -259,7 +259,7 @@ class Store(Protocol):
         `eligible` are the hosts that may take the job by what they are; when all have refused it, it fails.
         """
 
-    async def checkpointed(self, hold: Hold, artifact: str, now_s: float) -> None: ...
+    async def record_checkpoint(self, hold: AttemptKey, artifact: str, now_s: float) -> None: ...
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow: ...
 
@@ -269,10 +269,10 @@ class Store(Protocol):
         Unfinished jobs after it wait for it again; a host that holds one keeps it.
         """
 
-    async def sweep(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
+    async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         """Expire leases that ran out (`core.lease.after_expiry`). Whether it may run is for the service to know."""
 
-    async def ripen(self, now_s: float, limit: int = 1000) -> int:
+    async def release_backoffs(self, now_s: float, limit: int = 1000) -> int:
         """Jobs whose back-off is over join the queue; how many. They wait elsewhere, so that a claim never steps over
         them."""
 
@@ -305,6 +305,6 @@ class Store(Protocol):
 
     async def counts(self) -> Counts: ...
 
-    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[Recorded]: ...
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]: ...
 
     async def close(self) -> None: ...

@@ -23,7 +23,7 @@ FRESH_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Menu:
+class ClaimOptions:
     """What a host may be given just now."""
 
     classes: Mapping[int, int]
@@ -38,19 +38,19 @@ class Roster:
         self._store = store
         self._online_s = max(SUSPECT_S, lease_s)
         self._classes: dict[int, RequirementClass] = {}
-        self._picky: dict[int, RequirementClass] = {}
+        self._with_preferences: dict[int, RequirementClass] = {}
         self._hosts: dict[str, HostRow] = {}
         self._policies: Mapping[str, HostSpec] = {}
         self._refusing: Collection[str] = ()
         self._served: dict[str, tuple[Profile, int, Mapping[int, int]]] = {}
         self._profiles: dict[str, tuple[HostRow, Profile]] = {}
         self._read_at_s = float("-inf")
-        self._forgotten = 0
+        self._invalidations = 0
         self._reading = asyncio.Lock()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Read hosts, policies and classes again at the next question; what is being read now does not count."""
-        self._forgotten += 1
+        self._invalidations += 1
         self._read_at_s = float("-inf")
 
     async def refresh(self, now_s: float) -> None:
@@ -62,17 +62,17 @@ class Roster:
                 await self._read(now_s)
 
     async def _read(self, now_s: float) -> None:
-        forgotten = self._forgotten
+        invalidations = self._invalidations
         for row in await self._store.classes(max(self._classes, default=0)):
             self._classes[row.id] = row.requirement
             if row.requirement.needs.prefer_wait_s:
-                self._picky[row.id] = row.requirement
+                self._with_preferences[row.id] = row.requirement
         self._policies = {host: policy.spec for host, policy in (await self._store.policies()).items()}
         self._refusing = await self._store.refusing_hosts()
         self._hosts = {host.id: host for host in await self._store.hosts()}
         self._profiles = {}
         self._served = {host_id: served for host_id, served in self._served.items() if host_id in self._hosts}
-        if forgotten == self._forgotten:
+        if invalidations == self._invalidations:
             self._read_at_s = now_s
 
     def hosts(self) -> Sequence[HostRow]:
@@ -99,20 +99,20 @@ class Roster:
             cached = self._served[host.id] = (own, known, slots)
         return cached[2]
 
-    def menu(self, host_id: str, now_s: float) -> Menu:
+    def claim_options(self, host_id: str, now_s: float) -> ClaimOptions:
         host = self._hosts.get(host_id)
         if host is None or self.quiet(host, now_s):
-            return Menu({}, {})
+            return ClaimOptions({}, {})
         classes = self.serves(host)
         own = self.profile(host)
         held_back = {
             id_: now_s - requirement.needs.prefer_wait_s
-            for id_, requirement in self._picky.items()
+            for id_, requirement in self._with_preferences.items()
             if id_ in classes
             # As for a job that was queued just now; the time beside it lets through those that have waited.
             and holds_back(requirement, own, waited_s=0.0, best_online=self._best_online(id_, requirement, now_s))
         }
-        return Menu(classes, held_back, refusing=host_id in self._refusing)
+        return ClaimOptions(classes, held_back, refusing=host_id in self._refusing)
 
     def quiet(self, host: HostRow, now_s: float) -> str:
         """The quiet hours this host is in; empty when it is not."""

@@ -2,7 +2,7 @@
 
 Time here is the wall clock at the start plus what has passed since by the steady clock: a wall clock that is set while
 the hub runs makes no lease run out. Leases may expire only after the hub could hear renewals for one full lease
-(`core.lease.may_sweep`); a failing database or a hub that was frozen begins that time anew.
+(`core.lease.may_expire_leases`); a failing database or a hub that was frozen begins that time anew.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
-from strata.fleet.core.job import HELD, Cause, Status
-from strata.fleet.core.lease import LEASE_S, may_sweep, quarantine
+from strata.fleet.core.job import HELD, Cause, JobStatus
+from strata.fleet.core.lease import LEASE_S, may_expire_leases, quarantine
 from strata.fleet.core.manifest import JobManifest
-from strata.fleet.core.plan import ApplyOptions, Plan, plan
-from strata.fleet.core.why import Question, Waiting, Why, why
+from strata.fleet.core.plan import ApplyOptions, ApplyPlan, plan
+from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
 from strata.fleet.ports import (
+    AttemptKey,
     Claim,
-    Completion,
-    Failure,
-    Hold,
     HostRow,
+    JobCompletion,
+    JobFailure,
     JobFilter,
+    JobLease,
     JobRow,
-    Lease,
     Renewal,
     Renewed,
     Store,
@@ -84,33 +84,33 @@ class Fleet:
     async def register(self, host: HostRow, actor: str) -> HostRow:
         registered = await self.store.register_host(host, actor)
         failpoint("fleet.register.committed")
-        self._roster.forget()
+        self._roster.invalidate()
         self._changes.notify()
         return registered
 
     async def claim(
         self, host_id: str, claim_id: str, *, count: int = 1, slots: int | None = None, wait_s: float = 0.0
-    ) -> Sequence[Lease]:
+    ) -> Sequence[JobLease]:
         """Leases on jobs this host may take: at once, or when there are some, at most `wait_s` later.
 
         `slots` is what the host has free; without it the host is taken at its word that `count` jobs fit.
         """
-        self.heard(host_id)
+        self.touch_host(host_id)
         until_s = self.now_s() + min(wait_s, MAX_WAIT_S)
         while True:
             changed = self._changes.next()
             await self._roster.refresh(self.now_s())
-            menu = self._roster.menu(host_id, self.now_s())
+            options = self._roster.claim_options(host_id, self.now_s())
             wanted = Claim(
                 host_id=host_id,
                 claim_id=claim_id,
-                classes=menu.classes,
-                slots=sum(sorted(menu.classes.values())[-1:]) * count if slots is None else slots,
+                classes=options.classes,
+                slots=sum(sorted(options.classes.values())[-1:]) * count if slots is None else slots,
                 count=count,
-                held_back=menu.held_back,
-                refusing=menu.refusing,
+                held_back=options.held_back,
+                refusing=options.refusing,
             )
-            leases = await self._claims.ask(wanted)
+            leases = await self._claims.submit(wanted)
             left_s = until_s - self.now_s()
             if leases or left_s <= 0:
                 return leases
@@ -119,59 +119,59 @@ class Fleet:
                     await changed.wait()
 
     async def renew(self, host_id: str, renewals: Sequence[Renewal]) -> Sequence[Renewed]:
-        self.heard(host_id)
+        self.touch_host(host_id)
         if not renewals:
             return []
         renewed = await self.store.renew(host_id, renewals, self.settings.stale_after_s, self.now_s())
         failpoint("fleet.renew.committed")
         return renewed
 
-    async def complete(self, hold: Hold, completion: Completion) -> JobRow:
-        self.heard(hold.host_id)
+    async def complete(self, hold: AttemptKey, completion: JobCompletion) -> JobRow:
+        self.touch_host(hold.host_id)
         row = await self.store.complete(hold, completion, self.now_s())
         failpoint("fleet.complete.committed")
         # What came after it may be ready now.
         self._changes.notify()
         return row
 
-    async def fail(self, hold: Hold, failure: Failure) -> JobRow:
-        self.heard(hold.host_id)
+    async def fail(self, hold: AttemptKey, failure: JobFailure) -> JobRow:
+        self.touch_host(hold.host_id)
         eligible = await self._eligible(hold.job_id) if failure.cause is Cause.SETUP_ERROR else ()
         row = await self.store.fail(hold, failure, self.now_s(), chance=self._chance(), eligible=eligible)
         failpoint("fleet.fail.committed")
         if failure.cause is Cause.INFRA:
             await self._judge_host(hold.host_id)
         elif failure.cause is Cause.SETUP_ERROR:
-            self._roster.forget()
+            self._roster.invalidate()
         self._changes.notify()
         return row
 
-    async def checkpointed(self, hold: Hold, artifact: str) -> None:
-        self.heard(hold.host_id)
-        await self.store.checkpointed(hold, artifact, self.now_s())
+    async def record_checkpoint(self, hold: AttemptKey, artifact: str) -> None:
+        self.touch_host(hold.host_id)
+        await self.store.record_checkpoint(hold, artifact, self.now_s())
         failpoint("fleet.checkpoint.committed")
 
-    def heard(self, host_id: str) -> None:
+    def touch_host(self, host_id: str) -> None:
         """A sign of life: kept in memory and written with all others once a second."""
         self._seen[host_id] = self.now_s()
 
     # What people ask
 
-    async def plan_manifest(self, manifest: JobManifest, options: ApplyOptions | None = None) -> Plan:
+    async def plan_manifest(self, manifest: JobManifest, options: ApplyOptions | None = None) -> ApplyPlan:
         """What applying this manifest would change."""
         registered = await self.store.trainers()
         return plan(
             manifest,
-            await self.store.present(),
+            await self.store.existing_jobs(),
             trainers={name: each for (project, name), each in registered.items() if project == manifest.project},
             hosts=await self.store.policies(),
             options=options,
         )
 
-    async def apply(self, wanted: Plan, actor: str, *, source: str, declared: bool = True) -> None:
+    async def apply(self, wanted: ApplyPlan, actor: str, *, source: str, declared: bool = True) -> None:
         await self.store.apply(wanted, actor, self.now_s(), source=source, declared=declared)
         failpoint("fleet.apply.committed")
-        self._roster.forget()
+        self._roster.invalidate()
         if wanted.hosts:
             await self._judge_refused()
         self._changes.notify()
@@ -188,30 +188,30 @@ class Fleet:
 
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str) -> HostRow:
         row = await self.store.set_host_state(host_id, state, reason, actor, self.now_s())
-        self._roster.forget()
+        self._roster.invalidate()
         if state == "left":
             await self._judge_refused()
         self._changes.notify()
         return row
 
     async def hosts(self) -> Sequence[HostRow]:
-        await self.flush_beats()
+        await self.flush_heartbeats()
         return await self.store.hosts()
 
     async def why(self, job_id: str) -> Why:
         row = await self.store.job(job_id)
-        self._roster.forget()
+        self._roster.invalidate()
         await self._roster.refresh(self.now_s())
         waiting = [await self.store.job(needed) for needed in row.spec.after]
-        question = Question(
+        question = WhyQuery(
             status=row.status,
             requirement=row.spec.requirement,
             not_before_s=row.not_before_s,
             last_failure=row.reason,
             after=tuple(
-                Waiting(job_id=each.id, label=each.spec.label, status=each.status)
+                UnmetDependency(job_id=each.id, label=each.spec.label, status=each.status)
                 for each in waiting
-                if each.status is not Status.COMPLETED
+                if each.status is not JobStatus.COMPLETED
             ),
         )
         held = await self.held_slots()
@@ -251,26 +251,26 @@ class Fleet:
                 "this hub was blind, leases are given a full term", blind_s=round(now_s - self._ticked_at_s, 1)
             )
             self._seeing_since_s = now_s
-        await self.flush_beats()
-        ripened = await self.store.ripen(now_s)
-        if ripened:
+        await self.flush_heartbeats()
+        released = await self.store.release_backoffs(now_s)
+        if released:
             failpoint("fleet.ripen.committed")
         expired: Sequence[JobRow] = ()
-        if may_sweep(now_s=now_s, seeing_since_s=self._seeing_since_s, lease_s=self.settings.stale_after_s):
-            expired = await self.store.sweep(now_s)
+        if may_expire_leases(now_s=now_s, seeing_since_s=self._seeing_since_s, lease_s=self.settings.stale_after_s):
+            expired = await self.store.expire_leases(now_s)
             if expired:
                 failpoint("fleet.sweep.committed")
         # The beginning: while this tick waited for the database, so did everybody who wanted to renew.
         self._ticked_at_s = now_s
-        if ripened or expired:
+        if released or expired:
             self._changes.notify()
 
-    async def flush_beats(self) -> None:
+    async def flush_heartbeats(self) -> None:
         seen, self._seen = self._seen, {}
         if not seen:
             return
         try:
-            await self.store.beat(seen)
+            await self.store.record_heartbeats(seen)
         except StrataError:
             self._seen = seen | self._seen
             raise
@@ -281,7 +281,7 @@ class Fleet:
         return (await self._serving([row.class_id]))[row.class_id]
 
     async def _serving(self, classes: Iterable[int]) -> Mapping[int, Sequence[str]]:
-        self._roster.forget()
+        self._roster.invalidate()
         await self._roster.refresh(self.now_s())
         hosts = [host for host in self._roster.hosts() if host.state != "left"]
         return {id_: [host.id for host in hosts if id_ in self._roster.serves(host)] for id_ in set(classes)}

@@ -30,7 +30,7 @@ _COUNTED: Final = 1024 * 1024
 _JOB: Final = re.compile(r"job[0-9]+_[0-9a-f]{64}")
 
 
-class Streams:
+class AttemptStreams:
     def __init__(
         self, folder: Path, *, max_bytes: int = MAX_STREAM, max_job_bytes: int = MAX_JOB, keep_free_bytes: int = 0
     ) -> None:

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from strata.fleet.artifacts.manifest import ArtifactId, Kind, Lineage, Manifest, Sha256, Size, Word
+from strata.fleet.artifacts.manifest import ArtifactId, ArtifactKind, ArtifactManifest, Lineage, Sha256, Size, Word
 from strata.fleet.core.capability import Capability
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
 
@@ -40,11 +40,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What all have in common."""
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class HubReply(msgspec.Struct, frozen=True, kw_only=True):
     """What the hub says. A newer hub may say more: hosts are not all updated in one moment."""
 
 
-class Health(Reply, frozen=True, kw_only=True):
+class HubHealth(HubReply, frozen=True, kw_only=True):
     status: Literal["ok", "stopping"]
     version: str
 
@@ -57,7 +57,7 @@ class RegisterRequest(Message, frozen=True, kw_only=True):
     agent_version: Word = ""
 
 
-class RegisterReply(Reply, frozen=True, kw_only=True):
+class RegisterReply(HubReply, frozen=True, kw_only=True):
     host_id: str
     name: str
     state: HostState
@@ -76,7 +76,7 @@ class ClaimRequest(Message, frozen=True, kw_only=True):
     wait_s: WaitS = 0.0
 
 
-class LeaseGiven(Reply, frozen=True, kw_only=True):
+class LeaseGiven(HubReply, frozen=True, kw_only=True):
     job_id: JobId
     epoch: Epoch
     """Goes with everything the host says about this attempt."""
@@ -89,7 +89,7 @@ class LeaseGiven(Reply, frozen=True, kw_only=True):
     trainer_digest: str = ""
 
 
-class ClaimReply(Reply, frozen=True, kw_only=True):
+class ClaimReply(HubReply, frozen=True, kw_only=True):
     leases: tuple[LeaseGiven, ...]
 
 
@@ -109,7 +109,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True):
     running: bool = False
 
 
-class Verdict(Reply, frozen=True, kw_only=True):
+class LeaseVerdict(HubReply, frozen=True, kw_only=True):
     job_id: str
     epoch: int
     verdict: Literal["continue", "stop"]
@@ -120,8 +120,8 @@ class Verdict(Reply, frozen=True, kw_only=True):
     expires_in_s: float = 0.0
 
 
-class HeartbeatsReply(Reply, frozen=True, kw_only=True):
-    verdicts: tuple[Verdict, ...]
+class HeartbeatsReply(HubReply, frozen=True, kw_only=True):
+    verdicts: tuple[LeaseVerdict, ...]
 
 
 class CompleteRequest(Message, frozen=True, kw_only=True):
@@ -142,9 +142,9 @@ class FailRequest(Message, frozen=True, kw_only=True):
 # Jobs
 
 
-class Job(Reply, frozen=True, kw_only=True):
+class Job(HubReply, frozen=True, kw_only=True):
     id: str
-    status: Status
+    status: JobStatus
     spec: JobSpec
     epoch: int
     """The fence of what hosts write; not the number of an attempt."""
@@ -164,7 +164,7 @@ class Job(Reply, frozen=True, kw_only=True):
     submitted_by: str = ""
 
 
-class Attempt(Reply, frozen=True, kw_only=True):
+class JobAttempt(HubReply, frozen=True, kw_only=True):
     attempt: int = 0
     """Its number: 1, 2, 3 … of its job."""
     epoch: int
@@ -182,13 +182,13 @@ class Attempt(Reply, frozen=True, kw_only=True):
     """The trainer that its host was given."""
 
 
-class JobReply(Reply, frozen=True, kw_only=True):
+class JobReply(HubReply, frozen=True, kw_only=True):
     job: Job
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[JobAttempt, ...]
 
 
 class JobsQuery(Message, frozen=True, kw_only=True):
-    status: tuple[Status, ...] = ()
+    status: tuple[JobStatus, ...] = ()
     model: Word = ""
     host: Prefix = ""
     sweep: Text = ""
@@ -196,7 +196,7 @@ class JobsQuery(Message, frozen=True, kw_only=True):
     limit: Page = 100
 
 
-class JobsReply(Reply, frozen=True, kw_only=True):
+class JobsReply(HubReply, frozen=True, kw_only=True):
     jobs: tuple[Job, ...]
     next: str = ""
     """Give it as `after` for the next page; empty at the end."""
@@ -208,7 +208,7 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     """If no manifest has declared it. A trainer that is there under this name has to be the same."""
 
 
-class SubmitReply(Reply, frozen=True, kw_only=True):
+class SubmitReply(HubReply, frozen=True, kw_only=True):
     job: Job
     new: bool
 
@@ -217,7 +217,7 @@ class CancelRequest(Message, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
-class StatusReply(Reply, frozen=True, kw_only=True):
+class StatusReply(HubReply, frozen=True, kw_only=True):
     by_status: dict[str, int]
     ready: int
     hosts: int
@@ -241,12 +241,12 @@ class ManifestRequest(Message, frozen=True, kw_only=True):
     """Take the policies of these hosts from the project they belong to."""
 
 
-class PlannedJob(Reply, frozen=True, kw_only=True):
+class PlannedJob(HubReply, frozen=True, kw_only=True):
     id: str
     label: str
 
 
-class PlannedChange(Reply, frozen=True, kw_only=True):
+class PlannedChange(HubReply, frozen=True, kw_only=True):
     id: str
     label: str
     kinds: tuple[str, ...]
@@ -254,7 +254,7 @@ class PlannedChange(Reply, frozen=True, kw_only=True):
     """A host holds it: the change counts from the next attempt on."""
 
 
-class ManifestReply(Reply, frozen=True, kw_only=True):
+class ManifestReply(HubReply, frozen=True, kw_only=True):
     applied: bool
     summary: str
     new: tuple[PlannedJob, ...] = ()
@@ -272,14 +272,14 @@ class ManifestReply(Reply, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
 
 
-class Trainer(Reply, frozen=True, kw_only=True):
+class Trainer(HubReply, frozen=True, kw_only=True):
     spec: TrainerSpec
     digest: str = ""
     params: Any = None
     """The JSON Schema of `hyper`; null where nobody gave one."""
 
 
-class TrainersReply(Reply, frozen=True, kw_only=True):
+class TrainersReply(HubReply, frozen=True, kw_only=True):
     trainers: dict[str, Trainer]
     """By name; those of other projects than the default one by `project/name`."""
 
@@ -287,7 +287,7 @@ class TrainersReply(Reply, frozen=True, kw_only=True):
 # Hosts, for people
 
 
-class Host(Reply, frozen=True, kw_only=True):
+class Host(HubReply, frozen=True, kw_only=True):
     id: str
     name: str
     state: HostState
@@ -304,7 +304,7 @@ class Host(Reply, frozen=True, kw_only=True):
     presence: Literal["online", "suspect", "offline"]
 
 
-class HostsReply(Reply, frozen=True, kw_only=True):
+class HostsReply(HubReply, frozen=True, kw_only=True):
     hosts: tuple[Host, ...]
 
 
@@ -322,7 +322,7 @@ class PieceQuery(Message, frozen=True, kw_only=True):
     """Nothing follows: the reply says that all of it is on the disk."""
 
 
-class PieceReply(Reply, frozen=True, kw_only=True):
+class PieceReply(HubReply, frozen=True, kw_only=True):
     size: int
     """How many bytes of the stream are stored: go on from there."""
 
@@ -344,7 +344,7 @@ class EventsQuery(Message, frozen=True, kw_only=True):
     wait_s: WaitS = 0.0
 
 
-class Event(Reply, frozen=True, kw_only=True):
+class FeedEvent(HubReply, frozen=True, kw_only=True):
     cursor: str
     at_s: float
     actor: str
@@ -353,8 +353,8 @@ class Event(Reply, frozen=True, kw_only=True):
     body: dict[str, Any]
 
 
-class EventsReply(Reply, frozen=True, kw_only=True):
-    events: tuple[Event, ...]
+class EventsReply(HubReply, frozen=True, kw_only=True):
+    events: tuple[FeedEvent, ...]
     cursor: str
     """Where to go on, also when there was nothing."""
 
@@ -367,7 +367,7 @@ class MissingRequest(Message, frozen=True, kw_only=True):
     """Digest to size."""
 
 
-class MissingChunk(Reply, frozen=True, kw_only=True):
+class MissingChunk(HubReply, frozen=True, kw_only=True):
     digest: str
     size: int
     received: int = 0
@@ -375,7 +375,7 @@ class MissingChunk(Reply, frozen=True, kw_only=True):
     """Where to PUT it; empty: to the hub."""
 
 
-class MissingReply(Reply, frozen=True, kw_only=True):
+class MissingReply(HubReply, frozen=True, kw_only=True):
     missing: tuple[MissingChunk, ...]
     stored: int
 
@@ -387,14 +387,14 @@ class ChunkQuery(Message, frozen=True, kw_only=True):
 
 
 class CommitRequest(Message, frozen=True, kw_only=True):
-    manifest: Manifest
+    manifest: ArtifactManifest
     lineage: Lineage
     job_id: JobId | None = None
     """A host commits for an attempt that it holds; a person for none."""
     epoch: Epoch | None = None
 
 
-class CommitReply(Reply, frozen=True, kw_only=True):
+class CommitReply(HubReply, frozen=True, kw_only=True):
     artifact_id: str
     lineage_id: str
     new: bool
@@ -407,7 +407,7 @@ class BlobQuery(Message, frozen=True, kw_only=True):
     epoch: Epoch
 
 
-class Made(Reply, frozen=True, kw_only=True):
+class Made(HubReply, frozen=True, kw_only=True):
     """An artifact and where it came from."""
 
     artifact_id: str
@@ -425,7 +425,7 @@ class Made(Reply, frozen=True, kw_only=True):
     """Of the attempt that made it."""
 
 
-class MadeReply(Reply, frozen=True, kw_only=True):
+class MadeReply(HubReply, frozen=True, kw_only=True):
     artifacts: tuple[Made, ...]
     next: int | None = None
     """Give it as `before` for the next page; null at the end."""
@@ -434,7 +434,7 @@ class MadeReply(Reply, frozen=True, kw_only=True):
 class ArtifactsQuery(Message, frozen=True, kw_only=True):
     model: Word = ""
     mode: Word = ""
-    kind: Kind | None = None
+    kind: ArtifactKind | None = None
     job_id: Prefix = ""
     parent: ArtifactId | None = None
     metric: Word = ""
@@ -448,7 +448,7 @@ class ArtifactsQuery(Message, frozen=True, kw_only=True):
 class LatestQuery(Message, frozen=True, kw_only=True):
     model: Word
     mode: Word = ""
-    kind: Kind = Kind.RESULT
+    kind: ArtifactKind = ArtifactKind.RESULT
 
 
 class BestQuery(Message, frozen=True, kw_only=True):
@@ -458,12 +458,12 @@ class BestQuery(Message, frozen=True, kw_only=True):
     lowest: bool = False
 
 
-class ArtifactReply(Reply, frozen=True, kw_only=True):
+class ArtifactReply(HubReply, frozen=True, kw_only=True):
     id: str
     size: int
     committed_at_s: float
     pinned: str = ""
-    manifest: Manifest
+    manifest: ArtifactManifest
     urls: Mapping[str, str] = {}
     """Where to GET each chunk; empty: from the hub."""
 
@@ -488,7 +488,7 @@ class InviteRequest(Message, frozen=True, kw_only=True):
     valid_s: Annotated[float, msgspec.Meta(gt=0, le=30 * 86_400)] = 1800.0
 
 
-class InviteReply(Reply, frozen=True, kw_only=True):
+class InviteReply(HubReply, frozen=True, kw_only=True):
     token: str
     """Told only here."""
     id: str
@@ -497,7 +497,7 @@ class InviteReply(Reply, frozen=True, kw_only=True):
     """Whether other machines can reach this hub."""
 
 
-class Invited(Reply, frozen=True, kw_only=True):
+class Invited(HubReply, frozen=True, kw_only=True):
     id: str
     made_at_s: float
     expires_at_s: float
@@ -508,7 +508,7 @@ class Invited(Reply, frozen=True, kw_only=True):
     revoked_at_s: float | None = None
 
 
-class InvitesReply(Reply, frozen=True, kw_only=True):
+class InvitesReply(HubReply, frozen=True, kw_only=True):
     invites: tuple[Invited, ...]
 
 
@@ -520,7 +520,7 @@ class JoinRequest(Message, frozen=True, kw_only=True):
     """A signing request for the key that was made on the host."""
 
 
-class CertificateReply(Reply, frozen=True, kw_only=True):
+class CertificateReply(HubReply, frozen=True, kw_only=True):
     host_id: str
     name: str
     certificate_pem: str
@@ -536,13 +536,13 @@ class LocalHostRequest(Message, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
-class LocalHostReply(Reply, frozen=True, kw_only=True):
+class LocalHostReply(HubReply, frozen=True, kw_only=True):
     host_id: str
     secret: str
     """Told only here; good on a hub that listens on loopback without TLS."""
 
 
-class KeyRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
+class HubKeyRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
     role: RoleName
     valid_s: Annotated[float, msgspec.Meta(gt=0, le=3650 * 86_400)] | None = None
@@ -550,7 +550,7 @@ class KeyRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """For the owner of a hub whose jobs run as its own user, where a lesser role would be no less."""
 
 
-class Key(Reply, frozen=True, kw_only=True):
+class HubKey(HubReply, frozen=True, kw_only=True):
     id: str
     name: str
     role: RoleName
@@ -559,7 +559,7 @@ class Key(Reply, frozen=True, kw_only=True):
     revoked_at_s: float | None = None
 
 
-class Caller(Reply, frozen=True, kw_only=True):
+class CallerReply(HubReply, frozen=True, kw_only=True):
     """Who the hub takes the caller for."""
 
     kind: Literal["key", "host", "operator"]
@@ -571,11 +571,11 @@ class Caller(Reply, frozen=True, kw_only=True):
     """Of the key, or of the host's certificate; None: it does not."""
 
 
-class KeyReply(Reply, frozen=True, kw_only=True):
-    key: Key
+class HubKeyReply(HubReply, frozen=True, kw_only=True):
+    key: HubKey
     secret: str
     """The text of the key; told only here."""
 
 
-class KeysReply(Reply, frozen=True, kw_only=True):
-    keys: tuple[Key, ...]
+class KeysReply(HubReply, frozen=True, kw_only=True):
+    keys: tuple[HubKey, ...]

@@ -11,15 +11,15 @@ from strata.base.errors import Code, StrataError
 from strata.http.errors import HttpRefusal
 from strata.http.route import Route
 from strata.identity.authenticate import Authenticator, Credentials
-from strata.identity.roles import Kind, Principal, Role
+from strata.identity.roles import CallerKind, Principal, Role
 
 CLIENT_CERTIFICATE: Final = "strata.client_certificate"
 """In the scope: the client certificate that TLS has verified, in DER."""
 UNIX_SOCKET: Final = "strata.unix_socket"
 """In the scope: the connection came by the server's Unix socket, which only its owner can reach."""
 
-ANONYMOUS: Final = Principal(Kind.KEY, "", None)
-ANONYMOUS_VIEWER: Final = Principal(Kind.KEY, "", Role.VIEWER)
+ANONYMOUS: Final = Principal(CallerKind.KEY, "", None)
+ANONYMOUS_VIEWER: Final = Principal(CallerKind.KEY, "", Role.VIEWER)
 """A client without credentials, where the settings of a server show something to everybody."""
 
 FirstHeaders = Mapping[bytes, bytes]
@@ -91,7 +91,7 @@ def check_channel(scope: Scope, caller: Principal, address: str) -> Principal:
     private = scope["scheme"] == "https" or scope.get(UNIX_SOCKET, False)
     if private or (caller.role is not None and caller.role <= Role.RESEARCHER):
         return caller
-    secret = {Kind.OPERATOR: "the operator token", Kind.HOST: "a host's secret"}.get(
+    secret = {CallerKind.OPERATOR: "the operator token", CallerKind.HOST: "a host's secret"}.get(
         caller.kind, "a key of an operator or an admin"
     )
     raise StrataError(

@@ -23,7 +23,7 @@ from strata.http.auth_failures import AuthFailures
 from strata.http.authentication import FirstHeaders, Identify
 from strata.http.body import MAX_QUERY
 from strata.http.errors import ErrorTable
-from strata.identity.roles import Kind, Principal
+from strata.identity.roles import CallerKind, Principal
 
 CALLER: Final = "strata.caller"
 """In the scope: the principal who calls."""
@@ -151,7 +151,7 @@ class RootApp:
                 ) from error
             raise
         connection: ClientConnection | None = scope.get(CONNECTION)
-        if connection is not None and (caller.id or caller.kind is Kind.OPERATOR):
+        if connection is not None and (caller.id or caller.kind is CallerKind.OPERATOR):
             connection.mark_authenticated()
         return caller
 

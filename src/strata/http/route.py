@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from strata.base.errors import Code, StrataError
-from strata.identity.roles import Kind, Principal, Role
+from strata.identity.roles import CallerKind, Principal, Role
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -37,7 +37,7 @@ class Access:
     public: bool = False
 
     def check(self, caller: Principal) -> None:
-        if self.public or (self.host and caller.kind is Kind.HOST):
+        if self.public or (self.host and caller.kind is CallerKind.HOST):
             return
         if self.role is None:
             caller.need_host()

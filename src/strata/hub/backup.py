@@ -27,10 +27,10 @@ from strata import __version__
 from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.errors import Code, StrataError
 from strata.database.sqlite import SqliteThread
-from strata.fleet.backup import backup_sqlite, fence_postgres, refuse_taken, restore_sqlite
+from strata.fleet.store.backup import backup_sqlite, fence_postgres, refuse_taken, restore_sqlite
 from strata.hub.compose import TOKEN_FILE
-from strata.hub.copies import ask
-from strata.hub.tables import SQLITE, Untouched, is_postgres, postgres_connections, upgrade_existing
+from strata.hub.online_backup import request_backup
+from strata.hub.tables import SQLITE, ReadOnlySchema, is_postgres, postgres_connections, upgrade_existing
 
 DATABASE: Final = "hub.db"
 NOTE: Final = "backup.json"
@@ -149,12 +149,12 @@ def _copy_database(data: Path, path: Path, target: Path, now_s: float) -> None:
     except StrataError as error:
         if error.code is not Code.CONFLICT or "in use" not in error.message:
             raise
-        ask(data, target)
+        request_backup(data, target)
     target.chmod(0o600)
 
 
 async def _copy_unused(path: Path, target: Path, now_s: float) -> None:
-    thread = await SqliteThread.open(path, Untouched(), create=False)
+    thread = await SqliteThread.open(path, ReadOnlySchema(), create=False)
     try:
         await backup_sqlite(thread, target, now_s)
     finally:

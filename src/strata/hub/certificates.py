@@ -10,17 +10,17 @@ from typing import Final
 
 from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
-from strata.hub.settings import Tls
+from strata.hub.settings import HubTlsSettings
 from strata.identity.ca import SERVER_DAYS, Authority
 
 _DAY_S: Final = 86_400.0
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 - recognised, not bound
 
 
-class ServerTls:
+class ServerCertificate:
     """`context` serves; `renew` puts a fresh certificate into it while it does."""
 
-    def __init__(self, authority: Authority, folder: Path, tls: Tls, listen: str, now_s: float) -> None:
+    def __init__(self, authority: Authority, folder: Path, tls: HubTlsSettings, listen: str, now_s: float) -> None:
         self._authority = authority
         self._folder = folder
         self._tls = tls

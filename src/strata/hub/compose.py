@@ -1,4 +1,4 @@
-"""A hub from its settings: tables, authority, services, application, and what has to be done again and again."""
+"""Composes a hub from its settings: tables, certificate authority, services, application and background loops."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from strata.fleet.http.context import HubContext
 from strata.fleet.http.feed import GAP_S, Feed
 from strata.fleet.http.routes import application
 from strata.fleet.service import TICK_S, Fleet, FleetSettings
-from strata.fleet.streams import Streams
+from strata.fleet.streams import AttemptStreams
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
 from strata.http.root import RootApp, RootLimits
-from strata.hub.certificates import ServerTls
-from strata.hub.copies import LOOK_S, Copier
+from strata.hub.certificates import ServerCertificate
 from strata.hub.disk import CHECK_S, DiskGuard
-from strata.hub.outbound import Target
+from strata.hub.online_backup import INTERVAL_S, OnlineBackup
+from strata.hub.outbound import WebhookTarget
 from strata.hub.settings import BucketSettings, HubSettings
 from strata.hub.tables import Tables, open_tables
-from strata.hub.webhooks import Courier
+from strata.hub.webhooks import WebhookDispatcher
 from strata.identity.authenticate import Authenticator
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment
@@ -57,7 +57,7 @@ class Loop:
 class Hub:
     context: HubContext
     app: RootApp
-    tls: ServerTls | None
+    tls: ServerCertificate | None
     loops: Sequence[Loop]
 
 
@@ -70,18 +70,18 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
     token = settings.operator_token or operator_token(data)
     tls = None
     if settings.tls.enabled:
-        tls = ServerTls(authority, data / "ca", settings.tls, settings.listen, clock.wall_s())
+        tls = ServerCertificate(authority, data / "ca", settings.tls, settings.listen, clock.wall_s())
     async with open_tables(settings.database or f"sqlite:{data / 'hub.db'}") as tables:
         chunks = await _chunks(settings, data)
         context = HubContext(
             fleet=Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s)),
             artifacts=Artifacts(tables.index, chunks, clock),
-            streams=Streams(data / "streams", keep_free_bytes=settings.keep_free_bytes),
+            streams=AttemptStreams(data / "streams", keep_free_bytes=settings.keep_free_bytes),
             identity=tables.identity,
             enrollment=Enrollment(tables.identity, authority, clock),
             authenticator=Authenticator(tables.identity, clock, authority=authority, operator_token=token),
             authority=authority,
-            schemas=tables.records,
+            schemas=tables.cursors,
             feed=Feed(tables.fleet.events, tables.newest_event),
             clock=clock,
             tls=settings.tls.enabled,
@@ -107,7 +107,7 @@ def operator_token(data: Path) -> Secret:
     return read_secret(path)
 
 
-def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: ServerTls | None) -> Sequence[Loop]:
+def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: ServerCertificate | None) -> Sequence[Loop]:
     async def collect_garbage() -> None:
         if settings.retention is not None:
             await retain(context.artifacts, settings.retention, "hub", dry_run=False)
@@ -127,21 +127,21 @@ def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: Serv
         Loop(interval_s=HOUR_S, run_once=scrub_some),
         Loop(interval_s=HOUR_S, run_once=renew_certificate),
     ]
-    guard = DiskGuard(settings.data.expanduser(), tables.records, context.writing)
+    guard = DiskGuard(settings.data.expanduser(), tables.cursors, context.writing)
     loops.append(Loop(interval_s=CHECK_S, run_once=guard.run_once, max_backoff_s=CHECK_S))
     if tables.copy is not None:
-        copier = Copier(settings.data.expanduser(), tables.copy, context.clock)
-        loops.append(Loop(interval_s=LOOK_S, run_once=copier.run_once))
+        online_backup = OnlineBackup(settings.data.expanduser(), tables.copy, context.clock)
+        loops.append(Loop(interval_s=INTERVAL_S, run_once=online_backup.run_once))
     for hook in settings.webhooks:
-        courier = Courier(
-            Target(hook.url, hook.allow),
+        dispatcher = WebhookDispatcher(
+            WebhookTarget(hook.url, hook.allow),
             hook.secret,
             hook.kinds,
-            read=context.feed,
-            records=tables.records,
+            feed=context.feed,
+            cursors=tables.cursors,
             clock=context.clock,
         )
-        loops.append(Loop(interval_s=WEBHOOK_S, run_once=courier.run_once))
+        loops.append(Loop(interval_s=WEBHOOK_S, run_once=dispatcher.run_once))
     return loops
 
 

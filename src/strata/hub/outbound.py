@@ -21,7 +21,7 @@ TIMEOUT_S: Final = 10.0
 _ANSWER: Final = 65_536
 
 
-class Target:
+class WebhookTarget:
     """Where to send to: https, or http to a loopback address that is explicitly allowed."""
 
     def __init__(self, url: str, allow: Sequence[str] = ()) -> None:
@@ -61,7 +61,7 @@ class Target:
         return addresses[0]
 
 
-def post(target: Target, body: bytes, headers: Mapping[str, str], context: ssl.SSLContext | None = None) -> int:
+def post(target: WebhookTarget, body: bytes, headers: Mapping[str, str], context: ssl.SSLContext | None = None) -> int:
     """The status of the answer. Blocking: for a thread."""
     address = target.resolve()
     connection = http.client.HTTPConnection(target.host, target.port, timeout=TIMEOUT_S)
@@ -77,7 +77,7 @@ def post(target: Target, body: bytes, headers: Mapping[str, str], context: ssl.S
     return answer.status
 
 
-def _connect(target: Target, address: str, context: ssl.SSLContext | None) -> socket.socket:
+def _connect(target: WebhookTarget, address: str, context: ssl.SSLContext | None) -> socket.socket:
     plain = socket.create_connection((address, target.port), TIMEOUT_S)
     if not target.encrypted:
         return plain

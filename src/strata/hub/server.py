@@ -81,7 +81,7 @@ async def serve(hub: Hub, settings: HubSettings, clock: Clock, listeners: Listen
         await serve_http(_config(hub, settings), listeners.sockets, stop, leaving=leaving)
         # What was heard since the last tick would be forgotten otherwise.
         with contextlib.suppress(StrataError):
-            await hub.context.fleet.flush_beats()
+            await hub.context.fleet.flush_heartbeats()
         _log.info("stopped")
     finally:
         for task in looping:

@@ -10,7 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_address
 from strata.base.settings import Secret
-from strata.fleet.artifacts.retention import Policy
+from strata.fleet.artifacts.retention import RetentionPolicy
 from strata.fleet.core.lease import LEASE_S
 from strata.http.auth_failures import BURST
 from strata.http.root import SEND_S
@@ -23,7 +23,7 @@ PORT: Final = 8443
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class Tls(msgspec.Struct, frozen=True, kw_only=True):
+class HubTlsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The hub's authority issues its certificate, unless `certificate` and `key` name PEM files of another one."""
 
     enabled: bool = False
@@ -61,7 +61,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The folder for what is not in the database: authority, operator token, logs, artifacts."""
     database: str = ""
     """`sqlite:PATH` or `postgresql://…`; `hub.db` in the data folder unless set."""
-    tls: Tls = Tls()
+    tls: HubTlsSettings = HubTlsSettings()
     operator_token: Secret | None = None
     """None: the one in `operator.token` of the data folder, which is made at the first start."""
     manifest: Path | None = None
@@ -83,7 +83,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Requests with credentials that are not good, from one address and at once, until it is told to slow down."""
     keep_free_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
     """Artifacts, logs and metrics leave so much of the disk alone."""
-    retention: Policy | None = None
+    retention: RetentionPolicy | None = None
     """What to keep of the artifacts, once an hour; None keeps them all."""
     bucket: BucketSettings | None = None
     webhooks: tuple[Webhook, ...] = ()

@@ -17,11 +17,11 @@ from strata.database.sqlite import SqliteThread
 from strata.fleet.artifacts.ports import Index
 from strata.fleet.artifacts.store import tables as artifact_tables
 from strata.fleet.artifacts.store.sqlite import SqliteIndex
-from strata.fleet.backup import backup_sqlite
 from strata.fleet.ports import Store
+from strata.fleet.store.backup import backup_sqlite
 from strata.fleet.store.sqlite import tables as fleet_sqlite
 from strata.fleet.store.sqlite.store import SqliteStore
-from strata.hub import records
+from strata.hub import cursor_store
 from strata.identity import sqlite as identity_sqlite
 from strata.identity.ports import IdentityStore
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 CONNECTIONS: Final = 16
 CALL_S: Final = 5.0
 UPKEEP_S: Final = 3600.0
-"""How long one statement of an upkeep may take: moving and fencing touch every row."""
+"""Timeout of one maintenance statement: migrating and fencing touch every row."""
 SQLITE: Final = (
     events.SQLITE,
     identity_sqlite.COMPONENT,
     fleet_sqlite.COMPONENT,
     artifact_tables.SQLITE,
-    records.SQLITE,
+    cursor_store.SQLITE,
 )
 
 
@@ -46,7 +46,7 @@ class Tables:
     fleet: Store
     identity: IdentityStore
     index: Index
-    records: records.Records
+    cursors: cursor_store.CursorStore
     newest_event: Callable[[], Awaitable[str]]
     copy: Callable[[Path, float], Awaitable[int]] | None = None
     """Copies the database into a new file; PostgreSQL has tools of its own."""
@@ -77,7 +77,7 @@ async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
             fleet=SqliteStore(thread),
             identity=identity_sqlite.SqliteIdentity(thread),
             index=SqliteIndex(thread),
-            records=records.SqliteRecords(thread),
+            cursors=cursor_store.SqliteCursorStore(thread),
             newest_event=partial(events.newest_sqlite, thread),
             copy=partial(backup_sqlite, thread),
         )
@@ -102,7 +102,7 @@ async def _open_postgres(url: str) -> AsyncIterator[Tables]:
             fleet=PostgresStore(connections),
             identity=identity_postgres.PostgresIdentity(connections),
             index=PostgresIndex(connections),
-            records=records.PostgresRecords(connections),
+            cursors=cursor_store.PostgresCursorStore(connections),
             newest_event=partial(events.newest_postgres, connections),
         )
     finally:
@@ -123,13 +123,13 @@ def postgres_components() -> Sequence[Component]:
         identity_postgres.COMPONENT,
         fleet_postgres.COMPONENT,
         artifact_tables.POSTGRES,
-        records.POSTGRES,
+        cursor_store.POSTGRES,
     )
 
 
 @asynccontextmanager
 async def postgres_connections(url: str, *, call_s: float = UPKEEP_S) -> AsyncIterator[Connections]:
-    """For whoever is no hub: to look, to fence, to move."""
+    """For maintenance commands: doctor, restore (which fences) and migration."""
     from strata.database.postgres import Connections
 
     connections = Connections(url, 2, call_s, what="upkeep")
@@ -145,7 +145,7 @@ async def upgrade_existing(connections: Connections) -> None:
         await upgrade_postgres(connection, postgres_components(), create=False)
 
 
-class Untouched:
+class ReadOnlySchema:
     """A SQLite file that is read as it is: of whatever version, and it stays that."""
 
     what = "database"
@@ -170,7 +170,7 @@ async def sqlite_versions(path: Path) -> Mapping[str, int]:
 
     Opened as a hub opens it: a reader of another kind would leave files of its own beside it.
     """
-    thread = await SqliteThread.open(path, Untouched(), create=False)
+    thread = await SqliteThread.open(path, ReadOnlySchema(), create=False)
     try:
         return dict(await thread.read(lambda db: db.execute(_VERSIONS).fetchall()))
     finally:
@@ -182,6 +182,6 @@ async def postgres_versions(url: str) -> Mapping[str, int]:
         return dict(await connections.run(_VERSIONS, {}))
 
 
-def due(versions: Mapping[str, int], components: Sequence[Component]) -> list[str]:
+def outdated_components(versions: Mapping[str, int], components: Sequence[Component]) -> list[str]:
     """What the next start of a hub would upgrade; UNSUPPORTED if the tables are newer than this version."""
     return [each.name for each in components if each.due(versions.get(each.name, 0))]

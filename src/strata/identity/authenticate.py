@@ -10,8 +10,8 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.identity.ca import Authority
-from strata.identity.ports import HostIdentity, IdentityStore, Key
-from strata.identity.roles import OPERATOR, Kind, Principal
+from strata.identity.ports import ApiKey, HostIdentity, IdentityStore
+from strata.identity.roles import OPERATOR, CallerKind, Principal
 from strata.identity.tokens import Bearer, check_strength, read_bearer, same_hash
 
 REMEMBERED_S: Final = 1.0
@@ -37,7 +37,7 @@ class Authenticator:
         self._clock = clock
         self._authority = authority
         self._operator_token = None if operator_token is None else check_strength(operator_token).reveal().encode()
-        self._rows: dict[tuple[str, str], tuple[float, Key | HostIdentity]] = {}
+        self._rows: dict[tuple[str, str], tuple[float, ApiKey | HostIdentity]] = {}
 
     async def identify(self, credentials: Credentials) -> Principal:
         """Who calls; UNAUTHENTICATED when nothing it carries is ours."""
@@ -60,11 +60,11 @@ class Authenticator:
 
     async def _key(self, bearer: Bearer) -> Principal:
         row = await self._remembered("key", bearer.id)
-        if not isinstance(row, Key) or not same_hash(row.secret_hash, bearer.secret_hash):
+        if not isinstance(row, ApiKey) or not same_hash(row.secret_hash, bearer.secret_hash):
             raise _unauthenticated(present=True)
         if not row.valid(self._clock.wall_s()):
             raise StrataError(Code.UNAUTHENTICATED, f"the key {row.id} was revoked or has expired")
-        return Principal(Kind.KEY, row.id, row.role)
+        return Principal(CallerKind.KEY, row.id, row.role)
 
     async def _host_secret(self, bearer: Bearer) -> Principal:
         row = await self._remembered("host", bearer.id)
@@ -84,9 +84,9 @@ class Authenticator:
             raise StrataError(
                 Code.FORBIDDEN, f"the host {row.name} was revoked: {row.revoked_because}", hint="strata join"
             )
-        return Principal(Kind.HOST, row.id, None)
+        return Principal(CallerKind.HOST, row.id, None)
 
-    async def _remembered(self, what: str, id_: str) -> Key | HostIdentity | None:
+    async def _remembered(self, what: str, id_: str) -> ApiKey | HostIdentity | None:
         now_s = self._clock.monotonic_s()
         found = self._rows.get((what, id_))
         if found is not None and now_s - found[0] < REMEMBERED_S:

@@ -11,7 +11,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.base.secret import Secret
 from strata.identity.ca import Authority, Issued, key_digest
-from strata.identity.ports import HostIdentity, IdentityStore, Invite, Key
+from strata.identity.ports import ApiKey, HostIdentity, IdentityStore, Invite
 from strata.identity.roles import Principal, Role
 from strata.identity.tokens import (
     JoinToken,
@@ -98,11 +98,11 @@ def _check_name(name: str) -> None:
 
 async def make_key(
     store: IdentityStore, clock: Clock, by: Principal, *, name: str, role: Role, valid_s: float | None = None
-) -> tuple[Key, str]:
+) -> tuple[ApiKey, str]:
     """A new API key and its text, which is told only here."""
     by.need(Role.ADMIN)
     secret, now_s = new_secret(), clock.wall_s()
     expires_at_s = None if valid_s is None else now_s + valid_s
-    key = Key(new_key_id(privileged=role > Role.RESEARCHER), name, role, hash_secret(secret), now_s, expires_at_s)
+    key = ApiKey(new_key_id(privileged=role > Role.RESEARCHER), name, role, hash_secret(secret), now_s, expires_at_s)
     await store.add_key(key, by.actor)
     return key, spell_key(key.id, secret)

@@ -10,7 +10,7 @@ from strata.identity.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     id: str
     name: str
     role: Role
@@ -57,11 +57,11 @@ class HostIdentity:
 class IdentityStore(Protocol):
     """Each method is one transaction, with its event. Unknown ids raise NOT_FOUND."""
 
-    async def add_key(self, key: Key, actor: str) -> None: ...
+    async def add_key(self, key: ApiKey, actor: str) -> None: ...
 
-    async def key(self, id_: str) -> Key | None: ...
+    async def key(self, id_: str) -> ApiKey | None: ...
 
-    async def keys(self) -> Sequence[Key]: ...
+    async def keys(self) -> Sequence[ApiKey]: ...
 
     async def revoke_key(self, id_: str, actor: str, now_s: float) -> None:
         """Again: no change, no event."""

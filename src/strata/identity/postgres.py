@@ -10,7 +10,7 @@ from strata.database.events import record_postgres
 from strata.database.migrations import Component
 from strata.database.postgres import Connections
 from strata.identity import rows
-from strata.identity.ports import HostIdentity, Invite, Key
+from strata.identity.ports import ApiKey, HostIdentity, Invite
 
 COMPONENT: Final = Component(
     "identity",
@@ -43,18 +43,18 @@ class PostgresIdentity:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
-    async def add_key(self, key: Key, actor: str) -> None:
+    async def add_key(self, key: ApiKey, actor: str) -> None:
         async with self._connections.transaction() as connection:
             insert = f"INSERT INTO identity_key ({rows.KEY}) VALUES (%s, %s, %s, %s, %s, %s, %s)"
             await connection.execute(insert, rows.key_row(key))
             record = rows.event(key.made_at_s, actor, "key.made", key.id, name=key.name, role=key.role.name.lower())
             await record_postgres(connection, [record])
 
-    async def key(self, id_: str) -> Key | None:
+    async def key(self, id_: str) -> ApiKey | None:
         found = await self._connections.run(f"SELECT {rows.KEY} FROM identity_key WHERE id = %(id)s", {"id": id_})
         return rows.key_of(found[0]) if found else None
 
-    async def keys(self) -> Sequence[Key]:
+    async def keys(self) -> Sequence[ApiKey]:
         return [rows.key_of(row) for row in await self._all("identity_key", rows.KEY, "made_at")]
 
     async def revoke_key(self, id_: str, actor: str, now_s: float) -> None:

@@ -29,7 +29,7 @@ class Role(IntEnum):
             raise StrataError(Code.INVALID, f"{name!r} is not a role", hint=f"one of {names}") from None
 
 
-class Kind(StrEnum):
+class CallerKind(StrEnum):
     KEY = "key"
     HOST = "host"
     OPERATOR = "operator"
@@ -37,7 +37,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    kind: Kind
+    kind: CallerKind
     id: str
     role: Role | None
     """None for a host: what it may do follows from the leases it holds."""
@@ -54,10 +54,10 @@ class Principal:
 
     def need_host(self) -> str:
         """The id of the calling host."""
-        if self.kind is not Kind.HOST:
+        if self.kind is not CallerKind.HOST:
             raise StrataError(Code.FORBIDDEN, "only an enrolled host may do this", hint="strata join")
         return self.id
 
 
-OPERATOR = Principal(Kind.OPERATOR, "", Role.ADMIN)
+OPERATOR = Principal(CallerKind.OPERATOR, "", Role.ADMIN)
 """Whoever has the hub's operator token."""

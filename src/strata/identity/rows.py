@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from strata.base.errors import Code, StrataError
-from strata.database.events import Event
-from strata.identity.ports import HostIdentity, Invite, Key
+from strata.database.events import EventRecord
+from strata.identity.ports import ApiKey, HostIdentity, Invite
 from strata.identity.roles import Role
 from strata.identity.tokens import same_hash
 
@@ -20,12 +20,12 @@ HOST: Final = (
 )
 
 
-def key_of(row: Sequence[Any]) -> Key:
+def key_of(row: Sequence[Any]) -> ApiKey:
     id_, name, role, *rest = row
-    return Key(id_, name, Role(role), *rest)
+    return ApiKey(id_, name, Role(role), *rest)
 
 
-def key_row(key: Key) -> tuple[Any, ...]:
+def key_row(key: ApiKey) -> tuple[Any, ...]:
     return (key.id, key.name, int(key.role), key.secret_hash, key.made_at_s, key.expires_at_s, key.revoked_at_s)
 
 
@@ -57,8 +57,8 @@ def host_row(host: HostIdentity) -> tuple[Any, ...]:
     return tuple(json.dumps(value) if isinstance(value, tuple) else value for value in dataclasses.astuple(host))
 
 
-def event(at_s: float, actor: str, kind: str, subject: str, **body: Any) -> Event:
-    return Event(at_s, actor, kind, subject, body)
+def event(at_s: float, actor: str, kind: str, subject: str, **body: Any) -> EventRecord:
+    return EventRecord(at_s, actor, kind, subject, body)
 
 
 BY_INVITE: Final = "invite:"

@@ -11,7 +11,7 @@ from strata.database.events import record_sqlite
 from strata.database.migrations import Component
 from strata.database.sqlite import SqliteThread
 from strata.identity import rows
-from strata.identity.ports import HostIdentity, Invite, Key
+from strata.identity.ports import ApiKey, HostIdentity, Invite
 
 COMPONENT: Final = Component(
     "identity",
@@ -41,7 +41,7 @@ class SqliteIdentity:
     def __init__(self, thread: SqliteThread) -> None:
         self._thread = thread
 
-    async def add_key(self, key: Key, actor: str) -> None:
+    async def add_key(self, key: ApiKey, actor: str) -> None:
         def add(db: sqlite3.Connection) -> None:
             db.execute(f"INSERT INTO identity_key ({rows.KEY}) VALUES (?, ?, ?, ?, ?, ?, ?)", rows.key_row(key))
             record = rows.event(key.made_at_s, actor, "key.made", key.id, name=key.name, role=key.role.name.lower())
@@ -49,11 +49,11 @@ class SqliteIdentity:
 
         await self._thread.write(add)
 
-    async def key(self, id_: str) -> Key | None:
+    async def key(self, id_: str) -> ApiKey | None:
         row = await self._thread.read(lambda db: _one(db, "identity_key", rows.KEY, id_))
         return None if row is None else rows.key_of(row)
 
-    async def keys(self) -> Sequence[Key]:
+    async def keys(self) -> Sequence[ApiKey]:
         return [rows.key_of(row) for row in await self._all("identity_key", rows.KEY, "made_at")]
 
     async def revoke_key(self, id_: str, actor: str, now_s: float) -> None:

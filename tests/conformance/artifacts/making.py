@@ -13,15 +13,22 @@ import pytest
 from strata.base.clock import ManualClock
 from strata.base.digest import sha256_hex
 from strata.base.errors import StrataError
-from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, File, Kind, Lineage, Manifest
+from strata.fleet.artifacts.manifest import (
+    CHUNK_BYTES,
+    ArtifactChunk,
+    ArtifactFile,
+    ArtifactKind,
+    ArtifactManifest,
+    Lineage,
+)
 from strata.fleet.artifacts.ports import ChunkStore, Committed, Index
 from strata.fleet.artifacts.service import Artifacts, once
-from strata.fleet.ports import Completion, Hold, Store
+from strata.fleet.ports import AttemptKey, JobCompletion, Store
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, marker
 from tests.support.feed import told_before
 
 OWNER = "host_a"
-RESULT = Lineage(kind=Kind.RESULT, model="gbt", mode="oracle")
+RESULT = Lineage(kind=ArtifactKind.RESULT, model="gbt", mode="oracle")
 
 
 _jobs = itertools.count()
@@ -42,17 +49,17 @@ def noise(size: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def chunk_of(content: bytes) -> Chunk:
-    return Chunk(sha256_hex(content), len(content))
+def chunk_of(content: bytes) -> ArtifactChunk:
+    return ArtifactChunk(sha256_hex(content), len(content))
 
 
 def cut(content: bytes) -> list[bytes]:
     return [content[start : start + CHUNK_BYTES] for start in range(0, len(content), CHUNK_BYTES)]
 
 
-def manifest_of(files: Mapping[str, bytes], **modes: Any) -> Manifest:
+def manifest_of(files: Mapping[str, bytes], **modes: Any) -> ArtifactManifest:
     described = [
-        File(
+        ArtifactFile(
             path=path,
             size=len(content),
             sha256=sha256_hex(content),
@@ -61,7 +68,7 @@ def manifest_of(files: Mapping[str, bytes], **modes: Any) -> Manifest:
         )
         for path, content in sorted(files.items())
     ]
-    return Manifest(files=tuple(described))
+    return ArtifactManifest(files=tuple(described))
 
 
 async def broken_off(content: bytes, after: int, piece: int = 64 << 10) -> AsyncIterator[bytes]:
@@ -80,19 +87,19 @@ def parts_of(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {sha256_hex(part): part for content in files.values() for part in cut(content)}
 
 
-async def send(place: Place, files: Mapping[str, bytes], owner: str = OWNER) -> Manifest:
+async def send(place: Place, files: Mapping[str, bytes], owner: str = OWNER) -> ArtifactManifest:
     """All chunks that are missing, through the hub."""
     manifest = manifest_of(files)
     plan = await place.artifacts.plan(manifest.chunks(), owner)
     parts = parts_of(files)
     for each in plan.missing:
         rest = parts[each.digest][each.received :]
-        await place.artifacts.put_chunk(Chunk(each.digest, each.size), once(rest), owner, offset=each.received)
+        await place.artifacts.put_chunk(ArtifactChunk(each.digest, each.size), once(rest), owner, offset=each.received)
     return manifest
 
 
 async def upload(
-    place: Place, files: Mapping[str, bytes], lineage: Lineage = RESULT, hold: Hold | None = None
+    place: Place, files: Mapping[str, bytes], lineage: Lineage = RESULT, hold: AttemptKey | None = None
 ) -> Committed:
     manifest = await send(place, files)
     return await place.artifacts.commit(manifest, lineage, f"host:{OWNER}", hold=hold)
@@ -105,7 +112,7 @@ async def complete(place: Place, files: Mapping[str, bytes], lineage: Lineage = 
     await add(place.fleet, job("m", seed=number))
     (lease,) = await claim(place.fleet, claim_id=f"complete-{number}")
     done = await upload(place, files, lineage, hold(lease))
-    await place.fleet.complete(hold(lease), Completion(artifact=done.artifact_id), 1.0)
+    await place.fleet.complete(hold(lease), JobCompletion(artifact=done.artifact_id), 1.0)
     return done
 
 

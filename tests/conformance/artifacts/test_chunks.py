@@ -12,7 +12,7 @@ import pytest
 from strata.base import failpoint
 from strata.base.errors import Code
 from strata.fleet.artifacts.disk import DiskChunks
-from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk
+from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk
 from strata.fleet.artifacts.objects import ObjectChunks
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import once
@@ -22,7 +22,7 @@ CONTENT = noise(3 << 20)
 CHUNK = chunk_of(CONTENT)
 
 
-async def damage(chunks: ChunkStore, chunk: Chunk, content: bytes) -> None:
+async def damage(chunks: ChunkStore, chunk: ArtifactChunk, content: bytes) -> None:
     """What a failing disk does: other bytes under the same name."""
     if isinstance(chunks, DiskChunks):
         chunks._chunk(chunk.digest).write_bytes(content)
@@ -60,7 +60,7 @@ async def test_wrong_bytes_too_many_and_too_few_are_refused_and_never_visible(ch
 
 async def test_a_chunk_of_another_size_than_asked_for_is_corrupt(chunks: ChunkStore) -> None:
     await chunks.put(CHUNK, once(CONTENT))
-    assert (await refusal(chunks.read(Chunk(CHUNK.digest, CHUNK.size - 1)))).code is Code.CORRUPT
+    assert (await refusal(chunks.read(ArtifactChunk(CHUNK.digest, CHUNK.size - 1)))).code is Code.CORRUPT
 
 
 @pytest.mark.parametrize("bad", [b"", CONTENT[:-1], CONTENT + b"x", CONTENT[:-1] + b"\0"])

@@ -9,10 +9,10 @@ import pytest
 
 from strata.base.errors import Code
 from strata.fleet.artifacts import lookup
-from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, Kind, Lineage, Manifest
+from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import once
-from strata.fleet.ports import Completion
+from strata.fleet.ports import JobCompletion
 from tests.conformance.artifacts.making import (
     OWNER,
     RESULT,
@@ -79,7 +79,7 @@ async def test_a_manifest_that_gives_a_chunk_another_size_is_refused(place: Plac
     content = noise(1000)
     await place.artifacts.put_chunk(chunk_of(content), once(content), OWNER)
     (file,) = manifest_of({"a": content}).files
-    lie = Manifest(files=(msgspec.structs.replace(file, size=999),))
+    lie = ArtifactManifest(files=(msgspec.structs.replace(file, size=999),))
     assert (await refusal(place.artifacts.commit(lie, RESULT, "host:a"))).code is Code.INVALID
 
 
@@ -103,8 +103,8 @@ async def test_an_attempt_commits_while_it_is_alive_and_is_stale_afterwards(plac
     done = await upload(place, {"a": b"1"}, forged, hold(lease))
     (row,) = await place.index.lineages(LineageFilter(job_id=job_id))
     assert (row.lineage.epoch, row.lineage.host_id) == (1, "host_a"), "the hold counts, not what the sender wrote"
-    await place.fleet.sweep(LEASE_S + 1)
-    expired = msgspec.structs.replace(RESULT, kind=Kind.CHECKPOINT)
+    await place.fleet.expire_leases(LEASE_S + 1)
+    expired = msgspec.structs.replace(RESULT, kind=ArtifactKind.CHECKPOINT)
     assert (await upload(place, {"a": b"2"}, expired, hold(lease))).new, "nobody else has claimed it yet"
     (second,) = await claim(place.fleet, "host_b", claim_id="c2", now_s=LEASE_S + 2)
     stale = await refusal(upload(place, {"a": b"3"}, RESULT, hold(lease)))
@@ -112,7 +112,7 @@ async def test_an_attempt_commits_while_it_is_alive_and_is_stale_afterwards(plac
     again = await upload(place, {"a": b"1"}, forged, hold(lease))
     assert (again.new, again.lineage_id) == (False, done.lineage_id), "a lost reply is answered as before"
     await upload(place, {"a": b"4"}, RESULT, hold(second))
-    await place.fleet.complete(hold(second), Completion(artifact="x"), LEASE_S + 3)
+    await place.fleet.complete(hold(second), JobCompletion(artifact="x"), LEASE_S + 3)
     late = await refusal(upload(place, {"a": b"5"}, RESULT, hold(second)))
     assert late.code is Code.STALE
     wrong_host = await refusal(upload(place, {"a": b"6"}, RESULT, hold(lease)))
@@ -124,14 +124,16 @@ async def test_the_latest_and_the_best_are_found_by_model_and_mode(place: Place)
     figures = {"a": 0.5, "b": 0.9, "c": 0.7}
     done = {
         name: await complete(
-            place, {"f": name.encode()}, Lineage(kind=Kind.RESULT, model="gbt", mode="oracle", metrics={"auc": auc})
+            place,
+            {"f": name.encode()},
+            Lineage(kind=ArtifactKind.RESULT, model="gbt", mode="oracle", metrics={"auc": auc}),
         )
         for name, auc in figures.items()
     }
-    await complete(place, {"f": b"other"}, Lineage(kind=Kind.RESULT, model="mlp", metrics={"auc": 1.0}))
+    await complete(place, {"f": b"other"}, Lineage(kind=ArtifactKind.RESULT, model="mlp", metrics={"auc": 1.0}))
     # Uploaded, but no job was completed with it.
     await upload(place, {"f": b"claimed"}, msgspec.structs.replace(RESULT, metrics={"auc": 1.0}))
-    await upload(place, {"f": b"kept"}, Lineage(kind=Kind.CHECKPOINT, model="gbt", metrics={"auc": 1.0}))
+    await upload(place, {"f": b"kept"}, Lineage(kind=ArtifactKind.CHECKPOINT, model="gbt", metrics={"auc": 1.0}))
     assert (await lookup.latest(place.index, "gbt")).artifact_id == done["c"].artifact_id
     assert (await lookup.best(place.index, "gbt", "auc", "oracle")).artifact_id == done["b"].artifact_id
     assert (await lookup.best(place.index, "gbt", "auc", lowest=True)).artifact_id == done["a"].artifact_id
@@ -147,12 +149,12 @@ async def test_a_result_is_one_only_while_its_job_is_completed_with_it(place: Pl
     (lease,) = await claim(place.fleet)
     scored = msgspec.structs.replace(RESULT, metrics={"auc": 1.0})
     done = await upload(place, {"f": b"1"}, scored, hold(lease))
-    checkpoint = msgspec.structs.replace(RESULT, kind=Kind.CHECKPOINT)
+    checkpoint = msgspec.structs.replace(RESULT, kind=ArtifactKind.CHECKPOINT)
     await upload(place, {"f": b"2"}, checkpoint)
     for early in (lookup.latest(place.index, "gbt"), lookup.best(place.index, "gbt", "auc")):
         assert (await refusal(early)).code is Code.NOT_FOUND
-    assert (await refusal(lookup.latest(place.index, "gbt", kind=Kind.CHECKPOINT))).code is Code.NOT_FOUND
-    await place.fleet.complete(hold(lease), Completion(artifact=done.artifact_id), 1.0)
+    assert (await refusal(lookup.latest(place.index, "gbt", kind=ArtifactKind.CHECKPOINT))).code is Code.NOT_FOUND
+    await place.fleet.complete(hold(lease), JobCompletion(artifact=done.artifact_id), 1.0)
     found = await lookup.latest(place.index, "gbt")
     assert (found.artifact_id, found.by, found.project) == (done.artifact_id, "host:host_a", "default")
     await place.fleet.requeue(lease.job_id, "operator", 2.0)
@@ -160,10 +162,10 @@ async def test_a_result_is_one_only_while_its_job_is_completed_with_it(place: Pl
 
 
 async def test_lineage_is_walked_to_its_roots_even_through_what_was_removed(place: Place) -> None:
-    source = await upload(place, {"f": b"source"}, Lineage(kind=Kind.SOURCE))
-    base = await upload(place, {"f": b"base"}, Lineage(kind=Kind.RESULT, parents=(source.artifact_id,)))
+    source = await upload(place, {"f": b"source"}, Lineage(kind=ArtifactKind.SOURCE))
+    base = await upload(place, {"f": b"base"}, Lineage(kind=ArtifactKind.RESULT, parents=(source.artifact_id,)))
     tuned = await upload(
-        place, {"f": b"tuned"}, Lineage(kind=Kind.RESULT, parents=(base.artifact_id, source.artifact_id))
+        place, {"f": b"tuned"}, Lineage(kind=ArtifactKind.RESULT, parents=(base.artifact_id, source.artifact_id))
     )
     await place.artifacts.remove(base.artifact_id, "old", "operator")
     walked = [row.artifact_id for row in await lookup.ancestry(place.index, tuned.artifact_id)]
@@ -204,8 +206,8 @@ async def test_a_checkpoint_that_an_unfinished_job_needs_cannot_be_removed(place
     await add_host(place.fleet)
     (job_id,) = await add(place.fleet, job("gbt"))
     (lease,) = await claim(place.fleet)
-    done = await upload(place, {"step": b"10"}, Lineage(kind=Kind.CHECKPOINT), hold(lease))
-    await place.fleet.checkpointed(hold(lease), done.artifact_id, 1.0)
+    done = await upload(place, {"step": b"10"}, Lineage(kind=ArtifactKind.CHECKPOINT), hold(lease))
+    await place.fleet.record_checkpoint(hold(lease), done.artifact_id, 1.0)
     assert await place.index.referenced() == {done.artifact_id: "checkpoint"}
     assert (await refusal(place.artifacts.remove(done.artifact_id, "", "op"))).code is Code.PRECONDITION
     await place.fleet.cancel(job_id, "no", "operator", 2.0)
@@ -226,7 +228,7 @@ async def test_what_cannot_be_a_chunk_is_refused_before_anything_is_stored(
     place: Place, digest: str, size: int
 ) -> None:
     assert (await refusal(place.artifacts.plan({digest: size}, OWNER))).code is Code.INVALID
-    put = place.artifacts.put_chunk(Chunk(digest, size), once(b"x"), OWNER)
+    put = place.artifacts.put_chunk(ArtifactChunk(digest, size), once(b"x"), OWNER)
     assert (await refusal(put)).code is Code.INVALID
     assert await place.index.condemnable(9e9, 10) == await place.index.erasable(9e9, 10) == []
 

@@ -8,11 +8,11 @@ import msgspec
 
 from strata.base.errors import Code
 from strata.fleet.artifacts import upkeep
-from strata.fleet.artifacts.manifest import Kind, Lineage
+from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import LineageFilter
-from strata.fleet.artifacts.retention import Policy
+from strata.fleet.artifacts.retention import RetentionPolicy
 from strata.fleet.artifacts.service import once
-from strata.fleet.artifacts.states import State
+from strata.fleet.artifacts.states import ChunkState
 from tests.conformance.artifacts.making import (
     OWNER,
     RESULT,
@@ -41,7 +41,7 @@ async def test_a_dry_run_changes_nothing_and_tells_what_the_real_run_does(place:
         told = await upkeep.collect(place.artifacts)
         assert {chunk.digest for chunk in told.condemned} == TOGETHER
         assert told.erased == []
-    assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {State.STORED}
+    assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {ChunkState.STORED}
     assert {chunk.digest for chunk in (await upkeep.collect(place.artifacts, dry_run=False)).condemned} == TOGETHER
     assert (await upkeep.collect(place.artifacts, dry_run=False)).erased == [], "a grace lies between the two"
     await place.clock.advance(GRACE_S)
@@ -69,7 +69,7 @@ async def test_an_upload_that_began_before_a_collection_keeps_its_chunks(place: 
     await place.clock.advance(GRACE_S)
     # The chunks are doomed when another upload wants them: asking for them is enough.
     await upkeep.collect(place.artifacts, dry_run=False)
-    assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {State.DOOMED}
+    assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {ChunkState.DOOMED}
     await place.clock.advance(GRACE_S / 20)
     plan = await place.artifacts.plan(manifest_of(FILES).chunks(), OWNER)
     assert plan.missing == []
@@ -87,7 +87,7 @@ async def test_a_commit_rescues_chunks_that_are_doomed(place: Place) -> None:
     await place.clock.advance(GRACE_S)
     await upkeep.collect(place.artifacts, dry_run=False)
     await place.artifacts.commit(manifest_of(FILES), RESULT, "host:a")
-    assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {State.STORED}
+    assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {ChunkState.STORED}
 
 
 async def test_collections_racing_uploads_never_take_a_committed_chunk(place: Place) -> None:
@@ -149,16 +149,16 @@ async def test_retention_keeps_the_latest_the_best_and_what_is_needed(place: Pla
     await add_host(place.fleet)
     await add(place.fleet, job("gbt"))
     (lease,) = await claim(place.fleet)
-    point = await upload(place, {"f": b"point"}, Lineage(kind=Kind.CHECKPOINT), hold(lease))
-    await place.fleet.checkpointed(hold(lease), point.artifact_id, 1.0)
+    point = await upload(place, {"f": b"point"}, Lineage(kind=ArtifactKind.CHECKPOINT), hold(lease))
+    await place.fleet.record_checkpoint(hold(lease), point.artifact_id, 1.0)
     ids = []
     for number in range(6):
-        made = Lineage(kind=Kind.RESULT, model="gbt", metrics={"auc": 1.0 if number == 0 else 0.1 * number})
+        made = Lineage(kind=ArtifactKind.RESULT, model="gbt", metrics={"auc": 1.0 if number == 0 else 0.1 * number})
         ids.append((await upload(place, {"f": str(number).encode()}, made)).artifact_id)
     await place.artifacts.pin(ids[1], "the paper", "operator")
-    tuned = Lineage(kind=Kind.RESULT, model="other", parents=(ids[2],))
+    tuned = Lineage(kind=ArtifactKind.RESULT, model="other", parents=(ids[2],))
     other = (await upload(place, {"f": b"tuned"}, tuned)).artifact_id
-    policy = Policy(keep_last=1, keep_best=1, metric="auc", min_age_s=60)
+    policy = RetentionPolicy(keep_last=1, keep_best=1, metric="auc", min_age_s=60)
     assert (await upkeep.retain(place.artifacts, policy, "hub")).dropped == {}, "all are new"
     await place.clock.advance(61)
     choice = await upkeep.retain(place.artifacts, policy, "hub")

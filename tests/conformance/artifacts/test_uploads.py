@@ -13,7 +13,7 @@ import pytest
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code
 from strata.fleet.artifacts import export
-from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, Kind, Lineage, Manifest
+from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import Artifacts, once
 from strata.http import zstd
@@ -119,7 +119,7 @@ async def test_a_file_that_is_not_what_its_maker_said_is_corrupt_at_its_end(plac
     await send(place, FILES)
     liar = [msgspec.structs.replace(file, sha256="0" * 64) if file.size > CHUNK_BYTES else file
             for file in manifest_of(FILES).files]  # fmt: skip
-    done = await place.artifacts.commit(Manifest(files=tuple(liar)), RESULT, "host:a")
+    done = await place.artifacts.commit(ArtifactManifest(files=tuple(liar)), RESULT, "host:a")
     read = collected(place.artifacts.read_file(done.artifact_id, "weights/model.bin"))
     assert (await refusal(read)).code is Code.CORRUPT
 
@@ -150,7 +150,7 @@ async def test_the_bundle_is_the_same_bytes_each_time_and_what_tar_expects(place
     long = f"{'d' * 120}/{'ü' * 90}/f"
     files = {**FILES, long: b"deep", "a block": bytes(512)}
     manifest = await send(place, files)
-    executable = Manifest(
+    executable = ArtifactManifest(
         files=tuple(
             msgspec.structs.replace(file, mode="0755") if file.path == "run.sh" else file for file in manifest.files
         )
@@ -171,10 +171,12 @@ async def test_the_bundle_is_the_same_bytes_each_time_and_what_tar_expects(place
 
 
 async def test_the_index_of_the_export_leads_to_every_result(place: Place) -> None:
-    done = await complete(place, FILES, Lineage(kind=Kind.RESULT, model="gbt", mode="oracle", metrics={"auc": 0.5}))
+    done = await complete(
+        place, FILES, Lineage(kind=ArtifactKind.RESULT, model="gbt", mode="oracle", metrics={"auc": 0.5})
+    )
     await upload(place, {"f": b"uploaded, no job has it"})
-    await upload(place, {"f": b"c"}, Lineage(kind=Kind.CHECKPOINT, model="gbt"))
-    odd = await complete(place, {"f": b"1"}, Lineage(kind=Kind.RESULT, model="../../etc", mode="a/b"))
+    await upload(place, {"f": b"c"}, Lineage(kind=ArtifactKind.CHECKPOINT, model="gbt"))
+    odd = await complete(place, {"f": b"1"}, Lineage(kind=ArtifactKind.RESULT, model="../../etc", mode="a/b"))
     lines = (await collected(export.index_lines(place.artifacts))).splitlines()
     paths = {row["artifact"]: row["path"] for row in map(msgspec.json.decode, lines)}
     hexed = done.artifact_id.removeprefix("artifact1_")
@@ -200,7 +202,7 @@ async def test_wrong_truncated_and_oversized_chunks_leave_nothing_behind(place: 
         assert (await refusal(place.artifacts.read_chunk(chunk.digest))).code is Code.NOT_FOUND
         assert not await place.chunks.has(chunk.digest)
     for size in (chunk.size - 1, chunk.size + 1):
-        lie = place.artifacts.put_chunk(Chunk(chunk.digest, size), once(content), "host_b")
+        lie = place.artifacts.put_chunk(ArtifactChunk(chunk.digest, size), once(content), "host_b")
         assert (await refusal(lie)).code in (Code.INVALID, Code.PRECONDITION)
     assert await place.index.lineages(LineageFilter()) == []
 

@@ -11,9 +11,9 @@ import pytest
 from strata.base.errors import StrataError
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.core.plan import Plan
+from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import Claim, Hold, HostRow, Lease, Store
+from strata.fleet.ports import AttemptKey, Claim, HostRow, JobLease, Store
 from tests.support.feed import told_before
 
 LEASE_S = 45.0
@@ -24,8 +24,8 @@ def job(model: str, **fields: Any) -> JobSpec:
     return JobSpec(model=model, **fields)
 
 
-def plan(*specs: JobSpec, **fields: Any) -> Plan:
-    return Plan(new={spec.id: spec for spec in specs}, **fields)
+def plan(*specs: JobSpec, **fields: Any) -> ApplyPlan:
+    return ApplyPlan(new={spec.id: spec for spec in specs}, **fields)
 
 
 async def add(store: Store, *specs: JobSpec, now_s: float = 0.0) -> list[str]:
@@ -54,7 +54,7 @@ async def claim(
     count: int = 1,
     slots: int = 64,
     classes: Mapping[int, int] | None = None,
-) -> Sequence[Lease]:
+) -> Sequence[JobLease]:
     if classes is None:
         classes = await all_classes(store)
     wanted = Claim(host_id=host_id, claim_id=claim_id, classes=classes, slots=slots, count=count)
@@ -62,8 +62,8 @@ async def claim(
     return leases
 
 
-def hold(lease: Lease) -> Hold:
-    return Hold(lease.host_id, lease.job_id, lease.epoch)
+def hold(lease: JobLease) -> AttemptKey:
+    return AttemptKey(lease.host_id, lease.job_id, lease.epoch)
 
 
 def needs(**fields: Any) -> Needs:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from strata.base.errors import Code
-from strata.fleet.core.job import Cause, Status
-from strata.fleet.core.plan import Change, Plan
-from strata.fleet.ports import Claim, Completion, Failure, Hold, Renewal, Store
+from strata.fleet.core.job import Cause, JobStatus
+from strata.fleet.core.plan import ApplyPlan, JobChange
+from strata.fleet.ports import AttemptKey, Claim, JobCompletion, JobFailure, Renewal, Store
 from tests.conformance.fleet.fleet import (
     LEASE_S,
     add,
@@ -23,11 +23,11 @@ from tests.conformance.fleet.fleet import (
     refusal,
 )
 
-DONE = Completion(artifact="art1", metrics={"auc": 0.9})
-BROKEN = Failure(cause=Cause.USER_ERROR, error="ValueError: no")
+DONE = JobCompletion(artifact="art1", metrics={"auc": 0.9})
+BROKEN = JobFailure(cause=Cause.USER_ERROR, error="ValueError: no")
 
 
-async def status_of(store: Store, job_id: str) -> Status:
+async def status_of(store: Store, job_id: str) -> JobStatus:
     return (await store.job(job_id)).status
 
 
@@ -107,11 +107,11 @@ async def test_a_renewal_extends_the_lease_and_says_when_the_child_runs(store: S
     (job_id,) = await add(store, job("a"))
     (lease,) = await claim(store)
     (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1)], LEASE_S, 10.0)
-    assert (renewed.verdict, renewed.status, renewed.expires_at_s) == ("held", Status.CLAIMED, 55.0)
+    assert (renewed.verdict, renewed.status, renewed.expires_at_s) == ("held", JobStatus.CLAIMED, 55.0)
     (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1, running=True)], LEASE_S, 20.0)
-    assert renewed.status is Status.RUNNING
-    assert await store.sweep(64.0) == []
-    assert [row.id for row in await store.sweep(65.0)] == [job_id]
+    assert renewed.status is JobStatus.RUNNING
+    assert await store.expire_leases(64.0) == []
+    assert [row.id for row in await store.expire_leases(65.0)] == [job_id]
     (attempt,) = await store.attempts(job_id)
     assert (attempt.started_at_s, attempt.ended_at_s) == (20.0, None)
     assert lease.expires_at_s == LEASE_S
@@ -122,12 +122,12 @@ async def test_a_completed_job_keeps_its_result_and_answers_a_repeated_report(st
     (job_id,) = await add(store, job("a"))
     (lease,) = await claim(store)
     row = await store.complete(hold(lease), DONE, 5.0)
-    assert (row.status, row.artifact) == (Status.COMPLETED, "art1")
+    assert (row.status, row.artifact) == (JobStatus.COMPLETED, "art1")
     assert await store.complete(hold(lease), DONE, 6.0) == row
     (attempt,) = await store.attempts(job_id)
     assert (attempt.outcome, attempt.artifact, attempt.facts["metrics"]) == ("completed", "art1", {"auc": 0.9})
     (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1)], LEASE_S, 7.0)
-    assert (renewed.verdict, renewed.status) == ("ended", Status.COMPLETED)
+    assert (renewed.verdict, renewed.status) == ("ended", JobStatus.COMPLETED)
     assert await kinds(store, job_id) == ["job.created", "job.claimed", "job.completed"]
 
 
@@ -136,7 +136,7 @@ async def test_another_result_for_a_completed_job_is_refused(store: Store) -> No
     (job_id,) = await add(store, job("a"))
     (lease,) = await claim(store)
     await store.complete(hold(lease), DONE, 5.0)
-    assert (await refusal(store.complete(hold(lease), Completion(artifact="other"), 6.0))).code is Code.CONFLICT
+    assert (await refusal(store.complete(hold(lease), JobCompletion(artifact="other"), 6.0))).code is Code.CONFLICT
     assert (await refusal(store.fail(hold(lease), BROKEN, 6.0, chance=0.0))).code is Code.CONFLICT
     assert (await store.job(job_id)).artifact == "art1"
 
@@ -146,10 +146,10 @@ async def test_an_expired_job_that_nobody_claimed_is_revived_by_its_host(store: 
     await add_host(store, "host_b")
     (job_id,) = await add(store, job("a"))
     await claim(store)
-    (expired,) = await store.sweep(LEASE_S)
-    assert (expired.status, expired.epoch) == (Status.PENDING, 1)
+    (expired,) = await store.expire_leases(LEASE_S)
+    assert (expired.status, expired.epoch) == (JobStatus.PENDING, 1)
     (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1)], LEASE_S, LEASE_S + 1)
-    assert (renewed.verdict, renewed.status) == ("held", Status.RUNNING)
+    assert (renewed.verdict, renewed.status) == ("held", JobStatus.RUNNING)
     assert await claim(store, "host_b", claim_id="c2", now_s=LEASE_S + 2) == []
     assert "job.revived" in await kinds(store, job_id)
 
@@ -159,8 +159,8 @@ async def test_an_expired_job_that_nobody_claimed_may_still_be_completed(store: 
     await add_host(store, "host_b")
     await add(store, job("a"))
     (lease,) = await claim(store)
-    await store.sweep(LEASE_S)
-    assert (await store.complete(hold(lease), DONE, LEASE_S + 1)).status is Status.COMPLETED
+    await store.expire_leases(LEASE_S)
+    assert (await store.complete(hold(lease), DONE, LEASE_S + 1)).status is JobStatus.COMPLETED
     assert await claim(store, "host_b", claim_id="c2", now_s=LEASE_S + 2) == []
 
 
@@ -169,37 +169,39 @@ async def test_a_host_that_was_replaced_can_change_nothing(store: Store) -> None
     await add_host(store, "host_b")
     (job_id,) = await add(store, job("a"))
     (old,) = await claim(store)
-    await store.sweep(LEASE_S)
+    await store.expire_leases(LEASE_S)
     (new,) = await claim(store, "host_b", claim_id="c2", now_s=LEASE_S + 1)
     assert (new.job_id, new.epoch) == (job_id, 2)
     (renewed,) = await store.renew("host_a", [Renewal(job_id=job_id, epoch=1)], LEASE_S, LEASE_S + 2)
     assert renewed.verdict == "stale"
-    late = Completion(artifact="late")
+    late = JobCompletion(artifact="late")
     assert (await refusal(store.complete(hold(old), late, LEASE_S + 3))).code is Code.STALE
     assert (await refusal(store.fail(hold(old), BROKEN, LEASE_S + 3, chance=0.0))).code is Code.STALE
-    assert (await refusal(store.checkpointed(hold(old), "ck", LEASE_S + 3))).code is Code.STALE
+    assert (await refusal(store.record_checkpoint(hold(old), "ck", LEASE_S + 3))).code is Code.STALE
     row = await store.job(job_id)
-    assert (row.status, row.epoch, row.artifact, row.host_id) == (Status.CLAIMED, 2, "", "host_b")
+    assert (row.status, row.epoch, row.artifact, row.host_id) == (JobStatus.CLAIMED, 2, "", "host_b")
     first, second = await store.attempts(job_id)
     assert (first.outcome, first.artifact, second.outcome) == ("orphan", "late", "")
     assert (await store.complete(hold(new), DONE, LEASE_S + 4)).artifact == "art1"
 
 
-@pytest.mark.parametrize("forged", [Hold("host_b", "", 1), Hold("host_a", "", 2), Hold("host_a", "", 0)])
-async def test_a_forged_hold_is_stale(store: Store, forged: Hold) -> None:
+@pytest.mark.parametrize(
+    "forged", [AttemptKey("host_b", "", 1), AttemptKey("host_a", "", 2), AttemptKey("host_a", "", 0)]
+)
+async def test_a_forged_hold_is_stale(store: Store, forged: AttemptKey) -> None:
     await add_host(store)
     (job_id,) = await add(store, job("a"))
     await claim(store)
-    lie = Hold(forged.host_id, job_id, forged.epoch)
+    lie = AttemptKey(forged.host_id, job_id, forged.epoch)
     assert (await refusal(store.complete(lie, DONE, 1.0))).code is Code.STALE
     (renewed,) = await store.renew(lie.host_id, [Renewal(job_id=job_id, epoch=lie.epoch)], LEASE_S, 1.0)
     assert renewed.verdict == "stale"
-    assert await status_of(store, job_id) is Status.CLAIMED
+    assert await status_of(store, job_id) is JobStatus.CLAIMED
 
 
 async def test_unknown_jobs_are_not_found(store: Store) -> None:
     await add_host(store)
-    nobody = Hold("host_a", "job1_x", 1)
+    nobody = AttemptKey("host_a", "job1_x", 1)
     assert (await refusal(store.complete(nobody, DONE, 0.0))).code is Code.NOT_FOUND
     assert (await refusal(store.cancel("job1_x", "", "operator", 0.0))).code is Code.NOT_FOUND
     assert (await refusal(store.job("job1_x"))).code is Code.NOT_FOUND
@@ -212,15 +214,15 @@ async def test_the_jobs_own_failures_are_counted_and_end_it(store: Store) -> Non
     (job_id,) = await add(store, job("a", max_attempts=2))
     (first,) = await claim(store)
     row = await store.fail(hold(first), BROKEN, 10.0, chance=0.0)
-    assert (row.status, row.not_before_s > 10.0) == (Status.PENDING, True)
+    assert (row.status, row.not_before_s > 10.0) == (JobStatus.PENDING, True)
     assert await store.fail(hold(first), BROKEN, 11.0, chance=0.0) == row
     assert await claim(store, claim_id="c2", now_s=11.0) == []
-    assert await store.ripen(row.not_before_s - 0.001) == 0
-    assert await store.ripen(row.not_before_s) == 1
+    assert await store.release_backoffs(row.not_before_s - 0.001) == 0
+    assert await store.release_backoffs(row.not_before_s) == 1
     (second,) = await claim(store, claim_id="c3", now_s=row.not_before_s)
     assert second.epoch == 2
     row = await store.fail(hold(second), BROKEN, 30.0, chance=0.0)
-    assert row.status is Status.FAILED
+    assert row.status is JobStatus.FAILED
     assert "attempt 2 of 2" in row.reason
     assert [attempt.error for attempt in await store.attempts(job_id)] == [BROKEN.error] * 2
     assert [attempt.outcome for attempt in await store.attempts(job_id)] == ["retried", "failed"]
@@ -232,10 +234,10 @@ async def test_trouble_of_the_host_costs_the_job_no_attempt(store: Store) -> Non
     now_s = 0.0
     for n in range(4):
         (lease,) = await claim(store, claim_id=f"c{n}", now_s=now_s)
-        row = await store.fail(hold(lease), Failure(cause=Cause.INFRA, error="disk full"), now_s, chance=0.0)
-        assert row.status is Status.PENDING
+        row = await store.fail(hold(lease), JobFailure(cause=Cause.INFRA, error="disk full"), now_s, chance=0.0)
+        assert row.status is JobStatus.PENDING
         now_s = row.not_before_s
-        await store.ripen(now_s)
+        await store.release_backoffs(now_s)
     assert (await store.job(job_id)).epoch == 4
     assert await store.infra_jobs("host_a") == [job_id]
     (lease,) = await claim(store, claim_id="c9", now_s=now_s)
@@ -243,17 +245,17 @@ async def test_trouble_of_the_host_costs_the_job_no_attempt(store: Store) -> Non
     assert await store.infra_jobs("host_a") == []
 
 
-NO_FOLDER = Failure(cause=Cause.SETUP_ERROR, error="the folder /x is not on this host")
+NO_FOLDER = JobFailure(cause=Cause.SETUP_ERROR, error="the folder /x is not on this host")
 
 
 async def test_trouble_of_hosts_ends_a_job_at_its_cap(store: Store) -> None:
     await add_host(store)
     (job_id,) = await add(store, job("a", max_infra=2))
-    for n, status in enumerate((Status.PENDING, Status.FAILED)):
+    for n, status in enumerate((JobStatus.PENDING, JobStatus.FAILED)):
         (lease,) = await claim(store, claim_id=f"c{n}", now_s=100.0 * n)
-        row = await store.fail(hold(lease), Failure(cause=Cause.INFRA, error="disk full"), 100.0 * n, chance=0.0)
+        row = await store.fail(hold(lease), JobFailure(cause=Cause.INFRA, error="disk full"), 100.0 * n, chance=0.0)
         assert row.status is status
-        await store.ripen(100.0 * n + 99)
+        await store.release_backoffs(100.0 * n + 99)
     assert "max_infra is 2" in (await store.job(job_id)).reason
 
 
@@ -263,7 +265,7 @@ async def test_a_host_that_could_not_set_a_job_up_is_excluded_and_another_takes_
     (job_id,) = await add(store, job("a", max_attempts=1))
     (lease,) = await claim(store, "host_a", claim_id="c1")
     row = await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
-    assert (row.status, row.not_before_s) == (Status.PENDING, 1.0)
+    assert (row.status, row.not_before_s) == (JobStatus.PENDING, 1.0)
     assert (await store.refusals(job_id), await store.refusing_hosts()) == (["host_a"], {"host_a"})
     assert await claim(store, "host_a", claim_id="c2", now_s=1.0, count=count) == []
     (other,) = await add(store, job("b", priority=-1))
@@ -292,7 +294,7 @@ async def test_an_excluded_host_is_passed_over_in_a_batch_and_the_others_are_ser
 async def test_a_job_that_every_eligible_host_refused_has_failed_and_a_requeue_forgets_it(store: Store) -> None:
     hosts = [await add_host(store, "host_a"), await add_host(store, "host_b")]
     (job_id,) = await add(store, job("a"))
-    for host, status in zip(hosts, (Status.PENDING, Status.FAILED), strict=True):
+    for host, status in zip(hosts, (JobStatus.PENDING, JobStatus.FAILED), strict=True):
         (lease,) = await claim(store, host, now_s=1.0)
         row = await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
         assert row.status is status
@@ -313,11 +315,11 @@ async def test_a_pending_job_that_hosts_refused_can_be_requeued_and_is_open_to_t
     await store.set_host_state("host_b", "left", "it left", "operator", 2.0)
     assert await claim(store, "host_a", claim_id="c2", now_s=2.0) == []
     row = await store.requeue(job_id, "operator", 3.0)
-    assert (row.status, row.reason, await store.refusals(job_id)) == (Status.PENDING, "requeued", [])
+    assert (row.status, row.reason, await store.refusals(job_id)) == (JobStatus.PENDING, "requeued", [])
     (again,) = await claim(store, "host_a", claim_id="c3", now_s=3.0)
     assert (await refusal(store.requeue(job_id, "operator", 3.0))).code is Code.PRECONDITION
     row = await store.fail(hold(again), NO_FOLDER, 4.0, chance=0.0, eligible=hosts)
-    assert row.status is Status.PENDING, "it has a new budget"
+    assert row.status is JobStatus.PENDING, "it has a new budget"
 
 
 async def test_a_requeue_ends_the_back_off_of_a_job_that_a_host_refused(store: Store) -> None:
@@ -326,11 +328,11 @@ async def test_a_requeue_ends_the_back_off_of_a_job_that_a_host_refused(store: S
     (lease,) = await claim(store, "host_a")
     await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
     (lease,) = await claim(store, "host_b", now_s=1.0)
-    waiting = await store.fail(hold(lease), Failure(cause=Cause.INFRA, error="disk full"), 1.0, chance=0.5)
+    waiting = await store.fail(hold(lease), JobFailure(cause=Cause.INFRA, error="disk full"), 1.0, chance=0.5)
     assert waiting.not_before_s > 2.0
     await store.requeue(job_id, "operator", 2.0)
     assert [each.job_id for each in await claim(store, "host_a", claim_id="c2", now_s=2.0)] == [job_id]
-    assert await store.ripen(waiting.not_before_s) == 0
+    assert await store.release_backoffs(waiting.not_before_s) == 0
     assert await claim(store, "host_b", claim_id="c3", now_s=waiting.not_before_s) == []
 
 
@@ -359,11 +361,11 @@ async def test_pending_jobs_fail_when_no_eligible_host_is_left_that_did_not_refu
     assert [each.job_id for each in await store.refused_jobs()] == [refused]
     assert await store.fail_refused({refused: ["host_a", "host_b"]}, 3.0) == []
     (row,) = await store.fail_refused({refused: ["host_a"], held: ["host_a"], fresh: []}, 3.0)
-    assert (row.id, row.status) == (refused, Status.FAILED)
+    assert (row.id, row.status) == (refused, JobStatus.FAILED)
     assert row.reason == "setup_error: no eligible host could set it up"
     assert (await store.counts()).ready == 1
     assert await store.refused_jobs() == []
-    assert [await status_of(store, each) for each in (held, fresh)] == [Status.CLAIMED, Status.PENDING]
+    assert [await status_of(store, each) for each in (held, fresh)] == [JobStatus.CLAIMED, JobStatus.PENDING]
     assert (await kinds(store, refused))[-1] == "job.failed"
 
 
@@ -372,8 +374,8 @@ async def test_a_job_that_is_declared_otherwise_is_open_to_hosts_that_refused_it
     (job_id,) = await add(store, job("a"))
     (lease,) = await claim(store, "host_a")
     await store.fail(hold(lease), NO_FOLDER, 1.0, chance=0.0, eligible=hosts)
-    changed = Change(job_id=job_id, spec=job("a", priority=3), kinds=("priority",), reclassed=False, deferred=False)
-    await store.apply(Plan(changed=(changed,)), "operator", 2.0, source="manifest")
+    changed = JobChange(job_id=job_id, spec=job("a", priority=3), kinds=("priority",), reclassed=False, deferred=False)
+    await store.apply(ApplyPlan(changed=(changed,)), "operator", 2.0, source="manifest")
     assert await store.refusals(job_id) == []
 
 
@@ -393,10 +395,10 @@ async def test_a_job_that_loses_its_hosts_ends(store: Store) -> None:
     await add_host(store)
     await add_host(store, "host_b")
     await claim(store)
-    await store.sweep(LEASE_S)
+    await store.expire_leases(LEASE_S)
     await claim(store, "host_b", claim_id="c2", now_s=LEASE_S)
-    (row,) = await store.sweep(2 * LEASE_S)
-    assert row.status is Status.FAILED
+    (row,) = await store.expire_leases(2 * LEASE_S)
+    assert row.status is JobStatus.FAILED
     assert "max_lost is 2" in row.reason
     (renewed,) = await store.renew("host_b", [Renewal(job_id=job_id, epoch=2)], LEASE_S, 2 * LEASE_S + 1)
     assert renewed.verdict == "ended"
@@ -408,7 +410,7 @@ async def test_a_cancelled_job_leaves_the_queue_and_its_host_hears_of_it(store: 
     (lease,) = await claim(store)
     await store.cancel(waiting, "not needed", "key:1", 1.0)
     row = await store.cancel(running, "not needed", "key:1", 1.0)
-    assert (row.status, row.reason) == (Status.CANCELLED, "not needed")
+    assert (row.status, row.reason) == (JobStatus.CANCELLED, "not needed")
     assert await store.cancel(running, "again", "key:1", 2.0) == row
     assert await claim(store, claim_id="c2", now_s=2.0) == []
     (renewed,) = await store.renew("host_a", [Renewal(job_id=running, epoch=1)], LEASE_S, 2.0)
@@ -416,7 +418,7 @@ async def test_a_cancelled_job_leaves_the_queue_and_its_host_hears_of_it(store: 
     assert (await refusal(store.complete(hold(lease), DONE, 3.0))).code is Code.CONFLICT
     (attempt,) = await store.attempts(running)
     assert (attempt.outcome, attempt.artifact) == ("orphan", "art1")
-    assert await status_of(store, running) is Status.CANCELLED
+    assert await status_of(store, running) is JobStatus.CANCELLED
 
 
 async def test_a_requeued_job_runs_again_under_a_new_epoch_with_a_new_budget(store: Store) -> None:
@@ -425,11 +427,11 @@ async def test_a_requeued_job_runs_again_under_a_new_epoch_with_a_new_budget(sto
     (lease,) = await claim(store)
     await store.fail(hold(lease), BROKEN, 1.0, chance=0.0)
     row = await store.requeue(job_id, "operator", 2.0)
-    assert (row.status, row.artifact) == (Status.PENDING, "")
+    assert (row.status, row.artifact) == (JobStatus.PENDING, "")
     (again,) = await claim(store, claim_id="c2", now_s=2.0)
     assert again.epoch == 2
     assert (await refusal(store.requeue(job_id, "operator", 3.0))).code is Code.PRECONDITION
-    assert (await refusal(store.fail(hold(lease), Failure(cause=Cause.OOM), 3.0, chance=0.0))).code is Code.STALE
+    assert (await refusal(store.fail(hold(lease), JobFailure(cause=Cause.OOM), 3.0, chance=0.0))).code is Code.STALE
 
 
 async def test_a_checkpoint_is_handed_to_the_next_attempt(store: Store) -> None:
@@ -438,9 +440,9 @@ async def test_a_checkpoint_is_handed_to_the_next_attempt(store: Store) -> None:
     await add(store, job("a"))
     (lease,) = await claim(store)
     assert lease.checkpoint == ""
-    await store.checkpointed(hold(lease), "ck1", 1.0)
-    await store.checkpointed(hold(lease), "ck2", 2.0)
-    await store.sweep(LEASE_S)
+    await store.record_checkpoint(hold(lease), "ck1", 1.0)
+    await store.record_checkpoint(hold(lease), "ck2", 2.0)
+    await store.expire_leases(LEASE_S)
     (again,) = await claim(store, "host_b", claim_id="c2", now_s=LEASE_S)
     assert again.checkpoint == "ck2"
 

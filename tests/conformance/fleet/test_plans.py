@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from strata.base.errors import Code
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
-from strata.fleet.core.plan import Change, Plan, Policy, Registered
-from strata.fleet.ports import Completion, Failure, JobFilter, Store
+from strata.fleet.core.plan import ApplyPlan, HostPolicy, JobChange, RegisteredTrainer
+from strata.fleet.ports import JobCompletion, JobFailure, JobFilter, Store
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, kinds, marker, needs, plan, refusal
 from tests.support.feed import told_before
 
@@ -25,13 +25,13 @@ async def test_a_plan_is_kept_whole(store: Store) -> None:
     whole = plan(spec, trainers={"default": trainer}, hosts={"anna": policy})
     await store.apply(whole, "operator", 7.0, source="manifest.toml")
     row = await store.job(spec.id)
-    assert (row.spec, row.status, row.epoch, row.created_at_s, row.declared) == (spec, Status.PENDING, 0, 7.0, True)
+    assert (row.spec, row.status, row.epoch, row.created_at_s, row.declared) == (spec, JobStatus.PENDING, 0, 7.0, True)
     assert row.trainer_digest == trainer.digest
     assert row.submitted_by == "operator"
-    assert await store.trainers() == {("default", "default"): Registered(digest=trainer.digest, spec=trainer)}
+    assert await store.trainers() == {("default", "default"): RegisteredTrainer(digest=trainer.digest, spec=trainer)}
     assert await store.trainer(trainer.digest) == trainer
-    assert await store.policies() == {"anna": Policy(spec=policy)}
-    assert (await store.present())[spec.id].spec == spec
+    assert await store.policies() == {"anna": HostPolicy(spec=policy)}
+    assert (await store.existing_jobs())[spec.id].spec == spec
     assert await kinds(store, "manifest.toml") == ["manifest.applied"]
     await add_host(store)
     (lease,) = await claim(store)
@@ -39,7 +39,7 @@ async def test_a_plan_is_kept_whole(store: Store) -> None:
 
 
 async def test_an_empty_plan_writes_nothing(store: Store) -> None:
-    await store.apply(Plan(), "operator", 1.0, source="manifest.toml")
+    await store.apply(ApplyPlan(), "operator", 1.0, source="manifest.toml")
     assert await told_before(await marker(store), store.events) == []
 
 
@@ -55,8 +55,8 @@ async def test_a_changed_job_moves_to_its_new_place_in_the_queue(store: Store) -
     first, second = job("first", priority=1), job("second")
     await add(store, first, second)
     risen = job("second", priority=5, needs=needs(require_cuda=True))
-    change = Change(job_id=second.id, spec=risen, kinds=("priority",), reclassed=True, deferred=False)
-    await store.apply(Plan(changed=(change,)), "operator", 1.0, source="m")
+    change = JobChange(job_id=second.id, spec=risen, kinds=("priority",), reclassed=True, deferred=False)
+    await store.apply(ApplyPlan(changed=(change,)), "operator", 1.0, source="m")
     cuda = {row.id: 1 for row in await store.classes() if row.requirement.needs.require_cuda}
     assert [lease.job_id for lease in await claim(store, count=5, classes=cuda)] == [second.id]
     assert [lease.job_id for lease in await claim(store, claim_id="c2", count=5)] == [first.id]
@@ -67,17 +67,17 @@ async def test_a_change_of_a_held_job_does_not_put_it_into_the_queue(store: Stor
     spec = job("a")
     await add(store, spec)
     await claim(store)
-    change = Change(job_id=spec.id, spec=job("a", priority=3), kinds=("priority",), reclassed=False, deferred=True)
-    await store.apply(Plan(changed=(change,)), "operator", 1.0, source="m")
+    change = JobChange(job_id=spec.id, spec=job("a", priority=3), kinds=("priority",), reclassed=False, deferred=True)
+    await store.apply(ApplyPlan(changed=(change,)), "operator", 1.0, source="m")
     assert await claim(store, claim_id="c2") == []
-    assert (await store.job(spec.id)).status is Status.CLAIMED
+    assert (await store.job(spec.id)).status is JobStatus.CLAIMED
 
 
 async def test_a_job_that_the_manifest_lost_is_kept_and_taken_back(store: Store) -> None:
     (job_id,) = await add(store, job("a"))
-    await store.apply(Plan(orphaned=(job_id,)), "operator", 1.0, source="m")
+    await store.apply(ApplyPlan(orphaned=(job_id,)), "operator", 1.0, source="m")
     assert (await store.job(job_id)).orphaned
-    await store.apply(Plan(unchanged=(job_id,)), "operator", 2.0, source="m")
+    await store.apply(ApplyPlan(unchanged=(job_id,)), "operator", 2.0, source="m")
     assert not (await store.job(job_id)).orphaned
 
 
@@ -85,12 +85,12 @@ async def test_a_submitted_job_is_not_declared_until_a_manifest_has_it(store: St
     spec = job("a")
     await store.apply(plan(spec), "key:1", 1.0, source="run", declared=False)
     assert not (await store.job(spec.id)).declared
-    await store.apply(Plan(unchanged=(spec.id,)), "operator", 2.0, source="m")
+    await store.apply(ApplyPlan(unchanged=(spec.id,)), "operator", 2.0, source="m")
     assert (await store.job(spec.id)).declared
 
 
 async def requeue_by_plan(store: Store, spec: JobSpec, now_s: float) -> None:
-    await store.apply(Plan(requeued={spec.id: spec}), "operator", now_s, source="m")
+    await store.apply(ApplyPlan(requeued={spec.id: spec}), "operator", now_s, source="m")
 
 
 async def requeue_alone(store: Store, spec: JobSpec, now_s: float) -> None:
@@ -107,12 +107,12 @@ async def test_a_job_waits_again_for_a_requeued_one_that_it_comes_after(store: S
     later = job("later", after=(first.id, other.id), priority=9)
     await add(store, first, other, later)
     for lease in await claim(store, count=2):
-        await store.complete(hold(lease), Completion(artifact="art1"), 1.0)
+        await store.complete(hold(lease), JobCompletion(artifact="art1"), 1.0)
     await requeue(store, first, 2.0)
     assert (await store.job(later.id)).waits_for == 1
     (again,) = await claim(store, claim_id="c2", count=9, now_s=2.0)
     assert again.job_id == first.id
-    await store.complete(hold(again), Completion(artifact="art2"), 3.0)
+    await store.complete(hold(again), JobCompletion(artifact="art2"), 3.0)
     assert [lease.job_id for lease in await claim(store, claim_id="c3", now_s=3.0)] == [later.id]
 
 
@@ -123,11 +123,11 @@ async def test_a_job_in_its_back_off_waits_for_a_requeued_one_as_well(store: Sto
     later = job("later", after=(first.id,))
     await add(store, first, later)
     (lease,) = await claim(store)
-    await store.complete(hold(lease), Completion(artifact="art1"), 1.0)
+    await store.complete(hold(lease), JobCompletion(artifact="art1"), 1.0)
     (lease,) = await claim(store, claim_id="c2", now_s=1.0)
-    await store.fail(hold(lease), Failure(cause=Cause.USER_ERROR), 1.0, chance=0.5)
+    await store.fail(hold(lease), JobFailure(cause=Cause.USER_ERROR), 1.0, chance=0.5)
     await requeue(store, first, 1.0)
-    assert await store.ripen(1000.0) == 0
+    assert await store.release_backoffs(1000.0) == 0
     assert [each.job_id for each in await claim(store, claim_id="c3", count=9, now_s=1000.0)] == [first.id]
 
 
@@ -138,12 +138,12 @@ async def test_the_next_attempt_of_a_held_job_waits_for_a_requeued_one(store: St
     later = job("later", after=(first.id,))
     await add(store, first, later)
     (lease,) = await claim(store)
-    await store.complete(hold(lease), Completion(artifact="art1"), 1.0)
+    await store.complete(hold(lease), JobCompletion(artifact="art1"), 1.0)
     (lease,) = await claim(store, claim_id="c2", now_s=1.0)
     await requeue(store, first, 1.0)
-    assert (await store.job(later.id)).status is Status.CLAIMED
-    await store.fail(hold(lease), Failure(cause=Cause.USER_ERROR), 2.0, chance=0.5)
-    assert await store.ripen(1000.0) == 0
+    assert (await store.job(later.id)).status is JobStatus.CLAIMED
+    await store.fail(hold(lease), JobFailure(cause=Cause.USER_ERROR), 2.0, chance=0.5)
+    assert await store.release_backoffs(1000.0) == 0
     assert [each.job_id for each in await claim(store, claim_id="c3", count=9, now_s=1000.0)] == [first.id]
 
 
@@ -164,10 +164,10 @@ async def test_jobs_are_listed_by_page_and_filter(store: Store) -> None:
         after = page[-1].id
     assert pages == [sorted(ids)[:4], sorted(ids)[4:]]
     (lease,) = await claim(store)
-    assert [row.id for row in await store.jobs(JobFilter(status=[Status.CLAIMED]))] == [lease.job_id]
+    assert [row.id for row in await store.jobs(JobFilter(status=[JobStatus.CLAIMED]))] == [lease.job_id]
     assert [row.id for row in await store.jobs(JobFilter(host_id="host_a"))] == [lease.job_id]
     assert [row.spec.model for row in await store.jobs(JobFilter(model="b", sweep="s"))] == ["b"]
-    await store.complete(hold(lease), Completion(), 1.0)
+    await store.complete(hold(lease), JobCompletion(), 1.0)
     counts = await store.counts()
     assert (counts.by_status, counts.ready, counts.hosts) == ({"completed": 1, "pending": 5}, 5, 1)
 
@@ -194,6 +194,6 @@ async def test_a_host_keeps_its_state_when_it_registers_again(store: Store) -> N
 
 async def test_beats_only_move_forward_and_ignore_strangers(store: Store) -> None:
     await add_host(store, now_s=1.0)
-    await store.beat({"host_a": 50.0, "host_x": 50.0})
-    await store.beat({"host_a": 40.0})
+    await store.record_heartbeats({"host_a": 50.0, "host_x": 50.0})
+    await store.record_heartbeats({"host_a": 40.0})
     assert [(host.id, host.seen_at_s) for host in await store.hosts()] == [("host_a", 50.0)]

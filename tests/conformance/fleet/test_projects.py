@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from strata.base.errors import Code
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
-from strata.fleet.core.plan import Change, Plan, Policy
-from strata.fleet.ports import Completion, Failure, Store
+from strata.fleet.core.plan import ApplyPlan, HostPolicy, JobChange
+from strata.fleet.ports import JobCompletion, JobFailure, Store
 from tests.conformance.fleet.fleet import add_host, claim, hold, job, plan, refusal
 
 
@@ -19,12 +19,12 @@ def trainer(script: str, name: str = "default") -> TrainerSpec:
 OLD, NEW = trainer("old.py"), trainer("new.py")
 
 
-async def apply(store: Store, wanted: Plan, now_s: float = 0.0, *, declared: bool = True) -> None:
+async def apply(store: Store, wanted: ApplyPlan, now_s: float = 0.0, *, declared: bool = True) -> None:
     await store.apply(wanted, "operator", now_s, source="m", declared=declared)
 
 
-def taking(spec: JobSpec, **fields: bool) -> Change:
-    return Change(job_id=spec.id, spec=spec, kinds=("trainer",), reclassed=False, deferred=False, **fields)
+def taking(spec: JobSpec, **fields: bool) -> JobChange:
+    return JobChange(job_id=spec.id, spec=spec, kinds=("trainer",), reclassed=False, deferred=False, **fields)
 
 
 async def test_a_job_runs_with_the_trainer_of_its_own_project_whoever_applies_after_it(store: Store) -> None:
@@ -44,10 +44,10 @@ async def test_a_job_that_no_plan_names_keeps_its_trainer_when_the_name_gets_ano
     await add_host(store)
     spec = job("a")
     await apply(store, plan(spec, trainers={"default": OLD}))
-    await apply(store, Plan(trainers={"default": NEW}))
+    await apply(store, ApplyPlan(trainers={"default": NEW}))
     (lease,) = await claim(store)
     assert lease.trainer == OLD
-    await store.complete(hold(lease), Completion(), 1.0)
+    await store.complete(hold(lease), JobCompletion(), 1.0)
     await store.requeue(spec.id, "operator", 2.0)
     (again,) = await claim(store, claim_id="c2", now_s=3.0)
     assert again.trainer == OLD
@@ -65,7 +65,7 @@ async def test_a_plan_is_refused_whole_when_another_caller_changed_its_trainer(s
     ):
         refused = await refusal(apply(store, wanted, declared=declared))
         assert (refused.code, "the trainer 'default'" in str(refused)) == (Code.CONFLICT, True)
-    assert (await store.present(), (await store.trainers())["default", "default"].digest) == ({}, NEW.digest)
+    assert (await store.existing_jobs(), (await store.trainers())["default", "default"].digest) == ({}, NEW.digest)
 
 
 async def test_a_plan_whose_trainer_another_caller_added_as_it_is_holds(store: Store) -> None:
@@ -80,7 +80,7 @@ async def test_a_pending_job_takes_another_trainer_only_where_the_plan_says_so(s
     await add_host(store)
     taker, keeper = job("a"), job("b")
     await apply(store, plan(taker, keeper, trainers={"default": OLD}))
-    await apply(store, Plan(trainers={"default": NEW}, changed=(taking(taker),), unchanged=(keeper.id,)))
+    await apply(store, ApplyPlan(trainers={"default": NEW}, changed=(taking(taker),), unchanged=(keeper.id,)))
     leases = {lease.job_id: lease.trainer for lease in await claim(store, count=2)}
     assert leases == {taker.id: NEW, keeper.id: OLD}
 
@@ -90,12 +90,12 @@ async def test_an_attempt_keeps_the_trainer_it_was_given_and_its_result_says_so(
     spec = job("a")
     await apply(store, plan(spec, trainers={"default": OLD}))
     (lease,) = await claim(store)
-    await apply(store, Plan(trainers={"default": NEW}, changed=(taking(spec),)))
+    await apply(store, ApplyPlan(trainers={"default": NEW}, changed=(taking(spec),)))
     # The reply was lost: the same claim gets the same trainer.
     (same,) = await claim(store)
     assert (same.trainer, same.trainer_digest) == (OLD, OLD.digest)
     assert (await store.job(spec.id)).trainer_digest == NEW.digest
-    done = await store.complete(hold(lease), Completion(), 1.0)
+    done = await store.complete(hold(lease), JobCompletion(), 1.0)
     assert done.trainer_digest == OLD.digest
     assert [row.trainer_digest for row in await store.attempts(spec.id)] == [OLD.digest]
 
@@ -105,9 +105,9 @@ async def test_the_next_attempt_has_the_trainer_that_the_plan_gave_the_job(store
     spec = job("a")
     await apply(store, plan(spec, trainers={"default": OLD}))
     (lease,) = await claim(store)
-    await apply(store, Plan(trainers={"default": NEW}, changed=(taking(spec),)))
-    await store.fail(hold(lease), Failure(cause=Cause.USER_ERROR, error="x"), 1.0, chance=0.5)
-    await store.ripen(1000.0)
+    await apply(store, ApplyPlan(trainers={"default": NEW}, changed=(taking(spec),)))
+    await store.fail(hold(lease), JobFailure(cause=Cause.USER_ERROR, error="x"), 1.0, chance=0.5)
+    await store.release_backoffs(1000.0)
     (again,) = await claim(store, claim_id="c2", now_s=1000.0)
     assert again.trainer == NEW
     assert [row.trainer_digest for row in await store.attempts(spec.id)] == [OLD.digest, NEW.digest]
@@ -118,8 +118,8 @@ async def test_a_result_that_came_in_after_the_plan_keeps_its_trainer(store: Sto
     spec = job("a")
     await apply(store, plan(spec, trainers={"default": OLD}))
     (lease,) = await claim(store)
-    await store.complete(hold(lease), Completion(), 1.0)
-    await apply(store, Plan(trainers={"default": NEW}, changed=(taking(spec),)))
+    await store.complete(hold(lease), JobCompletion(), 1.0)
+    await apply(store, ApplyPlan(trainers={"default": NEW}, changed=(taking(spec),)))
     assert (await store.job(spec.id)).trainer_digest == OLD.digest
 
 
@@ -128,11 +128,11 @@ async def test_a_job_whose_result_does_not_count_runs_again_from_the_beginning(s
     spec = job("a")
     await apply(store, plan(spec, trainers={"default": OLD}), declared=False)
     (lease,) = await claim(store)
-    await store.checkpointed(hold(lease), "artifact1_" + "c" * 64, 1.0)
-    await store.complete(hold(lease), Completion(), 1.0)
-    await apply(store, Plan(trainers={"default": NEW}, requeued={spec.id: spec}), 2.0)
+    await store.record_checkpoint(hold(lease), "artifact1_" + "c" * 64, 1.0)
+    await store.complete(hold(lease), JobCompletion(), 1.0)
+    await apply(store, ApplyPlan(trainers={"default": NEW}, requeued={spec.id: spec}), 2.0)
     row = await store.job(spec.id)
-    assert (row.status, row.artifact, row.declared) == (Status.PENDING, "", True)
+    assert (row.status, row.artifact, row.declared) == (JobStatus.PENDING, "", True)
     (again,) = await claim(store, claim_id="c2", now_s=3.0)
     assert (again.trainer, again.checkpoint) == (NEW, "")
 
@@ -142,18 +142,18 @@ async def test_a_job_that_runs_is_not_the_manifests_before_it_has_ended(store: S
     spec = job("a")
     await apply(store, plan(spec, trainers={"default": OLD}), declared=False)
     (lease,) = await claim(store)
-    await apply(store, Plan(trainers={"default": NEW}, changed=(taking(spec),)))
-    await store.complete(hold(lease), Completion(), 1.0)
+    await apply(store, ApplyPlan(trainers={"default": NEW}, changed=(taking(spec),)))
+    await store.complete(hold(lease), JobCompletion(), 1.0)
     row = await store.job(spec.id)
     assert (row.declared, row.trainer_digest) == (False, OLD.digest)
 
 
 async def test_a_policy_of_another_project_is_not_changed_by_a_plan_that_does_not_know_of_it(store: Store) -> None:
     mine, theirs = HostSpec(name="desk", slots=2), HostSpec(name="desk", slots=3)
-    await apply(store, Plan(project="a", hosts={"desk": mine}))
-    refused = await refusal(apply(store, Plan(project="b", trainers={"default": NEW}, hosts={"desk": theirs})))
+    await apply(store, ApplyPlan(project="a", hosts={"desk": mine}))
+    refused = await refusal(apply(store, ApplyPlan(project="b", trainers={"default": NEW}, hosts={"desk": theirs})))
     assert (refused.code, refused.hint) == (Code.CONFLICT, "apply again")
-    assert await store.policies() == {"desk": Policy(spec=mine, project="a")}
+    assert await store.policies() == {"desk": HostPolicy(spec=mine, project="a")}
     assert await store.trainers() == {}
-    await apply(store, Plan(project="b", hosts={"desk": theirs}, take_over=True))
-    assert await store.policies() == {"desk": Policy(spec=theirs, project="b")}
+    await apply(store, ApplyPlan(project="b", hosts={"desk": theirs}, take_over=True))
+    assert await store.policies() == {"desk": HostPolicy(spec=theirs, project="b")}

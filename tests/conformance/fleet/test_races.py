@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import psycopg
 
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
-from strata.fleet.core.plan import Change, Plan
-from strata.fleet.ports import Claim, Completion, Failure, Renewal, Store
+from strata.fleet.core.plan import ApplyPlan, JobChange
+from strata.fleet.ports import Claim, JobCompletion, JobFailure, Renewal, Store
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, all_classes, claim, hold, job, needs, plan
 
-DONE = Completion(artifact="art1")
+DONE = JobCompletion(artifact="art1")
 
 
 async def test_a_claim_that_is_in_one_batch_twice_gets_one_set_of_leases(store: Store) -> None:
@@ -85,10 +85,10 @@ async def test_an_expired_job_joins_the_queue_when_what_it_comes_after_ends(stor
     (held,) = await claim(store)
     assert held.job_id == waiting.id
     later = job("waiting", priority=5, after=(needed.id,))
-    change = Change(job_id=waiting.id, spec=later, kinds=("order",), reclassed=False, deferred=True)
-    await store.apply(Plan(changed=(change,)), "operator", 1.0, source="m")
+    change = JobChange(job_id=waiting.id, spec=later, kinds=("order",), reclassed=False, deferred=True)
+    await store.apply(ApplyPlan(changed=(change,)), "operator", 1.0, source="m")
     (other,) = await claim(store, "host_b", claim_id="c2", now_s=LEASE_S - 1)
-    await store.sweep(LEASE_S)
+    await store.expire_leases(LEASE_S)
     assert await claim(store, "host_b", claim_id="c3", now_s=LEASE_S) == []
     await store.complete(hold(other), DONE, LEASE_S + 1)
     (taken,) = await claim(store, "host_b", claim_id="c4", now_s=LEASE_S + 2)
@@ -125,8 +125,8 @@ async def test_a_renewal_that_waited_for_the_end_of_its_attempt_revives_nothing(
     await add_host(store)
     (job_id,) = await add(store, job("a"))
     (lease,) = await claim(store)
-    await store.sweep(LEASE_S)
-    broken = Failure(cause=Cause.USER_ERROR, error="no")
+    await store.expire_leases(LEASE_S)
+    broken = JobFailure(cause=Cause.USER_ERROR, error="no")
     renewal = Renewal(job_id=job_id, epoch=1, running=True)
     # The failure stops where it writes its event, holding the job; the renewal comes to wait for the job.
     async with blocker(postgres_url, "LOCK TABLE event IN SHARE MODE") as other:
@@ -134,10 +134,10 @@ async def test_a_renewal_that_waited_for_the_end_of_its_attempt_revives_nothing(
         await wait_until_blocked(other, 1)
         renewing = asyncio.create_task(store.renew("host_a", [renewal], LEASE_S, LEASE_S))
         await wait_until_blocked(other, 2, renewing)
-    assert (await failing).status is Status.PENDING
+    assert (await failing).status is JobStatus.PENDING
     (renewed,) = await renewing
     assert renewed.verdict == "stale"
-    assert (await store.job(job_id)).status is Status.PENDING
+    assert (await store.job(job_id)).status is JobStatus.PENDING
 
 
 async def test_a_job_added_after_one_that_ends_meanwhile_does_not_wait_for_ever(

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.database.events import Recorded
-from strata.identity.ports import HostIdentity, IdentityStore, Invite, Key
+from strata.database.events import StoredEvent
+from strata.identity.ports import ApiKey, HostIdentity, IdentityStore, Invite
 from strata.identity.roles import Role
 from tests.support.feed import ReadEvents, told_before
 
-KEY = Key("0123456789ab", "laptop", Role.RESEARCHER, "a" * 64, 1000.0)
+KEY = ApiKey("0123456789ab", "laptop", Role.RESEARCHER, "a" * 64, 1000.0)
 MARKER = replace(KEY, id="ffffffffffff", name="marker")
 INVITE = Invite("aabbccddeeff", "b" * 64, 1000.0, 2800.0, "lab", ("gpu", "linux"))
 HOST = HostIdentity("host_1", "anna", "key-of-anna", 1001.0)
@@ -26,7 +26,7 @@ async def refusal(call: Awaitable[object]) -> StrataError:
     return refused.value
 
 
-async def recorded(store: IdentityStore, read_events: ReadEvents, page_size: int = 100) -> list[Recorded]:
+async def recorded(store: IdentityStore, read_events: ReadEvents, page_size: int = 100) -> list[StoredEvent]:
     """All that was written until now."""
     await store.add_key(MARKER, "operator")
     return await told_before(MARKER.id, read_events, page_size=page_size)

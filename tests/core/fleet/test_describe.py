@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from strata.fleet.core.hyper import Schema
+from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.trainer import describe_argparse, describe_dataclass, describe_pydantic, handle_describe
 
 
@@ -39,7 +39,7 @@ class Parameters:
 
 
 def wrong(schema: dict[str, Any], value: dict[str, Any]) -> set[str]:
-    return {".".join(map(str, finding.path)) for finding in Schema(schema).check(value)}
+    return {".".join(map(str, finding.path)) for finding in HyperSchema(schema).check(value)}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.hyper import Schema
+from strata.fleet.core.hyper import HyperSchema
 from tests.core.fleet.jobs import json_values
 
 NAMES: Final = st.sampled_from(["a", "b", "c"])
@@ -17,12 +17,12 @@ COUNTS: Final = st.integers(0, 3)
 
 
 def found(schema: Any, value: Any) -> list[tuple[tuple[str | int, ...], str]]:
-    return [(finding.path, finding.message) for finding in Schema(schema).check(value)]
+    return [(finding.path, finding.message) for finding in HyperSchema(schema).check(value)]
 
 
 def refused(schema: Any) -> str:
     with pytest.raises(StrataError) as error:
-        Schema(schema, source="p.json")
+        HyperSchema(schema, source="p.json")
     assert error.value.code is Code.INVALID
     return error.value.message
 
@@ -91,7 +91,7 @@ def test_it_agrees_with_a_full_implementation_where_objects_say_whether_they_are
 @given(json_values, json_values)
 def test_any_schema_is_understood_or_refused(schema: Any, value: Any) -> None:
     try:
-        understood = Schema(schema)
+        understood = HyperSchema(schema)
     except StrataError as error:
         assert error.code is Code.INVALID  # noqa: PT017 - either outcome is right
     else:
@@ -193,7 +193,7 @@ def test_alternatives_inside_alternatives_cannot_run_for_ever() -> None:
     for _ in range(25):
         value = {"a": value}
     with pytest.raises(StrataError, match="too many alternatives"):
-        Schema(schema).check(value)
+        HyperSchema(schema).check(value)
 
 
 @pytest.mark.parametrize(("items", "differ"), [([1, 2], True), ([1, 1.0], False), ([1, True], True), ([[], []], False)])

@@ -5,25 +5,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.job import HELD, NEXT, TERMINAL, Event, Status, advance, diagram, may, sources, target
+from strata.fleet.core.job import HELD, NEXT, TERMINAL, JobEvent, JobStatus, advance, diagram, may, sources, target
 
-statuses = st.sampled_from(Status)
-events = st.sampled_from(Event)
+statuses = st.sampled_from(JobStatus)
+events = st.sampled_from(JobEvent)
 
 
 @given(st.lists(events, max_size=30))
-def test_only_a_requeue_leaves_a_terminal_status(history: list[Event]) -> None:
-    status = Status.PENDING
+def test_only_a_requeue_leaves_a_terminal_status(history: list[JobEvent]) -> None:
+    status = JobStatus.PENDING
     for event in history:
         if not may(status, event):
             continue
         if status in TERMINAL:
-            assert event is Event.REQUEUE
+            assert event is JobEvent.REQUEUE
         status = advance(status, event)
 
 
 @given(statuses, events)
-def test_what_the_table_does_not_have_is_refused_with_what_would_be_needed(status: Status, event: Event) -> None:
+def test_what_the_table_does_not_have_is_refused_with_what_would_be_needed(status: JobStatus, event: JobEvent) -> None:
     if may(status, event):
         assert advance(status, event) is NEXT[status, event]
         return
@@ -34,26 +34,26 @@ def test_what_the_table_does_not_have_is_refused_with_what_would_be_needed(statu
 
 
 def test_every_status_can_be_reached_and_left_and_every_event_is_used() -> None:
-    assert set(NEXT.values()) == set(Status)
-    assert {status for status, _ in NEXT} == set(Status)
-    assert {event for _, event in NEXT} == set(Event)
+    assert set(NEXT.values()) == set(JobStatus)
+    assert {status for status, _ in NEXT} == set(JobStatus)
+    assert {event for _, event in NEXT} == set(JobEvent)
 
 
-@pytest.mark.parametrize("event", Event)
-def test_an_event_leads_to_one_status_whatever_the_status_before(event: Event) -> None:
+@pytest.mark.parametrize("event", JobEvent)
+def test_an_event_leads_to_one_status_whatever_the_status_before(event: JobEvent) -> None:
     assert {NEXT[status, event] for status in sources(event)} == {target(event)}
 
 
 def test_a_host_can_end_a_job_only_while_it_holds_it() -> None:
-    for event in (Event.COMPLETE, Event.RETRY, Event.EXPIRE):
+    for event in (JobEvent.COMPLETE, JobEvent.RETRY, JobEvent.EXPIRE):
         assert set(sources(event)) == HELD
     # A pending one fails when no host is left that could set it up.
-    assert set(sources(Event.FAIL)) == {*HELD, Status.PENDING}
+    assert set(sources(JobEvent.FAIL)) == {*HELD, JobStatus.PENDING}
 
 
 def test_a_job_that_a_host_holds_cannot_be_requeued_and_one_that_has_not_ended_can_be_cancelled() -> None:
-    assert set(sources(Event.REQUEUE)) == set(Status) - HELD
-    assert set(sources(Event.CANCEL)) == set(Status) - TERMINAL
+    assert set(sources(JobEvent.REQUEUE)) == set(JobStatus) - HELD
+    assert set(sources(JobEvent.CANCEL)) == set(JobStatus) - TERMINAL
 
 
 def test_the_diagram_has_every_transition_of_the_table() -> None:

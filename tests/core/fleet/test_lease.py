@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.retry import Backoff
-from strata.fleet.core.job import CHARGED, Cause, Event
+from strata.fleet.core.job import CHARGED, Cause, JobEvent
 from strata.fleet.core.lease import (
+    AttemptCounts,
     Budget,
-    Ruling,
-    Tally,
+    RetryDecision,
     after_expiry,
     after_failure,
-    may_sweep,
+    may_expire_leases,
     quarantine,
 )
 
@@ -20,53 +20,57 @@ NOW_S = 1000.0
 chances = st.floats(0, 1, exclude_max=True)
 
 
-def ruled(cause: Cause, before: list[Cause], *, chance: float = 0.5, budget: Budget | None = None) -> Ruling:
-    return after_failure(cause, Tally.of(before), budget or Budget(), now_s=NOW_S, chance=chance)
+def ruled(cause: Cause, before: list[Cause], *, chance: float = 0.5, budget: Budget | None = None) -> RetryDecision:
+    return after_failure(cause, AttemptCounts.of(before), budget or Budget(), now_s=NOW_S, chance=chance)
 
 
 @pytest.mark.parametrize("cause", sorted(CHARGED))
 def test_the_third_failure_of_the_jobs_own_making_is_the_last(cause: Cause) -> None:
-    assert [ruled(cause, [cause] * before).event for before in range(3)] == [Event.RETRY, Event.RETRY, Event.FAIL]
+    assert [ruled(cause, [cause] * before).event for before in range(3)] == [
+        JobEvent.RETRY,
+        JobEvent.RETRY,
+        JobEvent.FAIL,
+    ]
 
 
 @given(st.lists(st.sampled_from([Cause.INFRA, Cause.PREEMPTED, Cause.HOST_LOST]), max_size=200), chances)
 def test_a_host_that_is_wanted_back_never_ends_a_job(before: list[Cause], chance: float) -> None:
     ruling = ruled(Cause.PREEMPTED, before, chance=chance)
-    assert ruling.event is Event.RETRY
+    assert ruling.event is JobEvent.RETRY
     assert NOW_S < ruling.not_before_s <= NOW_S + Backoff().most_s
 
 
 @given(st.lists(st.sampled_from([Cause.INFRA, Cause.PREEMPTED, Cause.HOST_LOST]), max_size=50))
 def test_only_the_jobs_own_failures_are_charged(before: list[Cause]) -> None:
-    assert ruled(Cause.OOM, [*before, Cause.USER_ERROR]).event is Event.RETRY
-    assert ruled(Cause.OOM, [*before, Cause.USER_ERROR, Cause.TIMEOUT]).event is Event.FAIL
+    assert ruled(Cause.OOM, [*before, Cause.USER_ERROR]).event is JobEvent.RETRY
+    assert ruled(Cause.OOM, [*before, Cause.USER_ERROR, Cause.TIMEOUT]).event is JobEvent.FAIL
 
 
 def test_a_job_that_loses_its_hosts_ends_at_max_lost() -> None:
-    events = [after_expiry(Tally(lost=lost), Budget(), now_s=NOW_S).event for lost in range(5)]
-    assert events == [Event.EXPIRE] * 4 + [Event.FAIL]
+    events = [after_expiry(AttemptCounts(lost=lost), Budget(), now_s=NOW_S).event for lost in range(5)]
+    assert events == [JobEvent.EXPIRE] * 4 + [JobEvent.FAIL]
 
 
 def test_a_job_whose_hosts_fail_ends_at_max_infra() -> None:
     events = [ruled(Cause.INFRA, [Cause.INFRA] * before).event for before in range(10)]
-    assert events == [Event.RETRY] * 9 + [Event.FAIL]
+    assert events == [JobEvent.RETRY] * 9 + [JobEvent.FAIL]
     mixed = [Cause.INFRA, Cause.SETUP_ERROR]
     assert "max_infra is 3" in ruled(Cause.INFRA, mixed, budget=Budget(max_infra=3)).reason
 
 
-def set_up(hosts_left: int, before: int = 0) -> Ruling:
-    tally = Tally(infra=before)
+def set_up(hosts_left: int, before: int = 0) -> RetryDecision:
+    tally = AttemptCounts(infra=before)
     return after_failure(Cause.SETUP_ERROR, tally, Budget(), now_s=NOW_S, chance=0.5, hosts_left=hosts_left)
 
 
 def test_a_job_that_one_host_cannot_set_up_goes_to_another_at_once() -> None:
-    assert (set_up(2).event, set_up(2).not_before_s) == (Event.RETRY, NOW_S)
+    assert (set_up(2).event, set_up(2).not_before_s) == (JobEvent.RETRY, NOW_S)
     assert "2 other eligible hosts may take it" in set_up(2).reason
 
 
 def test_a_job_that_no_eligible_host_can_set_up_has_failed() -> None:
-    assert set_up(0) == Ruling(
-        event=Event.FAIL,
+    assert set_up(0) == RetryDecision(
+        event=JobEvent.FAIL,
         cause=Cause.SETUP_ERROR,
         not_before_s=NOW_S,
         reason="setup_error: no eligible host could set it up",
@@ -74,15 +78,15 @@ def test_a_job_that_no_eligible_host_can_set_up_has_failed() -> None:
 
 
 def test_setup_errors_end_a_job_at_max_infra_however_many_hosts_are_left() -> None:
-    assert [set_up(50, before).event for before in range(10)] == [Event.RETRY] * 9 + [Event.FAIL]
+    assert [set_up(50, before).event for before in range(10)] == [JobEvent.RETRY] * 9 + [JobEvent.FAIL]
 
 
 def test_an_expired_job_waits_for_nothing() -> None:
-    assert after_expiry(Tally(), Budget(), now_s=NOW_S).not_before_s == NOW_S
+    assert after_expiry(AttemptCounts(), Budget(), now_s=NOW_S).not_before_s == NOW_S
 
 
 def test_a_reported_loss_is_ruled_like_an_expiry() -> None:
-    assert ruled(Cause.HOST_LOST, [Cause.HOST_LOST] * 4) == after_expiry(Tally(lost=4), Budget(), now_s=NOW_S)
+    assert ruled(Cause.HOST_LOST, [Cause.HOST_LOST] * 4) == after_expiry(AttemptCounts(lost=4), Budget(), now_s=NOW_S)
 
 
 @given(st.integers(1, 100_000), chances)
@@ -99,8 +103,8 @@ def test_every_reason_names_the_cause() -> None:
 
 
 def test_nothing_expires_before_the_hub_could_hear_renewals_for_a_full_lease() -> None:
-    assert not may_sweep(now_s=NOW_S, seeing_since_s=NOW_S - 44, lease_s=45)
-    assert may_sweep(now_s=NOW_S, seeing_since_s=NOW_S - 45, lease_s=45)
+    assert not may_expire_leases(now_s=NOW_S, seeing_since_s=NOW_S - 44, lease_s=45)
+    assert may_expire_leases(now_s=NOW_S, seeing_since_s=NOW_S - 45, lease_s=45)
 
 
 def test_three_different_jobs_quarantine_a_host_and_one_job_three_times_does_not() -> None:

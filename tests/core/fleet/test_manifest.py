@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.hyper import Schema
+from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.core.manifest import JobManifest, parse_manifest, validate_manifest
 from strata.fleet.core.manifest_tables import parse_quiet_hours
 from strata.fleet.core.plan import plan
@@ -19,7 +19,7 @@ from tests.core.fleet.jobs import TRAINER, json_values
 
 EXAMPLE: Final = Path(__file__).parents[3] / "etc" / "training_manifest.toml.example"
 
-SCHEMA: Final = Schema(
+SCHEMA: Final = HyperSchema(
     {
         "type": "object",
         "properties": {
@@ -330,7 +330,7 @@ def test_a_value_that_no_client_may_send_is_refused_with_its_path(
 
 
 def test_the_hub_checks_hyper_parameters_against_the_schema_it_has() -> None:
-    schema = Schema({"type": "object", "properties": {"epochs": {"maximum": 2}}})
+    schema = HyperSchema({"type": "object", "properties": {"epochs": {"maximum": 2}}})
     with pytest.raises(StrataError, match=r'm.toml: jobs."s/1".hyper.epochs: expected at most 2, found 3'):
         validate_manifest(received(VALUE), {"t": schema})
 

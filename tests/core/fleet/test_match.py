@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.fleet.core.capability import GIB, Capability, Gpu, Profile, bucket_gib, in_quiet_hours, profile
-from strata.fleet.core.job import Status
+from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import HostSpec, QuietHours
 from strata.fleet.core.match import eligible, eligible_classes, holds_back, score
 from strata.fleet.core.requirement import Needs, RequirementClass
-from strata.fleet.core.why import HostState, Question, Waiting, why
+from strata.fleet.core.why import HostState, UnmetDependency, WhyQuery, why
 from tests.core.fleet.jobs import capabilities, needs, policies, requirements, sizes
 
 PI = Profile(host="pi", os="linux", arch="aarch64", cores=4, ram_gib=8)
@@ -183,8 +183,8 @@ def test_quiet_hours_are_by_the_hosts_own_clock_and_may_pass_midnight(
     assert (in_quiet_hours((NIGHT,), host, now_s) is not None) == quiet
 
 
-def question(requirement: RequirementClass, **fields: Any) -> Question:
-    return Question(status=Status.PENDING, requirement=requirement, **fields)
+def question(requirement: RequirementClass, **fields: Any) -> WhyQuery:
+    return WhyQuery(status=JobStatus.PENDING, requirement=requirement, **fields)
 
 
 def test_why_counts_hosts_per_constraint_and_names_the_nearest_fix() -> None:
@@ -220,7 +220,7 @@ def test_why_tells_eligible_hosts_that_cannot_take_it_now(state: dict[str, Any],
 
 
 def test_why_tells_what_is_not_about_hosts() -> None:
-    waiting = Waiting(job_id="job1_x", label="base", status=Status.FAILED)
+    waiting = UnmetDependency(job_id="job1_x", label="base", status=JobStatus.FAILED)
     answer = why(question(asking(), after=(waiting,), not_before_s=70), [HostState(profile=GPU)], now_s=10)
     assert [each.what for each in answer.obstacles] == ["after", "back-off"]
     assert "60 s" in answer.obstacles[1].detail

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.errors import StrataError
-from strata.fleet.core.job import Status
+from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
-from strata.fleet.core.plan import KINDS, ApplyOptions, Plan, Policy, Present, Registered, plan
+from strata.fleet.core.plan import KINDS, ApplyOptions, ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer, plan
 from strata.fleet.core.requirement import Needs
 
 specs = st.builds(
@@ -42,34 +42,34 @@ class Fleet:
     """What is there, and what applying a plan makes of it."""
 
     def __init__(self) -> None:
-        self.jobs: dict[str, Present] = {}
-        self.trainers: dict[str, Registered] = {}
-        self.hosts: dict[str, Policy] = {}
+        self.jobs: dict[str, ExistingJob] = {}
+        self.trainers: dict[str, RegisteredTrainer] = {}
+        self.hosts: dict[str, HostPolicy] = {}
 
-    def plan(self, manifest: JobManifest) -> Plan:
+    def plan(self, manifest: JobManifest) -> ApplyPlan:
         return plan(manifest, self.jobs, trainers=self.trainers, hosts=self.hosts)
 
-    def apply(self, made: Plan) -> None:
+    def apply(self, made: ApplyPlan) -> None:
         self.trainers |= {name: registered(spec) for name, spec in made.trainers.items()}
         for job, spec in made.new.items():
-            self.jobs[job] = Present(spec=spec, status=Status.PENDING, trainer=self.digest(spec))
+            self.jobs[job] = ExistingJob(spec=spec, status=JobStatus.PENDING, trainer=self.digest(spec))
         for change in made.changed:
             here = self.jobs[change.job_id]
             digest = self.digest(change.spec) if "trainer" in change.kinds else here.trainer
             self.jobs[change.job_id] = msgspec.structs.replace(here, spec=change.spec, trainer=digest)
-        self.hosts |= {name: Policy(spec=spec) for name, spec in made.hosts.items()}
+        self.hosts |= {name: HostPolicy(spec=spec) for name, spec in made.hosts.items()}
 
     def digest(self, spec: JobSpec) -> str:
         return self.trainers[spec.trainer].digest if spec.trainer in self.trainers else ""
 
 
-def registered(spec: TrainerSpec) -> Registered:
-    return Registered(digest=spec.digest, spec=spec)
+def registered(spec: TrainerSpec) -> RegisteredTrainer:
+    return RegisteredTrainer(digest=spec.digest, spec=spec)
 
 
-@given(st.lists(st.tuples(manifests(), st.sampled_from(Status)), max_size=4), manifests())
+@given(st.lists(st.tuples(manifests(), st.sampled_from(JobStatus)), max_size=4), manifests())
 def test_applying_twice_changes_nothing_and_no_job_is_ever_taken_away(
-    history: list[tuple[JobManifest, Status]], last: JobManifest
+    history: list[tuple[JobManifest, JobStatus]], last: JobManifest
 ) -> None:
     fleet = Fleet()
     for manifest, status in history:
@@ -82,7 +82,7 @@ def test_applying_twice_changes_nothing_and_no_job_is_ever_taken_away(
     assert all(fleet.jobs[job].status is here.status for job, here in before.items())
     for job, spec in last.jobs.items():
         # A completed job keeps the trainer that made its result.
-        kept = before[job].spec.trainer if job in before and before[job].status is Status.COMPLETED else spec.trainer
+        kept = before[job].spec.trainer if job in before and before[job].status is JobStatus.COMPLETED else spec.trainer
         assert fleet.jobs[job].spec == msgspec.structs.replace(spec, trainer=kept)
         if kept == spec.trainer and job not in made.outdated:
             assert fleet.jobs[job].trainer == fleet.trainers[spec.trainer].digest
@@ -104,8 +104,8 @@ def manifest_of(*jobs: JobSpec, **more: Any) -> JobManifest:
     return JobManifest(source="m.toml", jobs={spec.id: spec for spec in jobs}, **more)
 
 
-def planned(manifest: JobManifest, *there: tuple[JobSpec, Status]) -> Plan:
-    jobs = {spec.id: Present(spec=spec, status=status) for spec, status in there}
+def planned(manifest: JobManifest, *there: tuple[JobSpec, JobStatus]) -> ApplyPlan:
+    jobs = {spec.id: ExistingJob(spec=spec, status=status) for spec, status in there}
     return plan(manifest, jobs, trainers={}, hosts={})
 
 
@@ -115,7 +115,11 @@ A, B, C, D = (JobSpec(model=model) for model in "abcd")
 def test_the_summary_counts_what_would_happen() -> None:
     urgent = msgspec.structs.replace(B, priority=5)
     made = planned(
-        manifest_of(A, urgent, C), (B, Status.PENDING), (C, Status.RUNNING), (D, Status.PENDING), (A, Status.FAILED)
+        manifest_of(A, urgent, C),
+        (B, JobStatus.PENDING),
+        (C, JobStatus.RUNNING),
+        (D, JobStatus.PENDING),
+        (A, JobStatus.FAILED),
     )
     assert made.summary() == "~1 priority  =2 unchanged  \N{MINUS SIGN}1 orphaned, kept"
     assert planned(manifest_of(A, B)).summary() == "+2 new"
@@ -123,35 +127,35 @@ def test_the_summary_counts_what_would_happen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "deferred"), [(Status.PENDING, False), (Status.CLAIMED, True), (Status.RUNNING, True)]
+    ("status", "deferred"), [(JobStatus.PENDING, False), (JobStatus.CLAIMED, True), (JobStatus.RUNNING, True)]
 )
-def test_new_constraints_reach_a_held_job_with_its_next_attempt(status: Status, deferred: bool) -> None:
+def test_new_constraints_reach_a_held_job_with_its_next_attempt(status: JobStatus, deferred: bool) -> None:
     (change,) = planned(manifest_of(msgspec.structs.replace(A, needs=Needs(require_cuda=True))), (A, status)).changed
     assert (change.kinds, change.reclassed, change.deferred) == (("constraints",), True, deferred)
 
 
 def test_a_new_priority_is_no_new_class() -> None:
-    (change,) = planned(manifest_of(msgspec.structs.replace(A, priority=1)), (A, Status.PENDING)).changed
+    (change,) = planned(manifest_of(msgspec.structs.replace(A, priority=1)), (A, JobStatus.PENDING)).changed
     assert not change.reclassed
 
 
 def test_jobs_that_ended_or_were_submitted_one_by_one_are_no_orphans() -> None:
     jobs = {
-        A.id: Present(spec=A, status=Status.COMPLETED),
-        B.id: Present(spec=B, status=Status.PENDING, declared=False),
-        C.id: Present(spec=C, status=Status.RUNNING),
+        A.id: ExistingJob(spec=A, status=JobStatus.COMPLETED),
+        B.id: ExistingJob(spec=B, status=JobStatus.PENDING, declared=False),
+        C.id: ExistingJob(spec=C, status=JobStatus.RUNNING),
     }
     assert plan(manifest_of(), jobs, trainers={}, hosts={}).orphaned == (C.id,)
 
 
 def test_a_number_written_another_way_is_no_change() -> None:
     one, other = (JobSpec(model="a", hyper={"x": number}) for number in (1, 1.0))
-    assert planned(manifest_of(other), (one, Status.PENDING)).empty
+    assert planned(manifest_of(other), (one, JobStatus.PENDING)).empty
 
 
 def test_a_job_of_another_manifest_may_come_first_if_it_exists() -> None:
     after = msgspec.structs.replace(A, after=(B.id,))
-    assert planned(manifest_of(after), (B, Status.PENDING)).new
+    assert planned(manifest_of(after), (B, JobStatus.PENDING)).new
     with pytest.raises(StrataError, match="there is no such job"):
         planned(manifest_of(after))
 
@@ -160,21 +164,21 @@ def test_a_circle_through_another_manifest_is_refused() -> None:
     with pytest.raises(StrataError, match="circle"):
         planned(
             manifest_of(msgspec.structs.replace(A, after=(B.id,))),
-            (msgspec.structs.replace(B, after=(A.id,)), Status.PENDING),
+            (msgspec.structs.replace(B, after=(A.id,)), JobStatus.PENDING),
         )
 
 
 def test_a_host_that_the_manifest_does_not_name_keeps_its_policy() -> None:
     host = HostSpec(name="h", slots=3)
-    made = plan(manifest_of(), {}, trainers={}, hosts={"h": Policy(spec=host)})
+    made = plan(manifest_of(), {}, trainers={}, hosts={"h": HostPolicy(spec=host)})
     assert made.empty
-    assert plan(manifest_of(hosts={"h": host}), {}, trainers={}, hosts={"h": Policy(spec=host)}).empty
+    assert plan(manifest_of(hosts={"h": host}), {}, trainers={}, hosts={"h": HostPolicy(spec=host)}).empty
     opened = manifest_of(hosts={"h": HostSpec(name="h")})
-    assert plan(opened, {}, trainers={}, hosts={"h": Policy(spec=host)}).hosts == {"h": HostSpec(name="h")}
+    assert plan(opened, {}, trainers={}, hosts={"h": HostPolicy(spec=host)}).hosts == {"h": HostSpec(name="h")}
 
 
 def test_a_policy_of_another_project_is_changed_only_where_the_operator_takes_it_over() -> None:
-    there = {"h": Policy(spec=HostSpec(name="h", slots=3), project="a")}
+    there = {"h": HostPolicy(spec=HostSpec(name="h", slots=3), project="a")}
     wanted = manifest_of(hosts={"h": HostSpec(name="h", slots=1)}, project="b")
     with pytest.raises(StrataError, match="its policy belongs to project 'a'") as refused:
         plan(wanted, {}, trainers={}, hosts=there)
@@ -188,39 +192,39 @@ def test_a_policy_of_another_project_is_changed_only_where_the_operator_takes_it
 OLD, NEW = (TrainerSpec(name="default", command=("python", script), directory="/t") for script in ("a.py", "b.py"))
 
 
-def with_trainer(status: Status, *, declared: bool = True, **options: bool) -> Plan:
+def with_trainer(status: JobStatus, *, declared: bool = True, **options: bool) -> ApplyPlan:
     """The plan of a manifest whose trainer was changed since job A was queued, or done, with the old one."""
-    jobs = {A.id: Present(spec=A, status=status, declared=declared, trainer=OLD.digest)}
+    jobs = {A.id: ExistingJob(spec=A, status=status, declared=declared, trainer=OLD.digest)}
     wanted = manifest_of(A, trainers={"default": NEW})
     there = {"default": registered(OLD)}
     return plan(wanted, jobs, trainers=there, hosts={}, options=ApplyOptions(**options))
 
 
 def test_jobs_that_wait_take_a_changed_trainer_as_an_entry_of_the_plan() -> None:
-    made = with_trainer(Status.PENDING)
+    made = with_trainer(JobStatus.PENDING)
     assert made.summary() == "~1 trainer (1 queued job takes it)"
     assert [(change.kinds, change.deferred) for change in made.changed] == [(("trainer",), False)]
-    assert [change.deferred for change in with_trainer(Status.RUNNING).changed] == [True]
-    failed = with_trainer(Status.FAILED)
+    assert [change.deferred for change in with_trainer(JobStatus.RUNNING).changed] == [True]
+    failed = with_trainer(JobStatus.FAILED)
     assert ([change.ended for change in failed.changed], failed.summary()) == ([True], "~1 trainer")
 
 
 def test_a_completed_job_keeps_the_trainer_that_made_its_result() -> None:
-    made = with_trainer(Status.COMPLETED)
+    made = with_trainer(JobStatus.COMPLETED)
     assert (made.changed, made.requeued, made.outdated) == ((), {}, (A.id,))
     assert made.summary() == "~1 trainer  =1 unchanged  =1 of an earlier trainer, kept"
-    again = with_trainer(Status.COMPLETED, retrain=True)
+    again = with_trainer(JobStatus.COMPLETED, retrain=True)
     assert (again.requeued, again.outdated, again.summary()) == ({A.id: A}, (), "~1 trainer  ~1 requeued")
 
 
 def test_a_result_from_before_a_manifest_had_the_job_counts_only_if_it_is_accepted() -> None:
-    assert with_trainer(Status.COMPLETED, declared=False).requeued == {A.id: A}
-    accepted = with_trainer(Status.COMPLETED, declared=False, accept=True)
+    assert with_trainer(JobStatus.COMPLETED, declared=False).requeued == {A.id: A}
+    accepted = with_trainer(JobStatus.COMPLETED, declared=False, accept=True)
     assert (accepted.requeued, accepted.unchanged, accepted.outdated) == ({}, (A.id,), (A.id,))
 
 
 def test_jobs_of_another_project_are_no_orphans_and_no_changes() -> None:
     foreign = JobSpec(model="a", project="x")
-    jobs = {foreign.id: Present(spec=foreign, status=Status.PENDING, trainer=OLD.digest)}
+    jobs = {foreign.id: ExistingJob(spec=foreign, status=JobStatus.PENDING, trainer=OLD.digest)}
     made = plan(manifest_of(A, trainers={"default": NEW}), jobs, trainers={}, hosts={})
     assert (made.orphaned, made.changed, list(made.new)) == ((), (), [A.id])

@@ -9,7 +9,7 @@ from typing import Final
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.fleet.core.report import MAX_LINE_BYTES, Metrics, Progress, parse_lines
+from strata.fleet.core.report import MAX_LINE_BYTES, MetricsReport, ProgressReport, parse_lines
 
 TRAINER: Final = """
 import os
@@ -37,11 +37,11 @@ def check(text: bytes) -> None:
     reports, refused = parse_lines(text.splitlines())
     assert refused == 0
     first, second, last = reports
-    assert isinstance(first, Metrics)
+    assert isinstance(first, MetricsReport)
     assert (first.step, first.values) == (1, {"loss": 0.5, "accuracy": 1.0})
-    assert isinstance(second, Metrics)
+    assert isinstance(second, MetricsReport)
     assert (second.step, second.values) == (None, {"loss": "nan", "worst": "-inf"})
-    assert isinstance(last, Progress)
+    assert isinstance(last, ProgressReport)
     assert (last.fraction, len(last.note)) == (1.0, 256)
 
 
@@ -67,5 +67,5 @@ def test_without_an_agent_a_trainer_reports_nothing_and_runs() -> None:
 def test_lines_that_are_no_reports_are_counted_and_left_alone(lines: list[bytes]) -> None:
     mine = b'{"type":"progress","at_s":1.5,"fraction":0.5}'
     reports, refused = parse_lines([*lines, mine, b'{"type":"progress"}', b"{" * (MAX_LINE_BYTES + 1), b'["' * 9999])
-    assert reports[-1:] == [Progress(at_s=1.5, fraction=0.5)]
+    assert reports[-1:] == [ProgressReport(at_s=1.5, fraction=0.5)]
     assert refused == 3 + sum(bool(line.strip()) for line in lines)

@@ -10,7 +10,7 @@ from strata.fleet import wire
 from strata.fleet.agent.identity import Membership
 from strata.fleet.agent.selftest import check_clock_skew
 from strata.fleet.client import HubClient, spell_query
-from strata.fleet.core.job import Status
+from strata.fleet.core.job import JobStatus
 
 DAY_S = 86_400.0
 SCOPED = Secret("tml-0123456789ab-" + "0" * 40)
@@ -29,7 +29,7 @@ def test_a_query_has_what_differs_from_the_defaults() -> None:
     assert spell_query(None) == ""
     assert spell_query(wire.PieceQuery(epoch=2, offset=0)) == "?epoch=2&offset=0"
     assert spell_query(wire.PieceQuery(epoch=2, offset=5, last=True)) == "?epoch=2&offset=5&last=true"
-    query = wire.JobsQuery(status=(Status.PENDING, Status.RUNNING), model="a b")
+    query = wire.JobsQuery(status=(JobStatus.PENDING, JobStatus.RUNNING), model="a b")
     assert spell_query(query) == "?status=pending&status=running&model=a+b"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.files import materialise, pieces, read_piece, scan
-from strata.fleet.artifacts.manifest import CHUNK_BYTES, Manifest
+from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactManifest
 from tests.conformance.artifacts.making import manifest_of, noise, parts_of
 
 FILES = {"bin/run": b"#!/bin/sh\n", "empty": b"", "model.bin": noise(CHUNK_BYTES + 77), "other.bin": noise(CHUNK_BYTES)}
@@ -110,7 +110,7 @@ def test_an_empty_folder_is_no_artifact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["../evil", "/tmp/evil", "a/../../evil", "C:\\evil", "con"])
 def test_a_manifest_that_points_outside_writes_nothing(path: str, tmp_path: Path) -> None:
     (file,) = manifest_of({"a": b"x"}).files
-    evil = Manifest(files=(msgspec.structs.replace(file, path=path),))
+    evil = ArtifactManifest(files=(msgspec.structs.replace(file, path=path),))
     with refused(Code.INVALID):
         materialise(evil, lambda digest, size: b"x", tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
@@ -125,7 +125,7 @@ def test_wrong_bytes_leave_no_folder(tmp_path: Path) -> None:
         msgspec.structs.replace(file, sha256="0" * 64) if file.path == "model.bin" else file for file in manifest.files
     ]
     with refused(Code.CORRUPT):
-        materialise(Manifest(files=tuple(files)), fetch, tmp_path / "target")
+        materialise(ArtifactManifest(files=tuple(files)), fetch, tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
 
 

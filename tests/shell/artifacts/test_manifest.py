@@ -18,11 +18,11 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.manifest import (
     CHUNK_BYTES,
     EMPTY_SHA256,
-    File,
-    Kind,
-    Limits,
+    ArtifactFile,
+    ArtifactKind,
+    ArtifactLimits,
+    ArtifactManifest,
     Lineage,
-    Manifest,
     decode_manifest,
 )
 from strata.fleet.artifacts.paths import check_path, check_together
@@ -38,7 +38,7 @@ def refusal_of(run: Callable[[], object]) -> Code | None:
     return None
 
 
-LIMITS = Limits(max_files=50, max_bytes=1 << 40, max_manifest_bytes=1 << 20)
+LIMITS = ArtifactLimits(max_files=50, max_bytes=1 << 40, max_manifest_bytes=1 << 20)
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
 
 
@@ -128,7 +128,7 @@ def test_files_are_sorted_and_each_path_is_there_once() -> None:
     one, two = manifest_of({"a": b"1", "b": b"2"}).files
     for files in ((two, one), (one, one)):
         with pytest.raises(StrataError, match="sorted"):
-            decode_manifest(msgspec.json.encode(Manifest(files=files)), LIMITS)
+            decode_manifest(msgspec.json.encode(ArtifactManifest(files=files)), LIMITS)
 
 
 def test_counts_and_sizes_have_limits() -> None:
@@ -143,19 +143,19 @@ def test_counts_and_sizes_have_limits() -> None:
 
 
 @st.composite
-def manifests(draw: st.DrawFn) -> Manifest:
+def manifests(draw: st.DrawFn) -> ArtifactManifest:
     names = draw(st.lists(st.text(string.ascii_lowercase + "0123456789_-", min_size=1, max_size=8), unique=True))
     files = []
     for name in sorted({f"{name}_d/f" for name in names} | {"only"}):
         size = draw(st.integers(0, 3 * CHUNK_BYTES))
         chunks = [draw(HEX) for _ in range(-(-size // CHUNK_BYTES))]
         whole = EMPTY_SHA256 if not chunks else chunks[0] if len(chunks) == 1 else draw(HEX)
-        files.append(File(path=name, size=size, sha256=whole, chunks=tuple(chunks)))
-    return Manifest(files=tuple(files))
+        files.append(ArtifactFile(path=name, size=size, sha256=whole, chunks=tuple(chunks)))
+    return ArtifactManifest(files=tuple(files))
 
 
 @given(manifests())
-def test_every_manifest_survives_its_own_encoding(manifest: Manifest) -> None:
+def test_every_manifest_survives_its_own_encoding(manifest: ArtifactManifest) -> None:
     # Two chunks drawn alike may have two sizes.
     assume(len(manifest.chunks()) == sum(len(file.chunks) for file in manifest.files))
     decoded = decode_manifest(manifest.encode(), LIMITS)
@@ -179,7 +179,9 @@ def test_any_bytes_are_a_manifest_or_invalid(encoded: bytes) -> None:
 
 
 @given(manifests(), st.data())
-def test_a_manifest_with_anything_put_into_it_is_checked_or_invalid(manifest: Manifest, data: st.DataObject) -> None:
+def test_a_manifest_with_anything_put_into_it_is_checked_or_invalid(
+    manifest: ArtifactManifest, data: st.DataObject
+) -> None:
     plain = msgspec.json.decode(manifest.encode())
     file = data.draw(st.sampled_from(plain["files"]))
     file[data.draw(st.sampled_from(["path", "size", "sha256", "chunks", "mode", "other"]))] = data.draw(JSON)
@@ -206,6 +208,6 @@ def test_a_lineage_that_could_not_be_stored_or_compared_is_refused(change: dict[
 
 
 def test_the_same_lineage_has_the_same_id_whatever_the_order_of_its_metrics() -> None:
-    one = Lineage(kind=Kind.RESULT, metrics={"a": 1.0, "b": 2.0})
-    two = Lineage(kind=Kind.RESULT, metrics={"b": 2.0, "a": 1.0})
+    one = Lineage(kind=ArtifactKind.RESULT, metrics={"a": 1.0, "b": 2.0})
+    two = Lineage(kind=ArtifactKind.RESULT, metrics={"b": 2.0, "a": 1.0})
     assert one.id_for("artifact1_x") == two.id_for("artifact1_x") != one.id_for("artifact1_y")

@@ -17,7 +17,7 @@ import pytest
 from strata.base.digest import sha256_hex
 from strata.fleet.artifacts import disk
 from strata.fleet.artifacts.disk import DiskChunks
-from strata.fleet.artifacts.manifest import Chunk
+from strata.fleet.artifacts.manifest import ArtifactChunk
 from tests.conformance.artifacts.making import chunk_of, in_pieces, noise
 
 CONTENTS = [noise(2_500_000, seed=seed) for seed in range(2)]
@@ -106,7 +106,7 @@ async def record(tape: Tape, folder: Path) -> None:
     store = await DiskChunks.open(folder, keep_free_bytes=0)
     tape.calls.clear()
     for content in CONTENTS:
-        chunk: Chunk = chunk_of(content)
+        chunk: ArtifactChunk = chunk_of(content)
         await store.put(chunk, in_pieces(content))
         tape.calls.append(("acked", chunk.digest))
     await store.close()

@@ -21,7 +21,14 @@ from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet.artifacts import upkeep
 from strata.fleet.artifacts.disk import DiskChunks
-from strata.fleet.artifacts.manifest import CHUNK_BYTES, Chunk, File, Kind, Lineage, Manifest
+from strata.fleet.artifacts.manifest import (
+    CHUNK_BYTES,
+    ArtifactChunk,
+    ArtifactFile,
+    ArtifactKind,
+    ArtifactManifest,
+    Lineage,
+)
 from strata.fleet.artifacts.service import Artifacts, once
 from strata.fleet.artifacts.store import tables
 from strata.fleet.artifacts.store.sqlite import SqliteIndex
@@ -36,13 +43,13 @@ def files_of(turn: int) -> dict[str, bytes]:
     return {"own": f"{turn} ".encode() * SMALL, "same": b"common " * SMALL}
 
 
-def manifest_of(files: dict[str, bytes]) -> Manifest:
+def manifest_of(files: dict[str, bytes]) -> ArtifactManifest:
     assert all(len(content) <= CHUNK_BYTES for content in files.values())
     described = [
-        File(path=path, size=len(content), sha256=sha256_hex(content), chunks=(sha256_hex(content),))
+        ArtifactFile(path=path, size=len(content), sha256=sha256_hex(content), chunks=(sha256_hex(content),))
         for path, content in sorted(files.items())
     ]
-    return Manifest(files=tuple(described))
+    return ArtifactManifest(files=tuple(described))
 
 
 async def open_artifacts(folder: Path, stack: AsyncExitStack) -> Artifacts:
@@ -62,8 +69,8 @@ async def upload(artifacts: Artifacts, turn: int) -> str:
     manifest = manifest_of(files)
     parts = {sha256_hex(content): content for content in files.values()}
     for each in (await artifacts.plan(manifest.chunks(), "host")).missing:
-        await artifacts.put_chunk(Chunk(each.digest, each.size), once(parts[each.digest]), "host")
-    done = await artifacts.commit(manifest, Lineage(kind=Kind.RESULT, model="m"), "host:a")
+        await artifacts.put_chunk(ArtifactChunk(each.digest, each.size), once(parts[each.digest]), "host")
+    done = await artifacts.commit(manifest, Lineage(kind=ArtifactKind.RESULT, model="m"), "host:a")
     return done.artifact_id
 
 
@@ -97,7 +104,7 @@ async def damage(artifacts: Artifacts, folder: Path, turn: int) -> None:
     digest = sha256_hex(content)
     (folder / "artifacts/chunks" / digest[:2] / digest).write_bytes(b"rot")
     await scrub(artifacts)
-    await artifacts.put_chunk(Chunk(digest, len(content)), once(content), "host")
+    await artifacts.put_chunk(ArtifactChunk(digest, len(content)), once(content), "host")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from strata.base.errors import Code, StrataError
 from strata.cli.backup import without_password
 from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
-from strata.fleet.artifacts.manifest import Kind
-from strata.fleet.backup import EPOCHS
+from strata.fleet.artifacts.manifest import ArtifactKind
+from strata.fleet.store.backup import EPOCHS
 from strata.hub.backup import restore
 from strata.testing.postgres import find_programs
 from tests.shell.cli_fleet.driving import HostByHand, Person
@@ -51,7 +51,7 @@ def test_a_running_hub_is_backed_up_and_comes_back_fenced(
     assert (again.job_id, again.epoch) == (held.job_id, EPOCHS + held.epoch + 1)
     assert person.says("keys", "list", "-o", "json").value[0]["id"] == key["id"]
     assert hub.log(held.job_id, held.epoch) == "half way\n"
-    query = wire.ArtifactsQuery(kind=Kind.SOURCE)
+    query = wire.ArtifactsQuery(kind=ArtifactKind.SOURCE)
     (source,) = hub.operator.call("GET", "/v1/artifacts", wire.MadeReply, query=query).artifacts
     assert hub.operator.fetch(f"/v1/artifact/{source.artifact_id}/bundle.tar.zst").content
 

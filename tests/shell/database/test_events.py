@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from strata.database.events import POSTGRES, START, Event, read_postgres, record_postgres
+from strata.database.events import POSTGRES, START, EventRecord, read_postgres, record_postgres
 from strata.database.migrations import upgrade_postgres
 from strata.database.postgres import Connections
 from tests.support.feed import ARRIVES_S
 
 
-def event(subject: str) -> Event:
-    return Event(1.0, "hub", "test.happened", subject, {"n": 1})
+def event(subject: str) -> EventRecord:
+    return EventRecord(1.0, "hub", "test.happened", subject, {"n": 1})
 
 
 async def test_a_slow_transaction_with_an_older_number_is_not_skipped(postgres_url: str) -> None:

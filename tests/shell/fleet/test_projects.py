@@ -16,10 +16,10 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.capability import Capability
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.manifest import parse_manifest
-from strata.fleet.core.plan import ApplyOptions, Plan
-from strata.fleet.ports import Completion, Failure, Hold, HostRow, Lease
+from strata.fleet.core.plan import ApplyOptions, ApplyPlan
+from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, JobFailure, JobLease
 from strata.fleet.service import Fleet
 from strata.fleet.store.sqlite.store import SqliteStore
 from strata.fleet.store.sqlite.tables import COMPONENT
@@ -75,7 +75,7 @@ class World:
     """Job to the digest that its last plan gave it."""
     given: dict[tuple[str, int], str] = field(default_factory=dict)
     """Attempt to the digest it was claimed with."""
-    held: list[Lease] = field(default_factory=list)
+    held: list[JobLease] = field(default_factory=list)
     claims: int = 0
 
     async def apply(self, step: Apply) -> None:
@@ -88,7 +88,7 @@ class World:
         takers = [change.job_id for change in made.changed if "trainer" in change.kinds]
         self.queued |= dict.fromkeys([*made.new, *made.requeued, *takers], digest)
 
-    def check_owner(self, made: Plan, project: str) -> None:
+    def check_owner(self, made: ApplyPlan, project: str) -> None:
         named = [*made.new.values(), *made.requeued.values(), *(change.spec for change in made.changed)]
         assert {spec.project for spec in named} <= {project}
 
@@ -110,18 +110,18 @@ class World:
         if not self.held:
             return
         lease = self.held.pop(step.number % len(self.held))
-        hold = Hold("h", lease.job_id, lease.epoch)
+        hold = AttemptKey("h", lease.job_id, lease.epoch)
         if step.what == "complete":
-            done = await self.fleet.complete(hold, Completion())
+            done = await self.fleet.complete(hold, JobCompletion())
             assert done.trainer_digest == lease.trainer_digest
             self.queued[lease.job_id] = lease.trainer_digest
         else:
-            await self.fleet.fail(hold, Failure(cause=Cause.USER_ERROR, error="x"))
-            await self.fleet.store.ripen(1e12)
+            await self.fleet.fail(hold, JobFailure(cause=Cause.USER_ERROR, error="x"))
+            await self.fleet.store.release_backoffs(1e12)
 
     async def move(self, step: Act) -> None:
-        ended = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
-        present = await self.fleet.store.present()
+        ended = (JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED)
+        present = await self.fleet.store.existing_jobs()
         wanted = sorted(id_ for id_, here in present.items() if (here.status in ended) == (step.what == "requeue"))
         if not wanted:
             return
@@ -133,7 +133,7 @@ class World:
             self.held = [lease for lease in self.held if lease.job_id != job_id]
 
     async def check(self) -> None:
-        for job_id, here in (await self.fleet.store.present()).items():
+        for job_id, here in (await self.fleet.store.existing_jobs()).items():
             assert here.trainer == self.queued[job_id]
             for attempt in await self.fleet.store.attempts(job_id):
                 assert attempt.trainer_digest == self.given[job_id, attempt.epoch]

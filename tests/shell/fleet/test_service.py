@@ -16,12 +16,12 @@ from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet.claims import BATCH, ClaimQueue
 from strata.fleet.core.capability import Capability, Gpu
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec
 from strata.fleet.core.manifest import JobManifest, parse_manifest
-from strata.fleet.core.plan import Plan
+from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import Claim, Completion, Failure, Hold, HostRow, Lease, Renewal
+from strata.fleet.ports import AttemptKey, Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal
 from strata.fleet.service import Fleet, FleetSettings
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.store import SqliteStore
@@ -64,7 +64,7 @@ class Site:
         return row.id
 
     async def add(self, *specs: JobSpec) -> None:
-        await self.fleet.apply(Plan(new={spec.id: spec for spec in specs}), "operator", source="test")
+        await self.fleet.apply(ApplyPlan(new={spec.id: spec for spec in specs}), "operator", source="test")
 
     async def pass_time(self, seconds: float) -> None:
         """Time passes and the hub ticks, once a second."""
@@ -87,8 +87,8 @@ async def site(store: CountedStore) -> Site:
     return Site(Fleet(store, clock, chance=lambda: 0.0), clock)
 
 
-def hold(lease: Lease) -> Hold:
-    return Hold(lease.host_id, lease.job_id, lease.epoch)
+def hold(lease: JobLease) -> AttemptKey:
+    return AttemptKey(lease.host_id, lease.job_id, lease.epoch)
 
 
 async def test_a_claim_that_waits_is_answered_when_a_job_comes(site: Site) -> None:
@@ -180,10 +180,10 @@ async def test_a_hub_that_was_blind_takes_nothing_away(site: Site) -> None:
     await site.clock.advance(600)
     await site.fleet.tick()
     await site.pass_time(44)
-    assert (await site.fleet.store.job(lease.job_id)).status is Status.CLAIMED
+    assert (await site.fleet.store.job(lease.job_id)).status is JobStatus.CLAIMED
     await site.fleet.renew(anna, [Renewal(job_id=lease.job_id, epoch=1)])
     await site.pass_time(40)
-    assert (await site.fleet.store.job(lease.job_id)).status is Status.CLAIMED
+    assert (await site.fleet.store.job(lease.job_id)).status is JobStatus.CLAIMED
 
 
 class Dragging(SqliteStore):
@@ -192,9 +192,9 @@ class Dragging(SqliteStore):
     clock: SteppingClock
     late_s = 0.0
 
-    async def beat(self, seen: Mapping[str, float]) -> None:
+    async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
         await self.clock.advance(self.late_s)
-        await super().beat(seen)
+        await super().record_heartbeats(seen)
 
 
 async def test_a_hub_that_waited_for_its_database_within_a_tick_was_blind_as_well(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ async def test_a_hub_that_waited_for_its_database_within_a_tick_was_blind_as_wel
     await site.fleet.tick()
     store.late_s = 0.0
     await site.pass_time(2)
-    assert (await store.job(lease.job_id)).status is Status.CLAIMED
+    assert (await store.job(lease.job_id)).status is JobStatus.CLAIMED
     await store.close()
 
 
@@ -233,9 +233,9 @@ async def test_a_restarted_hub_gives_every_lease_a_full_term(site: Site) -> None
     await site.clock.advance(3600)
     site.fleet = Fleet(site.fleet.store, site.clock)
     await site.pass_time(44)
-    assert (await site.fleet.store.job(lease.job_id)).status is Status.CLAIMED
+    assert (await site.fleet.store.job(lease.job_id)).status is JobStatus.CLAIMED
     await site.pass_time(2)
-    assert (await site.fleet.store.job(lease.job_id)).status is Status.PENDING
+    assert (await site.fleet.store.job(lease.job_id)).status is JobStatus.PENDING
 
 
 async def test_a_wall_clock_that_is_set_forward_ends_no_lease(site: Site) -> None:
@@ -245,13 +245,13 @@ async def test_a_wall_clock_that_is_set_forward_ends_no_lease(site: Site) -> Non
     (lease,) = await site.fleet.claim(anna, "c1")
     site.clock.set_wall(site.clock.wall_s() + 86_400)
     await site.pass_time(30)
-    assert (await site.fleet.store.job(lease.job_id)).status is Status.CLAIMED
+    assert (await site.fleet.store.job(lease.job_id)).status is JobStatus.CLAIMED
 
 
 async def test_a_database_that_is_away_loses_no_sign_of_life(site: Site) -> None:
     anna = await site.host("anna")
     await site.fleet.store.close()
-    site.fleet.heard(anna)
+    site.fleet.touch_host(anna)
     with pytest.raises(StrataError):
         await site.fleet.tick()
     assert site.fleet._seen.keys() == {anna}
@@ -261,7 +261,7 @@ async def test_a_back_off_ends_with_the_tick(site: Site) -> None:
     anna = await site.host("anna")
     await site.add(JobSpec(model="a"))
     (lease,) = await site.fleet.claim(anna, "c1")
-    row = await site.fleet.fail(hold(lease), Failure(cause=Cause.USER_ERROR, error="no"))
+    row = await site.fleet.fail(hold(lease), JobFailure(cause=Cause.USER_ERROR, error="no"))
     wait_s = row.not_before_s - site.fleet.now_s()
     assert wait_s > 0
     assert await site.fleet.claim(anna, "c2") == []
@@ -272,7 +272,7 @@ async def test_a_back_off_ends_with_the_tick(site: Site) -> None:
 async def break_three_jobs(site: Site, host: str) -> None:
     await site.add(*(JobSpec(model="a", seed=n) for n in range(3)))
     for n, lease in enumerate(await site.fleet.claim(host, "c1", count=3)):
-        await site.fleet.fail(hold(lease), Failure(cause=Cause.INFRA, error=f"disk {n}"))
+        await site.fleet.fail(hold(lease), JobFailure(cause=Cause.INFRA, error=f"disk {n}"))
 
 
 async def test_a_host_that_fails_different_jobs_is_quarantined(site: Site) -> None:
@@ -296,7 +296,7 @@ async def test_a_host_that_once_had_a_class_of_its_own_can_be_quarantined(site: 
     own = JobSpec(model="own", needs=Needs(allowed_hosts=("anna",)))
     await site.add(own)
     (lease,) = await site.fleet.claim(anna, "c0")
-    await site.fleet.complete(hold(lease), Completion())
+    await site.fleet.complete(hold(lease), JobCompletion())
     await site.pass_time(1.0)
     await break_three_jobs(site, anna)
     assert {host.name: host.state for host in await site.fleet.hosts()}["anna"] == "quarantined"
@@ -308,7 +308,7 @@ async def test_setup_errors_do_not_quarantine_a_host_and_the_last_one_fails_the_
     await site.add(*specs)
     for host in hosts:
         for lease in await site.fleet.claim(host, "c1", count=4):
-            failure = Failure(cause=Cause.SETUP_ERROR, error="cannot start 'nosuchprog'\nsecond line")
+            failure = JobFailure(cause=Cause.SETUP_ERROR, error="cannot start 'nosuchprog'\nsecond line")
             await site.fleet.fail(hold(lease), failure)
         if host == hosts[0]:
             told = await site.fleet.why(specs[0].id)
@@ -318,7 +318,7 @@ async def test_setup_errors_do_not_quarantine_a_host_and_the_last_one_fails_the_
     assert [host.state for host in await site.fleet.hosts()] == ["active", "active"]
     for spec in specs:
         row = await site.fleet.store.job(spec.id)
-        assert (row.status, row.reason) == (Status.FAILED, "setup_error: no eligible host could set it up")
+        assert (row.status, row.reason) == (JobStatus.FAILED, "setup_error: no eligible host could set it up")
 
 
 async def test_a_job_that_waits_for_a_host_that_is_away_says_what_the_others_lacked(site: Site) -> None:
@@ -327,16 +327,16 @@ async def test_a_job_that_waits_for_a_host_that_is_away_says_what_the_others_lac
     spec = JobSpec(model="a")
     await site.add(spec)
     (lease,) = await site.fleet.claim(anna, "c1")
-    await site.fleet.fail(hold(lease), Failure(cause=Cause.SETUP_ERROR, error="no folder"))
+    await site.fleet.fail(hold(lease), JobFailure(cause=Cause.SETUP_ERROR, error="no folder"))
     told = await site.fleet.why(spec.id)
     assert told.schedulable
     (refusal,) = [each for each in told.obstacles if each.what == "setup_error"]
     assert refusal.detail == "1 eligible host could not set it up: anna: no folder"
     await site.fleet.set_host_state(bob, "paused", "", "operator")
-    assert (await site.fleet.store.job(spec.id)).status is Status.PENDING
+    assert (await site.fleet.store.job(spec.id)).status is JobStatus.PENDING
     await site.fleet.set_host_state(bob, "left", "it left", "operator")
     row = await site.fleet.store.job(spec.id)
-    assert (row.status, row.reason) == (Status.FAILED, "setup_error: no eligible host could set it up")
+    assert (row.status, row.reason) == (JobStatus.FAILED, "setup_error: no eligible host could set it up")
 
 
 async def test_a_policy_that_denies_the_last_host_that_did_not_refuse_a_job_fails_it(site: Site) -> None:
@@ -345,9 +345,9 @@ async def test_a_policy_that_denies_the_last_host_that_did_not_refuse_a_job_fail
     spec = JobSpec(model="a")
     await site.add(spec)
     (lease,) = await site.fleet.claim(anna, "c1")
-    await site.fleet.fail(hold(lease), Failure(cause=Cause.SETUP_ERROR, error="no folder"))
-    await site.fleet.apply(Plan(hosts={"bob": HostSpec(name="bob", deny_jobs=("a",))}), "operator", source="m")
-    assert (await site.fleet.store.job(spec.id)).status is Status.FAILED
+    await site.fleet.fail(hold(lease), JobFailure(cause=Cause.SETUP_ERROR, error="no folder"))
+    await site.fleet.apply(ApplyPlan(hosts={"bob": HostSpec(name="bob", deny_jobs=("a",))}), "operator", source="m")
+    assert (await site.fleet.store.job(spec.id)).status is JobStatus.FAILED
 
 
 async def test_why_names_what_is_in_the_way(site: Site) -> None:
@@ -388,7 +388,7 @@ async def test_a_manifest_is_planned_and_applied_once(site: Site) -> None:
     assert (await site.fleet.plan_manifest(declared)).empty
     anna = await site.host("anna")
     (lease,) = await site.fleet.claim(anna, "c1")
-    await site.fleet.complete(hold(lease), Completion(artifact="art"))
+    await site.fleet.complete(hold(lease), JobCompletion(artifact="art"))
     assert (await site.fleet.plan_manifest(declared)).empty
 
 
@@ -403,10 +403,10 @@ async def test_a_plan_is_refused_when_its_trainer_was_changed_since_it_was_made(
     await site.fleet.apply(await site.fleet.plan_manifest(manifest("v3.py")), "operator", source="m")
     with pytest.raises(StrataError) as outdated:
         await site.fleet.apply(slow, "operator", source="m")
-    assert (outdated.value.code, await site.fleet.store.present()) == (Code.CONFLICT, {})
+    assert (outdated.value.code, await site.fleet.store.existing_jobs()) == (Code.CONFLICT, {})
     again = await site.fleet.plan_manifest(manifest("v2.py", "a"))
     await site.fleet.apply(again, "operator", source="m")
-    ((job_id, _),) = (await site.fleet.store.present()).items()
+    ((job_id, _),) = (await site.fleet.store.existing_jobs()).items()
     digest = (await site.fleet.store.job(job_id)).trainer_digest
     assert (await site.fleet.store.trainer(digest)).command == ("python", "v2.py")
 
@@ -424,7 +424,7 @@ async def test_a_defect_of_the_store_leaves_nobody_waiting() -> None:
     queue = ClaimQueue(Broken(), LEASE_S, lambda: 0.0)  # type: ignore[arg-type]
     with pytest.raises(StrataError) as refused:
         async with asyncio.timeout(5):
-            await queue.ask(Claim(host_id="h", claim_id="c", classes={}, slots=1))
+            await queue.submit(Claim(host_id="h", claim_id="c", classes={}, slots=1))
     assert refused.value.code is Code.INTERNAL
 
 
@@ -434,6 +434,6 @@ async def test_a_defect_of_the_store_leaves_nobody_of_a_later_batch_waiting_eith
     queue = ClaimQueue(Broken(), LEASE_S, lambda: 0.0)  # type: ignore[arg-type]
     claims = [Claim(host_id=f"h{n}", claim_id="c", classes={}, slots=1) for n in range(2 * BATCH + 1)]
     async with asyncio.timeout(5):
-        answers = await asyncio.gather(*(queue.ask(claim) for claim in claims), return_exceptions=True)
+        answers = await asyncio.gather(*(queue.submit(claim) for claim in claims), return_exceptions=True)
     assert {answer.code for answer in answers if isinstance(answer, StrataError)} == {Code.INTERNAL}
     assert len(answers) == len(claims)

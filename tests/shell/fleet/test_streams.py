@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.streams import MAX_PIECE, Streams
+from strata.fleet.streams import MAX_PIECE, AttemptStreams
 
 JOB = "job1_" + "a" * 64
 
 
-async def refusal_of(streams: Streams, *piece: object) -> StrataError:
+async def refusal_of(streams: AttemptStreams, *piece: object) -> StrataError:
     with pytest.raises(StrataError) as refused:
         await streams.append(*piece)  # type: ignore[arg-type]
     return refused.value
 
 
 async def test_pieces_follow_each_other(tmp_path: Path) -> None:
-    streams = Streams(tmp_path)
+    streams = AttemptStreams(tmp_path)
     assert await streams.append(JOB, 1, "log", 0, b"hello ") == 6
     assert await streams.append(JOB, 1, "log", 6, b"world", last=True) == 11
     assert await streams.read(JOB, 1, "log", 0) == b"hello world"
@@ -34,7 +34,7 @@ async def test_pieces_follow_each_other(tmp_path: Path) -> None:
 
 
 async def test_a_repeated_piece_is_stored_once(tmp_path: Path) -> None:
-    streams = Streams(tmp_path)
+    streams = AttemptStreams(tmp_path)
     await streams.append(JOB, 1, "log", 0, b"hello ")
     assert await streams.append(JOB, 1, "log", 0, b"hello ") == 6
     assert await streams.append(JOB, 1, "log", 3, b"lo world") == 11
@@ -42,33 +42,33 @@ async def test_a_repeated_piece_is_stored_once(tmp_path: Path) -> None:
 
 
 async def test_a_gap_is_refused_with_what_is_there(tmp_path: Path) -> None:
-    streams = Streams(tmp_path)
+    streams = AttemptStreams(tmp_path)
     await streams.append(JOB, 1, "log", 0, b"hello")
     refused = await refusal_of(streams, JOB, 1, "log", 9, b"x")
     assert (refused.code, refused.detail["size"]) == (Code.PRECONDITION, 5)
 
 
 async def test_attempts_do_not_share_a_stream(tmp_path: Path) -> None:
-    streams = Streams(tmp_path)
+    streams = AttemptStreams(tmp_path)
     await streams.append(JOB, 1, "log", 0, b"first")
     await streams.append(JOB, 2, "log", 0, b"second")
     assert await streams.read(JOB, 1, "log", 0) == b"first"
 
 
 async def test_a_stream_that_outgrows_its_bound_is_refused(tmp_path: Path) -> None:
-    streams = Streams(tmp_path, max_bytes=8)
+    streams = AttemptStreams(tmp_path, max_bytes=8)
     assert (await refusal_of(streams, JOB, 1, "log", 0, b"123456789")).code is Code.EXHAUSTED
     assert (await refusal_of(streams, JOB, 1, "log", 0, b"1" * (MAX_PIECE + 1))).code is Code.INVALID
 
 
 @pytest.mark.parametrize("job_id", ["../x", "job1_" + "a" * 63, "", "job1_" + "A" * 64, f"{JOB}/..", f"x\0{JOB}"])
 async def test_what_is_not_an_id_is_not_a_path(tmp_path: Path, job_id: str) -> None:
-    assert (await refusal_of(Streams(tmp_path), job_id, 1, "log", 0, b"x")).code is Code.NOT_FOUND
+    assert (await refusal_of(AttemptStreams(tmp_path), job_id, 1, "log", 0, b"x")).code is Code.NOT_FOUND
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_senders_that_repeat_each_other_at_once_store_each_byte_once(tmp_path: Path) -> None:
-    streams = Streams(tmp_path)
+    streams = AttemptStreams(tmp_path)
     text = bytes(range(200))
     await asyncio.gather(*(streams.append(JOB, 1, "log", 0, text[:n]) for n in range(10, 200, 10)))
     assert await streams.read(JOB, 1, "log", 0) == text[:190]
@@ -77,7 +77,7 @@ async def test_senders_that_repeat_each_other_at_once_store_each_byte_once(tmp_p
 @given(st.binary(max_size=300), st.lists(st.tuples(st.integers(0, 300), st.integers(1, 120)), max_size=30))
 def test_any_order_of_repeats_gives_a_beginning_of_the_text(text: bytes, pieces: list[tuple[int, int]]) -> None:
     async def send(folder: Path) -> bytes:
-        streams = Streams(folder)
+        streams = AttemptStreams(folder)
         stored = 0
         for offset, size in pieces:
             if offset > stored:

@@ -70,7 +70,7 @@ class HubProcess:
         assert self._process.poll() is None, "the hub ended"
         try:
             with HubClient(self.url) as anybody:
-                anybody.call("GET", "/v1/health", wire.Health)
+                anybody.call("GET", "/v1/health", wire.HubHealth)
         except StrataError:
             return False
         return True
@@ -107,10 +107,10 @@ class HubProcess:
     def until_epoch(self, job_id: str, epoch: int) -> None:
         eventually(lambda: self.job(job_id).job.epoch == epoch)
 
-    def until_tried(self, job_id: str, epoch: int = 1, within_s: float = 60.0) -> wire.Attempt:
+    def until_tried(self, job_id: str, epoch: int = 1, within_s: float = 60.0) -> wire.JobAttempt:
         """The attempt, when it has ended."""
 
-        def ended() -> wire.Attempt | None:
+        def ended() -> wire.JobAttempt | None:
             found = [each for each in self.job(job_id).attempts if each.epoch == epoch and each.ended_at_s is not None]
             return found[0] if found else None
 

@@ -12,7 +12,7 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet.client import HubClient, transfer
-from strata.fleet.wire import Health
+from strata.fleet.wire import HubHealth
 
 OK = (
     b"HTTP/1.1 200 OK\r\nContent-Length: 31\r\nDate: Thu, 01 Jan 1970 00:00:00 GMT\r\n\r\n"
@@ -58,8 +58,8 @@ def server(answer: Callable[[socket.socket, int], None]) -> Iterator[str]:
             connection.close()
 
 
-def health(client: HubClient, timeout_s: float = 10.0) -> Health:
-    return client.call("GET", "/v1/health", Health, timeout_s=timeout_s)
+def health(client: HubClient, timeout_s: float = 10.0) -> HubHealth:
+    return client.call("GET", "/v1/health", HubHealth, timeout_s=timeout_s)
 
 
 def always(reply: bytes) -> Callable[[socket.socket, int], None]:

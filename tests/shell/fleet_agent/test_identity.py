@@ -14,7 +14,7 @@ from strata.fleet.agent import identity
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.client import HubClient, TlsFiles
 from strata.fleet.core.capability import Capability
-from strata.hub.settings import Tls
+from strata.hub.settings import HubTlsSettings
 from strata.identity.ca import private_pem
 from strata.identity.tokens import read_join_token
 from tests.shell.fleet_http.running import Running, ok, running
@@ -23,7 +23,7 @@ from tests.shell.fleet_http.test_tls import new_key
 
 @pytest.fixture
 async def secure(tmp_path: Path) -> AsyncIterator[Running]:
-    async with running(tmp_path / "hub", tls=Tls(enabled=True)) as site:
+    async with running(tmp_path / "hub", tls=HubTlsSettings(enabled=True)) as site:
         yield site
 
 
@@ -54,13 +54,13 @@ async def test_a_joined_host_registers_by_its_certificate_and_renews_it(secure: 
 
 
 async def test_a_hub_of_another_authority_is_not_talked_to(secure: Running, tmp_path: Path) -> None:
-    async with running(tmp_path / "other", tls=Tls(enabled=True)) as other:
+    async with running(tmp_path / "other", tls=HubTlsSettings(enabled=True)) as other:
         state = tmp_path / "state"
         await join(secure, state)
         folder = state / "identity"
         tls = TlsFiles(ca=folder / "ca.pem", certificate=folder / "host.pem", key=folder / "host.key")
         with HubClient(other.url, tls=tls) as client, pytest.raises(StrataError, match="not the hub this host joined"):
-            await asyncio.to_thread(client.call, "GET", "/v1/health", wire.Health)
+            await asyncio.to_thread(client.call, "GET", "/v1/health", wire.HubHealth)
 
 
 def test_a_host_that_has_not_joined_is_told_how(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from strata.fleet import wire
 from strata.fleet.agent.artifact_transfer import send_missing_chunks
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.artifacts.files import scan
-from strata.fleet.artifacts.manifest import Kind, Lineage
+from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
@@ -111,7 +111,7 @@ def test_a_source_that_was_uploaded_is_run_and_a_result_that_is_a_link_is_not_ke
     )
     manifest = scan(source)
     send_missing_chunks(HubApi(hub.operator), source, manifest, lambda: True)
-    body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=Kind.SOURCE))
+    body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=ArtifactKind.SOURCE))
     bundle = hub.operator.call("POST", "/v1/artifacts", wire.CommitReply, body=body).artifact_id
     with agent(hub, tmp_path, "fred") as fred:
         trainer = TrainerSpec(name="uploaded", command=("python", "go.py"), bundle=bundle)

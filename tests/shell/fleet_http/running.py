@@ -20,7 +20,7 @@ from strata.base.clock import SystemClock
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.manifest import parse_manifest
-from strata.fleet.core.plan import Plan
+from strata.fleet.core.plan import ApplyPlan
 from strata.http.problem import ErrorReply
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
 from strata.hub.server import listening, serve
@@ -79,7 +79,7 @@ class Running:
     async def with_role(self, role: str) -> httpx.AsyncClient:
         made = await (await self.operator()).post("/v1/keys", json={"name": role, "role": role})
         client = self.private_client if role in ("operator", "admin") else self.client
-        return await client(Authorization=f"Bearer {ok(made, wire.KeyReply).secret}")
+        return await client(Authorization=f"Bearer {ok(made, wire.HubKeyReply).secret}")
 
     async def host(self, name: str, **capability: Any) -> HostClient:
         made = ok(await (await self.operator()).post("/v1/hosts/local", json={"name": name}), wire.LocalHostReply)
@@ -88,7 +88,7 @@ class Running:
         return host
 
     async def add(self, *specs: JobSpec) -> list[str]:
-        await self.hub.context.fleet.apply(Plan(new={spec.id: spec for spec in specs}), "test", source="test")
+        await self.hub.context.fleet.apply(ApplyPlan(new={spec.id: spec for spec in specs}), "test", source="test")
         return [spec.id for spec in specs]
 
     async def close(self) -> None:

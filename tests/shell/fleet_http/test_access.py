@@ -93,14 +93,14 @@ async def test_a_hub_shows_its_lists_to_everybody_only_if_told_to(tmp_path: Path
 
 async def test_everybody_who_is_known_is_told_who_he_is_and_until_when(site: Running) -> None:
     anna = await site.host("anna")
-    told = ok(await anna.http.get("/v1/caller"), wire.Caller)
+    told = ok(await anna.http.get("/v1/caller"), wire.CallerReply)
     assert (told.kind, told.id, told.name, told.role, told.expires_at_s) == ("host", anna.id, "anna", None, None)
     operator = await site.operator()
-    assert ok(await operator.get("/v1/caller"), wire.Caller).role == "admin"
+    assert ok(await operator.get("/v1/caller"), wire.CallerReply).role == "admin"
     body = {"name": "laptop", "role": "viewer", "valid_s": 3600}
-    made = ok(await operator.post("/v1/keys", json=body), wire.KeyReply)
+    made = ok(await operator.post("/v1/keys", json=body), wire.HubKeyReply)
     viewer = await site.client(Authorization=f"Bearer {made.secret}")
-    told = ok(await viewer.get("/v1/caller"), wire.Caller)
+    told = ok(await viewer.get("/v1/caller"), wire.CallerReply)
     assert (told.kind, told.name, told.role, told.expires_at_s) == ("key", "laptop", "viewer", made.key.expires_at_s)
 
 

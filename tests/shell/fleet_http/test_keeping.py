@@ -10,7 +10,7 @@ import obstore
 from strata.base.digest import sha256_hex
 from strata.base.settings import Secret
 from strata.fleet import wire
-from strata.fleet.artifacts.retention import Policy
+from strata.fleet.artifacts.retention import RetentionPolicy
 from strata.hub.settings import BucketSettings
 from strata.testing.s3 import S3Server
 from tests.shell.fleet_http.running import Running, ok, running
@@ -40,7 +40,7 @@ async def test_a_hub_with_a_bucket_keeps_chunks_there_and_serves_them(tmp_path: 
 
 
 async def test_what_the_policy_does_not_keep_is_gone_after_the_hourly_round(tmp_path: Path) -> None:
-    policy = Policy(keep_last=0, keep_sources=1, min_age_s=0)
+    policy = RetentionPolicy(keep_last=0, keep_sources=1, min_age_s=0)
     async with running(tmp_path, retention=policy) as site:
         for text in (b"one", b"two", b"three"):
             await _commit(site, text)

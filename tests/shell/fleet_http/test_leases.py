@@ -80,7 +80,7 @@ async def test_a_cancelled_job_stops_its_host_at_the_next_heartbeat(site: Runnin
     await host.claim()
     cancelled = await operator.post(f"/v1/job/{job_id}/cancel", json={"reason": "typo"})
     assert ok(cancelled, wire.Job).status == "cancelled"
-    verdict = ok(await host.http.post(f"/v1/job/{job_id}/heartbeat", json={"epoch": 1}), wire.Verdict)
+    verdict = ok(await host.http.post(f"/v1/job/{job_id}/heartbeat", json={"epoch": 1}), wire.LeaseVerdict)
     assert (verdict.verdict, verdict.cause, verdict.reason) == ("stop", "ended", "the job is cancelled")
     late = await host.http.post(f"/v1/job/{job_id}/complete", json={"epoch": 1})
     assert refused(late) == (409, "conflict")
@@ -173,10 +173,10 @@ async def test_labels_of_the_invitation_are_kept_apart_from_what_a_host_says(sit
     await site.hub.context.identity.add_host(identity, "test")
     from strata.fleet.http.context import HubCall
     from strata.fleet.http.leases import register
-    from strata.identity.roles import Kind, Principal
+    from strata.identity.roles import CallerKind, Principal
 
     body = wire.RegisterRequest(capability=_capability(labels={"rack": "z9", "own": "1"}))
-    call: Any = HubCall(site.hub.context, Principal(Kind.HOST, "host_x", None), {}, None, None, None)  # type: ignore[arg-type]
+    call: Any = HubCall(site.hub.context, Principal(CallerKind.HOST, "host_x", None), {}, None, None, None)  # type: ignore[arg-type]
     await register(call, body)
     (row,) = [host for host in await site.hub.context.fleet.hosts() if host.id == "host_x"]
     assert row.labels == {"rack": "b4", "gpu": "true"}
@@ -244,7 +244,7 @@ async def test_a_checkpoint_of_an_attempt_is_what_the_next_one_resumes_from(site
     failure = {"epoch": 1, "cause": "preempted"}
     row = ok(await anna.http.post(f"/v1/job/{job_id}/fail", json=failure), wire.Job)
     assert row.status == "pending"
-    await site.hub.context.fleet.store.ripen(row.not_before_s + 1)
+    await site.hub.context.fleet.store.release_backoffs(row.not_before_s + 1)
     (lease,) = await bob.claim("c9", wait_s=10)
     assert (lease.epoch, lease.checkpoint) == (2, done.artifact_id)
     assert (await bob.http.get(f"/v1/chunk/{digest}")).content == content

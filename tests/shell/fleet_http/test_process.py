@@ -110,7 +110,7 @@ def test_no_request_makes_the_hub_unpickle_anything_and_no_secret_reaches_its_lo
         sha = hashlib.sha256(evil).hexdigest()
         ok(host.put(f"/v1/model/{sha}", params={"job_id": job.id, "epoch": 1}, content=evil), wire.CommitReply)
         assert operator.get(f"/v1/model/{sha}").content == evil
-        key = ok(operator.post("/v1/keys", json={"name": "k", "role": "viewer"}), wire.KeyReply)
+        key = ok(operator.post("/v1/keys", json={"name": "k", "role": "viewer"}), wire.HubKeyReply)
         secrets = [hub.token, key.secret, host.headers["Authorization"].removeprefix("Bearer ")]
         cmdline = Path(f"/proc/{hub.pid}/cmdline").read_bytes() + Path(f"/proc/{hub.pid}/environ").read_bytes()
         status, said = hub.end()

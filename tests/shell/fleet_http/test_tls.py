@@ -19,7 +19,7 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
-from strata.hub.settings import HubSettings, Tls, check_exposure
+from strata.hub.settings import HubSettings, HubTlsSettings, check_exposure
 from strata.identity.ca import Authority, pin_of, private_pem
 from strata.identity.tokens import read_join_token
 from tests.shell.fleet_http.running import Running, ok, refused, running
@@ -28,7 +28,7 @@ from tests.support.busy import BUSY
 
 @pytest.fixture
 async def secure(tmp_path: Path) -> AsyncIterator[Running]:
-    async with running(tmp_path / "hub", tls=Tls(enabled=True)) as site:
+    async with running(tmp_path / "hub", tls=HubTlsSettings(enabled=True)) as site:
         yield site
 
 
@@ -172,7 +172,7 @@ def test_an_address_other_machines_reach_needs_tls(listen: str) -> None:
     with pytest.raises(StrataError) as error:
         check_exposure(HubSettings(listen=listen))
     assert error.value.code is Code.INVALID
-    check_exposure(HubSettings(listen=listen, tls=Tls(enabled=True)))
+    check_exposure(HubSettings(listen=listen, tls=HubTlsSettings(enabled=True)))
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:8443", "[::1]:0", "localhost:1", "127.9.9.9:80"])

@@ -17,9 +17,9 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
-from strata.hub.outbound import Target
+from strata.hub.outbound import WebhookTarget
 from strata.hub.settings import Webhook
-from strata.hub.webhooks import Courier, sign
+from strata.hub.webhooks import WebhookDispatcher, sign
 from tests.shell.fleet_http.running import Running, running
 
 SECRET = Secret("a secret of both")
@@ -55,8 +55,8 @@ class Receiver:
         self._server.server_close()
         self._thread.join()
 
-    def events(self) -> list[wire.Event]:
-        return [msgspec.json.decode(body, type=wire.Event) for _, body in self.got]
+    def events(self) -> list[wire.FeedEvent]:
+        return [msgspec.json.decode(body, type=wire.FeedEvent) for _, body in self.got]
 
 
 @contextmanager
@@ -68,15 +68,22 @@ def receiver() -> Iterator[Receiver]:
         started.close()
 
 
-def courier(site: Running, url: str, *kinds: str, allow: tuple[str, ...] = ("127.0.0.0/8",)) -> Courier:
+def dispatcher(site: Running, url: str, *kinds: str, allow: tuple[str, ...] = ("127.0.0.0/8",)) -> WebhookDispatcher:
     hub = site.hub.context
-    records = hub.schemas
-    return Courier(Target(url, allow), SECRET, kinds, read=hub.feed, records=records, clock=SystemClock())  # type: ignore[arg-type]
+    cursors = hub.schemas
+    return WebhookDispatcher(
+        WebhookTarget(url, allow),
+        SECRET,
+        kinds,
+        feed=hub.feed,
+        cursors=cursors,  # type: ignore[arg-type]
+        clock=SystemClock(),
+    )
 
 
 async def test_events_are_posted_signed_and_in_order(site: Running) -> None:
     with receiver() as other:
-        hook = courier(site, other.url, "job.*")
+        hook = dispatcher(site, other.url, "job.*")
         await site.add(JobSpec(model="before"))
         await hook.run_once()
         ids = [(await site.add(JobSpec(model="m", seed=n)))[0] for n in range(5)]
@@ -93,7 +100,7 @@ async def test_events_are_posted_signed_and_in_order(site: Running) -> None:
 
 async def test_a_receiver_that_fails_gets_the_event_again_and_none_is_skipped(site: Running) -> None:
     with receiver() as other:
-        hook = courier(site, other.url, "job.created")
+        hook = dispatcher(site, other.url, "job.created")
         await hook.run_once()
         ids = [(await site.add(JobSpec(model="m", seed=n)))[0] for n in range(3)]
         other.answers = [204, 500]
@@ -101,13 +108,13 @@ async def test_a_receiver_that_fails_gets_the_event_again_and_none_is_skipped(si
             await hook.run_once()
         assert error.value.code is Code.UNAVAILABLE
         # A new process goes on where the old one stopped.
-        await courier(site, other.url, "job.created").run_once()
+        await dispatcher(site, other.url, "job.created").run_once()
         assert [event.subject for event in other.events()] == [ids[0], ids[1], ids[1], ids[2]]
 
 
 async def test_a_redirect_is_not_followed(site: Running) -> None:
     with receiver() as other, receiver() as inside:
-        hook = courier(site, other.url)
+        hook = dispatcher(site, other.url)
         await hook.run_once()
         await site.add(JobSpec(model="m"))
         other.answers, other.location = [302, 307, 301], inside.url
@@ -141,11 +148,11 @@ async def _cursors(records: object) -> list[object]:
 
 def test_a_network_that_the_settings_name_may_be_reached() -> None:
     inside = ipaddress.ip_address("10.1.2.3")
-    Target("https://hook.lan/", ["10.1.0.0/16"]).judge(inside)
+    WebhookTarget("https://hook.lan/", ["10.1.0.0/16"]).judge(inside)
     with pytest.raises(StrataError):
-        Target("https://hook.lan/", ["10.2.0.0/16"]).judge(inside)
+        WebhookTarget("https://hook.lan/", ["10.2.0.0/16"]).judge(inside)
     with pytest.raises(StrataError):
-        Target("http://hook.lan/", ["10.1.0.0/16"]).judge(inside)
-    Target("https://hook.example.org/").judge(ipaddress.ip_address("93.184.216.34"))
+        WebhookTarget("http://hook.lan/", ["10.1.0.0/16"]).judge(inside)
+    WebhookTarget("https://hook.example.org/").judge(ipaddress.ip_address("93.184.216.34"))
     with pytest.raises(StrataError):
-        Target("https://hook.example.org/", ["nonsense"])
+        WebhookTarget("https://hook.example.org/", ["nonsense"])

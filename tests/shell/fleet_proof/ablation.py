@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from strata.fleet.core import hold, lease
-from strata.fleet.core.hold import Standing
+from strata.fleet.core import lease, lease_status
 from strata.fleet.core.job import HELD as HELD_STATUSES
-from strata.fleet.core.job import TERMINAL, Status
-from strata.fleet.core.lease import Budget, Ruling, Tally
+from strata.fleet.core.job import TERMINAL, JobStatus
+from strata.fleet.core.lease import AttemptCounts, Budget, RetryDecision
+from strata.fleet.core.lease_status import LeaseStatus
 from strata.fleet.store import rows
 from strata.fleet.store.postgres import claims as postgres_claims
 from strata.fleet.store.postgres import leases as postgres_leases
@@ -21,29 +21,31 @@ from strata.fleet.store.sqlite import claims as sqlite_claims
 from strata.fleet.store.sqlite import leases as sqlite_leases
 
 Ablation = tuple[Any, str, Any]
-_standing: Final = hold.standing
+_lease_status: Final = lease_status.lease_status
 _after_expiry: Final = lease.after_expiry
 
 
-def _any_epoch(status: Status, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> Standing:
-    return _standing(status, current=current, claimed=(current[0], claimed[1]), leased=leased)
+def _any_epoch(status: JobStatus, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> LeaseStatus:
+    return _lease_status(status, current=current, claimed=(current[0], claimed[1]), leased=leased)
 
 
-def _any_host(status: Status, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> Standing:
-    return _standing(status, current=current, claimed=(claimed[0], current[1]), leased=leased)
+def _any_host(status: JobStatus, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> LeaseStatus:
+    return _lease_status(status, current=current, claimed=(claimed[0], current[1]), leased=leased)
 
 
-def _always_leased(status: Status, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> Standing:
-    return _standing(status, current=current, claimed=claimed, leased=True)
+def _always_leased(
+    status: JobStatus, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool
+) -> LeaseStatus:
+    return _lease_status(status, current=current, claimed=claimed, leased=True)
 
 
-def _never_ended(status: Status, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> Standing:
+def _never_ended(status: JobStatus, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> LeaseStatus:
     if current == claimed and status in TERMINAL | HELD_STATUSES:
-        return Standing.HELD
-    return _standing(status, current=current, claimed=claimed, leased=leased)
+        return LeaseStatus.HELD
+    return _lease_status(status, current=current, claimed=claimed, leased=leased)
 
 
-def _lost_for_ever(before: Tally, budget: Budget, *, now_s: float) -> Ruling:
+def _lost_for_ever(before: AttemptCounts, budget: Budget, *, now_s: float) -> RetryDecision:
     return _after_expiry(before, Budget(max_attempts=budget.max_attempts, max_lost=1_000_000), now_s=now_s)
 
 
@@ -65,12 +67,12 @@ async def _load_unlocked(connection: Any, job_id: str) -> Held | None:
     return None if job is None else held_of(job, leased=leased is not None)
 
 
-def _expired_for_everybody(db: sqlite3.Connection, job_id: str, job: Held, now_s: float) -> Status:
+def _expired_for_everybody(db: sqlite3.Connection, job_id: str, job: Held, now_s: float) -> JobStatus:
     """A job that is revived stays in the queue."""
-    if job.status is not Status.PENDING:
+    if job.status is not JobStatus.PENDING:
         return job.status
     db.execute("UPDATE job SET status = 'running' WHERE seq = ?", (job.seq,))
-    return Status.RUNNING
+    return JobStatus.RUNNING
 
 
 def _not_told(db: sqlite3.Connection, held: Any, columns: str) -> None:
@@ -97,10 +99,10 @@ _UNLOCKED: Final = tuple(
 )
 
 BOTH: Final[dict[str, list[Ablation]]] = {
-    "an earlier epoch may speak": [(rows, "standing", _any_epoch)],
-    "any host may speak": [(rows, "standing", _any_host)],
-    "a job is revived without its lease": [(rows, "standing", _always_leased)],
-    "a terminal job may end again": [(rows, "standing", _never_ended)],
+    "an earlier epoch may speak": [(rows, "lease_status", _any_epoch)],
+    "any host may speak": [(rows, "lease_status", _any_host)],
+    "a job is revived without its lease": [(rows, "lease_status", _always_leased)],
+    "a terminal job may end again": [(rows, "lease_status", _never_ended)],
     "hosts may be lost for ever": [
         (sqlite_leases, "after_expiry", _lost_for_ever),
         (postgres_leases, "after_expiry", _lost_for_ever),

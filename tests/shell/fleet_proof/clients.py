@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.job import Cause
-from strata.fleet.ports import Claim, Completion, Failure, Hold, Lease, Renewal, Store
+from strata.fleet.ports import AttemptKey, Claim, JobCompletion, JobFailure, JobLease, Renewal, Store
 from strata.testing.history import Operation, Outcome, Returned, Unknown
 from tests.conformance.fleet.fleet import add_host
 from tests.shell.fleet_proof import model
@@ -35,7 +35,7 @@ class ClaimTry:
     now_s: float
     invoked_at: float
     returned_at: float | None
-    given: Sequence[Lease]
+    given: Sequence[JobLease]
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Site:
         return answers is not None
 
 
-async def claim(site: Site, host: str, count: int = 1) -> Sequence[Lease]:
+async def claim(site: Site, host: str, count: int = 1) -> Sequence[JobLease]:
     """Under one name until it is answered; sometimes two tries are under way at once."""
     wanted = Claim(host_id=host, claim_id=site.name("c"), classes=site.classes, slots=9, count=count)
     for _ in range(4):
@@ -104,7 +104,7 @@ async def claim(site: Site, host: str, count: int = 1) -> Sequence[Lease]:
     return []
 
 
-async def _claim_once(site: Site, wanted: Claim) -> Sequence[Lease] | None:
+async def _claim_once(site: Site, wanted: Claim) -> Sequence[JobLease] | None:
     now_s, invoked_at = site.later(), perf_counter()
     given = await site.lossy(lambda: site.store.claim([wanted], LEASE_S, now_s))
     returned_at = None if given is None else perf_counter()
@@ -115,7 +115,7 @@ async def _claim_once(site: Site, wanted: Claim) -> Sequence[Lease] | None:
     return None if given is None else leases
 
 
-async def renew(site: Site, hold: Hold, *, running: bool) -> None:
+async def renew(site: Site, hold: AttemptKey, *, running: bool) -> None:
     now_s = site.later()
     asked = Renewal(job_id=hold.job_id, epoch=hold.epoch, running=running)
 
@@ -127,42 +127,42 @@ async def renew(site: Site, hold: Hold, *, running: bool) -> None:
     await site.ask(hold.host_id, [given], call)
 
 
-async def complete(site: Site, hold: Hold, artifact: str) -> bool:
+async def complete(site: Site, hold: AttemptKey, artifact: str) -> bool:
     now_s = site.later()
 
     async def call() -> Sequence[Answer]:
-        await site.store.complete(hold, Completion(artifact=artifact), now_s)
+        await site.store.complete(hold, JobCompletion(artifact=artifact), now_s)
         return ["ok"]
 
     return await site.ask(hold.host_id, [model.Complete(hold.job_id, hold.host_id, hold.epoch, artifact)], call)
 
 
-async def fail(site: Site, hold: Hold, cause: Cause, error: str) -> bool:
+async def fail(site: Site, hold: AttemptKey, cause: Cause, error: str) -> bool:
     now_s = site.later()
 
     async def call() -> Sequence[Answer]:
-        await site.store.fail(hold, Failure(cause=cause, error=error), now_s, chance=CHANCE)
+        await site.store.fail(hold, JobFailure(cause=cause, error=error), now_s, chance=CHANCE)
         return ["ok"]
 
     given = model.Fail(hold.job_id, hold.host_id, hold.epoch, cause, error, now_s)
     return await site.ask(hold.host_id, [given], call)
 
 
-async def sweep(site: Site, client: str = "hub") -> None:
+async def expire_leases(site: Site, client: str = "hub") -> None:
     now_s = site.later()
 
     async def call() -> Sequence[Answer]:
-        expired = {row.id for row in await site.store.sweep(now_s)}
+        expired = {row.id for row in await site.store.expire_leases(now_s)}
         return [job_id in expired for job_id in site.jobs]
 
     await site.ask(client, [model.Expire(job_id, now_s) for job_id in site.jobs], call)
 
 
-async def ripen(site: Site, client: str = "hub") -> None:
+async def release_backoffs(site: Site, client: str = "hub") -> None:
     now_s = site.later()
 
     async def call() -> Sequence[Answer]:
-        await site.store.ripen(now_s)
+        await site.store.release_backoffs(now_s)
         return [None] * len(site.jobs)
 
     await site.ask(client, [model.Ripen(job_id, now_s) for job_id in site.jobs], call)
@@ -198,22 +198,22 @@ async def requeue(site: Site, job_id: str) -> None:
 
 async def be_a_host(site: Site, host: str, steps: int) -> None:
     """Claims, renews and ends attempts; also those it was told are over, and those it has forgotten to renew."""
-    mine: list[Hold] = []
-    former: list[Hold] = []
+    mine: list[AttemptKey] = []
+    former: list[AttemptKey] = []
     for _ in range(steps):
         if not mine or site.rng.random() < 0.15:
             given = await claim(site, host, site.rng.choice((1, 1, 2)))
-            mine += [Hold(host, lease.job_id, lease.epoch) for lease in given]
+            mine += [AttemptKey(host, lease.job_id, lease.epoch) for lease in given]
             continue
         hold = site.rng.choice(former) if former and site.rng.random() < 0.25 else site.rng.choice(mine)
         if site.rng.random() < 0.1:
-            hold = Hold(host, *site.rng.choice(site.held))
+            hold = AttemptKey(host, *site.rng.choice(site.held))
         if await _speak(site, hold):
             former.append(hold)
             mine = [each for each in mine if each != hold]
 
 
-async def _speak(site: Site, hold: Hold) -> bool:
+async def _speak(site: Site, hold: AttemptKey) -> bool:
     """One report, or two that cross each other; whether the host is done with this attempt."""
     choice = site.rng.random()
     if choice < 0.4:
@@ -252,9 +252,9 @@ async def be_a_hub(site: Site, hosts: Sequence[str], steps: int) -> None:
         choice = site.rng.random()
         if choice < 0.45:
             site.now_s += site.rng.random() * LEASE_S / 2
-            await sweep(site)
+            await expire_leases(site)
         elif choice < 0.85:
-            await ripen(site)
+            await release_backoffs(site)
         else:
             host = site.rng.choice(hosts)
             await site.lossy(lambda host=host: add_host(site.store, host, site.later()))  # type: ignore[misc]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from strata.base.errors import StrataError
-from strata.fleet.core.job import HELD, TERMINAL, Status
-from strata.fleet.ports import Hold, Store
+from strata.fleet.core.job import HELD, TERMINAL, JobStatus
+from strata.fleet.ports import AttemptKey, Store
 from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.sqlite.store import SqliteStore
 from strata.testing.history import Operation, Returned, Unknown
@@ -85,12 +85,12 @@ async def _heal(site: Site) -> list[str]:
     open_jobs: list[str] = []
     for number in range(ROUNDS):
         site.now_s += LEASE_S
-        await clients.sweep(site)
+        await clients.expire_leases(site)
         # As long as the longest back-off of so few failures.
         site.now_s += 2 * LEASE_S
-        await clients.ripen(site)
+        await clients.release_backoffs(site)
         for lease in await clients.claim(site, HEALER, count=len(site.jobs)):
-            await clients.complete(site, Hold(HEALER, lease.job_id, lease.epoch), f"healed{number}")
+            await clients.complete(site, AttemptKey(HEALER, lease.job_id, lease.epoch), f"healed{number}")
         for job_id in site.jobs:
             await clients.read(site, "reader", job_id)
         open_jobs = [
@@ -137,8 +137,8 @@ def disagreements(tables: Tables) -> list[str]:
             f"attempts {tried} of epoch {epoch}": tried != list(range(1, epoch + 1)),
             f"{status} with lease {lease}": (status in HELD) != (lease is not None and not lease[1]),
             f"lease {lease} of epoch {epoch}": lease is not None and lease[0] != epoch,
-            f"{status} and in {places} queues": places != (status == Status.PENDING and not waits_for),
-            f"completed with {artifact!r} of {kept}": status == Status.COMPLETED and artifact not in kept,
+            f"{status} and in {places} queues": places != (status == JobStatus.PENDING and not waits_for),
+            f"completed with {artifact!r} of {kept}": status == JobStatus.COMPLETED and artifact not in kept,
             "claims without events": tables.events[id_, "job.claimed"] != epoch,
             "completions without events": tables.events[id_, "job.completed"]
             != len([1 for each in tables.attempts if each[0] == id_ and each[4] == "completed"]),

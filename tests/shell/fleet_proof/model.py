@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias, assert_never
 
 import msgspec
 
-from strata.fleet.core.job import CHARGED, HELD, TERMINAL, Cause, Event, Status
-from strata.fleet.core.lease import Budget, Ruling, Tally, after_expiry, after_failure
+from strata.fleet.core.job import CHARGED, HELD, TERMINAL, Cause, JobEvent, JobStatus
+from strata.fleet.core.lease import AttemptCounts, Budget, RetryDecision, after_expiry, after_failure
 from strata.testing.history import Outcome, Returned
 
 LEASE_S = 10.0
@@ -105,7 +105,7 @@ Told = tuple[int, str, str, str]
 
 
 class Job(NamedTuple):
-    status: Status = Status.PENDING
+    status: JobStatus = JobStatus.PENDING
     epoch: int = 0
     host: str = ""
     artifact: str = ""
@@ -114,14 +114,14 @@ class Job(NamedTuple):
     expired: bool = False
     queued: bool = True
     not_before_s: float = 0.0
-    tally: Tally = Tally()
+    tally: AttemptCounts = AttemptCounts()
     claims: frozenset[tuple[str, str, int]] = frozenset()
     told: frozenset[Told] = frozenset()
     """The ends that were reported and taken: epoch, host, and the words."""
 
     @property
     def ripening(self) -> bool:
-        return self.status is Status.PENDING and not self.queued
+        return self.status is JobStatus.PENDING and not self.queued
 
 
 Next: TypeAlias = Iterator[tuple[Job, Answer]]
@@ -202,7 +202,7 @@ def _take(job: Job, given: Take) -> Next:
         epoch = job.epoch + 1
         yield (
             job._replace(
-                status=Status.CLAIMED,
+                status=JobStatus.CLAIMED,
                 epoch=epoch,
                 host=given.host,
                 until_s=given.now_s + LEASE_S,
@@ -216,7 +216,7 @@ def _take(job: Job, given: Take) -> Next:
 
 
 def _alive(job: Job, host: str, epoch: int) -> bool:
-    held = job.status in HELD or (job.status is Status.PENDING and job.until_s is not None)
+    held = job.status in HELD or (job.status is JobStatus.PENDING and job.until_s is not None)
     return (job.epoch, job.host) == (epoch, host) and held
 
 
@@ -228,7 +228,7 @@ def _renew(job: Job, given: Renew) -> tuple[Job, Answer]:
     if not _alive(job, given.host, given.epoch):
         ended = _refused(job, given.host, given.epoch) == "conflict"
         return job, ("ended" if ended else "stale", job.status)
-    status = Status.RUNNING if job.status is Status.PENDING or given.running else job.status
+    status = JobStatus.RUNNING if job.status is JobStatus.PENDING or given.running else job.status
     after = job._replace(status=status, until_s=given.now_s + LEASE_S, expired=False, queued=False)
     return after, ("held", status)
 
@@ -238,7 +238,7 @@ def _complete(job: Job, given: Complete) -> tuple[Job, Answer]:
     if not _alive(job, given.host, given.epoch):
         return job, "ok" if words in job.told else _refused(job, given.host, given.epoch)
     after = job._replace(
-        status=Status.COMPLETED,
+        status=JobStatus.COMPLETED,
         artifact=given.artifact,
         until_s=None,
         expired=False,
@@ -257,11 +257,11 @@ def _fail(job: Job, given: Fail) -> tuple[Job, Answer]:
 
 
 def _cancel(job: Job, given: Cancel) -> tuple[Job, Answer]:
-    if job.status is Status.CANCELLED:
+    if job.status is JobStatus.CANCELLED:
         return job, "ok"
     if job.status in TERMINAL:
         return job, "precondition"
-    ruling = Ruling(event=Event.CANCEL, cause=Cause.CANCELLED, not_before_s=given.now_s, reason="")
+    ruling = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=given.now_s, reason="")
     return _ruled(job, ruling, given.now_s), "ok"
 
 
@@ -269,26 +269,26 @@ def _requeue(job: Job) -> tuple[Job, Answer]:
     if job.status not in TERMINAL:
         return job, "precondition"
     return job._replace(
-        status=Status.PENDING, artifact="", queued=True, not_before_s=0.0, tally=Tally(), until_s=None
+        status=JobStatus.PENDING, artifact="", queued=True, not_before_s=0.0, tally=AttemptCounts(), until_s=None
     ), "ok"
 
 
-def _ruled(job: Job, ruling: Ruling, now_s: float) -> Job:
+def _ruled(job: Job, ruling: RetryDecision, now_s: float) -> Job:
     match ruling.event:
-        case Event.EXPIRE:
-            return job._replace(status=Status.PENDING, expired=True, queued=job.not_before_s <= now_s)
-        case Event.RETRY:
-            after = job._replace(status=Status.PENDING, queued=ruling.not_before_s <= now_s)
-        case Event.FAIL:
-            after = job._replace(status=Status.FAILED, queued=False)
-        case Event.CANCEL:
-            after = job._replace(status=Status.CANCELLED, queued=False)
+        case JobEvent.EXPIRE:
+            return job._replace(status=JobStatus.PENDING, expired=True, queued=job.not_before_s <= now_s)
+        case JobEvent.RETRY:
+            after = job._replace(status=JobStatus.PENDING, queued=ruling.not_before_s <= now_s)
+        case JobEvent.FAIL:
+            after = job._replace(status=JobStatus.FAILED, queued=False)
+        case JobEvent.CANCEL:
+            after = job._replace(status=JobStatus.CANCELLED, queued=False)
         case _:
             raise AssertionError(ruling)
     tally = job.tally if job.until_s is None else _counted(job.tally, ruling.cause)
     return after._replace(until_s=None, expired=False, not_before_s=ruling.not_before_s, tally=tally)
 
 
-def _counted(tally: Tally, cause: Cause) -> Tally:
+def _counted(tally: AttemptCounts, cause: Cause) -> AttemptCounts:
     column = "charged" if cause in CHARGED else {Cause.HOST_LOST: "lost", Cause.INFRA: "infra"}.get(cause, "excused")
     return msgspec.structs.replace(tally, **{column: getattr(tally, column) + 1})

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.capability import Capability
-from strata.fleet.ports import Completion, Hold, HostRow, Renewal
+from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, Renewal
 from strata.fleet.service import Fleet, FleetSettings
 from strata.fleet.store.postgres.store import PostgresStore
 
@@ -68,7 +68,10 @@ class Hub:
             claim_id = f"c{next(self._names)}"
             leases = await self.until_answered(lambda claim_id=claim_id: self.fleet.claim(host_id, claim_id))  # type: ignore[misc]
             for lease in leases:
-                hold, done = Hold(host_id, lease.job_id, lease.epoch), Completion(artifact=f"{host_id}.{claim_id}")
+                hold, done = (
+                    AttemptKey(host_id, lease.job_id, lease.epoch),
+                    JobCompletion(artifact=f"{host_id}.{claim_id}"),
+                )
                 row = await self.until_answered(lambda hold=hold, done=done: self.fleet.complete(hold, done))  # type: ignore[misc]
                 self.confirmed[row.id] = done.artifact
             if not leases:

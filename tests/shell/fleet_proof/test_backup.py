@@ -15,19 +15,19 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
-from strata.fleet import move
 from strata.fleet.artifacts.store import tables as artifact_tables
-from strata.fleet.backup import EPOCHS, backup_sqlite, fence_postgres, restore_sqlite
-from strata.fleet.core.job import Cause, Status
-from strata.fleet.ports import Completion, Failure, Hold, Renewal, Store
+from strata.fleet.core.job import Cause, JobStatus
+from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, Renewal, Store
+from strata.fleet.store import migrate
+from strata.fleet.store.backup import EPOCHS, backup_sqlite, fence_postgres, restore_sqlite
 from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.sqlite import tables as sqlite_tables
 from strata.fleet.store.sqlite.store import SqliteStore
-from strata.hub import records
+from strata.hub import cursor_store
 from strata.identity import postgres as identity_postgres
 from strata.identity import sqlite as identity_sqlite
-from strata.identity.ports import Invite, Key
+from strata.identity.ports import ApiKey, Invite
 from strata.identity.roles import Role
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, marker, refusal
 from tests.shell.fleet_proof.histories import rows
@@ -38,16 +38,16 @@ SQLITE: Final = (
     identity_sqlite.COMPONENT,
     sqlite_tables.COMPONENT,
     artifact_tables.SQLITE,
-    records.SQLITE,
+    cursor_store.SQLITE,
 )
 POSTGRES: Final = (
     events.POSTGRES,
     identity_postgres.COMPONENT,
     postgres_tables.COMPONENT,
     artifact_tables.POSTGRES,
-    records.POSTGRES,
+    cursor_store.POSTGRES,
 )
-DONE: Final = Completion(artifact="art1", metrics={"auc": 0.9})
+DONE: Final = JobCompletion(artifact="art1", metrics={"auc": 0.9})
 
 
 async def open_thread(path: Path) -> SqliteThread:
@@ -70,7 +70,7 @@ async def connections(postgres_url: str) -> AsyncIterator[Connections]:
     await opened.close()
 
 
-async def live_a_little(store: Store) -> dict[str, Hold]:
+async def live_a_little(store: Store) -> dict[str, AttemptKey]:
     """One job of each kind: completed, running, expired, in a back-off, waiting for another, cancelled, untouched."""
     for host in ("host_a", "host_b"):
         await add_host(store, host)
@@ -79,10 +79,10 @@ async def live_a_little(store: Store) -> dict[str, Hold]:
     await add(store, *specs.values(), job("later", after=(specs["running"].id,)))
     holds = {lease.spec.model: hold(lease) for lease in await claim(store, count=4)}
     await store.complete(holds["done"], DONE, 1.0)
-    await store.fail(holds["broken"], Failure(cause=Cause.USER_ERROR, error="no"), 1.0, chance=0.0)
+    await store.fail(holds["broken"], JobFailure(cause=Cause.USER_ERROR, error="no"), 1.0, chance=0.0)
     await store.cancel(specs["gone"].id, "not needed", "operator", 1.0)
     await store.renew("host_a", [Renewal(job_id=specs["running"].id, epoch=1, running=True)], LEASE_S, 5.0)
-    await store.sweep(LEASE_S)
+    await store.expire_leases(LEASE_S)
     return holds
 
 
@@ -111,7 +111,7 @@ async def test_a_backup_of_a_busy_database_is_whole_and_keeps_what_was_confirmed
     again = SqliteStore(await open_thread(tmp_path / "again.db"))
     statuses = [(await again.job(job_id)).status for job_id in before]
     await again.close()
-    assert set(statuses) == {Status.COMPLETED}
+    assert set(statuses) == {JobStatus.COMPLETED}
 
 
 async def test_a_backup_is_not_served_from_and_overwrites_nothing(thread: SqliteThread, tmp_path: Path) -> None:
@@ -164,15 +164,15 @@ async def test_a_damaged_backup_is_refused_and_leaves_no_file(thread: SqliteThre
     assert sorted(path.name for path in tmp_path.iterdir() if "again" in path.name) == []
 
 
-async def check_fenced(store: Store, holds: dict[str, Hold]) -> None:
+async def check_fenced(store: Store, holds: dict[str, AttemptKey]) -> None:
     """Nobody from before can write, and everything that was not finished can be claimed."""
     for held in holds.values():
         if held != holds["done"]:
-            assert (await refusal(store.complete(held, Completion(artifact="late"), 60.0))).code is Code.STALE
+            assert (await refusal(store.complete(held, JobCompletion(artifact="late"), 60.0))).code is Code.STALE
         (renewed,) = await store.renew(held.host_id, [Renewal(job_id=held.job_id, epoch=held.epoch)], LEASE_S, 60.0)
         assert renewed.verdict == "stale"
-    assert (await store.complete(holds["done"], DONE, 60.0)).status is Status.COMPLETED
-    await store.ripen(1000.0)
+    assert (await store.complete(holds["done"], DONE, 60.0)).status is JobStatus.COMPLETED
+    await store.release_backoffs(1000.0)
     leases = await claim(store, "host_b", claim_id="after", count=9, now_s=1000.0)
     assert sorted(lease.spec.model for lease in leases) == ["broken", "expired", "fresh", "running"]
     assert {lease.epoch for lease in leases} == {EPOCHS + 1, EPOCHS + 2}
@@ -237,9 +237,9 @@ async def test_a_database_moves_to_postgres_and_back_with_every_row(
 ) -> None:
     here, there = SqliteStore(thread), PostgresStore(connections)
     holds = await live_a_little(here)
-    await identity_sqlite.SqliteIdentity(thread).add_key(Key("k1", "me", Role.ADMIN, "hash", 1.0), "operator")
+    await identity_sqlite.SqliteIdentity(thread).add_key(ApiKey("k1", "me", Role.ADMIN, "hash", 1.0), "operator")
     before = await everything(here)
-    moved = await move.to_postgres(thread, connections, 60.0)
+    moved = await migrate.to_postgres(thread, connections, 60.0)
     assert moved.rows["job"] == 7
     assert await everything(there) == before
     # Who worked goes on working, and new rows are numbered after the old ones.
@@ -248,7 +248,7 @@ async def test_a_database_moves_to_postgres_and_back_with_every_row(
     (new,) = await add(there, job("new"), now_s=47.0)
     assert (await told_before(new, there.events))[0].event.kind == "host.registered"
     back = await open_thread(tmp_path / "back.db")
-    await move.to_sqlite(connections, back)
+    await migrate.to_sqlite(connections, back)
     after, once_more = await everything(there), await everything(SqliteStore(back))
     leases = await claim(SqliteStore(back), "host_b", claim_id="back", count=9, now_s=48.0)
     await back.close()
@@ -256,7 +256,7 @@ async def test_a_database_moves_to_postgres_and_back_with_every_row(
     assert {lease.spec.model for lease in leases} == {"expired", "fresh", "new"}
 
 
-async def read_on(store: Store, known: records.Records) -> list[str]:
+async def read_on(store: Store, known: cursor_store.CursorStore) -> list[str]:
     """What a webhook is told next. PostgreSQL shows an event only when nothing older is under way."""
     async with asyncio.timeout(ARRIVES_S):
         while not (told := await store.events(await known.cursor("hook") or "", 1000)):
@@ -270,25 +270,25 @@ async def test_a_webhook_goes_on_where_it_was_when_the_database_moves(
 ) -> None:
     here, there = SqliteStore(thread), PostgresStore(connections)
     await add_host(here, "host_a")
-    await records.SqliteRecords(thread).put_cursor("new", "")
-    assert await read_on(here, records.SqliteRecords(thread)) == ["host_a"]
+    await cursor_store.SqliteCursorStore(thread).put_cursor("new", "")
+    assert await read_on(here, cursor_store.SqliteCursorStore(thread)) == ["host_a"]
     await add_host(here, "host_b")
-    await move.to_postgres(thread, connections, 60.0)
-    assert await read_on(there, records.PostgresRecords(connections)) == ["host_b"]
+    await migrate.to_postgres(thread, connections, 60.0)
+    assert await read_on(there, cursor_store.PostgresCursorStore(connections)) == ["host_b"]
     await add_host(there, "host_c")
-    assert await read_on(there, records.PostgresRecords(connections)) == ["host_c"]
+    assert await read_on(there, cursor_store.PostgresCursorStore(connections)) == ["host_c"]
     await add_host(there, "host_d")
     back = await open_thread(tmp_path / "back.db")
-    await move.to_sqlite(connections, back)
-    told = await read_on(SqliteStore(back), records.SqliteRecords(back))
-    fresh = await records.SqliteRecords(back).cursor("new")
+    await migrate.to_sqlite(connections, back)
+    told = await read_on(SqliteStore(back), cursor_store.SqliteCursorStore(back))
+    fresh = await cursor_store.SqliteCursorStore(back).cursor("new")
     await back.close()
     assert told == ["host_d"]
     assert fresh == ""
 
 
 async def test_a_webhook_goes_on_where_it_was_when_postgres_is_restored(connections: Connections) -> None:
-    store, known = PostgresStore(connections), records.PostgresRecords(connections)
+    store, known = PostgresStore(connections), cursor_store.PostgresCursorStore(connections)
     await add_host(store, "host_a")
     assert await read_on(store, known) == ["host_a"]
     await add_host(store, "host_b")
@@ -308,7 +308,7 @@ async def test_a_webhook_goes_on_where_it_was_when_postgres_is_restored(connecti
 async def test_a_database_that_was_moved_is_not_served_from_again(
     thread: SqliteThread, connections: Connections, tmp_path: Path
 ) -> None:
-    await move.to_postgres(thread, connections, 60.0)
+    await migrate.to_postgres(thread, connections, 60.0)
     await thread.close()
     with pytest.raises(StrataError, match="moved to PostgreSQL"):
         await open_thread(tmp_path / "hub.db")
@@ -317,9 +317,9 @@ async def test_a_database_that_was_moved_is_not_served_from_again(
 async def test_nothing_is_moved_into_a_database_that_has_rows(thread: SqliteThread, connections: Connections) -> None:
     await add_host(PostgresStore(connections))
     await add_host(SqliteStore(thread))
-    assert (await refusal(move.to_postgres(thread, connections, 60.0))).code is Code.CONFLICT
+    assert (await refusal(migrate.to_postgres(thread, connections, 60.0))).code is Code.CONFLICT
     await connections.write("DROP TABLE artifact_metric", {})
-    assert (await refusal(move.to_postgres(thread, connections, 60.0))).code is Code.PRECONDITION
+    assert (await refusal(migrate.to_postgres(thread, connections, 60.0))).code is Code.PRECONDITION
 
 
 async def test_a_row_that_changes_on_its_way_is_noticed(thread: SqliteThread, connections: Connections) -> None:
@@ -327,7 +327,7 @@ async def test_a_row_that_changes_on_its_way_is_noticed(thread: SqliteThread, co
     await connections.write("CREATE FUNCTION worse() RETURNS trigger LANGUAGE plpgsql AS"
                             " $$ BEGIN NEW.name = 'other'; RETURN NEW; END $$", {})  # fmt: skip
     await connections.write("CREATE TRIGGER worse BEFORE INSERT ON host FOR EACH ROW EXECUTE FUNCTION worse()", {})
-    assert (await refusal(move.to_postgres(thread, connections, 60.0))).code is Code.CORRUPT
+    assert (await refusal(migrate.to_postgres(thread, connections, 60.0))).code is Code.CORRUPT
     assert await connections.run("SELECT count(*) FROM host", {}) == [(0,)]
 
 

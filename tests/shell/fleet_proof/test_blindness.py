@@ -9,15 +9,15 @@ import pytest
 from strata.base.clock import ManualClock
 from strata.fleet import service
 from strata.fleet.core.capability import Capability
-from strata.fleet.core.job import Status
+from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.core.plan import Plan
+from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.ports import HostRow
 from strata.fleet.service import Fleet
 from tests.shell.fleet_proof.stores import open_sqlite
 
 
-async def status_after_a_restart(path: Path) -> Status:
+async def status_after_a_restart(path: Path) -> JobStatus:
     """Of a job whose lease ran out while no hub was there, as soon as the next hub has ticked."""
     clock = ManualClock(wall_s=1_800_000_000.0)
     store = await open_sqlite(path)
@@ -25,7 +25,7 @@ async def status_after_a_restart(path: Path) -> Status:
     host = HostRow(id="h", name="h", capability=Capability(hostname="h"), registered_at_s=first.now_s())
     await first.register(host, "test")
     spec = JobSpec(model="m")
-    await first.apply(Plan(new={spec.id: spec}), "test", source="test")
+    await first.apply(ApplyPlan(new={spec.id: spec}), "test", source="test")
     await first.claim("h", "c1")
     await clock.advance(3600)
     second = Fleet(store, clock)
@@ -36,9 +36,9 @@ async def status_after_a_restart(path: Path) -> Status:
 
 
 async def test_a_hub_that_starts_gives_every_lease_a_full_term(tmp_path: Path) -> None:
-    assert await status_after_a_restart(tmp_path / "hub.db") is Status.CLAIMED
+    assert await status_after_a_restart(tmp_path / "hub.db") is JobStatus.CLAIMED
 
 
 async def test_a_hub_that_sweeps_blindly_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "may_sweep", lambda **_: True)
-    assert await status_after_a_restart(tmp_path / "hub.db") is not Status.CLAIMED
+    monkeypatch.setattr(service, "may_expire_leases", lambda **_: True)
+    assert await status_after_a_restart(tmp_path / "hub.db") is not JobStatus.CLAIMED

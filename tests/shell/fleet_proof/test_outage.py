@@ -11,8 +11,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.core.plan import Plan
-from strata.fleet.ports import Completion, Store
+from strata.fleet.core.plan import ApplyPlan
+from strata.fleet.ports import JobCompletion, Store
 from strata.testing.postgres import PostgresServer
 from strata.testing.proxy import ChaosProxy
 from tests.conformance.fleet.fleet import LEASE_S as LONG_S
@@ -49,7 +49,7 @@ async def _at_work(hub: Hub) -> AsyncIterator[Hub]:
     for host in (*agents, "holder"):
         await hub.register(host)
     specs = [JobSpec(model="m", seed=number) for number in range(JOBS)]
-    await hub.fleet.apply(Plan(new={spec.id: spec for spec in specs}), "test", source="test")
+    await hub.fleet.apply(ApplyPlan(new={spec.id: spec for spec in specs}), "test", source="test")
     held = {lease.job_id: lease.epoch for lease in await hub.fleet.claim("holder", "long", count=2)}
     async with asyncio.TaskGroup() as group:
         group.create_task(hub.tick())
@@ -140,8 +140,8 @@ async def test_a_claim_whose_reply_was_lost_after_the_commit_is_answered_again(p
         assert [lease.epoch for lease in given] == [1, 1]
         assert (await store.counts()).ready == 1
         (first, _) = given
-        assert (await store.complete(hold(first), Completion(artifact="a"), 1.0)).artifact == "a"
-        again = await store.complete(hold(first), Completion(artifact="a"), LONG_S)
+        assert (await store.complete(hold(first), JobCompletion(artifact="a"), 1.0)).artifact == "a"
+        again = await store.complete(hold(first), JobCompletion(artifact="a"), LONG_S)
         assert (again.artifact, len(await store.attempts(first.job_id))) == ("a", 1)
 
 

@@ -12,7 +12,7 @@ from strata.database.migrations import Component, SqliteComponents, upgrade_post
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.jobspec import HostSpec, TrainerSpec
-from strata.fleet.core.plan import Policy, Registered
+from strata.fleet.core.plan import HostPolicy, RegisteredTrainer
 from strata.fleet.ports import Store
 from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import PostgresStore
@@ -53,9 +53,9 @@ def statements(mark: str, true: str, false: str) -> list[tuple[str, tuple[Any, .
 
 
 async def check(store: Store) -> None:
-    assert await store.trainers() == {("default", "default"): Registered(digest=TRAINER.digest, spec=TRAINER)}
-    assert await store.policies() == {"desk": Policy(spec=POLICY, project="default")}
-    present = await store.present()
+    assert await store.trainers() == {("default", "default"): RegisteredTrainer(digest=TRAINER.digest, spec=TRAINER)}
+    assert await store.policies() == {"desk": HostPolicy(spec=POLICY, project="default")}
+    present = await store.existing_jobs()
     assert {id_: each.trainer for id_, each in present.items()} == {KNOWN.id: TRAINER.digest, LOST.id: ""}
     assert [row.trainer_digest for row in await store.attempts(KNOWN.id)] == [TRAINER.digest]
     await add_host(store)

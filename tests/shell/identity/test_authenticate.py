@@ -21,7 +21,7 @@ from strata.database.sqlite import SqliteThread
 from strata.identity.authenticate import REMEMBERED_S, Authenticator, Credentials
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment, make_key
-from strata.identity.roles import OPERATOR, Kind, Principal, Role
+from strata.identity.roles import OPERATOR, CallerKind, Principal, Role
 from strata.identity.sqlite import COMPONENT, SqliteIdentity
 from strata.identity.tokens import read_join_token
 
@@ -81,7 +81,7 @@ async def test_the_operator_token_counts_in_both_places(site: Site) -> None:
 async def test_a_key_has_its_role_until_it_is_revoked_or_expires(site: Site) -> None:
     key, text = await make_key(site.store, site.clock, OPERATOR, name="laptop", role=Role.RESEARCHER, valid_s=100)
     principal = await site.who.identify(Credentials(bearer=text))
-    assert (principal.kind, principal.role, principal.actor) == (Kind.KEY, Role.RESEARCHER, f"key:{key.id}")
+    assert (principal.kind, principal.role, principal.actor) == (CallerKind.KEY, Role.RESEARCHER, f"key:{key.id}")
     principal.need(Role.VIEWER)
     with pytest.raises(StrataError, match="needs the role operator"):
         principal.need(Role.OPERATOR)
@@ -107,7 +107,7 @@ async def test_a_joined_host_is_known_by_its_certificate_and_renews_it(site: Sit
     again = await site.enrollment.join(token.id, token.secret, "anna", csr)
     assert again.host.id == enrolled.host.id
     principal = await site.who.identify(certificate(enrolled.certificate.certificate_pem))
-    assert principal == Principal(Kind.HOST, enrolled.host.id, None)
+    assert principal == Principal(CallerKind.HOST, enrolled.host.id, None)
     await site.clock.advance(12 * 3600)
     renewed = await site.enrollment.renew(principal, csr)
     assert renewed.until_s > enrolled.certificate.until_s
@@ -127,12 +127,12 @@ async def test_a_revoked_host_is_refused_although_its_certificate_lives_on(site:
 
 async def test_a_local_agent_is_known_by_its_secret(site: Site) -> None:
     host, text = await site.enrollment.add_local("here")
-    assert await site.who.identify(Credentials(bearer=text)) == Principal(Kind.HOST, host.id, None)
+    assert await site.who.identify(Credentials(bearer=text)) == Principal(CallerKind.HOST, host.id, None)
     assert (await site.refused(Credentials(bearer=text[:-1] + "g"))).code is Code.UNAUTHENTICATED
 
 
 async def test_people_without_the_role_invite_nobody_and_make_no_keys(site: Site) -> None:
-    viewer = Principal(Kind.KEY, "k", Role.VIEWER)
+    viewer = Principal(CallerKind.KEY, "k", Role.VIEWER)
     with pytest.raises(StrataError, match="needs the role operator"):
         await site.enrollment.invite(viewer)
     with pytest.raises(StrataError, match="needs the role admin"):

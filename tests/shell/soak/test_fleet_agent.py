@@ -12,7 +12,7 @@ from soak.fleet_agent import books, kill, outcome, zombie
 from soak.fleet_agent.fleet import Plan
 from soak.trials import CampaignRequest, CampaignResult
 from strata.fleet import wire
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from tests.support.busy import BUSY
 
@@ -49,8 +49,8 @@ async def test_a_host_that_was_thought_dead_changes_nothing_and_one_that_was_not
     assert result.worst_s <= zombie.LIMIT_S * BUSY
 
 
-def event(kind: str, epoch: int, **body: str) -> wire.Event:
-    return wire.Event(cursor="", at_s=0.0, actor="", kind=kind, subject="", body={"epoch": epoch, **body})
+def event(kind: str, epoch: int, **body: str) -> wire.FeedEvent:
+    return wire.FeedEvent(cursor="", at_s=0.0, actor="", kind=kind, subject="", body={"epoch": epoch, **body})
 
 
 def undisturbed() -> books.Evidence:
@@ -61,10 +61,10 @@ def undisturbed() -> books.Evidence:
     ]
     spec = JobSpec(model="counting", seed=SEED)
     job = wire.Job(
-        id=spec.id, status=Status.COMPLETED, spec=spec, epoch=2, created_at_s=0, changed_at_s=0, artifact="a"
+        id=spec.id, status=JobStatus.COMPLETED, spec=spec, epoch=2, created_at_s=0, changed_at_s=0, artifact="a"
     )
-    first = wire.Attempt(epoch=1, host_id="anna", claimed_at_s=0, outcome="lost", cause=Cause.HOST_LOST)
-    second = wire.Attempt(epoch=2, host_id="bert", claimed_at_s=0, outcome="completed")
+    first = wire.JobAttempt(epoch=1, host_id="anna", claimed_at_s=0, outcome="lost", cause=Cause.HOST_LOST)
+    second = wire.JobAttempt(epoch=2, host_id="bert", claimed_at_s=0, outcome="completed")
     return books.Evidence(
         job=job,
         attempts=(first, second),
@@ -92,7 +92,7 @@ def test_the_judge_accepts_what_an_honest_fleet_leaves() -> None:
 
 
 def lost(seen: books.Evidence) -> books.Evidence:
-    return msgspec.structs.replace(seen, job=msgspec.structs.replace(seen.job, status=Status.FAILED))
+    return msgspec.structs.replace(seen, job=msgspec.structs.replace(seen.job, status=JobStatus.FAILED))
 
 
 def completed_twice(seen: books.Evidence) -> books.Evidence:

@@ -62,12 +62,12 @@ def allowing_refusal() -> Iterator[None]:
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
 def test_a_message_is_frozen_and_only_a_reply_may_say_more_than_is_known(message: type[msgspec.Struct]) -> None:
     assert message.__struct_config__.frozen
-    assert message.__struct_config__.forbid_unknown_fields is not issubclass(message, wire.Reply)
+    assert message.__struct_config__.forbid_unknown_fields is not issubclass(message, wire.HubReply)
 
 
 def test_a_reply_of_a_newer_hub_is_read() -> None:
     body = b'{"status": "ok", "version": "9.9", "moon": {"phase": 1}}'
-    assert msgspec.json.decode(body, type=wire.Health).version == "9.9"
+    assert msgspec.json.decode(body, type=wire.HubHealth).version == "9.9"
 
 
 @pytest.mark.parametrize("message", READ, ids=lambda message: message.__name__)

@@ -90,11 +90,11 @@ def jobs_user(settings: AgentSettings) -> DoctorFinding:
 
 def its_hub(folder: Path, max_skew_s: float) -> Iterator[DoctorFinding]:
     from strata.fleet.agent.identity import connect_to_hub
-    from strata.fleet.wire import Caller
+    from strata.fleet.wire import CallerReply
 
     try:
         with connect_to_hub(folder, timeout_s=10.0) as client:
-            caller = client.call("GET", "/v1/caller", Caller)
+            caller = client.call("GET", "/v1/caller", CallerReply)
             yield ok("agent's hub", f"knows this host as {caller.name}")
             if client.ahead_s is not None:
                 found = check_clock_skew("agent's clock", client.ahead_s, max_skew_s)

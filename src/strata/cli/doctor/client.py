@@ -38,7 +38,7 @@ def asked(client: HubClient, url: str) -> Iterator[DoctorFinding]:
     from strata import __version__
     from strata.fleet import wire
 
-    health = client.call("GET", "/v1/health", wire.Health)
+    health = client.call("GET", "/v1/health", wire.HubHealth)
     told = f"{url} answers, version {health.version}"
     if health.version == __version__:
         yield ok("hub", told)
@@ -55,7 +55,7 @@ def credentials(client: HubClient) -> DoctorFinding:
     from strata.fleet import wire
 
     try:
-        caller = client.call("GET", "/v1/caller", wire.Caller)
+        caller = client.call("GET", "/v1/caller", wire.CallerReply)
     except StrataError as error:
         if error.code not in (Code.UNAUTHENTICATED, Code.FORBIDDEN):
             raise

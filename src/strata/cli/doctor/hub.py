@@ -70,7 +70,7 @@ def tables(settings: HubSettings, folder: Path) -> DoctorFinding:
             path = Path(settings.database.removeprefix("sqlite:")) if settings.database else folder / "hub.db"
             components, where = known.SQLITE, str(path)
             versions = asyncio.run(known.sqlite_versions(path))
-        due = known.due(versions, components)
+        due = known.outdated_components(versions, components)
     except StrataError as error:
         if error.code is Code.CONFLICT and "in use" in error.message:
             return ok("database", error.message)

@@ -68,13 +68,13 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
     """List the artifacts, newest first, or only those of JOB."""
     with hub_client(context) as client:
         from strata.fleet import wire
-        from strata.fleet.artifacts.manifest import Kind
+        from strata.fleet.artifacts.manifest import ArtifactKind
 
         job_id = find_job(client, job).job.id if job else ""
         now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
         query = wire.ArtifactsQuery(
             model=model,
-            kind=None if kind == "all" else Kind(kind),
+            kind=None if kind == "all" else ArtifactKind(kind),
             job_id=job_id,
             metric=metric,
             lowest=lowest,

@@ -104,9 +104,9 @@ def _qualified(row: Mapping[str, Any]) -> str:
 def _failures(client: HubClient, status: str) -> list[dict[str, Any]]:
     """The last errors of jobs that failed, or that wait for another attempt."""
     from strata.fleet import wire
-    from strata.fleet.core.job import Status
+    from strata.fleet.core.job import JobStatus
 
-    tried = [job for job in all_jobs(client, wire.JobsQuery(status=(Status(status),)), pages=1) if job.attempt]
+    tried = [job for job in all_jobs(client, wire.JobsQuery(status=(JobStatus(status),)), pages=1) if job.attempt]
     jobs = sorted(tried, key=lambda job: -job.changed_at_s)
     found = []
     for job in jobs[:FAILURES]:
@@ -140,12 +140,14 @@ def list_jobs(
     """List the jobs, all or some."""
     with hub_client(context) as client:
         from strata.fleet import wire
-        from strata.fleet.core.job import Status
+        from strata.fleet.core.job import JobStatus
 
         names = {each.id: each.name for each in all_hosts(client)}
         ids = {name: host_id for host_id, name in names.items()}
         now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
-        query = wire.JobsQuery(status=tuple(map(Status, statuses)), model=model, sweep=sweep, host=ids.get(host, host))
+        query = wire.JobsQuery(
+            status=tuple(map(JobStatus, statuses)), model=model, sweep=sweep, host=ids.get(host, host)
+        )
         jobs: Iterable[wire.Job] = all_jobs(client, query)
         columns = [column for column in _LIST if column.key != "project"]
         if output is not Format.JSONL:
@@ -247,7 +249,7 @@ def _since(job: wire.Job, now_s: float) -> str:
     return f"{job.status} {passed} ago" if job.status in TERMINAL else f"{job.status} for {passed}"
 
 
-def _attempt_row(attempt: wire.Attempt, hosts: Mapping[str, str]) -> dict[str, Any]:
+def _attempt_row(attempt: wire.JobAttempt, hosts: Mapping[str, str]) -> dict[str, Any]:
     return {
         "attempt": attempt.attempt,
         "epoch": attempt.epoch,
@@ -266,7 +268,7 @@ def _attempt_row(attempt: wire.Attempt, hosts: Mapping[str, str]) -> dict[str, A
     }
 
 
-def _show_attempt(attempt: wire.Attempt, hosts: Mapping[str, str], now_s: float) -> None:
+def _show_attempt(attempt: wire.JobAttempt, hosts: Mapping[str, str], now_s: float) -> None:
     begun_s = attempt.started_at_s or attempt.claimed_at_s
     outcome = attempt.outcome or "goes on"
     cause = f" ({attempt.cause})" if attempt.cause else ""

@@ -41,8 +41,8 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
 
         valid_s = None if days is None else days * DAY_S
         wanted = {"name": name, "role": role, "valid_s": valid_s, "owner": owner}
-        body = msgspec.convert(wanted, wire.KeyRequest)
-        made = client.call("POST", "/v1/keys", wire.KeyReply, body=body)
+        body = msgspec.convert(wanted, wire.HubKeyRequest)
+        made = client.call("POST", "/v1/keys", wire.HubKeyReply, body=body)
     if output in (Format.JSON, Format.JSONL):
         print_value(_row(made.key) | {"secret": made.secret}, output)
         return
@@ -79,7 +79,7 @@ def revoke(key: str, context: str | None) -> None:
     print_error(f"strata: the key {exact[0].id} ({exact[0].name}) is ended")
 
 
-def _row(key: wire.Key) -> dict[str, Any]:
+def _row(key: wire.HubKey) -> dict[str, Any]:
     return {
         "id": key.id,
         "name": key.name,
@@ -90,7 +90,7 @@ def _row(key: wire.Key) -> dict[str, Any]:
     }
 
 
-def _shown(key: wire.Key) -> dict[str, Any]:
+def _shown(key: wire.HubKey) -> dict[str, Any]:
     import datetime
 
     until = key.expires_at_s

@@ -18,7 +18,7 @@ from strata.cli.output import print_error, printable
 
 if TYPE_CHECKING:
     from strata.fleet import wire
-    from strata.fleet.client import HubClient, Reply
+    from strata.fleet.client import HubClient, HubResponse
 
 FOLLOW_S: Final = 20.0
 _ENDED: Final = ("completed", "failed", "cancelled")
@@ -90,7 +90,7 @@ class Follower:
             return reply.headers.get("x-strata-ended") == "true"
         return not reply.content
 
-    def _read(self, offset: int, wait_s: float) -> Reply:
+    def _read(self, offset: int, wait_s: float) -> HubResponse:
         from strata.fleet import wire
 
         query = wire.StreamQuery(attempt=self._attempt, offset=offset, wait_s=wait_s)

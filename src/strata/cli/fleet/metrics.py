@@ -69,11 +69,11 @@ def metrics(  # noqa: PLR0913 (the options of the command)
 
 def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -> list[wire.Job]:
     from strata.fleet import wire
-    from strata.fleet.core.job import Status
+    from strata.fleet.core.job import JobStatus
 
     if texts:
         return [find_job(client, text).job for text in texts]
-    found = all_jobs(client, wire.JobsQuery(status=(Status.COMPLETED,), sweep=sweep, model=model))
+    found = all_jobs(client, wire.JobsQuery(status=(JobStatus.COMPLETED,), sweep=sweep, model=model))
     return sorted(found, key=lambda job: _natural(job.spec.label))
 
 
@@ -116,7 +116,7 @@ def _compared(client: HubClient, job: wire.Job) -> dict[str, Any]:
 def _reports(client: HubClient, job: wire.Job) -> list[dict[str, Any]]:
     """All metrics of the last attempt."""
     from strata.fleet import wire
-    from strata.fleet.core.report import Metrics, parse_lines
+    from strata.fleet.core.report import MetricsReport, parse_lines
 
     if not job.attempt:
         return []
@@ -132,7 +132,7 @@ def _reports(client: HubClient, job: wire.Job) -> list[dict[str, Any]]:
     return [
         {"step": each.step, "at_s": each.at_s, "values": dict(each.values)}
         for each in reports
-        if isinstance(each, Metrics)
+        if isinstance(each, MetricsReport)
     ]
 
 

@@ -15,7 +15,7 @@ from strata.base.errors import Code, StrataError
 from strata.cli.fleet.bundle import Bundle, make_bundle
 
 if TYPE_CHECKING:
-    from strata.fleet.core.hyper import Schema
+    from strata.fleet.core.hyper import HyperSchema
     from strata.fleet.core.jobspec import TrainerSpec
     from strata.fleet.core.manifest import JobManifest, ManifestDraft
 
@@ -86,10 +86,10 @@ def _read(path: Path) -> str:
         raise StrataError(Code.INVALID, f"{path} cannot be read: {error}") from None
 
 
-def _compile(schemas: Mapping[str, Any]) -> dict[str, Schema]:
-    from strata.fleet.core.hyper import Schema
+def _compile(schemas: Mapping[str, Any]) -> dict[str, HyperSchema]:
+    from strata.fleet.core.hyper import HyperSchema
 
-    return {name: Schema(schema, source=f"schema of {name}") for name, schema in schemas.items()}
+    return {name: HyperSchema(schema, source=f"schema of {name}") for name, schema in schemas.items()}
 
 
 def _schema(

@@ -13,7 +13,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.artifacts.files import Tree, fetch_file, has_files, pieces, read_piece, scan
-from strata.fleet.artifacts.manifest import Limits, Lineage, Manifest, check_manifest
+from strata.fleet.artifacts.manifest import ArtifactLimits, ArtifactManifest, Lineage, check_manifest
 from strata.fleet.wire import LeaseGiven
 
 _COMMIT_ROUNDS = 3
@@ -40,7 +40,9 @@ def upload_folder(
     return hub.commit(lease, manifest, lineage)
 
 
-def send_missing_chunks(hub: HubApi, folder: Path | Tree, manifest: Manifest, wanted: Callable[[], bool]) -> None:
+def send_missing_chunks(
+    hub: HubApi, folder: Path | Tree, manifest: ArtifactManifest, wanted: Callable[[], bool]
+) -> None:
     missing = {chunk.digest: chunk for chunk in hub.missing(manifest.chunks())}
     for piece in pieces(manifest, missing):
         if not wanted():
@@ -52,7 +54,7 @@ def send_missing_chunks(hub: HubApi, folder: Path | Tree, manifest: Manifest, wa
 def download_as_tar(hub: HubApi, artifact_id: str) -> Iterator[bytes]:
     """Stream an artifact as a tar file, which the process of the job's user unpacks. Every byte is verified."""
     reply = hub.artifact(artifact_id)
-    manifest = check_manifest(reply.manifest, Limits())
+    manifest = check_manifest(reply.manifest, ArtifactLimits())
     for file in manifest.files:
         member = tarfile.TarInfo(file.path)
         member.size, member.mode = file.size, int(file.mode, 8)

@@ -30,7 +30,7 @@ from strata.fleet.agent.retry import BACKOFF, TRANSIENT, ThreadPools, retry, run
 from strata.fleet.agent.state import AgentState, AttemptOutcome, AttemptPhase, AttemptRecord, StopOrder
 from strata.fleet.agent.trainer_source import code_version
 from strata.fleet.artifacts.files import Tree
-from strata.fleet.artifacts.manifest import Kind, Lineage
+from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.core.job import Cause
 
 POLL_S: Final = 0.2
@@ -235,7 +235,9 @@ class Attempt:
             return
         artifact = ""
         try:
-            artifact = await run_in(self._pools.work, self._upload_folder, ("checkpoints", name), Kind.CHECKPOINT)
+            artifact = await run_in(
+                self._pools.work, self._upload_folder, ("checkpoints", name), ArtifactKind.CHECKPOINT
+            )
         except StrataError as error:
             if error.code is not Code.INVALID:
                 raise
@@ -281,7 +283,7 @@ class Attempt:
         for _ in range(_UPLOAD_ROUNDS):
             try:
                 artifact = await self._retry(
-                    "upload_result", lambda: self._upload_folder(("output",), Kind.RESULT, metrics)
+                    "upload_result", lambda: self._upload_folder(("output",), ArtifactKind.RESULT, metrics)
                 )
             except StrataError as error:
                 if error.code is Code.STALE:
@@ -328,7 +330,9 @@ class Attempt:
         lineage = {"code": self.record.code, "checkpoint": self.record.checkpoint}
         return outcome.facts | {name: value for name, value in lineage.items() if value}
 
-    def _upload_folder(self, inside: tuple[str, ...], kind: Kind, metrics: dict[str, float] | None = None) -> str:
+    def _upload_folder(
+        self, inside: tuple[str, ...], kind: ArtifactKind, metrics: dict[str, float] | None = None
+    ) -> str:
         return upload_folder(
             self._host.hub,
             Tree(self._paths.folder, inside, uid=self._host.uid),
@@ -348,7 +352,7 @@ class Attempt:
     async def _retry(self, operation: str, call: Callable[[], Any]) -> Any:
         return await retry(self._pools.work, operation, call, cancelled=self._dropped)
 
-    def _lineage(self, kind: Kind, metrics: dict[str, float]) -> Lineage:
+    def _lineage(self, kind: ArtifactKind, metrics: dict[str, float]) -> Lineage:
         lease = self.record.lease
         parents = (lease.checkpoint,) if lease.checkpoint else ()
         return Lineage(

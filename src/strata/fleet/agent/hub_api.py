@@ -7,7 +7,7 @@ from typing import Final, Literal
 from strata import __version__
 from strata.fleet import wire
 from strata.fleet.agent.state import PendingClaim
-from strata.fleet.artifacts.manifest import Lineage, Manifest
+from strata.fleet.artifacts.manifest import ArtifactManifest, Lineage
 from strata.fleet.client import HubClient, transfer
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause
@@ -31,7 +31,7 @@ class HubApi:
         reply = self.client.call("POST", "/v1/job/claim", wire.ClaimReply, body=body, timeout_s=wait_s + 15.0)
         return reply.leases
 
-    def renew(self, held: tuple[wire.LeaseHeld, ...]) -> tuple[wire.Verdict, ...]:
+    def renew(self, held: tuple[wire.LeaseHeld, ...]) -> tuple[wire.LeaseVerdict, ...]:
         body = wire.HeartbeatsRequest(leases=held)
         return self.client.call("POST", "/v1/heartbeats", wire.HeartbeatsReply, body=body, timeout_s=10.0).verdicts
 
@@ -59,7 +59,7 @@ class HubApi:
         query = wire.ChunkQuery(size=chunk.size, offset=chunk.received)
         self.client.send("PUT", f"/v1/chunk/{chunk.digest}", content[chunk.received :], type(None), query=query)
 
-    def commit(self, lease: LeaseGiven, manifest: Manifest, lineage: Lineage) -> str:
+    def commit(self, lease: LeaseGiven, manifest: ArtifactManifest, lineage: Lineage) -> str:
         body = wire.CommitRequest(manifest=manifest, lineage=lineage, job_id=lease.job_id, epoch=lease.epoch)
         return self.client.call("POST", "/v1/artifacts", wire.CommitReply, body=body, timeout_s=120.0).artifact_id
 

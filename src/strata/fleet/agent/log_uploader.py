@@ -12,7 +12,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.agent.hub_api import PIECE, HubApi, Stream
 from strata.fleet.artifacts.files import Tree, open_regular
-from strata.fleet.core.report import MAX_LINE_BYTES, Metrics, parse_lines
+from strata.fleet.core.report import MAX_LINE_BYTES, MetricsReport, parse_lines
 from strata.fleet.wire import LeaseGiven
 
 _TAIL_BYTES: Final = 65_536
@@ -109,7 +109,7 @@ def last_metrics(path: Path) -> dict[str, float]:
             while lines := _read_lines(file):
                 reports, _ = parse_lines(lines)
                 for report in reports:
-                    if isinstance(report, Metrics):
+                    if isinstance(report, MetricsReport):
                         latest |= {name: value for name, value in report.values.items() if isinstance(value, float)}
     except FileNotFoundError:
         return {}

@@ -189,7 +189,7 @@ class Agent:
                 self._apply_lease_verdict(verdict)
         await wait_or_timeout(self._heartbeat_now, self._renew_every_s)
 
-    def _apply_lease_verdict(self, verdict: wire.Verdict) -> None:
+    def _apply_lease_verdict(self, verdict: wire.LeaseVerdict) -> None:
         for attempt in self._attempts.values():
             lease = attempt.record.lease
             if (lease.job_id, lease.epoch) != (verdict.job_id, verdict.epoch) or attempt.dropped:

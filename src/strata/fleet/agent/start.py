@@ -21,7 +21,7 @@ from strata.fleet.agent.selftest import SelfTestResult, run_self_test
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.state import AgentState
 from strata.fleet.client import HubClient
-from strata.fleet.wire import Health
+from strata.fleet.wire import HubHealth
 
 _log = log.get(__name__)
 
@@ -63,7 +63,7 @@ def check_host(settings: AgentSettings, client: HubClient | None) -> list[SelfTe
     create_work_folder(settings)
     if client is not None:
         try:
-            client.call("GET", "/v1/health", Health, timeout_s=10.0)
+            client.call("GET", "/v1/health", HubHealth, timeout_s=10.0)
             ahead_s = client.ahead_s
             results.append(SelfTestResult(check="hub", ok=True, reason="answers"))
         except StrataError as error:

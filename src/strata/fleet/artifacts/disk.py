@@ -27,7 +27,7 @@ from strata.base.atomic import sync_folder
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet.artifacts.manifest import Chunk
+from strata.fleet.artifacts.manifest import ArtifactChunk
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class DiskChunks:
             raise StrataError(Code.INVALID, f"artifacts cannot be kept in {folder}: {error.strerror}") from error
         return store
 
-    async def put(self, chunk: Chunk, body: AsyncIterable[bytes], *, owner: str = "", offset: int = 0) -> None:
+    async def put(self, chunk: ArtifactChunk, body: AsyncIterable[bytes], *, owner: str = "", offset: int = 0) -> None:
         incoming = await self._in_thread(partial(self._begin, chunk, owner, offset))
         try:
             await self._receive(incoming, body)
@@ -81,7 +81,7 @@ class DiskChunks:
 
         return await self._in_thread(look)
 
-    async def read(self, chunk: Chunk) -> bytes:
+    async def read(self, chunk: ArtifactChunk) -> bytes:
         def load() -> bytes:
             try:
                 with self._chunk(chunk.digest).open("rb") as file:
@@ -102,7 +102,7 @@ class DiskChunks:
     async def delete(self, digest: str) -> None:
         await self._in_thread(lambda: self._chunk(digest).unlink(missing_ok=True))
 
-    async def quarantine(self, chunk: Chunk) -> bool:
+    async def quarantine(self, chunk: ArtifactChunk) -> bool:
         try:
             await self.read(chunk)
         except StrataError as error:
@@ -140,7 +140,7 @@ class DiskChunks:
         for folder in (self._folder / "chunks", self._folder, self._folder.parent):
             sync_folder(folder)
 
-    def _begin(self, chunk: Chunk, owner: str, offset: int) -> _Incoming:
+    def _begin(self, chunk: ArtifactChunk, owner: str, offset: int) -> _Incoming:
         """A file that nobody else writes: a new one, or what is left of this owner's last put, hashed again."""
         if self._free() < chunk.size - offset:
             raise StrataError(
@@ -233,7 +233,7 @@ class DiskChunks:
 
 @dataclass(slots=True)
 class _Incoming:
-    chunk: Chunk
+    chunk: ArtifactChunk
     path: Path
     """Under a name of its own while it is written."""
     kept: Path
@@ -279,7 +279,7 @@ def _wrong(message: str) -> StrataError:
     return StrataError(Code.INVALID, message, hint="read the file again and send it from the beginning")
 
 
-def corrupt(chunk: Chunk, reason: str) -> StrataError:
+def corrupt(chunk: ArtifactChunk, reason: str) -> StrataError:
     return StrataError(
         Code.CORRUPT, f"the chunk {chunk.digest} is damaged: {reason}", hint="upload it again", chunk=chunk.digest
     )

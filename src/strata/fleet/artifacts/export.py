@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.artifacts.manifest import File, Kind, Manifest
+from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactKind, ArtifactManifest
 from strata.fleet.artifacts.ports import LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH, Artifacts
 from strata.http.zstd import CompressionParameter, ZstdCompressor
@@ -53,7 +53,7 @@ class IndexLine(msgspec.Struct, frozen=True, kw_only=True):
 
 async def index_lines(artifacts: Artifacts) -> AsyncIterator[bytes]:
     """The results of completed jobs, newest first, a page at a time."""
-    wanted = LineageFilter(kind=Kind.RESULT, completed=True, limit=_PAGE)
+    wanted = LineageFilter(kind=ArtifactKind.RESULT, completed=True, limit=_PAGE)
     while page := await artifacts.index.lineages(wanted):
         yield b"".join(msgspec.json.encode(_line(row)) + b"\n" for row in page)
         wanted = replace(wanted, before_seq=page[-1].seq)
@@ -70,7 +70,7 @@ async def find(artifacts: Artifacts, path: str) -> str:
     """The artifact whose bundle lies at this path of the export."""
     parts = _PLACE.fullmatch(path)
     if parts is not None:
-        wanted = LineageFilter(artifact_ids=[f"artifact1_{parts['sha256']}"], kind=Kind.RESULT, completed=True)
+        wanted = LineageFilter(artifact_ids=[f"artifact1_{parts['sha256']}"], kind=ArtifactKind.RESULT, completed=True)
         for row in await artifacts.index.lineages(wanted):
             if place(row) == path:
                 return row.artifact_id
@@ -98,11 +98,11 @@ async def bundle(artifacts: Artifacts, artifact_id: str) -> AsyncIterator[bytes]
     yield compressor.compress(end) + compressor.flush()
 
 
-def is_bundle(manifest: Manifest) -> bool:
+def is_bundle(manifest: ArtifactManifest) -> bool:
     return [file.path for file in manifest.files] == [BLOB_PATH]
 
 
-async def _tar(artifacts: Artifacts, manifest: Manifest) -> AsyncIterator[bytes]:
+async def _tar(artifacts: Artifacts, manifest: ArtifactManifest) -> AsyncIterator[bytes]:
     for file in manifest.files:
         yield _header(file)
         async for part in artifacts.stream(file, 0, file.size):
@@ -111,7 +111,7 @@ async def _tar(artifacts: Artifacts, manifest: Manifest) -> AsyncIterator[bytes]
             yield b"\0" * padding
 
 
-def _header(file: File) -> bytes:
+def _header(file: ArtifactFile) -> bytes:
     entry = tarfile.TarInfo(file.path)
     entry.size = file.size
     entry.mode = int(file.mode, 8)

@@ -18,7 +18,7 @@ from typing import BinaryIO, Final, Literal
 from strata.base.atomic import new_folder
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.fleet.artifacts.manifest import CHUNK_BYTES, File, Limits, Manifest, check_manifest
+from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactFile, ArtifactLimits, ArtifactManifest, check_manifest
 
 _FOLLOW_NOT: Final = getattr(os, "O_NOFOLLOW", 0)
 _BINARY: Final = getattr(os, "O_BINARY", 0)
@@ -54,12 +54,14 @@ class Tree:
     uid: int | None = None
 
 
-def scan(folder: Path | Tree, *, links: Literal["refuse", "skip"] = "refuse", limits: Limits | None = None) -> Manifest:
+def scan(
+    folder: Path | Tree, *, links: Literal["refuse", "skip"] = "refuse", limits: ArtifactLimits | None = None
+) -> ArtifactManifest:
     """The manifest of all files below a folder; empty folders leave no trace.
 
     A link, device or socket is INVALID, or left out with `links="skip"`: an artifact holds files only.
     """
-    limits = limits or Limits()
+    limits = limits or ArtifactLimits()
     tree = folder if isinstance(folder, Tree) else Tree(folder)
     paths: list[str] = []
     for path in _walk(tree, skip=links == "skip"):
@@ -68,14 +70,14 @@ def scan(folder: Path | Tree, *, links: Literal["refuse", "skip"] = "refuse", li
             raise StrataError(Code.INVALID, f"there are more than {limits.max_files} files in it")
     if not paths:
         raise StrataError(Code.INVALID, f"there is no file in {tree.base.joinpath(*tree.inside)}")
-    return check_manifest(Manifest(files=tuple(_describe(tree, path) for path in sorted(paths))), limits)
+    return check_manifest(ArtifactManifest(files=tuple(_describe(tree, path) for path in sorted(paths))), limits)
 
 
 def has_files(tree: Tree) -> bool:
     return next(_walk(tree, skip=True), None) is not None
 
 
-def pieces(manifest: Manifest, missing: Mapping[str, object]) -> Iterator[Piece]:
+def pieces(manifest: ArtifactManifest, missing: Mapping[str, object]) -> Iterator[Piece]:
     """Where to read each missing chunk, each once, in the order of the files."""
     seen: set[str] = set()
     for file in manifest.files:
@@ -95,12 +97,14 @@ def read_piece(folder: Path | Tree, piece: Piece) -> bytes:
     return content
 
 
-def materialise(manifest: Manifest, fetch: Fetch, target: Path, *, limits: Limits | None = None) -> None:
+def materialise(
+    manifest: ArtifactManifest, fetch: Fetch, target: Path, *, limits: ArtifactLimits | None = None
+) -> None:
     """Write the files of a manifest to `target`, which appears at once and whole, or not at all.
 
     CONFLICT if something is there already; CORRUPT if what was fetched is not what the manifest says.
     """
-    check_manifest(manifest, limits or Limits())
+    check_manifest(manifest, limits or ArtifactLimits())
     with new_folder(target, mode=0o700) as folder:
         for file in manifest.files:
             _write(file, fetch, folder)
@@ -144,7 +148,7 @@ def _walk(tree: Tree, *, skip: bool) -> Iterator[str]:
             raise StrataError(Code.CONFLICT, f"cannot read {above or '.'!r}: {error.strerror}") from error
 
 
-def _describe(tree: Tree, path: str) -> File:
+def _describe(tree: Tree, path: str) -> ArtifactFile:
     whole = hashlib.sha256()
     chunks: list[str] = []
     size = 0
@@ -160,7 +164,7 @@ def _describe(tree: Tree, path: str) -> File:
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or size != after.st_size:
         raise _changed(path)
     executable = bool(after.st_mode & stat.S_IXUSR) and os.name == "posix"
-    return File(
+    return ArtifactFile(
         path=path,
         size=size,
         sha256=chunks[0] if len(chunks) == 1 else whole.hexdigest(),
@@ -209,7 +213,7 @@ def _descend(tree: Tree, inside: Sequence[str]) -> int:
     return at
 
 
-def _write(file: File, fetch: Fetch, folder: Path) -> None:
+def _write(file: ArtifactFile, fetch: Fetch, folder: Path) -> None:
     place = folder / file.path
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = int(file.mode, 8)
@@ -221,7 +225,7 @@ def _write(file: File, fetch: Fetch, folder: Path) -> None:
         place.chmod(mode)
 
 
-def fetch_file(file: File, fetch: Fetch) -> Iterator[bytes]:
+def fetch_file(file: ArtifactFile, fetch: Fetch) -> Iterator[bytes]:
     """The content of a file, chunk by chunk; CORRUPT if it is not what the manifest says."""
     whole = hashlib.sha256()
     for chunk in file.sized_chunks():

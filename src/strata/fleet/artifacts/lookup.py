@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.artifacts.manifest import Kind, check_artifact_id
+from strata.fleet.artifacts.manifest import ArtifactKind, check_artifact_id
 from strata.fleet.artifacts.ports import Index, LineageFilter, LineageRow
 
 
-async def latest(index: Index, model: str, mode: str = "", *, kind: Kind = Kind.RESULT) -> LineageRow:
+async def latest(index: Index, model: str, mode: str = "", *, kind: ArtifactKind = ArtifactKind.RESULT) -> LineageRow:
     """An empty mode is any mode. Of results only those that completed their jobs, of checkpoints those of attempts."""
     wanted = LineageFilter(
         model=model,
         mode=mode,
         kind=kind,
-        completed=kind is Kind.RESULT,
-        attempted=kind is Kind.CHECKPOINT,
+        completed=kind is ArtifactKind.RESULT,
+        attempted=kind is ArtifactKind.CHECKPOINT,
         limit=1,
     )
     return await _first(index, wanted)
@@ -27,7 +27,7 @@ async def best(index: Index, model: str, metric: str, mode: str = "", *, lowest:
     order = LineageFilter(
         model=model,
         mode=mode,
-        kind=Kind.RESULT,
+        kind=ArtifactKind.RESULT,
         metric=metric,
         best="min" if lowest else "max",
         completed=True,

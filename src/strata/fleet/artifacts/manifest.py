@@ -31,12 +31,12 @@ Word = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Chunk:
+class ArtifactChunk:
     digest: str
     size: int
 
 
-class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ArtifactFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str
     size: Size
     sha256: Sha256
@@ -45,13 +45,13 @@ class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mode: Literal["0644", "0755"] = "0644"
     """All that is kept of it: whether the file can be executed."""
 
-    def sized_chunks(self) -> Iterator[Chunk]:
+    def sized_chunks(self) -> Iterator[ArtifactChunk]:
         for number, digest in enumerate(self.chunks):
-            yield Chunk(digest, min(CHUNK_BYTES, self.size - number * CHUNK_BYTES))
+            yield ArtifactChunk(digest, min(CHUNK_BYTES, self.size - number * CHUNK_BYTES))
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    files: tuple[File, ...]
+class ArtifactManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    files: tuple[ArtifactFile, ...]
     """Sorted by path."""
 
     @property
@@ -69,14 +69,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Each chunk once, with its size, in the order in which they are first needed."""
         return {chunk.digest: chunk.size for file in self.files for chunk in file.sized_chunks()}
 
-    def file(self, path: str) -> File:
+    def file(self, path: str) -> ArtifactFile:
         for file in self.files:
             if file.path == path:
                 return file
         raise StrataError(Code.NOT_FOUND, f"{self.id} has no file {path[:120]!r}")
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_files: int = 100_000
     max_bytes: int = 1 << 40
     max_manifest_bytes: int = 16 << 20
@@ -84,7 +84,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Of all paths together."""
 
 
-class Kind(StrEnum):
+class ArtifactKind(StrEnum):
     RESULT = "result"
     CHECKPOINT = "checkpoint"
     SOURCE = "source"
@@ -93,7 +93,7 @@ class Kind(StrEnum):
 class Lineage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where an artifact came from. Equal content is the same record: a repeated commit adds nothing."""
 
-    kind: Kind
+    kind: ArtifactKind
     job_id: Word = ""
     epoch: Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)] = 0
     host_id: Word = ""
@@ -116,10 +116,10 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return content_id("lineage", 1, {"artifact": artifact_id, "lineage": self})
 
 
-_decode: Final = msgspec.json.Decoder(Manifest).decode
+_decode: Final = msgspec.json.Decoder(ArtifactManifest).decode
 
 
-def decode_manifest(encoded: bytes, limits: Limits) -> Manifest:
+def decode_manifest(encoded: bytes, limits: ArtifactLimits) -> ArtifactManifest:
     """A manifest that keeps every rule; INVALID with the reason otherwise. The input need not be canonical."""
     if len(encoded) > limits.max_manifest_bytes:
         raise StrataError(
@@ -132,7 +132,7 @@ def decode_manifest(encoded: bytes, limits: Limits) -> Manifest:
     return check_manifest(manifest, limits)
 
 
-def check_manifest(manifest: Manifest, limits: Limits) -> Manifest:
+def check_manifest(manifest: ArtifactManifest, limits: ArtifactLimits) -> ArtifactManifest:
     files = manifest.files
     if not files or len(files) > limits.max_files:
         raise StrataError(Code.INVALID, f"a manifest of {len(files)} files; 1 to {limits.max_files} are allowed")
@@ -155,7 +155,7 @@ def check_manifest(manifest: Manifest, limits: Limits) -> Manifest:
     return manifest
 
 
-def _check_chunks(file: File) -> None:
+def _check_chunks(file: ArtifactFile) -> None:
     wanted = -(-file.size // CHUNK_BYTES)
     if len(file.chunks) != wanted:
         raise StrataError(

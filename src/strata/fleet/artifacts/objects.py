@@ -21,7 +21,7 @@ from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.artifacts.disk import corrupt
-from strata.fleet.artifacts.manifest import Chunk
+from strata.fleet.artifacts.manifest import ArtifactChunk
 from strata.fleet.artifacts.ports import Signer
 from strata.objects import Bucket
 
@@ -40,7 +40,7 @@ class ObjectChunks:
     def signer(self) -> Signer:
         return self
 
-    async def put(self, chunk: Chunk, body: AsyncIterable[bytes], *, owner: str = "", offset: int = 0) -> None:
+    async def put(self, chunk: ArtifactChunk, body: AsyncIterable[bytes], *, owner: str = "", offset: int = 0) -> None:
         del owner
         if offset:
             raise StrataError(
@@ -64,7 +64,7 @@ class ObjectChunks:
         del digests, owner
         return {}
 
-    async def read(self, chunk: Chunk) -> bytes:
+    async def read(self, chunk: ArtifactChunk) -> bytes:
         key = self._chunk(chunk.digest)
         content = await self._load(key, chunk)
         if content is None:
@@ -79,7 +79,7 @@ class ObjectChunks:
     async def delete(self, digest: str) -> None:
         await self._bucket.delete(self._chunk(digest))
 
-    async def quarantine(self, chunk: Chunk) -> bool:
+    async def quarantine(self, chunk: ArtifactChunk) -> bool:
         try:
             await self.read(chunk)
         except StrataError as error:
@@ -99,7 +99,7 @@ class ObjectChunks:
     async def sign_get(self, digests: Sequence[str], expires_s: float) -> Sequence[str]:
         return await self._bucket.sign("GET", [self._chunk(digest) for digest in digests], expires_s)
 
-    async def adopt(self, chunk: Chunk, owner: str) -> bool:
+    async def adopt(self, chunk: ArtifactChunk, owner: str) -> bool:
         sent = self._incoming(chunk.digest, owner)
         held = f"checking/{chunk.digest}.{secrets.token_hex(8)}"
         async with self._slots:
@@ -129,14 +129,14 @@ class ObjectChunks:
 
     async def close(self) -> None: ...
 
-    async def _load(self, key: str, chunk: Chunk) -> bytes | None:
+    async def _load(self, key: str, chunk: ArtifactChunk) -> bytes | None:
         """What is there, or nothing of it if that has another size; None if nothing is there."""
         stored = await self._bucket.open(key)
         if stored is None:
             return None
         return await stored.read() if stored.size == chunk.size else b""
 
-    async def _holds(self, key: str, chunk: Chunk) -> bool:
+    async def _holds(self, key: str, chunk: ArtifactChunk) -> bool:
         content = await self._load(key, chunk)
         return content is not None and await _is(chunk, content)
 
@@ -147,7 +147,7 @@ class ObjectChunks:
         return f"incoming/{sha256_hex(owner.encode())[:32]}/{digest}"
 
 
-async def _collect(chunk: Chunk, body: AsyncIterable[bytes]) -> bytes:
+async def _collect(chunk: ArtifactChunk, body: AsyncIterable[bytes]) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in body:
@@ -161,5 +161,5 @@ async def _collect(chunk: Chunk, body: AsyncIterable[bytes]) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def _is(chunk: Chunk, content: bytes) -> bool:
+async def _is(chunk: ArtifactChunk, content: bytes) -> bool:
     return len(content) == chunk.size and await asyncio.to_thread(sha256_hex, content) == chunk.digest

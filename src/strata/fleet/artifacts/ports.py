@@ -12,10 +12,10 @@ from collections.abc import AsyncIterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from strata.database.events import Recorded
-from strata.fleet.artifacts.manifest import Chunk, Kind, Lineage, Manifest
-from strata.fleet.artifacts.states import State
-from strata.fleet.ports import Hold
+from strata.database.events import StoredEvent
+from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
+from strata.fleet.artifacts.states import ChunkState
+from strata.fleet.ports import AttemptKey
 
 
 class Signer(Protocol):
@@ -26,7 +26,7 @@ class Signer(Protocol):
 
     async def sign_get(self, digests: Sequence[str], expires_s: float) -> Sequence[str]: ...
 
-    async def adopt(self, chunk: Chunk, owner: str) -> bool:
+    async def adopt(self, chunk: ArtifactChunk, owner: str) -> bool:
         """Verify what the owner sent to a signed URL and make it the chunk; False if nothing right is there."""
 
 
@@ -37,7 +37,7 @@ class ChunkStore(Protocol):
     def signer(self) -> Signer | None:
         """How hosts send to it and read from it past the hub; None where all goes through the hub."""
 
-    async def put(self, chunk: Chunk, body: AsyncIterable[bytes], *, owner: str = "", offset: int = 0) -> None:
+    async def put(self, chunk: ArtifactChunk, body: AsyncIterable[bytes], *, owner: str = "", offset: int = 0) -> None:
         """Durable and visible when this returns; what was there under the digest is replaced.
 
         When `body` breaks off, what came of it may be kept for the same owner, who can go on from `received`. Any other
@@ -47,7 +47,7 @@ class ChunkStore(Protocol):
     async def received(self, digests: Sequence[str], owner: str) -> Mapping[str, int]:
         """Of which broken-off puts something is there, and how much."""
 
-    async def read(self, chunk: Chunk) -> bytes:
+    async def read(self, chunk: ArtifactChunk) -> bytes:
         """Verified: CORRUPT if the bytes are not the chunk, NOT_FOUND if there are none."""
 
     async def has(self, digest: str) -> bool: ...
@@ -55,7 +55,7 @@ class ChunkStore(Protocol):
     async def delete(self, digest: str) -> None:
         """No matter whether it is there."""
 
-    async def quarantine(self, chunk: Chunk) -> bool:
+    async def quarantine(self, chunk: ArtifactChunk) -> bool:
         """Put bytes that are not the chunk out of sight, for a person to look at; False if they are right after all."""
 
     async def free_bytes(self) -> int | None:
@@ -73,7 +73,7 @@ class Slot:
 
     number: int
     digest: str
-    state: State
+    state: ChunkState
     size: int
     """0 until it was stored once."""
 
@@ -81,7 +81,7 @@ class Slot:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArtifactRow:
     id: str
-    manifest: Manifest
+    manifest: ArtifactManifest
     size: int
     committed_at_s: float
     pinned: str = ""
@@ -121,7 +121,7 @@ class LineageFilter:
     job_id: str = ""
     model: str = ""
     mode: str = ""
-    kind: Kind | None = None
+    kind: ArtifactKind | None = None
     parent: str = ""
     """Only what was made from this artifact."""
     metric: str = ""
@@ -148,9 +148,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    manifest: Manifest
+    manifest: ArtifactManifest
     lineage: Lineage
-    hold: Hold | None = None
+    hold: AttemptKey | None = None
     """The attempt it is committed for: refused with STALE when that is over."""
     blob: str = ""
     """The SHA-256 under which its only file was uploaded and verified as a whole."""
@@ -161,8 +161,8 @@ class Commit:
 class Collected:
     """What a collection did, or would do."""
 
-    condemned: Sequence[Chunk] = field(default=())
-    erased: Sequence[Chunk] = field(default=())
+    condemned: Sequence[ArtifactChunk] = field(default=())
+    erased: Sequence[ArtifactChunk] = field(default=())
 
 
 class Index(Protocol):
@@ -214,13 +214,13 @@ class Index(Protocol):
         With `upto_seq`, False and unchanged if it was committed again since that lineage. Removed before: False.
         """
 
-    async def condemnable(self, before_s: float, limit: int) -> Sequence[Chunk]:
+    async def condemnable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
         """What `condemn` would take."""
 
-    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[Chunk]:
+    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[ArtifactChunk]:
         """Doom stored chunks that nothing refers to and nobody has wanted since."""
 
-    async def erasable(self, before_s: float, limit: int) -> Sequence[Chunk]: ...
+    async def erasable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]: ...
 
     async def erase(self, before_s: float, limit: int) -> Sequence[Slot]:
         """Take rows that were doomed, never arrived or stayed damaged since, unreferenced: their bytes may go now."""
@@ -235,4 +235,4 @@ class Index(Protocol):
 
     async def usage(self) -> Usage: ...
 
-    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[Recorded]: ...
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]: ...

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from strata.fleet.artifacts.manifest import Kind
+from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.artifacts.ports import LineageRow
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keep_last: Count = 5
     """Results of each model and mode."""
     keep_best: Count = 3
@@ -40,7 +40,7 @@ class Choice:
     """Artifact to the `seq` of its newest lineage that was looked at."""
 
 
-def choose(rows: Sequence[LineageRow], referenced: Mapping[str, str], policy: Policy, now_s: float) -> Choice:
+def choose(rows: Sequence[LineageRow], referenced: Mapping[str, str], policy: RetentionPolicy, now_s: float) -> Choice:
     """`rows` is the whole lineage of what is not removed."""
     newest = sorted(rows, key=lambda row: -row.seq)
     kept: dict[str, str] = {}
@@ -63,8 +63,8 @@ def choose(rows: Sequence[LineageRow], referenced: Mapping[str, str], policy: Po
     return Choice(kept, dropped)
 
 
-def _by_number(newest: Sequence[LineageRow], policy: Policy) -> Iterable[tuple[str, str]]:
-    results = _grouped(row for row in newest if row.lineage.kind is Kind.RESULT)
+def _by_number(newest: Sequence[LineageRow], policy: RetentionPolicy) -> Iterable[tuple[str, str]]:
+    results = _grouped(row for row in newest if row.lineage.kind is ArtifactKind.RESULT)
     for group in results.values():
         for row in _distinct(group)[: policy.keep_last]:
             yield row.artifact_id, "one of the latest"
@@ -76,12 +76,12 @@ def _by_number(newest: Sequence[LineageRow], policy: Policy) -> Iterable[tuple[s
                 yield row.artifact_id, f"one of the best by {policy.metric}"
     by_job: dict[str, list[LineageRow]] = {}
     for row in newest:
-        if row.lineage.kind is Kind.CHECKPOINT:
+        if row.lineage.kind is ArtifactKind.CHECKPOINT:
             by_job.setdefault(row.lineage.job_id, []).append(row)
     for group in by_job.values():
         for row in _distinct(group)[: policy.keep_checkpoints]:
             yield row.artifact_id, "one of the last checkpoints"
-    sources = [row for row in newest if row.lineage.kind is Kind.SOURCE]
+    sources = [row for row in newest if row.lineage.kind is ArtifactKind.SOURCE]
     for row in _distinct(sources)[: policy.keep_sources]:
         yield row.artifact_id, "one of the latest sources"
 

@@ -24,11 +24,11 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.artifacts.manifest import (
     CHUNK_BYTES,
-    Chunk,
-    File,
-    Limits,
+    ArtifactChunk,
+    ArtifactFile,
+    ArtifactLimits,
+    ArtifactManifest,
     Lineage,
-    Manifest,
     check_artifact_id,
     check_manifest,
     check_sha256,
@@ -42,8 +42,8 @@ from strata.fleet.artifacts.ports import (
     Signer,
     Slot,
 )
-from strata.fleet.artifacts.states import PRESENT, State
-from strata.fleet.ports import Hold
+from strata.fleet.artifacts.states import PRESENT, ChunkState
+from strata.fleet.ports import AttemptKey
 
 GRACE_S: Final = 24 * 3600.0
 SIGNED_S: Final = 3600.0
@@ -81,25 +81,31 @@ class Artifacts:
     """`grace_s` is how long a chunk that nothing refers to stays at least: no upload may take longer to commit."""
 
     def __init__(
-        self, index: Index, chunks: ChunkStore, clock: Clock, *, limits: Limits | None = None, grace_s: float = GRACE_S
+        self,
+        index: Index,
+        chunks: ChunkStore,
+        clock: Clock,
+        *,
+        limits: ArtifactLimits | None = None,
+        grace_s: float = GRACE_S,
     ) -> None:
         self.index = index
         self.chunks = chunks
         self.clock = clock
-        self.limits = limits or Limits()
+        self.limits = limits or ArtifactLimits()
         self.grace_s = grace_s
 
     async def plan(self, wanted: Mapping[str, int], owner: str) -> UploadPlan:
         """Which of these chunks (digest to size) have to be sent. They stay for the grace, so there is time to."""
         _check_wanted(wanted)
         slots = await self._reserve(list(wanted))
-        missing = [Chunk(digest, size) for digest, size in wanted.items() if slots[digest].state not in PRESENT]
+        missing = [ArtifactChunk(digest, size) for digest, size in wanted.items() if slots[digest].state not in PRESENT]
         if self.chunks.signer is not None:
             missing = await self._adopt(self.chunks.signer, missing, slots, owner)
         await self._check_space(missing)
         return UploadPlan(missing=await self._ways(missing, owner), stored=len(wanted) - len(missing))
 
-    async def put_chunk(self, chunk: Chunk, body: AsyncIterable[bytes], owner: str, *, offset: int = 0) -> None:
+    async def put_chunk(self, chunk: ArtifactChunk, body: AsyncIterable[bytes], owner: str, *, offset: int = 0) -> None:
         """Verified, durable and known to the index when this returns; again, with the same bytes, is no harm.
 
         INVALID for wrong bytes or too many; PRECONDITION with `received` for too few; CONFLICT with `received` for an
@@ -112,7 +118,13 @@ class Artifacts:
         await self._put(slot, chunk, body, owner, offset)
 
     async def commit(
-        self, manifest: Manifest, lineage: Lineage, actor: str, *, hold: Hold | None = None, owner: str = ""
+        self,
+        manifest: ArtifactManifest,
+        lineage: Lineage,
+        actor: str,
+        *,
+        hold: AttemptKey | None = None,
+        owner: str = "",
     ) -> Committed:
         """PRECONDITION with the list `missing` while chunks are. `owner` as in `plan`, if signed URLs were used.
 
@@ -122,7 +134,7 @@ class Artifacts:
         return await self._commit(checked, lineage, actor, hold, owner)
 
     async def put_blob(
-        self, sha256: str, body: AsyncIterable[bytes], lineage: Lineage, actor: str, *, hold: Hold | None = None
+        self, sha256: str, body: AsyncIterable[bytes], lineage: Lineage, actor: str, *, hold: AttemptKey | None = None
     ) -> Committed:
         """One opaque file, verified as a whole and never opened: an artifact with the one file `bundle.tar.zst`.
 
@@ -136,15 +148,15 @@ class Artifacts:
             size += len(content)
             if size > self.limits.max_bytes:
                 raise StrataError(Code.INVALID, f"a blob of more than {self.limits.max_bytes} bytes")
-            chunk = Chunk(await asyncio.to_thread(_hash, whole, content), len(content))
+            chunk = ArtifactChunk(await asyncio.to_thread(_hash, whole, content), len(content))
             await self.put_chunk(chunk, once(content), actor)
             digests.append(chunk.digest)
         if whole.hexdigest() != sha256:
             raise StrataError(
                 Code.INVALID, f"the bytes sent as {sha256} are {whole.hexdigest()}", hint="send the file again"
             )
-        file = File(path=BLOB_PATH, size=size, sha256=sha256, chunks=tuple(digests))
-        return await self._commit(Manifest(files=(file,)), lineage, actor, hold, "", blob=sha256)
+        file = ArtifactFile(path=BLOB_PATH, size=size, sha256=sha256, chunks=tuple(digests))
+        return await self._commit(ArtifactManifest(files=(file,)), lineage, actor, hold, "", blob=sha256)
 
     async def open(self, artifact_id: str) -> ArtifactRow:
         return await self.index.artifact(check_artifact_id(artifact_id))
@@ -161,7 +173,7 @@ class Artifacts:
         slot = (await self.index.slots([check_sha256(digest)])).get(digest)
         if slot is None or slot.state not in PRESENT:
             raise StrataError(Code.NOT_FOUND, f"there is no chunk {digest}", chunk=digest)
-        return await self.read_verified(Chunk(digest, slot.size))
+        return await self.read_verified(ArtifactChunk(digest, slot.size))
 
     async def read_file(
         self, artifact_id: str, path: str, *, start: int = 0, end: int | None = None
@@ -177,7 +189,7 @@ class Artifacts:
         async for part in self.stream(file, start, stop):
             yield part
 
-    async def stream(self, file: File, start: int, stop: int) -> AsyncIterator[bytes]:
+    async def stream(self, file: ArtifactFile, start: int, stop: int) -> AsyncIterator[bytes]:
         entire = start == 0 and stop == file.size and len(file.chunks) > 1
         whole = hashlib.sha256()
         for number, chunk in enumerate(file.sized_chunks()):
@@ -191,7 +203,7 @@ class Artifacts:
                     raise StrataError(Code.CORRUPT, f"{file.path} is not the file its maker said it was")
             yield content[max(0, start - begins) : stop - begins]
 
-    async def read_verified(self, chunk: Chunk) -> bytes:
+    async def read_verified(self, chunk: ArtifactChunk) -> bytes:
         try:
             return await self.chunks.read(chunk)
         except StrataError as error:
@@ -202,7 +214,7 @@ class Artifacts:
                 Code.CORRUPT, error.message, hint="upload it again: that heals it", chunk=chunk.digest
             ) from error
 
-    async def set_aside(self, chunk: Chunk, reason: str) -> None:
+    async def set_aside(self, chunk: ArtifactChunk, reason: str) -> None:
         """It was found damaged. The index says so first: whoever sends it anew from then on is not in the way."""
         await self.index.damaged(chunk.digest, reason, self.clock.wall_s())
         failpoint("artifacts.service.before_quarantine")
@@ -223,8 +235,8 @@ class Artifacts:
         # A tenth of the grace: whoever asks again soon after costs no write, and still has nine tenths before him.
         return await self.index.reserve(digests, self.clock.wall_s(), stale_after_s=self.grace_s / 10)
 
-    async def _put(self, slot: Slot, chunk: Chunk, body: AsyncIterable[bytes], owner: str, offset: int) -> None:
-        if slot.state is State.DELETING:
+    async def _put(self, slot: Slot, chunk: ArtifactChunk, body: AsyncIterable[bytes], owner: str, offset: int) -> None:
+        if slot.state is ChunkState.DELETING:
             raise StrataError(
                 Code.UNAVAILABLE, f"an old {chunk.digest} is being removed right now", hint="send it again in a moment"
             )
@@ -234,14 +246,14 @@ class Artifacts:
         failpoint("artifacts.service.after_stored")
 
     async def _adopt(
-        self, signer: Signer, missing: Sequence[Chunk], slots: Mapping[str, Slot], owner: str
-    ) -> list[Chunk]:
+        self, signer: Signer, missing: Sequence[ArtifactChunk], slots: Mapping[str, Slot], owner: str
+    ) -> list[ArtifactChunk]:
         """Take in what the owner has put to signed URLs since; what is missing after that."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
-        async def adopt(chunk: Chunk) -> bool:
+        async def adopt(chunk: ArtifactChunk) -> bool:
             async with limit:
-                if slots[chunk.digest].state is State.DELETING:
+                if slots[chunk.digest].state is ChunkState.DELETING:
                     return False
                 return await signer.adopt(chunk, owner)
 
@@ -253,7 +265,7 @@ class Artifacts:
             await self.index.stored(adopted, self.clock.wall_s())
         return [chunk for chunk, right in zip(missing, taken, strict=True) if not right]
 
-    async def _ways(self, missing: Sequence[Chunk], owner: str) -> list[Missing]:
+    async def _ways(self, missing: Sequence[ArtifactChunk], owner: str) -> list[Missing]:
         digests = [chunk.digest for chunk in missing]
         signer = self.chunks.signer
         urls = (
@@ -270,7 +282,7 @@ class Artifacts:
             for chunk in missing
         ]
 
-    async def _check_space(self, missing: Sequence[Chunk]) -> None:
+    async def _check_space(self, missing: Sequence[ArtifactChunk]) -> None:
         free = await self.chunks.free_bytes()
         needed = sum(chunk.size for chunk in missing)
         if free is not None and needed > free:
@@ -281,7 +293,14 @@ class Artifacts:
             )
 
     async def _commit(
-        self, manifest: Manifest, lineage: Lineage, actor: str, hold: Hold | None, owner: str, *, blob: str = ""
+        self,
+        manifest: ArtifactManifest,
+        lineage: Lineage,
+        actor: str,
+        hold: AttemptKey | None,
+        owner: str,
+        *,
+        blob: str = "",
     ) -> Committed:
         if hold is not None:
             lineage = msgspec.structs.replace(lineage, job_id=hold.job_id, epoch=hold.epoch, host_id=hold.host_id)

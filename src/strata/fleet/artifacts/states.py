@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 
-class State(StrEnum):
+class ChunkState(StrEnum):
     INCOMING = "incoming"
     """Somebody has said they will send it."""
     STORED = "stored"
@@ -23,7 +23,7 @@ class State(StrEnum):
     """Its bytes were found wrong or gone. Sending it again heals every artifact that has it."""
 
 
-class Event(StrEnum):
+class ChunkEvent(StrEnum):
     RESERVE = "reserve"
     """Somebody wants to send it or relies on it."""
     STORE = "store"
@@ -33,39 +33,39 @@ class Event(StrEnum):
     DAMAGE = "damage"
 
 
-NEXT: Final[dict[tuple[State, Event], State]] = {
-    (State.INCOMING, Event.RESERVE): State.INCOMING,
-    (State.INCOMING, Event.STORE): State.STORED,
-    (State.INCOMING, Event.ERASE): State.DELETING,
-    (State.STORED, Event.RESERVE): State.STORED,
-    (State.STORED, Event.STORE): State.STORED,
-    (State.STORED, Event.CONDEMN): State.DOOMED,
-    (State.STORED, Event.DAMAGE): State.DAMAGED,
-    (State.DOOMED, Event.RESERVE): State.STORED,
-    (State.DOOMED, Event.STORE): State.STORED,
-    (State.DOOMED, Event.ERASE): State.DELETING,
-    (State.DOOMED, Event.DAMAGE): State.DAMAGED,
+NEXT: Final[dict[tuple[ChunkState, ChunkEvent], ChunkState]] = {
+    (ChunkState.INCOMING, ChunkEvent.RESERVE): ChunkState.INCOMING,
+    (ChunkState.INCOMING, ChunkEvent.STORE): ChunkState.STORED,
+    (ChunkState.INCOMING, ChunkEvent.ERASE): ChunkState.DELETING,
+    (ChunkState.STORED, ChunkEvent.RESERVE): ChunkState.STORED,
+    (ChunkState.STORED, ChunkEvent.STORE): ChunkState.STORED,
+    (ChunkState.STORED, ChunkEvent.CONDEMN): ChunkState.DOOMED,
+    (ChunkState.STORED, ChunkEvent.DAMAGE): ChunkState.DAMAGED,
+    (ChunkState.DOOMED, ChunkEvent.RESERVE): ChunkState.STORED,
+    (ChunkState.DOOMED, ChunkEvent.STORE): ChunkState.STORED,
+    (ChunkState.DOOMED, ChunkEvent.ERASE): ChunkState.DELETING,
+    (ChunkState.DOOMED, ChunkEvent.DAMAGE): ChunkState.DAMAGED,
     # Whoever removed it may have died halfway: the next one removes it again.
-    (State.DELETING, Event.ERASE): State.DELETING,
-    (State.DAMAGED, Event.RESERVE): State.DAMAGED,
-    (State.DAMAGED, Event.STORE): State.STORED,
-    (State.DAMAGED, Event.ERASE): State.DELETING,
+    (ChunkState.DELETING, ChunkEvent.ERASE): ChunkState.DELETING,
+    (ChunkState.DAMAGED, ChunkEvent.RESERVE): ChunkState.DAMAGED,
+    (ChunkState.DAMAGED, ChunkEvent.STORE): ChunkState.STORED,
+    (ChunkState.DAMAGED, ChunkEvent.ERASE): ChunkState.DELETING,
 }
 
-PRESENT: Final = frozenset({State.STORED, State.DOOMED})
+PRESENT: Final = frozenset({ChunkState.STORED, ChunkState.DOOMED})
 """The bytes are there and were verified."""
 
 
-def sources(event: Event) -> tuple[State, ...]:
-    return tuple(state for state in State if (state, event) in NEXT)
+def sources(event: ChunkEvent) -> tuple[ChunkState, ...]:
+    return tuple(state for state in ChunkState if (state, event) in NEXT)
 
 
-def among(event: Event) -> str:
+def among(event: ChunkEvent) -> str:
     """The guard of an SQL statement: the states in which `event` is legal."""
     return "(" + ", ".join(f"'{state}'" for state in sources(event)) + ")"
 
 
-def becomes(event: Event, column: str = "state") -> str:
+def becomes(event: ChunkEvent, column: str = "state") -> str:
     """The new state as an SQL expression of the old one."""
     cases = " ".join(f"WHEN '{state}' THEN '{NEXT[state, event]}'" for state in sources(event))
     return f"CASE {column} {cases} END"

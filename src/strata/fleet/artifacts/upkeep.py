@@ -14,9 +14,9 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet.artifacts.manifest import Chunk
+from strata.fleet.artifacts.manifest import ArtifactChunk
 from strata.fleet.artifacts.ports import Collected, LineageFilter, LineageRow, Slot
-from strata.fleet.artifacts.retention import Choice, Policy, choose
+from strata.fleet.artifacts.retention import Choice, RetentionPolicy, choose
 from strata.fleet.artifacts.service import Artifacts
 
 _PAGE: Final = 1000
@@ -25,7 +25,7 @@ _SCRUB_PAGE: Final = 16
 DRY_RUN_SHOWS: Final = 100_000
 
 
-async def retain(artifacts: Artifacts, policy: Policy, actor: str, *, dry_run: bool = True) -> Choice:
+async def retain(artifacts: Artifacts, policy: RetentionPolicy, actor: str, *, dry_run: bool = True) -> Choice:
     """Remove what the policy does not keep. What was committed again or became needed meanwhile stays."""
     now_s = artifacts.clock.wall_s()
     choice = choose(await _lineage(artifacts), await artifacts.index.referenced(), policy, now_s)
@@ -51,14 +51,14 @@ async def collect(artifacts: Artifacts, *, dry_run: bool = True) -> Collected:
             condemned=await artifacts.index.condemnable(before_s, DRY_RUN_SHOWS),
             erased=await artifacts.index.erasable(before_s, DRY_RUN_SHOWS),
         )
-    erased: list[Chunk] = []
+    erased: list[ArtifactChunk] = []
     while slots := await artifacts.index.erase(before_s, _PAGE):
         failpoint("artifacts.collect.before_delete")
         await _delete(artifacts, slots)
         failpoint("artifacts.collect.before_erased")
         await artifacts.index.erased(slots)
-        erased += [Chunk(slot.digest, slot.size) for slot in slots]
-    condemned: list[Chunk] = []
+        erased += [ArtifactChunk(slot.digest, slot.size) for slot in slots]
+    condemned: list[ArtifactChunk] = []
     while chunks := await artifacts.index.condemn(before_s, now_s, _PAGE):
         condemned += chunks
     await artifacts.chunks.tidy(before_s)
@@ -102,7 +102,7 @@ async def scrub(
 
 async def _sound(artifacts: Artifacts, slot: Slot) -> bool:
     try:
-        await artifacts.read_verified(Chunk(slot.digest, slot.size))
+        await artifacts.read_verified(ArtifactChunk(slot.digest, slot.size))
     except StrataError as error:
         if error.code is not Code.CORRUPT:
             raise

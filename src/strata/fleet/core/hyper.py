@@ -30,13 +30,13 @@ _MAX_STEPS: Final = 20_000
 _NO_NAMES: Final[frozenset[str]] = frozenset()
 
 
-class Finding(msgspec.Struct, frozen=True):
+class HyperFinding(msgspec.Struct, frozen=True):
     path: Path
     """Inside the value that was checked."""
     message: str
 
 
-class Schema:
+class HyperSchema:
     """A schema that was found to contain nothing this module does not understand."""
 
     def __init__(self, root: Any, *, source: str = "schema") -> None:
@@ -46,7 +46,7 @@ class Schema:
             raise StrataError(Code.INVALID, "\n".join(lines), problems=lines)
         self.root = root
 
-    def check(self, value: Any) -> list[Finding]:
+    def check(self, value: Any) -> list[HyperFinding]:
         """Everything that is wrong with `value`, in its own order."""
         return list(_check(_Walk(self.root), self.root, value, (), _NO_NAMES))
 
@@ -64,22 +64,22 @@ class _Walk:
             raise StrataError(Code.INVALID, "the schema has too many alternatives inside alternatives for this value")
 
 
-def _check(walk: _Walk, schema: Any, value: Any, path: Path, around: frozenset[str] | None) -> Iterator[Finding]:
+def _check(walk: _Walk, schema: Any, value: Any, path: Path, around: frozenset[str] | None) -> Iterator[HyperFinding]:
     """`around`: property names known to schemas this one is combined with for the same object; None: it is open."""
     walk.step()
     if schema is True:
         return
     if schema is False:
-        yield Finding(path, "nothing is allowed here")
+        yield HyperFinding(path, "nothing is allowed here")
         return
     if "type" in schema and not _has_type(value, schema["type"]):
-        yield Finding(path, f"expected {_spoken(schema['type'])}, found {shown(value)}")
+        yield HyperFinding(path, f"expected {_spoken(schema['type'])}, found {shown(value)}")
         return
     for keyword, limit in schema.items():
         rule = _RULES.get(keyword)
         message = rule(limit, value) if rule else None
         if message:
-            yield Finding(path, message)
+            yield HyperFinding(path, message)
     if isinstance(value, dict):
         yield from _object(walk, schema, value, path, around)
     if isinstance(value, list):
@@ -89,11 +89,11 @@ def _check(walk: _Walk, schema: Any, value: Any, path: Path, around: frozenset[s
 
 def _object(
     walk: _Walk, schema: Mapping[str, Any], value: dict[str, Any], path: Path, around: frozenset[str] | None
-) -> Iterator[Finding]:
+) -> Iterator[HyperFinding]:
     properties: Mapping[str, Any] = schema.get("properties", {})
     for name in schema.get("required", ()):
         if name not in value:
-            yield Finding(path, f"{name} is required")
+            yield HyperFinding(path, f"{name} is required")
     # Where alternatives or references follow, each of them is closed with the names of this one; here it is too early.
     later = any(word in schema for word in ("anyOf", "oneOf", "allOf", "$ref"))
     known = _NO_NAMES if later or around is None else around | properties.keys()
@@ -109,22 +109,22 @@ def _object(
             yield _unknown(path, name, known)
 
 
-def _unknown(path: Path, name: str, known: Any) -> Finding:
-    return Finding((*path, name), f"unknown{did_you_mean(name, sorted(known))}")
+def _unknown(path: Path, name: str, known: Any) -> HyperFinding:
+    return HyperFinding((*path, name), f"unknown{did_you_mean(name, sorted(known))}")
 
 
-def _array(walk: _Walk, schema: Mapping[str, Any], value: list[Any], path: Path) -> Iterator[Finding]:
+def _array(walk: _Walk, schema: Mapping[str, Any], value: list[Any], path: Path) -> Iterator[HyperFinding]:
     first = schema.get("prefixItems", [])
     for index, inner in enumerate(value):
         here = first[index] if index < len(first) else schema.get("items", True)
         yield from _check(walk, here, inner, (*path, index), _NO_NAMES)
     if schema.get("uniqueItems") and len({canonical_json(inner) for inner in value}) < len(value):
-        yield Finding(path, "the items must differ from each other")
+        yield HyperFinding(path, "the items must differ from each other")
 
 
 def _combined(
     walk: _Walk, schema: Mapping[str, Any], value: Any, path: Path, around: frozenset[str] | None
-) -> Iterator[Finding]:
+) -> Iterator[HyperFinding]:
     own = None if around is None or "additionalProperties" in schema else around | schema.get("properties", {}).keys()
     together = [*schema.get("allOf", ())]
     if "$ref" in schema:
@@ -142,19 +142,19 @@ def _combined(
 
 def _alternatives(
     walk: _Walk, schemas: list[Any], value: Any, path: Path, around: frozenset[str] | None, *, only_one: bool
-) -> Iterator[Finding]:
+) -> Iterator[HyperFinding]:
     outcomes = [list(_check(walk, each, value, path, around)) for each in schemas]
     fitting = sum(not findings for findings in outcomes)
     if fitting == 1 or (fitting and not only_one):
         return
     if fitting:
-        yield Finding(path, f"fits {fitting} of the alternatives, and only one is allowed: {shown(value)}")
+        yield HyperFinding(path, f"fits {fitting} of the alternatives, and only one is allowed: {shown(value)}")
         return
     # The alternative whose complaints are deepest is the one that was meant; of plain types none is, so name them all.
     best = max(outcomes, key=lambda findings: (min(len(each.path) for each in findings), -len(findings)))
     if any(each.path == path for each in best) and len(outcomes) > 1:
         here = [finding.message for findings in outcomes for finding in findings if finding.path == path]
-        yield Finding(path, " or ".join(dict.fromkeys(here)))
+        yield HyperFinding(path, " or ".join(dict.fromkeys(here)))
     else:
         yield from best
 

@@ -21,7 +21,7 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 
 
-class Status(StrEnum):
+class JobStatus(StrEnum):
     PENDING = "pending"
     """Waits for a host, for the jobs it comes after, or for the end of a back-off."""
     CLAIMED = "claimed"
@@ -32,7 +32,7 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Event(StrEnum):
+class JobEvent(StrEnum):
     CLAIM = "claim"
     """A host takes the job: the epoch grows by one."""
     START = "start"
@@ -75,45 +75,45 @@ class Cause(StrEnum):
 CHARGED: Final = frozenset({Cause.USER_ERROR, Cause.OOM, Cause.TIMEOUT})
 """The causes that are the job's own and consume `max_attempts`."""
 
-TERMINAL: Final = frozenset({Status.COMPLETED, Status.FAILED, Status.CANCELLED})
-UNFINISHED: Final = tuple(status for status in Status if status not in TERMINAL)
-HELD: Final = frozenset({Status.CLAIMED, Status.RUNNING})
+TERMINAL: Final = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
+UNFINISHED: Final = tuple(status for status in JobStatus if status not in TERMINAL)
+HELD: Final = frozenset({JobStatus.CLAIMED, JobStatus.RUNNING})
 """A host holds a lease that has not run out."""
 
-NEXT: Final[dict[tuple[Status, Event], Status]] = {
-    (Status.PENDING, Event.CLAIM): Status.CLAIMED,
-    (Status.PENDING, Event.REVIVE): Status.RUNNING,
+NEXT: Final[dict[tuple[JobStatus, JobEvent], JobStatus]] = {
+    (JobStatus.PENDING, JobEvent.CLAIM): JobStatus.CLAIMED,
+    (JobStatus.PENDING, JobEvent.REVIVE): JobStatus.RUNNING,
     # No host is left that could set it up.
-    (Status.PENDING, Event.FAIL): Status.FAILED,
-    (Status.PENDING, Event.CANCEL): Status.CANCELLED,
-    (Status.CLAIMED, Event.START): Status.RUNNING,
+    (JobStatus.PENDING, JobEvent.FAIL): JobStatus.FAILED,
+    (JobStatus.PENDING, JobEvent.CANCEL): JobStatus.CANCELLED,
+    (JobStatus.CLAIMED, JobEvent.START): JobStatus.RUNNING,
     # The report of the start may be lost; a finished model is not thrown away for that.
-    (Status.CLAIMED, Event.COMPLETE): Status.COMPLETED,
-    (Status.CLAIMED, Event.FAIL): Status.FAILED,
-    (Status.CLAIMED, Event.RETRY): Status.PENDING,
-    (Status.CLAIMED, Event.EXPIRE): Status.PENDING,
-    (Status.CLAIMED, Event.CANCEL): Status.CANCELLED,
-    (Status.RUNNING, Event.COMPLETE): Status.COMPLETED,
-    (Status.RUNNING, Event.FAIL): Status.FAILED,
-    (Status.RUNNING, Event.RETRY): Status.PENDING,
-    (Status.RUNNING, Event.EXPIRE): Status.PENDING,
-    (Status.RUNNING, Event.CANCEL): Status.CANCELLED,
-    (Status.PENDING, Event.REQUEUE): Status.PENDING,
-    (Status.COMPLETED, Event.REQUEUE): Status.PENDING,
-    (Status.FAILED, Event.REQUEUE): Status.PENDING,
-    (Status.CANCELLED, Event.REQUEUE): Status.PENDING,
+    (JobStatus.CLAIMED, JobEvent.COMPLETE): JobStatus.COMPLETED,
+    (JobStatus.CLAIMED, JobEvent.FAIL): JobStatus.FAILED,
+    (JobStatus.CLAIMED, JobEvent.RETRY): JobStatus.PENDING,
+    (JobStatus.CLAIMED, JobEvent.EXPIRE): JobStatus.PENDING,
+    (JobStatus.CLAIMED, JobEvent.CANCEL): JobStatus.CANCELLED,
+    (JobStatus.RUNNING, JobEvent.COMPLETE): JobStatus.COMPLETED,
+    (JobStatus.RUNNING, JobEvent.FAIL): JobStatus.FAILED,
+    (JobStatus.RUNNING, JobEvent.RETRY): JobStatus.PENDING,
+    (JobStatus.RUNNING, JobEvent.EXPIRE): JobStatus.PENDING,
+    (JobStatus.RUNNING, JobEvent.CANCEL): JobStatus.CANCELLED,
+    (JobStatus.PENDING, JobEvent.REQUEUE): JobStatus.PENDING,
+    (JobStatus.COMPLETED, JobEvent.REQUEUE): JobStatus.PENDING,
+    (JobStatus.FAILED, JobEvent.REQUEUE): JobStatus.PENDING,
+    (JobStatus.CANCELLED, JobEvent.REQUEUE): JobStatus.PENDING,
 }
 
 
-def may(status: Status, event: Event) -> bool:
+def may(status: JobStatus, event: JobEvent) -> bool:
     return (status, event) in NEXT
 
 
-def advance(status: Status, event: Event) -> Status:
+def advance(status: JobStatus, event: JobEvent) -> JobStatus:
     """Where the job is after `event`; PRECONDITION if the table does not have it."""
     after = NEXT.get((status, event))
     if after is None:
-        wanted = ", ".join(each for each in Status if may(each, event))
+        wanted = ", ".join(each for each in JobStatus if may(each, event))
         raise StrataError(
             Code.PRECONDITION,
             f"a job that is {status} cannot {event}",
@@ -124,17 +124,17 @@ def advance(status: Status, event: Event) -> Status:
     return after
 
 
-def sources(event: Event) -> tuple[Status, ...]:
-    """The statuses in which `event` is legal, in the order of `Status`: what a guard of a store compares with."""
-    return tuple(status for status in Status if may(status, event))
+def sources(event: JobEvent) -> tuple[JobStatus, ...]:
+    """The statuses in which `event` is legal, in the order of `JobStatus`: what a guard of a store compares with."""
+    return tuple(status for status in JobStatus if may(status, event))
 
 
-def outcomes(event: Event) -> tuple[Status, ...]:
+def outcomes(event: JobEvent) -> tuple[JobStatus, ...]:
     """The statuses `event` can lead to. It is one for every event, so a guarded UPDATE can set it as a constant."""
-    return tuple(status for status in Status if status in {NEXT[source, event] for source in sources(event)})
+    return tuple(status for status in JobStatus if status in {NEXT[source, event] for source in sources(event)})
 
 
-def target(event: Event) -> Status:
+def target(event: JobEvent) -> JobStatus:
     """The one status `event` leads to."""
     (status,) = outcomes(event)
     return status
@@ -142,10 +142,10 @@ def target(event: Event) -> Status:
 
 def diagram() -> str:
     """The table as a Mermaid state diagram, for the documents."""
-    edges: dict[tuple[Status, Status], list[str]] = {}
+    edges: dict[tuple[JobStatus, JobStatus], list[str]] = {}
     for (status, event), after in NEXT.items():
         edges.setdefault((status, after), []).append(event)
-    lines = ["stateDiagram-v2", f"    [*] --> {Status.PENDING}"]
+    lines = ["stateDiagram-v2", f"    [*] --> {JobStatus.PENDING}"]
     lines += [f"    {start} --> {end}: {', '.join(events)}" for (start, end), events in edges.items()]
-    lines += [f"    {status} --> [*]" for status in Status if status in TERMINAL]
+    lines += [f"    {status} --> [*]" for status in JobStatus if status in TERMINAL]
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from strata.base.retry import Backoff
-from strata.fleet.core.job import CHARGED, Cause, Event
+from strata.fleet.core.job import CHARGED, Cause, JobEvent
 
 LEASE_S: Final = 45.0
 RENEW_S: Final = 10.0
@@ -36,7 +36,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_infra: int = MAX_INFRA
 
 
-class Tally(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AttemptCounts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The ended attempts of a job since it was created or last requeued, *without* the one that is ending now."""
 
     charged: int = 0
@@ -46,13 +46,13 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     excused: int = 0
 
     @classmethod
-    def of(cls, causes: Iterable[Cause]) -> Tally:
+    def of(cls, causes: Iterable[Cause]) -> AttemptCounts:
         counts = Counter(map(counted, causes))
         return cls(**counts)
 
 
 def counted(cause: Cause) -> str:
-    """The count of `Tally`, and the column of `job`, in which an attempt that ended so is counted."""
+    """The count of `AttemptCounts`, and the column of `job`, in which an attempt that ended so is counted."""
     if cause in CHARGED:
         return "charged"
     if cause is Cause.HOST_LOST:
@@ -60,37 +60,39 @@ def counted(cause: Cause) -> str:
     return "infra" if cause in (Cause.INFRA, Cause.SETUP_ERROR) else "excused"
 
 
-class Ruling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RetryDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to do with the job: apply `event` through the table. `not_before_s` matters where that makes it pending."""
 
-    event: Event
+    event: JobEvent
     cause: Cause
     not_before_s: float
     reason: str
 
 
 def after_failure(
-    cause: Cause, before: Tally, budget: Budget, *, now_s: float, chance: float, hosts_left: int = 1
-) -> Ruling:
+    cause: Cause, before: AttemptCounts, budget: Budget, *, now_s: float, chance: float, hosts_left: int = 1
+) -> RetryDecision:
     """A host reported that its attempt ended with `cause`.
 
     `hosts_left` counts the eligible hosts, without this one, that have not refused the job; it matters to setup errors.
     """
     backoff = Backoff()
     if cause is Cause.CANCELLED:
-        return Ruling(event=Event.CANCEL, cause=cause, not_before_s=now_s, reason="the host reports it cancelled")
+        return RetryDecision(
+            event=JobEvent.CANCEL, cause=cause, not_before_s=now_s, reason="the host reports it cancelled"
+        )
     if cause is Cause.HOST_LOST:
         return after_expiry(before, budget, now_s=now_s)
     if cause in (Cause.INFRA, Cause.SETUP_ERROR) and before.infra + 1 >= budget.max_infra:
         reason = f"{cause}: {before.infra + 1} attempts failed by their hosts, and max_infra is {budget.max_infra}"
-        return Ruling(event=Event.FAIL, cause=cause, not_before_s=now_s, reason=reason)
+        return RetryDecision(event=JobEvent.FAIL, cause=cause, not_before_s=now_s, reason=reason)
     if cause is Cause.SETUP_ERROR:
         return after_setup_error(hosts_left, now_s)
     if cause in CHARGED:
         used = before.charged + 1
         if used >= budget.max_attempts:
-            return Ruling(
-                event=Event.FAIL,
+            return RetryDecision(
+                event=JobEvent.FAIL,
                 cause=cause,
                 not_before_s=now_s,
                 reason=f"{cause}: attempt {used} of {budget.max_attempts} failed",
@@ -104,30 +106,30 @@ def after_failure(
         wait_s = backoff.delay_s(before.excused + 1, chance)
         tried = f"{cause}: not the job's fault, no attempt is charged"
     reason = f"{tried}; again in {wait_s:.0f} s"
-    return Ruling(event=Event.RETRY, cause=cause, not_before_s=now_s + wait_s, reason=reason)
+    return RetryDecision(event=JobEvent.RETRY, cause=cause, not_before_s=now_s + wait_s, reason=reason)
 
 
-def after_setup_error(hosts_left: int, now_s: float) -> Ruling:
+def after_setup_error(hosts_left: int, now_s: float) -> RetryDecision:
     """There is no back-off: the host is excluded for the job, and one of `hosts_left` may do better at once."""
     if hosts_left == 0:
         reason = "setup_error: no eligible host could set it up"
-        return Ruling(event=Event.FAIL, cause=Cause.SETUP_ERROR, not_before_s=now_s, reason=reason)
+        return RetryDecision(event=JobEvent.FAIL, cause=Cause.SETUP_ERROR, not_before_s=now_s, reason=reason)
     others = "1 other eligible host" if hosts_left == 1 else f"{hosts_left} other eligible hosts"
     reason = f"setup_error: the host could not set it up and is excluded; {others} may take it"
-    return Ruling(event=Event.RETRY, cause=Cause.SETUP_ERROR, not_before_s=now_s, reason=reason)
+    return RetryDecision(event=JobEvent.RETRY, cause=Cause.SETUP_ERROR, not_before_s=now_s, reason=reason)
 
 
-def after_expiry(before: Tally, budget: Budget, *, now_s: float) -> Ruling:
+def after_expiry(before: AttemptCounts, budget: Budget, *, now_s: float) -> RetryDecision:
     """The lease ran out. There is no back-off: nothing failed yet, and another host may be free."""
     lost = before.lost + 1
     if lost >= budget.max_lost:
         reason = f"host_lost: {lost} hosts were lost while they held it, and max_lost is {budget.max_lost}"
-        return Ruling(event=Event.FAIL, cause=Cause.HOST_LOST, not_before_s=now_s, reason=reason)
+        return RetryDecision(event=JobEvent.FAIL, cause=Cause.HOST_LOST, not_before_s=now_s, reason=reason)
     reason = f"host_lost: the lease ran out ({lost} of {budget.max_lost}); another host may take it"
-    return Ruling(event=Event.EXPIRE, cause=Cause.HOST_LOST, not_before_s=now_s, reason=reason)
+    return RetryDecision(event=JobEvent.EXPIRE, cause=Cause.HOST_LOST, not_before_s=now_s, reason=reason)
 
 
-def may_sweep(*, now_s: float, seeing_since_s: float, lease_s: float = LEASE_S) -> bool:
+def may_expire_leases(*, now_s: float, seeing_since_s: float, lease_s: float = LEASE_S) -> bool:
     """Whether leases may expire: only once the hub could hear renewals for one full lease.
 
     After a start, or after the database was away, every lease looks old and that is the hub's doing, not the hosts'.

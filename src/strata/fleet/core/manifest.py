@@ -19,9 +19,9 @@ import msgspec
 
 from strata.base import toml
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.hyper import Schema
+from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobId, JobSpec, TrainerSpec, check_trainer
-from strata.fleet.core.manifest_jobs import MAX_JOBS, Context, check_hyper, read_jobs
+from strata.fleet.core.manifest_jobs import MAX_JOBS, ManifestContext, check_hyper, read_jobs
 from strata.fleet.core.manifest_tables import env_problem, read_hosts, read_trainers
 from strata.fleet.core.problems import Problems, json_problems, read_fields
 from strata.fleet.core.requirement import Name
@@ -57,12 +57,12 @@ class ManifestDraft:
     problems: Problems
 
     def resolve(
-        self, *, trainers: Mapping[str, TrainerSpec] | None = None, schemas: Mapping[str, Schema] | None = None
+        self, *, trainers: Mapping[str, TrainerSpec] | None = None, schemas: Mapping[str, HyperSchema] | None = None
     ) -> JobManifest:
         """The manifest with these trainers in the place of those written; or INVALID with all that is wrong."""
         problems, data = self.problems.copy(), self.document.data
         resolved = self.trainers | dict(trainers or {})
-        context = Context(
+        context = ManifestContext(
             problems=problems,
             project=self.project,
             trainers=resolved,
@@ -99,7 +99,7 @@ def parse_manifest(text: str, source: str) -> ManifestDraft:
     )
 
 
-def validate_manifest(manifest: JobManifest, schemas: Mapping[str, Schema]) -> None:
+def validate_manifest(manifest: JobManifest, schemas: Mapping[str, HyperSchema]) -> None:
     """INVALID with all that is wrong with a manifest that arrived as a value. Its types are checked by the decoder."""
     problems = Problems(toml.TomlDocument({}, "", manifest.source))
     for name, trainer in manifest.trainers.items():

@@ -10,7 +10,7 @@ import msgspec
 
 from strata.base.errors import StrataError
 from strata.base.suggest import did_you_mean
-from strata.fleet.core.hyper import Finding, Schema
+from strata.fleet.core.hyper import HyperFinding, HyperSchema
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec, find_cycle
 from strata.fleet.core.problems import (
     Place,
@@ -46,7 +46,7 @@ _SWEEP: Final[dict[str, Any]] = _JOB | {"grid": dict[str, list[Any]], "random": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class ManifestContext:
     """What jobs are read against."""
 
     problems: Problems
@@ -55,7 +55,7 @@ class Context:
     trainer_names: tuple[str, ...]
     """All that are declared, also those that could not be read: their jobs are read all the same."""
     retrain_on: tuple[str, ...]
-    schemas: Mapping[str, Schema]
+    schemas: Mapping[str, HyperSchema]
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class _Read:
     """The `name`s given by the file."""
 
 
-def read_jobs(context: Context, data: Mapping[str, Any]) -> dict[str, JobSpec]:
+def read_jobs(context: ManifestContext, data: Mapping[str, Any]) -> dict[str, JobSpec]:
     problems, read = context.problems, _Read()
     for place, table in tables_at(problems, ("jobs",), data.get("jobs", [])):
         job = _job(context, place, table, _JOB)
@@ -102,7 +102,7 @@ def _sweeps(problems: Problems, data: Mapping[str, Any]) -> Iterator[tuple[Place
     yield from tables_at(problems, ("sweeps",), data.get("sweeps", []))
 
 
-def _job(context: Context, place: Place, table: dict[str, Any], kinds: Mapping[str, Any]) -> JobSpec | None:
+def _job(context: ManifestContext, place: Place, table: dict[str, Any], kinds: Mapping[str, Any]) -> JobSpec | None:
     """The job a table describes, without its order; None if something is wrong with it."""
     problems = context.problems
     before = len(problems)
@@ -129,7 +129,7 @@ def _job(context: Context, place: Place, table: dict[str, Any], kinds: Mapping[s
     return JobSpec(**fields | own)
 
 
-def _trainer(context: Context, place: Place, name: str | None, *, given: bool) -> str | None:
+def _trainer(context: ManifestContext, place: Place, name: str | None, *, given: bool) -> str | None:
     """Which trainer runs the job: the one it names, or the only one."""
     names = context.trainer_names
     if name is None:
@@ -152,7 +152,7 @@ def _named(problems: Problems, read: _Read, place: Place, name: str) -> bool:
     return True
 
 
-def _keep(context: Context, read: _Read, place: Place, job: JobSpec, after: Any) -> None:
+def _keep(context: ManifestContext, read: _Read, place: Place, job: JobSpec, after: Any) -> None:
     try:
         identity = job.id
     except StrataError as error:
@@ -181,19 +181,19 @@ def _note_unread(read: _Read, table: Mapping[str, Any]) -> None:
     read.unread |= {name for name in (table.get("name"), label) if isinstance(name, str)}
 
 
-def _hyper_findings(context: Context, trainer: str | None, hyper: Any) -> list[Finding]:
+def _hyper_findings(context: ManifestContext, trainer: str | None, hyper: Any) -> list[HyperFinding]:
     schema = context.schemas.get(trainer or "")
     return [] if schema is None or context.problems.many else check_hyper(schema, hyper)
 
 
-def check_hyper(schema: Schema, hyper: Any) -> list[Finding]:
+def check_hyper(schema: HyperSchema, hyper: Any) -> list[HyperFinding]:
     try:
         return schema.check(hyper)
     except StrataError as error:
-        return [Finding((), error.message)]
+        return [HyperFinding((), error.message)]
 
 
-def _read_sweep(context: Context, read: _Read, place: Place, table: dict[str, Any]) -> None:
+def _read_sweep(context: ManifestContext, read: _Read, place: Place, table: dict[str, Any]) -> None:
     problems = context.problems
     before = len(problems)
     base = _job(context, place, table, _SWEEP)

@@ -20,7 +20,7 @@ _FAR: Final = 1.0
 """The distance of what cannot be nearly fulfilled: a name, a yes or no."""
 
 
-class Reason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MismatchReason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     constraint: str
     """As the manifest names it."""
     needed: str
@@ -33,17 +33,17 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return f"{self.constraint}: needs {self.needed}, has {self.has}"
 
 
-class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MatchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str
-    reasons: tuple[Reason, ...] = ()
+    reasons: tuple[MismatchReason, ...] = ()
 
     @property
     def eligible(self) -> bool:
         return not self.reasons
 
 
-def eligible(requirement: RequirementClass, host: Profile) -> Verdict:
-    return Verdict(host.host, tuple(reason for check in _CHECKS for reason in check(requirement, host)))
+def eligible(requirement: RequirementClass, host: Profile) -> MatchResult:
+    return MatchResult(host.host, tuple(reason for check in _CHECKS for reason in check(requirement, host)))
 
 
 def eligible_classes(host: Profile, classes: Mapping[int, RequirementClass]) -> frozenset[int]:
@@ -87,10 +87,10 @@ def holds_back(requirement: RequirementClass, host: Profile, *, waited_s: float,
     return waited_s < requirement.needs.prefer_wait_s and score(requirement, host) < best_online
 
 
-def _policy(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
+def _policy(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
     names = (requirement.model, requirement.label)
     if host.allow_jobs is not None and not any(_matches(host.allow_jobs, name) for name in names):
-        yield Reason(
+        yield MismatchReason(
             constraint="allow_jobs",
             needed=requirement.label,
             has=f"only {', '.join(host.allow_jobs)}" if host.allow_jobs else "nothing is allowed",
@@ -98,7 +98,7 @@ def _policy(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
         )
     denied = [pattern for pattern in host.deny_jobs if any(fnmatchcase(name, pattern) for name in names)]
     if denied:
-        yield Reason(
+        yield MismatchReason(
             constraint="deny_jobs",
             needed=requirement.label,
             has=f"denied by {', '.join(denied)}",
@@ -106,26 +106,26 @@ def _policy(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
         )
 
 
-def _names(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
+def _names(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
     allowed = requirement.needs.allowed_hosts
     if allowed and not _matches(allowed, host.host):
         fix = f'add "{host.host}" to allowed_hosts'
         needed, has = f"the name {' or '.join(allowed)}", f"the name {host.host}"
-        yield Reason(constraint="allowed_hosts", needed=needed, has=has, fix=fix)
+        yield MismatchReason(constraint="allowed_hosts", needed=needed, has=has, fix=fix)
 
 
-def _system(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
+def _system(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
     needs = requirement.needs
     for constraint, needed, has in (
         ("require_os", needs.require_os.lower(), host.os),
         ("require_arch", needs.require_arch.lower(), host.arch),
     ):
         if needed and needed != has:
-            yield Reason(constraint=constraint, needed=needed, has=has or "unknown", fix=f"remove {constraint}")
+            yield MismatchReason(constraint=constraint, needed=needed, has=has or "unknown", fix=f"remove {constraint}")
     for label, value in needs.require_labels.items():
         if not _has_label(host.labels, label, value):
             own = "no such label" if label not in host.own_labels else "only its agent's word for it"
-            yield Reason(
+            yield MismatchReason(
                 constraint=f"require_labels.{label}",
                 needed="any value" if value == "*" else f'"{value}"',
                 has=f'"{host.labels[label]}"' if label in host.labels else own,
@@ -133,10 +133,10 @@ def _system(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
             )
 
 
-def _gpus(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
+def _gpus(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
     needs = requirement.needs
     if needs.require_cuda and not host.cuda:
-        yield Reason(
+        yield MismatchReason(
             constraint="require_cuda",
             needed="CUDA",
             has="GPUs without usable CUDA" if host.vram_gib else "no GPU",
@@ -150,14 +150,14 @@ def _gpus(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
         yield _short("min_gpus", needs.min_gpus, enough, "")
 
 
-def _amounts(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
+def _amounts(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
     needs = requirement.needs
     if needs.min_ram_gib > host.ram_gib:
         yield _short("min_ram_gib", needs.min_ram_gib, host.ram_gib, " GiB")
     if needs.min_cores > host.cores:
         yield _short("min_cores", needs.min_cores, host.cores, "")
     if needs.slots > host.slots:
-        yield Reason(
+        yield MismatchReason(
             constraint="slots",
             needed=str(needs.slots),
             has=str(host.slots),
@@ -166,7 +166,7 @@ def _amounts(requirement: RequirementClass, host: Profile) -> Iterator[Reason]:
         )
 
 
-_CHECKS: Final[tuple[Callable[[RequirementClass, Profile], Iterator[Reason]], ...]] = (
+_CHECKS: Final[tuple[Callable[[RequirementClass, Profile], Iterator[MismatchReason]], ...]] = (
     _policy,
     _names,
     _system,
@@ -175,8 +175,8 @@ _CHECKS: Final[tuple[Callable[[RequirementClass, Profile], Iterator[Reason]], ..
 )
 
 
-def _short(constraint: str, needed: float, has: float, unit: str) -> Reason:
-    return Reason(
+def _short(constraint: str, needed: float, has: float, unit: str) -> MismatchReason:
+    return MismatchReason(
         constraint=constraint,
         needed=f"{needed:g}{unit}",
         has=f"{has:g}{unit}",

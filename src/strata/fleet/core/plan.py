@@ -25,9 +25,9 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.hold import outdated_plan
-from strata.fleet.core.job import HELD, TERMINAL, Status
+from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobSpec, TrainerSpec, find_cycle
+from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.manifest import JobManifest
 
 KINDS: Final = {
@@ -42,14 +42,14 @@ KINDS: Final = {
 """The kinds of change, as the summary counts them. What is not here is part of the id, so it cannot change."""
 
 
-class Registered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RegisteredTrainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A trainer as the last manifest of its project declared it."""
 
     digest: str
     spec: TrainerSpec
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HostPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The policy of a host, and whose manifest wrote it."""
 
     spec: HostSpec
@@ -67,18 +67,18 @@ class ApplyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Policies of hosts that belong to another project become this one's."""
 
 
-class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExistingJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job that is there."""
 
     spec: JobSpec
-    status: Status
+    status: JobStatus
     declared: bool = True
     """It came from a manifest. Others were submitted one by one, and no manifest misses them."""
     trainer: str = ""
     """The digest of the trainer that its next attempt is run with; of a completed job, of the one that made it."""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JobChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     job_id: str
     spec: JobSpec
     """As it is to be."""
@@ -91,10 +91,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """It counts when the job is requeued."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ApplyPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     project: str = DEFAULT_PROJECT
     new: dict[str, JobSpec] = {}
-    changed: tuple[Change, ...] = ()
+    changed: tuple[JobChange, ...] = ()
     unchanged: tuple[str, ...] = ()
     orphaned: tuple[str, ...] = ()
     """Unfinished jobs of an earlier manifest that this one does not have; kept."""
@@ -151,18 +151,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def plan(
     manifest: JobManifest,
-    jobs: Mapping[str, Present],
+    jobs: Mapping[str, ExistingJob],
     *,
-    trainers: Mapping[str, Registered],
-    hosts: Mapping[str, Policy],
+    trainers: Mapping[str, RegisteredTrainer],
+    hosts: Mapping[str, HostPolicy],
     options: ApplyOptions | None = None,
-) -> Plan:
+) -> ApplyPlan:
     """The difference between `manifest` and the jobs, policies and trainers (of its project) that are there."""
     options = options or ApplyOptions()
     _check_order(manifest, jobs)
     _check_owners(manifest, jobs, hosts, options)
     digests = {name: _digest(spec, trainers.get(name)) for name, spec in manifest.trainers.items()}
-    changed: list[Change] = []
+    changed: list[JobChange] = []
     unchanged: list[str] = []
     requeued: dict[str, JobSpec] = {}
     outdated: list[str] = []
@@ -171,7 +171,7 @@ def plan(
         if here is None:
             continue
         digest = digests.get(spec.trainer, here.trainer)
-        if here.status is Status.COMPLETED:
+        if here.status is JobStatus.COMPLETED:
             if _runs_again(here, digest, options):
                 requeued[job_id] = spec
                 continue
@@ -184,7 +184,7 @@ def plan(
             unchanged.append(job_id)
         else:
             changed.append(change)
-    return Plan(
+    return ApplyPlan(
         project=manifest.project,
         new={job_id: spec for job_id, spec in manifest.jobs.items() if job_id not in jobs},
         changed=tuple(changed),
@@ -199,22 +199,22 @@ def plan(
     )
 
 
-def _runs_again(here: Present, digest: str, options: ApplyOptions) -> bool:
+def _runs_again(here: ExistingJob, digest: str, options: ApplyOptions) -> bool:
     if not here.declared:
         return not options.accept
     return options.retrain and here.trainer != digest
 
 
-def _digest(spec: TrainerSpec, there: Registered | None) -> str:
+def _digest(spec: TrainerSpec, there: RegisteredTrainer | None) -> str:
     """Of an equal trainer the digest that it has: one from before digests may be spelt in another order."""
     return there.digest if there is not None and there.spec == spec else spec.digest
 
 
-def _same(spec: TrainerSpec, there: Registered | None) -> bool:
+def _same(spec: TrainerSpec, there: RegisteredTrainer | None) -> bool:
     return there is not None and there.spec == spec
 
 
-def _orphaned(manifest: JobManifest, jobs: Mapping[str, Present]) -> tuple[str, ...]:
+def _orphaned(manifest: JobManifest, jobs: Mapping[str, ExistingJob]) -> tuple[str, ...]:
     return tuple(
         sorted(
             job_id
@@ -227,7 +227,7 @@ def _orphaned(manifest: JobManifest, jobs: Mapping[str, Present]) -> tuple[str, 
     )
 
 
-def _policies(manifest: JobManifest, hosts: Mapping[str, Policy], options: ApplyOptions) -> dict[str, HostSpec]:
+def _policies(manifest: JobManifest, hosts: Mapping[str, HostPolicy], options: ApplyOptions) -> dict[str, HostSpec]:
     changed = {}
     for name, spec in manifest.hosts.items():
         there = hosts.get(name)
@@ -238,7 +238,7 @@ def _policies(manifest: JobManifest, hosts: Mapping[str, Policy], options: Apply
 
 
 def _check_owners(
-    manifest: JobManifest, jobs: Mapping[str, Present], hosts: Mapping[str, Policy], options: ApplyOptions
+    manifest: JobManifest, jobs: Mapping[str, ExistingJob], hosts: Mapping[str, HostPolicy], options: ApplyOptions
 ) -> None:
     """A manifest changes nothing that belongs to another project."""
     for job_id in manifest.jobs:
@@ -255,7 +255,7 @@ def _check_owners(
         raise StrataError(Code.CONFLICT, "\n".join(problems), hint=hint, problems=tuple(problems))
 
 
-def _change(job_id: str, here: Present, wanted: JobSpec, digest: str) -> Change | None:
+def _change(job_id: str, here: ExistingJob, wanted: JobSpec, digest: str) -> JobChange | None:
     old = here.spec
     kinds = tuple(
         kind
@@ -265,7 +265,7 @@ def _change(job_id: str, here: Present, wanted: JobSpec, digest: str) -> Change 
     )
     if not kinds:
         return None
-    return Change(
+    return JobChange(
         job_id=job_id,
         spec=wanted,
         kinds=kinds,
@@ -275,7 +275,7 @@ def _change(job_id: str, here: Present, wanted: JobSpec, digest: str) -> Change 
     )
 
 
-def _check_order(manifest: JobManifest, jobs: Mapping[str, Present]) -> None:
+def _check_order(manifest: JobManifest, jobs: Mapping[str, ExistingJob]) -> None:
     """`after` may name jobs of other manifests: only here is known whether they exist, and whether it is a circle."""
     problems = [
         f"{manifest.source}: {spec.label}: it comes after {other}, and there is no such job"

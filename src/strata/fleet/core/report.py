@@ -18,25 +18,25 @@ Value = float | Literal["nan", "inf", "-inf"]
 """JSON has no NaN, and a loss that became NaN is just what somebody wants to see."""
 
 
-class Metrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="metrics"):
+class MetricsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="metrics"):
     at_s: float
     """Wall seconds of the host."""
     step: Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)] | None = None
     values: Annotated[dict[Annotated[str, msgspec.Meta(max_length=128)], Value], msgspec.Meta(max_length=MAX_METRICS)]
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="progress"):
+class ProgressReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="progress"):
     at_s: float
     fraction: Annotated[float, msgspec.Meta(ge=0, le=1)]
     note: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-_DECODER: Final = msgspec.json.Decoder(Metrics | Progress)
+_DECODER: Final = msgspec.json.Decoder(MetricsReport | ProgressReport)
 
 
-def parse_lines(lines: Iterable[bytes]) -> tuple[list[Metrics | Progress], int]:
+def parse_lines(lines: Iterable[bytes]) -> tuple[list[MetricsReport | ProgressReport], int]:
     """The reports in `lines`, and how many lines were none."""
-    reports: list[Metrics | Progress] = []
+    reports: list[MetricsReport | ProgressReport] = []
     refused = 0
     for line in lines:
         if not line.strip():

@@ -8,8 +8,8 @@ from typing import Final
 import msgspec
 
 from strata.fleet.core.capability import Profile
-from strata.fleet.core.job import HELD, TERMINAL, Status
-from strata.fleet.core.match import Reason, Verdict, eligible
+from strata.fleet.core.job import HELD, TERMINAL, JobStatus
+from strata.fleet.core.match import MatchResult, MismatchReason, eligible
 from strata.fleet.core.requirement import RequirementClass
 
 _REFUSED: Final = "excluded"
@@ -31,23 +31,23 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Why it could not set this job up, if it could not: it is excluded for it."""
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class UnmetDependency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job this one comes after, and that is not completed."""
 
     job_id: str
     label: str
-    status: Status
+    status: JobStatus
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WhyQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What has to be known of the job that is asked about."""
 
-    status: Status
+    status: JobStatus
     requirement: RequirementClass
     not_before_s: float = 0.0
     last_failure: str = ""
     """The reason of the ruling behind `not_before_s`."""
-    after: tuple[Waiting, ...] = ()
+    after: tuple[UnmetDependency, ...] = ()
     ahead: int | None = None
     """How many jobs that its hosts may take as well are before it in the queue, if somebody counted."""
 
@@ -76,7 +76,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Whether it will run without anybody changing anything."""
 
 
-def why(job: Question, hosts: Sequence[HostState], *, now_s: float) -> Why:
+def why(job: WhyQuery, hosts: Sequence[HostState], *, now_s: float) -> Why:
     if job.status in TERMINAL:
         return Why(headline=f"it is {job.status}", schedulable=False)
     if job.status in HELD:
@@ -104,7 +104,7 @@ def why(job: Question, hosts: Sequence[HostState], *, now_s: float) -> Why:
     return Why(headline=headline, obstacles=obstacles, eligible_hosts=names, schedulable=not blocked)
 
 
-def _own_reasons(job: Question, now_s: float) -> Iterable[Obstacle]:
+def _own_reasons(job: WhyQuery, now_s: float) -> Iterable[Obstacle]:
     for other in job.after:
         if other.status in TERMINAL:
             detail = f"comes after {other.label}, which is {other.status}"
@@ -151,7 +151,7 @@ def unavailable(requirement: RequirementClass, host: HostState) -> str:
     return "busy" if host.free_slots < requirement.needs.slots else ""
 
 
-def _unschedulable(verdicts: Sequence[Verdict], own: list[Obstacle]) -> Why:
+def _unschedulable(verdicts: Sequence[MatchResult], own: list[Obstacle]) -> Why:
     if not verdicts:
         nobody = Obstacle(what="no host", detail="no host has joined", fix="strata invite, then strata join on a host")
         return Why(headline="no host has joined the fleet", obstacles=(nobody, *own), schedulable=False)
@@ -165,9 +165,9 @@ def _unschedulable(verdicts: Sequence[Verdict], own: list[Obstacle]) -> Why:
     )
 
 
-def _by_constraint(verdicts: Sequence[Verdict]) -> list[Obstacle]:
+def _by_constraint(verdicts: Sequence[MatchResult]) -> list[Obstacle]:
     """Per constraint how many hosts fail it, most first; the fix is for the host that comes nearest."""
-    failing: dict[str, list[tuple[str, Reason]]] = {}
+    failing: dict[str, list[tuple[str, MismatchReason]]] = {}
     for verdict in verdicts:
         for reason in verdict.reasons:
             failing.setdefault(reason.constraint, []).append((verdict.host, reason))

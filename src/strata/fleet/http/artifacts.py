@@ -11,13 +11,13 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet import wire
 from strata.fleet.artifacts import export, lookup
-from strata.fleet.artifacts.manifest import Chunk, Kind, Lineage
+from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import Committed, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_artifact_id
-from strata.fleet.ports import Hold
+from strata.fleet.ports import AttemptKey
 from strata.http.route import RawReply, Upload
-from strata.identity.roles import Kind as CallerKind
+from strata.identity.roles import CallerKind
 
 _NEWEST: Final = 2**62
 _BYTES: Final = "application/octet-stream"
@@ -39,7 +39,9 @@ async def missing(call: HubCall, body: wire.MissingRequest) -> wire.MissingReply
 async def put_chunk(call: HubCall, body: Upload, query: wire.ChunkQuery) -> None:
     """A chunk, or the rest of one from `offset` on. Verified and durable when the reply comes."""
     context = call.context
-    await context.artifacts.put_chunk(Chunk(call.path["digest"], query.size), body, call.actor, offset=query.offset)
+    await context.artifacts.put_chunk(
+        ArtifactChunk(call.path["digest"], query.size), body, call.actor, offset=query.offset
+    )
 
 
 async def get_chunk(call: HubCall) -> RawReply:
@@ -54,9 +56,9 @@ async def commit(call: HubCall, body: wire.CommitRequest) -> wire.CommitReply:
     held = _hold(call, body.job_id, body.epoch)
     lineage = _personal(body.lineage) if held is None else await _attempted(context, body.lineage, held)
     done = await context.artifacts.commit(body.manifest, lineage, call.actor, hold=held, owner=call.actor)
-    if held is not None and lineage.kind is Kind.CHECKPOINT:
+    if held is not None and lineage.kind is ArtifactKind.CHECKPOINT:
         failpoint("fleet.checkpoint.before")
-        await context.fleet.checkpointed(held, done.artifact_id)
+        await context.fleet.record_checkpoint(held, done.artifact_id)
     return _committed(done)
 
 
@@ -64,14 +66,14 @@ async def put_model(call: HubCall, body: Upload, query: wire.BlobQuery) -> wire.
     """A result as one opaque file; its id is the SHA-256 of its bytes."""
     context = call.context
     held = own_hold(call, query.job_id, query.epoch)
-    lineage = await _attempted(context, Lineage(kind=Kind.RESULT), held)
+    lineage = await _attempted(context, Lineage(kind=ArtifactKind.RESULT), held)
     return _committed(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
 
 
 async def put_source(call: HubCall, body: Upload) -> wire.CommitReply:
     """The source of a trainer as one opaque file; its id is the SHA-256 of its bytes."""
     context = call.context
-    lineage = Lineage(kind=Kind.SOURCE)
+    lineage = Lineage(kind=ArtifactKind.SOURCE)
     return _committed(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor))
 
 
@@ -110,7 +112,7 @@ async def listed(call: HubCall, query: wire.ArtifactsQuery) -> wire.MadeReply:
         best="min" if query.lowest else "max",
         removed=query.removed,
         # What is ordered by a figure is chosen by it.
-        completed=bool(query.metric) and query.kind is Kind.RESULT,
+        completed=bool(query.metric) and query.kind is ArtifactKind.RESULT,
         before_seq=_NEWEST if query.before is None else query.before,
         limit=query.limit,
     )
@@ -202,7 +204,7 @@ async def _lines(context: HubContext) -> AsyncIterator[bytes]:
         yield lines
 
 
-def _hold(call: HubCall, job_id: str | None, epoch: int | None) -> Hold | None:
+def _hold(call: HubCall, job_id: str | None, epoch: int | None) -> AttemptKey | None:
     """A host speaks for an attempt of its own, always; a person never does."""
     if call.caller.kind is not CallerKind.HOST:
         if job_id is not None or epoch is not None:
@@ -215,7 +217,7 @@ def _hold(call: HubCall, job_id: str | None, epoch: int | None) -> Hold | None:
 
 def _personal(given: Lineage) -> Lineage:
     """What a person may say of an upload: nothing that attributes it to a job or a host."""
-    if given.kind is not Kind.SOURCE:
+    if given.kind is not ArtifactKind.SOURCE:
         raise StrataError(
             Code.FORBIDDEN,
             f"a {given.kind} is made by an attempt of a job, and committed by its host",
@@ -224,9 +226,9 @@ def _personal(given: Lineage) -> Lineage:
     return msgspec.structs.replace(given, job_id="", epoch=0, host_id="")
 
 
-async def _attempted(context: HubContext, given: Lineage, held: Hold) -> Lineage:
+async def _attempted(context: HubContext, given: Lineage, held: AttemptKey) -> Lineage:
     """What was trained, with which code and on which data is what the job says, whatever its host writes."""
-    if given.kind is Kind.SOURCE:
+    if given.kind is ArtifactKind.SOURCE:
         raise StrataError(Code.FORBIDDEN, "an attempt has results and checkpoints; sources come from people")
     spec = (await context.fleet.store.job(held.job_id)).spec
     attempts = [each for each in await context.fleet.store.attempts(held.job_id) if each.epoch == held.epoch]

@@ -14,12 +14,12 @@ from strata.base.errors import Code, StrataError
 from strata.base.ids import resolve_prefix
 from strata.base.notify import KeyedNotifier
 from strata.fleet.artifacts.service import Artifacts
-from strata.fleet.core.hold import unknown_job
+from strata.fleet.core.lease_status import unknown_job
 from strata.fleet.http.feed import Feed
 from strata.fleet.http.long_poll import AttemptHosts
-from strata.fleet.ports import Hold, HostRow
+from strata.fleet.ports import AttemptKey, HostRow
 from strata.fleet.service import Fleet
-from strata.fleet.streams import Streams
+from strata.fleet.streams import AttemptStreams
 from strata.http.body import BodyPace
 from strata.http.root import RootLimits
 from strata.http.route import HttpCall
@@ -52,7 +52,7 @@ class WriteProbe:
 class HubContext:
     fleet: Fleet
     artifacts: Artifacts
-    streams: Streams
+    streams: AttemptStreams
     identity: IdentityStore
     enrollment: Enrollment
     authenticator: Authenticator
@@ -110,6 +110,6 @@ async def resolve_host(call: HubCall) -> HostRow:
     return matches[0]
 
 
-def own_hold(call: HubCall, job_id: str, epoch: int) -> Hold:
+def own_hold(call: HubCall, job_id: str, epoch: int) -> AttemptKey:
     """The hold of the calling host on an attempt. The host comes from the credentials, never from a message."""
-    return Hold(call.caller.need_host(), job_id, epoch)
+    return AttemptKey(call.caller.need_host(), job_id, epoch)

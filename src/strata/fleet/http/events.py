@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.database.events import Recorded
+from strata.database.events import StoredEvent
 from strata.fleet import wire
 from strata.fleet.http.context import HubCall, HubContext
 from strata.fleet.http.long_poll import until_disconnect, wait_event
@@ -49,7 +49,7 @@ async def _page(context: HubContext, call: HubCall, after: str, query: wire.Even
     return wire.EventsReply(events=tuple(map(_event, found)), cursor=cursor)
 
 
-async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Sequence[Recorded]:
+async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Sequence[StoredEvent]:
     until_s = context.clock.monotonic_s() + query.wait_s
     while True:
         changed = context.feed.next()
@@ -61,7 +61,7 @@ async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Seq
 
 
 async def _stream(
-    context: HubContext, call: HubCall, after: str, first: Sequence[Recorded], subject: str
+    context: HubContext, call: HubCall, after: str, first: Sequence[StoredEvent], subject: str
 ) -> AsyncIterator[bytes]:
     with context.feed.listening():
         yield b"retry: 1000\n\n"
@@ -83,7 +83,7 @@ async def _stream(
                 await wait_event(changed, CHECK_S)
 
 
-def _frame(recorded: Recorded) -> bytes:
+def _frame(recorded: StoredEvent) -> bytes:
     event = recorded.event
     # JSON has no line breaks, and kinds are identifiers.
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (
@@ -93,9 +93,9 @@ def _frame(recorded: Recorded) -> bytes:
     )
 
 
-def _event(recorded: Recorded) -> wire.Event:
+def _event(recorded: StoredEvent) -> wire.FeedEvent:
     event = recorded.event
-    return wire.Event(
+    return wire.FeedEvent(
         cursor=recorded.cursor,
         at_s=event.at_s,
         actor=event.actor,

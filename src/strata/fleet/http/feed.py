@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 from strata.base.notify import Broadcast
-from strata.database.events import Recorded
+from strata.database.events import StoredEvent
 
 POLL_S: Final = 1.0
 """How often the table is read without a notification: another hub may write to it too."""
@@ -23,7 +23,7 @@ _PAGE: Final = 1000
 
 
 class ReadEvents(Protocol):
-    async def __call__(self, after: str, limit: int, *, subject: str = "") -> Sequence[Recorded]: ...
+    async def __call__(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]: ...
 
 
 class Feed:
@@ -31,7 +31,7 @@ class Feed:
         self._read = read
         self._newest = newest
         self._cursor: str | None = None
-        self._recent: list[Recorded] = []
+        self._recent: list[StoredEvent] = []
         self._offsets: dict[str, int] = {}
         """Cursor to the index in `_recent` of what comes after it."""
         self._written = asyncio.Event()
@@ -78,13 +78,13 @@ class Feed:
         """Set when there is more. Take it before reading: what comes in between is not missed."""
         return self._changes.next()
 
-    async def after(self, cursor: str, limit: int, *, subject: str = "") -> Sequence[Recorded]:
+    async def after(self, cursor: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]:
         at = self._offsets.get(cursor)
         if at is None or subject:
             return await self._read(cursor, limit, subject=subject)
         return self._recent[at : at + limit]
 
-    def _keep(self, fresh: Sequence[Recorded]) -> None:
+    def _keep(self, fresh: Sequence[StoredEvent]) -> None:
         for each in fresh:
             self._recent.append(each)
             self._offsets[each.cursor] = len(self._recent)

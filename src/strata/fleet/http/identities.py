@@ -9,8 +9,8 @@ from strata.fleet.http.context import HubCall, HubContext
 from strata.http.route import RawReply
 from strata.identity.ca import Issued
 from strata.identity.enroll import make_key
-from strata.identity.ports import Key
-from strata.identity.roles import Kind, Role
+from strata.identity.ports import ApiKey
+from strata.identity.roles import CallerKind, Role
 
 
 async def authority(call: HubCall) -> RawReply:
@@ -80,15 +80,15 @@ async def revoke_invite(call: HubCall) -> None:
     await context.identity.revoke_invite(call.path["id"], call.actor, context.clock.wall_s())
 
 
-async def caller(call: HubCall) -> wire.Caller:
+async def caller(call: HubCall) -> wire.CallerReply:
     """Who the caller is, and until when."""
     context = call.context
     who = call.caller
     role = None if who.role is None else _NAMES[who.role]
-    key = await context.identity.key(who.id) if who.kind is Kind.KEY else None
-    host = await context.identity.host(who.id) if who.kind is Kind.HOST else None
+    key = await context.identity.key(who.id) if who.kind is CallerKind.KEY else None
+    host = await context.identity.host(who.id) if who.kind is CallerKind.HOST else None
     known = key or host
-    return wire.Caller(
+    return wire.CallerReply(
         kind=who.kind.value,
         id=who.id,
         name="" if known is None else known.name,
@@ -101,7 +101,7 @@ FEIGNED = (Role.RESEARCHER, Role.OPERATOR)
 """Roles that may submit jobs and seem to be less than the owner's."""
 
 
-async def add_key(call: HubCall, body: wire.KeyRequest) -> wire.KeyReply:
+async def add_key(call: HubCall, body: wire.HubKeyRequest) -> wire.HubKeyReply:
     """An API key; its text is in this reply and nowhere else."""
     context = call.context
     role = Role.named(body.role)
@@ -114,7 +114,7 @@ async def add_key(call: HubCall, body: wire.KeyRequest) -> wire.KeyReply:
     key, text = await make_key(
         context.identity, context.clock, call.caller, name=body.name, role=role, valid_s=body.valid_s
     )
-    return wire.KeyReply(key=_shown(key), secret=text)
+    return wire.HubKeyReply(key=_shown(key), secret=text)
 
 
 async def keys(call: HubCall) -> wire.KeysReply:
@@ -140,9 +140,9 @@ def _certified(context: HubContext, host_id: str, name: str, issued: Issued) -> 
     )
 
 
-def _shown(key: Key) -> wire.Key:
+def _shown(key: ApiKey) -> wire.HubKey:
     name: wire.RoleName = _NAMES[key.role]
-    return wire.Key(
+    return wire.HubKey(
         id=key.id,
         name=key.name,
         role=name,

@@ -7,9 +7,9 @@ from typing import Any
 from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.core.hyper import Schema
+from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer, qualified_trainer
-from strata.fleet.core.plan import Plan
+from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.why import Why
 from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow
@@ -72,7 +72,7 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     job_id = spec.id
     new = not await _exists(context, job_id)
     if new:
-        plan = Plan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen)
+        plan = ApplyPlan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen)
         await context.fleet.apply(plan, call.actor, source="submitted", declared=False)
     return wire.SubmitReply(job=shown(await context.fleet.store.job(job_id)), new=new)
 
@@ -127,8 +127,8 @@ def shown(row: JobRow) -> wire.Job:
     )
 
 
-def _attempt(row: AttemptRow) -> wire.Attempt:
-    return wire.Attempt(
+def _attempt(row: AttemptRow) -> wire.JobAttempt:
+    return wire.JobAttempt(
         attempt=row.number,
         epoch=row.epoch,
         host_id=row.host_id,
@@ -158,7 +158,7 @@ async def _exists(context: HubContext, job_id: str) -> bool:
 async def _trainers(
     context: HubContext, spec: JobSpec, given: TrainerSpec | None
 ) -> tuple[dict[str, TrainerSpec], dict[str, str]]:
-    """The trainer to add with the job, and what its name stands for now, as `Plan` has them.
+    """The trainer to add with the job, and what its name stands for now, as `ApplyPlan` has them.
 
     Nobody changes by a job how the jobs of others are run. A job without a trainer takes what the name stands for.
     """
@@ -183,7 +183,7 @@ async def _check_hyper(context: HubContext, spec: JobSpec) -> None:
     schema: Any = (await context.schemas.schemas()).get(qualified_trainer(spec.project, spec.trainer))
     if schema is None:
         return
-    findings = Schema(schema, source=spec.trainer).check(spec.hyper)
+    findings = HyperSchema(schema, source=spec.trainer).check(spec.hyper)
     if findings:
         lines = tuple(f"hyper{_place(finding.path)}: {finding.message}" for finding in findings)
         raise StrataError(Code.INVALID, "\n".join(lines), problems=lines)

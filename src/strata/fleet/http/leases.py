@@ -9,14 +9,14 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.artifacts.manifest import Kind
+from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_job_id
 from strata.fleet.http.jobs import shown
 from strata.fleet.http.long_poll import until_disconnect
-from strata.fleet.ports import Completion, Failure, Hold, HostRow, Lease, Renewal, Renewed
+from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, JobFailure, JobLease, Renewal, Renewed
 from strata.identity.ports import HostIdentity
 
 _STOP: Final = {
@@ -72,7 +72,7 @@ async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.Heartb
     return wire.HeartbeatsReply(verdicts=tuple(await _renew(context, call, renewals)))
 
 
-async def heartbeat(call: HubCall, body: wire.HeartbeatRequest) -> wire.Verdict:
+async def heartbeat(call: HubCall, body: wire.HeartbeatRequest) -> wire.LeaseVerdict:
     """Renew one lease."""
     context = call.context
     renewal = Renewal(job_id=await resolve_job_id(call), epoch=body.epoch, running=body.running)
@@ -86,7 +86,7 @@ async def complete(call: HubCall, body: wire.CompleteRequest) -> wire.Job:
     job_id = await resolve_job_id(call)
     held = own_hold(call, job_id, body.epoch)
     artifact = await _uploaded(context, body.artifact, held)
-    done = Completion(artifact=artifact, metrics=body.metrics, facts=body.facts)
+    done = JobCompletion(artifact=artifact, metrics=body.metrics, facts=body.facts)
     return shown(await context.fleet.complete(held, done))
 
 
@@ -94,7 +94,7 @@ async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
     """The attempt ended without a result; the reply says what becomes of the job."""
     context = call.context
     job_id = await resolve_job_id(call)
-    failure = Failure(cause=body.cause, error=body.error, facts=body.facts)
+    failure = JobFailure(cause=body.cause, error=body.error, facts=body.facts)
     return shown(await context.fleet.fail(own_hold(call, job_id, body.epoch), failure))
 
 
@@ -109,23 +109,23 @@ async def leave(call: HubCall) -> None:
     context.authenticator.forget()
 
 
-async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]) -> Sequence[wire.Verdict]:
+async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]) -> Sequence[wire.LeaseVerdict]:
     renewed = await context.fleet.renew(call.caller.need_host(), renewals)
     now_s = context.fleet.now_s()
     return [_verdict(each, now_s) for each in renewed]
 
 
-def _verdict(renewed: Renewed, now_s: float) -> wire.Verdict:
+def _verdict(renewed: Renewed, now_s: float) -> wire.LeaseVerdict:
     if renewed.verdict == "held":
         left_s = renewed.expires_at_s - now_s
-        return wire.Verdict(job_id=renewed.job_id, epoch=renewed.epoch, verdict="continue", expires_in_s=left_s)
+        return wire.LeaseVerdict(job_id=renewed.job_id, epoch=renewed.epoch, verdict="continue", expires_in_s=left_s)
     reason = f"the job is {renewed.status}" if renewed.verdict == "ended" else _STOP[renewed.verdict]
-    return wire.Verdict(
+    return wire.LeaseVerdict(
         job_id=renewed.job_id, epoch=renewed.epoch, verdict="stop", reason=reason, cause=renewed.verdict
     )
 
 
-def _given(context: HubContext, lease: Lease) -> wire.LeaseGiven:
+def _given(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
     return wire.LeaseGiven(
         job_id=lease.job_id,
         epoch=lease.epoch,
@@ -137,7 +137,7 @@ def _given(context: HubContext, lease: Lease) -> wire.LeaseGiven:
     )
 
 
-async def _uploaded(context: HubContext, artifact: str, held: Hold) -> str:
+async def _uploaded(context: HubContext, artifact: str, held: AttemptKey) -> str:
     """The artifact by its id, also when it is named as the blob it was uploaded as. It is of this attempt."""
     if not artifact:
         return ""
@@ -149,7 +149,7 @@ async def _uploaded(context: HubContext, artifact: str, held: Hold) -> str:
         if error.code not in (Code.NOT_FOUND, Code.GONE):
             raise
         raise StrataError(Code.PRECONDITION, error.message, hint=hint) from None
-    wanted = LineageFilter(artifact_ids=[found], job_id=held.job_id, kind=Kind.RESULT, limit=1000)
+    wanted = LineageFilter(artifact_ids=[found], job_id=held.job_id, kind=ArtifactKind.RESULT, limit=1000)
     made = [(row.lineage.epoch, row.lineage.host_id) for row in await context.artifacts.index.lineages(wanted)]
     if (held.epoch, held.host_id) not in made:
         raise StrataError(

@@ -10,10 +10,10 @@ from typing import Any
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.core.hyper import Schema
+from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.core.jobspec import qualified_trainer
 from strata.fleet.core.manifest import MAX_BYTES, ManifestDraft, parse_manifest, validate_manifest
-from strata.fleet.core.plan import ApplyOptions, Plan
+from strata.fleet.core.plan import ApplyOptions, ApplyPlan
 from strata.fleet.http.context import HubCall, HubContext
 
 
@@ -58,12 +58,12 @@ async def trainers(call: HubCall) -> wire.TrainersReply:
 
 async def _schemas(
     context: HubContext, project: str, trainers: Collection[str], given: Mapping[str, Any]
-) -> dict[str, Schema]:
+) -> dict[str, HyperSchema]:
     """The schemas of these trainers: those that came with the manifest, else those of an earlier one."""
     stored = await context.schemas.schemas()
     registered = {name: stored[key] for name in trainers if (key := qualified_trainer(project, name)) in stored}
     known = registered | {name: schema for name, schema in given.items() if name in trainers}
-    return {name: Schema(schema, source=f"schema of {name}") for name, schema in known.items()}
+    return {name: HyperSchema(schema, source=f"schema of {name}") for name, schema in known.items()}
 
 
 async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
@@ -78,7 +78,7 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
     return _told(plan, applied=not body.dry_run)
 
 
-def _told(plan: Plan, *, applied: bool) -> wire.ManifestReply:
+def _told(plan: ApplyPlan, *, applied: bool) -> wire.ManifestReply:
     return wire.ManifestReply(
         applied=applied,
         project=plan.project,

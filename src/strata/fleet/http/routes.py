@@ -38,12 +38,12 @@ DOCUMENT_PATH: Final = "/v1/openapi.json"
 _BLOB: Final = 1 << 40
 
 
-async def health(call: HubCall) -> wire.Health:
+async def health(call: HubCall) -> wire.HubHealth:
     """Whether this hub takes requests, and can write what they change."""
     context = call.context
     if context.writing.fails:
         raise StrataError(Code.UNAVAILABLE, "the hub cannot write to its database", hint="is the disk full?")
-    return wire.Health(status="stopping" if context.stopping.is_set() else "ok", version=__version__)
+    return wire.HubHealth(status="stopping" if context.stopping.is_set() else "ok", version=__version__)
 
 
 _ROUTES: Final = (

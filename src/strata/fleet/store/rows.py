@@ -9,12 +9,12 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.capability import Capability
-from strata.fleet.core.hold import Standing, standing
-from strata.fleet.core.job import Cause, Status
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
-from strata.fleet.core.lease import Tally
-from strata.fleet.core.plan import Policy, Present, Registered
-from strata.fleet.ports import AttemptRow, Hold, HostRow, JobRow, Lease, RefusedJob
+from strata.fleet.core.lease import AttemptCounts
+from strata.fleet.core.lease_status import LeaseStatus, lease_status
+from strata.fleet.core.plan import ExistingJob, HostPolicy, RegisteredTrainer
+from strata.fleet.ports import AttemptKey, AttemptRow, HostRow, JobLease, JobRow, RefusedJob
 
 JOB: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
@@ -67,7 +67,7 @@ def job_of(row: Sequence[Any]) -> JobRow:
         id=id_,
         spec=decode_spec(spec),
         class_id=class_id,
-        status=Status(status),
+        status=JobStatus(status),
         epoch=epoch,
         attempts=attempts,
         created_at_s=created,
@@ -105,21 +105,22 @@ def attempt_of(row: Sequence[Any]) -> AttemptRow:
     )
 
 
-def present_of(row: Sequence[Any]) -> Present:
+def present_of(row: Sequence[Any]) -> ExistingJob:
     """From `PRESENT`."""
     spec, status, declared, digest = row
-    return Present(spec=decode_spec(spec), status=Status(status), declared=bool(declared), trainer=digest)
+    return ExistingJob(spec=decode_spec(spec), status=JobStatus(status), declared=bool(declared), trainer=digest)
 
 
-def policies_of(rows: Iterable[Sequence[Any]]) -> dict[str, Policy]:
+def policies_of(rows: Iterable[Sequence[Any]]) -> dict[str, HostPolicy]:
     """From `POLICIES`."""
-    return {host: Policy(spec=_policy(spec), project=project) for host, spec, project in rows}
+    return {host: HostPolicy(spec=_policy(spec), project=project) for host, spec, project in rows}
 
 
-def trainers_of(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], Registered]:
+def trainers_of(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], RegisteredTrainer]:
     """From `TRAINERS`."""
     return {
-        (project, name): Registered(digest=digest, spec=decode_trainer(spec)) for project, name, digest, spec in rows
+        (project, name): RegisteredTrainer(digest=digest, spec=decode_trainer(spec))
+        for project, name, digest, spec in rows
     }
 
 
@@ -145,10 +146,10 @@ def host_of(row: Sequence[Any]) -> HostRow:
     )
 
 
-def lease_of(job_id: str, epoch: int, row: Sequence[Any]) -> Lease:
+def lease_of(job_id: str, epoch: int, row: Sequence[Any]) -> JobLease:
     """From `LEASE`."""
     host_id, expires_at_s, spec, checkpoint, digest, trainer = row
-    return Lease(
+    return JobLease(
         job_id=job_id,
         epoch=epoch,
         host_id=host_id,
@@ -164,16 +165,16 @@ class Held(NamedTuple):
     """What a judgement needs of a job, from `HELD`, and of its lease."""
 
     seq: int
-    status: Status
+    status: JobStatus
     epoch: int
     host_id: str
     leased: bool
     spec: JobSpec
-    tally: Tally
+    tally: AttemptCounts
 
-    def standing(self, hold: Hold) -> Standing:
+    def lease_status(self, hold: AttemptKey) -> LeaseStatus:
         claimed = (hold.epoch, hold.host_id)
-        return standing(self.status, current=(self.epoch, self.host_id), claimed=claimed, leased=self.leased)
+        return lease_status(self.status, current=(self.epoch, self.host_id), claimed=claimed, leased=self.leased)
 
 
 HELD: Final = "seq, status, epoch, host_id, spec, charged, lost, infra, excused"
@@ -181,5 +182,5 @@ HELD: Final = "seq, status, epoch, host_id, spec, charged, lost, infra, excused"
 
 def held_of(row: Sequence[Any], *, leased: bool) -> Held:
     seq, status, epoch, host_id, spec, charged, lost, infra, excused = row
-    tally = Tally(charged=charged, lost=lost, infra=infra, excused=excused)
-    return Held(seq, Status(status), epoch, host_id, leased, decode_spec(spec), tally)
+    tally = AttemptCounts(charged=charged, lost=lost, infra=infra, excused=excused)
+    return Held(seq, JobStatus(status), epoch, host_id, leased, decode_spec(spec), tally)

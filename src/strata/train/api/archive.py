@@ -14,7 +14,7 @@ from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.http.errors import HttpRefusal
 from strata.http.route import KIB, PUBLIC, RESEARCHER, SETTING, VIEWER, RawBody, RawReply, Route
-from strata.identity.roles import Kind
+from strata.identity.roles import CallerKind
 from strata.train.api.context import ApiCall
 from strata.train.api.signed_urls import ArchiveGrant, address, check, refusal, sign
 from strata.train.archive import MEDIA_TYPE, Archive, open_archive, read_members
@@ -64,7 +64,7 @@ async def _found(call: ApiCall) -> tuple[str, float]:
 
 
 def _address(call: ApiCall, folder: str, file: str, expires_at_s: float) -> str:
-    grant = ArchiveGrant(folder, file, expires_at_s, call.caller.id if call.caller.kind is Kind.KEY else "")
+    grant = ArchiveGrant(folder, file, expires_at_s, call.caller.id if call.caller.kind is CallerKind.KEY else "")
     return address(call.headers, DOWNLOAD, token=sign(grant, call.context.signing_key))
 
 

@@ -18,7 +18,7 @@ from strata.http.budget import BodyBudget
 from strata.http.route import HttpCall
 from strata.identity.authenticate import Authenticator
 from strata.identity.ports import IdentityStore
-from strata.identity.roles import Kind, Principal
+from strata.identity.roles import CallerKind, Principal
 from strata.train.api.request_metrics import RequestMetrics
 from strata.train.core import messages, ops
 from strata.train.core.messages import OrchestratorRequest, RequestType
@@ -58,7 +58,7 @@ class ApiContext:
 
     async def tenant(self, caller: Principal) -> str:
         """Keys of one name are one tenant, so that a key can be replaced by a new one. A name never changes."""
-        if caller.kind is not Kind.KEY:
+        if caller.kind is not CallerKind.KEY:
             return caller.actor
         name = self.names.get(caller.id)
         if name is None:

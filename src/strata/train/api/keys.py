@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strata.http.route import ADMIN, KIB, Route
 from strata.identity.enroll import make_key
-from strata.identity.ports import Key
+from strata.identity.ports import ApiKey
 from strata.identity.roles import Role
 from strata.train.api.context import ApiCall
 from strata.train.wire import bodies, replies
@@ -30,7 +30,7 @@ async def revoke(call: ApiCall) -> None:
     call.context.authenticator.forget()
 
 
-def _shown(key: Key) -> replies.ApiKeyView:
+def _shown(key: ApiKey) -> replies.ApiKeyView:
     return replies.ApiKeyView(
         id=key.id,
         name=key.name,

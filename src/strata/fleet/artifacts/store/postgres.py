@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from strata.database import events
-from strata.database.events import Event as Record
+from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.database.postgres import Connections
-from strata.fleet.artifacts.manifest import Chunk
+from strata.fleet.artifacts.manifest import ArtifactChunk
 from strata.fleet.artifacts.ports import ArtifactRow, Commit, Committed, LineageFilter, LineageRow, Slot, Usage
-from strata.fleet.artifacts.states import Event, State, among, becomes
+from strata.fleet.artifacts.states import ChunkEvent, ChunkState, among, becomes
 from strata.fleet.artifacts.store import rows
 
 Connection = Any
@@ -23,12 +23,12 @@ Connection = Any
 
 _UNREFERENCED: Final = "NOT EXISTS (SELECT 1 FROM artifact_ref WHERE chunk = number)"
 _CONDEMNABLE: Final = (
-    f"FROM artifact_chunk WHERE state IN {among(Event.CONDEMN)} AND wanted_at <= %(before)s AND {_UNREFERENCED}"
+    f"FROM artifact_chunk WHERE state IN {among(ChunkEvent.CONDEMN)} AND wanted_at <= %(before)s AND {_UNREFERENCED}"
     " ORDER BY wanted_at, number LIMIT %(limit)s"
 )
 _ERASABLE: Final = (
-    f"FROM artifact_chunk WHERE state IN {among(Event.ERASE)}"
-    f" AND (state = '{State.DELETING}' OR wanted_at <= %(before)s) AND {_UNREFERENCED}"
+    f"FROM artifact_chunk WHERE state IN {among(ChunkEvent.ERASE)}"
+    f" AND (state = '{ChunkState.DELETING}' OR wanted_at <= %(before)s) AND {_UNREFERENCED}"
     " ORDER BY wanted_at, number LIMIT %(limit)s"
 )
 _SELECT_SLOTS: Final = f"SELECT {rows.SLOT} FROM artifact_chunk WHERE digest = ANY(%(digests)s) ORDER BY digest"
@@ -49,14 +49,15 @@ class PostgresIndex:
             while missing := [digest for digest in ordered if digest not in found]:
                 await connection.execute(
                     "INSERT INTO artifact_chunk (digest, state, size, wanted_at, checked_at)"
-                    f" SELECT digest, '{State.INCOMING}', 0, %(now)s, 0 FROM unnest(%(new)s::text[]) AS n (digest)"
+                    f" SELECT digest, '{ChunkState.INCOMING}', 0, %(now)s, 0 FROM unnest(%(new)s::text[]) AS n (digest)"
                     " ORDER BY digest ON CONFLICT (digest) DO NOTHING",
                     {"now": now_s, "new": missing},
                 )
                 await connection.execute(
-                    f"UPDATE artifact_chunk SET wanted_at = %(now)s, state = {becomes(Event.RESERVE)}"
+                    f"UPDATE artifact_chunk SET wanted_at = %(now)s, state = {becomes(ChunkEvent.RESERVE)}"
                     " WHERE number IN (SELECT number FROM artifact_chunk WHERE digest = ANY(%(digests)s)"
-                    f" AND state IN {among(Event.RESERVE)} AND (wanted_at <= %(stale)s OR state = '{State.DOOMED}')"
+                    f" AND state IN {among(ChunkEvent.RESERVE)}"
+                    f" AND (wanted_at <= %(stale)s OR state = '{ChunkState.DOOMED}')"
                     " ORDER BY digest FOR UPDATE)",
                     {"now": now_s, "digests": missing, "stale": now_s - stale_after_s},
                 )
@@ -72,12 +73,12 @@ class PostgresIndex:
             there = await _slots(connection, [slot.digest for slot in slots], lock=True)
             for slot in slots:
                 found = there.get(slot.digest)
-                if found is None or found.number != slot.number or found.state is State.DELETING:
+                if found is None or found.number != slot.number or found.state is ChunkState.DELETING:
                     raise rows.overtaken(slot.digest)
             await connection.execute(
-                f"UPDATE artifact_chunk c SET state = {becomes(Event.STORE)}, size = s.size, wanted_at = %(now)s,"
+                f"UPDATE artifact_chunk c SET state = {becomes(ChunkEvent.STORE)}, size = s.size, wanted_at = %(now)s,"
                 " checked_at = %(now)s FROM unnest(%(numbers)s::bigint[], %(sizes)s::bigint[]) AS s (number, size)"
-                f" WHERE c.number = s.number AND state IN {among(Event.STORE)}",
+                f" WHERE c.number = s.number AND state IN {among(ChunkEvent.STORE)}",
                 {
                     "now": now_s,
                     "numbers": [slot.number for slot in slots],
@@ -88,8 +89,8 @@ class PostgresIndex:
     async def damaged(self, digest: str, reason: str, now_s: float) -> None:
         async with self._connections.transaction() as connection:
             changed = await connection.execute(
-                f"UPDATE artifact_chunk SET state = {becomes(Event.DAMAGE)}, wanted_at = %s"
-                f" WHERE digest = %s AND state IN {among(Event.DAMAGE)}",
+                f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.DAMAGE)}, wanted_at = %s"
+                f" WHERE digest = %s AND state IN {among(ChunkEvent.DAMAGE)}",
                 (now_s, digest),
             )
             if changed.rowcount:
@@ -161,29 +162,29 @@ class PostgresIndex:
             )
             return True
 
-    async def condemnable(self, before_s: float, limit: int) -> Sequence[Chunk]:
+    async def condemnable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
         return _chunks(
             await self._connections.run(f"SELECT {rows.SLOT} {_CONDEMNABLE}", {"before": before_s, "limit": limit})
         )
 
-    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[Chunk]:
+    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[ArtifactChunk]:
         # A commit that came between changed `wanted_at`, which is compared again once the row is locked.
         return _chunks(
             await self._connections.run(
-                f"UPDATE artifact_chunk SET state = {becomes(Event.CONDEMN)}, wanted_at = %(now)s"
+                f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.CONDEMN)}, wanted_at = %(now)s"
                 f" WHERE number IN (SELECT number {_CONDEMNABLE} {_LOCKED}) RETURNING {rows.SLOT}",
                 {"now": now_s, "before": before_s, "limit": limit},
             )
         )
 
-    async def erasable(self, before_s: float, limit: int) -> Sequence[Chunk]:
+    async def erasable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
         return _chunks(
             await self._connections.run(f"SELECT {rows.SLOT} {_ERASABLE}", {"before": before_s, "limit": limit})
         )
 
     async def erase(self, before_s: float, limit: int) -> Sequence[Slot]:
         found = await self._connections.run(
-            f"UPDATE artifact_chunk SET state = {becomes(Event.ERASE)}"
+            f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.ERASE)}"
             f" WHERE number IN (SELECT number {_ERASABLE} {_LOCKED}) RETURNING {rows.SLOT}",
             {"before": before_s, "limit": limit},
         )
@@ -191,13 +192,13 @@ class PostgresIndex:
 
     async def erased(self, slots: Sequence[Slot]) -> None:
         await self._connections.write(
-            f"DELETE FROM artifact_chunk WHERE number = ANY(%(numbers)s) AND state = '{State.DELETING}'",
+            f"DELETE FROM artifact_chunk WHERE number = ANY(%(numbers)s) AND state = '{ChunkState.DELETING}'",
             {"numbers": [slot.number for slot in slots]},
         )
 
     async def least_checked(self, before_s: float, limit: int) -> Sequence[Slot]:
         found = await self._connections.run(
-            f"SELECT {rows.SLOT} FROM artifact_chunk WHERE state = '{State.STORED}' AND checked_at < %(before)s"
+            f"SELECT {rows.SLOT} FROM artifact_chunk WHERE state = '{ChunkState.STORED}' AND checked_at < %(before)s"
             " ORDER BY checked_at, number LIMIT %(limit)s",
             {"before": before_s, "limit": limit},
         )
@@ -213,14 +214,14 @@ class PostgresIndex:
     async def usage(self) -> Usage:
         ((artifacts,),) = await self._connections.run("SELECT count(*) FROM artifact WHERE removed_at IS NULL", {})
         ((chunks, size, damaged),) = await self._connections.run(
-            f"SELECT count(*) FILTER (WHERE state IN {among(Event.DAMAGE)}),"
-            f" coalesce(sum(size) FILTER (WHERE state IN {among(Event.DAMAGE)}), 0)::bigint,"
-            f" count(*) FILTER (WHERE state = '{State.DAMAGED}') FROM artifact_chunk",
+            f"SELECT count(*) FILTER (WHERE state IN {among(ChunkEvent.DAMAGE)}),"
+            f" coalesce(sum(size) FILTER (WHERE state IN {among(ChunkEvent.DAMAGE)}), 0)::bigint,"
+            f" count(*) FILTER (WHERE state = '{ChunkState.DAMAGED}') FROM artifact_chunk",
             {},
         )
         return Usage(artifacts=artifacts, chunks=chunks, bytes=size, damaged=damaged)
 
-    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.Recorded]:
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_postgres(self._connections, after, limit, subject=subject)
 
 
@@ -229,8 +230,8 @@ async def _slots(connection: Connection, digests: Sequence[str], *, lock: bool =
     return {slot.digest: slot for slot in map(rows.slot_of, await cursor.fetchall())}
 
 
-def _chunks(found: Sequence[Any]) -> list[Chunk]:
-    return [Chunk(slot.digest, slot.size) for slot in map(rows.slot_of, found)]
+def _chunks(found: Sequence[Any]) -> list[ArtifactChunk]:
+    return [ArtifactChunk(slot.digest, slot.size) for slot in map(rows.slot_of, found)]
 
 
 async def _artifact(connection: Connection, artifact_id: str) -> Any:
@@ -257,7 +258,7 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
     rows.check_chunks(wanted, slots.values())
     numbers = [slot.number for slot in slots.values()]
     await connection.execute(
-        f"UPDATE artifact_chunk SET state = {becomes(Event.RESERVE)}, wanted_at = %s WHERE number = ANY(%s)",
+        f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.RESERVE)}, wanted_at = %s WHERE number = ANY(%s)",
         (now_s, numbers),
     )
     cursor = await connection.execute(

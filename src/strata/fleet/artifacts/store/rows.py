@@ -8,13 +8,13 @@ from typing import Any, Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.database.events import Event
-from strata.fleet.artifacts.manifest import Lineage, Manifest
+from strata.database.events import EventRecord
+from strata.fleet.artifacts.manifest import ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import ArtifactRow, Commit, LineageFilter, LineageRow, Slot
-from strata.fleet.artifacts.states import PRESENT, State
-from strata.fleet.core.hold import ALIVE, stale, standing, unknown_job
-from strata.fleet.core.job import TERMINAL, Status
-from strata.fleet.ports import Hold
+from strata.fleet.artifacts.states import PRESENT, ChunkState
+from strata.fleet.core.job import TERMINAL, JobStatus
+from strata.fleet.core.lease_status import ALIVE, lease_status, stale, unknown_job
+from strata.fleet.ports import AttemptKey
 
 SLOT: Final = "number, digest, state, size"
 ARTIFACT: Final = "id, manifest, size, committed_at, pinned, removed_at"
@@ -30,13 +30,13 @@ REFERENCED: Final = (
 )
 
 encode: Final = msgspec.json.Encoder().encode
-_manifest: Final = msgspec.json.Decoder(Manifest).decode
+_manifest: Final = msgspec.json.Decoder(ArtifactManifest).decode
 _lineage: Final = msgspec.json.Decoder(Lineage).decode
 
 
 def slot_of(row: Sequence[Any]) -> Slot:
     number, digest, state, size = row
-    return Slot(number, digest, State(state), size)
+    return Slot(number, digest, ChunkState(state), size)
 
 
 def artifact_of(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow:
@@ -80,13 +80,13 @@ def overtaken(digest: str) -> StrataError:
 JOB: Final = "status, epoch, host_id"
 
 
-def check_hold(job: Sequence[Any] | None, hold: Hold, *, leased: bool) -> None:
+def check_hold(job: Sequence[Any] | None, hold: AttemptKey, *, leased: bool) -> None:
     """From `JOB`: the attempt may still write, or STALE. `leased`: the job's lease row is there."""
     if job is None:
         raise unknown_job(hold.job_id)
     status, epoch, host_id = job
     claimed = (hold.epoch, hold.host_id)
-    if standing(Status(status), current=(epoch, host_id), claimed=claimed, leased=leased) not in ALIVE:
+    if lease_status(JobStatus(status), current=(epoch, host_id), claimed=claimed, leased=leased) not in ALIVE:
         raise stale(hold.job_id, hold.epoch, epoch)
 
 
@@ -122,7 +122,7 @@ def check_removable(row: Sequence[Any] | None, artifact_id: str, *, needed: bool
     return True
 
 
-def committed(commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> Event:
+def committed(commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> EventRecord:
     made = commit.lineage
     body = {
         "lineage": lineage_id,
@@ -133,7 +133,7 @@ def committed(commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -
         "mode": made.mode,
         "size": commit.manifest.size,
     }
-    return Event(now_s, commit.actor, "artifact.committed", artifact_id, body)
+    return EventRecord(now_s, commit.actor, "artifact.committed", artifact_id, body)
 
 
 NEW_LINEAGE: Final = "id, artifact_id, committed_at, kind, job_id, epoch, model, mode, actor, body"
@@ -165,7 +165,7 @@ def lineage_query(wanted: LineageFilter, mark: Callable[[str], str], listed: str
     )
     where = [] if wanted.removed else ["a.removed_at IS NULL"]
     if wanted.completed:
-        where.append(f"j.status = '{Status.COMPLETED}' AND j.artifact = l.artifact_id AND t.outcome = 'completed'")
+        where.append(f"j.status = '{JobStatus.COMPLETED}' AND j.artifact = l.artifact_id AND t.outcome = 'completed'")
     if wanted.attempted:
         where.append("t.job_id IS NOT NULL")
     for column in ("job_id", "model", "mode", "kind"):

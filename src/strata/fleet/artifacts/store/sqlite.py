@@ -12,22 +12,23 @@ from typing import Any, Final
 import msgspec
 
 from strata.database import events
-from strata.database.events import Event as Record
+from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.database.sqlite import SqliteThread
-from strata.fleet.artifacts.manifest import Chunk
+from strata.fleet.artifacts.manifest import ArtifactChunk
 from strata.fleet.artifacts.ports import ArtifactRow, Commit, Committed, LineageFilter, LineageRow, Slot, Usage
-from strata.fleet.artifacts.states import Event, State, among, becomes
+from strata.fleet.artifacts.states import ChunkEvent, ChunkState, among, becomes
 from strata.fleet.artifacts.store import rows
 
 _LISTED: Final = "IN (SELECT value FROM json_each(:ids))"
 _UNREFERENCED: Final = "NOT EXISTS (SELECT 1 FROM artifact_ref WHERE chunk = number)"
 _CONDEMNABLE: Final = (
-    f"FROM artifact_chunk WHERE state IN {among(Event.CONDEMN)} AND wanted_at <= :before AND {_UNREFERENCED}"
+    f"FROM artifact_chunk WHERE state IN {among(ChunkEvent.CONDEMN)} AND wanted_at <= :before AND {_UNREFERENCED}"
     " ORDER BY wanted_at, number LIMIT :limit"
 )
 _ERASABLE: Final = (
-    f"FROM artifact_chunk WHERE state IN {among(Event.ERASE)} AND (state = '{State.DELETING}' OR wanted_at <= :before)"
+    f"FROM artifact_chunk WHERE state IN {among(ChunkEvent.ERASE)}"
+    f" AND (state = '{ChunkState.DELETING}' OR wanted_at <= :before)"
     f" AND {_UNREFERENCED} ORDER BY wanted_at, number LIMIT :limit"
 )
 
@@ -45,9 +46,11 @@ class SqliteIndex:
             listed = _json(digests)
             db.execute(
                 "INSERT INTO artifact_chunk (digest, state, size, wanted_at, checked_at)"
-                f" SELECT value, '{State.INCOMING}', 0, :now, 0 FROM json_each(:digests) WHERE true"
-                f" ON CONFLICT (digest) DO UPDATE SET wanted_at = excluded.wanted_at, state = {becomes(Event.RESERVE)}"
-                f" WHERE state IN {among(Event.RESERVE)} AND (wanted_at <= :stale OR state = '{State.DOOMED}')",
+                f" SELECT value, '{ChunkState.INCOMING}', 0, :now, 0 FROM json_each(:digests) WHERE true"
+                " ON CONFLICT (digest) DO UPDATE"
+                f" SET wanted_at = excluded.wanted_at, state = {becomes(ChunkEvent.RESERVE)}"
+                f" WHERE state IN {among(ChunkEvent.RESERVE)}"
+                f" AND (wanted_at <= :stale OR state = '{ChunkState.DOOMED}')",
                 {"now": now_s, "digests": listed, "stale": now_s - stale_after_s},
             )
             return _slots(db, digests)
@@ -62,11 +65,12 @@ class SqliteIndex:
             there = _slots(db, [slot.digest for slot in slots])
             for slot in slots:
                 found = there.get(slot.digest)
-                if found is None or found.number != slot.number or found.state is State.DELETING:
+                if found is None or found.number != slot.number or found.state is ChunkState.DELETING:
                     raise rows.overtaken(slot.digest)
             db.executemany(
-                f"UPDATE artifact_chunk SET state = {becomes(Event.STORE)}, size = ?, wanted_at = ?, checked_at = ?"
-                f" WHERE number = ? AND state IN {among(Event.STORE)}",
+                f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.STORE)}, size = ?,"
+                " wanted_at = ?, checked_at = ?"
+                f" WHERE number = ? AND state IN {among(ChunkEvent.STORE)}",
                 [(slot.size, now_s, now_s, slot.number) for slot in slots],
             )
 
@@ -75,8 +79,8 @@ class SqliteIndex:
     async def damaged(self, digest: str, reason: str, now_s: float) -> None:
         def damage(db: Db) -> None:
             changed = db.execute(
-                f"UPDATE artifact_chunk SET state = {becomes(Event.DAMAGE)}, wanted_at = ?"
-                f" WHERE digest = ? AND state IN {among(Event.DAMAGE)}",
+                f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.DAMAGE)}, wanted_at = ?"
+                f" WHERE digest = ? AND state IN {among(ChunkEvent.DAMAGE)}",
                 (now_s, digest),
             )
             if changed.rowcount:
@@ -128,14 +132,14 @@ class SqliteIndex:
     ) -> bool:
         return await self._thread.write(lambda db: _remove(db, artifact_id, reason, actor, now_s, upto_seq))
 
-    async def condemnable(self, before_s: float, limit: int) -> Sequence[Chunk]:
+    async def condemnable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
         return _chunks(await self._rows(f"SELECT {rows.SLOT} {_CONDEMNABLE}", {"before": before_s, "limit": limit}))
 
-    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[Chunk]:
-        def doom(db: Db) -> Sequence[Chunk]:
+    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[ArtifactChunk]:
+        def doom(db: Db) -> Sequence[ArtifactChunk]:
             return _chunks(
                 db.execute(
-                    f"UPDATE artifact_chunk SET state = {becomes(Event.CONDEMN)}, wanted_at = :now"
+                    f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.CONDEMN)}, wanted_at = :now"
                     f" WHERE number IN (SELECT number {_CONDEMNABLE}) RETURNING {rows.SLOT}",
                     {"now": now_s, "before": before_s, "limit": limit},
                 ).fetchall()
@@ -143,13 +147,13 @@ class SqliteIndex:
 
         return await self._thread.write(doom)
 
-    async def erasable(self, before_s: float, limit: int) -> Sequence[Chunk]:
+    async def erasable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
         return _chunks(await self._rows(f"SELECT {rows.SLOT} {_ERASABLE}", {"before": before_s, "limit": limit}))
 
     async def erase(self, before_s: float, limit: int) -> Sequence[Slot]:
         def take(db: Db) -> list[Slot]:
             found = db.execute(
-                f"UPDATE artifact_chunk SET state = {becomes(Event.ERASE)}"
+                f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.ERASE)}"
                 f" WHERE number IN (SELECT number {_ERASABLE}) RETURNING {rows.SLOT}",
                 {"before": before_s, "limit": limit},
             ).fetchall()
@@ -160,7 +164,7 @@ class SqliteIndex:
     async def erased(self, slots: Sequence[Slot]) -> None:
         def drop(db: Db) -> None:
             db.executemany(
-                f"DELETE FROM artifact_chunk WHERE number = ? AND state = '{State.DELETING}'",
+                f"DELETE FROM artifact_chunk WHERE number = ? AND state = '{ChunkState.DELETING}'",
                 [(slot.number,) for slot in slots],
             )
 
@@ -168,7 +172,7 @@ class SqliteIndex:
 
     async def least_checked(self, before_s: float, limit: int) -> Sequence[Slot]:
         found = await self._rows(
-            f"SELECT {rows.SLOT} FROM artifact_chunk WHERE state = '{State.STORED}' AND checked_at < ?"
+            f"SELECT {rows.SLOT} FROM artifact_chunk WHERE state = '{ChunkState.STORED}' AND checked_at < ?"
             " ORDER BY checked_at, number LIMIT ?",
             (before_s, limit),
         )
@@ -185,14 +189,14 @@ class SqliteIndex:
     async def usage(self) -> Usage:
         ((artifacts,),) = await self._rows("SELECT count(*) FROM artifact WHERE removed_at IS NULL", ())
         ((chunks, size, damaged),) = await self._rows(
-            f"SELECT count(*) FILTER (WHERE state IN {among(Event.DAMAGE)}),"
-            f" coalesce(sum(size) FILTER (WHERE state IN {among(Event.DAMAGE)}), 0),"
-            f" count(*) FILTER (WHERE state = '{State.DAMAGED}') FROM artifact_chunk",
+            f"SELECT count(*) FILTER (WHERE state IN {among(ChunkEvent.DAMAGE)}),"
+            f" coalesce(sum(size) FILTER (WHERE state IN {among(ChunkEvent.DAMAGE)}), 0),"
+            f" count(*) FILTER (WHERE state = '{ChunkState.DAMAGED}') FROM artifact_chunk",
             (),
         )
         return Usage(artifacts=artifacts, chunks=chunks, bytes=size, damaged=damaged)
 
-    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.Recorded]:
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_sqlite(self._thread, after, limit, subject=subject)
 
     async def _rows(self, select: str, values: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
@@ -210,8 +214,8 @@ def _slots(db: Db, digests: Sequence[str]) -> dict[str, Slot]:
     return {slot.digest: slot for slot in map(rows.slot_of, found)}
 
 
-def _chunks(found: Sequence[Any]) -> list[Chunk]:
-    return [Chunk(slot.digest, slot.size) for slot in map(rows.slot_of, found)]
+def _chunks(found: Sequence[Any]) -> list[ArtifactChunk]:
+    return [ArtifactChunk(slot.digest, slot.size) for slot in map(rows.slot_of, found)]
 
 
 def _artifact(db: Db, artifact_id: str) -> Any:
@@ -237,7 +241,7 @@ def _commit(db: Db, commit: Commit, now_s: float) -> Committed:
     rows.check_chunks(wanted, slots.values())
     numbers = [slot.number for slot in slots.values()]
     db.executemany(
-        f"UPDATE artifact_chunk SET state = {becomes(Event.RESERVE)}, wanted_at = ? WHERE number = ?",
+        f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.RESERVE)}, wanted_at = ? WHERE number = ?",
         [(now_s, number) for number in numbers],
     )
     (seq,) = db.execute(

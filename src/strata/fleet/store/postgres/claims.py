@@ -17,9 +17,9 @@ from typing import Any, Final, Literal
 
 from strata.base.failpoint import failpoint
 from strata.database.postgres import Connections
-from strata.fleet.core.job import Event, target
+from strata.fleet.core.job import JobEvent, target
 from strata.fleet.core.match import fit_slots
-from strata.fleet.ports import Claim, Lease
+from strata.fleet.ports import Claim, JobLease
 from strata.fleet.store.rows import lease_of
 
 _Name = tuple[str, str]
@@ -105,7 +105,7 @@ TAKE: Final = f"""
 WITH given AS MATERIALIZED ({{given}}), gone AS (
   DELETE FROM ready USING given WHERE ready.seq = given.seq
 ), moved AS (
-  UPDATE job SET status = '{target(Event.CLAIM)}', epoch = epoch + 1, attempts = attempts + 1, changed_at = %(now)s,
+  UPDATE job SET status = '{target(JobEvent.CLAIM)}', epoch = epoch + 1, attempts = attempts + 1, changed_at = %(now)s,
     host_id = given.host, reason = '',
     lost = lost + CASE epoch WHEN 0 THEN 0 ELSE (SELECT count(*) FROM lease WHERE job_id = job.id) END
   FROM given WHERE job.seq = given.seq
@@ -145,7 +145,7 @@ ORDER BY j.priority DESC, j.seq
 
 async def claim_jobs(
     connections: Connections, claims: Sequence[Claim], lease_s: float, now_s: float
-) -> Sequence[Sequence[Lease]]:
+) -> Sequence[Sequence[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     times = {"now": now_s, "until": now_s + lease_s}
     alike: dict[_Menu, list[_Name]] = {}
@@ -160,7 +160,7 @@ async def claim_jobs(
             menu = (tuple(slots), tuple([latest(class_id, math.inf) for class_id in slots]), alone)
             alike.setdefault(menu, []).extend([name] * _count(each, slots))
     found += await _take(connections, alike, times)
-    given: dict[_Name, list[Lease]] = {name: [] for name in named}
+    given: dict[_Name, list[JobLease]] = {name: [] for name in named}
     for host_id, claim_id, job_id, epoch, *rest in found:
         given[host_id, claim_id].append(lease_of(job_id, epoch, (host_id, *rest)))
     unanswered = [name for name, leases in given.items() if not leases]

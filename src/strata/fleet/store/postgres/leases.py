@@ -7,12 +7,12 @@ from typing import Any
 
 from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
-from strata.database.events import Event as Record
+from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
-from strata.fleet.core.hold import ALIVE, Standing, already_ended, not_refused, stale, unknown_job
-from strata.fleet.core.job import TERMINAL, Cause, Event, Status, advance
-from strata.fleet.core.lease import Ruling, after_expiry, after_failure, after_setup_error, counted
-from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
+from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
+from strata.fleet.core.lease import RetryDecision, after_expiry, after_failure, after_setup_error, counted
+from strata.fleet.core.lease_status import ALIVE, LeaseStatus, already_ended, not_refused, stale, unknown_job
+from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, Renewed
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.rows import HELD, JOB, REFUSED, Held, encode, held_of, job_of, refused_of
 
@@ -49,8 +49,8 @@ async def renew(connection: Connection, host_id: str, renewal: Renewal, lease_s:
     job = await _load(connection, job_id)
     if job is None:
         return Renewed(job_id=job_id, epoch=epoch, verdict="unknown")
-    stands = job.standing(Hold(host_id, job_id, epoch))
-    if stands is Standing.ENDED:
+    stands = job.lease_status(AttemptKey(host_id, job_id, epoch))
+    if stands is LeaseStatus.ENDED:
         return Renewed(job_id=job_id, epoch=epoch, verdict="ended", status=job.status)
     if stands not in ALIVE:
         return Renewed(job_id=job_id, epoch=epoch, verdict="stale", status=job.status)
@@ -59,8 +59,8 @@ async def renew(connection: Connection, host_id: str, renewal: Renewal, lease_s:
         "UPDATE lease SET expires_at = %s, expired = false WHERE job_id = %s", (expires_at_s, job_id)
     )
     status = await _alive(connection, job_id, job, now_s)
-    if renewal.running and status is Status.CLAIMED:
-        status = await _move(connection, job, Event.START, now_s, "")
+    if renewal.running and status is JobStatus.CLAIMED:
+        status = await _move(connection, job, JobEvent.START, now_s, "")
         await connection.execute(
             "UPDATE attempt SET started_at = %s WHERE job_id = %s AND epoch = %s AND started_at IS NULL",
             (now_s, job_id, epoch),
@@ -70,25 +70,27 @@ async def renew(connection: Connection, host_id: str, renewal: Renewal, lease_s:
     return Renewed(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=expires_at_s)
 
 
-async def _alive(connection: Connection, job_id: str, job: Held, now_s: float) -> Status:
+async def _alive(connection: Connection, job_id: str, job: Held, now_s: float) -> JobStatus:
     """The status of a job whose host just spoke: what had expired is revived and leaves the queue."""
-    if job.status is not Status.PENDING:
+    if job.status is not JobStatus.PENDING:
         return job.status
     await connection.execute("DELETE FROM ready WHERE seq = %s", (job.seq,))
     await connection.execute("UPDATE lease SET expired = false WHERE job_id = %s", (job_id,))
     await record(connection, now_s, f"host:{job.host_id}", "job.revived", job_id, epoch=job.epoch)
-    return await _move(connection, job, Event.REVIVE, now_s, "")
+    return await _move(connection, job, JobEvent.REVIVE, now_s, "")
 
 
-async def complete(connection: Connection, hold: Hold, completion: Completion, now_s: float) -> JobRow | StrataError:
+async def complete(
+    connection: Connection, hold: AttemptKey, completion: JobCompletion, now_s: float
+) -> JobRow | StrataError:
     job = await need(connection, hold.job_id)
-    if job.standing(hold) not in ALIVE:
+    if job.lease_status(hold) not in ALIVE:
         return await _late_result(connection, hold, completion, job)
     if await _alive(connection, hold.job_id, job, now_s) is not job.status:
         job = await need(connection, hold.job_id)
     facts = {**completion.facts, "metrics": dict(completion.metrics)}
     async with connection.pipeline():
-        await _move(connection, job, Event.COMPLETE, now_s, "")
+        await _move(connection, job, JobEvent.COMPLETE, now_s, "")
         # The trainer may have been changed since this attempt began: the result is of the one that it was given.
         await connection.execute(
             "UPDATE job SET artifact = %s, trainer_digest = a.trainer_digest FROM attempt a"
@@ -112,27 +114,34 @@ async def complete(connection: Connection, hold: Hold, completion: Completion, n
     return await read_job(connection, hold.job_id)
 
 
-async def _late_result(connection: Connection, hold: Hold, completion: Completion, job: Held) -> JobRow | StrataError:
+async def _late_result(
+    connection: Connection, hold: AttemptKey, completion: JobCompletion, job: Held
+) -> JobRow | StrataError:
     """The same report again gets the same answer; another one is kept beside the attempt and refused."""
     told = await _told(connection, hold, "outcome, artifact")
     if told == ("completed", completion.artifact):
         return await read_job(connection, hold.job_id)
     if told is not None and told[0] != "completed" and completion.artifact:
         await _note(connection, hold, outcome="orphan", artifact=completion.artifact)
-    if job.standing(hold) is Standing.ENDED:
+    if job.lease_status(hold) is LeaseStatus.ENDED:
         return already_ended(hold.job_id, job.status)
     return stale(hold.job_id, hold.epoch, job.epoch)
 
 
 async def fail(
-    connection: Connection, hold: Hold, failure: Failure, now_s: float, chance: float, eligible: Collection[str]
+    connection: Connection,
+    hold: AttemptKey,
+    failure: JobFailure,
+    now_s: float,
+    chance: float,
+    eligible: Collection[str],
 ) -> JobRow:
     job = await need(connection, hold.job_id)
-    stands = job.standing(hold)
+    stands = job.lease_status(hold)
     if stands not in ALIVE:
         if await _told(connection, hold, "cause, error") == (failure.cause, failure.error):
             return await read_job(connection, hold.job_id)
-        ended = stands is Standing.ENDED
+        ended = stands is LeaseStatus.ENDED
         raise already_ended(hold.job_id, job.status) if ended else stale(hold.job_id, hold.epoch, job.epoch)
     await _alive(connection, hold.job_id, job, now_s)
     job = await need(connection, hold.job_id)
@@ -164,9 +173,9 @@ async def fail_refused(connection: Connection, eligible: Mapping[str, Collection
     return [await read_job(connection, job_id) for job_id in failed]
 
 
-async def checkpointed(connection: Connection, hold: Hold, artifact: str, now_s: float) -> None:
+async def record_checkpoint(connection: Connection, hold: AttemptKey, artifact: str, now_s: float) -> None:
     job = await need(connection, hold.job_id)
-    if job.standing(hold) not in ALIVE:
+    if job.lease_status(hold) not in ALIVE:
         raise stale(hold.job_id, hold.epoch, job.epoch)
     await connection.execute("UPDATE job SET checkpoint = %s WHERE seq = %s", (artifact, job.seq))
     await _note(connection, hold, checkpoint=artifact)
@@ -193,8 +202,8 @@ async def expire(connection: Connection, job_id: str, now_s: float) -> JobRow | 
 
 async def cancel(connection: Connection, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
     job = await need(connection, job_id)
-    if job.status is not Status.CANCELLED:
-        ruling = Ruling(event=Event.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
+    if job.status is not JobStatus.CANCELLED:
+        ruling = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
         await _rule(connection, job_id, job, ruling, now_s, actor)
     failpoint("fleet.cancel.written")
     return await read_job(connection, job_id)
@@ -203,9 +212,9 @@ async def cancel(connection: Connection, job_id: str, reason: str, actor: str, n
 async def requeue(connection: Connection, job_id: str, actor: str, now_s: float) -> JobRow:
     job = await need(connection, job_id)
     refused = await connection.execute("DELETE FROM job_refusal WHERE seq = %s", (job.seq,))
-    if job.status is Status.PENDING and not refused.rowcount:
+    if job.status is JobStatus.PENDING and not refused.rowcount:
         raise not_refused(job_id)
-    await _move(connection, job, Event.REQUEUE, now_s, "requeued")
+    await _move(connection, job, JobEvent.REQUEUE, now_s, "requeued")
     await connection.execute("DELETE FROM ripening WHERE seq = %s", (job.seq,))
     await connection.execute(
         "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = %s",
@@ -217,16 +226,18 @@ async def requeue(connection: Connection, job_id: str, actor: str, now_s: float)
     return await read_job(connection, job_id)
 
 
-async def _rule(connection: Connection, job_id: str, job: Held, ruling: Ruling, now_s: float, actor: str) -> None:
+async def _rule(
+    connection: Connection, job_id: str, job: Held, ruling: RetryDecision, now_s: float, actor: str
+) -> None:
     """Let a ruling happen to the job and to the attempt that ends with it."""
     status = await _move(connection, job, ruling.event, now_s, ruling.reason)
-    if ruling.event is Event.EXPIRE:
+    if ruling.event is JobEvent.EXPIRE:
         await connection.execute("UPDATE lease SET expired = true WHERE job_id = %s", (job_id,))
         await enqueue(connection, [job.seq], now_s)
         await record(connection, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=ruling.reason)
         return
     if job.leased:
-        outcome = {Event.FAIL: "failed", Event.RETRY: "retried", Event.CANCEL: "cancelled"}[ruling.event]
+        outcome = {JobEvent.FAIL: "failed", JobEvent.RETRY: "retried", JobEvent.CANCEL: "cancelled"}[ruling.event]
         await _end_attempt(connection, job_id, job.epoch, now_s, outcome, ruling.cause)
         column = counted(ruling.cause)
         await connection.execute(f"UPDATE job SET {column} = {column} + 1 WHERE seq = %s", (job.seq,))
@@ -234,9 +245,9 @@ async def _rule(connection: Connection, job_id: str, job: Held, ruling: Ruling, 
     await connection.execute("DELETE FROM ready WHERE seq = %s", (job.seq,))
     await connection.execute("DELETE FROM ripening WHERE seq = %s", (job.seq,))
     await connection.execute("UPDATE job SET not_before = %s WHERE seq = %s", (ruling.not_before_s, job.seq))
-    if status is Status.PENDING:
+    if status is JobStatus.PENDING:
         await enqueue(connection, [job.seq], now_s)
-    kind = {Event.FAIL: "job.failed", Event.RETRY: "job.retried", Event.CANCEL: "job.cancelled"}[ruling.event]
+    kind = {JobEvent.FAIL: "job.failed", JobEvent.RETRY: "job.retried", JobEvent.CANCEL: "job.cancelled"}[ruling.event]
     body = {"epoch": job.epoch, "cause": ruling.cause, "reason": ruling.reason}
     await record(connection, now_s, actor, kind, job_id, **body)
 
@@ -276,7 +287,7 @@ async def recount_dependents(connection: Connection, job_id: str, now_s: float) 
         seq, status, waits_for = row
         if waits_for:
             waiting.append(seq)
-        elif status == Status.PENDING:
+        elif status == JobStatus.PENDING:
             await enqueue(connection, [seq], now_s)
     if waiting:
         await connection.execute("DELETE FROM ready WHERE seq = ANY(%s)", (waiting,))
@@ -287,7 +298,7 @@ async def record(connection: Connection, at_s: float, actor: str, kind: str, sub
     await record_postgres(connection, [Record(at_s, actor, kind, subject, body)])
 
 
-async def _move(connection: Connection, job: Held, event: Event, now_s: float, reason: str) -> Status:
+async def _move(connection: Connection, job: Held, event: JobEvent, now_s: float, reason: str) -> JobStatus:
     status = advance(job.status, event)
     if status in TERMINAL:
         await connection.execute("DELETE FROM job_refusal WHERE seq = %s", (job.seq,))
@@ -306,7 +317,7 @@ async def _end_attempt(
     )
 
 
-async def _note(connection: Connection, hold: Hold, **columns: Any) -> None:
+async def _note(connection: Connection, hold: AttemptKey, **columns: Any) -> None:
     assigned = ", ".join(f"{column} = %s" for column in columns)
     await connection.execute(
         f"UPDATE attempt SET {assigned} WHERE job_id = %s AND epoch = %s",
@@ -314,7 +325,7 @@ async def _note(connection: Connection, hold: Hold, **columns: Any) -> None:
     )
 
 
-async def _told(connection: Connection, hold: Hold, columns: str) -> Any:
+async def _told(connection: Connection, hold: AttemptKey, columns: str) -> Any:
     """What this host has said about its attempt before; None if it never had it."""
     cursor = await connection.execute(
         f"SELECT {columns} FROM attempt WHERE job_id = %s AND epoch = %s AND host_id = %s",

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from strata.base.failpoint import failpoint
-from strata.database.events import Event as Record
+from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
-from strata.fleet.core.hold import outdated_plan
-from strata.fleet.core.job import Status
+from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.core.plan import Plan
+from strata.fleet.core.lease_status import outdated_plan
+from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.postgres.leases import Connection, enqueue, record, requeue
 from strata.fleet.store.rows import class_keys, encode
@@ -21,7 +21,7 @@ PLAN_LOCK: Final = 0x5354_5241_5441_0004
 
 
 async def apply_plan(
-    connection: Connection, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool
+    connection: Connection, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool
 ) -> None:
     await connection.execute("SELECT pg_advisory_xact_lock(%s)", (PLAN_LOCK,))
     cursor = await connection.execute("SELECT id FROM job WHERE id = ANY(%s) LIMIT 1", (list(plan.new),))
@@ -93,7 +93,7 @@ async def _known(connection: Connection, keys: list[str]) -> dict[str, int]:
 
 
 async def _add(
-    connection: Connection, plan: Plan, classes: Mapping[bytes, int], actor: str, now_s: float, *, declared: bool
+    connection: Connection, plan: ApplyPlan, classes: Mapping[bytes, int], actor: str, now_s: float, *, declared: bool
 ) -> None:
     if not plan.new:
         return
@@ -106,7 +106,7 @@ async def _add(
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
         " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint,"
         " submitted_by, project, trainer_digest)"
-        f" SELECT n.id, n.spec, n.class_id, '{Status.PENDING}', 0, %s, %s, 0, '', '', '', %s, false, 0,"
+        f" SELECT n.id, n.spec, n.class_id, '{JobStatus.PENDING}', 0, %s, %s, 0, '', '', '', %s, false, 0,"
         " n.model, n.sweep, n.priority, n.trainer, 0, 0, 0, '', %s, n.project, coalesce(t.digest, '')"
         " FROM unnest(%s::text[], %s::bytea[], %s::bigint[], %s::text[], %s::text[], %s::int[], %s::text[], %s::text[])"
         " WITH ORDINALITY AS n (id, spec, class_id, model, sweep, priority, trainer, project, place)"
@@ -148,7 +148,7 @@ async def _order(
     moved = [seq for seq, id_, _ in rows if id_ in changed]
     await connection.execute("DELETE FROM ready WHERE seq = ANY(%s)", (moved,))
     await connection.execute("DELETE FROM ripening WHERE seq = ANY(%s)", (moved,))
-    await enqueue(connection, [seq for seq, _, status in rows if status == Status.PENDING], now_s)
+    await enqueue(connection, [seq for seq, _, status in rows if status == JobStatus.PENDING], now_s)
 
 
 async def _take_trainers(connection: Connection, jobs: Iterable[str]) -> None:
@@ -172,7 +172,7 @@ async def _adopt(connection: Connection, kept: Iterable[str], orphaned: Iterable
     await connection.execute("UPDATE job SET orphaned = true WHERE id = ANY(%s)", (list(orphaned),))
 
 
-async def _put_trainers(connection: Connection, plan: Plan) -> None:
+async def _put_trainers(connection: Connection, plan: ApplyPlan) -> None:
     """A trainer is never changed: its name gets another digest, and jobs keep the one they carry."""
     for name, spec in sorted(plan.trainers.items()):
         digest = spec.digest
@@ -184,7 +184,7 @@ async def _put_trainers(connection: Connection, plan: Plan) -> None:
         )
 
 
-async def _put_policies(connection: Connection, plan: Plan) -> None:
+async def _put_policies(connection: Connection, plan: ApplyPlan) -> None:
     for name, spec in sorted(plan.hosts.items()):
         changed = await connection.execute(
             "INSERT INTO policy (host, spec, project) VALUES (%s, %s, %s) ON CONFLICT (host) DO UPDATE"

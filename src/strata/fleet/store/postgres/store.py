@@ -10,22 +10,22 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.postgres import Connections
-from strata.fleet.core.job import UNFINISHED, Status
+from strata.fleet.core.job import UNFINISHED, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
-from strata.fleet.core.plan import Plan, Policy, Present, Registered
+from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.ports import (
+    AttemptKey,
     AttemptRow,
     Claim,
     ClassRow,
-    Completion,
     Counts,
-    Failure,
-    Hold,
     HostRow,
+    JobCompletion,
+    JobFailure,
     JobFilter,
+    JobLease,
     JobRow,
-    Lease,
     RefusedJob,
     Renewal,
     Renewed,
@@ -64,11 +64,11 @@ class PostgresStore:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
-    async def apply(self, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
+    async def apply(self, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
         async with self._connections.transaction(APPLY_S) as connection:
             await apply_plan(connection, plan, actor, now_s, source=source, declared=declared)
 
-    async def present(self) -> Mapping[str, Present]:
+    async def existing_jobs(self) -> Mapping[str, ExistingJob]:
         rows = await self._connections.run(f"SELECT id, {PRESENT} FROM job", {})
         return {id_: present_of(rest) for id_, *rest in rows}
 
@@ -78,10 +78,10 @@ class PostgresStore:
         rows = await self._connections.run(select, {"after": after_id})
         return [ClassRow(id=id_, requirement=decode(spec)) for id_, spec in rows]
 
-    async def policies(self) -> Mapping[str, Policy]:
+    async def policies(self) -> Mapping[str, HostPolicy]:
         return policies_of(await self._connections.run(POLICIES, {}))
 
-    async def trainers(self) -> Mapping[tuple[str, str], Registered]:
+    async def trainers(self) -> Mapping[tuple[str, str], RegisteredTrainer]:
         return trainers_of(await self._connections.run(TRAINERS, {}))
 
     async def trainer(self, digest: str) -> TrainerSpec:
@@ -107,7 +107,7 @@ class PostgresStore:
                 " (SELECT seq FROM job_refusal WHERE host_id = %s FOR UPDATE SKIP LOCKED)",
                 (host.id, host.id),
             )
-            await _beat(connection, {host.id: host.registered_at_s})
+            await _record_heartbeats(connection, {host.id: host.registered_at_s})
             if before is None or before[0] != capability or before[1] == "left":
                 await leases.record(connection, host.registered_at_s, actor, "host.registered", host.id, name=host.name)
             return await _host(connection, host.id)
@@ -123,11 +123,11 @@ class PostgresStore:
                 await leases.record(connection, now_s, actor, f"host.{state}", host_id, reason=reason)
             return await _host(connection, host_id)
 
-    async def beat(self, seen: Mapping[str, float]) -> None:
+    async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
         async with self._connections.transaction() as connection:
-            await _beat(connection, seen)
+            await _record_heartbeats(connection, seen)
 
-    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[Lease]]:
+    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[JobLease]]:
         return await claim_jobs(self._connections, claims, lease_s, now_s)
 
     async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
@@ -141,11 +141,11 @@ class PostgresStore:
                 "until": until_s,
             },
         )
-        statuses = {(job_id, epoch): Status(status) for job_id, epoch, status in extended}
+        statuses = {(job_id, epoch): JobStatus(status) for job_id, epoch, status in extended}
         results = []
         for each in renewals:
             status = statuses.get((each.job_id, each.epoch))
-            if status is None or (each.running and status is Status.CLAIMED):
+            if status is None or (each.running and status is JobStatus.CLAIMED):
                 async with self._connections.transaction() as connection:
                     results.append(await leases.renew(connection, host_id, each, lease_s, now_s))
             else:
@@ -154,7 +154,7 @@ class PostgresStore:
                 )
         return results
 
-    async def complete(self, hold: Hold, completion: Completion, now_s: float) -> JobRow:
+    async def complete(self, hold: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow:
         async with self._connections.transaction() as connection:
             done = await leases.complete(connection, hold, completion, now_s)
         if isinstance(done, StrataError):
@@ -162,14 +162,14 @@ class PostgresStore:
         return done
 
     async def fail(
-        self, hold: Hold, failure: Failure, now_s: float, *, chance: float, eligible: Collection[str] = ()
+        self, hold: AttemptKey, failure: JobFailure, now_s: float, *, chance: float, eligible: Collection[str] = ()
     ) -> JobRow:
         async with self._connections.transaction() as connection:
             return await leases.fail(connection, hold, failure, now_s, chance, eligible)
 
-    async def checkpointed(self, hold: Hold, artifact: str, now_s: float) -> None:
+    async def record_checkpoint(self, hold: AttemptKey, artifact: str, now_s: float) -> None:
         async with self._connections.transaction() as connection:
-            await leases.checkpointed(connection, hold, artifact, now_s)
+            await leases.record_checkpoint(connection, hold, artifact, now_s)
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         async with self._connections.transaction() as connection:
@@ -179,7 +179,7 @@ class PostgresStore:
         async with self._connections.transaction() as connection:
             return await leases.requeue(connection, job_id, actor, now_s)
 
-    async def sweep(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
+    async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         select = (
             "SELECT job_id FROM lease WHERE NOT expired AND expires_at <= %(now)s ORDER BY expires_at LIMIT %(limit)s"
         )
@@ -193,7 +193,7 @@ class PostgresStore:
                 expired.append(row)
         return expired
 
-    async def ripen(self, now_s: float, limit: int = 1000) -> int:
+    async def release_backoffs(self, now_s: float, limit: int = 1000) -> int:
         async with self._connections.transaction() as connection:
             cursor = await connection.execute(
                 "DELETE FROM ripening WHERE seq IN (SELECT r.seq FROM ripening r JOIN job j USING (seq)"
@@ -275,7 +275,7 @@ class PostgresStore:
         )
         return Counts(by_status=by_status, ready=ready, hosts=hosts)
 
-    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.Recorded]:
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_postgres(self._connections, after, limit, subject=subject)
 
     async def close(self) -> None:
@@ -289,7 +289,7 @@ async def _host(connection: leases.Connection, host_id: str) -> HostRow:
     return host_of(row)
 
 
-async def _beat(connection: leases.Connection, seen: Mapping[str, float]) -> None:
+async def _record_heartbeats(connection: leases.Connection, seen: Mapping[str, float]) -> None:
     ordered = sorted(seen.items())
     await connection.execute(
         "INSERT INTO host_beat SELECT w.id, w.at FROM unnest(%s::text[], %s::float8[]) AS w (id, at)"

@@ -13,12 +13,12 @@ from functools import lru_cache
 from typing import Any, Final
 
 from strata.base.failpoint import failpoint
-from strata.database.events import Event as Record
+from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
-from strata.fleet.core.job import Cause, Event, target
+from strata.fleet.core.job import Cause, JobEvent, target
 from strata.fleet.core.lease import counted
 from strata.fleet.core.match import fit_slots
-from strata.fleet.ports import Claim, Lease
+from strata.fleet.ports import Claim, JobLease
 from strata.fleet.store.rows import encode, lease_of
 
 _Name = tuple[str, str]
@@ -26,7 +26,7 @@ _Name = tuple[str, str]
 _Menu = tuple[tuple[int, ...], tuple[tuple[int, float], ...], str]
 """Classes; of some of them since when at the latest a job has to wait; and the host, if it is excluded for any job."""
 
-_CLAIMED: Final = target(Event.CLAIM)
+_CLAIMED: Final = target(JobEvent.CLAIM)
 
 ASKING: Final = """
 SELECT h.id, w.claim, h.state = 'active', EXISTS (SELECT 1 FROM attempt WHERE host_id = h.id AND claim_id = w.claim),
@@ -77,9 +77,9 @@ VALUES (?, ?, ?, ?, ?, ?, ?, '', '', '', '', '', x'7b7d')
 """
 
 
-def claim_jobs(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[Lease]]:
+def claim_jobs(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
-    given: dict[_Name, list[Lease]] = {name: [] for name in named}
+    given: dict[_Name, list[JobLease]] = {name: [] for name in named}
     alike: dict[_Menu, list[_Name]] = {}
     for host_id, claim_id, active, answered, refusing in db.execute(ASKING, (encode(list(named)),)).fetchall():
         host = host_id if refusing else ""
@@ -98,7 +98,7 @@ def claim_jobs(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, 
     return [given[each.host_id, each.claim_id] for each in claims]
 
 
-def _held(db: sqlite3.Connection, name: _Name) -> list[Lease]:
+def _held(db: sqlite3.Connection, name: _Name) -> list[JobLease]:
     return [lease_of(job_id, epoch, rest) for job_id, epoch, *rest in db.execute(GIVEN, name)]
 
 
@@ -158,14 +158,14 @@ def _for(host: str, text: str) -> str:
     return _statement(text, mine=bool(host))
 
 
-def _take(db: sqlite3.Connection, taken: Sequence[tuple[_Name, int]], lease_s: float, now_s: float) -> list[Lease]:
+def _take(db: sqlite3.Connection, taken: Sequence[tuple[_Name, int]], lease_s: float, now_s: float) -> list[JobLease]:
     """Give each of these jobs to its claim: the place in the queue ends, a lease and an attempt begin."""
     if not taken:
         return []
     seqs = [seq for _, seq in taken]
     rows = {seq: rest for seq, *rest in db.execute(LOAD, (encode(seqs),))}
     until_s = now_s + lease_s
-    leases: list[Lease] = []
+    leases: list[JobLease] = []
     moves: list[tuple[Any, ...]] = []
     attempts: list[tuple[Any, ...]] = []
     replaced: list[tuple[int, str, int]] = []

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
-from strata.database.events import Event as Record
+from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
-from strata.fleet.core.hold import ALIVE, Standing, already_ended, not_refused, stale, unknown_job
-from strata.fleet.core.job import TERMINAL, Cause, Event, Status, advance
-from strata.fleet.core.lease import Ruling, after_expiry, after_failure, after_setup_error, counted
-from strata.fleet.ports import Completion, Failure, Hold, JobRow, Renewal, Renewed
+from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
+from strata.fleet.core.lease import RetryDecision, after_expiry, after_failure, after_setup_error, counted
+from strata.fleet.core.lease_status import ALIVE, LeaseStatus, already_ended, not_refused, stale, unknown_job
+from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, Renewed
 from strata.fleet.store.rows import HELD, JOB, REFUSED, Held, encode, held_of, job_of, refused_of
 
 EXTENDED: Final = """
@@ -55,14 +55,14 @@ def renew(
 ) -> list[Renewed]:
     """Most renewals only put off the end of what is held: those are found and extended all at once."""
     asked = encode([(each.job_id, each.epoch) for each in renewals])
-    statuses = {(job_id, epoch): Status(status) for job_id, epoch, status in db.execute(EXTENDED, (asked, host_id))}
+    statuses = {(job_id, epoch): JobStatus(status) for job_id, epoch, status in db.execute(EXTENDED, (asked, host_id))}
     until_s = now_s + lease_s
     results: list[Renewed] = []
     extended: list[tuple[float, str, int, str]] = []
     for each in renewals:
         job_id, epoch = each.job_id, each.epoch
         status = statuses.get((job_id, epoch))
-        if status is None or (each.running and status is Status.CLAIMED):
+        if status is None or (each.running and status is JobStatus.CLAIMED):
             results.append(_renew_one(db, host_id, each, lease_s, now_s))
         else:
             extended.append((until_s, job_id, epoch, host_id))
@@ -78,38 +78,38 @@ def _renew_one(db: sqlite3.Connection, host_id: str, renewal: Renewal, lease_s: 
     job = _load(db, job_id)
     if job is None:
         return Renewed(job_id=job_id, epoch=epoch, verdict="unknown")
-    stands = job.standing(Hold(host_id, job_id, epoch))
-    if stands is Standing.ENDED:
+    stands = job.lease_status(AttemptKey(host_id, job_id, epoch))
+    if stands is LeaseStatus.ENDED:
         return Renewed(job_id=job_id, epoch=epoch, verdict="ended", status=job.status)
     if stands not in ALIVE:
         return Renewed(job_id=job_id, epoch=epoch, verdict="stale", status=job.status)
     expires_at_s = now_s + lease_s
     db.execute("UPDATE lease SET expires_at = ?, expired = 0 WHERE job_id = ?", (expires_at_s, job_id))
     status = _alive(db, job_id, job, now_s)
-    if renewal.running and status is Status.CLAIMED:
-        status = _move(db, job, Event.START, now_s, "")
+    if renewal.running and status is JobStatus.CLAIMED:
+        status = _move(db, job, JobEvent.START, now_s, "")
         update = "UPDATE attempt SET started_at = ? WHERE job_id = ? AND epoch = ? AND started_at IS NULL"
         db.execute(update, (now_s, job_id, epoch))
         record(db, now_s, f"host:{host_id}", "job.started", job_id, epoch=epoch)
     return Renewed(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=expires_at_s)
 
 
-def _alive(db: sqlite3.Connection, job_id: str, job: Held, now_s: float) -> Status:
+def _alive(db: sqlite3.Connection, job_id: str, job: Held, now_s: float) -> JobStatus:
     """The status of a job whose host just spoke: what had expired is revived and leaves the queue."""
-    if job.status is not Status.PENDING:
+    if job.status is not JobStatus.PENDING:
         return job.status
     db.execute("DELETE FROM ready WHERE seq = ?", (job.seq,))
     db.execute("UPDATE lease SET expired = 0 WHERE job_id = ?", (job_id,))
     record(db, now_s, f"host:{job.host_id}", "job.revived", job_id, epoch=job.epoch)
-    return _move(db, job, Event.REVIVE, now_s, "")
+    return _move(db, job, JobEvent.REVIVE, now_s, "")
 
 
-def complete(db: sqlite3.Connection, hold: Hold, completion: Completion, now_s: float) -> JobRow | StrataError:
+def complete(db: sqlite3.Connection, hold: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow | StrataError:
     job = _need(db, hold.job_id)
-    if job.standing(hold) not in ALIVE:
+    if job.lease_status(hold) not in ALIVE:
         return _late_result(db, hold, completion, job)
     _alive(db, hold.job_id, job, now_s)
-    _move(db, _need(db, hold.job_id), Event.COMPLETE, now_s, "")
+    _move(db, _need(db, hold.job_id), JobEvent.COMPLETE, now_s, "")
     # The trainer may have been changed since this attempt began: the result is of the one that it was given.
     db.execute(
         "UPDATE job SET artifact = ?, trainer_digest ="
@@ -128,27 +128,34 @@ def complete(db: sqlite3.Connection, hold: Hold, completion: Completion, now_s: 
     return read_job(db, hold.job_id)
 
 
-def _late_result(db: sqlite3.Connection, hold: Hold, completion: Completion, job: Held) -> JobRow | StrataError:
+def _late_result(
+    db: sqlite3.Connection, hold: AttemptKey, completion: JobCompletion, job: Held
+) -> JobRow | StrataError:
     """The same report again gets the same answer; another one is kept beside the attempt and refused."""
     told = _told(db, hold, "outcome, artifact")
     if told == ("completed", completion.artifact):
         return read_job(db, hold.job_id)
     if told is not None and told[0] != "completed" and completion.artifact:
         _note(db, hold, outcome="orphan", artifact=completion.artifact)
-    if job.standing(hold) is Standing.ENDED:
+    if job.lease_status(hold) is LeaseStatus.ENDED:
         return already_ended(hold.job_id, job.status)
     return stale(hold.job_id, hold.epoch, job.epoch)
 
 
 def fail(
-    db: sqlite3.Connection, hold: Hold, failure: Failure, now_s: float, chance: float, eligible: Collection[str]
+    db: sqlite3.Connection,
+    hold: AttemptKey,
+    failure: JobFailure,
+    now_s: float,
+    chance: float,
+    eligible: Collection[str],
 ) -> JobRow:
     job = _need(db, hold.job_id)
-    stands = job.standing(hold)
+    stands = job.lease_status(hold)
     if stands not in ALIVE:
         if _told(db, hold, "cause, error") == (failure.cause, failure.error):
             return read_job(db, hold.job_id)
-        ended = stands is Standing.ENDED
+        ended = stands is LeaseStatus.ENDED
         raise already_ended(hold.job_id, job.status) if ended else stale(hold.job_id, hold.epoch, job.epoch)
     _alive(db, hold.job_id, job, now_s)
     job = _need(db, hold.job_id)
@@ -177,9 +184,9 @@ def fail_refused(db: sqlite3.Connection, eligible: Mapping[str, Collection[str]]
     return [read_job(db, job_id) for job_id in failed]
 
 
-def checkpointed(db: sqlite3.Connection, hold: Hold, artifact: str, now_s: float) -> None:
+def record_checkpoint(db: sqlite3.Connection, hold: AttemptKey, artifact: str, now_s: float) -> None:
     job = _need(db, hold.job_id)
-    if job.standing(hold) not in ALIVE:
+    if job.lease_status(hold) not in ALIVE:
         raise stale(hold.job_id, hold.epoch, job.epoch)
     db.execute("UPDATE job SET checkpoint = ? WHERE seq = ?", (artifact, job.seq))
     _note(db, hold, checkpoint=artifact)
@@ -196,9 +203,9 @@ def expire(db: sqlite3.Connection, job_id: str, now_s: float) -> JobRow:
 
 def cancel(db: sqlite3.Connection, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
     job = _need(db, job_id)
-    if job.status is Status.CANCELLED:
+    if job.status is JobStatus.CANCELLED:
         return read_job(db, job_id)
-    ruling = Ruling(event=Event.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
+    ruling = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
     _rule(db, job_id, job, ruling, now_s, actor)
     failpoint("fleet.cancel.written")
     return read_job(db, job_id)
@@ -207,9 +214,9 @@ def cancel(db: sqlite3.Connection, job_id: str, reason: str, actor: str, now_s: 
 def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> JobRow:
     job = _need(db, job_id)
     refused = db.execute("SELECT 1 FROM job_refusal WHERE seq = ?", (job.seq,)).fetchone()
-    if job.status is Status.PENDING and refused is None:
+    if job.status is JobStatus.PENDING and refused is None:
         raise not_refused(job_id)
-    _move(db, job, Event.REQUEUE, now_s, "requeued")
+    _move(db, job, JobEvent.REQUEUE, now_s, "requeued")
     db.execute("DELETE FROM job_refusal WHERE seq = ?", (job.seq,))
     db.execute("DELETE FROM ripening WHERE seq = ?", (job.seq,))
     db.execute(
@@ -222,26 +229,26 @@ def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> Jo
     return read_job(db, job_id)
 
 
-def _rule(db: sqlite3.Connection, job_id: str, job: Held, ruling: Ruling, now_s: float, actor: str) -> None:
+def _rule(db: sqlite3.Connection, job_id: str, job: Held, ruling: RetryDecision, now_s: float, actor: str) -> None:
     """Let a ruling happen to the job and to the attempt that ends with it."""
-    if ruling.event is Event.EXPIRE:
-        _move(db, job, Event.EXPIRE, now_s, ruling.reason)
+    if ruling.event is JobEvent.EXPIRE:
+        _move(db, job, JobEvent.EXPIRE, now_s, ruling.reason)
         db.execute("UPDATE lease SET expired = 1 WHERE job_id = ?", (job_id,))
         enqueue(db, job.seq, now_s)
         record(db, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=ruling.reason)
         return
     status = _move(db, job, ruling.event, now_s, ruling.reason)
     if job.leased:
-        outcome = {Event.FAIL: "failed", Event.RETRY: "retried", Event.CANCEL: "cancelled"}[ruling.event]
+        outcome = {JobEvent.FAIL: "failed", JobEvent.RETRY: "retried", JobEvent.CANCEL: "cancelled"}[ruling.event]
         _end_attempt(db, job_id, job.epoch, now_s, outcome, ruling.cause)
         _count(db, job_id, ruling.cause)
     db.execute("DELETE FROM lease WHERE job_id = ?", (job_id,))
     db.execute("DELETE FROM ready WHERE seq = ?", (job.seq,))
     db.execute("DELETE FROM ripening WHERE seq = ?", (job.seq,))
     db.execute("UPDATE job SET not_before = ? WHERE seq = ?", (ruling.not_before_s, job.seq))
-    if status is Status.PENDING:
+    if status is JobStatus.PENDING:
         enqueue(db, job.seq, now_s)
-    kind = {Event.FAIL: "job.failed", Event.RETRY: "job.retried", Event.CANCEL: "job.cancelled"}[ruling.event]
+    kind = {JobEvent.FAIL: "job.failed", JobEvent.RETRY: "job.retried", JobEvent.CANCEL: "job.cancelled"}[ruling.event]
     record(db, now_s, actor, kind, job_id, epoch=job.epoch, cause=ruling.cause, reason=ruling.reason)
 
 
@@ -269,7 +276,7 @@ def recount_dependents(db: sqlite3.Connection, job_id: str, now_s: float) -> Non
         if waits_for:
             db.execute("DELETE FROM ready WHERE seq = ?", (seq,))
             db.execute("DELETE FROM ripening WHERE seq = ?", (seq,))
-        elif status == Status.PENDING:
+        elif status == JobStatus.PENDING:
             enqueue(db, seq, now_s)
 
 
@@ -277,7 +284,7 @@ def record(db: sqlite3.Connection, at_s: float, actor: str, kind: str, subject: 
     record_sqlite(db, [Record(at_s, actor, kind, subject, body)])
 
 
-def _move(db: sqlite3.Connection, job: Held, event: Event, now_s: float, reason: str) -> Status:
+def _move(db: sqlite3.Connection, job: Held, event: JobEvent, now_s: float, reason: str) -> JobStatus:
     status = advance(job.status, event)
     if status in TERMINAL:
         db.execute("DELETE FROM job_refusal WHERE seq = ?", (job.seq,))
@@ -294,14 +301,14 @@ def _end_attempt(
     )
 
 
-def _note(db: sqlite3.Connection, hold: Hold, **columns: Any) -> None:
+def _note(db: sqlite3.Connection, hold: AttemptKey, **columns: Any) -> None:
     assigned = ", ".join(f"{column} = ?" for column in columns)
     db.execute(
         f"UPDATE attempt SET {assigned} WHERE job_id = ? AND epoch = ?", (*columns.values(), hold.job_id, hold.epoch)
     )
 
 
-def _told(db: sqlite3.Connection, hold: Hold, columns: str) -> Any:
+def _told(db: sqlite3.Connection, hold: AttemptKey, columns: str) -> Any:
     """What this host has said about its attempt before; None if it never had it."""
     return db.execute(
         f"SELECT {columns} FROM attempt WHERE job_id = ? AND epoch = ? AND host_id = ?",

@@ -6,15 +6,17 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 
 from strata.base.failpoint import failpoint
-from strata.fleet.core.hold import outdated_plan
-from strata.fleet.core.job import Status
+from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.core.plan import Plan
+from strata.fleet.core.lease_status import outdated_plan
+from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.store.rows import class_keys, encode
 from strata.fleet.store.sqlite.leases import enqueue, record, requeue
 
 
-def apply_plan(db: sqlite3.Connection, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool) -> None:
+def apply_plan(
+    db: sqlite3.Connection, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool
+) -> None:
     for job_id in plan.new:
         if db.execute("SELECT 1 FROM job WHERE id = ?", (job_id,)).fetchone():
             raise outdated_plan(job_id)
@@ -75,7 +77,7 @@ def _add(  # noqa: PLR0913 (the columns of a job that are not in its spec)
             job_id,
             encode(spec),
             class_id,
-            Status.PENDING,
+            JobStatus.PENDING,
             now_s,
             now_s,
             declared,
@@ -128,7 +130,7 @@ def _order(db: sqlite3.Connection, jobs: Mapping[str, JobSpec], now_s: float) ->
         ).fetchone()
         db.execute("DELETE FROM ready WHERE seq = ?", (seq,))
         db.execute("DELETE FROM ripening WHERE seq = ?", (seq,))
-        if status == Status.PENDING:
+        if status == JobStatus.PENDING:
             enqueue(db, seq, now_s)
 
 
@@ -143,7 +145,7 @@ def _adopt(db: sqlite3.Connection, kept: Iterable[str], orphaned: Iterable[str])
     db.executemany("UPDATE job SET orphaned = 1 WHERE id = ?", ((job_id,) for job_id in orphaned))
 
 
-def _put_trainers(db: sqlite3.Connection, plan: Plan) -> None:
+def _put_trainers(db: sqlite3.Connection, plan: ApplyPlan) -> None:
     """A trainer is never changed: its name gets another digest, and jobs keep the one they carry."""
     db.executemany(
         "INSERT INTO trainer VALUES (?, ?) ON CONFLICT DO NOTHING",
@@ -155,7 +157,7 @@ def _put_trainers(db: sqlite3.Connection, plan: Plan) -> None:
     )
 
 
-def _put_policies(db: sqlite3.Connection, plan: Plan) -> None:
+def _put_policies(db: sqlite3.Connection, plan: ApplyPlan) -> None:
     for name, spec in plan.hosts.items():
         changed = db.execute(
             "INSERT INTO policy (host, spec, project) VALUES (?, ?, ?) ON CONFLICT (host) DO UPDATE"

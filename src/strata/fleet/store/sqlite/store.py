@@ -13,20 +13,20 @@ from strata.database import events
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import TrainerSpec
-from strata.fleet.core.plan import Plan, Policy, Present, Registered
+from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.ports import (
+    AttemptKey,
     AttemptRow,
     Claim,
     ClassRow,
-    Completion,
     Counts,
-    Failure,
-    Hold,
     HostRow,
+    JobCompletion,
+    JobFailure,
     JobFilter,
+    JobLease,
     JobRow,
-    Lease,
     RefusedJob,
     Renewal,
     Renewed,
@@ -60,10 +60,10 @@ class SqliteStore:
     def __init__(self, thread: SqliteThread) -> None:
         self._thread = thread
 
-    async def apply(self, plan: Plan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
+    async def apply(self, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
         await self._thread.write(lambda db: apply_plan(db, plan, actor, now_s, source=source, declared=declared))
 
-    async def present(self) -> Mapping[str, Present]:
+    async def existing_jobs(self) -> Mapping[str, ExistingJob]:
         return {id_: present_of(rest) for id_, *rest in await self._rows(f"SELECT id, {PRESENT} FROM job", ())}
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
@@ -71,10 +71,10 @@ class SqliteStore:
         decode = msgspec.json.Decoder(RequirementClass).decode
         return [ClassRow(id=id_, requirement=decode(spec)) for id_, spec in rows]
 
-    async def policies(self) -> Mapping[str, Policy]:
+    async def policies(self) -> Mapping[str, HostPolicy]:
         return policies_of(await self._rows(POLICIES, ()))
 
-    async def trainers(self) -> Mapping[tuple[str, str], Registered]:
+    async def trainers(self) -> Mapping[tuple[str, str], RegisteredTrainer]:
         return trainers_of(await self._rows(TRAINERS, ()))
 
     async def trainer(self, digest: str) -> TrainerSpec:
@@ -93,7 +93,7 @@ class SqliteStore:
                 (host.id, host.name, capability, host.registered_at_s, host.agent_version, host.pool, labels),
             )
             db.execute("DELETE FROM job_refusal WHERE host_id = ?", (host.id,))
-            _beat(db, {host.id: host.registered_at_s})
+            _record_heartbeats(db, {host.id: host.registered_at_s})
             if before is None or before[0] != capability or before[1] == "left":
                 leases.record(db, host.registered_at_s, actor, "host.registered", host.id, name=host.name)
             return _host(db, host.id)
@@ -114,28 +114,28 @@ class SqliteStore:
 
         return await self._thread.write(change)
 
-    async def beat(self, seen: Mapping[str, float]) -> None:
-        await self._thread.write(lambda db: _beat(db, seen))
+    async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
+        await self._thread.write(lambda db: _record_heartbeats(db, seen))
 
-    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[Lease]]:
+    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[JobLease]]:
         return await self._thread.write(lambda db: claim_jobs(db, claims, lease_s, now_s))
 
     async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
         return await self._thread.write(lambda db: leases.renew(db, host_id, renewals, lease_s, now_s))
 
-    async def complete(self, hold: Hold, completion: Completion, now_s: float) -> JobRow:
+    async def complete(self, hold: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow:
         done = await self._thread.write(lambda db: leases.complete(db, hold, completion, now_s))
         if isinstance(done, StrataError):
             raise done
         return done
 
     async def fail(
-        self, hold: Hold, failure: Failure, now_s: float, *, chance: float, eligible: Collection[str] = ()
+        self, hold: AttemptKey, failure: JobFailure, now_s: float, *, chance: float, eligible: Collection[str] = ()
     ) -> JobRow:
         return await self._thread.write(lambda db: leases.fail(db, hold, failure, now_s, chance, eligible))
 
-    async def checkpointed(self, hold: Hold, artifact: str, now_s: float) -> None:
-        await self._thread.write(lambda db: leases.checkpointed(db, hold, artifact, now_s))
+    async def record_checkpoint(self, hold: AttemptKey, artifact: str, now_s: float) -> None:
+        await self._thread.write(lambda db: leases.record_checkpoint(db, hold, artifact, now_s))
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         return await self._thread.write(lambda db: leases.cancel(db, job_id, reason, actor, now_s))
@@ -143,7 +143,7 @@ class SqliteStore:
     async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow:
         return await self._thread.write(lambda db: leases.requeue(db, job_id, actor, now_s))
 
-    async def sweep(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
+    async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         def expire(db: sqlite3.Connection) -> list[JobRow]:
             select = "SELECT job_id FROM lease WHERE NOT expired AND expires_at <= ? ORDER BY expires_at LIMIT ?"
             due = db.execute(select, (now_s, limit)).fetchall()
@@ -151,7 +151,7 @@ class SqliteStore:
 
         return await self._thread.write(expire)
 
-    async def ripen(self, now_s: float, limit: int = 1000) -> int:
+    async def release_backoffs(self, now_s: float, limit: int = 1000) -> int:
         def promote(db: sqlite3.Connection) -> int:
             select = "SELECT seq FROM ripening WHERE not_before <= ? ORDER BY not_before LIMIT ?"
             due = db.execute(select, (now_s, limit)).fetchall()
@@ -221,7 +221,7 @@ class SqliteStore:
         ((ready, hosts),) = await self._rows("SELECT (SELECT count(*) FROM ready), (SELECT count(*) FROM host)", ())
         return Counts(by_status=by_status, ready=ready, hosts=hosts)
 
-    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.Recorded]:
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_sqlite(self._thread, after, limit, subject=subject)
 
     async def close(self) -> None:
@@ -238,7 +238,7 @@ def _host(db: sqlite3.Connection, host_id: str) -> HostRow:
     return host_of(row)
 
 
-def _beat(db: sqlite3.Connection, seen: Mapping[str, float]) -> None:
+def _record_heartbeats(db: sqlite3.Connection, seen: Mapping[str, float]) -> None:
     db.executemany(
         "INSERT INTO host_beat SELECT id, ? FROM host WHERE id = ?"
         " ON CONFLICT (host_id) DO UPDATE SET seen = max(seen, excluded.seen)",

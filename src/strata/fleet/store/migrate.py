@@ -29,12 +29,12 @@ _CLOCKED: Final = {"event": "tx"}
 """A column that only PostgreSQL has: 0 is before every transaction of its own."""
 _CURSORS: Final = "hub_cursor"
 """How far those have read who are told of events: written otherwise in each database, at the same place in both."""
-_READERS: Final = "cursor <> '' AND name <> 'health'"
-"""Its rows that are places in the feed of events; the hub's check that it can write has a row of its own."""
+_READERS: Final = "cursor <> ''"
+"""The rows of readers that have read something."""
 
 
 @dataclass
-class Tally:
+class TableChecksum:
     """Rows of a table in any order: how many, and the sum of their digests."""
 
     rows: int = 0
@@ -46,7 +46,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Moved:
+class MigratedRows:
     """What was moved, by table."""
 
     rows: Mapping[str, int]
@@ -66,14 +66,14 @@ class _Table:
         return [int(value) if place in self.truths else value for place, value in enumerate(row)]
 
 
-async def to_postgres(thread: SqliteThread, connections: Connections, now_s: float) -> Moved:
+async def to_postgres(thread: SqliteThread, connections: Connections, now_s: float) -> MigratedRows:
     """Into a database that has the tables of the same components, all empty."""
     async with connections.transaction() as connection:
         tables = await _common(connection, await thread.read(_sqlite_columns))
         await _refuse_rows(connection, tables)
         tallies = {}
         for table in tables:
-            tallies[table.name] = sent = Tally()
+            tallies[table.name] = sent = TableChecksum()
             columns = ", ".join(table.columns)
             clock = _CLOCKED.get(table.name)
             into = f"{columns}, {clock}" if clock else columns
@@ -87,16 +87,16 @@ async def to_postgres(thread: SqliteThread, connections: Connections, now_s: flo
         if _CURSORS in tallies:
             await connection.execute(f"UPDATE {_CURSORS} SET cursor = '0.' || cursor WHERE {_READERS}")
     await thread.write(lambda db: seal(db, f"it was moved to PostgreSQL at {now_s:.0f}"))
-    return Moved({name: tally.rows for name, tally in tallies.items()})
+    return MigratedRows({name: tally.rows for name, tally in tallies.items()})
 
 
-async def to_sqlite(connections: Connections, thread: SqliteThread) -> Moved:
+async def to_sqlite(connections: Connections, thread: SqliteThread) -> MigratedRows:
     """Into a file that has the tables of the same components, all empty."""
     async with connections.transaction() as connection:
         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         tables = await _common(connection, await thread.read(_sqlite_columns))
         await thread.read(lambda db: _refuse_rows_sqlite(db, tables))
-        tallies = {table.name: Tally() for table in tables}
+        tallies = {table.name: TableChecksum() for table in tables}
         for table in tables:
             async with connection.cursor("move", binary=True) as cursor:
                 await cursor.execute(f"SELECT {', '.join(table.columns)} FROM {table.name}")
@@ -106,7 +106,7 @@ async def to_sqlite(connections: Connections, thread: SqliteThread) -> Moved:
                     await thread.write(lambda db, table=table, page=page: _insert(db, table, page))  # type: ignore[misc]
         for table in tables:
             select = f"SELECT {', '.join(table.columns)} FROM {table.name}"
-            arrived = Tally()
+            arrived = TableChecksum()
             async for row in _pages(thread, select):
                 arrived.add(row)
             _compare(table.name, tallies[table.name], arrived)
@@ -114,7 +114,7 @@ async def to_sqlite(connections: Connections, thread: SqliteThread) -> Moved:
             select = f"SELECT ({PLACE})::text, name FROM {_CURSORS} WHERE {_READERS}"
             places = await (await connection.execute(select)).fetchall()
             await thread.write(lambda db: _go_on_reading(db, places))
-    return Moved({name: tally.rows for name, tally in tallies.items()})
+    return MigratedRows({name: tally.rows for name, tally in tallies.items()})
 
 
 def _sqlite_columns(db: sqlite3.Connection) -> dict[str, tuple[str, ...]]:
@@ -200,8 +200,8 @@ def _go_on_reading(db: sqlite3.Connection, places: Sequence[tuple[str, str]]) ->
     db.executemany(f"UPDATE {_CURSORS} SET cursor = ? WHERE name = ?", places)
 
 
-async def _tally_postgres(connection: Any, table: _Table) -> Tally:
-    found = Tally()
+async def _tally_postgres(connection: Any, table: _Table) -> TableChecksum:
+    found = TableChecksum()
     async with connection.cursor("tally", binary=True) as cursor:
         await cursor.execute(f"SELECT {', '.join(table.columns)} FROM {table.name}")
         while page := await cursor.fetchmany(_ROWS):
@@ -215,7 +215,7 @@ def _insert(db: sqlite3.Connection, table: _Table, page: Sequence[Sequence[Any]]
     db.executemany(f"INSERT INTO {table.name} ({', '.join(table.columns)}) VALUES ({places})", page)
 
 
-def _compare(table: str, sent: Tally, arrived: Tally) -> None:
+def _compare(table: str, sent: TableChecksum, arrived: TableChecksum) -> None:
     if sent != arrived:
         raise StrataError(
             Code.CORRUPT, f"{table}: {sent.rows} rows were sent and {arrived.rows} arrived, or they differ"

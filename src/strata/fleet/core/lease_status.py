@@ -6,10 +6,10 @@ from enum import StrEnum
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.job import HELD, TERMINAL, Status
+from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 
 
-class Standing(StrEnum):
+class LeaseStatus(StrEnum):
     HELD = "held"
     EXPIRED = "expired"
     """The lease ran out and nobody else has claimed the job: a sign of life revives it."""
@@ -21,19 +21,19 @@ class Standing(StrEnum):
     """Another attempt has begun, or it was never this host's."""
 
 
-ALIVE: Final = frozenset({Standing.HELD, Standing.EXPIRED})
+ALIVE: Final = frozenset({LeaseStatus.HELD, LeaseStatus.EXPIRED})
 """The attempt may still end by its own report."""
 
 
-def standing(status: Status, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> Standing:
+def lease_status(status: JobStatus, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> LeaseStatus:
     """`current` and `claimed` are (epoch, host): of the job, and of who speaks. `leased`: the lease row is there."""
     if current != claimed:
-        return Standing.STALE
+        return LeaseStatus.STALE
     if status in TERMINAL:
-        return Standing.ENDED
+        return LeaseStatus.ENDED
     if status in HELD:
-        return Standing.HELD
-    return Standing.EXPIRED if leased else Standing.OVER
+        return LeaseStatus.HELD
+    return LeaseStatus.EXPIRED if leased else LeaseStatus.OVER
 
 
 def stale(job_id: str, epoch: int, current: int) -> StrataError:
@@ -49,7 +49,7 @@ def unknown_job(job_id: str) -> StrataError:
     return StrataError(Code.NOT_FOUND, f"there is no job {job_id!r}")
 
 
-def already_ended(job_id: str, status: Status) -> StrataError:
+def already_ended(job_id: str, status: JobStatus) -> StrataError:
     return StrataError(
         Code.CONFLICT, f"{job_id} is {status} already; this result is kept as an orphan", status=status.value
     )
@@ -60,7 +60,7 @@ def not_refused(job_id: str) -> StrataError:
         Code.PRECONDITION,
         f"{job_id} is pending, and no host is excluded for it",
         hint="strata why says what it waits for",
-        status=Status.PENDING.value,
+        status=JobStatus.PENDING.value,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the hub itself keeps in the database: how far each webhook has read, and the schemas of trainers."""
+"""The hub's own rows: the cursor of every webhook in the event feed, the schemas of trainers, and the write probe."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ SQLITE: Final = Component(
         CREATE TABLE hub_cursor (name TEXT PRIMARY KEY, cursor TEXT NOT NULL) WITHOUT ROWID, STRICT;
         CREATE TABLE hub_schema (trainer TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID, STRICT;
         """,
+        """
+        CREATE TABLE hub_health (id INTEGER PRIMARY KEY, probes INTEGER NOT NULL) STRICT;
+        DELETE FROM hub_cursor WHERE name = 'health';
+        """,
     ),
 )
 POSTGRES: Final = Component(
@@ -30,15 +34,20 @@ POSTGRES: Final = Component(
         CREATE TABLE hub_cursor (name text PRIMARY KEY, cursor text NOT NULL);
         CREATE TABLE hub_schema (trainer text PRIMARY KEY, body bytea NOT NULL);
         """,
+        """
+        CREATE TABLE hub_health (id bigint PRIMARY KEY, probes bigint NOT NULL);
+        DELETE FROM hub_cursor WHERE name = 'health';
+        """,
     ),
 )
+_PROBE: Final = "INSERT INTO hub_health VALUES (1, 1) ON CONFLICT (id) DO UPDATE SET probes = hub_health.probes + 1"
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder().decode
 
 
-class Records(Protocol):
+class CursorStore(Protocol):
     async def cursor(self, name: str) -> str | None:
-        """None if nobody has read under this name yet."""
+        """None if no reader of this name has read anything yet."""
 
     async def put_cursor(self, name: str, cursor: str) -> None: ...
 
@@ -46,8 +55,11 @@ class Records(Protocol):
 
     async def put_schemas(self, schemas: Mapping[str, Any]) -> None: ...
 
+    async def probe_write(self) -> None:
+        """Write one row; raises if the database cannot be written to."""
 
-class SqliteRecords:
+
+class SqliteCursorStore:
     def __init__(self, thread: SqliteThread) -> None:
         self._thread = thread
 
@@ -73,8 +85,11 @@ class SqliteRecords:
 
         await self._thread.write(put)
 
+    async def probe_write(self) -> None:
+        await self._thread.write(lambda db: db.execute(_PROBE))
 
-class PostgresRecords:
+
+class PostgresCursorStore:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
@@ -99,3 +114,6 @@ class PostgresRecords:
                 "INSERT INTO hub_schema VALUES (%s, %s) ON CONFLICT (trainer) DO UPDATE SET body = excluded.body",
                 [(trainer, _encode(schema)) for trainer, schema in schemas.items()],
             )
+
+    async def probe_write(self) -> None:
+        await self._connections.write(_PROBE, {})

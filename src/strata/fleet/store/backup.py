@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Final
 from strata.base.atomic import rename_file
 from strata.base.errors import Code, StrataError
 from strata.database.events import PLACE, record_postgres, record_sqlite
-from strata.database.events import Event as Record
+from strata.database.events import EventRecord as Record
 from strata.database.migrations import Component, SqliteComponents, seal, seal_of, unseal
 from strata.database.sqlite import SqliteThread
-from strata.fleet.core.job import Event, sources, target
+from strata.fleet.core.job import JobEvent, sources, target
 
 if TYPE_CHECKING:
     from strata.database.postgres import Connections
@@ -38,11 +38,11 @@ _LOST: Final = "the hub was restored from a backup"
 _FENCE: Final = (
     "UPDATE attempt SET ended_at = {now}, outcome = 'lost', cause = 'host_lost', error = {why} WHERE EXISTS"
     " (SELECT 1 FROM lease WHERE lease.job_id = attempt.job_id AND lease.epoch = attempt.epoch)",
-    f"UPDATE job SET status = '{target(Event.EXPIRE)}', changed_at = {{now}}, reason = {{why}}"
-    f" WHERE status IN ({', '.join(repr(status.value) for status in sources(Event.EXPIRE))})",
+    f"UPDATE job SET status = '{target(JobEvent.EXPIRE)}', changed_at = {{now}}, reason = {{why}}"
+    f" WHERE status IN ({', '.join(repr(status.value) for status in sources(JobEvent.EXPIRE))})",
     "DELETE FROM lease",
     "INSERT INTO ready SELECT seq, class_id, priority, {now} FROM job"
-    f" WHERE status = '{target(Event.EXPIRE)}' AND waits_for = 0"
+    f" WHERE status = '{target(JobEvent.EXPIRE)}' AND waits_for = 0"
     " AND NOT EXISTS (SELECT 1 FROM ready WHERE ready.seq = job.seq)"
     " AND NOT EXISTS (SELECT 1 FROM ripening WHERE ripening.seq = job.seq)",
     f"UPDATE job SET epoch = epoch + {EPOCHS}",

@@ -1,4 +1,4 @@
-"""A hub's database moves from SQLite to PostgreSQL or back: this opens both, `strata.fleet.move` takes the rows."""
+"""Migrates a hub's database between SQLite and PostgreSQL: opens both; `strata.fleet.store.migrate` copies the rows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from strata.base.errors import Code, StrataError
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.sqlite import SqliteThread
-from strata.fleet import move
-from strata.fleet.backup import refuse_taken
+from strata.fleet.store import migrate
+from strata.fleet.store.backup import refuse_taken
 from strata.hub.tables import SQLITE, is_postgres, postgres_components, postgres_connections, upgrade_existing
 
 
-async def move_database(source: str, target: str, now_s: float) -> move.Moved:
+async def migrate_database(source: str, target: str, now_s: float) -> migrate.MigratedRows:
     """`sqlite:PATH` and `postgresql://…`, either way round. No hub may use either meanwhile."""
     if is_postgres(source) == is_postgres(target):
         raise StrataError(Code.INVALID, "a database moves from SQLite to PostgreSQL, or from PostgreSQL to SQLite")
@@ -22,7 +22,7 @@ async def move_database(source: str, target: str, now_s: float) -> move.Moved:
             async with postgres_connections(target) as connections:
                 async with connections.transaction() as connection:
                     await upgrade_postgres(connection, postgres_components())
-                return await move.to_postgres(thread, connections, now_s)
+                return await migrate.to_postgres(thread, connections, now_s)
         finally:
             await thread.close()
     path = _path(target)
@@ -30,7 +30,7 @@ async def move_database(source: str, target: str, now_s: float) -> move.Moved:
     return await _to_sqlite(source, path)
 
 
-async def _to_sqlite(source: str, path: Path) -> move.Moved:
+async def _to_sqlite(source: str, path: Path) -> migrate.MigratedRows:
     """The file gets its name when it is whole."""
     beside = path.with_name(f"{path.name}.partial")
     beside.unlink(missing_ok=True)
@@ -39,7 +39,7 @@ async def _to_sqlite(source: str, path: Path) -> move.Moved:
             await upgrade_existing(connections)
             thread = await SqliteThread.open(beside, SqliteComponents(SQLITE))
             try:
-                moved = await move.to_sqlite(connections, thread)
+                moved = await migrate.to_sqlite(connections, thread)
             finally:
                 # Closing it brings the write-ahead log home, so the one file is all there is.
                 await thread.close()
