@@ -15,22 +15,22 @@ STRATA_JOIN_TOKEN, or from a prompt, never from the command line. Registering th
 #>
 [CmdletBinding(PositionalBinding = $false)]
 param(
-    # Of the hub, https://...
+    # Address of the hub, https://...
     [string] $Hub = '',
-    # Where the join token lies; without it you are asked.
+    # Read the join token from this file (default: STRATA_JOIN_TOKEN, or a prompt).
     [string] $TokenFile = '',
-    # Wheel, folder or name of the package; the clone this script is in unless set.
+    # Install this wheel, folder or package name (default: the clone that holds this script).
     [string] $From = '',
-    # Of this machine in the fleet; its host name unless set.
+    # Name of this machine in the fleet (default: its host name).
     [string] $Name = '',
-    # 3.11 or newer.
+    # Python 3.11 or newer.
     [string] $Python = 'python',
     [string] $Prefix = (Join-Path $env:LOCALAPPDATA 'Strata'),
-    # Print what would be done.
+    # Print the commands without running them.
     [switch] $DryRun,
-    # Leave the fleet and remove all of it, also what jobs left.
+    # Leave the fleet and remove everything, also files of jobs.
     [switch] $Uninstall,
-    # Also if the hub cannot be told.
+    # With -Uninstall: go on if the hub cannot be reached.
     [switch] $Force
 )
 
@@ -102,7 +102,7 @@ function Install-Package {
     $pip = @('-m', 'pip', '--disable-pip-version-check')
     $pins = Join-Path (Split-Path -Parent $PSScriptRoot) 'constraints-agent.txt'
     if (Test-Path $pins) {
-        # Nothing is taken from an index but what was pinned by its hash, not even to build the package.
+        # Only packages with a pinned hash come from the index, also for building the package.
         Invoke-Program $interpreter ($pip + @('install', '--quiet', '--require-hashes', '-r', $pins))
         Invoke-Program $interpreter ($pip + @('install', '--quiet', '--upgrade', '--no-deps', '--no-build-isolation', "${From}[agent]"))
         Invoke-Program $interpreter ($pip + @('check'))

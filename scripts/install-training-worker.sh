@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes this machine a host of a Strata fleet, or undoes it. Running it again is harmless: it upgrades.
+# Makes this machine a host of a Strata fleet, or undoes that. Running it again upgrades the agent.
 set -eu
 umask 022
 
@@ -8,20 +8,20 @@ usage() {
 Usage: install-training-worker.sh --hub URL [options]
        install-training-worker.sh --uninstall [--force] [options]
 
-Installs the agent, joins the fleet of the hub at URL, and starts the agent with the machine where systemd does that.
-The join token, which 'strata invite' prints, comes from stdin, from a file or from the variable STRATA_JOIN_TOKEN, never
-from the command line.
+Installs the agent, joins the hub at URL, and installs a systemd service that starts the agent with the machine.
+The join token, which 'strata invite' prints, is read from stdin, from a file or from the variable STRATA_JOIN_TOKEN,
+never from the command line.
 
-  --hub URL          of the hub, https://…
-  --token-file FILE  where the join token lies; without it you are asked, or stdin is read
-  --from WHAT        wheel, folder or name of the package; the clone this script is in unless set
-  --name NAME        of this machine in the fleet; its host name unless set
-  --python PYTHON    3.11 or newer, that every user can execute; python3 unless set
-  --run-as USER      run jobs as USER, who cannot read the agent's credentials; the agent is root then
-  --prefix FOLDER    install into FOLDER, as you are: no users, no service
-  --dry-run          print what would be done
-  --uninstall        leave the fleet and remove all of it, also what jobs left; not the user of --run-as
-  --force            also if the hub cannot be told
+  --hub URL          address of the hub, https://…
+  --token-file FILE  read the join token from FILE (default: STRATA_JOIN_TOKEN, a prompt, or stdin)
+  --from WHAT        install this wheel, folder or package name (default: the clone that holds this script)
+  --name NAME        name of this machine in the fleet (default: its host name)
+  --python PYTHON    Python 3.11 or newer that every user can execute (default: python3)
+  --run-as USER      run jobs as USER, who cannot read the agent's credentials; the agent then runs as root
+  --prefix FOLDER    install into FOLDER as the current user, without users and without a service
+  --dry-run          print the commands without running them
+  --uninstall        leave the fleet and remove everything, also files of jobs; the user of --run-as stays
+  --force            with --uninstall: go on if the hub cannot be reached
 END
 }
 
@@ -41,7 +41,7 @@ absolute() { # PATH
     esac
 }
 
-# Out of the environment at once: no program that is started here is to inherit it.
+# Removed from the environment at once, so that no program inherits it.
 token=${STRATA_JOIN_TOKEN:-}
 unset STRATA_JOIN_TOKEN
 
@@ -71,7 +71,7 @@ while [ $# -gt 0 ]; do
     *)
         # Not repeated: it may be the token.
         usage >&2
-        die "there is an argument that is none of these; a token comes from stdin or from a file, never from here"
+        die "unknown argument; a token is read from stdin or from a file, never from here"
         ;;
     esac
 done
@@ -95,7 +95,7 @@ unit=$prefix/etc/systemd/system/strata-agent.service
 drop_in=$unit.d/run-as.conf
 strata=$venv/bin/strata
 
-# Who the agent is.
+# The user whom the agent runs as.
 user='strata-agent'
 [ -z "$run_as" ] || user=root
 [ -z "$prefix" ] || user=$(id -un)
@@ -113,7 +113,7 @@ quietly() {
     run "$@" </dev/null
 }
 
-# With a home of its own, and not with the folders of whoever installs.
+# With the agent's own home, and without the XDG folders of the person who installs.
 as_agent() {
     set -- env -u XDG_CONFIG_HOME -u XDG_DATA_HOME "HOME=$home" "$@"
     [ "$user" = "$(id -un)" ] || set -- setpriv "--reuid=$user" "--regid=$user" --init-groups "$@"
@@ -126,9 +126,9 @@ has_systemd() {
 
 check() {
     if [ -z "$prefix" ] && [ "$(id -u)" -ne 0 ] && [ -z "$dry" ]; then
-        die "run this as root, or give --prefix FOLDER to install for yourself"
+        die "run this as root, or use --prefix FOLDER to install for yourself"
     fi
-    [ -z "$prefix" ] || [ -z "$run_as" ] || die "--run-as is for the installation as root, without --prefix"
+    [ -z "$prefix" ] || [ -z "$run_as" ] || die "--run-as cannot be combined with --prefix: it needs an installation as root"
 }
 
 check_python() {
@@ -150,9 +150,9 @@ check_units() {
 # root least of all.
 check_folders() {
     for folder in "$home" "$state"; do
-        [ ! -h "$folder" ] || die "$folder is a link; nothing is installed through one"
+        [ ! -h "$folder" ] || die "$folder is a link; remove it: the agent is not installed through links"
         if [ -e "$folder" ] && [ "$(stat -c %U "$folder")" != "$user" ]; then
-            die "$folder is not $user's, and jobs may have written there; --uninstall first, then join anew"
+            die "$folder does not belong to $user, and jobs may have written there; run --uninstall, then join again"
         fi
     done
 }
@@ -160,7 +160,7 @@ check_folders() {
 check_token() {
     [ -z "$token_file" ] || [ -r "$token_file" ] || die "$token_file cannot be read"
     if [ -n "$token_file" ] && [ -n "$(find "$token_file" -perm /077)" ]; then
-        die "$token_file can be read by others; chmod 600 $token_file"
+        die "$token_file can be read by others; run: chmod 600 $token_file"
     fi
 }
 
@@ -168,7 +168,7 @@ make_user() { # NAME HOME
     if ! id "$1" >/dev/null 2>&1; then
         quietly useradd --system --user-group --home-dir "$2" --no-create-home --shell /usr/sbin/nologin "$1"
     fi
-    # Where cards belong to a group.
+    # Groups that GPUs may belong to.
     for group in video render; do
         if getent group "$group" >/dev/null; then
             quietly usermod --append --groups "$group" "$1"
@@ -202,27 +202,27 @@ make_folders() {
 }
 
 install_package() {
-    # Not `--upgrade` of an environment whose Python is gone: that one is made anew.
+    # An environment whose Python is gone is created again.
     if ! "$venv/bin/python" -c '' </dev/null 2>/dev/null; then
         quietly "$python" -m venv --clear "$venv"
     fi
     set -- "$venv/bin/python" -m pip --disable-pip-version-check
     if [ -r "$pins" ]; then
-        # Nothing is taken from an index but what was pinned by its hash, not even to build the package.
+        # Only packages with a pinned hash come from the index, also for building the package.
         quietly "$@" install --quiet --require-hashes -r "$pins"
         quietly "$@" install --quiet --upgrade --no-deps --no-build-isolation "${from}[agent]"
-        quietly "$@" check >&2 || die "what $pins pins does not fit $from"
+        quietly "$@" check >&2 || die "the versions in $pins do not satisfy $from; use the script and the package of one version"
     else
         quietly "$@" install --quiet --upgrade "${from}[agent]"
     fi
     [ -z "$dry" ] || return 0
     as_agent "$strata" --version </dev/null >/dev/null ||
-        die "$user cannot execute $strata: is $python in a home? Name one with --python that everybody can execute"
+        die "$user cannot execute $strata; use --python with an interpreter that every user can execute"
 }
 
 join() {
     as_agent "$strata" agent check --state "$state" --work "$work" </dev/null >&2 ||
-        die "this machine is not fit for jobs; nothing was sent to the hub"
+        die "the self-test of this machine failed (see BAD above); nothing was sent to the hub"
     set -- "$strata" join "$hub" --state "$state"
     [ -z "$name" ] || set -- "$@" --name "$name"
     if [ -e "$state/identity/hub.json" ]; then
@@ -254,10 +254,10 @@ start() {
         quietly systemctl enable strata-agent.service
         # A running agent hands its jobs over to the new one.
         quietly systemctl reload-or-restart strata-agent.service
-        say "the agent runs: systemctl status strata-agent, journalctl -u strata-agent"
+        say "the agent is running; see systemctl status strata-agent and journalctl -u strata-agent"
         return
     fi
-    say "nothing here starts the agent with the machine; start it with"
+    say "there is no systemd to start the agent with the machine; start it with"
     set -- "$strata" agent --state "$state" --work "$work"
     [ -z "$run_as" ] || set -- env "STRATA_AGENT_RUN_AS=$run_as" "$@"
     shown=$(dry=yes && as_agent "$@")
@@ -269,14 +269,14 @@ remove() {
         quietly systemctl disable --now strata-agent.service
     fi
     if [ -d "$state" ]; then
-        [ -x "$strata" ] || [ -n "$force" ] || die "$strata is gone, so the hub cannot be told; --force removes the rest"
+        [ -x "$strata" ] || [ -n "$force" ] || die "$strata is missing, so this machine cannot leave its hub; use --force to remove the rest"
     fi
     if [ -x "$strata" ] && [ -d "$state" ]; then
-        # Whoever owns the credentials is the agent.
+        # The owner of the credentials is the agent's user.
         [ -n "$prefix" ] || user=$(stat -c %U "$state")
         # shellcheck disable=SC2086 # empty or one word
         as_agent "$strata" leave --state "$state" $force </dev/null ||
-            die "this machine is still a host of its hub, and nothing was removed; --force removes it all the same"
+            die "this machine is still a host of its hub, and nothing was removed; use --force to remove it anyway"
     fi
     quietly rm -f "$unit" "$drop_in" "$settings"
     [ ! -d "$unit.d" ] || quietly rmdir --ignore-fail-on-non-empty "$unit.d"

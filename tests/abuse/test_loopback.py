@@ -20,7 +20,7 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.base.unix_socket import connect_unix, listen_unix
 from strata.cli.exit_codes import ExitCode
-from strata.cli.fleet.logs import harmless
+from strata.cli.fleet.logs import escape_control
 from strata.cli.main import run
 from strata.cli.output import Column, Format, Rows
 from strata.coord import settings as coord_settings
@@ -442,7 +442,7 @@ def test_markup_and_escape_sequences_are_shown_as_text(capsys: pytest.CaptureFix
 @pytest.mark.attack(AREA, "terminal escapes in a log, on a terminal")
 def test_a_terminal_gets_colours_and_progress_bars_and_nothing_else_to_obey() -> None:
     text = "\x1b[31mred\x1b[0m 10%\r20%\n\x1b]0;owned\x07\x1b[2Jgone\x9b5n"
-    assert harmless(text) == "\x1b[31mred\x1b[0m 10%\r20%\n\\x1b]0;owned\\x07\\x1b[2Jgone\\x9b5n"
+    assert escape_control(text) == "\x1b[31mred\x1b[0m 10%\r20%\n\\x1b]0;owned\\x07\\x1b[2Jgone\\x9b5n"
 
 
 @pytest.mark.attack(AREA, "terminal escapes in the names of workers and barriers")

@@ -1,4 +1,4 @@
-"""`strata agent`: run this host's agent, or only look at what it would tell the hub and whether the host is fit."""
+"""`strata agent`: run the agent of this host, probe the host, or run its self-test."""
 
 from __future__ import annotations
 
@@ -15,27 +15,51 @@ if TYPE_CHECKING:
     from strata.fleet.agent.settings import AgentSettings
 
 _config: Final = click.option(
-    "--config", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Settings, [agent] in TOML."
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Read settings from [agent] in this TOML file.",
 )
-_state: Final = click.option("--state", metavar="FOLDER", help="Credentials and attempts of this host.")
-_work: Final = click.option("--work", metavar="FOLDER", help="Where jobs work; beside the state unless set.")
+_state: Final = click.option(
+    "--state",
+    metavar="FOLDER",
+    help="Store credentials and attempts in FOLDER (default ~/.local/state/strata/agent).",
+)
+_work: Final = click.option(
+    "--work", metavar="FOLDER", help="Run jobs in FOLDER (default: work, beside the state folder)."
+)
 
 
 @click.group(invoke_without_command=True)
 @_config
 @_state
 @_work
-@click.option("--slots", metavar="N", help="Jobs of one slot that run at once; 1 unless set.")
-@click.option("--interpreter", metavar="PYTHON", help="Asked for torch and CUDA; runs trainers that name none.")
-@click.option("--run-as", metavar="USER", help="The user jobs run as, if the agent is root.")
-@click.option("--on-stop", type=click.Choice(["preempt", "finish", "leave"]), help="What becomes of jobs at SIGTERM.")
-@click.option("--log-format", type=click.Choice(["json", "console"]), help="Console on a terminal unless set.")
+@click.option("--slots", metavar="N", help="Run up to N one-slot jobs at once (default 1).")
+@click.option(
+    "--interpreter",
+    metavar="PYTHON",
+    help="Run trainers that name no interpreter with PYTHON, and query it for torch (default: the agent's own).",
+)
+@click.option(
+    "--run-as", metavar="USER", help="Run jobs as USER; the agent must be root (default: as the agent's user)."
+)
+@click.option(
+    "--on-stop",
+    type=click.Choice(["preempt", "finish", "leave"]),
+    help="On SIGTERM: preempt jobs, finish them, or leave them to the next agent (default preempt).",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["json", "console"]),
+    help="Format of log lines on stderr (default: console on a terminal, else json).",
+)
 @click.pass_context
 def agent(ctx: click.Context, /, config: Path | None, **flags: str | None) -> None:
     """Run the agent of this host: claim jobs, run them, report.
 
-    Every option can stand in FILE or in the environment too (STRATA_AGENT_SLOTS, …). The host has to have joined a hub.
-    SIGTERM stops it in good order, a second one at once; SIGUSR1 leaves the jobs to the next agent.
+    This machine must have joined a hub ('strata join'). Every option can also be set in FILE or in the environment
+    (STRATA_AGENT_SLOTS, …). SIGTERM stops the agent as --on-stop says, a second SIGTERM stops it at once. SIGUSR1 makes
+    it exit and leave running jobs to the next agent.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -51,9 +75,9 @@ def agent(ctx: click.Context, /, config: Path | None, **flags: str | None) -> No
 
 @agent.command()
 @_config
-@click.option("--interpreter", metavar="PYTHON", help="Asked for torch and CUDA.")
+@click.option("--interpreter", metavar="PYTHON", help="Query PYTHON for torch and CUDA (default: the agent's own).")
 def probe(config: Path | None, interpreter: str | None) -> None:
-    """Print what this host is, as the hub would be told: JSON."""
+    """Print the capabilities of this host as JSON, as the agent reports them to the hub."""
     import msgspec
 
     from strata.base.settings import process_environment
@@ -72,7 +96,7 @@ def probe(config: Path | None, interpreter: str | None) -> None:
 @_state
 @_work
 def check(config: Path | None, state: str | None, work: str | None) -> None:
-    """Test whether this host is fit for jobs: folders, disk, child processes, the hub and its clock."""
+    """Run the self-test of this host: folders, disk space, child processes, the hub and its clock."""
     from strata.fleet.agent.identity import connect_to_hub
     from strata.fleet.agent.start import check_host
 
@@ -80,11 +104,15 @@ def check(config: Path | None, state: str | None, work: str | None) -> None:
     joined = (settings.state_folder / "identity" / "hub.json").exists()
     results = check_host(settings, connect_to_hub(settings.state_folder) if joined else None)
     if not joined:
-        print_error("strata agent: this host has not joined a hub; its part is tested alone")
+        print_error("strata agent: this host has not joined a hub; the hub and its clock are not tested")
     for result in results:
         write(f"{'ok ' if result.ok else 'BAD'}  {result.check}: {result.reason}")
     if not all(result.ok for result in results):
-        raise StrataError(Code.PRECONDITION, "this host is not fit for jobs")
+        raise StrataError(
+            Code.PRECONDITION,
+            "the self-test of this host failed",
+            hint="fix each line that begins with BAD, then run it again",
+        )
 
 
 def _settings(config: Path | None, flags: dict[str, Any]) -> AgentSettings:

@@ -1,4 +1,4 @@
-"""`strata backup`, `restore`, `move`: a hub's data, for whoever has its data folder on this machine."""
+"""`strata backup`, `restore`, `move`: the data of a hub whose data folder is on this machine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _OPTIONS: Final = (
-    click.option("--config", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Of the hub, TOML."),
-    click.option("--data", metavar="FOLDER", help="Of the hub; that of 'strata hub', else of 'strata up', unless set."),
-    click.option("--database", metavar="URL", help="Of the hub; hub.db in the data folder unless set."),
+    click.option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Read the hub's settings from [hub] in this TOML file.",
+    ),
+    click.option(
+        "--data", metavar="FOLDER", help="The hub's data folder (default: that of 'strata hub', else of 'strata up')."
+    ),
+    click.option("--database", metavar="URL", help="The hub's database (default: hub.db in its data folder)."),
 )
 
 _SECRET: Final = ("password", "sslpassword")
-"""What may stand behind the ? of an address, and is for nobody to see."""
+"""Query parameters of a database URL that hold a password."""
 
 
 def hub_location_options(function: _Function) -> _Function:
-    """Which hub: `config`, `data` and `database`, as for `strata hub`."""
+    """The options that select a hub: `config`, `data` and `database`, as for `strata hub`."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
@@ -35,12 +42,13 @@ def hub_location_options(function: _Function) -> _Function:
 @click.command()
 @click.argument("target", type=click.Path(path_type=Path))
 @hub_location_options
-@click.option("--all", "large", is_flag=True, help="Also logs and artifacts.")
+@click.option("--all", "large", is_flag=True, help="Also copy logs and artifacts.")
 def backup(*, target: Path, config: Path | None, data: str | None, database: str | None, large: bool) -> None:
-    """Copy what a hub cannot do without to the folder TARGET.
+    """Back up the data of a hub to the folder TARGET.
 
-    The database with jobs, hosts, keys and the index of artifacts, the authority, and the operator's token: TARGET is
-    as secret as the hub itself. The hub may run meanwhile. With PostgreSQL it says which pg_dump to run.
+    Copies the database (jobs, hosts, keys, index of artifacts), the certificate authority and the operator's token:
+    keep TARGET as secret as the hub itself. The hub may keep running. With PostgreSQL the command prints the pg_dump to
+    run.
     """
     settings = load_hub_settings(config, data, database)
     from strata.base.clock import SystemClock
@@ -52,12 +60,13 @@ def backup(*, target: Path, config: Path | None, data: str | None, database: str
     note = back_up(folder, settings.database, target, SystemClock().wall_s(), large=large)
     print_error(f"strata: the hub of {folder} is backed up in {target}")
     if note.database == "postgresql":
-        print_error("strata: its database is not in there; now run")
+        print_error("strata: the PostgreSQL database is not in the backup; copy it with")
         print_error(f"pg_dump --format=custom --file={target / 'hub.dump'} {without_password(settings.database)}")
     left_out = 0 if large else sum(size_below(folder / name) for name in LARGE)
     if left_out:
         print_error(
-            f"strata: logs and artifacts ({format_bytes(left_out)}) are not in it", hint="--all copies them too"
+            f"strata: logs and artifacts ({format_bytes(left_out)}) are not in the backup",
+            hint="use --all to copy them too",
         )
 
 
@@ -65,10 +74,10 @@ def backup(*, target: Path, config: Path | None, data: str | None, database: str
 @click.argument("source", metavar="BACKUP", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @hub_location_options
 def restore(*, source: Path, config: Path | None, data: str | None, database: str | None) -> None:
-    """Make a hub's data out of BACKUP.
+    """Restore the data of a hub from BACKUP.
 
-    Nothing is overwritten, and no hub may run on it yet. What hosts did since the backup is refused from then on, and
-    what they were doing is done again. With PostgreSQL, run pg_restore into an empty database first.
+    Nothing is overwritten, and no hub may run on the data yet. The restored hub rejects what hosts did since the
+    backup, and queues those jobs again. With PostgreSQL, first run pg_restore into an empty database.
     """
     settings = load_hub_settings(config, data, database, exists=False)
     from strata.base.clock import SystemClock
@@ -77,7 +86,7 @@ def restore(*, source: Path, config: Path | None, data: str | None, database: st
     note = restore_hub(source, settings.data.expanduser(), settings.database, SystemClock().wall_s())
     print_error(f"strata: the hub of {settings.data.expanduser()} is restored, as it was at {_date(note.taken_at_s)}")
     print_error(
-        "strata: keys and hosts revoked since then are good again; unused invites are not", hint="strata keys list"
+        "strata: keys and hosts revoked since then are valid again; unused invites are not", hint="strata keys list"
     )
 
 
@@ -87,17 +96,17 @@ def restore(*, source: Path, config: Path | None, data: str | None, database: st
 def move(*, target: str, config: Path | None, data: str | None, database: str | None) -> None:
     """Move the database of a hub to TARGET.
 
-    TARGET is postgresql://USER@HOST/NAME, empty, or sqlite:PATH, new. No hub may run. Every row is counted and
-    compared. Hosts go on working meanwhile. A password belongs into ~/.pgpass or PGPASSWORD.
+    TARGET is an empty postgresql://USER@HOST/NAME or a new sqlite:PATH. Stop the hub first; hosts continue with their
+    jobs meanwhile. Every row is counted and compared. Put a password into ~/.pgpass or PGPASSWORD.
     """
     import asyncio
 
-    # As it was meant, and as it is read: a raw ? or # in a password ends the one sooner than the other.
+    # Two parsers, because a raw ? or # in a password ends the URL for one sooner than for the other.
     if redact(target) != target or without_password(target) != target:
         raise StrataError(
             Code.INVALID,
-            "a password on the command line can be read by every user of this machine",
-            hint="leave it out of the URL, and put it into ~/.pgpass or PGPASSWORD",
+            "every user of this machine can read a password on the command line",
+            hint="remove it from the URL, and put it into ~/.pgpass or PGPASSWORD",
         )
     settings = load_hub_settings(config, data, database)
     from strata.base.clock import SystemClock
@@ -106,14 +115,14 @@ def move(*, target: str, config: Path | None, data: str | None, database: str | 
     source = settings.database or f"sqlite:{settings.data.expanduser() / 'hub.db'}"
     moved = asyncio.run(migrate_database(source, target, SystemClock().wall_s()))
     rows, tables = sum(moved.rows.values()), sum(1 for number in moved.rows.values() if number)
-    print_error(f"strata: {rows} rows of {tables} tables are at their new place")
+    print_error(f"strata: moved {rows} rows of {tables} tables")
     print_error(f'strata: start the hub with --database {target}, or database = "{target}" under [hub]')
 
 
 def load_hub_settings(
     config: Path | None, data: str | None, database: str | None, *, exists: bool = True
 ) -> HubSettings:
-    """Those of the hub; where nobody says which, `strata up`'s if only that is there."""
+    """The hub's settings; without options those of `strata up`, if only its data folder exists."""
     from strata.base.settings import load
     from strata.cli.extras import require
 
@@ -122,29 +131,29 @@ def load_hub_settings(
     from strata.sdk.fleet import client_settings
 
     flags = {"data": data, "database": database}
-    found = load(HubSettings, section=SECTION, file=config, flags=flags)
+    settings = load(HubSettings, section=SECTION, file=config, flags=flags)
     up = client_settings().data / "hub"
-    if exists and found.data == HubSettings().data and not found.data.is_dir() and up.is_dir():
+    if exists and settings.data == HubSettings().data and not settings.data.is_dir() and up.is_dir():
         return load(HubSettings, section=SECTION, file=config, flags=flags | {"data": str(up)})
-    return found
+    return settings
 
 
 def without_password(database: str) -> str:
-    """The address of a database for others to see."""
+    """The URL of a database without its password."""
     from urllib.parse import unquote, urlsplit
 
     try:
         at = urlsplit(database)
     except ValueError:
         raise StrataError(
-            Code.INVALID, "the address of the database cannot be read", hint="[ and ] belong around an IPv6 address"
+            Code.INVALID, "the URL of the database is malformed", hint="write an IPv6 address in [ and ]"
         ) from None
-    given = at.query.split("&")
-    kept = [each for each in given if unquote(each.partition("=")[0]).lower() not in _SECRET]
-    if not at.password and kept == given:
+    parameters = at.query.split("&")
+    kept = [each for each in parameters if unquote(each.partition("=")[0]).lower() not in _SECRET]
+    if not at.password and kept == parameters:
         return database
-    place = at.netloc.rpartition("@")[2]
-    netloc = f"{at.username or ''}@{place}" if at.password else at.netloc
+    host = at.netloc.rpartition("@")[2]
+    netloc = f"{at.username or ''}@{host}" if at.password else at.netloc
     return at._replace(netloc=netloc, query="&".join(kept)).geturl()
 
 

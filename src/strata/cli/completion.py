@@ -1,4 +1,4 @@
-"""`strata completion`: what a shell needs to complete commands and options, made from the commands themselves."""
+"""`strata completion`: the script with which a shell completes commands and options."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from click.shell_completion import ShellComplete
 
 VARIABLE: Final = "_STRATA_COMPLETE"
-"""With it the shell asks `strata` what could come next."""
+"""The variable with which the shell calls `strata` for completions."""
 
 
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what makes SHELL complete the words of 'strata'.
+    """Print the script with which SHELL completes 'strata'.
 
     \b
     bash:  strata completion bash > ~/.local/share/bash-completion/completions/strata
@@ -31,9 +31,9 @@ def completion(shell: str) -> None:
 def source(shell: str) -> str:
     from click.shell_completion import get_completion_class
 
-    found = get_completion_class(shell)
-    assert found is not None, "one of the choices"
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None, "one of the choices"
     root = click.get_current_context().find_root().command
-    made: ShellComplete = found(root, {}, "strata", VARIABLE)
-    # Not `source()`, which for bash starts one to look at its version.
-    return made.source_template % made.source_vars()
+    completer: ShellComplete = completion_class(root, {}, "strata", VARIABLE)
+    # Not `source()`, which for bash starts a shell to check its version.
+    return completer.source_template % completer.source_vars()

@@ -1,4 +1,4 @@
-"""`strata login` and `strata contexts`: which hub the other commands speak to, and with whose token."""
+"""`strata login` and `strata contexts`: which server the other commands use, and with which token."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("url")
-@click.option("--name", metavar="NAME", help="What to call it; the host in URL unless set.")
+@click.option("--name", metavar="NAME", help="Name of the context (default: the host in URL).")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Where the token or key lies; without it you are asked, or stdin is read.",
+    help="Read the token or key from FILE (default: a prompt, or stdin).",
 )
-@click.option("--ca-pin", metavar="SHA256", help="Pin of the hub's authority, as its operator tells it.")
+@click.option(
+    "--ca-pin", metavar="SHA256", help="Expected pin of the hub's certificate authority; its operator has it."
+)
 @click.option(
     "--ca",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="FILE",
-    help="PEM file with the authority, if you have it.",
+    help="Trust the certificate authority in this PEM file.",
 )
 def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | None, ca: Path | None) -> None:
-    """Choose the hub at URL for all other commands.
+    """Log in to the server at URL and use it for all other commands.
 
-    URL is https://…, unix:PATH for the socket in the data folder of a hub on this machine, or http://… on loopback,
-    where only a key of a viewer or a researcher is sent: any user of the machine may listen there.
+    URL is https://…, unix:PATH for the socket in the data folder of a hub on this machine, or http://… on loopback.
+    Over http only keys of viewers and researchers are sent, because any user of the machine may listen there.
 
-    The token is never an argument: it comes from a file, from stdin, or from a prompt, and is kept in a file that only
-    you can read. With https the hub's own authority is trusted after you have compared its pin.
+    The token is read from a file, from stdin or from a prompt, never from an argument, and stored in a file that only
+    you can read. With https the server's certificate authority is trusted after you have compared its pin.
     """
     from urllib.parse import urlsplit
 
@@ -48,7 +50,7 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
     from strata.fleet.client import HubClient, TlsFiles
     from strata.sdk.fleet import ClientContext, client_settings, keep_authority, keep_secret, save_context
 
-    # Whatever folder the other commands are run in.
+    # Absolute, because other commands may run in another folder.
     url = format_unix_address(parse_unix_address(url)) if url.startswith(SCHEME) else url.rstrip("/")
     settings = client_settings()
     name = name or urlsplit(url).hostname or "hub"
@@ -57,17 +59,17 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
     secret = read_secret(token_file) if token_file else _ask_token()
     tls = TlsFiles(ca=authority) if authority else None
     with HubClient(url, bearer=secret, tls=tls) as client:
-        found = _greeted(client)
+        description = _describe_server(client)
     kept = keep_secret(settings, name, secret)
     save_context(settings, name, ClientContext(url=url, token_file=str(kept), ca=str(authority or "")))
-    print_error(f"strata: {name} is chosen: {url}, {found}")
+    print_error(f"strata: {name} is the current context: {url}, {description}")
 
 
 @click.command()
 @click.argument("name", required=False)
 @output_option
 def contexts(name: str | None, output: Format) -> None:
-    """List the hubs you logged in to, or choose the one called NAME."""
+    """List the servers you logged in to, or switch to the one called NAME."""
     from strata.sdk.fleet import choose_context, client_settings, shown_contexts
 
     settings: ClientSettings = client_settings()
@@ -78,8 +80,8 @@ def contexts(name: str | None, output: Format) -> None:
             rows.add(row)
 
 
-def _greeted(client: HubClient) -> str:
-    """What answers there: a hub, or a training server, which takes keys in the same way."""
+def _describe_server(client: HubClient) -> str:
+    """The server at the URL: a hub, or a training server, which authenticates in the same way."""
     from strata.fleet.wire import StatusReply
     from strata.train.core.status import ServerStatus
 
@@ -106,19 +108,19 @@ def _authority(url: str, pin: str | None, file: Path | None) -> bytes | None:
         if not sys.stdin.isatty():
             raise StrataError(
                 Code.INVALID,
-                f"the authority of {url} has the pin {found}, and nobody has compared it",
-                hint="give --ca-pin, or --ca FILE",
+                f"the certificate authority of {url} is not trusted yet; its pin is {found}",
+                hint="compare it with the pin that the hub prints, then pass --ca-pin PIN or --ca FILE",
             )
-        print_error(f"strata: the authority of {url} has the pin\n  {found}")
+        print_error(f"strata: the certificate authority of {url} has the pin\n  {found}")
         print_error("strata: the hub prints its pin when it starts, and 'strata invite' shows it")
-        click.confirm("Is it what the hub's operator told you?", abort=True, err=True)
+        click.confirm("Is this the pin that the hub's operator gave you?", abort=True, err=True)
     return pem
 
 
 def _ask_token() -> Secret:
     text = click.prompt("Token", hide_input=True, err=True) if sys.stdin.isatty() else sys.stdin.readline(65_536)
     if not text.strip():
-        raise StrataError(Code.INVALID, "no token was given", hint="--token-file FILE, or on stdin")
+        raise StrataError(Code.INVALID, "there is no token", hint="pass --token-file FILE, or write it to stdin")
     return Secret(text.strip())
 
 

@@ -1,4 +1,4 @@
-"""What the exit status of `strata` says to a script: the only table from error code to exit status."""
+"""The exit statuses of `strata`, and the only table from error code to exit status."""
 
 from __future__ import annotations
 

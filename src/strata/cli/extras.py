@@ -1,4 +1,4 @@
-"""Which extra brings a package that is not installed, and the one line that tells the reader so."""
+"""Which extra provides a package that is not installed, and the error message that names it."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ _REQUIREMENT: Final = re.compile(r"^(?P<name>[A-Za-z0-9._-]+).*\bextra\s*==\s*['
 
 
 def require(module: str, *, extra: str) -> None:
-    """Refuse with the line to run when `module` cannot be imported. For a package that several extras bring."""
+    """UNSUPPORTED with the command to run if `module` cannot be imported. For a package that several extras provide."""
     from importlib.util import find_spec
 
     if find_spec(module) is None:
-        raise missing(DISTRIBUTION_OF.get(module, module), extra)
+        raise missing_extra(DISTRIBUTION_OF.get(module, module), extra)
 
 
-def missing(distribution: str, extra: str) -> StrataError:
+def missing_extra(distribution: str, extra: str) -> StrataError:
     return StrataError(
         Code.UNSUPPORTED,
         f"this command needs {distribution}, which is not installed: pip install '{DISTRIBUTION}[{extra}]'",
     )
 
 
-def explain(error: ModuleNotFoundError) -> StrataError | None:
-    """The refusal for an import that failed, or None when no extra brings that module."""
+def explain_missing_module(error: ModuleNotFoundError) -> StrataError | None:
+    """The error for a failed import, or None if no extra provides that module."""
     distribution = DISTRIBUTION_OF.get((error.name or "").partition(".")[0])
     extra = None if distribution is None else extras_by_distribution().get(distribution)
-    return None if distribution is None or extra is None else missing(distribution, extra)
+    return None if distribution is None or extra is None else missing_extra(distribution, extra)
 
 
 def extras_by_distribution() -> dict[str, str]:
-    """From the installed metadata: each optional distribution and the extra that brings it (the first of several)."""
+    """From the installed metadata: each optional distribution and the extra that provides it (the first of several)."""
     from importlib.metadata import requires
 
-    found: dict[str, str] = {}
+    extras: dict[str, str] = {}
     for requirement in requires(DISTRIBUTION) or []:
         match = _REQUIREMENT.match(requirement)
         if match and match["extra"] not in ("all", "dev"):
             name = match["name"].lower().replace("_", "-")
-            found[name] = min(match["extra"], found.get(name, match["extra"]))
-    return found
+            extras[name] = min(match["extra"], extras.get(name, match["extra"]))
+    return extras

@@ -1,4 +1,4 @@
-"""`strata hub`: run the process that hands out jobs and keeps what comes of them."""
+"""`strata hub`: run the process that schedules jobs on hosts and stores their logs and results."""
 
 from __future__ import annotations
 
@@ -13,21 +13,38 @@ from strata.cli.output import print_error, redact
 
 @click.command()
 @click.option(
-    "--config", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Settings, [hub] in TOML."
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Read settings from [hub] in this TOML file.",
 )
-@click.option("--listen", metavar="HOST:PORT", help="Where hosts and people reach it; 127.0.0.1:8443 unless set.")
-@click.option("--data", metavar="FOLDER", help="Authority, operator token, logs, artifacts; ./strata-hub unless set.")
-@click.option("--database", metavar="URL", help="sqlite:PATH or postgresql://…; hub.db in the data folder unless set.")
-@click.option("--tls/--no-tls", "tls_enabled", default=None, help="Needed unless it listens on loopback.")
-@click.option("--name", "tls_names", multiple=True, metavar="NAME", help="DNS name or address in the certificate.")
-@click.option("--manifest", metavar="FILE", help="The manifest that `strata reload` applies.")
-@click.option("--public-read/--no-public-read", default=None, help="Show jobs and hosts to anybody who asks.")
-@click.option("--log-format", type=click.Choice(["json", "console"]), help="Console on a terminal unless set.")
+@click.option("--listen", metavar="HOST:PORT", help="Listen here for hosts and clients (default 127.0.0.1:8443).")
+@click.option(
+    "--data",
+    metavar="FOLDER",
+    help="Store certificate authority, operator token, logs and artifacts in FOLDER (default ./strata-hub).",
+)
+@click.option("--database", metavar="URL", help="sqlite:PATH or postgresql://… (default: hub.db in the data folder).")
+@click.option(
+    "--tls/--no-tls", "tls_enabled", default=None, help="Serve HTTPS; required unless the hub listens on loopback."
+)
+@click.option(
+    "--name", "tls_names", multiple=True, metavar="NAME", help="DNS name or address for the certificate; repeatable."
+)
+@click.option("--manifest", metavar="FILE", help="The manifest that 'strata reload' applies.")
+@click.option(
+    "--public-read/--no-public-read", default=None, help="Show jobs and hosts to clients without a key (default: no)."
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["json", "console"]),
+    help="Format of log lines on stderr (default: console on a terminal, else json).",
+)
 def hub(config: Path | None, **flags: Any) -> None:
-    """Run the hub that hands out jobs and keeps what comes of them.
+    """Run the hub: schedule jobs on hosts, and store their logs and results.
 
-    Every option can stand in FILE or in the environment too (STRATA_HUB_LISTEN, …). A SQLite file serves one hub.
-    SIGTERM ends it gracefully: whoever waits for a job is told to ask again.
+    Every option can also be set in FILE or in the environment (STRATA_HUB_LISTEN, …). A SQLite database serves one hub.
+    SIGTERM shuts the hub down gracefully: agents that wait for a job connect again.
     """
     from strata.base import log
     from strata.base.settings import load, no_color

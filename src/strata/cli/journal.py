@@ -1,4 +1,4 @@
-"""`strata journal`: look into a journal without changing it."""
+"""`strata journal`: inspect a journal without changing it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _database: Final = click.argument("database")
 
 @click.group()
 def journal() -> None:
-    """Look into a journal: streams, records, integrity.
+    """Inspect a journal: streams, facts, integrity.
 
-    DATABASE is sqlite:PATH, a path, or postgresql://USER@HOST/NAME. A SQLite journal serves one process: stop its owner
-    first.
+    DATABASE is sqlite:PATH, a path, or postgresql://USER@HOST/NAME. A SQLite journal serves one process: stop the
+    server that uses it first.
     """
 
 
@@ -56,7 +56,7 @@ def journal() -> None:
 @_database
 @output_option
 def list_streams(database: str, output: Format) -> None:
-    """List the streams of DATABASE."""
+    """List the streams in DATABASE."""
 
     async def show(store: Journal) -> None:
         import msgspec
@@ -65,16 +65,16 @@ def list_streams(database: str, output: Format) -> None:
             for status in await store.streams():
                 rows.add(msgspec.to_builtins(status))
 
-    _look(database, show)
+    _with_journal(database, show)
 
 
 @journal.command()
 @_database
 @output_option
 def verify(database: str, output: Format) -> None:
-    """Read everything in DATABASE and check that it is whole.
+    """Verify the integrity of every stream in DATABASE.
 
-    Reads every fact and the newest snapshot of every stream, with their checksums and their order. Exits with 100 if a
+    Reads all facts and the newest snapshot of every stream, and checks their checksums and order. Exit status 100 if a
     stream is corrupt.
     """
 
@@ -82,25 +82,31 @@ def verify(database: str, output: Format) -> None:
         whole = True
         with Rows(output, _VERIFY) as rows:
             for status in await store.streams():
-                row = await _verified(store, status)
+                row = await _verify_stream(store, status)
                 whole = whole and row["result"] == "ok"
                 rows.add(row)
         return whole
 
-    if not _look(database, check):
+    if not _with_journal(database, check):
         click.get_current_context().exit(ExitCode.FAILED)
 
 
 @journal.command()
 @_database
 @click.argument("stream")
-@click.option("--after", type=click.IntRange(min=0), metavar="N", help="Start after this position.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Stop after this many facts.")
+@click.option(
+    "--after",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Start after position N (default: at the first stored fact).",
+)
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Print at most N facts (default: all).")
 @output_option
 def dump(database: str, stream: str, after: int | None, limit: int | None, output: Format) -> None:
     """Print the facts of STREAM in DATABASE.
 
-    A fact that is msgpack is shown as JSON, any other as hex. The table shortens long facts; the other formats do not.
+    Facts in msgpack are shown as JSON, all others as hex. The table format shortens long facts; the other formats do
+    not.
     """
 
     async def show(store: Journal) -> None:
@@ -113,13 +119,13 @@ def dump(database: str, stream: str, after: int | None, limit: int | None, outpu
                 for position, fact in enumerate(batch.facts, start=batch.first):
                     if printed == limit:
                         return
-                    rows.add({"position": position, "epoch": batch.epoch, "size": len(fact)} | _decoded(fact))
+                    rows.add({"position": position, "epoch": batch.epoch, "size": len(fact)} | _decode_fact(fact))
                     printed += 1
 
-    _look(database, show)
+    _with_journal(database, show)
 
 
-def _look(database: str, use: Callable[[Journal], Awaitable[T]]) -> T:
+def _with_journal(database: str, use: Callable[[Journal], Awaitable[T]]) -> T:
     import asyncio
 
     async def run() -> T:
@@ -132,8 +138,8 @@ def _look(database: str, use: Callable[[Journal], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-async def _verified(store: Journal, status: StreamStatus) -> dict[str, Any]:
-    """The row of one stream. Its head was read before its facts, so facts that are added meanwhile do no harm."""
+async def _verify_stream(store: Journal, status: StreamStatus) -> dict[str, Any]:
+    """The row of one stream. The head was read before the facts, so facts appended meanwhile are no error."""
     from strata.journal.replay import replay
 
     last = status.floor
@@ -161,15 +167,15 @@ async def _verified(store: Journal, status: StreamStatus) -> dict[str, Any]:
 
 
 async def _floor(store: Journal, stream: str) -> int:
-    """Where the facts of a stream begin; 0 for an unknown one, which the read then refuses by name."""
+    """The position before the first fact of a stream; 0 for an unknown stream, which the read then rejects by name."""
     return next((status.floor for status in await store.streams() if status.stream == stream), 0)
 
 
-def _decoded(fact: bytes) -> dict[str, Any]:
+def _decode_fact(fact: bytes) -> dict[str, Any]:
     import msgspec
 
     try:
-        # By way of JSON text, which settles what JSON lacks: bytes become base64, NaN becomes null.
+        # Through JSON text, which converts what JSON lacks: bytes become base64, NaN becomes null.
         value = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(fact)))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
         return {"encoding": "hex", "fact": fact.hex()}

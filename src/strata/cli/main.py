@@ -18,64 +18,76 @@ from strata.cli.output import print_error
 COMMANDS: Final[Mapping[str, CommandEntry]] = {
     "agent": CommandEntry("strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report."),
     "apply": CommandEntry("strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and change those that differ."),
-    "artifacts": CommandEntry("strata.cli.fleet.artifacts:artifacts", "List what jobs made, and fetch it."),
-    "backup": CommandEntry("strata.cli.backup:backup", "Copy what a hub cannot do without to the folder TARGET."),
-    "cancel": CommandEntry("strata.cli.fleet.control:cancel", "End each JOB."),
+    "artifacts": CommandEntry(
+        "strata.cli.fleet.artifacts:artifacts", "List and download the results and checkpoints of jobs."
+    ),
+    "backup": CommandEntry("strata.cli.backup:backup", "Back up the data of a hub to the folder TARGET."),
+    "cancel": CommandEntry("strata.cli.fleet.control:cancel", "Cancel each JOB."),
     "completion": CommandEntry(
-        "strata.cli.completion:completion", "Print what makes SHELL complete the words of 'strata'."
+        "strata.cli.completion:completion", "Print the script with which SHELL completes 'strata'."
     ),
     "contexts": CommandEntry(
-        "strata.cli.contexts:contexts", "List the hubs you logged in to, or choose the one called NAME."
+        "strata.cli.contexts:contexts", "List the servers you logged in to, or switch to the one called NAME."
     ),
     "coordinator": CommandEntry(
         "strata.cli.coordinator:coordinator", "Run the coordinator that keeps the workers of a job together."
     ),
-    "doctor": CommandEntry(
-        "strata.cli.doctor.command:doctor", "Look for what you would stumble over: here, at the hub, in the agent."
-    ),
+    "doctor": CommandEntry("strata.cli.doctor.command:doctor", "Diagnose this machine, the agent and the hub."),
     "drain": CommandEntry(
-        "strata.cli.fleet.control:drain", "Let each HOST finish what it has, and give it nothing more."
+        "strata.cli.fleet.control:drain", "Let each HOST finish its jobs, and assign it no new ones."
     ),
     "gang": CommandEntry(
         "strata.cli.gang.commands:gang", "Show the workers of a job, live if you like, and give them commands."
     ),
-    "hub": CommandEntry("strata.cli.hub:hub", "Run the hub that hands out jobs and keeps what comes of them."),
+    "hub": CommandEntry("strata.cli.hub:hub", "Run the hub: schedule jobs on hosts, and store their logs and results."),
     "invite": CommandEntry(
-        "strata.cli.fleet.enrol:invite", "Make a join token for one host, and print what to run there."
+        "strata.cli.fleet.enrol:invite", "Create a join token for one host, and print what to run there."
     ),
     "join": CommandEntry("strata.cli.fleet.enrol:join", "Make this machine a host of the hub at URL."),
-    "journal": CommandEntry("strata.cli.journal:journal", "Look into a journal: streams, records, integrity."),
-    "keys": CommandEntry("strata.cli.fleet.keys:keys", "Make, list and end the API keys of people and programs."),
+    "journal": CommandEntry("strata.cli.journal:journal", "Inspect a journal: streams, facts, integrity."),
+    "keys": CommandEntry("strata.cli.fleet.keys:keys", "Create, list and revoke API keys of people and programs."),
     "leave": CommandEntry("strata.cli.fleet.enrol:leave", "Undo 'strata join' on this machine."),
-    "list": CommandEntry("strata.cli.fleet.jobs:list_jobs", "List the jobs, all or some."),
-    "login": CommandEntry("strata.cli.contexts:login", "Choose the hub at URL for all other commands."),
+    "list": CommandEntry("strata.cli.fleet.jobs:list_jobs", "List jobs with their status and host."),
+    "login": CommandEntry(
+        "strata.cli.contexts:login", "Log in to the server at URL and use it for all other commands."
+    ),
     "logs": CommandEntry("strata.cli.fleet.logs:logs", "Print the log of JOB."),
     "metrics": CommandEntry("strata.cli.fleet.metrics:metrics", "Show the metrics of jobs, side by side or over time."),
     "move": CommandEntry("strata.cli.backup:move", "Move the database of a hub to TARGET."),
-    "models": CommandEntry("strata.cli.models:models", "Make models for the training server, or fetch its tokenizer."),
-    "pause": CommandEntry("strata.cli.fleet.control:pause", "Give each HOST no more jobs until it is resumed."),
+    "models": CommandEntry(
+        "strata.cli.models:models", "Create models for the training server, or fetch its tokenizer."
+    ),
+    "pause": CommandEntry("strata.cli.fleet.control:pause", "Assign no new jobs to each HOST until it is resumed."),
     "reload": CommandEntry(
         "strata.cli.fleet.apply:reload", "Apply the manifest that the hub was configured with, as it is now."
     ),
     "requeue": CommandEntry(
-        "strata.cli.fleet.control:requeue", "Let each ended JOB run again, or excluded hosts try a pending one."
+        "strata.cli.fleet.control:requeue", "Run each ended JOB again, or let excluded hosts try a pending one."
     ),
-    "restore": CommandEntry("strata.cli.backup:restore", "Make a hub's data out of BACKUP."),
-    "resume": CommandEntry("strata.cli.fleet.control:resume", "Let each HOST work again, also out of quarantine."),
+    "restore": CommandEntry("strata.cli.backup:restore", "Restore the data of a hub from BACKUP."),
+    "resume": CommandEntry(
+        "strata.cli.fleet.control:resume", "Assign jobs to each HOST again, also after a quarantine."
+    ),
     "revoke": CommandEntry(
-        "strata.cli.fleet.control:revoke", "End the credentials of HOST, which is lost or not trusted any more."
+        "strata.cli.fleet.control:revoke", "Revoke the credentials of HOST, for example because it is lost."
     ),
-    "run": CommandEntry("strata.cli.fleet.run:run", "Run COMMAND in a copy of this folder, somewhere in the fleet."),
-    "serve": CommandEntry("strata.cli.serve.commands:serve", "Run a server that trains a model by API."),
-    "show": CommandEntry("strata.cli.fleet.jobs:show", "Show one JOB and its attempts."),
-    "status": CommandEntry("strata.cli.fleet.jobs:status", "Show how many jobs and hosts there are, and what failed."),
-    "up": CommandEntry("strata.cli.fleet.up:up", "Run a hub and the agent of this machine, all in one."),
+    "run": CommandEntry(
+        "strata.cli.fleet.run:run", "Run COMMAND in a copy of the current folder on a host of the fleet."
+    ),
+    "serve": CommandEntry(
+        "strata.cli.serve.commands:serve", "Run a training server, which trains a model through an API."
+    ),
+    "show": CommandEntry("strata.cli.fleet.jobs:show", "Show JOB and its attempts."),
+    "status": CommandEntry(
+        "strata.cli.fleet.jobs:status", "Show how many jobs and hosts there are, and the latest failures."
+    ),
+    "up": CommandEntry("strata.cli.fleet.up:up", "Run a hub and an agent on this machine, in one process."),
     "wait": CommandEntry("strata.cli.fleet.wait:wait", "Wait until every JOB has ended."),
     "weights": CommandEntry(
-        "strata.cli.weights:weights", "Export checkpoints of the training server, or import an adapter."
+        "strata.cli.weights:weights", "Export checkpoints of a training server, or import a LoRA adapter."
     ),
     "why": CommandEntry("strata.cli.fleet.why:why", "Explain why JOB is not running, and what would help."),
-    "workers": CommandEntry("strata.cli.fleet.jobs:workers", "List the hosts that train, and what they are."),
+    "workers": CommandEntry("strata.cli.fleet.jobs:workers", "List hosts with their state and hardware."),
 }
 ALIASES: Final[Mapping[str, str]] = {"hosts": "workers", "jobs": "list"}
 
@@ -159,9 +171,9 @@ def _report(error: Exception, *, debug: bool) -> int:
 
         print_error("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, ModuleNotFoundError):
-        from strata.cli.extras import explain
+        from strata.cli.extras import explain_missing_module
 
-        error = explain(error) or error
+        error = explain_missing_module(error) or error
     if isinstance(error, StrataError):
         print_error(f"strata: {error.message}", hint=error.hint)
         return EXIT_CODE_OF[error.code]

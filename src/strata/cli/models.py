@@ -1,4 +1,4 @@
-"""`strata models`: models on disk that the training server can load, and the tokenizer of one that it has."""
+"""`strata models`: create models that the training server can load, and fetch the tokenizer of its model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANSWER_S: Final = 60.0
 
 @click.group()
 def models() -> None:
-    """Make models for the training server, or fetch its tokenizer."""
+    """Create models for the training server, or fetch its tokenizer."""
 
 
 @models.command()
@@ -25,18 +25,20 @@ def models() -> None:
     type=click.Choice(["llama", "qwen3", "qwen3_moe"]),
     default="llama",
     show_default=True,
-    help="What kind.",
+    help="Architecture of the model.",
 )
-@click.option("--layers", type=int, default=2, show_default=True, help="How deep.")
-@click.option("--hidden", type=int, default=64, show_default=True, help="How wide; a multiple of 32.")
-@click.option("--vocab", type=int, default=512, show_default=True, help="Tokens of the vocabulary; at least 260.")
-@click.option("--context", type=int, default=2048, show_default=True, help="Tokens of the longest sequence.")
-@click.option("--experts", type=int, default=4, show_default=True, help="Of a qwen3_moe.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed makes the same model.")
+@click.option("--layers", type=int, default=2, show_default=True, help="Number of layers.")
+@click.option("--hidden", type=int, default=64, show_default=True, help="Hidden size; a multiple of 32.")
+@click.option(
+    "--vocab", type=int, default=512, show_default=True, help="Size of the vocabulary in tokens; at least 260."
+)
+@click.option("--context", type=int, default=2048, show_default=True, help="Longest sequence in tokens.")
+@click.option("--experts", type=int, default=4, show_default=True, help="Number of experts (qwen3_moe only).")
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the weights.")
 def tiny(folder: Path, family: str, layers: int, hidden: int, vocab: int, **more: int) -> None:
-    """Make a small random model with a tokenizer in DIR, for tests and first steps.
+    """Create a small random model with a tokenizer in DIR, for tests and first steps.
 
-    It knows nothing yet. Nothing is fetched from anywhere, and the same options make the same files.
+    The model is untrained. Nothing is downloaded, and the same options create the same files.
     """
     import msgspec
 
@@ -56,7 +58,10 @@ def tiny(folder: Path, family: str, layers: int, hidden: int, vocab: int, **more
 @key_file_option
 @context_option
 def tokenizer(out: Path, server: str | None, key_file: Path | None, context: str | None) -> None:
-    """Fetch the tokenizer of a training server's model into the new folder OUT, for AutoTokenizer.from_pretrained."""
+    """Fetch the tokenizer of a training server's model into the new folder OUT.
+
+    Load it with AutoTokenizer.from_pretrained(OUT).
+    """
     from strata.sdk.checkpoints import fetch_tokenizer
 
     with connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S) as client:

@@ -1,6 +1,6 @@
-"""What reaches the terminal: rows on stdout in the format asked for, sentences on stderr.
+"""Prints rows to stdout in the requested format, and messages to stderr.
 
-Names in a row come from other machines: what a terminal would obey is escaped. Passwords in addresses are replaced.
+Names in a row come from other machines: control characters are escaped. Passwords in URLs are replaced.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def output_option(function: _Function) -> _Function:
         default=Format.TABLE.value,
         show_default=True,
         callback=lambda _ctx, _param, value: Format(value),
-        help="How to print the rows.",
+        help="Output format.",
     )(function)
 
 
 class Rows:
-    """Prints rows as they come (`jsonl`) or all at the end (`table`, `wide`, `json`) unless something failed."""
+    """Prints rows as they come (`jsonl`), or all at the end (`table`, `wide`, `json`) unless an error occurred."""
 
     def __init__(self, output: Format, columns: Sequence[Column]) -> None:
         self._output = output
@@ -80,7 +80,7 @@ class Rows:
 
 
 def write(text: str) -> None:
-    """A line of data. A reader that has left (`| head`) ends the command quietly."""
+    """Print a line of data. When the reader has closed the pipe (`| head`), the command ends quietly."""
     try:
         click.echo(text)
     except BrokenPipeError as error:
@@ -88,6 +88,7 @@ def write(text: str) -> None:
 
 
 def print_error(message: str, *, hint: str | None = None) -> None:
+    """Print a message, and what to do about it, to stderr."""
     click.echo(printable(redact(message)), err=True)
     if hint:
         click.echo(f"hint: {printable(redact(hint))}", err=True)
@@ -98,12 +99,12 @@ _NAMED_PASSWORD: Final = re.compile(r"(?P<before>\b(?:ssl)?password\s*=\s*)(?:'[
 
 
 def redact(text: str) -> str:
-    """The text without the passwords of the database addresses in it."""
+    """Replace the passwords in database URLs."""
     return _NAMED_PASSWORD.sub(r"\g<before>***", _URL_PASSWORD.sub(r"\g<before>***", text))
 
 
 def printable(text: str) -> str:
-    """The text with everything escaped that a terminal would act on, except line ends and tabs."""
+    """Escape control characters, except line ends and tabs."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
@@ -120,13 +121,13 @@ def _print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        # A cell is never folded: what is printed here gets copied into the next command.
+        # A cell is never folded: it is copied into the next command.
         table.add_column(
             column.key.upper(), justify="right" if column.number else "left", no_wrap=True, overflow="crop"
         )
     for row in rows:
         cells = ((column, _cell(row.get(column.key))) for column in columns)
-        table.add_row(*(Text(_shortened(cell, column.cut if cut else None)) for column, cell in cells))
+        table.add_row(*(Text(_truncate(cell, column.cut if cut else None)) for column, cell in cells))
     console = Console(file=sys.stdout, highlight=False, width=_UNLIMITED)
     with console.capture() as captured:
         console.print(table)
@@ -147,5 +148,5 @@ def _cell(value: object) -> str:
     return json.dumps(value)
 
 
-def _shortened(cell: str, limit: int | None) -> str:
+def _truncate(cell: str, limit: int | None) -> str:
     return cell if limit is None or len(cell) <= limit else cell[: limit - 1] + "…"

@@ -1,4 +1,4 @@
-"""`strata weights`: checkpoints of the training server as files for others, and adapters of others as checkpoints."""
+"""`strata weights`: export checkpoints of the training server for other programs, and import LoRA adapters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from strata.cli.output import print_error, write
 from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
 
 ANSWER_S: Final = 600.0
-"""An adapter is sent, verified and brought to the disk before the server answers."""
+"""The server verifies and stores an adapter before it replies."""
 
 
 @click.group()
 def weights() -> None:
-    """Export checkpoints of the training server, or import an adapter."""
+    """Export checkpoints of a training server, or import a LoRA adapter."""
 
 
 @weights.command()
@@ -29,17 +29,17 @@ def weights() -> None:
     "form",
     type=click.Choice(["peft", "hf"]),
     required=True,
-    help="An adapter for PEFT, or a whole model for Hugging Face.",
+    help="peft: a LoRA adapter. hf: a full model for Hugging Face.",
 )
-@click.option("--base", default="", metavar="MODEL", help="The folder of the model to merge an adapter into.")
+@click.option("--base", default="", metavar="MODEL", help="Folder of the base model to merge an adapter into.")
 @server_option
 @key_file_option
 @context_option
 def export(checkpoint: str, out: Path, form: Literal["peft", "hf"], base: str, **server: Any) -> None:
-    """Make the folder OUT of CHECKPOINT, after verifying it.
+    """Export CHECKPOINT to the new folder OUT, after verifying it.
 
-    CHECKPOINT is a path 'tinker://RUN/weights/NAME' of a training server that runs, or the folder of a checkpoint on
-    its disk, for which no server is needed. With 'hf' an adapter is merged into its base.
+    CHECKPOINT is a path 'tinker://RUN/weights/NAME' of a running training server, or the folder of a checkpoint on
+    disk, for which no server is needed. '--format hf' merges an adapter into its base model.
     """
     from strata.cli.extras import require
 
@@ -78,16 +78,16 @@ def _export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str
 
 @weights.command("import")
 @click.argument("adapter", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="ADAPTER")
-@click.option("--name", default="imported", show_default=True, metavar="NAME", help="Of the checkpoint.")
+@click.option("--name", default="imported", show_default=True, metavar="NAME", help="Name of the checkpoint.")
 @server_option
 @key_file_option
 @context_option
 def import_(adapter: Path, name: str, server: str | None, key_file: Path | None, context: str | None) -> None:
-    """Make a checkpoint of the folder ADAPTER, which PEFT saved, on a training server that runs.
+    """Import the PEFT adapter in the folder ADAPTER as a checkpoint of a running training server.
 
-    It must be a LoRA adapter for the server's base model, in safetensors. What is printed is the path of the
-    checkpoint, for load_state, create_training_client_from_state or create_sampling_client. It belongs to the owner of
-    the key. The same again is the same checkpoint.
+    It must be a LoRA adapter for the server's base model, in safetensors. Prints the path of the checkpoint, for
+    load_state, create_training_client_from_state or create_sampling_client. The checkpoint belongs to the owner of the
+    key. Importing the same adapter again gives the same checkpoint.
     """
     from strata.sdk.adapters import import_adapter
 

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from strata.base.errors import Code, StrataError
-from strata.cli.extras import DISTRIBUTION_OF, explain, extras_by_distribution, require
+from strata.cli.extras import DISTRIBUTION_OF, explain_missing_module, extras_by_distribution, require
 
 ROOT: Final = Path(__file__).parents[3]
 
@@ -43,14 +43,14 @@ def test_the_extra_of_each_distribution_comes_from_the_metadata() -> None:
     ],
 )
 def test_a_failed_import_of_an_optional_package_is_explained(module: str, line: str) -> None:
-    error = explain(ModuleNotFoundError(f"No module named {module!r}", name=module))
+    error = explain_missing_module(ModuleNotFoundError(f"No module named {module!r}", name=module))
     assert error is not None
     assert (error.code, error.message, error.hint) == (Code.UNSUPPORTED, line, None)
 
 
 @pytest.mark.parametrize("module", ["strata.nowhere", "scipy", None])
 def test_another_failed_import_is_not(module: str | None) -> None:
-    assert explain(ModuleNotFoundError("No module", name=module)) is None
+    assert explain_missing_module(ModuleNotFoundError("No module", name=module)) is None
 
 
 def test_require_names_the_extra_it_was_given() -> None:

@@ -57,7 +57,7 @@ def test_why_of_a_job_that_ended_says_how(applied: Person, host: HostByHand) -> 
         [
             "tree-small has failed: user_error: attempt 1 of 1 failed",
             "  ValueError: it broke",
-            "  all of it: strata logs tree-small",
+            "  full log: strata logs tree-small",
         ],
     )
     applied.says("requeue", "tree-small")

@@ -51,4 +51,4 @@ def test_a_follower_misses_nothing_over_a_restart_of_the_hub(
         finally:
             follower.kill()
     assert (follower.returncode, printed.read_bytes()) == (0, b"before\nafter\nthe end")
-    assert b"waiting for it\nstrata: the hub is back\n" in said
+    assert b"trying again\nstrata: the hub is back\n" in said

@@ -124,7 +124,7 @@ def test_a_hub_without_a_manifest_of_its_own_says_so_at_reload(person: Person) -
 def test_waiting_for_a_manifest_ends_when_no_host_may_take_what_is_left(person: Person, manifest: Path) -> None:
     done = person.says("apply", "--wait", str(manifest))
     assert done.status == ExitCode.UNSCHEDULABLE
-    assert "2 pending; no host may take what is left" in done.err
+    assert "2 pending; no host can run the remaining jobs" in done.err
 
 
 def test_a_parameter_that_only_the_hub_knows_to_be_wrong_is_found_at_its_line_too(

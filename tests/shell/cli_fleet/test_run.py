@@ -86,4 +86,5 @@ def test_a_name_that_several_jobs_have_means_the_newest_and_says_so(person: Pers
     assert shown.err == f"strata: 2 jobs are called my-project; this is the newest, {newer}; before it: {older}\n"
     assert person.says("show", older, "-o", "json").value["id"] == first
     refused = person.says("cancel", "my-project")
-    assert (refused.status, f"say which: {newer}, {older}" in refused.err) == (ExitCode.USAGE, True), "nothing by guess"
+    assert refused.status == ExitCode.USAGE, "nothing by guess"
+    assert f"choose one by its id: {newer}, {older}" in refused.err

@@ -145,7 +145,7 @@ def test_one_command_makes_a_host_that_trains_and_another_undoes_it(
         try:
             said = trains(operator, tmp_path / "code", monkeypatch)
             refused = installation.removes()
-            assert (refused.returncode, "an agent works in" in refused.stderr) == (1, True), refused.stderr
+            assert (refused.returncode, "an agent uses the state folder" in refused.stderr) == (1, True), refused.stderr
         finally:
             agent.send_signal(signal.SIGTERM)
             assert agent.wait(60) == 0, (tmp_path / "agent.log").read_text()
@@ -215,7 +215,7 @@ def test_a_token_on_the_command_line_is_refused_and_not_repeated(installation: I
     [
         (("--python", "/bin/false"), "not Python 3.11 or newer"),
         (("--token-file", "/nowhere"), "cannot be read"),
-        (("--prefix", "/tmp/x", "--run-as", "me"), "--run-as is for the installation as root"),
+        (("--prefix", "/tmp/x", "--run-as", "me"), "--run-as cannot be combined with --prefix"),
         (("--name",), "needs a value"),
     ],
 )

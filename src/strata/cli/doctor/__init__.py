@@ -1,1 +1,1 @@
-"""`strata doctor`: what a person stumbles over, looked at before it happens."""
+"""`strata doctor`: diagnoses this machine, the agent and the hub before a problem stops work."""

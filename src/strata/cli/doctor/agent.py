@@ -1,4 +1,4 @@
-"""The agent of this machine: joined, alive, its certificate good, its folders its own."""
+"""The agent of this machine: membership, process, certificate, private files, the jobs' user, and its hub."""
 
 from __future__ import annotations
 
@@ -35,60 +35,62 @@ def check(state: str | None) -> Iterator[DoctorFinding]:
         member = load_membership(folder)
     except StrataError as error:
         if error.code is Code.PRECONDITION:
-            yield ok("agent", "this machine is the host of no hub")
+            yield ok("agent", "this machine has not joined a hub")
         else:
             yield problem("agent", error.message, "strata leave --force, and join again")
         return
     except PermissionError:
-        yield warning("agent", f"{folder} is not yours to look at", "run this as the agent's user")
+        yield warning("agent", f"you may not read {folder}", "run this as the agent's user")
         return
-    yield alive(member, is_locked(folder / "lock"))
+    yield check_running(member, is_locked(folder / "lock"))
     files = [folder, *(folder / FOLDER / name for name in ("hub.json", "host.key", "host.pem", "secret"))]
     yield check_private("agent's files", files)
-    yield certificate(member)
-    yield jobs_user(settings)
+    yield check_certificate(member)
+    yield check_job_user(settings)
     work = settings.work_folder
     yield check_disk_space("work folder", next(path for path in (work, *work.parents) if path.exists()))
-    yield from its_hub(folder, settings.max_skew_s)
+    yield from check_hub(folder, settings.max_skew_s)
 
 
-def alive(member: Membership, running: bool) -> DoctorFinding:  # noqa: FBT001 (what was seen)
-    told = f"host {member.name} of {member.url}"
+def check_running(member: Membership, running: bool) -> DoctorFinding:  # noqa: FBT001 (an observation)
+    why = f"host {member.name} of {member.url}"
     if running:
-        return ok("agent", f"{told}, running")
-    return warning("agent", f"{told}, not running", "systemctl start strata-agent, or strata agent")
+        return ok("agent", f"{why}, running")
+    return warning("agent", f"{why}, not running", "systemctl start strata-agent, or strata agent")
 
 
-def certificate(member: Membership) -> DoctorFinding:
+def check_certificate(member: Membership) -> DoctorFinding:
     from strata.base.clock import SystemClock
     from strata.cli.fleet.client import format_duration
 
     if not member.valid_for_s:
-        return ok("certificate", "none: this host has a secret for a hub on loopback")
+        return ok("certificate", "none needed: this host has a secret for a hub on loopback")
     now_s = SystemClock().wall_s()
     left_s = member.certified_at_s + member.valid_for_s - now_s
     if left_s <= 0:
-        return problem("certificate", "it has run out", "strata leave --force, and join again with a new invite")
-    told = f"good for {format_duration(left_s)} more"
+        return problem("certificate", "it has expired", "strata leave --force, and join again with a new invite")
+    why = f"expires in {format_duration(left_s)}"
     if member.renewal_due(now_s):
-        return warning("certificate", f"{told}, and due for renewal", "let the agent run and reach its hub")
-    return ok("certificate", told)
+        return warning(
+            "certificate", f"{why}, renewal is overdue", "start the agent, and make sure that it reaches its hub"
+        )
+    return ok("certificate", why)
 
 
-def jobs_user(settings: AgentSettings) -> DoctorFinding:
+def check_job_user(settings: AgentSettings) -> DoctorFinding:
     from strata.fleet.agent.attempt_folder import find_job_user
 
     if not settings.run_as:
-        told = "jobs run as the agent's user and can read its credentials"
-        return warning("jobs' user", told, "set run_as, if you do not trust those who submit jobs")
+        why = "jobs run as the agent's user and can read its credentials"
+        return warning("jobs' user", why, "set run_as, unless you trust everyone who submits jobs")
     try:
-        owner = find_job_user(settings.run_as)
+        job_user = find_job_user(settings.run_as)
     except StrataError as error:
-        return problem("jobs' user", error.message, "run the agent as root, or leave run_as out")
-    return ok("jobs' user", settings.run_as if owner else f"{settings.run_as}, which is the agent's own")
+        return problem("jobs' user", error.message, "run the agent as root, or remove run_as")
+    return ok("jobs' user", settings.run_as if job_user else f"{settings.run_as}, the agent's own user")
 
 
-def its_hub(folder: Path, max_skew_s: float) -> Iterator[DoctorFinding]:
+def check_hub(folder: Path, max_skew_s: float) -> Iterator[DoctorFinding]:
     from strata.fleet.agent.identity import connect_to_hub
     from strata.fleet.wire import CallerReply
 
@@ -97,12 +99,14 @@ def its_hub(folder: Path, max_skew_s: float) -> Iterator[DoctorFinding]:
             caller = client.call("GET", "/v1/caller", CallerReply)
             yield ok("agent's hub", f"knows this host as {caller.name}")
             if client.ahead_s is not None:
-                found = check_clock_skew("agent's clock", client.ahead_s, max_skew_s)
-                if found.state is not FindingState.OK:
-                    yield found
+                clock = check_clock_skew("agent's clock", client.ahead_s, max_skew_s)
+                if clock.state is not FindingState.OK:
+                    yield clock
     except StrataError as error:
-        gone = error.code in (Code.UNAUTHENTICATED, Code.FORBIDDEN)
+        rejected = error.code in (Code.UNAUTHENTICATED, Code.FORBIDDEN)
         fix = (
-            "strata leave --force, and join again" if gone else error.hint or "is the hub running, the way to it open?"
+            "strata leave --force, and join again"
+            if rejected
+            else error.hint or "start the hub, or open the network path to it"
         )
         yield problem("agent's hub", error.message, fix)

@@ -1,4 +1,4 @@
-"""The hub that the other commands speak to: reachable, of our time, and does it know us."""
+"""The hub that the other commands use: reachable, its clock, its version, and our credentials."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strata.cli.doctor.findings import DoctorFinding, check_clock_skew, ok, prob
 if TYPE_CHECKING:
     from strata.fleet.client import HubClient
 
-SOON_S: Final = 7 * 86_400.0
+EXPIRES_SOON_S: Final = 7 * 86_400.0
 SKEW_S: Final = 300.0
 
 
@@ -25,31 +25,31 @@ def check(context: str | None) -> Iterator[DoctorFinding]:
         if context is not None:
             yield problem("hub", error.message, error.hint or "strata contexts")
         else:
-            yield ok("hub", "none is chosen")
+            yield ok("hub", "not logged in to a hub")
         return
     try:
         with connect(settings, timeout_s=10.0) as client:
-            yield from asked(client, url)
+            yield from check_hub(client, url)
     except StrataError as error:
-        yield problem("hub", error.message, error.hint or f"is the hub at {url} running, and the way to it open?")
+        yield problem("hub", error.message, error.hint or f"start the hub at {url}, or open the network path to it")
 
 
-def asked(client: HubClient, url: str) -> Iterator[DoctorFinding]:
+def check_hub(client: HubClient, url: str) -> Iterator[DoctorFinding]:
     from strata import __version__
     from strata.fleet import wire
 
     health = client.call("GET", "/v1/health", wire.HubHealth)
-    told = f"{url} answers, version {health.version}"
+    why = f"{url} answers, version {health.version}"
     if health.version == __version__:
-        yield ok("hub", told)
+        yield ok("hub", why)
     else:
-        yield warning("hub", f"{told}; this is {__version__}", "bring both to the same version, the hub first")
+        yield warning("hub", f"{why}; this machine has {__version__}", "upgrade to one version, the hub first")
     if client.ahead_s is not None:
         yield check_clock_skew("clock", client.ahead_s, SKEW_S)
-    yield credentials(client)
+    yield check_credentials(client)
 
 
-def credentials(client: HubClient) -> DoctorFinding:
+def check_credentials(client: HubClient) -> DoctorFinding:
     from strata.base.clock import SystemClock
     from strata.cli.fleet.client import format_duration
     from strata.fleet import wire
@@ -59,13 +59,15 @@ def credentials(client: HubClient) -> DoctorFinding:
     except StrataError as error:
         if error.code not in (Code.UNAUTHENTICATED, Code.FORBIDDEN):
             raise
-        return problem("credentials", error.message, "strata login URL, with a key that is good")
-    told = f"{caller.name or caller.kind}, {caller.role or 'host'}"
+        return problem("credentials", error.message, "strata login URL, with a valid key")
+    why = f"{caller.name or caller.kind}, {caller.role or 'host'}"
     if caller.expires_at_s is None:
-        return ok("credentials", f"{told}, without an end")
+        return ok("credentials", f"{why}, never expires")
     left_s = caller.expires_at_s - SystemClock().wall_s()
-    if left_s < SOON_S:
+    if left_s < EXPIRES_SOON_S:
         return warning(
-            "credentials", f"{told}, for {format_duration(left_s)} more", "have an admin run strata keys create"
+            "credentials",
+            f"{why}, expires in {format_duration(left_s)}",
+            "ask an admin for a new key (strata keys create)",
         )
-    return ok("credentials", f"{told}, for {format_duration(left_s)} more")
+    return ok("credentials", f"{why}, expires in {format_duration(left_s)}")

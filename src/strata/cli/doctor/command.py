@@ -1,4 +1,4 @@
-"""The command: all looks, one after the other, and the exit status that sums them up."""
+"""The command: runs all checks one after the other; its exit status is that of the worst finding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS: Final = (Column("state"), Column("check"), Column("why"), Column("fix"
 
 @click.command()
 @hub_location_options
-@click.option("--state", metavar="FOLDER", help="Of the agent; ~/.local/state/strata/agent unless set.")
+@click.option("--state", metavar="FOLDER", help="The agent's state folder (default ~/.local/state/strata/agent).")
 @hub_option
 @output_option
 def doctor(
@@ -32,21 +32,21 @@ def doctor(
     context: str | None,
     output: Format,
 ) -> None:
-    """Look for what you would stumble over: here, at the hub, in the agent.
+    """Diagnose this machine, the agent and the hub.
 
-    Each line says ok, warning or problem, why, and what to do. Exits with 100 if there is a problem.
+    Prints for each check: ok, warning or problem, the reason, and what to do. Exit status 100 if there is a problem.
     """
     worst = FindingState.OK
-    with _Lines() if output is Format.TABLE else Rows(output, _COLUMNS) as rows:
-        for finding in _looks(config, data, database, state, context):
-            told = {"state": finding.state.value, "why": redact(finding.why), "fix": redact(finding.fix) or None}
-            rows.add(finding._asdict() | told)
+    with _FindingPrinter() if output is Format.TABLE else Rows(output, _COLUMNS) as rows:
+        for finding in _run_checks(config, data, database, state, context):
+            cells = {"state": finding.state.value, "why": redact(finding.why), "fix": redact(finding.fix) or None}
+            rows.add(finding._asdict() | cells)
             worst = FindingState.PROBLEM if finding.state is FindingState.PROBLEM else worst
     if worst is FindingState.PROBLEM:
         click.get_current_context().exit(ExitCode.FAILED)
 
 
-def _looks(
+def _run_checks(
     config: Path | None, data: str | None, database: str | None, state: str | None, context: str | None
 ) -> Iterator[DoctorFinding]:
     yield from machine.check()
@@ -55,14 +55,14 @@ def _looks(
     yield from hub.check(config, data, database)
 
 
-class _Lines:
-    """For people, as they come: the reason in full, and what to do below it."""
+class _FindingPrinter:
+    """Prints each finding at once: the full reason, and what to do on the next line."""
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> _FindingPrinter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is kept back."""
+        """Every finding is printed already."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         write(f"{row['state']:<8} {row['check']}: {printable(row['why'])}")

@@ -1,4 +1,4 @@
-"""What a look at something says: one line each, and what to do about it."""
+"""A finding of `strata doctor`: check, state, reason and what to do; and the checks that several modules share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 LOW_BYTES: Final = 2 << 30
-"""Less room than this is worth a word, wherever it is."""
+"""Less free disk space than this is a warning."""
 
 
 class FindingState(StrEnum):
@@ -43,31 +43,35 @@ def check_disk_space(check: str, folder: Path) -> DoctorFinding:
     from strata.cli.fleet.client import format_bytes
 
     free = shutil.disk_usage(folder).free
-    told = f"{format_bytes(free)} free in {folder}"
-    return ok(check, told) if free >= LOW_BYTES else warning(check, told, "free some space")
+    why = f"{format_bytes(free)} free in {folder}"
+    return (
+        ok(check, why) if free >= LOW_BYTES else warning(check, why, f"free at least {format_bytes(LOW_BYTES)} there")
+    )
 
 
 def check_private(check: str, paths: Sequence[Path]) -> DoctorFinding:
-    """Whether nobody else can read what is there of these."""
+    """Whether only the owner can read those of the paths that exist."""
     import os
 
-    there = [path for path in paths if path.exists()]
+    existing = [path for path in paths if path.exists()]
     if os.name != "posix":
-        return warning(check, "who can read them is not looked at on this system", "see to it that only you can")
-    open_ = [path for path in there if path.stat().st_mode & 0o077]
-    if open_:
-        names = " ".join(map(str, open_))
-        return problem(check, f"others can read {names}", f"chmod go= {names}")
-    foreign = [path for path in there if path.stat().st_uid != os.geteuid()]
+        return warning(
+            check, "not checked: this system has no POSIX permissions", "make sure that only you can read them"
+        )
+    exposed = [path for path in existing if path.stat().st_mode & 0o077]
+    if exposed:
+        names = " ".join(map(str, exposed))
+        return problem(check, f"other users can read {names}", f"chmod go= {names}")
+    foreign = [path for path in existing if path.stat().st_uid != os.geteuid()]
     if foreign and os.geteuid() != 0:
         return warning(check, f"{foreign[0]} belongs to another user", "run this as that user")
-    return ok(check, f"{len(there)} of {len(paths)} are there, for their owner only")
+    return ok(check, f"{len(existing)} of {len(paths)} exist, readable by their owner only")
 
 
-def check_clock_skew(check: str, ahead_s: float, most_s: float) -> DoctorFinding:
+def check_clock_skew(check: str, ahead_s: float, max_s: float) -> DoctorFinding:
     side = "ahead of" if ahead_s > 0 else "behind"
-    told = f"this clock is {abs(ahead_s):.0f} s {side} the hub's"
-    if abs(ahead_s) <= min(5.0, most_s):
-        return ok(check, told)
-    fix = "let NTP set both clocks (timedatectl set-ntp true)"
-    return warning(check, told, fix) if abs(ahead_s) <= most_s else problem(check, told, fix)
+    why = f"this clock is {abs(ahead_s):.0f} s {side} the hub's"
+    if abs(ahead_s) <= min(5.0, max_s):
+        return ok(check, why)
+    fix = "set both clocks by NTP: timedatectl set-ntp true"
+    return warning(check, why, fix) if abs(ahead_s) <= max_s else problem(check, why, fix)

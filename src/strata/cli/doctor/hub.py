@@ -1,4 +1,4 @@
-"""A hub whose data folder is on this machine: its secrets, its room, its database and the authority's age."""
+"""A hub whose data folder is on this machine: its secrets, disk space, database and certificate authority."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def check(config: Path | None, data: str | None, database: str | None) -> Iterat
     try:
         settings = load_hub_settings(config, data, database)
     except StrataError as error:
-        yield problem("hub's settings", error.message, "mend the file or the variable it names")
+        yield problem("hub's settings", error.message, "correct the file or the variable that it names")
         return
     folder = settings.data.expanduser()
     if not folder.is_dir():
         if data is not None or config is not None:
-            yield problem("hub's data", f"there is no folder {folder}", "start the hub once, or name another --data")
+            yield problem("hub's data", f"there is no folder {folder}", "start the hub once, or pass another --data")
         return
     yield check_private("hub's data", [folder, folder / "operator.token", folder / "ca" / "ca.key"])
     yield check_disk_space("hub's disk", folder)
     if (folder / "ca" / "ca.key").exists():
-        yield authority(folder / "ca")
-    yield tables(settings, folder)
+        yield check_authority(folder / "ca")
+    yield check_database(settings, folder)
 
 
-def authority(folder: Path) -> DoctorFinding:
+def check_authority(folder: Path) -> DoctorFinding:
     from strata.base.clock import SystemClock
     from strata.cli.fleet.client import format_duration
     from strata.identity.ca import Authority
@@ -48,35 +48,41 @@ def authority(folder: Path) -> DoctorFinding:
     try:
         left_s = Authority.read(folder / "ca.key").until_s - now_s
     except (StrataError, OSError) as error:
-        return problem("authority", str(error), "restore it from a backup")
-    told = f"good for {format_duration(left_s)} more"
+        return problem("authority", str(error), "restore the file from a backup")
+    why = f"expires in {format_duration(left_s)}"
     if left_s < YEAR_S:
-        return warning("authority", told, "plan a new one: every host has to join again when it ends")
-    return ok("authority", told)
+        return warning("authority", why, "plan a new one: when it expires, every host has to join again")
+    return ok("authority", why)
 
 
-def tables(settings: HubSettings, folder: Path) -> DoctorFinding:
+def check_database(settings: HubSettings, folder: Path) -> DoctorFinding:
     import asyncio
 
     from strata.cli.output import redact
-    from strata.hub import tables as known
+    from strata.hub import tables
 
     try:
-        if known.is_postgres(settings.database):
-            components = known.postgres_components()
-            versions = asyncio.run(known.postgres_versions(settings.database))
+        if tables.is_postgres(settings.database):
+            components = tables.postgres_components()
+            versions = asyncio.run(tables.postgres_versions(settings.database))
             where = redact(settings.database)
         else:
             path = Path(settings.database.removeprefix("sqlite:")) if settings.database else folder / "hub.db"
-            components, where = known.SQLITE, str(path)
-            versions = asyncio.run(known.sqlite_versions(path))
-        due = known.outdated_components(versions, components)
+            components, where = tables.SQLITE, str(path)
+            versions = asyncio.run(tables.sqlite_versions(path))
+        due = tables.outdated_components(versions, components)
     except StrataError as error:
         if error.code is Code.CONFLICT and "in use" in error.message:
             return ok("database", error.message)
-        return problem("database", error.message, error.hint or "is the database there, and may this user open it?")
+        return problem(
+            "database", error.message, error.hint or "make sure that the database exists and that this user may open it"
+        )
     except ModuleNotFoundError as error:
         return problem("database", str(error), "pip install 'strata-train[postgres]'")
     if due:
-        return warning("database", f"{where}: {', '.join(due)} will be upgraded", "back up, then start the hub")
+        return warning(
+            "database",
+            f"{where}: {', '.join(due)} will be upgraded by the next start",
+            "run 'strata backup', then start the hub",
+        )
     return ok("database", f"{where} is up to date")

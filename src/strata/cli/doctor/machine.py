@@ -16,7 +16,7 @@ EXTRAS: Final = {
     "postgres": ("psycopg", "a hub on PostgreSQL"),
     "worker": ("grpc", "strata gang, workers of a gang"),
 }
-"""Each with a module that it brings, and what needs it."""
+"""Extra: a module that it provides, and the commands that need it."""
 
 
 def check() -> Iterator[DoctorFinding]:
@@ -28,13 +28,17 @@ def check() -> Iterator[DoctorFinding]:
 def python() -> DoctorFinding:
     from platform import python_version
 
-    here = sys.version_info[:2]
-    told = f"{python_version()} at {sys.executable}"
-    if here < OLDEST:
-        return problem("python", told, f"install Python {'.'.join(map(str, OLDEST))} or newer")
-    if here > NEWEST_TESTED:
-        return warning("python", f"{told}: newer than what was tested", "report what does not work")
-    return ok("python", told)
+    version = sys.version_info[:2]
+    why = f"{python_version()} at {sys.executable}"
+    if version < OLDEST:
+        return problem(
+            "python",
+            f"{why}: older than {'.'.join(map(str, OLDEST))}",
+            f"install Python {'.'.join(map(str, OLDEST))} or newer",
+        )
+    if version > NEWEST_TESTED:
+        return warning("python", f"{why}: newer than the versions that were tested", "report what does not work")
+    return ok("python", why)
 
 
 def extras() -> DoctorFinding:
@@ -42,14 +46,14 @@ def extras() -> DoctorFinding:
 
     from strata import __version__
 
-    have = [name for name, (module, _) in EXTRAS.items() if find_spec(module) is not None]
-    lack = [f"{name} ({use})" for name, (_, use) in EXTRAS.items() if name not in have]
-    told = f"strata {__version__} with {', '.join(have) or 'no extras'}"
-    return ok("install", told + (f"; without {', '.join(lack)}" if lack else ""))
+    installed = [name for name, (module, _) in EXTRAS.items() if find_spec(module) is not None]
+    absent = [f"{name} ({use})" for name, (_, use) in EXTRAS.items() if name not in installed]
+    why = f"strata {__version__} with {', '.join(installed) or 'no extras'}"
+    return ok("install", why + (f"; without {', '.join(absent)}" if absent else ""))
 
 
 def trainer() -> Iterator[DoctorFinding]:
-    """As the agent of this machine would tell it to the hub."""
+    """The capability that the agent of this machine would report to the hub."""
     from strata.base.settings import load, process_environment
     from strata.cli.fleet.client import format_bytes, format_count
     from strata.fleet.agent.environment import inherited_by_jobs
@@ -58,20 +62,18 @@ def trainer() -> Iterator[DoctorFinding]:
 
     settings = load(AgentSettings, section=SECTION, file=None, flags={})
     probed = probe_capability(settings, inherited_by_jobs(process_environment(), settings.pass_env))
-    found = probed.capability
-    for trouble in probed.problems:
-        yield warning("probe", trouble, "mend it, or jobs that need it will go elsewhere")
-    yield ok(
-        "machine", f"{format_count(found.cores, 'core')}, {format_bytes(found.ram_bytes)}, {found.os} on {found.arch}"
-    )
-    if not found.torch:
-        yield ok("torch", "none in the interpreter that runs trainers which name none")
-    elif found.gpus and not found.cuda:
+    host = probed.capability
+    for reason in probed.problems:
+        yield warning("probe", reason, "fix it, or jobs that need it run on other hosts only")
+    yield ok("machine", f"{format_count(host.cores, 'core')}, {format_bytes(host.ram_bytes)}, {host.os} on {host.arch}")
+    if not host.torch:
+        yield ok("torch", "not installed in the interpreter that runs trainers without one of their own")
+    elif host.gpus and not host.cuda:
         yield problem(
             "torch",
-            f"torch {found.torch} cannot use {found.gpus[0].name}",
-            "install the build of torch for CUDA, or a newer driver",
+            f"torch {host.torch} cannot use {host.gpus[0].name}",
+            "install the CUDA build of torch, or a newer driver",
         )
     else:
-        cards = ", ".join(f"{card.name} ({format_bytes(card.vram_bytes)})" for card in found.gpus)
-        yield ok("torch", f"torch {found.torch}, {f'CUDA {found.cuda}: {cards}' if found.gpus else 'no GPU here'}")
+        gpus = ", ".join(f"{gpu.name} ({format_bytes(gpu.vram_bytes)})" for gpu in host.gpus)
+        yield ok("torch", f"torch {host.torch}, {f'CUDA {host.cuda}: {gpus}' if host.gpus else 'no GPU here'}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.cli.fleet.client import format_bytes, format_count, hub_client, hub_option, print_value, short_id
-from strata.cli.fleet.wait import say_it_goes_on, wait_for
+from strata.cli.fleet.wait import print_not_cancelled, wait_for
 from strata.cli.output import Format, output_option, print_error, printable, write
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def apply(  # noqa: PLR0913 (the options of the command)
             try:
                 ended = wait_for(client, list(prepared.manifest.jobs), only_news=True)
             except KeyboardInterrupt:
-                say_it_goes_on(f"what {manifest} queued", "JOB")
+                print_not_cancelled(f"what {manifest} queued", "JOB")
                 raise
             click.get_current_context().exit(ended)
 

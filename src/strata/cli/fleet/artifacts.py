@@ -1,4 +1,4 @@
-"""`strata artifacts`: what jobs made, and how to get it."""
+"""`strata artifacts`: list and download the results and checkpoints of jobs."""
 
 from __future__ import annotations
 
@@ -42,16 +42,24 @@ _LIST: Final = (
 
 @click.group()
 def artifacts() -> None:
-    """List what jobs made, and fetch it."""
+    """List and download the results and checkpoints of jobs."""
 
 
 @artifacts.command("list")
 @click.argument("job", required=False)
-@click.option("--model", default="", metavar="NAME", help="Only those of this model.")
-@click.option("--kind", type=click.Choice(["result", "checkpoint", "source", "all"]), default="result")
-@click.option("--best", "metric", default="", metavar="METRIC", help="In the order of this metric, highest first.")
-@click.option("--lowest", is_flag=True, help="With --best: lowest first.")
-@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True)
+@click.option("--model", default="", metavar="NAME", help="Show only artifacts of this model.")
+@click.option(
+    "--kind",
+    type=click.Choice(["result", "checkpoint", "source", "all"]),
+    default="result",
+    show_default=True,
+    help="Show only artifacts of this kind.",
+)
+@click.option("--best", "metric", default="", metavar="METRIC", help="Sort by METRIC, highest value first.")
+@click.option("--lowest", is_flag=True, help="With --best: lowest value first.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Show at most this many artifacts."
+)
 @hub_option
 @output_option
 def list_artifacts(  # noqa: PLR0913 (the options of the command)
@@ -65,7 +73,7 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
     context: str | None,
     output: Format,
 ) -> None:
-    """List the artifacts, newest first, or only those of JOB."""
+    """List artifacts, newest first; with JOB only those of that job."""
     with hub_client(context) as client:
         from strata.fleet import wire
         from strata.fleet.artifacts.manifest import ArtifactKind
@@ -81,11 +89,11 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
             limit=limit,
         )
         found = client.call("GET", "/v1/artifacts", wire.MadeReply, query=query)
-    # Of one kind are all rows unless somebody asked for others; the metrics need the room more.
+    # Without --kind all rows are results, so the column is left out to make room for the metrics.
     columns = [column for column in _LIST if column.key != "kind" or kind != "result" or output is Format.WIDE]
     print_rows(output, columns, ((artifact_row(each), _shown(each, metric, now_s)) for each in found.artifacts))
     if found.next is not None:
-        print_error(f"strata: the first {limit}; there may be more, see --limit")
+        print_error(f"strata: showing the first {limit} artifacts; use --limit for more")
 
 
 def artifact_row(made: wire.Made) -> dict[str, Any]:
@@ -133,9 +141,10 @@ def _shown(made: wire.Made, metric: str, now_s: float) -> dict[str, Any]:
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 @hub_option
 def get(artifact: str, folder: Path | None, context: str | None) -> None:
-    """Fetch ARTIFACT into FOLDER, which must not exist yet; every byte is verified.
+    """Download ARTIFACT into FOLDER and verify every byte.
 
-    ARTIFACT is an id, the beginning of one, or a completed job. FOLDER is called after the artifact unless you name it.
+    ARTIFACT is an id, a prefix of an id, or a completed job. FOLDER must not exist yet (default: named after the
+    artifact).
     """
     with hub_client(context, timeout_s=120.0) as client:
         from strata.fleet.agent.hub_api import HubApi
@@ -144,7 +153,7 @@ def get(artifact: str, folder: Path | None, context: str | None) -> None:
         found = _artifact(client, artifact)
         target = folder or Path(short_id(found.id))
         if target.exists():
-            raise StrataError(Code.CONFLICT, f"{target} exists", hint="name another folder")
+            raise StrataError(Code.CONFLICT, f"{target} exists already", hint="name another FOLDER")
         hub = HubApi(client)
         materialise(found.manifest, lambda digest, _: hub.chunk(digest, found.urls.get(digest, "")), target)
     print_error(f"strata: {format_count(len(found.manifest.files), 'file')}, {format_bytes(found.size)}, in")

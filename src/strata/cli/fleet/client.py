@@ -1,4 +1,4 @@
-"""What the commands of a fleet share: the connection, names of jobs and hosts, short words for long figures."""
+"""What the fleet commands share: the connection to the hub, lookup of jobs, formats of durations and sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 SHORT: Final = 10
-"""Digits of an id that a table shows: enough for a prefix to be the only one."""
+"""Digits of an id that a table shows: enough for a unique prefix."""
 _LABEL_PAGES: Final = 20
 _RAISED: Final = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)(?::|$)")
 _ID: Final = re.compile(r"[0-9a-z_]{1,80}")
@@ -26,7 +26,9 @@ _ID: Final = re.compile(r"[0-9a-z_]{1,80}")
 
 def hub_option(function: _Function) -> _Function:
     """`--context`, passed to the command as `context`."""
-    return click.option("--context", metavar="NAME", help="The hub to ask; the one chosen last unless set.")(function)
+    return click.option(
+        "--context", metavar="NAME", help="Use the hub that you logged in to as NAME (default: the current context)."
+    )(function)
 
 
 @contextmanager
@@ -45,11 +47,11 @@ def hub_client(context: str | None = None, *, timeout_s: float = 30.0) -> Iterat
 def print_rows(
     output: Format, columns: Sequence[Column], rows: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> None:
-    """Each row as it is for programs, and what of it people see in another way."""
+    """Each row as JSON has it, and the values that tables show differently."""
     people = output in (Format.TABLE, Format.WIDE)
     with Rows(output, columns) as printed:
-        for plain, shown in rows:
-            printed.add({**plain, **shown} if people else plain)
+        for row, display in rows:
+            printed.add({**row, **display} if people else row)
 
 
 def print_value(value: Mapping[str, Any], output: Format) -> None:
@@ -61,9 +63,9 @@ def print_value(value: Mapping[str, Any], output: Format) -> None:
 
 
 def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobReply:
-    """By id, by the beginning of one, or by name, with or without its project before it.
+    """Find a job by id, by a prefix of an id, or by name, with or without its project before it.
 
-    Of several jobs of that name it is the newest, with a line about the others; without `newest` that is refused.
+    Of several jobs with that name it is the newest, with a note about the others; without `newest` that is an error.
     """
     from strata.fleet import wire
 
@@ -85,7 +87,7 @@ def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobRe
         first, *others = (short_id(job.id) for job in found[:5])
         several = f"{len(found)} jobs are called {printable(text)}"
         if not newest:
-            raise StrataError(Code.INVALID, several, hint=f"say which: {', '.join((first, *others))}")
+            raise StrataError(Code.INVALID, several, hint=f"choose one by its id: {', '.join((first, *others))}")
         print_error(f"strata: {several}; this is the newest, {first}; before it: {', '.join(others)}")
     return client.call("GET", f"/v1/job/{found[0].id}", wire.JobReply)
 
@@ -118,7 +120,7 @@ def host_path(text: str) -> str:
 
 
 def short_id(content_id: str) -> str:
-    """Of `job1_3f2a…`, what is enough to find it again."""
+    """Enough digits of `job1_3f2a…` to find it again."""
     return content_id.partition("_")[2][:SHORT] or content_id[:SHORT]
 
 
@@ -139,14 +141,14 @@ def format_bytes(size: float) -> str:
 
 
 def error_line(text: str) -> str:
-    """Of a traceback the line with the exception, which may have more lines below it; else the last line."""
+    """The line of a traceback with the exception, which may have more lines below it; else the last line."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     raised = [line for line in lines if _RAISED.match(line)]
     return (raised or [line.strip() for line in lines] or [""])[-1]
 
 
 def wrap_text(text: str, indent: str, hanging: str) -> str:
-    """For reading, not for copying: lines no wider than the terminal."""
+    """Wrap text to the width of the terminal: for reading, not for copying."""
     import shutil
     import textwrap
 

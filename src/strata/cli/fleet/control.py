@@ -1,4 +1,4 @@
-"""`strata cancel`, `requeue`, `drain`, `pause`, `resume`, `revoke`: what an operator changes by hand."""
+"""`strata cancel`, `requeue`, `drain`, `pause`, `resume`, `revoke`: manual control of jobs and hosts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _HOST: Final = (Column("host"), Column("state"), Column("reason"))
 
 @click.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
-@click.option("--reason", default="", metavar="TEXT", help="For whoever looks at it later.")
+@click.option("--reason", default="", metavar="TEXT", help="Reason to record with the job.")
 @hub_option
 @output_option
 def cancel(jobs: tuple[str, ...], reason: str, context: str | None, output: Format) -> None:
-    """End each JOB. A host that runs one is told with its next heartbeat."""
+    """Cancel each JOB. A host that runs one stops it after its next heartbeat."""
     _each_job(jobs, "cancel", context, output, reason=reason)
 
 
@@ -29,7 +29,7 @@ def cancel(jobs: tuple[str, ...], reason: str, context: str | None, output: Form
 @hub_option
 @output_option
 def requeue(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
-    """Let each ended JOB run again, or excluded hosts try a pending one."""
+    """Run each ended JOB again, or let excluded hosts try a pending one."""
     _each_job(jobs, "requeue", context, output)
 
 
@@ -40,7 +40,7 @@ def _each_job(
         from strata.fleet import wire
 
         names = {each.id: each.name for each in all_hosts(client)}
-        # All names are looked up before anything is changed: a misspelt one changes nothing.
+        # All names are resolved before anything changes: a misspelt one changes nothing.
         found = [find_job(client, text, newest=False).job for text in jobs]
         body = None if reason is None else wire.CancelRequest(reason=reason)
         changed = [client.call("POST", f"/v1/job/{job.id}/{verb}", wire.Job, body=body) for job in found]
@@ -49,21 +49,21 @@ def _each_job(
 
 @click.command()
 @click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
-@click.option("--reason", default="", metavar="TEXT", help="For whoever looks at it later.")
+@click.option("--reason", default="", metavar="TEXT", help="Reason to record with the host.")
 @hub_option
 @output_option
 def drain(hosts: tuple[str, ...], reason: str, context: str | None, output: Format) -> None:
-    """Let each HOST finish what it has, and give it nothing more."""
+    """Let each HOST finish its jobs, and assign it no new ones."""
     _each_host(hosts, "drain", reason, context, output)
 
 
 @click.command()
 @click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
-@click.option("--reason", default="", metavar="TEXT", help="For whoever looks at it later.")
+@click.option("--reason", default="", metavar="TEXT", help="Reason to record with the host.")
 @hub_option
 @output_option
 def pause(hosts: tuple[str, ...], reason: str, context: str | None, output: Format) -> None:
-    """Give each HOST no more jobs until it is resumed."""
+    """Assign no new jobs to each HOST until it is resumed."""
     _each_host(hosts, "pause", reason, context, output)
 
 
@@ -72,18 +72,19 @@ def pause(hosts: tuple[str, ...], reason: str, context: str | None, output: Form
 @hub_option
 @output_option
 def resume(hosts: tuple[str, ...], context: str | None, output: Format) -> None:
-    """Let each HOST work again, also out of quarantine."""
+    """Assign jobs to each HOST again, also after a quarantine."""
     _each_host(hosts, "resume", "", context, output)
 
 
 @click.command()
 @click.argument("host")
-@click.option("--reason", default="", metavar="TEXT", help="The host is told, and whoever looks at it later.")
+@click.option("--reason", default="", metavar="TEXT", help="Reason to record and to report to the host.")
 @hub_option
 def revoke(host: str, reason: str, context: str | None) -> None:
-    """End the credentials of HOST, which is lost or not trusted any more.
+    """Revoke the credentials of HOST, for example because it is lost.
 
-    It is refused from now on, and its jobs go to others when their leases run out. It comes back with a new invite.
+    The hub rejects the host from now on, and its jobs move to other hosts when their leases expire. The host can come
+    back with a new invite.
     """
     with hub_client(context) as client:
         from strata.fleet import wire

@@ -1,4 +1,4 @@
-"""`strata invite`, `join`, `leave`: how a machine becomes a host of a fleet, and how it stops being one."""
+"""`strata invite`, `join`, `leave`: how a machine becomes a host of a fleet, and leaves it again."""
 
 from __future__ import annotations
 
@@ -20,21 +20,31 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE: Final = "STRATA_JOIN_TOKEN"  # noqa: S105 - the name of a variable
 JOINING: Final = "joining"
-"""Key and request of a join that is not finished: with the same key, the same token gets the same host."""
-_state: Final = click.option("--state", metavar="FOLDER", help="Of the agent; ~/.local/state/strata/agent unless set.")
+"""Folder with key and signing request of an unfinished join: with the same key, the same token yields the same host."""
+_state: Final = click.option(
+    "--state", metavar="FOLDER", help="The agent's state folder (default ~/.local/state/strata/agent)."
+)
 
 
 @click.command()
-@click.option("--name", default="", metavar="NAME", help="Good for a host of this name only; else it chooses one.")
-@click.option("--pool", default="", metavar="NAME", help="The pool the host will be in.")
-@click.option("--label", "labels", multiple=True, metavar="LABEL", help="A label it will have; may be repeated.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True, max=43_200), default=30.0, show_default=True)
+@click.option(
+    "--name", default="", metavar="NAME", help="Accept only a host of this name (default: the host chooses one)."
+)
+@click.option("--pool", default="", metavar="NAME", help="Put the host into this pool.")
+@click.option("--label", "labels", multiple=True, metavar="LABEL", help="Give the host this label; repeatable.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True, max=43_200),
+    default=30.0,
+    show_default=True,
+    help="Minutes until the token expires.",
+)
 @hub_option
 @output_option
 def invite(
     *, name: str, pool: str, labels: tuple[str, ...], minutes: float, context: str | None, output: Format
 ) -> None:
-    """Make a join token for one host, and print what to run there."""
+    """Create a join token for one host, and print what to run there."""
     from strata.identity.tokens import read_join_token
     from strata.sdk.fleet import client_settings, current_context
 
@@ -51,14 +61,14 @@ def invite(
         return
     if not made.tls:
         print_error(
-            "strata: this hub is on loopback without TLS: other machines cannot reach it", hint="strata hub --tls"
+            "strata: other machines cannot reach this hub: it listens on loopback without TLS", hint="strata hub --tls"
         )
     there = url if url.startswith("https:") else "URL"
     if made.tls:
         print_error(f"strata: the hub's pin, for people who run 'strata login {there}':\n  {pin}")
     join = f"strata join {there} --name {name}" if name else f"strata join {there}"
     print_error(
-        f"strata: good for one host and {format_duration(made.expires_in_s)}; run '{join}' there and give it this:"
+        f"strata: valid for one host and {format_duration(made.expires_in_s)}; run '{join}' there and enter this token:"
     )
     write(made.token)
 
@@ -70,11 +80,11 @@ def invite(
     "--token-file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Where the join token lies; without it you are asked, or stdin is read.",
+    help="Read the join token from FILE (default: STRATA_JOIN_TOKEN, a prompt, or stdin).",
 )
-@click.option("--name", metavar="NAME", help="Of this machine in the fleet; its host name unless set.")
+@click.option("--name", metavar="NAME", help="Name of this machine in the fleet (default: its host name).")
 @_state
-@click.option("--service", is_flag=True, help="Start the agent now and with the machine (systemd, as this user).")
+@click.option("--service", is_flag=True, help="Install the agent as a systemd service of this user, and start it.")
 def join(
     *,
     url: str,
@@ -86,21 +96,21 @@ def join(
 ) -> None:
     """Make this machine a host of the hub at URL.
 
-    It needs the token that 'strata invite' printed: from a file, from the variable STRATA_JOIN_TOKEN, from stdin, or
-    from a prompt; never as an argument, which every user of this machine could read. It carries the pin of the hub's
-    authority, which is compared before the token is sent; it is good once. The key of this host is made here and stays
-    here. Joining the same hub again does nothing.
+    Reads the token of 'strata invite' from a file, from the variable STRATA_JOIN_TOKEN, from stdin or from a prompt;
+    never from an argument, which every user of this machine could read. The token is valid once. It carries the pin of
+    the hub's certificate authority, which is compared before the token is sent. The private key of this host is created
+    here and never sent. Joining the same hub again changes nothing.
     """
     from strata.base.settings import pop_secret
     from strata.cli.extras import require
 
-    # Before anything else is started: nobody but this process is to have it.
+    # Before another process is started, which would inherit the token.
     carried = pop_secret(TOKEN_VARIABLE)
     if refused:
         raise StrataError(
             Code.INVALID,
-            "a token on the command line can be read by every user of this machine and stays in the shell's history",
-            hint="let 'strata invite' make another one, and paste it when 'strata join URL' asks; or --token-file FILE",
+            "every user of this machine can read a token on the command line, and the shell's history keeps it",
+            hint="make a new one with 'strata invite'; paste it at the prompt, or use --token-file FILE",
         )
     require("cryptography", extra="agent")
     from strata.fleet.agent.identity import load_membership
@@ -116,7 +126,9 @@ def join(
         print_error(f"strata: this machine is the host {reply.name} of {url}")
     else:
         if member.url != url:
-            raise StrataError(Code.CONFLICT, f"this machine is a host of {member.url}", hint="strata leave, then join")
+            raise StrataError(
+                Code.CONFLICT, f"this machine is a host of {member.url} already", hint="run 'strata leave' first"
+            )
         print_error(f"strata: this machine is the host {member.name} of {url} already")
     if service:
         from strata.cli.fleet.agent_service import install
@@ -141,7 +153,9 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
     from strata.sdk.fleet import check_pin, fetch_authority
 
     if not url.startswith("https:"):
-        raise StrataError(Code.INVALID, "a host joins over https", hint="beside a hub on loopback, strata up does it")
+        raise StrataError(
+            Code.INVALID, "a host can join only over https", hint="for a hub on this machine use 'strata up'"
+        )
     pem = fetch_authority(url)
     check_pin(pem, token.ca_sha256, url)
     folder = private_folder(private_folder(settings.state_folder) / JOINING)
@@ -174,11 +188,12 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
 
 @click.command()
 @_state
-@click.option("--force", is_flag=True, help="Also if the hub cannot be told.")
+@click.option("--force", is_flag=True, help="Remove the credentials also if the hub cannot be reached.")
 def leave(*, state: str | None, force: bool) -> None:
     """Undo 'strata join' on this machine.
 
-    Its service, its credentials and its place in the fleet go. Where nothing is left to undo, nothing is done.
+    Removes the agent's service, its credentials, and the host from the fleet. Does nothing if this machine has not
+    joined a hub.
     """
     import shutil
 
@@ -188,7 +203,7 @@ def leave(*, state: str | None, force: bool) -> None:
 
     folder = _settings(state).state_folder
     if remove():
-        print_error("strata: the service of the agent is removed")
+        print_error("strata: removed the service of the agent")
     try:
         member = load_membership(folder)
     except StrataError as error:
@@ -198,14 +213,18 @@ def leave(*, state: str | None, force: bool) -> None:
         print_error("strata: this machine is the host of no hub")
         return
     if is_locked(folder / "lock"):
-        raise StrataError(Code.CONFLICT, f"an agent works in {folder}", hint="stop it first")
+        raise StrataError(
+            Code.CONFLICT,
+            f"an agent uses the state folder {folder}",
+            hint="stop it first: systemctl stop strata-agent, or SIGTERM",
+        )
     try:
         with connect_to_hub(folder) as client:
             client.call("POST", "/v1/host/leave", type(None))
     except StrataError as error:
-        # Who is refused has been revoked already, perhaps by a leave whose reply was lost.
+        # A host that is rejected was revoked already, perhaps by a leave whose reply was lost.
         if error.code not in (Code.UNAUTHENTICATED, Code.FORBIDDEN) and not force:
-            hint = "--force forgets the hub all the same; its operator then revokes this host"
+            hint = "use --force to remove the credentials anyway; then revoke this host at the hub"
             raise StrataError(error.code, error.message, hint=hint) from error
     for name in (FOLDER, JOINING):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -217,19 +236,21 @@ def _token(file: Path | None, carried: Secret | None) -> JoinToken:
     from strata.identity.tokens import read_join_token
 
     if file is not None:
-        given = read_secret(file)
+        secret = read_secret(file)
     elif carried is not None:
-        given = carried
+        secret = carried
     elif sys.stdin.isatty():
-        given = Secret(click.prompt("Join token", hide_input=True, err=True))
+        secret = Secret(click.prompt("Join token", hide_input=True, err=True))
     else:
         text = sys.stdin.readline(4096).strip()
         if not text:
             raise StrataError(
-                Code.INVALID, "no join token was given", hint=f"on stdin, as --token-file FILE, or in {TOKEN_VARIABLE}"
+                Code.INVALID,
+                "there is no join token",
+                hint=f"pass it on stdin, as --token-file FILE, or in {TOKEN_VARIABLE}",
             )
-        given = Secret(text)
-    return read_join_token(given.reveal())
+        secret = Secret(text)
+    return read_join_token(secret.reveal())
 
 
 def _settings(state: str | None) -> AgentSettings:

@@ -1,4 +1,4 @@
-"""`strata status`, `list`, `show`, `workers`: what there is to do, who does it, and what went wrong."""
+"""`strata status`, `list`, `show`, `workers`: jobs, their attempts and failures, and the hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 STATUSES: Final = ("pending", "claimed", "running", "completed", "failed", "cancelled")
 FAILURES: Final = 10
-"""Of failed jobs, so many are shown by `status`, the latest first."""
+"""How many failed jobs `status` shows, the latest first."""
 _LIST: Final = (
     Column("id"),
     Column("job", cut=28),
@@ -53,7 +53,7 @@ _RETRIED: Final = (Column("id"), Column("waits", cut=18), Column("attempt", numb
 @hub_option
 @output_option
 def status(context: str | None, output: Format) -> None:
-    """Show how many jobs and hosts there are, and what failed."""
+    """Show how many jobs and hosts there are, and the latest failures."""
     with hub_client(context) as client:
         from strata.fleet import wire
 
@@ -73,7 +73,7 @@ def status(context: str | None, output: Format) -> None:
     write(f"{format_count(total, 'job')}: {', '.join(parts)}" if parts else "no jobs yet: strata apply MANIFEST")
     here = [host for host in hosts if host.state != "left"]
     write(
-        f"{format_count(len(here), 'host')}: {', '.join(map(_in_a_word, here))}"
+        f"{format_count(len(here), 'host')}: {', '.join(map(_describe_host, here))}"
         if here
         else "no hosts yet: strata invite"
     )
@@ -87,10 +87,10 @@ def status(context: str | None, output: Format) -> None:
         write("")
         print_rows(output, _RETRIED, [(row, {"id": short_id(row["id"]), "waits": _qualified(row)}) for row in retried])
     if by_status["pending"] and not by_status["running"] + by_status["claimed"]:
-        print_error("strata: nothing runs at the moment; 'strata why JOB' explains what a pending job waits for")
+        print_error("strata: no job is running; 'strata why JOB' explains what a pending job waits for")
 
 
-def _in_a_word(host: wire.Host) -> str:
+def _describe_host(host: wire.Host) -> str:
     state = host.presence if host.state == "active" else f"{host.presence}, {host.state}"
     return f"{printable(host.name)} ({state})"
 
@@ -128,16 +128,22 @@ def _failures(client: HubClient, status: str) -> list[dict[str, Any]]:
 
 
 @click.command("list")
-@click.option("--status", "statuses", multiple=True, type=click.Choice(STATUSES), help="Only these; may be repeated.")
-@click.option("--model", default="", metavar="NAME", help="Only jobs of this model.")
-@click.option("--sweep", default="", metavar="NAME", help="Only jobs of this sweep.")
-@click.option("--host", default="", metavar="HOST", help="Only jobs this host has.")
+@click.option(
+    "--status",
+    "statuses",
+    multiple=True,
+    type=click.Choice(STATUSES),
+    help="Show only jobs with this status; repeatable.",
+)
+@click.option("--model", default="", metavar="NAME", help="Show only jobs of this model.")
+@click.option("--sweep", default="", metavar="NAME", help="Show only jobs of this sweep.")
+@click.option("--host", default="", metavar="HOST", help="Show only jobs on this host.")
 @hub_option
 @output_option
 def list_jobs(
     statuses: tuple[str, ...], model: str, sweep: str, host: str, context: str | None, output: Format
 ) -> None:
-    """List the jobs, all or some."""
+    """List jobs with their status and host."""
     with hub_client(context) as client:
         from strata.fleet import wire
         from strata.fleet.core.job import JobStatus
@@ -153,20 +159,20 @@ def list_jobs(
         if output is not Format.JSONL:
             order = {name: number for number, name in enumerate(STATUSES)}
             jobs = sorted(jobs, key=lambda job: (order[job.status], -job.spec.priority, job.spec.label))
-            # Where all jobs are of the default project there is nothing to tell apart.
+            # The column is useless when all jobs belong to the default project.
             columns = list(_LIST) if any(map(_project, jobs)) else columns
         print_rows(output, columns, ((job_row(job, names), _job_shown(job, now_s)) for job in jobs))
 
 
 def _project(job: wire.Job) -> str:
-    """Empty for the default one, which is not shown."""
+    """Empty for the default project, which is not shown."""
     from strata.fleet.core.jobspec import DEFAULT_PROJECT
 
     return "" if job.spec.project == DEFAULT_PROJECT else job.spec.project
 
 
 def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
-    """A job as programs read it."""
+    """A job as a JSON row."""
     return {
         "id": job.id,
         "job": job.spec.label,
@@ -201,7 +207,7 @@ def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
 @hub_option
 @output_option
 def show(job: str, context: str | None, output: Format) -> None:
-    """Show one JOB and its attempts. JOB is an id, the beginning of one, or a name: of several jobs the newest."""
+    """Show JOB and its attempts. JOB is an id, a prefix of an id, or a name: of several jobs the newest."""
     with hub_client(context) as client:
         from strata.fleet import wire
 
@@ -302,7 +308,7 @@ _HOSTS: Final = (
 @hub_option
 @output_option
 def workers(context: str | None, output: Format) -> None:
-    """List the hosts that train, and what they are."""
+    """List hosts with their state and hardware."""
     with hub_client(context) as client:
         from strata.fleet import wire
         from strata.fleet.core.job import HELD
@@ -315,7 +321,7 @@ def workers(context: str | None, output: Format) -> None:
 
 
 def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
-    """A host as programs read it."""
+    """A host as a JSON row."""
     has = host.capability
     return {
         "id": host.id,

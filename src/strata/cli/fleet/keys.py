@@ -19,7 +19,7 @@ DAY_S: Final = 86_400.0
 
 @click.group()
 def keys() -> None:
-    """Make, list and end the API keys of people and programs.
+    """Create, list and revoke API keys of people and programs.
 
     A key has a role: viewer, researcher, operator or admin.
     """
@@ -27,13 +27,20 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@click.option("--role", type=click.Choice(["viewer", "researcher", "operator", "admin"]), required=True)
-@click.option("--days", type=click.FloatRange(min=0, min_open=True, max=3650), help="Good for so long; else for ever.")
-@click.option("--owner", is_flag=True, help="On 'strata up': the key is for yourself, and worth as much as you.")
+@click.option(
+    "--role",
+    type=click.Choice(["viewer", "researcher", "operator", "admin"]),
+    required=True,
+    help="What the key may do.",
+)
+@click.option(
+    "--days", type=click.FloatRange(min=0, min_open=True, max=3650), help="Days until the key expires (default: never)."
+)
+@click.option("--owner", is_flag=True, help="On 'strata up': confirm that the key is your own. Its jobs run as you.")
 @hub_option
 @output_option
 def create(*, name: str, role: str, days: float | None, owner: bool, context: str | None, output: Format) -> None:
-    """Make a key called NAME and print it: its text is shown only now."""
+    """Create a key called NAME and print its secret, which is shown only once."""
     with hub_client(context) as client:
         import msgspec
 
@@ -46,7 +53,7 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
     if output in (Format.JSON, Format.JSONL):
         print_value(_row(made.key) | {"secret": made.secret}, output)
         return
-    print_error(f"strata: the key {made.key.id} for {name}, {role}; it is not shown again")
+    print_error(f"strata: key {made.key.id} for {name}, {role}; the secret is shown only now")
     write(made.secret)
 
 
@@ -54,7 +61,7 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
 @hub_option
 @output_option
 def list_keys(context: str | None, output: Format) -> None:
-    """List the keys; never their texts."""
+    """List keys, without their secrets."""
     with hub_client(context) as client:
         from strata.fleet import wire
 
@@ -66,17 +73,21 @@ def list_keys(context: str | None, output: Format) -> None:
 @click.argument("key")
 @hub_option
 def revoke(key: str, context: str | None) -> None:
-    """End KEY, by its id or by the beginning of it. Whoever uses it is refused from now on."""
+    """Revoke KEY, given by its id or a prefix of it. Its holder is rejected from now on."""
     with hub_client(context) as client:
         from strata.fleet import wire
 
         found = [each for each in client.call("GET", "/v1/keys", wire.KeysReply).keys if each.id.startswith(key)]
         exact = [each for each in found if each.id == key] or found
         if len(exact) != 1:
-            code, word = (Code.INVALID, "several keys begin") if exact else (Code.NOT_FOUND, "no key begins")
+            code, word = (
+                (Code.INVALID, "several keys have an id that begins")
+                if exact
+                else (Code.NOT_FOUND, "no key has an id that begins")
+            )
             raise StrataError(code, f"{word} with {key[:80]!r}", hint="strata keys list")
         client.call("POST", f"/v1/key/{exact[0].id}/revoke", type(None))
-    print_error(f"strata: the key {exact[0].id} ({exact[0].name}) is ended")
+    print_error(f"strata: the key {exact[0].id} ({exact[0].name}) is revoked")
 
 
 def _row(key: wire.HubKey) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`strata logs`: what an attempt wrote, from the first byte to the last, also over restarts of the hub."""
+"""`strata logs`: print or follow the log of an attempt, across restarts of the hub."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 @click.command()
 @click.argument("job")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended, over attempts and restarts.")
-@click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="The last one unless set.")
-@click.option("--tail", type=click.IntRange(min=0), metavar="LINES", help="Only the last lines of what is there.")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Follow the log until the job has ended, across attempts and restarts."
+)
+@click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="Attempt to show (default: the last one).")
+@click.option(
+    "--tail", type=click.IntRange(min=0), metavar="LINES", help="Skip all but the last LINES lines written so far."
+)
 @hub_option
 def logs(
     *,
@@ -41,18 +45,21 @@ def logs(
 ) -> None:
     """Print the log of JOB.
 
-    What a trainer writes to a terminal as colours stays; anything else that a terminal would obey is shown as text. A
-    file or a pipe gets the bytes as they are.
+    On a terminal colours are kept and other control characters are escaped. A file or a pipe gets the bytes unchanged.
     """
     with hub_client(context) as client:
         found = find_job(client, job).job
         if not found.attempt and not follow:
-            raise StrataError(Code.NOT_FOUND, f"{found.spec.label} has not begun", hint=f"strata why {job}")
-        Follower(client, found.id, attempt or found.attempt).run(follow=follow, tail=tail, pinned=attempt is not None)
+            raise StrataError(
+                Code.NOT_FOUND, f"{found.spec.label} has not started, so it has no log", hint=f"strata why {job}"
+            )
+        LogFollower(client, found.id, attempt or found.attempt).run(
+            follow=follow, tail=tail, pinned=attempt is not None
+        )
 
 
-class Follower:
-    """Where it is in the stream is its own knowledge, so a hub that comes back is asked for the rest."""
+class LogFollower:
+    """Prints a log stream from its own offset, so that after a restart of the hub it continues with the next byte."""
 
     def __init__(self, client: HubClient, job_id: str, attempt: int) -> None:
         self._client = client
@@ -60,7 +67,7 @@ class Follower:
         self._attempt = attempt
         self._offset = 0
         self._away = False
-        self._out = Printer()
+        self._out = LogPrinter()
         self._reasons = PendingReasons(client)
 
     def run(self, *, follow: bool, tail: int | None = None, pinned: bool = False) -> None:
@@ -79,7 +86,7 @@ class Follower:
         self._out.close()
 
     def _print_piece(self, wait_s: float, *, follow: bool) -> bool:
-        """Whether nothing follows."""
+        """Whether the log has ended."""
         reply = self._read(self._offset, wait_s)
         if self._away:
             print_error("strata: the hub is back")
@@ -112,25 +119,25 @@ class Follower:
             job = reply.job
             if job.attempt > self._attempt:
                 if self._attempt:
-                    ended = _how_it_ended(reply, self._attempt)
+                    ended = _describe_end(reply, self._attempt)
                     print_error(f"strata: attempt {self._attempt} has ended{ended}; attempt {job.attempt} begins")
                 self._attempt, self._offset = job.attempt, 0
-                self._reasons.runs()
+                self._reasons.on_running()
                 return True
             if job.status in _ENDED:
                 return False
             if job.status == "pending":
-                self._reasons.waits(job.id, job.spec.label)
+                self._reasons.on_pending(job.id, job.spec.label)
             time.sleep(0.5)
 
     def _wait(self, reason: str) -> None:
         if not self._away:
-            print_error(f"strata: {reason}; waiting for it")
+            print_error(f"strata: {reason}; trying again")
         self._away = True
         time.sleep(1.0)
 
 
-def _how_it_ended(reply: wire.JobReply, number: int) -> str:
+def _describe_end(reply: wire.JobReply, number: int) -> str:
     found = next((each for each in reply.attempts if each.attempt == number and each.cause), None)
     if found is None:
         return ""
@@ -138,7 +145,7 @@ def _how_it_ended(reply: wire.JobReply, number: int) -> str:
     return f" ({found.cause}: {printable(error)})" if error else f" ({found.cause})"
 
 
-class Printer:
+class LogPrinter:
     def __init__(self) -> None:
         self._raw = not sys.stdout.isatty()
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -148,26 +155,26 @@ class Printer:
             if self._raw:
                 sys.stdout.buffer.write(content)
             else:
-                sys.stdout.write(harmless(self._decode(content)))
+                sys.stdout.write(escape_control(self._decode(content)))
             sys.stdout.flush()
         except BrokenPipeError as error:
             raise click.exceptions.Exit(ExitCode.BROKEN_PIPE) from error
 
     def close(self) -> None:
         if not self._raw:
-            sys.stdout.write(harmless(self._decode(b"", final=True)))
+            sys.stdout.write(escape_control(self._decode(b"", final=True)))
             sys.stdout.flush()
 
 
-def harmless(text: str) -> str:
-    """Printable text, line ends, the return of a progress bar and colours; everything else is spelt out."""
-    made = []
+def escape_control(text: str) -> str:
+    """Keep printable text, line ends, carriage returns and colours; escape all other control characters."""
+    parts = []
     at = 0
     for colour in _COLOUR.finditer(text):
-        made += [_spelt(text[at : colour.start()]), colour[0]]
+        parts += [_escape(text[at : colour.start()]), colour[0]]
         at = colour.end()
-    return "".join([*made, _spelt(text[at:])])
+    return "".join([*parts, _escape(text[at:])])
 
 
-def _spelt(text: str) -> str:
+def _escape(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t\r" else repr(char)[1:-1] for char in text)

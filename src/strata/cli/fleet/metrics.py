@@ -1,4 +1,4 @@
-"""`strata metrics`: the figures of one job over time, or the last ones of many jobs side by side."""
+"""`strata metrics`: the metrics of one job over time, or the last values of many jobs side by side."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from strata.fleet import wire
     from strata.fleet.client import HubClient
 
-MOST: Final = 6
-"""Metrics that a table has room for."""
+MAX_METRICS: Final = 6
+"""How many metrics a table shows."""
 WIDTH: Final = 80
-_LONGEST: Final = 16
-"""Characters of a parameter that is shown as a column."""
+_MAX_PARAMETER_WIDTH: Final = 16
+"""A parameter with longer values is not shown as a column."""
 
 
 @click.command()
 @click.argument("jobs", nargs=-1, metavar="[JOB]...")
-@click.option("--sweep", default="", metavar="NAME", help="All completed jobs of this sweep.")
-@click.option("--model", default="", metavar="NAME", help="All completed jobs of this model.")
-@click.option("--sort", default="", metavar="METRIC", help="Highest first.")
-@click.option("--lowest", is_flag=True, help="With --sort: lowest first.")
-@click.option("--over-time", is_flag=True, help="Every report of one JOB, not only the last of each.")
+@click.option("--sweep", default="", metavar="NAME", help="Show all completed jobs of this sweep.")
+@click.option("--model", default="", metavar="NAME", help="Show all completed jobs of this model.")
+@click.option("--sort", default="", metavar="METRIC", help="Sort by METRIC, highest value first.")
+@click.option("--lowest", is_flag=True, help="With --sort: lowest value first.")
+@click.option("--over-time", is_flag=True, help="Show every report of one JOB, not only the last value of each metric.")
 @hub_option
 @output_option
 def metrics(  # noqa: PLR0913 (the options of the command)
@@ -46,11 +46,11 @@ def metrics(  # noqa: PLR0913 (the options of the command)
 ) -> None:
     """Show the metrics of jobs, side by side or over time.
 
-    Without JOB, of all completed jobs. Parameters in which the jobs of a sweep differ are columns too. A table has room
-    for six metrics, those with the most to compare first; -o wide shows all.
+    Without JOB: of all completed jobs. Parameters in which the jobs of a sweep differ are shown as columns. A table
+    shows up to six metrics, first those that most jobs report; -o wide shows all.
     """
     if over_time and len(jobs) != 1:
-        raise click.UsageError("--over-time is about one JOB")
+        raise click.UsageError("--over-time needs exactly one JOB")
     with hub_client(context) as client:
         if over_time:
             _over_time(client, find_job(client, jobs[0]).job, output)
@@ -62,7 +62,9 @@ def metrics(  # noqa: PLR0913 (the options of the command)
         known = [row for row in rows if sort in row["metrics"]]
         if not known and rows:
             names = sorted({name for row in rows for name in row["metrics"]})
-            raise StrataError(Code.NOT_FOUND, f"no job has a metric {sort!r}", hint=f"there are: {', '.join(names)}")
+            raise StrataError(
+                Code.NOT_FOUND, f"no job has a metric {sort!r}", hint=f"metrics of these jobs: {', '.join(names)}"
+            )
         rows = sorted(known, key=lambda row: row["metrics"][sort], reverse=not lowest)
     _show(rows, sort, _varied(rows) if swept else {}, output)
 
@@ -88,7 +90,7 @@ def _varied(rows: list[dict[str, Any]]) -> dict[str, int]:
     names = dict.fromkeys(name for row in rows for name in row["hyper"] if name not in metrics)
     cells = {name: {_parameter(row["hyper"].get(name)) for row in rows} for name in names}
     widths = {name: max(len(name), *map(len, found)) for name, found in cells.items() if len(found) > 1}
-    return {name: width for name, width in widths.items() if width <= _LONGEST}
+    return {name: width for name, width in widths.items() if width <= _MAX_PARAMETER_WIDTH}
 
 
 def _parameter(value: Any) -> str:
@@ -151,7 +153,7 @@ def _show(rows: list[dict[str, Any]], sort: str, varied: dict[str, int], output:
     shown: list[str] = []
     for name in names:
         room -= max(len(name), 6) + 2
-        if output is Format.WIDE or (room >= 0 and len(shown) < MOST) or not shown:
+        if output is Format.WIDE or (room >= 0 and len(shown) < MAX_METRICS) or not shown:
             shown.append(name)
     columns = [Column("id"), Column("job", cut=26), *(Column(name, number=True) for name in (*varied, *shown))]
     columns += [Column("hyper", wide=True), Column("status", wide=True)]

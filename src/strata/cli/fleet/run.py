@@ -1,4 +1,4 @@
-"""`strata run`: one command, in a copy of the current folder, on whatever host may take it."""
+"""`strata run`: run one command in a copy of the current folder on a host of the fleet."""
 
 from __future__ import annotations
 
@@ -23,13 +23,19 @@ _ENDS = {"completed": ExitCode.OK, "failed": ExitCode.FAILED, "cancelled": ExitC
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-@click.option("--name", metavar="NAME", help="What to call it; the folder's name unless set.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Another seed is another run.")
-@click.option("--cuda", is_flag=True, help="Only on a host with CUDA.")
-@click.option("--vram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Of one GPU, at least.")
-@click.option("--ram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Of the host, at least.")
-@click.option("--host", "hosts", multiple=True, metavar="HOST", help="Only there; may be repeated.")
-@click.option("-d", "--detach", is_flag=True, help="Print the id and leave; else the log is followed to its end.")
+@click.option("--name", metavar="NAME", help="Name of the job (default: the name of the folder).")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, help="Seed of the job (default 0); another seed is another job."
+)
+@click.option("--cuda", is_flag=True, help="Require a host with CUDA.")
+@click.option(
+    "--vram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Require a GPU with this much memory."
+)
+@click.option(
+    "--ram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Require a host with this much memory."
+)
+@click.option("--host", "hosts", multiple=True, metavar="HOST", help="Run only on HOST; repeatable.")
+@click.option("-d", "--detach", is_flag=True, help="Print the id of the job and exit; do not follow its log.")
 @hub_option
 def run(  # noqa: PLR0913 (the options of the command)
     *,
@@ -43,11 +49,11 @@ def run(  # noqa: PLR0913 (the options of the command)
     detach: bool,
     context: str | None,
 ) -> None:
-    """Run COMMAND in a copy of this folder, somewhere in the fleet.
+    """Run COMMAND in a copy of the current folder on a host of the fleet.
 
-    The folder is sent as 'strata apply' sends one. The same command in the same folder is the same job and is not run
-    twice: 'strata requeue' does that. Exits with 0 if it completed, 100 if it failed, 103 if it was cancelled. Ctrl-C
-    leaves the job running (130); 'strata cancel' ends it.
+    The folder is uploaded as by 'strata apply'. The same command in the same folder is the same job, which runs once:
+    to run it again, use 'strata requeue' or another --seed. Exit status: 0 completed, 100 failed, 103 cancelled. Ctrl-C
+    (130) leaves the job running; 'strata cancel' ends it.
     """
     from strata.cli.fleet.bundle import make_bundle
 
@@ -73,13 +79,13 @@ def run(  # noqa: PLR0913 (the options of the command)
         if detach:
             write(job.id)
             return
-        from strata.cli.fleet.logs import Follower
-        from strata.cli.fleet.wait import say_it_goes_on
+        from strata.cli.fleet.logs import LogFollower
+        from strata.cli.fleet.wait import print_not_cancelled
 
         try:
-            Follower(client, job.id, job.attempt).run(follow=True)
+            LogFollower(client, job.id, job.attempt).run(follow=True)
         except KeyboardInterrupt:
-            say_it_goes_on(label, short_id(job.id))
+            print_not_cancelled(label, short_id(job.id))
             raise
         reply = find_job(client, job.id)
     ended = reply.job

@@ -1,7 +1,7 @@
 """`strata up`: a hub and the agent of this machine in one process, for one person and one computer.
 
-Both are the ones that `strata hub` and `strata agent` run. One process, so that nothing is left over when it is killed:
-what jobs run goes on by itself, and the next `strata up` takes it up again.
+They are the same hub and agent that `strata hub` and `strata agent` run. They share one process, so that a kill leaves
+no half: jobs continue under their supervisors, and the next `strata up` resumes them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,28 @@ CONTEXT: Final = "local"
 
 
 @click.command()
-@click.option("--data", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER", help="All that is kept.")
-@click.option("--listen", metavar="HOST:PORT", help="On loopback; 127.0.0.1:8443 unless set, port 0 is a free one.")
-@click.option("--slots", type=click.IntRange(1, 1024), default=1, show_default=True, help="Jobs that run at once.")
-@click.option("--name", metavar="NAME", help="Of this machine in the fleet; its host name unless set.")
-@click.option("--interpreter", metavar="PYTHON", help="Runs trainers that name none; this one unless set.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Store all data in FOLDER (default ~/.local/share/strata).",
+)
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    help="Listen on this loopback address (default 127.0.0.1:8443; port 0: any free one).",
+)
+@click.option(
+    "--slots",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    help="Run up to this many one-slot jobs at once.",
+)
+@click.option("--name", metavar="NAME", help="Name of this machine in the fleet (default: its host name).")
+@click.option(
+    "--interpreter", metavar="PYTHON", help="Run trainers that name no interpreter with PYTHON (default: this one)."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Log what the hub and the agent do.")
 def up(
     *,
@@ -44,14 +61,14 @@ def up(
     interpreter: str | None,
     verbose: bool,
 ) -> None:
-    """Run a hub and the agent of this machine, all in one.
+    """Run a hub and an agent on this machine, in one process.
 
-    Jobs run as you and can read all of this, so whoever submits jobs to 'strata up' is its owner: it makes no keys for
-    other people who submit jobs. That is what 'strata hub' and agents with run_as are for.
+    Jobs run as you and can read all of your files, so 'strata up' is for one person: it makes no keys for other people
+    who submit jobs. For those use 'strata hub' and agents with run_as.
 
-    Everything lies in FOLDER (~/.local/share/strata unless set): a SQLite database, logs, artifacts, credentials. The
-    other commands then speak to this hub. Ctrl-C gives running jobs back and stops both, a second one at once; the next
-    'strata up' goes on where this one was.
+    FOLDER holds everything: a SQLite database, logs, artifacts, credentials. All other commands then use this hub.
+    Ctrl-C stops both and returns running jobs to the queue, a second Ctrl-C stops at once; the next 'strata up'
+    continues with the same data.
     """
     import asyncio
 
@@ -68,7 +85,7 @@ def up(
     from strata.sdk.fleet import client_settings
 
     folder = (data or client_settings().data).expanduser().absolute()
-    # What the person did not say comes from STRATA_HUB_… and STRATA_AGENT_…, as for the commands of those names.
+    # Other settings come from STRATA_HUB_… and STRATA_AGENT_…, as for 'strata hub' and 'strata agent'.
     hub = load(
         hub_settings.HubSettings,
         section=hub_settings.SECTION,
@@ -88,13 +105,15 @@ def up(
     )
     if not is_loopback_address(hub.listen) or hub.tls.enabled:
         raise StrataError(
-            Code.INVALID, "strata up is for one machine", hint="for others: strata hub --tls, and strata join on each"
+            Code.INVALID,
+            "strata up serves this machine only",
+            hint="for more machines: 'strata hub --tls', and 'strata join' on each",
         )
     if is_listening(hub.socket):
         raise StrataError(
             Code.CONFLICT,
             f"strata up is running already, with all data in {_shown(folder)}",
-            hint="strata status speaks to it; for another one beside it: --data FOLDER --listen 127.0.0.1:0",
+            hint="'strata status' shows it; to start a second one: --data FOLDER --listen 127.0.0.1:0",
         )
     style: log.Format = "console" if sys.stderr.isatty() else "json"
     log.configure(style, "info" if verbose else "warning", colour=log.colour_wanted(sys.stderr, no_color=no_color()))
@@ -114,12 +133,12 @@ async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: s
     async with open_hub(hub_settings, clock, owner_only=not agent_settings.run_as) as hub:
         with listening(hub_settings) as listeners:
             await _enrol(hub, agent_settings.state_folder, listeners.address, name or hostname())
-            _choose(hub_settings, listeners.address)
+            _use_context(hub_settings, listeners.address)
             serving = asyncio.create_task(serve(hub, hub_settings, clock, listeners, stop))
             try:
                 print_error(f"strata up: hub on {listeners.url}, all data in {_shown(hub_settings.data.parent)}")
-                await _tell_keys(hub)
-                await _work(agent_settings, serving)
+                await _warn_about_keys(hub)
+                await _run_agent(agent_settings, serving)
             finally:
                 stop.set()
                 await serving
@@ -127,7 +146,7 @@ async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: s
 
 
 async def _enrol(hub: Hub, state: Path, url: str, name: str) -> None:
-    """The host secret of this machine, made at the first start; the address may be another one each time."""
+    """Create the host secret of this machine at the first start, and save the address, which may change each time."""
     from strata.base.secret import Secret, read_secret
     from strata.fleet.agent.identity import load_membership, save_local
 
@@ -144,7 +163,7 @@ async def _enrol(hub: Hub, state: Path, url: str, name: str) -> None:
         save_local(state, url, host_id=member.host_id, name=member.name, secret=secret)
 
 
-def _choose(settings: HubSettings, url: str) -> None:
+def _use_context(settings: HubSettings, url: str) -> None:
     from strata.hub.compose import TOKEN_FILE
     from strata.sdk.fleet import ClientContext, client_settings, read_contexts, save_context
 
@@ -153,11 +172,11 @@ def _choose(settings: HubSettings, url: str) -> None:
     before = read_contexts(client).current
     save_context(client, CONTEXT, ClientContext(url=url, token_file=token))
     if before not in ("", CONTEXT):
-        print_error(f"strata up: the other commands speak to this hub now; back with: strata contexts {before}")
+        print_error(f"strata up: all commands use this hub now; to switch back: strata contexts {before}")
 
 
-async def _work(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
-    """The agent, until a signal stops it or the hub ends."""
+async def _run_agent(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
+    """Run the agent until a signal stops it or the hub ends."""
     import asyncio
     import os
 
@@ -180,7 +199,7 @@ async def _work(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
             raise StrataError(Code.PRECONDITION, f"the self-test of this machine failed: {'; '.join(failed)}")
         probed = await asyncio.to_thread(probe_capability, settings, allowed)
         agent = _agent(settings, client, allowed, probed.capability)
-        _tell(settings, identity.load_membership(folder).name, probed.capability)
+        _print_ready(settings, identity.load_membership(folder).name, probed.capability)
         await _until_stopped(agent, serving)
     finally:
         os.close(lock)
@@ -211,8 +230,8 @@ async def _until_stopped(agent: Agent, serving: asyncio.Task[None]) -> None:
     await working
 
 
-async def _tell_keys(hub: Hub) -> None:
-    """Of keys that could submit jobs, made with --owner or while jobs ran as another user."""
+async def _warn_about_keys(hub: Hub) -> None:
+    """Warn about keys that can submit jobs: made with --owner, or while jobs ran as another user."""
     from strata.fleet.http.identities import FEIGNED
 
     if not hub.context.owner_only:
@@ -225,7 +244,7 @@ async def _tell_keys(hub: Hub) -> None:
     ]
     if found:
         print_error(
-            f"strata up: whoever has one of these keys can submit jobs, and so act as you: {', '.join(found)}",
+            f"strata up: the holders of these keys can submit jobs that run as you: {', '.join(found)}",
             hint="strata keys revoke KEY",
         )
 
@@ -235,7 +254,7 @@ def _shown(folder: Path) -> str:
     return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
 
 
-def _tell(settings: AgentSettings, name: str, capability: Capability) -> None:
+def _print_ready(settings: AgentSettings, name: str, capability: Capability) -> None:
     from strata.cli.fleet.client import format_bytes, format_count
 
     graphics = f", {format_count(len(capability.gpus), 'GPU')}" if capability.gpus else ""

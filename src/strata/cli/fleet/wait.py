@@ -1,4 +1,4 @@
-"""`strata wait`: until jobs have ended, with a word about each; also behind `apply --wait`."""
+"""`strata wait` and `strata apply --wait`: wait until jobs have ended, and print the end of each."""
 
 from __future__ import annotations
 
@@ -20,21 +20,27 @@ if TYPE_CHECKING:
     from strata.fleet import wire
     from strata.fleet.client import HubClient
 
-PATIENCE_S: Final = 5.0
-"""Nothing happened for so long: look whether anything can."""
-LOOK_AGAIN_S: Final = 15.0
+IDLE_S: Final = 5.0
+"""When nothing changed for so long, check whether a host can run the jobs at all."""
+REFRESH_EVERY_S: Final = 15.0
 _ENDED: Final = ("completed", "failed", "cancelled")
 
 
 @click.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), metavar="SECONDS", help="101 if it is over.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Give up after SECONDS (exit status 101).",
+)
 @hub_option
 def wait(jobs: tuple[str, ...], timeout_s: float | None, context: str | None) -> None:
     """Wait until every JOB has ended.
 
-    Exits with 0 if all are completed, 100 if one failed, 103 if one was cancelled, 101 when the time is over, and 6
-    when all that is left can run on no host.
+    Exit status: 0 if all are completed, 100 if one failed, 103 if one was cancelled, 101 after --timeout, and 6 if no
+    host can run the remaining jobs.
     """
     with hub_client(context) as client:
         ids = [find_job(client, text).job.id for text in jobs]
@@ -42,17 +48,17 @@ def wait(jobs: tuple[str, ...], timeout_s: float | None, context: str | None) ->
     click.get_current_context().exit(ended)
 
 
-def say_it_goes_on(what: str, job: str) -> None:
-    """After Ctrl-C: what was queued is not taken back."""
-    print_error(f"strata: {what} goes on without you", hint=f"strata logs -f {job}, strata cancel {job}")
+def print_not_cancelled(what: str, job: str) -> None:
+    """After Ctrl-C: queued jobs are not cancelled."""
+    print_error(f"strata: {what} was not cancelled", hint=f"strata logs -f {job}, strata cancel {job}")
 
 
 def wait_for(
     client: HubClient, ids: Iterable[str], timeout_s: float | None = None, *, only_news: bool = False
 ) -> ExitCode:
-    """The exit status that says how it went. A hub that is away for a while is waited for too.
+    """The exit status of the jobs. While the hub is away, it is retried.
 
-    With `only_news`, nothing is said of jobs that were completed before.
+    With `only_news`, jobs that were completed before are not printed.
     """
     watch = _Watch(client, ids, only_news=only_news)
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -73,7 +79,7 @@ def wait_for(
 
 
 class _Watch:
-    """The jobs that are waited for, and what was said of them so far."""
+    """The jobs to wait for, and what was printed about them so far."""
 
     def __init__(self, client: HubClient, ids: Iterable[str], *, only_news: bool) -> None:
         self._client = client
@@ -93,38 +99,38 @@ class _Watch:
         if not self._cursor:
             newest = self._client.call("GET", "/v1/events", wire.EventsReply, query=wire.EventsQuery(after="newest"))
             self._cursor = newest.cursor
-        if time.monotonic() - self._looked_at_s >= LOOK_AGAIN_S:
-            self._look(self._open)
+        if time.monotonic() - self._looked_at_s >= REFRESH_EVERY_S:
+            self._refresh(self._open)
             self._looked_at_s = time.monotonic()
         self._away = False
         verdict = self._verdict()
         if verdict is not None:
             return verdict
-        self._say_why()
+        self._print_why()
         left_s = POLL_EVERY_S if until_s is None else min(POLL_EVERY_S, until_s - time.monotonic())
         if left_s <= 0:
             self.clear()
-            print_error(f"strata: the time is over; {self._counted()}")
+            print_error(f"strata: timeout; {self._counted()}")
             return ExitCode.UNFINISHED
         query = wire.EventsQuery(after=self._cursor, wait_s=left_s, limit=wire.MAX_PAGE)
         reply = self._client.call("GET", "/v1/events", wire.EventsReply, query=query, timeout_s=left_s + 15.0)
         self._cursor = reply.cursor
-        told = {event.subject for event in reply.events}
-        self._look([job_id for job_id in self._open if job_id in told])
+        changed = {event.subject for event in reply.events}
+        self._refresh([job_id for job_id in self._open if job_id in changed])
         return self._verdict()
 
-    def _say_why(self) -> None:
-        """Of the first job, when none of them runs: behind one that runs, the others wait for their turn."""
+    def _print_why(self) -> None:
+        """Explain the first job if none is running: otherwise the others only wait for their turn."""
         rest = self._open
         if any(self._states[job_id] != "pending" for job_id in rest):
-            self._reasons.runs()
+            self._reasons.on_running()
         elif rest:
-            self._reasons.waits(rest[0], self._labels[rest[0]])
+            self._reasons.on_pending(rest[0], self._labels[rest[0]])
 
     def away(self, reason: str) -> None:
         if not self._away:
             self.clear()
-            print_error(f"strata: {reason}; waiting for it")
+            print_error(f"strata: {reason}; trying again")
         self._away = True
         self._looked_at_s = 0.0
 
@@ -132,7 +138,7 @@ class _Watch:
     def _open(self) -> list[str]:
         return [job_id for job_id, state in self._states.items() if state not in _ENDED]
 
-    def _look(self, ids: list[str]) -> None:
+    def _refresh(self, ids: list[str]) -> None:
         from strata.fleet import wire
 
         for job_id in ids:
@@ -143,10 +149,10 @@ class _Watch:
                 self._changed_at_s = time.monotonic()
                 known = self._only_news and not before and reply.job.status == "completed"
                 if reply.job.status in _ENDED and not known:
-                    self._tell(reply)
+                    self._print_end(reply)
         self._progress()
 
-    def _tell(self, reply: wire.JobReply) -> None:
+    def _print_end(self, reply: wire.JobReply) -> None:
         last = reply.attempts[-1] if reply.attempts else None
         if last is not None and last.host_id not in self._hosts:
             self._hosts = {host.id: host.name for host in all_hosts(self._client)}
@@ -175,11 +181,11 @@ class _Watch:
     def _verdict(self) -> ExitCode | None:
         rest = self._open
         if rest:
-            if time.monotonic() - self._changed_at_s < PATIENCE_S or not self._hopeless(rest):
+            if time.monotonic() - self._changed_at_s < IDLE_S or not self._is_unschedulable(rest):
                 return None
             self.clear()
             label = printable(self._labels[rest[0]])
-            print_error(f"strata: {self._counted()}; no host may take what is left", hint=f"strata why {label}")
+            print_error(f"strata: {self._counted()}; no host can run the remaining jobs", hint=f"strata why {label}")
         states = set(self._states.values())
         if "failed" in states:
             return ExitCode.FAILED
@@ -187,7 +193,7 @@ class _Watch:
             return ExitCode.CANCELLED
         return ExitCode.UNSCHEDULABLE if rest else ExitCode.OK
 
-    def _hopeless(self, rest: list[str]) -> bool:
+    def _is_unschedulable(self, rest: list[str]) -> bool:
         from strata.fleet.core.why import Why
 
         if any(self._states[job_id] != "pending" for job_id in rest):

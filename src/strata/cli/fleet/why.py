@@ -1,4 +1,4 @@
-"""`strata why`: what keeps a job from running, host by host, or what ended it."""
+"""`strata why`: why a job is not running, host by host, or how it ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENDED: Final = {"completed": "is completed", "failed": "has failed", "cancelled
 def why(job: str, context: str | None, output: Format) -> None:
     """Explain why JOB is not running, and what would help.
 
-    Exits with 6 if no host will ever take it as things are.
+    Exit status 6 if no host can ever run it as things are.
     """
     with hub_client(context) as client:
         import msgspec
@@ -54,7 +54,7 @@ def _show_why(asked: wire.JobReply, answer: Why) -> None:
         error = error_line(asked.attempts[-1].error) if asked.attempts else ""
         if error and job.status == "failed":
             write(wrap_text(error, "  ", "    "))
-            write(f"  all of it: strata logs {label}")
+            write(f"  full log: strata logs {label}")
         return
     write(f"{label} is {job.status}: {printable(answer.headline)}")
     for obstacle in answer.obstacles:
@@ -67,4 +67,4 @@ def _show_why(asked: wire.JobReply, answer: Why) -> None:
     if answer.eligible_hosts:
         write(wrap_text(f"eligible: {', '.join(answer.eligible_hosts)}", "  ", "    "))
     if len(answer.nearest_fix) > 1:
-        write(wrap_text(f"all that {answer.nearest_host} lacks: {'; '.join(answer.nearest_fix)}", "  ", "    "))
+        write(wrap_text(f"what {answer.nearest_host} lacks: {'; '.join(answer.nearest_fix)}", "  ", "    "))

@@ -1,4 +1,4 @@
-"""`strata serve CONFIG`: run a training server. `strata serve status`: look at one."""
+"""`strata serve CONFIG`: run a training server. `strata serve status`: show what one does."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from strata.cli.serve.status import status
 
 
 class Serve(DefaultGroup):
-    """A first word that is no command is a file of settings to run."""
+    """A first word that is no command is a settings file to run."""
 
     default = "run"
 
 
 @click.group(cls=Serve, name="serve")
 def serve() -> None:
-    """Run a server that trains a model by API.
+    """Run a training server, which trains a model through an API.
 
     'strata serve CONFIG' is 'strata serve run CONFIG'; see 'strata serve run --help'.
     """
@@ -31,13 +31,13 @@ serve.add_command(status)
 
 @serve.command()
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="CONFIG")
-@click.option("--make-keys", is_flag=True, help="Make the keys of the links for ranks on other machines, and end.")
+@click.option("--make-keys", is_flag=True, help="Create the keys for links to ranks on other machines, and exit.")
 def run(config: Path, *, make_keys: bool) -> None:
-    """Run a server that trains a model by API.
+    """Run a training server, which trains a model through an API.
 
     CONFIG is a TOML file with the sections server, model, ranks, limits, sampling, snapshots, checkpoints and
-    inference; every setting can stand in the environment too (STRATA_MODEL_PATH, …). It starts the ranks, the
-    orchestrator and the API servers and starts each again when it dies. SIGTERM ends them in order. With ranks.mode =
+    inference; every setting can also be set in the environment (STRATA_MODEL_PATH, …). The command starts the ranks,
+    the orchestrator and the API servers, and restarts each when it dies. SIGTERM stops them in order. With ranks.mode =
     "connect" it attaches to ranks that were started elsewhere.
     """
     from strata.base import log

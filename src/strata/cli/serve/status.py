@@ -1,4 +1,4 @@
-"""`strata serve status`: what a training server does, at a glance or live."""
+"""`strata serve status`: what a training server does, once or live."""
 
 from __future__ import annotations
 
@@ -24,67 +24,69 @@ if TYPE_CHECKING:
 
 EVERY_S: Final = 1.0
 ANSWER_S: Final = 15.0
-AWAY: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE, Code.EXHAUSTED})
-"""What passes: a watch goes on over restarts."""
+TRANSIENT: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE, Code.EXHAUSTED})
+"""Transient errors: a watch continues across restarts of the server."""
 
 
 @click.command()
 @click.argument("server", required=False, metavar="[URL|CONFIG]")
-@click.option("-w", "--watch", is_flag=True, help="Follow it: a live screen, or a line for each change if piped.")
+@click.option("-w", "--watch", is_flag=True, help="Keep watching: a live screen, or a line for each change if piped.")
 @key_file_option
 @context_option
 @output_option
 def status(*, server: str | None, watch: bool, key_file: Path | None, context: str | None, output: Format) -> None:
     """Show what a training server does, who waits for it, and what ended last.
 
-    The server is the one at URL, or the one that runs here with the settings of CONFIG; else the one that 'strata
-    login' chose. A key of an operator shows all tenants, any other itself and the sum of the others.
+    The server is the one at URL, or the one on this machine with the settings file CONFIG; default is the current
+    context. With an operator's key all tenants are shown, with any other key its own tenant and the sum of the others.
     """
     if watch and output is Format.JSON:
-        raise click.UsageError("-o json is one document: use -o jsonl with --watch")
+        raise click.UsageError("-o json cannot be combined with --watch: use -o jsonl")
     with connect_server(server, key_file, context, own="operator.token", timeout_s=ANSWER_S) as client:
         if watch:
-            _follow(_looks(client), output)
+            _follow(_poll(client), output)
         else:
-            found = _look(client)
+            found = _fetch_status(client)
             print_once(found, screen(found, wide=output is Format.WIDE), output)
 
 
-def _look(client: HubClient) -> ServerStatus:
+def _fetch_status(client: HubClient) -> ServerStatus:
     from strata.train.core.status import ServerStatus
 
     try:
         return client.call("GET", "/api/v1/status", ServerStatus)
     except StrataError as error:
         if error.code is Code.NOT_FOUND:
-            raise StrataError(error.code, "there is no training server at this address") from error
+            raise StrataError(
+                error.code, "there is no training server at this address", hint="a hub? then use 'strata status'"
+            ) from error
         raise
 
 
-def _looks(client: HubClient) -> Iterator[ServerStatus | StrataError]:
-    """Over and over. The first must succeed: later a server that is away may come back."""
-    yield _look(client)
+def _poll(client: HubClient) -> Iterator[ServerStatus | StrataError]:
+    """Poll for ever. The first call must succeed; later a server that is away may come back."""
+    yield _fetch_status(client)
     while True:
         time.sleep(EVERY_S)
         try:
-            found: ServerStatus | StrataError = _look(client)
+            found: ServerStatus | StrataError = _fetch_status(client)
         except StrataError as error:
-            if error.code not in AWAY:
+            if error.code not in TRANSIENT:
                 raise
             found = error
         yield found
 
 
-def _follow(looks: Iterator[ServerStatus | StrataError], output: Format) -> None:
+def _follow(statuses: Iterator[ServerStatus | StrataError], output: Format) -> None:
     to = console()
     if output is not Format.JSONL and to.is_terminal and not to.is_dumb_terminal:
-        _live(looks, to, wide=output is Format.WIDE)
+        _live(statuses, to, wide=output is Format.WIDE)
         return
     before, away = "", False
-    for found in looks:
+    for found in statuses:
         if isinstance(found, StrataError):
             if not away:
-                print_error(f"strata serve: lost the server: {found.message}; trying again")
+                print_error(f"strata serve: lost the connection: {found.message}; trying again")
             away = True
             continue
         if away:
@@ -96,12 +98,12 @@ def _follow(looks: Iterator[ServerStatus | StrataError], output: Format) -> None
         before = text
 
 
-def _live(looks: Iterator[ServerStatus | StrataError], to: Console, *, wide: bool) -> None:
+def _live(statuses: Iterator[ServerStatus | StrataError], to: Console, *, wide: bool) -> None:
     from rich.live import Live
 
     last: ServerStatus | None = None
     with Live(console=to, auto_refresh=False, vertical_overflow="ellipsis") as live:
-        for found in looks:
+        for found in statuses:
             if isinstance(found, StrataError):
                 head = Cell(f"NOT CONNECTED: {found.message}", "bold white on red")
             else:
