@@ -19,7 +19,7 @@ from strata.coord.settings import check_exposure as check_coordinator
 from strata.hub.compose import open_hub
 from strata.hub.settings import HubSettings, check_exposure
 from strata.journal.open import open_journal
-from strata.train.api.identity import open_identity
+from strata.train.api.key_database import open_key_database
 from strata.train.api.server import APIServer
 from strata.train.settings import check_exposure as check_training
 from tests.shell.fleet_http.running import process, refused, running
@@ -97,7 +97,7 @@ async def test_every_sqlite_file_is_for_its_owner_alone(tmp_path: Path, tries: T
     try:
         async with (
             await open_journal(f"sqlite:{tmp_path / 'coord.db'}", SystemClock()),
-            open_identity(f"sqlite:{tmp_path / 'keys.db'}"),
+            open_key_database(f"sqlite:{tmp_path / 'keys.db'}"),
         ):
             files = list(tmp_path.iterdir())
             tries(len(files))

@@ -20,7 +20,7 @@ import pytest_asyncio
 from safetensors.numpy import save
 
 from strata.train.api.routes import ROUTES
-from strata.train.api.signed_urls import ArchiveGrant, sign
+from strata.train.api.signed_urls import ArchiveGrant, sign_token
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import ops
 from strata.train.peft.importer import stage
@@ -363,7 +363,7 @@ async def test_a_forged_address_is_not_valid(played: Field, forged: str) -> None
     made = {
         "cut": token[:-5],
         "zero MAC": base64.urlsafe_b64encode(bytes(32) + said).decode().rstrip("="),
-        "empty key": sign(grant, b""),
+        "empty key": sign_token(grant, b""),
         "no ASCII": "é" * 40,
         "another folder": token[:43] + base64.urlsafe_b64encode(said).decode().rstrip("="),
     }[forged]

@@ -16,7 +16,7 @@ from strata.http.auth_failures import AuthFailures
 from strata.identity.enroll import make_key
 from strata.identity.roles import OPERATOR, Role
 from strata.train.api.context import ApiContext
-from strata.train.api.identity import open_identity
+from strata.train.api.key_database import open_key_database
 from strata.train.api.routes import application
 from strata.train.api.server import APIServer
 from strata.train.link.api import OrchestratorClient
@@ -42,7 +42,7 @@ async def keys_in(settings: ServerSettings) -> dict[Role, str]:
     """A key of every role."""
     settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     made = {}
-    async with open_identity(settings.identity_database) as store:
+    async with open_key_database(settings.identity_database) as store:
         for role in Role:
             _, made[role] = await make_key(store, SystemClock(), OPERATOR, name=role.name.lower(), role=role)
     return made

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from tinker import types
 
 from strata.http.server import listen, url_of
-from strata.train.api.server import answer
+from strata.train.api.server import serve_app
 from strata.train.core import messages
 from tests.shell.train_api.test_protocol import BASE, Client, Server, served
 from tests.shell.train_api.test_sampling import sampler_of, wanted
@@ -159,7 +159,7 @@ async def sampling(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     counted = Counted(server.root)
     stop = asyncio.Event()
     with listen("127.0.0.1:0") as listener:
-        serving = asyncio.create_task(answer(counted, [listener], stop))  # type: ignore[arg-type]
+        serving = asyncio.create_task(serve_app(counted, [listener], stop))  # type: ignore[arg-type]
 
         def connect() -> tuple[tinker.ServiceClient, tinker.SamplingClient]:
             service = tinker.ServiceClient(base_url=url_of(listener), api_key=server.alice.key)

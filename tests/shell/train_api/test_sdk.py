@@ -18,7 +18,7 @@ from strata.base.errors import Code, StrataError
 from strata.http.server import listen, url_of
 from strata.sdk import flow as flows
 from strata.sdk.train import AsyncTrainingServer, Datum, TrainingServer
-from strata.train.api.server import answer
+from strata.train.api.server import serve_app
 from tests.shell.train_api.test_protocol import BASE, Server, served
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ BATCH = [Datum([1, 2, 3], [2, 3, 4]), Datum([5, 6], [6, 7], weights=[0.5, -1.0])
 async def listening(server: Server) -> AsyncIterator[str]:
     stop = asyncio.Event()
     with listen("127.0.0.1:0") as listener:
-        serving = asyncio.create_task(answer(server.root, [listener], stop))
+        serving = asyncio.create_task(serve_app(server.root, [listener], stop))
         yield url_of(listener)
         stop.set()
         await serving

@@ -1,4 +1,4 @@
-"""Weights that leave the server and come to it, as archives of the files that everybody else reads."""
+"""Export and import of weights: checkpoints as tar archives by signed URLs, and PEFT adapters as new checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from strata.http.errors import HttpRefusal
 from strata.http.route import KIB, PUBLIC, RESEARCHER, SETTING, VIEWER, RawBody, RawReply, Route
 from strata.identity.roles import CallerKind
 from strata.train.api.context import ApiCall
-from strata.train.api.signed_urls import ArchiveGrant, address, check, refusal, sign
+from strata.train.api.signed_urls import ArchiveGrant, sign_token, signed_url, token_refused, verify_token
 from strata.train.archive import MEDIA_TYPE, Archive, open_archive, read_members
 from strata.train.checkpoints.checkpoint import Manifest
 from strata.train.core import messages, ops
@@ -32,12 +32,12 @@ IGNORED: Final = ("README.md",)
 
 async def locate(call: ApiCall) -> RawReply:
     """Where the archive of a checkpoint can be fetched for a while, as a redirect (302)."""
-    folder, expires_at_s = await _found(call)
-    # Now, and not only when it is fetched: whoever asks is told what is wrong, and not a stranger.
+    folder, expires_at_s = await _find_checkpoint(call)
+    # Opened now, not only when it is fetched: the caller who requests the URL gets the error.
     archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoints / folder)
     archive.closing.close()
     headers = {
-        "Location": _address(call, folder, "", expires_at_s),
+        "Location": _signed_url(call, folder, "", expires_at_s),
         "Expires": formatdate(expires_at_s, usegmt=True),
         "Cache-Control": "no-store",
     }
@@ -46,15 +46,15 @@ async def locate(call: ApiCall) -> RawReply:
 
 async def locate_files(call: ApiCall) -> replies.ExternalWeights:
     """Where each file of a checkpoint can be fetched for a while."""
-    folder, expires_at_s = await _found(call)
+    folder, expires_at_s = await _find_checkpoint(call)
     archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoints / folder)
     archive.closing.close()
-    urls = {name: _address(call, folder, name, expires_at_s) for name, _, _ in archive.files}
+    urls = {name: _signed_url(call, folder, name, expires_at_s) for name, _, _ in archive.files}
     return replies.ExternalWeights(urls=urls, expires=replies.moment(expires_at_s))
 
 
-async def _found(call: ApiCall) -> tuple[str, float]:
-    """The folder of the checkpoint that the path names, and until when addresses of it are good."""
+async def _find_checkpoint(call: ApiCall) -> tuple[str, float]:
+    """The folder of the checkpoint that the path names, and when signed URLs of it expire."""
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
     found = await call.request(
         messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView
@@ -63,18 +63,18 @@ async def _found(call: ApiCall) -> tuple[str, float]:
     return found.folder, until_s if found.expires_at_s is None else min(until_s, found.expires_at_s)
 
 
-def _address(call: ApiCall, folder: str, file: str, expires_at_s: float) -> str:
+def _signed_url(call: ApiCall, folder: str, file: str, expires_at_s: float) -> str:
     grant = ArchiveGrant(folder, file, expires_at_s, call.caller.id if call.caller.kind is CallerKind.KEY else "")
-    return address(call.headers, DOWNLOAD, token=sign(grant, call.context.signing_key))
+    return signed_url(call.headers, DOWNLOAD, token=sign_token(grant, call.context.signing_key))
 
 
 async def fetch(call: ApiCall, query: bodies.ArchiveTokenQuery) -> RawReply:
     """What such an address names: a tar file of PEFT's or Hugging Face's form, or one file of it."""
-    grant = check(query.token, call.context.signing_key, call.context.clock.wall_s())
+    grant = verify_token(query.token, call.context.signing_key, call.context.clock.wall_s())
     if grant.key_id:
         key = await call.context.identity.key(grant.key_id)
         if key is None or key.revoked_at_s is not None:
-            raise refusal()
+            raise token_refused()
     archive = await asyncio.to_thread(
         open_archive, call.context.settings.checkpoints / grant.folder, grant.file or None
     )
@@ -97,7 +97,7 @@ async def _stream(archive: Archive, *, plain: bool) -> AsyncIterator[bytes]:
         archive.closing.close()
 
 
-async def take(call: ApiCall, query: bodies.ImportQuery, body: RawBody) -> replies.Imported:
+async def import_adapter(call: ApiCall, query: bodies.ImportQuery, body: RawBody) -> replies.Imported:
     """Make a checkpoint of a PEFT adapter, sent as a tar file of its safetensors and its config."""
     if body.media_type != MEDIA_TYPE:
         raise HttpRefusal(415, Code.UNSUPPORTED, f"an adapter is read as {MEDIA_TYPE}, not as {body.media_type!r}")
@@ -112,15 +112,15 @@ async def take(call: ApiCall, query: bodies.ImportQuery, body: RawBody) -> repli
     folder = context.settings.imports / import_id
     try:
         run_id, lora = await asyncio.to_thread(_stage, call, body.content, (tenant, name, import_id), server)
-        asked = messages.ImportCheckpoint(import_id, name, run_id, server.base_model, lora, query.ttl_seconds)
-        await call.request(asked, messages.Done)
+        request = messages.ImportCheckpoint(import_id, name, run_id, server.base_model, lora, query.ttl_seconds)
+        await call.request(request, messages.Done)
     finally:
         await asyncio.to_thread(_remove, folder)
     return replies.Imported(path=f"tinker://{run_id}/weights/{name}")
 
 
 def _remove(folder: Path) -> None:
-    """At once out of the reach of an orchestrator that may take it at this moment: it gets all of it, or nothing."""
+    """Renamed first: an orchestrator that takes the folder at this moment gets all of it, or nothing."""
     gone = folder.with_name(f"{folder.name}.gone")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(gone)
@@ -128,20 +128,20 @@ def _remove(folder: Path) -> None:
 
 
 def _stage(
-    call: ApiCall, raw: bytes, whose: tuple[str, str, str], server: messages.ServerView
+    call: ApiCall, raw: bytes, key: tuple[str, str, str], server: messages.ServerView
 ) -> tuple[str, ops.LoraConfig]:
-    tenant, name, import_id = whose
+    tenant, name, import_id = key
     settings = call.context.settings
     files = read_members(raw, (ADAPTER, ADAPTER_CONFIG), IGNORED)
     config = importer.read_config(files[ADAPTER_CONFIG], settings.model.base_models, settings.model.max_lora_rank)
     folder = settings.imports / import_id
     folder.mkdir(parents=True, mode=0o700)
-    beside = folder / ADAPTER
-    beside.write_bytes(files[ADAPTER])
-    lora = importer.examine(beside, config, Path(settings.model.path))
-    kept = importer.own_config(config, importer.layers_of(beside), settings.model.public_name)
-    beside.unlink()
-    # The same again is the same run: a client that repeats an upload it has heard nothing of makes no second one.
+    temporary = folder / ADAPTER
+    temporary.write_bytes(files[ADAPTER])
+    lora = importer.examine(temporary, config, Path(settings.model.path))
+    kept = importer.own_config(config, importer.layers_of(temporary), settings.model.public_name)
+    temporary.unlink()
+    # Idempotent: the same upload is the same run, so a client that retries makes no second one.
     content = "\n".join((tenant, name, *(sha256_hex(files[each]) for each in sorted(files))))
     run_id = f"{IMPORTED}{sha256_hex(content.encode())[:24]}"
     manifest = Manifest(
@@ -161,5 +161,5 @@ ROUTES = (
         locate_files,
         KIB,
     ),
-    Route("POST", "/api/v1/import_weights", RESEARCHER, take, SETTING),
+    Route("POST", "/api/v1/import_weights", RESEARCHER, import_adapter, SETTING, operation="archive.take"),
 )

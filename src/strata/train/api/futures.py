@@ -1,7 +1,7 @@
-"""Results: asked for until they are there.
+"""Routes of futures: clients poll for the result of an operation until it is there.
 
-A future that is known is never answered with 404, which clients take for the end of everything: not while it waits, not
-while the orchestrator is away, not after its result has gone.
+A known future never gets a 404, which clients take for a final failure: not while the operation waits, not while the
+orchestrator is away, not after the result has expired.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def retrieve(call: ApiCall, body: bodies.RetrieveFutureBody) -> RawReply:
     try:
         found = await call.watch(body.request_id, wait_s)
     except StrataError as error:
-        # Clients repeat a 5xx here at once and for ever; a 408 only after we have waited for the orchestrator.
+        # Clients retry a 5xx here at once and for ever; a 408 only after we have waited for the orchestrator.
         if error.code not in (Code.UNAVAILABLE, Code.EXHAUSTED):
             raise
         found = messages.QueuePosition(QueueState.PAUSED_CAPACITY, error.message)
@@ -70,16 +70,16 @@ async def retrieve_many(call: ApiCall, body: sampling.RetrieveFutures) -> sampli
     longest_s = call.context.settings.server.poll_s
     wait_s = longest_s if body.timeout is None else min(body.timeout, longest_s)
     target = body.target
-    # A client that has fetched everything says so once, and is not kept waiting for what nobody asked for.
+    # A client that has fetched everything says so once, and is not kept waiting for samples it has not requested.
     linger = not body.retrieved_request_ids
-    question = messages.WatchSamples(
+    watch = messages.WatchSamples(
         target.sampling_session_id, target.cloned_sampler_id, body.prev_cursor, wait_s, linger
     )
-    return sampling.completions_of(await call.watch_samples(question))
+    return sampling.completions_of(await call.watch_samples(watch))
 
 
 async def cancel(call: ApiCall, body: bodies.FutureBody) -> None:
-    """Give up an operation that was not begun, or a sample also while it is drawn; what trains goes on."""
+    """Cancel an operation that has not started, or a sample at any time; a training operation that runs goes on."""
     await call.abort(body.request_id)
 
 

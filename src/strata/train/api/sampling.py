@@ -1,4 +1,4 @@
-"""Samplers, and asking them for samples."""
+"""Routes of sampling: samplers, and samples drawn from them."""
 
 from __future__ import annotations
 

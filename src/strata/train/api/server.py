@@ -1,4 +1,4 @@
-"""The API server as a process: listens, answers, and ends gracefully when told to."""
+"""The API server as a process: listeners, the link to the orchestrator, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from strata.http.root import RootApp
 from strata.http.server import config, listen, new_loop, stop_on_signals, url_of
 from strata.identity.authenticate import Authenticator
 from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, OrchestratorPort
-from strata.train.api.identity import first_key, open_identity, operator_token
+from strata.train.api.key_database import create_first_key, load_operator_token, open_key_database
 from strata.train.api.request_metrics import RequestMetrics
 from strata.train.api.routes import application
 from strata.train.link.api import OrchestratorClient
@@ -32,13 +32,13 @@ from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings, check_exposure
 
 ADDRESS_FILE: Final = "api.address"
-"""In the data folder: where the server listens, for whoever let it choose a port."""
+"""In the data folder: where the server listens, also when it has chosen the port itself."""
 DRAIN_S: Final = 3
 MAX_CONNECTIONS: Final = 4096
 
 
 class APIServer:
-    """HTTP in front, one link to the orchestrator behind. It can be ended and started at any time: it keeps nothing."""
+    """Serves HTTP by one link to the orchestrator. It has no state of its own, so it can be restarted at any time."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class APIServer:
         self._settings = settings
         self._number = number
         self._clock = clock
-        self._answer_s = reply_timeout_s
+        self._reply_timeout_s = reply_timeout_s
         self._header_s = header_s
         self._pace = pace or BodyPace()
 
@@ -67,13 +67,13 @@ class APIServer:
     async def open_context(self, orchestrator: OrchestratorPort) -> AsyncIterator[ApiContext]:
         settings, clock = self._settings, self._clock
         require_private_folder(settings.data, "the server's files")
-        # Uploads that the last one died with.
+        # Uploads of a process that was killed.
         await asyncio.to_thread(_remove_uploads, settings.imports, self._number)
         shared = settings.server.api_servers > 1
-        async with open_identity(settings.identity_database, shared=shared) as identity:
+        async with open_key_database(settings.identity_database, shared=shared) as identity:
             if not settings.server.identity_database:
-                await first_key(identity, clock, settings.data)
-            token = settings.server.operator_token or operator_token(settings.data)
+                await create_first_key(identity, clock, settings.data)
+            token = settings.server.operator_token or load_operator_token(settings.data)
             yield ApiContext(
                 settings=settings,
                 orchestrator=orchestrator,
@@ -82,26 +82,26 @@ class APIServer:
                 authenticator=Authenticator(identity, clock, authority=None, operator_token=token),
                 clock=clock,
                 ids=Ids(clock),
-                reply_timeout_s=self._answer_s,
+                reply_timeout_s=self._reply_timeout_s,
                 pace=self._pace,
                 bodies=BodyBudget(largest=settings.server.max_body_bytes),
                 requests=RequestMetrics(self._number),
                 number=self._number,
-                # The same in all API servers: what one has signed, the others let in.
+                # The same in all API servers: each accepts what another has signed.
                 signing_key=hmac.digest(token.reveal().encode(), b"addresses of archives", "sha256"),
             )
 
     async def serve(self, listeners: Sequence[socket.socket], stop: asyncio.Event, ready: Callable[[], None]) -> None:
-        """Answer on these sockets until `stop`. `ready` is called when everything is there that an answer needs."""
+        """Serve on these sockets until `stop`. `ready` is called when all that a request needs is there."""
         async with (
             OrchestratorClient(self._settings, self._number) as orchestrator,
             self.application(orchestrator) as app,
         ):
             ready()
-            await answer(app, listeners, stop, header_s=self._header_s)
+            await serve_app(app, listeners, stop, header_s=self._header_s)
 
 
-async def answer(
+async def serve_app(
     app: RootApp, listeners: Sequence[socket.socket], stop: asyncio.Event, *, header_s: float = HEADER_S
 ) -> None:
     """HTTP on these sockets until `stop`, then for a moment more, for what is under way."""

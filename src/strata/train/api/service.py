@@ -1,4 +1,4 @@
-"""What the server says of itself, before and beside all training."""
+"""Routes of the server itself: client configuration, capabilities, health, sleep and wake-up."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ async def alive(call: ApiCall) -> replies.Alive:
 
 async def health(call: ApiCall) -> RawReply:
     """Whether every rank answers; 503 if not, with the reason."""
-    found = await call.request(messages.CheckHealth(), messages.HealthReport)
+    report = await call.request(messages.CheckHealth(), messages.HealthReport)
     server = await call.request(messages.DescribeServer(), messages.ServerView)
     reply = replies.ServerHealthReply(
-        status=found.status,
-        ranks=found.ranks,
-        reason=found.reason,
+        status=report.status,
+        ranks=report.ranks,
+        reason=report.reason,
         pending=server.pending,
         running=server.running,
         dispatched=server.dispatched,
     )
-    return RawReply(msgspec.json.encode(reply), 200 if found.status == "healthy" else 503)
+    return RawReply(msgspec.json.encode(reply), 200 if report.status == "healthy" else 503)
 
 
 async def telemetry(call: ApiCall) -> replies.AcceptedReply:
-    """Taken and thrown away: what a client does is nobody's business."""
+    """Accepted and discarded: this server collects no telemetry."""
     del call
     return replies.AcceptedReply()
 

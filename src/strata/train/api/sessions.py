@@ -1,4 +1,4 @@
-"""Sessions: the life of one client program, and the models it made."""
+"""Routes of sessions: one for each client program, with heartbeats and the models it made."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def finish(call: ApiCall, body: bodies.FinishSessionBody) -> None:
 
 
 async def kill(call: ApiCall, body: bodies.SessionBody) -> None:
-    """End a session and let go of the models it made."""
+    """End a session and unload the models it made."""
     session = await _session(call, body.session_id)
     await call.request(messages.FinishSession(body.session_id, "killed"), messages.Done)
     for model_id in session.models:

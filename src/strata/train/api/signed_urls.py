@@ -1,4 +1,4 @@
-"""Addresses that anybody can use for a while who was given them: what they name is signed, and when they end."""
+"""Signed URLs: whoever has one can fetch a checkpoint without a key until it expires. The grant in it is signed."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class ArchiveGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
     """One of its files; empty for all of it in an archive."""
     expires_at_s: float
     key_id: str = ""
-    """Of the key that asked for it; the address ends with that key."""
+    """Of the key that requested it; the URL ends with that key."""
 
 
-def sign(grant: ArchiveGrant, key: bytes) -> str:
-    said = msgspec.msgpack.encode(grant)
-    return base64.urlsafe_b64encode(_mac(said, key) + said).decode().rstrip("=")
+def sign_token(grant: ArchiveGrant, key: bytes) -> str:
+    content = msgspec.msgpack.encode(grant)
+    return base64.urlsafe_b64encode(_mac(content, key) + content).decode().rstrip("=")
 
 
-def check(token: str, key: bytes, now_s: float) -> ArchiveGrant:
-    """FORBIDDEN in the same words for all that is wrong with it."""
-    refused = refusal()
+def verify_token(token: str, key: bytes, now_s: float) -> ArchiveGrant:
+    """FORBIDDEN with the same message for everything that may be wrong."""
+    refused = token_refused()
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
@@ -47,16 +47,16 @@ def check(token: str, key: bytes, now_s: float) -> ArchiveGrant:
     return grant
 
 
-def refusal() -> StrataError:
+def token_refused() -> StrataError:
     return StrataError(Code.FORBIDDEN, "this address is not valid, or not any more", hint="ask for a new one")
 
 
-def _mac(said: bytes, key: bytes) -> bytes:
-    return hmac.digest(key, said, "sha256")
+def _mac(content: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, content, "sha256")
 
 
-def address(headers: Headers, path: str, **query: str) -> str:
-    """Of this server, as the caller reaches it."""
+def signed_url(headers: Headers, path: str, **query: str) -> str:
+    """A URL of this server, by the name that the caller reaches it by."""
     scheme = headers.get("x-forwarded-proto", "http")
     host = headers.get("host", "")
     if scheme not in ("http", "https") or not _HOST.fullmatch(host):

@@ -1,4 +1,4 @@
-"""How the server is doing: for people, for Prometheus, and operation by operation."""
+"""Routes of observability: status for people, metrics for Prometheus, timelines and traces of operations."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from strata.train.api.context import ApiCall
 from strata.train.peft.layers import TOKENIZER_FILES
 
 PATH: Final = "/hf/{repository:path}/resolve/{revision}/{file}"
-"""What clients of a Hub ask for."""
+"""What clients of a Hub request."""
 
 
 class _File(NamedTuple):

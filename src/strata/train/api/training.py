@@ -1,4 +1,4 @@
-"""Operations on models. Each returns an operation of the core; the client gets its future when it is durable."""
+"""Routes of training: each handler returns an operation of the core; the client gets a future once it is durable."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def forward(call: ApiCall, body: RawBody) -> ops.ForwardBackward | ops.Mal
 
 
 def _pass(context: ApiContext, body: RawBody, *, forward_only: bool) -> ops.ForwardBackward | ops.MalformedOperation:
-    """Read and keep the batch: when this returns it is durable, and the orchestrator may be told of it."""
+    """Validate and store the batch: when this returns it is durable, and the orchestrator may get the operation."""
     if body.media_type == tinker.MEDIA_TYPE and not forward_only:
         found = tinker.read_pass(body.content)
     elif body.media_type == native.MEDIA_TYPE and not forward_only:
@@ -57,13 +57,13 @@ async def optim_step(call: ApiCall, body: bodies.OptimStepBody) -> ops.OptimStep
 
 
 async def abort_gradients(call: ApiCall, body: bodies.AbortGradientsBody) -> ops.AbortGradients:
-    """Throw away the gradients since the last step."""
+    """Discard the gradients since the last step."""
     del call
     return body.operation()
 
 
 async def unload_model(call: ApiCall, body: bodies.UnloadModelBody) -> ops.UnloadModel:
-    """Let go of a model."""
+    """Unload a model."""
     del call
     return body.operation()
 

@@ -1,4 +1,4 @@
-"""Checkpoints of models, and the models themselves as runs that can be looked up."""
+"""Routes of checkpoints: save, load, list, delete, expire; and of models as training runs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def remove(call: ApiCall) -> None:
 
 
 async def set_ttl(call: ApiCall, body: bodies.CheckpointTtlBody) -> None:
-    """Let a checkpoint go after so many seconds from now, or never."""
+    """Expire a checkpoint after so many seconds from now, or never."""
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
     await call.request(messages.SetCheckpointTtl(call.path["run_id"], kind, name, body.ttl_seconds), messages.Done)
 

@@ -1,4 +1,4 @@
-"""API keys, on the same paths as a hub has them: `strata keys` works with either."""
+"""Routes that make, list and revoke API keys, on the same paths as on a hub: `strata keys` works with either."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _shown(key: ApiKey) -> replies.ApiKeyView:
 
 
 ROUTES = (
-    Route("POST", "/v1/keys", ADMIN, add, 4 * KIB),
-    Route("GET", "/v1/keys", ADMIN, listed, KIB),
-    Route("POST", "/v1/key/{id}/revoke", ADMIN, revoke, KIB),
+    Route("POST", "/v1/keys", ADMIN, add, 4 * KIB, operation="keys.add"),
+    Route("GET", "/v1/keys", ADMIN, listed, KIB, operation="keys.listed"),
+    Route("POST", "/v1/key/{id}/revoke", ADMIN, revoke, KIB, operation="keys.revoke"),
 )

@@ -1,4 +1,7 @@
-"""The tables of API keys: a SQLite file of the server's own, or a database it shares with a hub."""
+"""Opens the database of API keys: a SQLite file of the server's own, or a database it shares with a hub.
+
+`strata.identity.authenticate` verifies keys; `key_management` has the routes that make and revoke them.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ CALL_S: Final = 5.0
 
 
 @asynccontextmanager
-async def open_identity(database: str, *, shared: bool = False) -> AsyncIterator[IdentityStore]:
-    """`shared` if there are several API servers: a SQLite file is otherwise of one process alone."""
+async def open_key_database(database: str, *, shared: bool = False) -> AsyncIterator[IdentityStore]:
+    """`shared` if there are several API servers: otherwise a SQLite file is locked by one process."""
     scheme, separator, rest = database.partition(":")
     if scheme in ("postgresql", "postgres") and separator:
         async with _open_postgres(database) as store:
@@ -64,16 +67,16 @@ async def _open_postgres(url: str) -> AsyncIterator[IdentityStore]:
         await connections.close()
 
 
-def operator_token(data: Path) -> Secret:
-    """The one of this folder, made at the first start."""
+def load_operator_token(data: Path) -> Secret:
+    """The operator token of this data folder, made at the first start."""
     path = data / TOKEN_FILE
     if not path.exists():
         write_file(path, f"{secrets.token_hex(24)}\n".encode())
     return read_secret(path)
 
 
-async def first_key(store: IdentityStore, clock: Clock, data: Path) -> None:
-    """A key for whoever can read this folder, made with the tables: the first client needs no ceremony."""
+async def create_first_key(store: IdentityStore, clock: Clock, data: Path) -> None:
+    """Make a researcher's key in a file of the data folder, together with the tables: for the first client."""
     path = data / KEY_FILE
     if not path.exists() and not await store.keys():
         _, text = await make_key(store, clock, OPERATOR, name="local", role=Role.RESEARCHER)
