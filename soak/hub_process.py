@@ -1,4 +1,4 @@
-"""A real `strata hub` to hurt, on a port and a folder that stay its own over all its deaths."""
+"""A real `strata hub` process to kill and restart, always on the same port, data folder and database."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POLL_S: Final = 0.01
 
 
 @dataclass(frozen=True)
-class Arm:
+class ArmedFailpoint:
     """Die at the hit of a failpoint after the first `skip` ones."""
 
     failpoint: str
@@ -85,7 +85,7 @@ class HubProcess:
     def runs(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    async def start(self, arm: Arm | None = None) -> None:
+    async def start(self, arm: ArmedFailpoint | None = None) -> None:
         """Only start it: `ready` waits until it answers."""
         command = self._program if arm is None else arm.program
         self.started_s = time.monotonic()

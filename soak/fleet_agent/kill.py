@@ -21,7 +21,7 @@ from soak.fleet_agent import books
 from soak.fleet_agent.fleet import Fleet, Plan
 from soak.fleet_agent.outcome import LEASE_S, Outcome
 from soak.fleet_agent.processes import AgentProcess, Child, failpoints, until
-from soak.hub_process import Arm
+from soak.hub_process import ArmedFailpoint
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random
 from strata.fleet.core.job import TERMINAL, Cause, JobStatus
 
@@ -311,9 +311,9 @@ class Campaign:
         await self._is_back(host, killed_s, await self._fleet.held(host))
 
 
-def _arm(name: str, dice: random.Random) -> Arm:
+def _arm(name: str, dice: random.Random) -> ArmedFailpoint:
     most = next((most for start, most in _MOST_SKIPPED.items() if name.startswith(start)), 0)
-    return Arm(name, dice.randint(0, most))
+    return ArmedFailpoint(name, dice.randint(0, most))
 
 
 async def run(ask: CampaignRequest, tell: OnProgress, plan: Plan | None = None) -> CampaignResult:

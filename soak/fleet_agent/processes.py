@@ -15,7 +15,7 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any, Final, TypeVar
 
-from soak.hub_process import ROOT, STRATA, Arm
+from soak.hub_process import ROOT, STRATA, ArmedFailpoint
 from strata.base.atomic import read_json
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
@@ -29,7 +29,7 @@ T = TypeVar("T")
 POLL_S: Final = 0.02
 
 
-class Freeze(Arm):
+class Freeze(ArmedFailpoint):
     """Stop there instead, until SIGCONT."""
 
     @property
@@ -86,7 +86,7 @@ class AgentProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, arm: Arm | None = None) -> None:
+    async def start(self, arm: ArmedFailpoint | None = None) -> None:
         command = (STRATA,) if arm is None else arm.program
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(

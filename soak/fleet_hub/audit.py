@@ -1,4 +1,4 @@
-"""The hub's own account of a round, compared with the books: all jobs have ended, each as the hosts were told.
+"""Audits the hub after a round: all jobs have ended, each as the replies to the hosts said.
 
 Everything is read through the hub's interface after the last restart of a round, while nobody writes.
 """
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from soak.fleet_hub.books import Books, Hold, Key
+from soak.fleet_hub.expected_state import ExpectedState, HeldAttempt, Key
 from strata.base.errors import StrataError
 from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactManifest
@@ -31,7 +31,7 @@ _EVENT: Final[Mapping[str, JobEvent]] = {
 }
 
 
-def drain(client: HubClient, books: Books, idle: Callable[[], bool], within_s: float = DRAIN_S) -> None:
+def drain(client: HubClient, expected: ExpectedState, idle: Callable[[], bool], within_s: float = DRAIN_S) -> None:
     """Wait until nothing is left to do, and nobody is at anything."""
     until_s = time.monotonic() + within_s
     while (left := _unfinished(client)) or not idle():
@@ -41,9 +41,9 @@ def drain(client: HubClient, books: Books, idle: Callable[[], bool], within_s: f
     else:
         return
     if not left:
-        books.problem(f"all jobs have ended, and a host still holds one after {within_s:g} s")
+        expected.problem(f"all jobs have ended, and a host still holds one after {within_s:g} s")
     for job in left[:5]:
-        books.problem(f"{job.id[:14]} is lost: still {job.status} ({job.reason}) after {within_s:g} s")
+        expected.problem(f"{job.id[:14]} is lost: still {job.status} ({job.reason}) after {within_s:g} s")
 
 
 def _unfinished(client: HubClient) -> Sequence[wire.Job]:
@@ -51,83 +51,89 @@ def _unfinished(client: HubClient) -> Sequence[wire.Job]:
     return client.call("GET", "/v1/jobs", wire.JobsReply, query=query).jobs
 
 
-def audit(client: HubClient, books: Books, host_ids: Mapping[str, str], events: Sequence[wire.FeedEvent]) -> None:
-    """`events` are those of this round, as the listener was told them."""
-    told: dict[str, list[wire.FeedEvent]] = {}
+def audit(
+    client: HubClient, expected: ExpectedState, host_ids: Mapping[str, str], events: Sequence[wire.FeedEvent]
+) -> None:
+    """`events` are those of this round, as the listener received them."""
+    events_of: dict[str, list[wire.FeedEvent]] = {}
     for event in events:
-        told.setdefault(event.subject, []).append(event)
-    for job_id in books.jobs:
+        events_of.setdefault(event.subject, []).append(event)
+    for job_id in expected.jobs:
         try:
             found = client.call("GET", f"/v1/job/{job_id}", wire.JobReply)
         except StrataError as error:
-            books.problem(f"{job_id[:14]} was queued and is gone: {error.message}")
+            expected.problem(f"{job_id[:14]} was queued and is gone: {error.message}")
             continue
-        holds = {key: hold for key, hold in books.holds.items() if key[0] == job_id}
-        _check_end(books, found.job)
-        _check_attempts(books, found, holds, host_ids)
-        _check_events(books, found.job, holds, told.get(job_id, []))
-        _check_bytes(client, books, found.job, holds)
+        holds = {key: hold for key, hold in expected.holds.items() if key[0] == job_id}
+        _check_end(expected, found.job)
+        _check_attempts(expected, found, holds, host_ids)
+        _check_events(expected, found.job, holds, events_of.get(job_id, []))
+        _check_bytes(client, expected, found.job, holds)
 
 
-def _check_end(books: Books, job: wire.Job) -> None:
-    known = books.jobs[job.id]
+def _check_end(expected: ExpectedState, job: wire.Job) -> None:
+    known = expected.jobs[job.id]
     name = job.id[:14]
     if known.final not in (None, job.status):
-        books.problem(f"{name} was told to be {known.final}, and is {job.status}")
+        expected.problem(f"{name} was reported as {known.final}, and is {job.status}")
     if job.status is JobStatus.CANCELLED and not known.cancel_asked:
-        books.problem(f"{name} is cancelled, and nobody asked for it")
+        expected.problem(f"{name} is cancelled, and nobody asked for it")
     if job.status is JobStatus.COMPLETED and not known.completed_by:
-        books.problem(f"{name} is completed, and no host was told so")
+        expected.problem(f"{name} is completed, and no host got a reply that says so")
 
 
-def _check_attempts(books: Books, found: wire.JobReply, holds: Mapping[Key, Hold], host_ids: Mapping[str, str]) -> None:
+def _check_attempts(
+    expected: ExpectedState, found: wire.JobReply, holds: Mapping[Key, HeldAttempt], host_ids: Mapping[str, str]
+) -> None:
     job, name = found.job, found.job.id[:14]
     epochs = [attempt.epoch for attempt in found.attempts]
     if epochs != list(range(1, job.epoch + 1)):
-        books.problem(f"{name} is at attempt {job.epoch} and has the attempts {epochs}")
+        expected.problem(f"{name} is at attempt {job.epoch} and has the attempts {epochs}")
     for attempt in found.attempts:
         hold = holds.get((job.id, attempt.epoch))
         if hold is None:
-            books.problem(f"attempt {attempt.epoch} of {name} was given away, and no host was told so")
+            expected.problem(f"attempt {attempt.epoch} of {name} was given away, and no host got a reply that says so")
         elif host_ids[hold.host] != attempt.host_id:
-            books.problem(f"attempt {attempt.epoch} of {name} is another host's than {hold.host}'s")
+            expected.problem(f"attempt {attempt.epoch} of {name} is another host's than {hold.host}'s")
         else:
-            _check_report(books, job, attempt, hold)
+            _check_report(expected, job, attempt, hold)
     if len([1 for attempt in found.attempts if attempt.outcome == "completed"]) != (job.status is JobStatus.COMPLETED):
-        books.problem(f"{name} is {job.status}, and its attempts ended {[each.outcome for each in found.attempts]}")
+        expected.problem(f"{name} is {job.status}, and its attempts ended {[each.outcome for each in found.attempts]}")
     for key in holds.keys() - {(job.id, epoch) for epoch in epochs}:
-        books.problem(f"attempt {key[1]} of {name} was given to {holds[key].host} and is gone")
-    _check_budget(books, found)
+        expected.problem(f"attempt {key[1]} of {name} was given to {holds[key].host} and is gone")
+    _check_budget(expected, found)
 
 
-def _check_report(books: Books, job: wire.Job, attempt: wire.JobAttempt, hold: Hold) -> None:
+def _check_report(expected: ExpectedState, job: wire.Job, attempt: wire.JobAttempt, hold: HeldAttempt) -> None:
     name = f"{job.id[:14]}/{attempt.epoch}"
     if hold.result is not None:
         kept = (attempt.outcome, attempt.artifact, attempt.facts.get("metrics", {}).get("loss"), job.artifact)
         if kept != ("completed", hold.result[0], hold.result[1], hold.result[0]):
-            books.problem(f"{name} was completed with {hold.result}, and the hub has {kept}")
+            expected.problem(f"{name} was completed with {hold.result}, and the hub has {kept}")
     elif attempt.outcome == "completed":
-        books.problem(f"{name} is completed, and its host was not told so")
+        expected.problem(f"{name} is completed, and its host got no reply that says so")
     if hold.failed is not None and (attempt.cause, attempt.error) != hold.failed:
-        books.problem(f"{name} failed with {hold.failed}, and the hub has {(attempt.cause, attempt.error)}")
+        expected.problem(f"{name} failed with {hold.failed}, and the hub has {(attempt.cause, attempt.error)}")
     if hold.checkpoint and not attempt.checkpoint:
-        books.problem(f"{name} left the checkpoint {hold.checkpoint}, and the hub does not know it")
+        expected.problem(f"{name} left the checkpoint {hold.checkpoint}, and the hub does not know it")
 
 
-def _check_budget(books: Books, found: wire.JobReply) -> None:
+def _check_budget(expected: ExpectedState, found: wire.JobReply) -> None:
     """An attempt that was counted twice ends a job too early."""
     job, spec = found.job, found.job.spec
     charged = len([1 for attempt in found.attempts if attempt.cause in CHARGED])
     lost = len([1 for attempt in found.attempts if attempt.cause is Cause.HOST_LOST])
     used_up = charged == spec.max_attempts or lost == spec.max_lost
     if charged > spec.max_attempts or (job.status is JobStatus.FAILED) != used_up:
-        books.problem(
+        expected.problem(
             f"{job.id[:14]} is {job.status} after {charged} of {spec.max_attempts} attempts failed and {lost} of"
             f" {spec.max_lost} were lost: {job.reason}"
         )
 
 
-def _check_events(books: Books, job: wire.Job, holds: Mapping[Key, Hold], events: Sequence[wire.FeedEvent]) -> None:
+def _check_events(
+    expected: ExpectedState, job: wire.Job, holds: Mapping[Key, HeldAttempt], events: Sequence[wire.FeedEvent]
+) -> None:
     """Played through the table of statuses, they lead to where the job is."""
     name, status, claims = job.id[:14], JobStatus.PENDING, 0
     for event in events:
@@ -137,35 +143,37 @@ def _check_events(books: Books, job: wire.Job, holds: Mapping[Key, Hold], events
         try:
             status = advance(status, moves)
         except StrataError as error:
-            books.problem(f"{name}: {event.kind} after {status}: {error.message}")
+            expected.problem(f"{name}: {event.kind} after {status}: {error.message}")
             return
         claims += moves is JobEvent.CLAIM
         hold = holds.get((job.id, event.body.get("epoch", 0)))
         if moves is JobEvent.EXPIRE:
-            books.counted["expired"] += 1
+            expected.counted["expired"] += 1
             if hold is not None and hold.healthy:
-                books.problem(f"the lease of {name}/{event.body['epoch']} ran out, and {hold.host} renews all the time")
+                expected.problem(
+                    f"the lease of {name}/{event.body['epoch']} ran out, and {hold.host} renews all the time"
+                )
     if (status, claims) != (job.status, job.epoch):
-        books.problem(f"the events of {name} end {status} after {claims} claims; it is {job.status} at {job.epoch}")
+        expected.problem(f"the events of {name} end {status} after {claims} claims; it is {job.status} at {job.epoch}")
 
 
-def _check_bytes(client: HubClient, books: Books, job: wire.Job, holds: Mapping[Key, Hold]) -> None:
+def _check_bytes(client: HubClient, expected: ExpectedState, job: wire.Job, holds: Mapping[Key, HeldAttempt]) -> None:
     for (_, epoch), hold in holds.items():
         query = wire.StreamQuery(attempt=epoch)
         stored = client.fetch(f"/v1/job/{job.id}/log", query=query).content if hold.log else b""
         # What was not confirmed may be there as well.
         if not stored.startswith(hold.log):
             sizes = f"{len(hold.log)} bytes were confirmed, {len(stored)} are there"
-            books.problem(f"the log of {job.id[:14]}/{epoch} is not what was sent: {sizes}")
+            expected.problem(f"the log of {job.id[:14]}/{epoch} is not what was sent: {sizes}")
     if job.status is JobStatus.COMPLETED:
         content = client.fetch(f"/v1/artifact/{job.artifact}/file", query=wire.FileQuery(path="result.bin")).content
         sha256 = hashlib.sha256(content).hexdigest()
         file = ArtifactFile(path="result.bin", size=len(content), sha256=sha256, chunks=(sha256,))
         if ArtifactManifest(files=(file,)).id != job.artifact:
-            books.problem(f"the result of {job.id[:14]} is not what was uploaded")
+            expected.problem(f"the result of {job.id[:14]} is not what was uploaded")
 
 
-def check_feed(client: HubClient, books: Books, told: Sequence[wire.FeedEvent], after: str) -> None:
+def check_feed(client: HubClient, expected: ExpectedState, received: Sequence[wire.FeedEvent], after: str) -> None:
     """What the listener was told over all outages is what the table has: nothing skipped, nothing twice."""
     kept: list[str] = []
     cursor = after
@@ -176,13 +184,13 @@ def check_feed(client: HubClient, books: Books, told: Sequence[wire.FeedEvent], 
             break
         kept += [event.cursor for event in reply.events]
         cursor = reply.cursor
-    heard = [event.cursor for event in told]
+    heard = [event.cursor for event in received]
     if heard != kept:
         different = len(set(heard))
-        books.problem(f"the listener was told {len(heard)} events, {different} different; the feed has {len(kept)}")
+        expected.problem(f"the listener was told {len(heard)} events, {different} different; the feed has {len(kept)}")
 
 
-def check_webhook(books: Books, wanted: Sequence[str], got: Sequence[str], within_s: float = 30.0) -> None:
+def check_webhook(expected: ExpectedState, wanted: Sequence[str], got: Sequence[str], within_s: float = 30.0) -> None:
     """Every event that the webhook wants came, in order, at least once; `got` grows."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s and not set(wanted) <= set(got):
@@ -190,4 +198,6 @@ def check_webhook(books: Books, wanted: Sequence[str], got: Sequence[str], withi
     first = list(dict.fromkeys(got))
     arrived = [cursor for cursor in first if cursor in set(wanted)]
     if arrived != list(wanted):
-        books.problem(f"a webhook wants {len(wanted)} events, and got {len(arrived)} of them, not all or not in order")
+        expected.problem(
+            f"a webhook wants {len(wanted)} events, and got {len(arrived)} of them, not all or not in order"
+        )

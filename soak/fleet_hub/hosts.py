@@ -1,4 +1,4 @@
-"""Simulated hosts that speak the hub's real interface and repeat what was not answered, as the agent does.
+"""Simulated hosts that call the hub's real API and retry requests without a reply, as the agent does.
 
 Each has two threads: one claims jobs and works on them, the other renews all it holds. What a job does is chance: it
 completes with an artifact, fails for one reason or another, or its host keeps silent for longer than a lease.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from soak.fleet_hub.books import Books, Hold, Key
+from soak.fleet_hub.expected_state import ExpectedState, HeldAttempt, Key
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
@@ -29,7 +29,7 @@ from strata.fleet.wire import LeaseGiven
 
 T = TypeVar("T")
 
-AGAIN: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE, Code.EXHAUSTED})
+RETRYABLE: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE, Code.EXHAUSTED})
 OVER: Final = frozenset({Code.STALE, Code.CONFLICT})
 """Answers to the end of an attempt that somebody else has ended."""
 WAIT_S: Final = 2.0
@@ -43,52 +43,54 @@ class Stopped(Exception):  # noqa: N818 - nothing is wrong
 
 
 @dataclass(frozen=True)
-class Temper:
-    """What a host is like."""
+class HostBehaviour:
+    """How a simulated host behaves."""
 
     count: int = 2
     """Jobs it asks for at once; it works on them one after the other and holds all of them."""
     work_s: tuple[float, float] = (0.1, 1.5)
     fails: float = 0.12
-    vanishes: float = 0.12
+    goes_silent: float = 0.12
     checkpoints: float = 0.2
     repeats: float = 0.25
-    """How often it asks again what was answered."""
+    """How often it repeats a request that was answered."""
 
 
-HOLDER: Final = Temper(count=4, work_s=(4.0, 12.0), fails=0.0, vanishes=0.0)
+HOLDER: Final = HostBehaviour(count=4, work_s=(4.0, 12.0), fails=0.0, goes_silent=0.0)
 """Holds its jobs over several outages."""
 
 
-class Asking:
-    """Asks until there is an answer. Any answer that no host should ever get is a problem."""
+class RetryingCaller:
+    """Retries a request with backoff until the hub replies. A reply that no host should ever get is a problem."""
 
-    def __init__(self, books: Books, stopping: threading.Event, dice: random.Random, most_s: float) -> None:
-        self._books = books
+    def __init__(self, expected: ExpectedState, stopping: threading.Event, rng: random.Random, most_s: float) -> None:
+        self._expected = expected
         self._stopping = stopping
-        self._dice = dice
+        self._rng = rng
         self._most_s = most_s
 
-    def ask(self, what: str, call: Callable[[], T], *, expected: frozenset[Code] = frozenset()) -> T:
+    def call(self, what: str, request: Callable[[], T], *, accepted: frozenset[Code] = frozenset()) -> T:
         pause_s = 0.02
         while not self._stopping.is_set():
             try:
-                answer = call()
+                answer = request()
             except StrataError as error:
-                if error.code not in AGAIN:
-                    if error.code not in expected:
-                        self._books.problem(f"{what}: {error.code}: {error.message}")
+                if error.code not in RETRYABLE:
+                    if error.code not in accepted:
+                        self._expected.problem(f"{what}: {error.code}: {error.message}")
                     raise
-                self._stopping.wait(pause_s * self._dice.uniform(0.5, 1.0))
+                self._stopping.wait(pause_s * self._rng.uniform(0.5, 1.0))
                 pause_s = min(pause_s * 2, self._most_s)
             else:
                 if what in WRITES:
-                    self._books.answered_s = time.monotonic()
+                    self._expected.answered_s = time.monotonic()
                 return answer
         raise Stopped
 
 
-def guarded(who: str, books: Books, stopping: threading.Event, do: Callable[[], None]) -> threading.Thread:
+def monitored_thread(
+    who: str, expected: ExpectedState, stopping: threading.Event, do: Callable[[], None]
+) -> threading.Thread:
     """A thread whose end is a problem unless the campaign is over."""
 
     def run() -> None:
@@ -96,32 +98,41 @@ def guarded(who: str, books: Books, stopping: threading.Event, do: Callable[[], 
             do()
         except Exception as error:  # noqa: BLE001 - the outermost handler of a thread, which nobody else hears
             if not stopping.is_set():
-                books.problem(f"{who} gave up: {type(error).__name__}: {error}")
+                expected.problem(f"{who} gave up: {type(error).__name__}: {error}")
 
     return threading.Thread(target=run, name=who, daemon=True)
 
 
-class Host:
+class SimulatedHost:
     def __init__(
-        self, url: str, login: tuple[str, Secret], books: Books, temper: Temper, *, lease_s: float, dice: random.Random
+        self,
+        url: str,
+        login: tuple[str, Secret],
+        expected: ExpectedState,
+        behaviour: HostBehaviour,
+        *,
+        lease_s: float,
+        rng: random.Random,
     ) -> None:
         self.name, secret = login
-        self._books = books
-        self._temper = temper
+        self._expected = expected
+        self._behaviour = behaviour
         self._lease_s = lease_s
-        self._dice = dice
+        self._rng = rng
         self._client = HubClient(url, bearer=secret, timeout_s=15.0)
-        self._beating = HubClient(url, bearer=secret, timeout_s=10.0)
-        self._calls = HubApi(self._client)
+        self._heartbeat_client = HubClient(url, bearer=secret, timeout_s=10.0)
+        self._api = HubApi(self._client)
         self._stopping = threading.Event()
-        # A host asks again soon enough after any outage to keep what it holds: as the agent, in proportion.
-        self._patient = Asking(books, self._stopping, dice, lease_s / 6)
-        self._beats = Asking(books, self._stopping, random.Random(dice.random()), lease_s / 6)  # noqa: S311
-        self._held: dict[Key, tuple[LeaseGiven, Hold]] = {}
+        # After an outage a host retries soon enough to keep its leases: as the agent, in proportion.
+        self._caller = RetryingCaller(expected, self._stopping, rng, lease_s / 6)
+        self._heartbeat_caller = RetryingCaller(expected, self._stopping, random.Random(rng.random()), lease_s / 6)  # noqa: S311
+        self._held: dict[Key, tuple[LeaseGiven, HeldAttempt]] = {}
         self._silent: set[Key] = set()
         self._lock = threading.Lock()
-        self._threads = [guarded(self.name, books, self._stopping, each) for each in (self._work, self._renew)]
-        self.calm = threading.Event()
+        self._threads = [
+            monitored_thread(self.name, expected, self._stopping, each) for each in (self._work, self._renew)
+        ]
+        self.draining = threading.Event()
         """Everything completes: the jobs are to come to an end."""
 
     def start(self) -> None:
@@ -131,19 +142,19 @@ class Host:
     def stop(self) -> None:
         self._stopping.set()
         self._client.close()
-        self._beating.close()
+        self._heartbeat_client.close()
 
     def join(self) -> None:
         for each in self._threads:
             each.join(30)
             if each.is_alive():
-                self._books.problem(f"{self.name} hangs")
+                self._expected.problem(f"{self.name} hangs")
 
     def register(self) -> None:
         capability = Capability(hostname=self.name, os="linux", cores=8, ram_bytes=2**35)
-        reply = self._patient.ask("register", lambda: self._calls.register(capability))
+        reply = self._caller.call("register", lambda: self._api.register(capability))
         if reply.lease_s != self._lease_s:
-            self._books.problem(f"a lease lasts {reply.lease_s:g} s, not {self._lease_s:g}")
+            self._expected.problem(f"a lease lasts {reply.lease_s:g} s, not {self._lease_s:g}")
 
     @property
     def idle(self) -> bool:
@@ -160,115 +171,115 @@ class Host:
             if self._chance(0.02):
                 self.register()
 
-    def _claim(self) -> dict[Key, tuple[LeaseGiven, Hold]]:
-        count = self._temper.count
+    def _claim(self) -> dict[Key, tuple[LeaseGiven, HeldAttempt]]:
+        count = self._behaviour.count
         claiming = PendingClaim(claim_id=f"{self.name}-{next(_names)}", count=count, slots=count)
-        held = self._keep(self._patient.ask("claim", lambda: self._calls.claim(claiming, WAIT_S)))
-        if held and self._chance(self._temper.repeats):
-            again = self._patient.ask("claim again", lambda: self._calls.claim(claiming, 0.0))
-            self._books.repeated_claim(self.name, set(held), {(each.job_id, each.epoch) for each in again})
+        held = self._keep(self._caller.call("claim", lambda: self._api.claim(claiming, WAIT_S)))
+        if held and self._chance(self._behaviour.repeats):
+            again = self._caller.call("claim again", lambda: self._api.claim(claiming, 0.0))
+            self._expected.repeated_claim(self.name, set(held), {(each.job_id, each.epoch) for each in again})
         return held
 
-    def _keep(self, leases: tuple[LeaseGiven, ...]) -> dict[Key, tuple[LeaseGiven, Hold]]:
-        if len(leases) > self._temper.count:
-            self._books.problem(f"{self.name} asked for {self._temper.count} jobs and was given {len(leases)}")
-        held: dict[Key, tuple[LeaseGiven, Hold]] = {}
+    def _keep(self, leases: tuple[LeaseGiven, ...]) -> dict[Key, tuple[LeaseGiven, HeldAttempt]]:
+        if len(leases) > self._behaviour.count:
+            self._expected.problem(f"{self.name} asked for {self._behaviour.count} jobs and was given {len(leases)}")
+        held: dict[Key, tuple[LeaseGiven, HeldAttempt]] = {}
         with self._lock:
             for lease in leases:
-                hold = self._books.granted(self.name, lease)
+                hold = self._expected.granted(self.name, lease)
                 if hold is not None:
                     held[lease.job_id, lease.epoch] = (lease, hold)
             self._held |= held
         return held
 
-    def _attempt(self, key: Key, lease: LeaseGiven, hold: Hold) -> None:
-        temper, calm = self._temper, self.calm.is_set()
+    def _attempt(self, key: Key, lease: LeaseGiven, hold: HeldAttempt) -> None:
+        behaviour, draining = self._behaviour, self.draining.is_set()
         try:
-            self._say(key, lease, hold, f"begins on {self.name}\n".encode())
-            if self._chance(temper.checkpoints):
+            self._append_log(key, lease, hold, f"begins on {self.name}\n".encode())
+            if self._chance(behaviour.checkpoints):
                 self._checkpoint(key, lease, hold)
-            self._wait(self._dice.uniform(*temper.work_s), hold)
-            if not calm and self._chance(temper.vanishes):
-                self._vanish(key)
+            self._wait(self._rng.uniform(*behaviour.work_s), hold)
+            if not draining and self._chance(behaviour.goes_silent):
+                self._go_silent(key)
             if hold.stopped:
                 return
-            self._say(key, lease, hold, b"ends\n")
-            if not calm and self._chance(temper.fails):
+            self._append_log(key, lease, hold, b"ends\n")
+            if not draining and self._chance(behaviour.fails):
                 self._fail(key, lease, hold)
             else:
                 self._complete(key, lease, hold)
         except StrataError as error:
             if error.code not in OVER:
                 raise
-            self._books.refused(key, "a write", str(error.code))
+            self._expected.refused(key, "a write", str(error.code))
         finally:
             with self._lock:
                 self._held.pop(key, None)
                 self._silent.discard(key)
 
-    def _vanish(self, key: Key) -> None:
-        self._books.let_go(key)
+    def _go_silent(self, key: Key) -> None:
+        self._expected.mark_silent(key)
         self._silent.add(key)
-        self._wait(self._lease_s * self._dice.uniform(1.3, 3.5))
+        self._wait(self._lease_s * self._rng.uniform(1.3, 3.5))
 
-    def _wait(self, work_s: float, hold: Hold | None = None) -> None:
+    def _wait(self, work_s: float, hold: HeldAttempt | None = None) -> None:
         until_s = time.monotonic() + work_s
         while time.monotonic() < until_s and not self._stopping.is_set():
             # In the end nobody waits for the slow ones.
-            if self.calm.is_set() or (hold is not None and hold.stopped):
+            if self.draining.is_set() or (hold is not None and hold.stopped):
                 return
             self._stopping.wait(0.1)
 
-    def _say(self, key: Key, lease: LeaseGiven, hold: Hold, piece: bytes) -> None:
+    def _append_log(self, key: Key, lease: LeaseGiven, hold: HeldAttempt, piece: bytes) -> None:
         offset = len(hold.log)
-        size = self._patient.ask(
-            f"log of {key[0][:14]}", lambda: self._calls.append(lease, "log", offset, piece), expected=OVER
+        size = self._caller.call(
+            f"log of {key[0][:14]}", lambda: self._api.append(lease, "log", offset, piece), accepted=OVER
         )
         if size != offset + len(piece):
-            self._books.problem(f"{offset + len(piece)} bytes of a log were sent, and the hub has {size}")
+            self._expected.problem(f"{offset + len(piece)} bytes of a log were sent, and the hub has {size}")
         hold.log += piece
 
-    def _checkpoint(self, key: Key, lease: LeaseGiven, hold: Hold) -> None:
+    def _checkpoint(self, key: Key, lease: LeaseGiven, hold: HeldAttempt) -> None:
         hold.checkpoint = self._upload(lease, f"checkpoint {key}".encode(), ArtifactKind.CHECKPOINT)
 
-    def _complete(self, key: Key, lease: LeaseGiven, hold: Hold) -> None:
-        metric = self._dice.random()
+    def _complete(self, key: Key, lease: LeaseGiven, hold: HeldAttempt) -> None:
+        metric = self._rng.random()
         artifact = self._upload(
-            lease, f"result {key} {metric}".encode() * self._dice.randint(1, 2000), ArtifactKind.RESULT
+            lease, f"result {key} {metric}".encode() * self._rng.randint(1, 2000), ArtifactKind.RESULT
         )
         body = wire.CompleteRequest(epoch=lease.epoch, artifact=artifact, metrics={"loss": metric})
         hold.ending = True
         try:
-            answer = self._patient.ask("complete", lambda: self._calls.complete(lease, body), expected=OVER)
+            answer = self._caller.call("complete", lambda: self._api.complete(lease, body), accepted=OVER)
         except StrataError as error:
-            self._books.refused(key, "the result", str(error.code))
+            self._expected.refused(key, "the result", str(error.code))
             return
-        self._books.completed(key, artifact, metric, answer)
-        if self._chance(self._temper.repeats):
-            again = self._patient.ask("complete again", lambda: self._calls.complete(lease, body))
+        self._expected.completed(key, artifact, metric, answer)
+        if self._chance(self._behaviour.repeats):
+            again = self._caller.call("complete again", lambda: self._api.complete(lease, body))
             self._same(key, "complete", _of(answer), _of(again))
 
-    def _fail(self, key: Key, lease: LeaseGiven, hold: Hold) -> None:
+    def _fail(self, key: Key, lease: LeaseGiven, hold: HeldAttempt) -> None:
         # Not too often infra, else the hosts would all be quarantined.
-        cause = self._dice.choice([Cause.USER_ERROR, Cause.USER_ERROR, Cause.OOM, Cause.TIMEOUT, Cause.PREEMPTED])
+        cause = self._rng.choice([Cause.USER_ERROR, Cause.USER_ERROR, Cause.OOM, Cause.TIMEOUT, Cause.PREEMPTED])
         error = f"attempt {lease.epoch} on {self.name}"
         hold.ending = True
         try:
-            answer = self._patient.ask("fail", lambda: self._calls.fail(lease, cause, error, {}), expected=OVER)
+            answer = self._caller.call("fail", lambda: self._api.fail(lease, cause, error, {}), accepted=OVER)
         except StrataError as refusal:
-            self._books.refused(key, "the failure", str(refusal.code))
+            self._expected.refused(key, "the failure", str(refusal.code))
             return
-        self._books.failed(key, cause, error, answer)
-        if self._chance(self._temper.repeats):
-            again = self._patient.ask("fail again", lambda: self._calls.fail(lease, cause, error, {}))
+        self._expected.failed(key, cause, error, answer)
+        if self._chance(self._behaviour.repeats):
+            again = self._caller.call("fail again", lambda: self._api.fail(lease, cause, error, {}))
             # Once the job has gone on to its next attempt, or was cancelled, the answer shows that.
             if again.epoch == lease.epoch and again.status is not JobStatus.CANCELLED:
                 self._same(key, "fail", _of(answer), _of(again))
 
     def _same(self, key: Key, what: str, first: object, second: object) -> None:
-        self._books.counted[f"{what} repeated"] += 1
+        self._expected.counted[f"{what} repeated"] += 1
         if first != second:
-            self._books.problem(f"{what} of {key[0][:14]}/{key[1]} was answered {first}, and then {second}")
+            self._expected.problem(f"{what} of {key[0][:14]}/{key[1]} was answered {first}, and then {second}")
 
     def _upload(self, lease: LeaseGiven, content: bytes, kind: ArtifactKind) -> str:
         sha256 = hashlib.sha256(content).hexdigest()
@@ -277,20 +288,20 @@ class Host:
         lineage = Lineage(kind=kind, model=lease.spec.model, mode=lease.spec.mode)
 
         def upload() -> str:
-            for chunk in self._calls.missing(manifest.chunks()):
+            for chunk in self._api.missing(manifest.chunks()):
                 self._put(chunk, content)
-            return self._calls.commit(lease, manifest, lineage)
+            return self._api.commit(lease, manifest, lineage)
 
-        return self._patient.ask("upload", upload, expected=OVER)
+        return self._caller.call("upload", upload, accepted=OVER)
 
     def _put(self, chunk: wire.MissingChunk, content: bytes) -> None:
         try:
-            self._calls.put_chunk(chunk, content)
+            self._api.put_chunk(chunk, content)
         except StrataError as error:
             if error.code not in (Code.CONFLICT, Code.PRECONDITION):
                 raise
             # More or less of it arrived than the sender knows: ask what is missing, and go on from there.
-            self._books.counted["uploads resumed"] += 1
+            self._expected.counted["uploads resumed"] += 1
             raise StrataError(Code.UNAVAILABLE, error.message) from error
 
     # Renew
@@ -308,8 +319,8 @@ class Host:
     def _send_heartbeats(self) -> None:
         held = self._all_held()
         if held:
-            for each in self._beats.ask("renew", lambda: HubApi(self._beating).renew(held)):
-                self._books.verdict(self.name, each)
+            for each in self._heartbeat_caller.call("renew", lambda: HubApi(self._heartbeat_client).renew(held)):
+                self._expected.verdict(self.name, each)
 
     def _all_held(self) -> tuple[wire.LeaseHeld, ...]:
         with self._lock:
@@ -322,11 +333,11 @@ class Host:
     def _excuse(self) -> None:
         with self._lock:
             for key in self._held:
-                self._books.let_go(key)
-            self._books.counted["excused"] += len(self._held)
+                self._expected.mark_silent(key)
+            self._expected.counted["excused"] += len(self._held)
 
     def _chance(self, share: float) -> bool:
-        return self._dice.random() < share
+        return self._rng.random() < share
 
 
 def _of(job: wire.Job) -> tuple[object, ...]:

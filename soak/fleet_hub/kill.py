@@ -1,4 +1,4 @@
-"""Kill the hub again and again under hosts at work, and see that nothing it said was taken back.
+"""Kill the hub again and again under load, and audit that it keeps every write that it acknowledged.
 
 Every second kill comes at a random moment from outside, the others at a failpoint, where the process ends itself. Every
 tenth time nobody starts it again before all leases have run out; every twentieth time it is frozen for as long before.
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from soak.fleet_hub.books import Books
-from soak.fleet_hub.crew import LEASE_S, SEEDS_PER_TRIAL, Crew, Outcome, settings
-from soak.fleet_hub.people import Receiver
-from soak.hub_process import ROOT, STRATA, Arm, HubProcess
+from soak.fleet_hub.clients import Receiver
+from soak.fleet_hub.expected_state import ExpectedState
+from soak.fleet_hub.workers import LEASE_S, SEEDS_PER_TRIAL, Outcome, Workers, settings
+from soak.hub_process import ROOT, STRATA, ArmedFailpoint, HubProcess
 from soak.trials import CampaignRequest, CampaignResult, Database, OnProgress, seeded_random, spread_s
 
 ROUND: Final = 20
@@ -53,7 +53,7 @@ class Kill:
     number: int
     pause_s: float
     """Of a kill from outside: how long after the hub was ready."""
-    arm: Arm | None
+    arm: ArmedFailpoint | None
     down_s: float
     """How long nobody starts it again."""
     frozen_s: float = 0.0
@@ -65,22 +65,22 @@ def schedule(database: Database, first: int, kills: int) -> list[Kill]:
     names = failpoints(database)
     made = []
     for number in range(first, first + kills):
-        dice = seeded_random(number)
+        rng = seeded_random(number)
         arm = None
         if number % 2:
             name = names[number // 2 % len(names)]
             most = next((hits for word, hits in _HITS.items() if word in name), _FEW)
-            arm = Arm(name, dice.randint(0, 0 if any(word in name for word in _RARE) else most))
+            arm = ArmedFailpoint(name, rng.randint(0, 0 if any(word in name for word in _RARE) else most))
         blackout = number % BLACKOUT_EVERY == BLACKOUT_EVERY - 1
-        down_s = LEASE_S * dice.uniform(1.2, 1.6) if blackout else dice.uniform(0.0, 0.4)
+        down_s = LEASE_S * rng.uniform(1.2, 1.6) if blackout else rng.uniform(0.0, 0.4)
         frozen_s = LEASE_S * 1.3 if number % FREEZE_EVERY == 4 else 0.0
-        pause_s = CALM_S if number % CALM_EVERY == 2 or frozen_s else dice.uniform(0.0, 2.0)
+        pause_s = CALM_S if number % CALM_EVERY == 2 or frozen_s else rng.uniform(0.0, 2.0)
         made.append(Kill(number, pause_s, arm, down_s, frozen_s))
     return made
 
 
 @dataclass
-class Killed(Outcome):
+class KillOutcome(Outcome):
     serving_s: list[float] = field(default_factory=list)
     """From the start of the process to its first answer."""
     moments: dict[str, int] = field(default_factory=dict)
@@ -100,27 +100,27 @@ class Killed(Outcome):
 
 
 class Campaign:
-    def __init__(self, hub: HubProcess, books: Books) -> None:
+    def __init__(self, hub: HubProcess, expected: ExpectedState) -> None:
         self._hub = hub
-        self._books = books
-        self.outcome = Killed()
+        self._expected = expected
+        self.outcome = KillOutcome()
 
     async def kill(self, kills: Sequence[Kill]) -> None:
         """The hub is armed for a kill when it starts, so the first one of a round begins with a restart."""
         outcome = self.outcome
         await self._restart(kills[0].arm, 0.0)
         for turn, kill in enumerate(kills):
-            moment = await self._strike(kill)
+            moment = await self._kill_hub(kill)
             outcome.moments[moment] = outcome.moments.get(moment, 0) + 1
             outcome.blackouts += kill.down_s > LEASE_S or kill.frozen_s > LEASE_S
             arm = kills[turn + 1].arm if turn + 1 < len(kills) else None
             await self._restart(arm, kill.down_s)
-            if self._books.problems:
+            if self._expected.problems:
                 # The rest would only follow from these.
                 return
         outcome.memory_mb = max(outcome.memory_mb, self._hub.memory_mb())
 
-    async def _strike(self, kill: Kill) -> str:
+    async def _kill_hub(self, kill: Kill) -> str:
         hub = self._hub
         if kill.frozen_s:
             hub.signal(signal.SIGSTOP)
@@ -132,7 +132,7 @@ class Campaign:
         await hub.kill()
         return OUTSIDE
 
-    async def _restart(self, arm: Arm | None, down_s: float) -> None:
+    async def _restart(self, arm: ArmedFailpoint | None, down_s: float) -> None:
         if self._hub.runs:
             await self._hub.kill()
         await asyncio.sleep(down_s)
@@ -154,11 +154,11 @@ async def run(
     receiver = Receiver()
     database = ask.url if ask.database == "postgres" else ""
     hub = HubProcess(ask.folder, database=database, config=settings(ask.folder, receiver), program=program)
-    crew = Crew(hub, receiver, ask.workers, seeded_random(ask.first), ask.first * SEEDS_PER_TRIAL)
+    workers = Workers(hub, receiver, ask.workers, seeded_random(ask.first), ask.first * SEEDS_PER_TRIAL)
     try:
         wanted = kills or schedule(ask.database, ask.first, ask.times)
-        campaign = Campaign(hub, crew.books)
-        async for result in crew.rounds(wanted, per_round, campaign.kill, campaign.outcome):
+        campaign = Campaign(hub, workers.expected)
+        async for result in workers.rounds(wanted, per_round, campaign.kill, campaign.outcome):
             tell(result)
     finally:
         receiver.close()

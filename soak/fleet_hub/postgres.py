@@ -1,4 +1,4 @@
-"""Hurt the PostgreSQL of a hub that lives on, under hosts at work: killed, its backends terminated, its replies lost.
+"""Inject faults into the PostgreSQL of a running hub under load: kill it, terminate its backends, lose its replies.
 
 A proxy stands between the two, so that a reply can be lost after the COMMIT it tells of. After each round all jobs come
 to their end and everything is compared, as in the campaign that kills the hub.
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
-from soak.fleet_hub.books import Books
-from soak.fleet_hub.crew import LEASE_S, SEEDS_PER_TRIAL, Crew, Outcome, settings
-from soak.fleet_hub.people import Receiver
+from soak.fleet_hub.clients import Receiver
+from soak.fleet_hub.expected_state import ExpectedState
+from soak.fleet_hub.workers import LEASE_S, SEEDS_PER_TRIAL, Outcome, Workers, settings
 from soak.hub_process import HubProcess
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
 from strata.testing.postgres import PostgresServer
@@ -32,27 +32,27 @@ CALM_S: Final = 2.2 * LEASE_S
 
 
 @dataclass
-class Site:
-    """What can be hurt."""
+class DatabaseUnderTest:
+    """The database of the hub, and the proxy between the two."""
 
     server: PostgresServer
     url: str
     proxy: ChaosProxy
 
 
-async def kill(site: Site, away_s: float) -> None:
+async def kill(site: DatabaseUnderTest, away_s: float) -> None:
     """SIGKILL to the server and all its children."""
     await asyncio.to_thread(site.server.kill)
     await asyncio.sleep(away_s)
     await asyncio.to_thread(site.server.start)
 
 
-async def kill_for_longer(site: Site, away_s: float) -> None:
+async def kill_for_longer(site: DatabaseUnderTest, away_s: float) -> None:
     """It stays away for longer than a lease lasts."""
     await kill(site, LEASE_S * 1.2 + away_s)
 
 
-async def terminate(site: Site, away_s: float) -> None:
+async def terminate(site: DatabaseUnderTest, away_s: float) -> None:
     """All backends of the hub end, several times in a row."""
     until_s = time.monotonic() + away_s
     while True:
@@ -62,7 +62,7 @@ async def terminate(site: Site, away_s: float) -> None:
         await asyncio.sleep(0.1)
 
 
-async def lose_replies(site: Site, away_s: float) -> None:
+async def lose_replies(site: DatabaseUnderTest, away_s: float) -> None:
     """The database does and confirms everything; the hub hears nothing of it."""
     site.proxy.swallow_replies()
     with contextlib.suppress(TimeoutError):
@@ -72,7 +72,7 @@ async def lose_replies(site: Site, away_s: float) -> None:
     site.proxy.heal()
 
 
-async def part(site: Site, away_s: float) -> None:
+async def cut_connections(site: DatabaseUnderTest, away_s: float) -> None:
     """Connections are reset, and new ones refused."""
     site.proxy.refuse()
     site.proxy.cut()
@@ -80,26 +80,26 @@ async def part(site: Site, away_s: float) -> None:
     site.proxy.heal()
 
 
-async def stall(site: Site, away_s: float) -> None:
+async def stall(site: DatabaseUnderTest, away_s: float) -> None:
     """Nothing arrives and nothing closes, for longer than the hub waits for an answer."""
     site.proxy.stall()
     await asyncio.sleep(5.5 + away_s)
     site.proxy.heal()
 
 
-FAULTS: Final[Sequence[Callable[[Site, float], Awaitable[None]]]] = (
+FAULTS: Final[Sequence[Callable[[DatabaseUnderTest, float], Awaitable[None]]]] = (
     kill,
     terminate,
     lose_replies,
     kill_for_longer,
     lose_replies,
-    part,
+    cut_connections,
     stall,
 )
 
 
 @dataclass
-class Hurt(Outcome):
+class PostgresOutcome(Outcome):
     back_s: list[float] = field(default_factory=list)
     kinds: dict[str, int] = field(default_factory=dict)
 
@@ -113,30 +113,30 @@ class Hurt(Outcome):
 
 
 class Campaign:
-    def __init__(self, site: Site, books: Books) -> None:
+    def __init__(self, site: DatabaseUnderTest, expected: ExpectedState) -> None:
         self._site = site
-        self._books = books
-        self.outcome = Hurt()
+        self._expected = expected
+        self.outcome = PostgresOutcome()
 
-    async def hurt(self, numbers: Sequence[int]) -> None:
+    async def inject_faults(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            await self._hurt(number)
-            if self._books.problems:
+            await self._inject_fault(number)
+            if self._expected.problems:
                 return
 
-    async def _hurt(self, number: int) -> None:
-        dice, outcome, books = seeded_random(number), self.outcome, self._books
-        await asyncio.sleep(CALM_S if number % CALM_EVERY == 0 else dice.uniform(0.5, 2.0))
+    async def _inject_fault(self, number: int) -> None:
+        rng, outcome, expected = seeded_random(number), self.outcome, self._expected
+        await asyncio.sleep(CALM_S if number % CALM_EVERY == 0 else rng.uniform(0.5, 2.0))
         fault = FAULTS[number % len(FAULTS)]
-        await fault(self._site, dice.uniform(0.1, 2.0))
+        await fault(self._site, rng.uniform(0.1, 2.0))
         over_s = time.monotonic()
         outcome.kinds[fault.__name__] = outcome.kinds.get(fault.__name__, 0) + 1
-        while books.answered_s < over_s and time.monotonic() < over_s + BACK_S:  # noqa: ASYNC110 - set by threads
+        while expected.answered_s < over_s and time.monotonic() < over_s + BACK_S:  # noqa: ASYNC110 - set by threads
             await asyncio.sleep(0.01)
-        if books.answered_s < over_s:
-            books.problem(f"no host was answered within {BACK_S:g} s after {fault.__name__} (fault {number})")
+        if expected.answered_s < over_s:
+            expected.problem(f"no host was answered within {BACK_S:g} s after {fault.__name__} (fault {number})")
         else:
-            outcome.back_s.append(books.answered_s - over_s)
+            outcome.back_s.append(expected.answered_s - over_s)
 
 
 async def run(ask: CampaignRequest, tell: OnProgress, *, per_round: int = ROUND) -> CampaignResult:
@@ -148,11 +148,11 @@ async def run(ask: CampaignRequest, tell: OnProgress, *, per_round: int = ROUND)
             parts = urlsplit(url)
             through = urlunsplit(parts._replace(netloc=f"{parts.username}@127.0.0.1:{proxy.port}"))
             hub = HubProcess(ask.folder, database=through, config=settings(ask.folder, receiver))
-            crew = Crew(hub, receiver, ask.workers, seeded_random(ask.first), ask.first * SEEDS_PER_TRIAL)
-            campaign = Campaign(Site(server, url, proxy), crew.books)
+            workers = Workers(hub, receiver, ask.workers, seeded_random(ask.first), ask.first * SEEDS_PER_TRIAL)
+            campaign = Campaign(DatabaseUnderTest(server, url, proxy), workers.expected)
             numbers = range(ask.first, ask.first + ask.times)
             try:
-                async for result in crew.rounds(numbers, per_round, campaign.hurt, campaign.outcome):
+                async for result in workers.rounds(numbers, per_round, campaign.inject_faults, campaign.outcome):
                     tell(result)
             finally:
                 receiver.close()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from soak.fleet_hub import kill, postgres
-from soak.fleet_hub.crew import LEASE_S
+from soak.fleet_hub.ablation import PROGRAM
 from soak.fleet_hub.kill import Kill
-from soak.fleet_hub.weakened import PROGRAM
-from soak.hub_process import Arm
+from soak.fleet_hub.workers import LEASE_S
+from soak.hub_process import ArmedFailpoint
 from soak.trials import CampaignRequest, CampaignResult, Database
 from tests.support.busy import BUSY
 
@@ -28,10 +28,10 @@ def show(result: CampaignResult) -> None:
 
 KILLS = [
     Kill(0, 1.0, None, 0.0),
-    Kill(1, 0.0, Arm("fleet.claim.committed", 3), 0.0),
-    Kill(2, 0.0, Arm("fleet.complete.committed", 3), 0.0),
+    Kill(1, 0.0, ArmedFailpoint("fleet.claim.committed", 3), 0.0),
+    Kill(2, 0.0, ArmedFailpoint("fleet.complete.committed", 3), 0.0),
     Kill(3, 0.5, None, LEASE_S * 1.2),
-    Kill(4, 0.0, Arm("fleet.http.before_reply", 40), 0.0),
+    Kill(4, 0.0, ArmedFailpoint("fleet.http.before_reply", 40), 0.0),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Who is not a host: an operator who queues and cancels jobs, a listener of the feed, and a webhook's receiver."""
+"""Clients that are no hosts: an operator who queues and cancels jobs, a listener of the feed, a webhook receiver."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from soak.fleet_hub.books import Books
-from soak.fleet_hub.hosts import Asking, guarded
+from soak.fleet_hub.expected_state import ExpectedState
+from soak.fleet_hub.hosts import RetryingCaller, monitored_thread
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.client import HubClient
@@ -28,18 +28,20 @@ MODELS: Final = ("gbt", "mlp", "cnn")
 class Operator:
     """Keeps about `backlog` jobs unfinished, one by one and by manifests; cancels some."""
 
-    def __init__(self, client: HubClient, books: Books, dice: random.Random, first_seed: int, backlog: int) -> None:
+    def __init__(
+        self, client: HubClient, expected: ExpectedState, rng: random.Random, first_seed: int, backlog: int
+    ) -> None:
         self._client = client
-        self._books = books
-        self._dice = dice
+        self._expected = expected
+        self._rng = rng
         self._seed = first_seed
         self._backlog = backlog
         self._stopping = threading.Event()
-        self._asking = Asking(books, self._stopping, dice, 0.5)
-        self._thread = guarded("the operator", books, self._stopping, self._run)
-        self.calm = threading.Event()
+        self._caller = RetryingCaller(expected, self._stopping, rng, 0.5)
+        self._thread = monitored_thread("the operator", expected, self._stopping, self._run)
+        self.draining = threading.Event()
         """No new jobs."""
-        self.rests = threading.Event()
+        self.drained = threading.Event()
         """It has heard of that, and nothing it asked for is under way."""
 
     def start(self) -> None:
@@ -53,22 +55,22 @@ class Operator:
         self._thread.join(30)
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._dice.uniform(0.02, 0.2)):
-            if self.calm.is_set():
-                self.rests.set()
+        while not self._stopping.wait(self._rng.uniform(0.02, 0.2)):
+            if self.draining.is_set():
+                self.drained.set()
             else:
                 self._turn()
 
     def _turn(self) -> None:
-        with self._books.lock:
-            unfinished = [job_id for job_id, job in self._books.jobs.items() if job.final is None]
+        with self._expected.lock:
+            unfinished = [job_id for job_id, job in self._expected.jobs.items() if job.final is None]
         if len(unfinished) < self._backlog:
-            if self._dice.random() < 0.3:
-                self._apply(self._dice.randint(2, 6))
+            if self._rng.random() < 0.3:
+                self._apply(self._rng.randint(2, 6))
             else:
                 self._submit()
-        if unfinished and self._dice.random() < 0.03:
-            self._cancel(self._dice.choice(unfinished))
+        if unfinished and self._rng.random() < 0.03:
+            self._cancel(self._rng.choice(unfinished))
 
     def _next(self) -> JobSpec:
         self._seed += 1
@@ -76,27 +78,27 @@ class Operator:
             model=MODELS[self._seed % len(MODELS)],
             seed=self._seed,
             trainer=TRAINER.name,
-            priority=self._dice.randint(0, 3),
+            priority=self._rng.randint(0, 3),
             max_attempts=2,
         )
 
     def _submit(self) -> None:
         body = wire.SubmitRequest(spec=self._next(), trainer=TRAINER)
-        reply = self._asking.ask("submit", lambda: self._send("/v1/jobs", wire.SubmitReply, body))
+        reply = self._caller.call("submit", lambda: self._send("/v1/jobs", wire.SubmitReply, body))
         if reply.job.id != body.spec.id:
-            self._books.problem(f"{body.spec.id[:14]} was queued as {reply.job.id[:14]}")
-        self._books.queued(reply.job.id)
+            self._expected.problem(f"{body.spec.id[:14]} was queued as {reply.job.id[:14]}")
+        self._expected.queued(reply.job.id)
 
     def _apply(self, count: int) -> None:
         specs = [self._next() for _ in range(count)]
         jobs = {spec.id: spec for spec in specs}
         manifest = JobManifest(source="soak.toml", trainers={TRAINER.name: TRAINER}, jobs=jobs)
         body = wire.ManifestRequest(manifest=manifest)
-        reply = self._asking.ask("apply", lambda: self._send("/v1/manifest", wire.ManifestReply, body))
+        reply = self._caller.call("apply", lambda: self._send("/v1/manifest", wire.ManifestReply, body))
         if not reply.applied or len(reply.new) + len(reply.changed) + reply.unchanged != count:
-            self._books.problem(f"a manifest of {count} jobs was applied as {reply.summary!r}")
+            self._expected.problem(f"a manifest of {count} jobs was applied as {reply.summary!r}")
         for spec in specs:
-            self._books.queued(spec.id)
+            self._expected.queued(spec.id)
 
     def _send(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
         try:
@@ -109,19 +111,19 @@ class Operator:
 
     def _cancel(self, job_id: str) -> None:
         # Before it is asked for: the answer may be lost, and the cancel not.
-        self._books.jobs[job_id].cancel_asked = True
+        self._expected.jobs[job_id].cancel_asked = True
         path, body = f"/v1/job/{job_id}/cancel", wire.CancelRequest(reason="enough")
         try:
-            answer = self._asking.ask(
+            answer = self._caller.call(
                 "cancel",
                 lambda: self._client.call("POST", path, wire.Job, body=body),
-                expected=frozenset({Code.PRECONDITION}),
+                accepted=frozenset({Code.PRECONDITION}),
             )
         except StrataError as error:
             if error.code is not Code.PRECONDITION:
                 raise
             return
-        self._books.cancelled(job_id, answer)
+        self._expected.cancelled(job_id, answer)
 
 
 @dataclass
@@ -129,13 +131,13 @@ class Listener:
     """Follows the feed from its beginning over every outage; what it was told once has to stay so."""
 
     client: HubClient
-    books: Books
+    expected: ExpectedState
     events: list[wire.FeedEvent] = field(default_factory=list)
     cursor: str = ""
     _stopping: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        self._thread = guarded("the listener", self.books, self._stopping, self._run)
+        self._thread = monitored_thread("the listener", self.expected, self._stopping, self._run)
         self._thread.start()
 
     def stop(self) -> None:
@@ -146,10 +148,10 @@ class Listener:
         self._thread.join(30)
 
     def _run(self) -> None:
-        asking = Asking(self.books, self._stopping, random.Random(0), 0.5)  # noqa: S311 - no secret
+        caller = RetryingCaller(self.expected, self._stopping, random.Random(0), 0.5)  # noqa: S311 - no secret
         while not self._stopping.is_set():
             query = wire.EventsQuery(after=self.cursor, limit=1000, wait_s=2.0)
-            reply = asking.ask("events", lambda query=query: self._read(query))  # type: ignore[misc]
+            reply = caller.call("events", lambda query=query: self._read(query))  # type: ignore[misc]
             self.events += reply.events
             self.cursor = reply.cursor
 
@@ -166,7 +168,7 @@ class Listener:
             if level > 3:
                 return
             time.sleep(0.2)
-        self.books.problem(f"the feed did not catch up within {within_s:g} s")
+        self.expected.problem(f"the feed did not catch up within {within_s:g} s")
 
 
 class Receiver:

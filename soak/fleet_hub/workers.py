@@ -1,4 +1,4 @@
-"""Everybody who works with the hub of a campaign: hosts, an operator, a listener and a webhook's receiver."""
+"""The load on the hub of a campaign: simulated hosts, an operator, a listener of the feed and a webhook receiver."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from soak.fleet_hub import audit
-from soak.fleet_hub.books import Books
-from soak.fleet_hub.hosts import HOLDER, Host, Temper
-from soak.fleet_hub.people import Listener, Operator, Receiver
+from soak.fleet_hub.clients import Listener, Operator, Receiver
+from soak.fleet_hub.expected_state import ExpectedState
+from soak.fleet_hub.hosts import HOLDER, HostBehaviour, SimulatedHost
 from soak.hub_process import HubProcess
 from soak.trials import CampaignResult
 from strata.base.secret import Secret
@@ -30,7 +30,7 @@ SEEDS_PER_TRIAL: Final = 1_000_000
 
 @dataclass
 class Outcome:
-    """What both campaigns have in common."""
+    """The result fields that both campaigns share."""
 
     times: int = 0
     problems: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def settings(folder: Path, receiver: Receiver) -> Path:
-    """A file with what cannot stand in the environment."""
+    """The settings file of the hub, for settings that no environment variable can hold."""
     path = folder / "hub.toml"
     kinds = ", ".join(f'"{kind}"' for kind in HOOK_KINDS)
     hook = f'url = "{receiver.url}", secret = "{secrets.token_hex(16)}", kinds = [{kinds}], allow = ["127.0.0.0/8"]'
@@ -53,25 +53,25 @@ def settings(folder: Path, receiver: Receiver) -> Path:
     return path
 
 
-class Crew:
-    """Joins once the hub answers, and works until it is closed."""
+class Workers:
+    """All clients of the hub under test: they join once the hub answers, and work until they are closed."""
 
-    def __init__(self, hub: HubProcess, receiver: Receiver, hosts: int, dice: random.Random, first_seed: int) -> None:
+    def __init__(self, hub: HubProcess, receiver: Receiver, hosts: int, rng: random.Random, first_seed: int) -> None:
         self._hub = hub
         self._count = hosts
-        self._dice = dice
+        self._rng = rng
         self._first_seed = first_seed
-        self.books = Books()
-        self.hosts: list[Host] = []
+        self.expected = ExpectedState()
+        self.hosts: list[SimulatedHost] = []
         self.host_ids: dict[str, str] = {}
         self.receiver = receiver
         self._since = ("", 0)
-        """Where the feed was when the round began: its cursor, and how much the listener had heard."""
+        """The position of the feed when the round began: its cursor, and how many events the listener had received."""
 
     async def rounds(
         self, trials: Sequence[T], per_round: int, do: Callable[[Sequence[T]], Awaitable[None]], outcome: Outcome
     ) -> AsyncIterator[CampaignResult]:
-        """Let `do` hurt the hub, one round after the other, while everybody works; compare everything after each.
+        """Let `do` inject faults round by round while all clients work; audit the hub after each round.
 
         A round that showed a problem at once is the last, and is not counted.
         """
@@ -82,8 +82,8 @@ class Crew:
                 now = trials[begin : begin + per_round]
                 self._work()
                 await do(now)
-                if not self.books.problems:
-                    await self._settle_down()
+                if not self.expected.problems:
+                    await self._drain_and_audit()
                     outcome.times += len(now)
                 self._account(outcome)
                 yield outcome.result()
@@ -95,8 +95,8 @@ class Crew:
             self._account(outcome)
 
     def _account(self, outcome: Outcome) -> None:
-        outcome.problems = [*self.books.told(), *self._hub.crashes]
-        outcome.counted = dict(sorted(self.books.counted.items()))
+        outcome.problems = [*self.expected.problem_lines(), *self._hub.crashes]
+        outcome.counted = dict(sorted(self.expected.counted.items()))
 
     async def join(self) -> None:
         await asyncio.to_thread(self._join)
@@ -109,54 +109,56 @@ class Crew:
                     "POST", "/v1/hosts/local", wire.LocalHostReply, body=wire.LocalHostRequest(name=name)
                 )
                 self.host_ids[name] = made.host_id
-                temper = HOLDER if number % 4 == 0 else Temper(count=1 + number % 3)
-                dice = random.Random(self._dice.random())  # noqa: S311 - no secret
+                behaviour = HOLDER if number % 4 == 0 else HostBehaviour(count=1 + number % 3)
+                rng = random.Random(self._rng.random())  # noqa: S311 - no secret
                 login = (name, Secret(made.secret))
-                self.hosts.append(Host(self._hub.address, login, self.books, temper, lease_s=LEASE_S, dice=dice))
-        dice = random.Random(self._dice.random())  # noqa: S311 - no secret
+                self.hosts.append(
+                    SimulatedHost(self._hub.address, login, self.expected, behaviour, lease_s=LEASE_S, rng=rng)
+                )
+        rng = random.Random(self._rng.random())  # noqa: S311 - no secret
         backlog = 4 * self._count
-        self.operator = Operator(self._hub.operator(), self.books, dice, self._first_seed, backlog)
-        self.listener = Listener(self._hub.operator(), self.books)
+        self.operator = Operator(self._hub.operator(), self.expected, rng, self._first_seed, backlog)
+        self.listener = Listener(self._hub.operator(), self.expected)
         self.listener.start()
         for host in self.hosts:
             host.start()
         self.operator.start()
 
     def _work(self) -> None:
-        self.operator.calm.clear()
-        self.operator.rests.clear()
+        self.operator.draining.clear()
+        self.operator.drained.clear()
         for host in self.hosts:
-            host.calm.clear()
+            host.draining.clear()
 
-    async def _settle_down(self) -> None:
-        """Let all jobs end and compare everything; then the books begin anew."""
-        self.operator.calm.set()
+    async def _drain_and_audit(self) -> None:
+        """Let all jobs end, audit the hub, and start the next round with an empty expected state."""
+        self.operator.draining.set()
         for host in self.hosts:
-            host.calm.set()
-        await asyncio.to_thread(self._settle)
+            host.draining.set()
+        await asyncio.to_thread(self._audit)
 
-    def _settle(self) -> None:
-        books, listener = self.books, self.listener
+    def _audit(self) -> None:
+        expected, listener = self.expected, self.listener
         with self._hub.operator() as client:
-            audit.drain(client, books, self._idle)
+            audit.drain(client, expected, self._idle)
             listener.caught_up()
             cursor, heard = self._since
             events = listener.events[heard:]
-            audit.audit(client, books, self.host_ids, events)
-            audit.check_feed(client, books, events, cursor)
+            audit.audit(client, expected, self.host_ids, events)
+            audit.check_feed(client, expected, events, cursor)
             wanted = [event.cursor for event in events if event.kind in HOOK_KINDS]
-            audit.check_webhook(books, wanted, self.receiver.got)
+            audit.check_webhook(expected, wanted, self.receiver.got)
         self._since = (listener.cursor, len(listener.events))
-        books.close_round()
+        expected.close_round()
 
     def _idle(self) -> bool:
-        return self.operator.rests.is_set() and all(host.idle for host in self.hosts)
+        return self.operator.drained.is_set() and all(host.idle for host in self.hosts)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        everybody: list[Host | Operator | Listener] = [*self.hosts]
+        everybody: list[SimulatedHost | Operator | Listener] = [*self.hosts]
         if self.hosts:
             everybody += [self.operator, self.listener]
         for each in everybody:

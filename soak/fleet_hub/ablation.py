@@ -1,6 +1,6 @@
-"""`strata`, but without one of its safeguards: `python -m soak.fleet_hub.weakened SAFEGUARD ARGUMENT…`.
+"""`strata`, but without one of its safeguards: `python -m soak.fleet_hub.ablation SAFEGUARD ARGUMENT…`.
 
-A campaign that does not notice it would notice nothing.
+A campaign that does not detect the missing safeguard would detect nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from strata.fleet.ports import Claim, JobLease
 from strata.fleet.store import rows
 from strata.fleet.store.sqlite import leases
 
-PROGRAM: Final = (sys.executable, "-m", "soak.fleet_hub.weakened")
+PROGRAM: Final = (sys.executable, "-m", "soak.fleet_hub.ablation")
 LATE_S: Final = 0.5
 _submit: Final = claims.ClaimQueue.submit
 _names: Final = itertools.count()
 
 
 def _commits_late(self: Any, db: sqlite3.Connection, jobs: list[Any]) -> list[Any]:
-    """Whoever writes is told so, and what he wrote is committed with the next ones."""
+    """A write is acknowledged before it is committed, together with the next ones."""
     if not db.in_transaction:
         db.execute("BEGIN IMMEDIATE")
         self.began_s = time.monotonic()

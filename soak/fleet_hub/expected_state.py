@@ -1,10 +1,10 @@
-"""What hosts and people were told by the hub, kept outside of it and compared with its promises.
+"""The oracle of the hub campaigns: the replies that clients received, kept outside the hub and compared with it.
 
-Whoever asks the hub writes down what it answered; `problems` has a sentence for each promise that an answer broke at
-once. What can only be seen afterwards is compared in `audit`. All hosts are threads of this process, hence the lock.
+Each client records the replies of the hub. `problems` has a sentence for each invariant that a reply violates at once;
+`audit` checks the rest afterwards. All hosts are threads of this process, hence the lock.
 
-A hold is *healthy* as long as its host renews it or tries to. An outage, however long, does not end that: only a host
-that keeps silent on purpose, or that this machine did not let speak, lets go of a job.
+A held attempt is *healthy* as long as its host renews the lease or tries to. An outage of the hub, however long, does
+not end that: only a host that goes silent on purpose, or that this machine did not schedule, loses its lease.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Key = tuple[str, int]
 
 
 @dataclass
-class Hold:
-    """An attempt, as its host knows it."""
+class HeldAttempt:
+    """An attempt, as its host knows it from the hub's replies."""
 
     host: str
     healthy: bool = True
@@ -42,20 +42,20 @@ class Hold:
 
 
 @dataclass
-class Job:
+class ExpectedJob:
     cancel_asked: bool = False
     cancel_confirmed: bool = False
     completed_by: int = 0
     """The epoch whose completion was confirmed."""
     final: JobStatus | None = None
-    """The end that an answer told."""
+    """The final status that a reply reported."""
 
 
 @dataclass
-class Books:
-    jobs: dict[str, Job] = field(default_factory=dict)
+class ExpectedState:
+    jobs: dict[str, ExpectedJob] = field(default_factory=dict)
     """All that were confirmed to be queued."""
-    holds: dict[Key, Hold] = field(default_factory=dict)
+    holds: dict[Key, HeldAttempt] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     counted: Counter[str] = field(default_factory=Counter)
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -66,8 +66,8 @@ class Books:
         with self.lock:
             self.problems.append(what)
 
-    def told(self) -> list[str]:
-        """The problems, as many as anybody would read."""
+    def problem_lines(self) -> list[str]:
+        """The first problems, and how many more there are."""
         with self.lock:
             more = len(self.problems) - MOST_NAMED
             return [*self.problems[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
@@ -77,19 +77,19 @@ class Books:
             self._job(job_id)
             self.counted["jobs"] += 1
 
-    def _job(self, job_id: str) -> Job:
+    def _job(self, job_id: str) -> ExpectedJob:
         """A host may have ended it before the answer to whoever queued it came."""
-        return self.jobs.setdefault(job_id, Job())
+        return self.jobs.setdefault(job_id, ExpectedJob())
 
     def close_round(self) -> None:
-        """Everything was compared: begin anew, and keep what was counted."""
+        """Everything was audited: forget the jobs of this round, and keep the counters."""
         with self.lock:
             self.jobs.clear()
             self.holds.clear()
 
-    # What hosts were told
+    # Replies to hosts
 
-    def granted(self, host: str, lease: wire.LeaseGiven) -> Hold | None:
+    def granted(self, host: str, lease: wire.LeaseGiven) -> HeldAttempt | None:
         """A new hold; None if the hub gave away what it may not."""
         with self.lock:
             key = (lease.job_id, lease.epoch)
@@ -100,7 +100,7 @@ class Books:
                 return None
             self.counted["claims"] += 1
             self._check_checkpoint(lease)
-            return self.holds.setdefault(key, Hold(host))
+            return self.holds.setdefault(key, HeldAttempt(host))
 
     def _check_epoch(self, host: str, lease: wire.LeaseGiven) -> None:
         name = _name((lease.job_id, lease.epoch))
@@ -151,8 +151,8 @@ class Books:
                 self.problem(f"{host} was told to stop {_name(key)} ({verdict.reason}), and it renews all the time")
             return False
 
-    def let_go(self, key: Key) -> None:
-        """The host keeps silent from now on."""
+    def mark_silent(self, key: Key) -> None:
+        """The host sends no heartbeats from now on."""
         with self.lock:
             self.holds[key].healthy = False
 
