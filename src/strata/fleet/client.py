@@ -1,10 +1,10 @@
-"""A small HTTP client for the hub, on the standard library alone: the agent's, and good for anything that may block.
+"""A blocking HTTP client for the hub on the standard library alone: for the agent, the CLI and the SDK.
 
-An address is `unix:PATH`, `https://…`, or `http://…` on loopback. Over the last anybody on this machine may be the one
-who answers, so only a key of a viewer or a researcher is sent there.
+An address is `unix:PATH`, `https://…`, or `http://…` on loopback. On loopback any user of the machine may listen, so
+only a key of a viewer or a researcher is sent there.
 
-Every request of ours can be repeated, so one that met a connection which the hub had closed in the meantime is sent
-again on a fresh one; all other patience is the caller's. The reply's `Date` tells how far the two clocks are apart.
+All requests are idempotent, so a request on a pooled connection that the hub had closed is sent again on a new one;
+all other retries are the caller's. The `Date` of a reply tells the skew between the two clocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 TIMEOUT_S: Final = 30.0
 MAX_REPLY: Final = 64 << 20
-_IDLE: Final = 8
+_MAX_IDLE: Final = 8
 _PIECE: Final = 1 << 20
 _CODE_OF: Final[Mapping[int, Code]] = {
     400: Code.INVALID,
@@ -54,12 +54,12 @@ _CODE_OF: Final[Mapping[int, Code]] = {
     413: Code.INVALID,
     429: Code.EXHAUSTED,
 }
-"""For replies that are not the hub's own: something stands between."""
+"""For replies without the hub's error body, for example from a proxy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM files. Only the hub's own authority is trusted, none of the system's."""
+    """PEM files. Only the hub's own certificate authority is trusted, none of the system's."""
 
     ca: Path
     certificate: Path | None = None
@@ -82,12 +82,12 @@ class UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        # A number once a request has begun: the pool sets it.
+        # The pool sets the timeout before each request.
         self.sock = connect_unix(self._path, self.timeout)
 
 
 class HubClient:
-    """Threads may share it; each request has a connection to itself."""
+    """Thread-safe: each request has a connection of its own from the pool."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class HubClient:
         timeout_s: float = TIMEOUT_S,
         server: str = "hub",
     ) -> None:
-        """`server` is what errors call the server."""
+        """`server` is the name of the server in error messages."""
         self._at = _split(url)
         if self._at.scheme == "http" and bearer is not None:
-            check_clear(url, bearer)
+            check_cleartext(url, bearer)
         self._server = server
         self._where = url if url.startswith(UNIX) else self._at.netloc
         self._bearer = bearer
@@ -131,13 +131,13 @@ class HubClient:
         query: msgspec.Struct | None = None,
         timeout_s: float | None = None,
     ) -> T:
-        """A message for a message; `type(None)` for a reply that has no content."""
+        """Send a message and decode the reply; `type(None)` for a reply without content."""
         content = None if body is None else msgspec.json.encode(body)
-        return self._decoded(self.request(method, path, content, "application/json", query, timeout_s), reply)
+        return self._decode(self.request(method, path, content, "application/json", query, timeout_s), reply)
 
     def send(self, method: str, path: str, content: bytes, reply: type[T], *, query: msgspec.Struct | None = None) -> T:
-        """Bytes for a message."""
-        return self._decoded(self.request(method, path, content, "application/octet-stream", query, None), reply)
+        """Send bytes and decode the reply."""
+        return self._decode(self.request(method, path, content, "application/octet-stream", query, None), reply)
 
     def fetch(self, path: str, *, query: msgspec.Struct | None = None, timeout_s: float | None = None) -> HubResponse:
         return self.request("GET", path, None, "", query, timeout_s)
@@ -156,7 +156,7 @@ class HubClient:
             headers["Content-Type"] = media_type
         if self._bearer is not None:
             headers["Authorization"] = f"Bearer {self._bearer.reveal()}"
-        target = self._below(path) + spell_query(query)
+        target = self._below(path) + encode_query(query)
         reply = self._exchange(
             lambda connection: exchange(connection, method, target, content, headers), timeout_s or self._timeout_s
         )
@@ -166,7 +166,7 @@ class HubClient:
         return reply
 
     def download(self, target: str, to: IO[bytes]) -> None:
-        """A file of any size from an address that needs no credentials: they are in its query."""
+        """Download a file of any size from an address whose query carries the credentials."""
 
         def copy(connection: http.client.HTTPConnection) -> HubResponse:
             to.seek(0)
@@ -189,7 +189,7 @@ class HubClient:
         return path if self._at.scheme == "unix" else self._at.path.rstrip("/") + path
 
     def reload(self) -> None:
-        """Read the certificate again: it was renewed. Requests that are under way end on their old connections."""
+        """Read the renewed certificate. Requests in flight finish on their old connections."""
         context = _context(self._at.scheme, self._tls)
         with self._lock:
             self._context = context
@@ -198,7 +198,7 @@ class HubClient:
             connection.close()
 
     def close(self) -> None:
-        """Ends requests that are under way, a long poll too: they fail as UNAVAILABLE."""
+        """Abort requests in flight, also a long poll: they fail as UNAVAILABLE."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -212,19 +212,19 @@ class HubClient:
         connection = self._take_idle()
         if connection is not None:
             with contextlib.suppress(ConnectionError, http.client.HTTPException, ssl.SSLError):
-                return self._on(connection, do, timeout_s)
+                return self._request_on(connection, do, timeout_s)
         try:
-            return self._on(self._connection(), do, timeout_s)
+            return self._request_on(self._connection(), do, timeout_s)
         except ssl.SSLCertVerificationError as error:
             raise StrataError(
                 Code.UNAVAILABLE,
                 f"{self._where} is not the {self._server} this host joined: {error.verify_message}",
-                hint="if the hub was set up anew, join it again",
+                hint="if the hub was set up again, join it again",
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
 
-    def _on(
+    def _request_on(
         self,
         connection: http.client.HTTPConnection,
         do: Callable[[http.client.HTTPConnection], HubResponse],
@@ -237,15 +237,15 @@ class HubClient:
         connection.timeout = timeout_s
         if connection.sock is not None:
             connection.sock.settimeout(timeout_s)
-        done = False
+        reusable = False
         try:
             reply = do(connection)
-            done = reply.headers.get("connection", "").lower() != "close"
+            reusable = reply.headers.get("connection", "").lower() != "close"
             return reply
         finally:
             with self._lock:
                 self._busy.discard(connection)
-                keep = done and len(self._idle) < _IDLE and not self._closed
+                keep = reusable and len(self._idle) < _MAX_IDLE and not self._closed
                 if keep:
                     self._idle.append(connection)
             if not keep:
@@ -268,7 +268,7 @@ class HubClient:
             return http.client.HTTPSConnection(host, port, context=self._context)
         return http.client.HTTPConnection(host, port)
 
-    def _decoded(self, reply: HubResponse, kind: type[T]) -> T:
+    def _decode(self, reply: HubResponse, kind: type[T]) -> T:
         if kind is type(None):
             return None
         try:
@@ -276,8 +276,8 @@ class HubClient:
         except msgspec.DecodeError as error:
             raise StrataError(
                 Code.UNSUPPORTED,
-                f"the {self._server}'s reply is not one of this version's: {error}",
-                hint="update the agent",
+                f"the {self._server}'s reply does not fit this version: {error}",
+                hint=f"upgrade this program to the {self._server}'s version",
             ) from error
 
     def _note_date(self, reply: HubResponse) -> None:
@@ -296,7 +296,7 @@ def exchange(
     response = connection.getresponse()
     received = response.read(MAX_REPLY + 1)
     if response.length and len(received) <= MAX_REPLY:
-        # Asked for a number of bytes, the standard library takes fewer for the end.
+        # When a number of bytes is requested, the standard library reads a short reply without an error.
         raise http.client.IncompleteRead(received, response.length)
     if len(received) > MAX_REPLY:
         raise http.client.HTTPException(f"a reply of more than {MAX_REPLY} bytes")
@@ -304,7 +304,7 @@ def exchange(
 
 
 def transfer(method: str, url: str, content: bytes | None = None, *, timeout_s: float = TIMEOUT_S) -> bytes:
-    """Bytes to or from a signed URL of the object store: no credentials of ours, the system's authorities."""
+    """Upload or download at a signed URL of the object store: without our credentials, with the system's CAs."""
     at = _split(url)
     context = ssl.create_default_context() if at.scheme == "https" else None
     host, port = at.hostname or "", at.port
@@ -328,7 +328,7 @@ def transfer(method: str, url: str, content: bytes | None = None, *, timeout_s: 
     return reply.content
 
 
-def spell_query(query: msgspec.Struct | None) -> str:
+def encode_query(query: msgspec.Struct | None) -> str:
     """The fields that differ from their defaults; lists as repeated names."""
     if query is None:
         return ""
@@ -337,22 +337,20 @@ def spell_query(query: msgspec.Struct | None) -> str:
         value = getattr(query, field.name)
         if value == field.default:
             continue
-        each = value if isinstance(value, tuple) else (value,)
-        pairs += [(field.encode_name, _spell(one)) for one in each]
+        values = value if isinstance(value, tuple) else (value,)
+        pairs += [(field.encode_name, _encode_value(element)) for element in values]
     return f"?{urlencode(pairs)}" if pairs else ""
 
 
-def _spell(value: object) -> str:
+def _encode_value(value: object) -> str:
     plain = msgspec.to_builtins(value)
     return ("true" if plain else "false") if isinstance(plain, bool) else str(plain)
 
 
-def check_clear(url: str, bearer: Secret) -> None:
-    """INVALID if this secret must not go to `http://…`, where nothing proves who listens."""
+def check_cleartext(url: str, bearer: Secret) -> None:
+    """INVALID if this secret must not be sent to `http://…`, where the server is not authenticated."""
     if not is_loopback_host(urlsplit(url).hostname or ""):
-        raise StrataError(
-            Code.INVALID, f"the secret would be sent to {url} in the clear", hint="use https, or join that hub"
-        )
+        raise StrataError(Code.INVALID, f"the secret would be sent to {url} in the clear", hint="use https")
     if not is_scoped_key(bearer):
         raise StrataError(
             Code.INVALID,
@@ -366,10 +364,10 @@ def _split(url: str) -> SplitResult:
         return SplitResult("unix", "", str(parse_unix_address(url)), "", "")
     at = urlsplit(url)
     try:
-        known = at.scheme in ("http", "https") and bool(at.hostname) and (at.port or 1) > 0
+        valid = at.scheme in ("http", "https") and bool(at.hostname) and (at.port or 1) > 0
     except ValueError:
-        known = False
-    if not known or at.username is not None:
+        valid = False
+    if not valid or at.username is not None:
         raise StrataError(Code.INVALID, f"{at.netloc.rpartition('@')[2]!r} is not the address of a hub")
     return at
 

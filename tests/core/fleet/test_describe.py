@@ -92,7 +92,7 @@ def test_arguments_of_every_kind_are_described() -> None:
 def test_a_parser_with_sub_commands_is_refused() -> None:
     made = argparse.ArgumentParser()
     made.add_subparsers()
-    with pytest.raises(TypeError, match="sub-command"):
+    with pytest.raises(TypeError, match="subcommand"):
         describe_argparse(made)
 
 

@@ -9,7 +9,7 @@ from strata.base.secret import Secret
 from strata.fleet import wire
 from strata.fleet.agent.identity import Membership
 from strata.fleet.agent.selftest import check_clock_skew
-from strata.fleet.client import HubClient, spell_query
+from strata.fleet.client import HubClient, encode_query
 from strata.fleet.core.job import JobStatus
 
 DAY_S = 86_400.0
@@ -26,11 +26,11 @@ def test_a_certificate_is_renewed_at_half_its_life() -> None:
 
 
 def test_a_query_has_what_differs_from_the_defaults() -> None:
-    assert spell_query(None) == ""
-    assert spell_query(wire.PieceQuery(epoch=2, offset=0)) == "?epoch=2&offset=0"
-    assert spell_query(wire.PieceQuery(epoch=2, offset=5, last=True)) == "?epoch=2&offset=5&last=true"
+    assert encode_query(None) == ""
+    assert encode_query(wire.PieceQuery(epoch=2, offset=0)) == "?epoch=2&offset=0"
+    assert encode_query(wire.PieceQuery(epoch=2, offset=5, last=True)) == "?epoch=2&offset=5&last=true"
     query = wire.JobsQuery(status=(JobStatus.PENDING, JobStatus.RUNNING), model="a b")
-    assert spell_query(query) == "?status=pending&status=running&model=a+b"
+    assert encode_query(query) == "?status=pending&status=running&model=a+b"
 
 
 @pytest.mark.parametrize("url", ["http://192.0.2.1:8443", "http://hub.example.org"])

@@ -12,8 +12,8 @@ from strata.base.atomic import write_json
 from strata.base.secret import Secret
 from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
+from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.identity import Membership, load_membership, save_local
-from strata.fleet.agent.lock import try_lock
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.fleet_agent.running import HubProcess
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def check(state: str | None) -> Iterator[DoctorFinding]:
     from strata.base.settings import load
+    from strata.fleet.agent.file_lock import is_locked
     from strata.fleet.agent.identity import FOLDER, load_membership
-    from strata.fleet.agent.lock import is_locked
     from strata.fleet.agent.settings import SECTION, AgentSettings
 
     settings = load(AgentSettings, section=SECTION, file=None, flags={"state": state})

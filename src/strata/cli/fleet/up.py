@@ -183,7 +183,7 @@ async def _run_agent(settings: AgentSettings, serving: asyncio.Task[None]) -> No
     from strata.base.private import private_folder
     from strata.base.settings import process_environment
     from strata.fleet.agent import environment, identity
-    from strata.fleet.agent.lock import try_lock
+    from strata.fleet.agent.file_lock import try_lock
     from strata.fleet.agent.start import check_host, probe_capability
 
     folder = private_folder(settings.state_folder)

@@ -18,34 +18,34 @@ Word = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_]+\*?\Z")]
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     state: Path | None = None
-    """What only the agent may read: credentials, attempts, logs. None: `~/.local/state/strata/agent`."""
+    """Folder with credentials, attempts and logs, readable by the agent only. None: `~/.local/state/strata/agent`."""
     work: Path | None = None
-    """Where jobs work. None: `work` beside the state."""
+    """Folder in which jobs run. None: `work` beside the state folder."""
     slots: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
-    """How many jobs of one slot run at once; the policy of the host in the manifest should say the same."""
+    """How many one-slot jobs run at once; the policy of the host in the manifest should have the same number."""
     labels: dict[Label, LabelValue] = {}
     interpreter: str = ""
-    """The Python that is asked for torch and CUDA, and that runs trainers which name none. Empty: the agent's own."""
+    """The Python that runs trainers which name none, and is queried for torch and CUDA. Empty: the agent's own."""
     source: Path | None = None
-    """A checkout whose commit is told to the hub as this host's."""
+    """A checkout whose commit is reported to the hub as this host's."""
     run_as: str = ""
-    """The user jobs run as, if the agent is root. Empty: the agent's own, who can read the agent's credentials."""
+    """The user whom jobs run as, if the agent is root. Empty: the agent's own, which can read its credentials."""
     pass_env: tuple[Word, ...] = ()
-    """Variables of the agent that jobs get beside the usual ones (`HTTP_PROXY`, `NCCL_*`)."""
+    """More variables of the agent that jobs inherit (`HTTP_PROXY`, `NCCL_*`)."""
     on_stop: Literal["preempt", "finish", "leave"] = "preempt"
-    """At SIGTERM: end the jobs and give them back, wait until they are done, or leave them to the next agent."""
+    """On SIGTERM: preempt the jobs, wait until they have finished, or leave them to the next agent."""
     grace_s: NotNegative = 30.0
-    """Between SIGTERM and SIGKILL of a job."""
+    """Seconds between SIGTERM and SIGKILL of a job."""
     yield_to_people: Literal["never", "claims", "jobs"] = "never"
-    """While somebody else uses the GPU or is logged in: claim nothing, or also give back what runs."""
+    """While a person is logged in or another program uses a GPU: claim nothing, or also preempt running jobs."""
     min_free_gib: NotNegative = 2.0
-    """With less room in the work folder nothing is claimed."""
+    """With less free space in the work folder nothing is claimed."""
     max_log_mib: Positive = 256.0
-    """Of one attempt; what is beyond is left out, except for the end."""
+    """Limit of the log of one attempt; the middle of a longer log is left out, its end is kept."""
     max_skew_s: Positive = 300.0
-    """How far the clock may be off from the hub's: certificates are good for a day."""
+    """Largest clock skew to the hub: certificates are valid for a day."""
     poll_s: Annotated[float, msgspec.Meta(gt=0, le=55)] = 25.0
-    """How long a claim waits at the hub."""
+    """Seconds that a claim waits at the hub for a job."""
     log_format: Literal["json", "console"] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -12,8 +12,8 @@ from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder, set_private_umask
 from strata.fleet.agent import environment, identity
 from strata.fleet.agent.attempt_folder import find_job_user
+from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.hub_api import HubApi
-from strata.fleet.agent.lock import try_lock
 from strata.fleet.agent.loop import Agent, handle_signals
 from strata.fleet.agent.prepare import HostContext, create_work_folder
 from strata.fleet.agent.probe import ProbeResult, probe_host

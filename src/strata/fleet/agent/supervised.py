@@ -20,7 +20,7 @@ import msgspec
 
 from strata.base.atomic import read_json, write_json
 from strata.fleet.agent import supervisor
-from strata.fleet.agent.lock import is_locked
+from strata.fleet.agent.file_lock import is_locked
 
 LOG: Final = "log"
 _NEW_GROUP: Final = 0x200

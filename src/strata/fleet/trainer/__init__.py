@@ -1,25 +1,26 @@
-"""What a trainer imports: `report` and `progress` while it runs, `describe_…` and `handle_describe` at its start.
+"""The API for trainers: `report` and `progress` while training, `describe_…` and `handle_describe` at the start.
 
     from strata.fleet.trainer import describe_argparse, handle_describe, progress, report
 
-    handle_describe(describe_argparse(parser))      # `trainer --describe` prints the schema and ends
+    handle_describe(describe_argparse(parser))      # `trainer --describe` prints the schema and exits
     model, mode, seed = assigned()
     settings = hyper()
-    if (folder := resume_from()) is not None: ...   # go on from the last checkpoint of any host
+    if (folder := resume_from()) is not None: ...   # resume from the last checkpoint of any host
     report(step=10, loss=0.4)
     progress(0.4)
     with new_checkpoint("step-10") as folder: ...   # complete when the block ends
     save(output_folder() / "model.safetensors")     # exit code 0: this is the result
 
-Outside of an agent `report` and `progress` do nothing and the folders are in the working folder, so a trainer runs by
-hand as well. SIGTERM means that the host is wanted back: save a checkpoint and end within the grace, 30 s by default.
+Outside of an agent `report` and `progress` do nothing and the folders are in the working folder, so a trainer can also
+be run by hand. SIGTERM means that the job is preempted: save a checkpoint and exit within the grace period, 30 s by
+default.
 """
 
 from __future__ import annotations
 
 from strata.fleet.trainer.describe import describe_argparse, describe_dataclass, describe_pydantic, handle_describe
-from strata.fleet.trainer.lines import progress, report
-from strata.fleet.trainer.places import assigned, hyper, new_checkpoint, output_folder, resume_from
+from strata.fleet.trainer.job_context import assigned, hyper, new_checkpoint, output_folder, resume_from
+from strata.fleet.trainer.reporting import progress, report
 
 __all__ = [
     "assigned",

@@ -1,7 +1,7 @@
-"""A trainer's parameters as JSON Schema (Draft 2020-12), from whatever declares them: argparse, a dataclass, pydantic.
+"""A trainer's parameters as JSON Schema (Draft 2020-12), from their declaration: argparse, a dataclass, pydantic.
 
 With the schema a misspelt hyper-parameter is found when the manifest is applied, not after an hour in the queue. Only
-the standard library: this runs in the trainer's own environment.
+the standard library: this module runs in the trainer's own environment.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _PLAIN: dict[Any, dict[str, Any]] = {
 
 
 class PydanticModel(Protocol):
-    """A pydantic model class, by what is used of it."""
+    """The method of a pydantic model class that is used here."""
 
     def model_json_schema(self) -> dict[str, Any]: ...
 
 
 def handle_describe(schema: Mapping[str, Any], arguments: Sequence[str] | None = None) -> None:
-    """Print the schema and end, if `--describe` is among the arguments; call it before they are parsed."""
+    """If `--describe` is among the arguments, print the schema and exit. Call it before the arguments are parsed."""
     if FLAG in (sys.argv[1:] if arguments is None else arguments):
         sys.stdout.write(json.dumps(schema, indent=2, sort_keys=True) + "\n")
         raise SystemExit(0)
 
 
 def describe_pydantic(model: PydanticModel) -> dict[str, Any]:
-    """The schema pydantic itself makes; pydantic is not imported here."""
+    """The schema that pydantic itself generates; pydantic is not imported here."""
     return {"$schema": DIALECT, **model.model_json_schema()}
 
 
 def describe_argparse(parser: argparse.ArgumentParser, *, skip: Sequence[str] = ()) -> dict[str, Any]:
-    """One property for each argument, by its `dest`; `skip` are those that are not hyper-parameters."""
+    """One property for each argument, by its `dest`; `skip` names those that are not hyper-parameters."""
     properties: dict[str, Any] = {}
     required: list[str] = []
     for action in parser._actions:
@@ -62,7 +62,7 @@ def describe_argparse(parser: argparse.ArgumentParser, *, skip: Sequence[str] = 
             continue
         if isinstance(action, argparse._SubParsersAction):
             raise TypeError(
-                "a parser with sub-commands has no one set of parameters: describe the sub-command's parser"
+                "a parser with subcommands has several sets of parameters: pass the parser of one subcommand"
             )
         properties[action.dest] = _action(action)
         if action.required:
@@ -76,25 +76,25 @@ def _action(action: argparse.Action) -> dict[str, Any]:
     elif isinstance(action, argparse._CountAction):
         schema = {"type": "integer", "minimum": 0}
     elif isinstance(action, argparse._StoreConstAction):
-        schema = {"enum": [_jsonable(action.const), _jsonable(action.default)]}
+        schema = {"enum": [_to_json(action.const), _to_json(action.default)]}
     else:
         schema = _argument(action)
     if action.help and action.help is not argparse.SUPPRESS:
         schema["description"] = action.help
     if action.default is not None and action.default is not argparse.SUPPRESS:
-        schema["default"] = _jsonable(action.default)
+        schema["default"] = _to_json(action.default)
     return schema
 
 
 def _argument(action: argparse.Action) -> dict[str, Any]:
     if action.choices is not None:
-        item: dict[str, Any] = {"enum": [_jsonable(choice) for choice in action.choices]}
+        item: dict[str, Any] = {"enum": [_to_json(choice) for choice in action.choices]}
     elif action.type is None or (isinstance(action.type, type) and issubclass(action.type, PurePath)):
         item = {"type": "string"}
     elif action.type in (int, float, str):
         item = dict(_PLAIN[action.type])
     else:
-        # A converter of the trainer's own: what it takes is not known, so the name alone is checked.
+        # A converter of the trainer's own: its values are unknown, so only the name is checked.
         item = {}
     many = action.nargs in ("*", "+") or isinstance(action.nargs, int)
     if not many and not isinstance(action, argparse._AppendAction):
@@ -115,57 +115,57 @@ def describe_dataclass(cls: type) -> dict[str, Any]:
     return _dataclass(cls, ()) | {"$schema": DIALECT}
 
 
-def _dataclass(cls: type, around: tuple[type, ...]) -> dict[str, Any]:
+def _dataclass(cls: type, parents: tuple[type, ...]) -> dict[str, Any]:
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__name__} is not a dataclass")
-    if cls in around:
-        raise TypeError(f"{cls.__name__} contains itself, and parameters cannot")
+    if cls in parents:
+        raise TypeError(f"{cls.__name__} contains itself, which parameters cannot do")
     hints = typing.get_type_hints(cls, include_extras=True)
     properties: dict[str, Any] = {}
     required: list[str] = []
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
-        schema = _type(hints[field.name], (*around, cls)) | field.metadata.get("schema", {})
+        schema = _type(hints[field.name], (*parents, cls)) | field.metadata.get("schema", {})
         if field.default is not dataclasses.MISSING:
-            schema["default"] = _jsonable(field.default)
+            schema["default"] = _to_json(field.default)
         elif field.default_factory is dataclasses.MISSING:
             required.append(field.name)
         properties[field.name] = schema
     return _object(properties, required)
 
 
-def _type(hint: Any, around: tuple[type, ...]) -> dict[str, Any]:
+def _type(hint: Any, parents: tuple[type, ...]) -> dict[str, Any]:
     if isinstance(hint, typing.Hashable) and hint in _PLAIN:
         return dict(_PLAIN[hint])
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return _type(arguments[0], around)
+        return _type(arguments[0], parents)
     if origin is typing.Literal:
-        return {"enum": [_jsonable(each) for each in arguments]}
+        return {"enum": [_to_json(each) for each in arguments]}
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_type(each, around) for each in arguments]}
-    return _class(hint, around) if origin is None else _collection(hint, origin, arguments, around)
+        return {"anyOf": [_type(each, parents) for each in arguments]}
+    return _class(hint, parents) if origin is None else _collection(hint, origin, arguments, parents)
 
 
-def _collection(hint: Any, origin: Any, arguments: tuple[Any, ...], around: tuple[type, ...]) -> dict[str, Any]:
+def _collection(hint: Any, origin: Any, arguments: tuple[Any, ...], parents: tuple[type, ...]) -> dict[str, Any]:
     if origin is dict and arguments[0] is str:
-        return {"type": "object", "additionalProperties": _type(arguments[1], around)}
+        return {"type": "object", "additionalProperties": _type(arguments[1], parents)}
     if origin in (list, Sequence) or (origin is tuple and arguments[-1] is Ellipsis):
-        return {"type": "array", "items": _type(arguments[0], around)}
+        return {"type": "array", "items": _type(arguments[0], parents)}
     if origin is tuple:
         size = len(arguments)
-        inner = [_type(each, around) for each in arguments]
+        inner = [_type(each, parents) for each in arguments]
         return {"type": "array", "prefixItems": inner, "minItems": size, "maxItems": size}
     raise TypeError(f"{hint!r} has no JSON Schema here")
 
 
-def _class(hint: Any, around: tuple[type, ...]) -> dict[str, Any]:
+def _class(hint: Any, parents: tuple[type, ...]) -> dict[str, Any]:
     if isinstance(hint, type):
         if dataclasses.is_dataclass(hint):
-            return _dataclass(hint, around)
+            return _dataclass(hint, parents)
         if issubclass(hint, enum.Enum):
-            return {"enum": [_jsonable(member) for member in hint]}
+            return {"enum": [_to_json(member) for member in hint]}
         if issubclass(hint, PurePath):
             return {"type": "string"}
     raise TypeError(f"{hint!r} has no JSON Schema here")
@@ -176,14 +176,14 @@ def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
     return schema | {"required": required} if required else schema
 
 
-def _jsonable(value: Any) -> Any:
-    """A default or a choice as JSON would carry it; text, if JSON could not."""
+def _to_json(value: Any) -> Any:
+    """A default or a choice as JSON, or as text if JSON has no such value."""
     if isinstance(value, enum.Enum):
-        return _jsonable(value.value)
+        return _to_json(value.value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {key: _jsonable(each) for key, each in dataclasses.asdict(value).items()}
+        return {key: _to_json(each) for key, each in dataclasses.asdict(value).items()}
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(each) for key, each in value.items()}
+        return {str(key): _to_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(each) for each in value]
+        return [_to_json(each) for each in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,4 +1,4 @@
-"""A file that one process holds: as long as it lives and not a moment longer, whatever kills it."""
+"""A lock on a file, held by one process until it exits, however it exits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def try_lock(path: Path) -> int | None:
-    """The descriptor that holds the lock, not inherited by children; None if somebody else has it."""
+    """The descriptor that holds the lock, not inherited by children; None if another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if sys.platform == "win32":

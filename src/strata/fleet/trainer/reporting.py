@@ -1,7 +1,7 @@
-"""Metrics and progress as JSON lines, to where the agent asked for them.
+"""Reports metrics and progress as JSON lines to the file that the agent named.
 
 One write per line to a descriptor opened for appending, so lines of several processes of one trainer do not mix. The
-agent reads them as they come; a trainer that is killed in the middle of a line costs that line.
+agent uploads them continuously; a trainer that is killed in the middle of a line loses that line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_FRACTION = 1.0
 
 
 def report(*, step: int | None = None, **values: SupportsFloat) -> None:
-    """Metrics, by name: `report(step=10, loss=0.4)`. Anything `float()` takes will do, a tensor of one element too."""
+    """Report metrics by name: `report(step=10, loss=0.4)`. A value is anything that `float()` takes, also a tensor."""
     line: dict[str, Any] = {"type": "metrics", "at_s": time.time(), "values": _numbers(values)}
     if step is not None:
         line["step"] = int(step)
@@ -26,9 +26,9 @@ def report(*, step: int | None = None, **values: SupportsFloat) -> None:
 
 
 def progress(fraction: float, note: str = "") -> None:
-    """How much is done, from 0 to 1."""
-    within = min(max(float(fraction), 0.0), _MAX_FRACTION)
-    _write({"type": "progress", "at_s": time.time(), "fraction": within, "note": note[:256]})
+    """Report how much is done, from 0 to 1."""
+    clamped = min(max(float(fraction), 0.0), _MAX_FRACTION)
+    _write({"type": "progress", "at_s": time.time(), "fraction": clamped, "note": note[:256]})
 
 
 def _numbers(values: dict[str, SupportsFloat]) -> dict[str, float | str]:
@@ -41,7 +41,7 @@ def _write(line: dict[str, Any]) -> None:
     descriptor = _descriptor()
     if descriptor is None:
         return
-    # A full disk or an agent that is gone costs the metrics and not the training.
+    # A full disk or a missing agent loses the metrics, but does not stop the training.
     with contextlib.suppress(OSError):
         os.write(descriptor, json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n")
 
