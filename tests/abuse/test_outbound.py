@@ -14,7 +14,7 @@ from strata.base.errors import Code, StrataError
 from strata.hub.outbound import WebhookTarget
 from strata.identity.roles import Role
 from strata.train.endpoints import client as client_module
-from strata.train.endpoints.origin import allowed, judge, origin_of
+from strata.train.endpoints.origin import check_address, check_allowed, parse_origin
 from tests.shell.train_api.conftest import Reached, reach, settings_in
 from tests.shell.train_endpoints.hostile import drips, hostile, is_silent, never_ends, says
 from tests.shell.train_endpoints.test_client import OK, speaking_to
@@ -105,7 +105,7 @@ INSIDE: Final = {
 def test_what_is_no_plain_origin_is_refused(tries: Tries) -> None:
     for url in REFUSED:
         with pytest.raises(StrataError) as refused:
-            allowed(url, ALLOW)
+            check_allowed(url, ALLOW)
         assert refused.value.code in (Code.INVALID, Code.FORBIDDEN), url
         tries(1)
 
@@ -114,7 +114,7 @@ def test_what_is_no_plain_origin_is_refused(tries: Tries) -> None:
 def test_what_the_settings_do_not_name_in_these_words_is_forbidden(tries: Tries) -> None:
     for url in ELSEWHERE:
         with pytest.raises(StrataError) as refused:
-            allowed(url, ALLOW)
+            check_allowed(url, ALLOW)
         assert refused.value.code in (Code.FORBIDDEN, Code.INVALID), url
         tries(1)
 
@@ -124,7 +124,7 @@ def test_an_address_where_no_engine_can_be_is_forbidden_whatever_its_name(tries:
     here = ("169.254.169.254", "fe80::1", "::ffff:169.254.169.254", "0.0.0.0", "::", "224.0.0.1", "255.255.255.255")
     for address in (*here, "64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::"):
         with pytest.raises(StrataError) as refused:
-            judge(origin_of("http://engines.example:8000"), ipaddress.ip_address(address))
+            check_address(parse_origin("http://engines.example:8000"), ipaddress.ip_address(address))
         assert refused.value.code is Code.FORBIDDEN, address
         tries(1)
 
@@ -149,7 +149,7 @@ async def test_a_redirect_is_not_followed() -> None:
     async with hostile(says(OK)) as inside:
         head = f"HTTP/1.1 307 Temporary Redirect\nLocation: {inside.url}/secret\nConnection: close"
         async with hostile(says(head)) as evil, speaking_to(evil.url) as client:
-            with pytest.raises(StrataError, match="sends us elsewhere"):
+            with pytest.raises(StrataError, match="replies with a redirect"):
                 await client.post("/v1/load_lora_adapter", {}, timeout_s=5)
         assert inside.heard == []
 
@@ -157,10 +157,10 @@ async def test_a_redirect_is_not_followed() -> None:
 @pytest.mark.parametrize(
     ("say", "complaint"),
     [
-        (never_ends, "answers with more than"),
-        (drips, "did not answer within"),
-        (is_silent, "did not answer within"),
-        (says(f"{OK}\nContent-Encoding: gzip", gzip.compress(b" " * 1000, mtime=0)), "packs its answer"),
+        (never_ends, "replies with more than"),
+        (drips, "did not reply within"),
+        (is_silent, "did not reply within"),
+        (says(f"{OK}\nContent-Encoding: gzip", gzip.compress(b" " * 1000, mtime=0)), "compresses its reply"),
         (says("SSH-2.0-OpenSSH_9.7"), "cannot be reached"),
     ],
 )
@@ -178,10 +178,10 @@ async def test_an_answer_without_an_end_or_that_is_none_is_an_error(
 async def test_what_it_says_is_cut_and_cleaned() -> None:
     body = b"\x1b[31mno\n" + "é".encode() * 100_000
     async with hostile(says("HTTP/1.1 500 No\nConnection: close", body)) as evil, speaking_to(evil.url) as client:
-        words = (await client.get("/v1/models", timeout_s=5)).words
-        assert len(words) <= client_module.MAX_WORDS
+        words = (await client.get("/v1/models", timeout_s=5)).excerpt
+        assert len(words) <= client_module.MAX_EXCERPT
         assert words.isprintable()
-        with pytest.raises(StrataError, match="did not answer as an engine does"):
+        with pytest.raises(StrataError, match="did not reply as an engine does"):
             (await client.get("/v1/models", timeout_s=5)).read(msgspec.Struct)
 
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.train.endpoints.engine import Engine, Version
+from strata.train.endpoints.engine import Engine, ModelVersion
 
-Ask = Callable[[Version], Awaitable[Sequence[int] | str]]
+Ask = Callable[[ModelVersion], Awaitable[Sequence[int] | str]]
 
 
 @dataclass(frozen=True)
 class Case:
     engine: Engine
-    first: Version
-    second: Version
+    first: ModelVersion
+    second: ModelVersion
     """Other weights of the same model."""
     ask: Ask
     """What the engine itself says under a version's name, not through the adapter."""
@@ -26,38 +26,38 @@ class Case:
 async def an_engine_has_what_it_was_told_of_and_nothing_else(case: Case) -> None:
     engine = case.engine
     assert not {case.first.name, case.second.name} & set(await engine.versions())
-    await engine.take(case.first)
+    await engine.load_version(case.first)
     assert case.first.name in await engine.versions()
     told = await case.ask(case.first)
-    await engine.take(case.first)
+    await engine.load_version(case.first)
     assert (await engine.versions()).count(case.first.name) == 1
     assert await case.ask(case.first) == told
-    await engine.take(case.second)
+    await engine.load_version(case.second)
     assert await case.ask(case.second) != told
     assert case.second.name in await engine.versions()
 
 
 async def files_that_are_gone_are_refused_and_the_engine_lives_on(case: Case) -> None:
-    lost = Version("run-v999", case.first.folder.with_name("gone"), whole=case.first.whole)
+    lost = ModelVersion("run-v999", case.first.folder.with_name("gone"), full=case.first.full)
     with pytest.raises(StrataError) as refused:
-        await case.engine.take(lost)
+        await case.engine.load_version(lost)
     assert refused.value.code is Code.NOT_FOUND
     assert lost.name not in await case.engine.versions()
-    await case.engine.take(case.second)
+    await case.engine.load_version(case.second)
     await case.ask(case.second)
 
 
 async def what_is_let_go_of_is_gone_and_the_other_stays(case: Case) -> None:
     """Not of whole models, of which there is one at a time."""
     engine = case.engine
-    await engine.take(case.first)
-    await engine.take(case.second)
+    await engine.load_version(case.first)
+    await engine.load_version(case.second)
     told = await case.ask(case.second)
     for _ in range(2):
-        await engine.drop(case.first.name)
+        await engine.unload_version(case.first.name)
         assert case.first.name not in await engine.versions()
     assert await case.ask(case.second) == told
-    await engine.take(case.first)
+    await engine.load_version(case.first)
     assert case.first.name in await engine.versions()
 
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from strata.train.endpoints.engine import Version
+from strata.train.endpoints.engine import ModelVersion
 
 
 def load(base: Path, adapter: Path | None = None) -> Any:
@@ -33,7 +33,7 @@ def greedy(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
     return found
 
 
-def made_weights(base: Path, folder: Path) -> tuple[Version, Version]:
+def made_weights(base: Path, folder: Path) -> tuple[ModelVersion, ModelVersion]:
     """Two adapters of the base, drawn at random."""
     versions = []
     for number in (1, 2):
@@ -45,5 +45,5 @@ def made_weights(base: Path, folder: Path) -> tuple[Version, Version]:
                 if "lora_B" in name:
                     parameter.data.normal_(std=0.3)
         model.save_pretrained(str(folder / f"adapter-{number}"))
-        versions.append(Version(f"drawn-v{number}", folder / f"adapter-{number}", whole=False))
+        versions.append(ModelVersion(f"drawn-v{number}", folder / f"adapter-{number}", full=False))
     return versions[0], versions[1]

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
-from strata.train.endpoints.engine import Version
+from strata.train.endpoints.engine import ModelVersion
 from strata.train.endpoints.transformers_serve import TransformersEngine
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.settings import Inference
@@ -120,7 +120,7 @@ async def case(engine: EngineProcess, model: Path, tmp_path: Path) -> AsyncItera
     client = EngineClient(InferenceEndpoint("e", engine.url, "127.0.0.1", "transformers", 0.0), settings)
     adapter = TransformersEngine(client, settings, tmp_path / "published", model)
 
-    async def ask(version: Version) -> str:
+    async def ask(version: ModelVersion) -> str:
         return said(engine, tmp_path / "published" / version.name)
 
     yield Case(adapter, first, second, ask)

@@ -12,7 +12,7 @@ import pytest
 
 from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
-from strata.train.endpoints.engine import Version
+from strata.train.endpoints.engine import ModelVersion
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.settings import Inference
@@ -186,12 +186,12 @@ async def case(engine: EngineProcess, model: Path, tmp_path: Path) -> AsyncItera
     settings = Inference(allow=(engine.url,))
     adapter = VllmEngine(EngineClient(InferenceEndpoint("e", engine.url, "127.0.0.1", "vllm", 0.0), settings), settings)
 
-    async def ask(version: Version) -> list[int]:
+    async def ask(version: ModelVersion) -> list[int]:
         return asked(engine, model=version.name)
 
     yield Case(adapter, first, second, ask)
     for version in (first, second):
-        await adapter.drop(version.name)
+        await adapter.unload_version(version.name)
     await adapter.close()
 
 

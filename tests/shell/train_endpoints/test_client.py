@@ -71,5 +71,5 @@ async def test_a_key_is_not_sent_where_others_could_read_it(tmp_path: Path) -> N
     file.write_text("a-secret-of-the-engine\n")
     url = "http://engines.example:8000"
     async with speaking_to(url, "192.0.2.1", keys={url: file}) as client:
-        with pytest.raises(StrataError, match="anybody on the way could read it"):
+        with pytest.raises(StrataError, match="the connection is not encrypted"):
             await client.get("/v1/models", timeout_s=5)

@@ -11,7 +11,7 @@ import pytest
 from strata.testing.fake_vllm import BASE, FakeVllm
 from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
-from strata.train.endpoints.engine import Version, stale
+from strata.train.endpoints.engine import ModelVersion, stale_versions
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.settings import Inference
 from tests.engines.conformance import ADAPTERS, WHOLE, Case
@@ -28,13 +28,13 @@ def weights(folder: Path, text: str) -> Path:
 @pytest.fixture(params=[False, True])
 async def case(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Case]:
     whole: bool = request.param
-    first, second = (Version(f"run-v{n}", weights(tmp_path / str(n), f"weights {n}"), whole=whole) for n in (1, 2))
+    first, second = (ModelVersion(f"run-v{n}", weights(tmp_path / str(n), f"weights {n}"), full=whole) for n in (1, 2))
     async with FakeVllm() as fake:
         settings = Inference(allow=(fake.url,))
         client = EngineClient(InferenceEndpoint("e", fake.url, "127.0.0.1", "vllm", 0.0), settings)
         engine = VllmEngine(client, settings)
 
-        async def ask(version: Version) -> list[int]:
+        async def ask(version: ModelVersion) -> list[int]:
             body = {"model": BASE if whole else version.name, "prompt": [1], "max_tokens": 4, "n": 1, "temperature": 0}
             async with httpx.AsyncClient() as http:
                 reply = await http.post(f"{fake.url}/v1/completions", json=body)
@@ -48,12 +48,12 @@ async def case(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
 
 @pytest.mark.parametrize("check", ADAPTERS)
 async def test_the_suite_of_engines(case: Case, check: Callable[[Case], Awaitable[None]]) -> None:
-    if case.first.whole and check not in WHOLE:
+    if case.first.full and check not in WHOLE:
         return
     await check(case)
 
 
 def test_versions_are_compared_by_their_number_and_only_within_their_run() -> None:
     names = ["a-v9", "a-v10", "a-v2", "b-v1", "a-vx", "a-v-1", "tiny", "aa-v1"]
-    assert stale(names, "a-v11", 2) == ["a-v2", "a-v9"]
-    assert stale(names, "a-v1", 9) == []
+    assert stale_versions(names, "a-v11", 2) == ["a-v2", "a-v9"]
+    assert stale_versions(names, "a-v1", 9) == []

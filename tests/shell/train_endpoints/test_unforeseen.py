@@ -8,7 +8,7 @@ from pathlib import Path
 from strata.base.clock import ManualClock
 from strata.journal.memory import MemoryJournal
 from strata.train.core import ops
-from strata.train.endpoints.publisher import AGAIN_S, Publisher
+from strata.train.endpoints.publisher import RETRY_S, Publisher
 from tests.shell.train_orchestrator.leaders import leading, settings_in
 
 
@@ -25,15 +25,15 @@ async def test_a_task_that_ends_in_an_unforeseen_way_is_looked_at_again_after_a_
     publisher = Publisher(settings_in(tmp_path), store, keep)
     running = asyncio.create_task(publisher.run())
     await clock.advance(0.0)
-    publisher._begin("push p", fail)
-    await clock.advance(AGAIN_S / 2)
+    publisher._start_task("push p", fail)
+    await clock.advance(RETRY_S / 2)
     looked = asyncio.create_task(store.publishable.wait())
-    await clock.advance(AGAIN_S / 4)
+    await clock.advance(RETRY_S / 4)
     assert not looked.done()
-    await clock.advance(AGAIN_S / 2)
+    await clock.advance(RETRY_S / 2)
     assert looked.done()
     # And nothing is left when it is over, also of what ends in such a way just then.
-    publisher._begin("push q", fail)
+    publisher._start_task("push q", fail)
     running.cancel()
     await asyncio.wait([running])
     assert {each for each in asyncio.all_tasks() if "push" in each.get_name() or each.get_name() == "again"} == set()

@@ -1,6 +1,6 @@
-"""HTTP to one engine: to its one address, without redirects, proxies or compression, bounded in time and size.
+"""HTTP client of one inference engine: one fixed address, no redirects, proxies or compression, bounded time and size.
 
-An engine is another program, perhaps on another machine, and may answer anything. What it says is cut and cleaned
+An engine is another program, perhaps on another machine, and may reply anything. Its text is truncated and sanitised
 before it gets into a message.
 """
 
@@ -17,39 +17,39 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
 from strata.train.core.state import InferenceEndpoint
-from strata.train.endpoints.origin import allowed, is_loopback, origin_of
+from strata.train.endpoints.origin import check_allowed, is_loopback, parse_origin
 from strata.train.settings import Inference
 
 T = TypeVar("T")
 MAX_REPLY: Final = 64 << 20
-MAX_WORDS: Final = 300
-_NOT_TAKEN: Final = "the inference endpoint did not answer as an engine does"
+MAX_EXCERPT: Final = 300
+_MALFORMED: Final = "the inference endpoint did not reply as an engine does"
 
 
-class Reply(NamedTuple):
+class EngineReply(NamedTuple):
     status: int
     content: bytes
 
     @property
-    def words(self) -> str:
-        """What it says, fit for a message."""
-        text = self.content[: 4 * MAX_WORDS].decode("utf-8", "replace")
-        return "".join(each if each.isprintable() else " " for each in text)[:MAX_WORDS]
+    def excerpt(self) -> str:
+        """The beginning of the reply, fit for a message."""
+        text = self.content[: 4 * MAX_EXCERPT].decode("utf-8", "replace")
+        return "".join(char if char.isprintable() else " " for char in text)[:MAX_EXCERPT]
 
     def read(self, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(self.content, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise StrataError(Code.UNAVAILABLE, f"{_NOT_TAKEN}: {str(error)[:MAX_WORDS]}") from None
+            raise StrataError(Code.UNAVAILABLE, f"{_MALFORMED}: {str(error)[:MAX_EXCERPT]}") from None
 
 
 class EngineClient:
     def __init__(self, endpoint: InferenceEndpoint, settings: Inference) -> None:
-        """FORBIDDEN if the settings do not allow it any more."""
-        self._origin = allowed(endpoint.url, settings.allow)
+        """FORBIDDEN if the settings do not allow the endpoint any more."""
+        self._origin = check_allowed(endpoint.url, settings.allow)
         self._address = endpoint.address
         self._settings = settings
-        # The environment could name a proxy, and with it another place to connect to.
+        # The environment could name a proxy, and with it another address to connect to.
         self._http = httpx.AsyncClient(
             base_url=self._origin.at(endpoint.address),
             follow_redirects=False,
@@ -65,13 +65,13 @@ class EngineClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def get(self, path: str, *, timeout_s: float) -> Reply:
-        return await self._ask("GET", path, None, timeout_s)
+    async def get(self, path: str, *, timeout_s: float) -> EngineReply:
+        return await self._request("GET", path, None, timeout_s)
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Reply:
-        return await self._ask("POST", path, body, timeout_s)
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> EngineReply:
+        return await self._request("POST", path, body, timeout_s)
 
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Reply:
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> EngineReply:
         content = b"" if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} | await asyncio.to_thread(self._credentials)
         request = self._http.build_request(
@@ -83,45 +83,45 @@ class EngineClient:
             extensions={"sni_hostname": self._origin.host},
         )
         try:
-            # httpx counts each wait by itself; an engine that sends a byte now and then would be waited for for ever.
+            # The timeouts of httpx are for each read; an engine that sends a byte now and then would never time out.
             async with asyncio.timeout(timeout_s):
                 return await self._exchange(request)
         except TimeoutError:
-            raise StrataError(Code.DEADLINE, f"{self._origin} did not answer within {timeout_s:g} seconds") from None
+            raise StrataError(Code.DEADLINE, f"{self._origin} did not reply within {timeout_s:g} seconds") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise StrataError(Code.UNAVAILABLE, f"{self._origin} cannot be reached: {type(error).__name__}") from None
 
-    async def _exchange(self, request: httpx.Request) -> Reply:
+    async def _exchange(self, request: httpx.Request) -> EngineReply:
         response = await self._http.send(request, stream=True)
         try:
             if 300 <= response.status_code < 400:
-                raise StrataError(Code.UNAVAILABLE, f"{self._origin} sends us elsewhere, where we do not go")
+                raise StrataError(Code.UNAVAILABLE, f"{self._origin} replies with a redirect, which is not followed")
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise StrataError(Code.UNAVAILABLE, f"{self._origin} packs its answer, which was not asked for")
+                raise StrataError(Code.UNAVAILABLE, f"{self._origin} compresses its reply, which was not requested")
             content = bytearray()
-            async for part in response.aiter_raw():
-                content += part
+            async for chunk in response.aiter_raw():
+                content += chunk
                 if len(content) > MAX_REPLY:
-                    raise StrataError(Code.UNAVAILABLE, f"{self._origin} answers with more than {MAX_REPLY} bytes")
-            return Reply(response.status_code, bytes(content))
+                    raise StrataError(Code.UNAVAILABLE, f"{self._origin} replies with more than {MAX_REPLY} bytes")
+            return EngineReply(response.status_code, bytes(content))
         finally:
             await response.aclose()
 
     def _credentials(self) -> dict[str, str]:
-        """Read at every call: a key that was replaced holds at once, and none is kept in memory for long."""
+        """Read for every request: a replaced key takes effect at once, and none is kept in memory for long."""
         key = self._key()
         if key is None:
             return {}
         if self._origin.scheme == "http" and not is_loopback(self._address):
-            raise StrataError(Code.FORBIDDEN, f"a key is not sent to {self._origin}: anybody on the way could read it")
+            raise StrataError(Code.FORBIDDEN, f"a key is not sent to {self._origin}: the connection is not encrypted")
         return {"Authorization": f"Bearer {key.reveal()}"}
 
     def _key(self) -> Secret | None:
         for url, file in self._settings.keys.items():
-            if origin_of(url) == self._origin:
+            if parse_origin(url) == self._origin:
                 return read_secret(Path(file).expanduser())
         return None
 
 
-def refuse(reply: Reply, what: str) -> StrataError:
-    return StrataError(Code.UNAVAILABLE, f"{what} was answered with {reply.status}: {reply.words}")
+def engine_error(reply: EngineReply, what: str) -> StrataError:
+    return StrataError(Code.UNAVAILABLE, f"{what} failed with status {reply.status}: {reply.excerpt}")

@@ -1,4 +1,4 @@
-"""What every engine promises: it takes weights under a name, once, lets go of them, and says what it has."""
+"""The port of an inference engine: it loads weights under a version name, unloads them, and lists what it has."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from strata.train.core.sampling import Sample, SampleResult
 
 
 @dataclass(frozen=True)
-class Version:
+class ModelVersion:
     name: str
     folder: Path
-    """Of the saved weights, as the server sees it. Engines must see it under the same path."""
-    whole: bool
-    """A whole model, and not an adapter of the base."""
+    """The folder of the saved weights. Engines must see it under the same path as the server."""
+    full: bool
+    """A full model, not an adapter of the base."""
 
     def check(self) -> None:
-        """NOT_FOUND if the files are gone. Engines that are told of files which are not there may die of it."""
-        wanted = "config.json" if self.whole else "adapter_config.json"
-        if not (self.folder / wanted).is_file():
-            raise StrataError(Code.NOT_FOUND, f"the files of {self.name} are not there any more")
+        """NOT_FOUND if the files are gone. Some engines crash when they are to load files that do not exist."""
+        config = "config.json" if self.full else "adapter_config.json"
+        if not (self.folder / config).is_file():
+            raise StrataError(Code.NOT_FOUND, f"the files of {self.name} do not exist any more")
 
 
 class Engine(Protocol):
     async def versions(self) -> Sequence[str]:
-        """The names that a request can give now. UNAVAILABLE or DEADLINE if it does not answer."""
+        """The loaded versions. UNAVAILABLE or DEADLINE if the engine does not reply."""
         ...
 
-    async def take(self, version: Version) -> None:
-        """When this returns, the weights can be asked for by their name. Doing it again changes nothing."""
+    async def load_version(self, version: ModelVersion) -> None:
+        """Load the weights; then requests can name the version. Idempotent."""
         ...
 
-    async def drop(self, name: str) -> None:
-        """Let go of a version; of one that is not there, too."""
+    async def unload_version(self, name: str) -> None:
+        """Unload a version. Idempotent: one that is not loaded is no error."""
         ...
 
-    async def sample(self, version: Version, sample: Sample, seed: int) -> SampleResult:
-        """Of exactly this version: NOT_FOUND if the engine does not have it. UNSUPPORTED if it cannot sample so."""
+    async def sample(self, version: ModelVersion, sample: Sample, seed: int) -> SampleResult:
+        """Sample from exactly this version. NOT_FOUND if it is not loaded, UNSUPPORTED if the engine cannot."""
         ...
 
     async def close(self) -> None: ...
 
 
-def stale(names: Sequence[str], version: str, keep: int) -> list[str]:
+def stale_versions(names: Sequence[str], version: str, keep: int) -> list[str]:
     """Which of these versions of the same model are older than the newest `keep`."""
     run, _, _ = version.rpartition("-v")
     numbers = {}

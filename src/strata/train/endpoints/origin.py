@@ -1,9 +1,8 @@
-"""Where an engine may be: at an origin that the settings name, and at the address that this had when it was added.
+"""Allow-list of engine origins, and resolution of their addresses: the defence against server-side request forgery.
 
-A URL comes from a request, and whoever can make the server connect to a place of his choice reads what only the server
-can reach. So scheme, host and port must be spelled exactly as in the settings, the name is looked up once, every
-address it has is judged, and from then on nothing but that address is connected to. A name that means something else a
-moment later changes nothing.
+A URL comes from a request, and a client that can make the server connect anywhere could read what only the server can
+reach. So scheme, host and port must be spelled exactly as in the settings, the name is resolved once, every address it
+has is checked, and from then on the server connects to that address alone. DNS rebinding changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _URL: Final = re.compile(r"[!-~]{1,300}")
 LOOKUP_S: Final = 5.0
 
 
-class Origin(NamedTuple):
+class EngineOrigin(NamedTuple):
     scheme: str
     host: str
     port: int
@@ -34,56 +33,56 @@ class Origin(NamedTuple):
         return f"{self.scheme}://{_bracketed(self.host)}:{self.port}"
 
     def at(self, address: str) -> str:
-        """The same origin with an address in the place of its name."""
+        """The same origin with an address instead of its name."""
         return f"{self.scheme}://{_bracketed(address)}:{self.port}"
 
 
-def origin_of(url: str) -> Origin:
-    """Of a URL that has no more than an origin: no user, path, query or fragment."""
-    refused = StrataError(
+def parse_origin(url: str) -> EngineOrigin:
+    """Parse a URL that is an origin and nothing more: no user, path, query or fragment."""
+    invalid = StrataError(
         Code.INVALID, f"{url[:200]!r} is not the address of an inference engine", hint="use http://HOST:PORT"
     )
     if not _URL.fullmatch(url) or "\\" in url or "@" in url or "?" in url or "#" in url:
-        raise refused
+        raise invalid
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise refused from None
+        raise invalid from None
     host = parts.hostname or ""
     if parts.scheme not in _PORTS or parts.path not in ("", "/") or not _HOST.fullmatch(host) or port == 0:
-        raise refused
-    return Origin(parts.scheme, host, port or _PORTS[parts.scheme])
+        raise invalid
+    return EngineOrigin(parts.scheme, host, port or _PORTS[parts.scheme])
 
 
-def allowed(url: str, allow: Sequence[str]) -> Origin:
+def check_allowed(url: str, allow: Sequence[str]) -> EngineOrigin:
     """FORBIDDEN unless the settings name this origin."""
-    origin = origin_of(url)
-    if origin not in {origin_of(each) for each in allow}:
+    origin = parse_origin(url)
+    if origin not in {parse_origin(entry) for entry in allow}:
         raise StrataError(
             Code.FORBIDDEN,
             f"{origin} is not in the settings' list of inference engines",
-            hint="whoever runs the server adds it to `allow` of [inference]",
+            hint="the operator of the server adds it to `allow` of [inference]",
         )
     return origin
 
 
-async def look_up(origin: Origin) -> str:
-    """The address to stay with. All that the name has must be such that an engine can be there."""
+async def resolve_address(origin: EngineOrigin) -> str:
+    """Resolve the address that is used from now on. Every address of the name must pass `check_address`."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(LOOKUP_S):
-            found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+            entries = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError) as error:
-        raise StrataError(Code.UNAVAILABLE, f"{origin.host} cannot be looked up: {error!r}") from error
-    addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
+        raise StrataError(Code.UNAVAILABLE, f"{origin.host} cannot be resolved: {error!r}") from error
+    addresses = [str(entry[4][0]).partition("%")[0] for entry in entries]
     for address in addresses:
-        judge(origin, ipaddress.ip_address(address))
+        check_address(origin, ipaddress.ip_address(address))
     return addresses[0]
 
 
-def judge(origin: Origin, address: Address) -> None:
-    """Link-local addresses are where clouds keep credentials; the others here are no machine at all."""
+def check_address(origin: EngineOrigin, address: Address) -> None:
+    """FORBIDDEN for link-local addresses, where clouds serve credentials, and for those that are no single machine."""
     real = inner_address(address)
     if real.is_link_local or real.is_multicast or real.is_unspecified or real.is_reserved:
         raise StrataError(Code.FORBIDDEN, f"{origin.host} is {real}, where no inference engine can be")

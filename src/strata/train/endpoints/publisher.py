@@ -1,8 +1,8 @@
-"""The endpoints at work: weights are pushed to them and samples asked of them, beside everything else that goes on.
+"""Publisher: pushes weights to inference endpoints and routes samples to them, in background tasks.
 
-Everything here is a task with a timeout. The orchestrator decides and dispatches without ever waiting for an engine,
-and what comes of a task is one more input. A process that dies in between does it again when it leads again: under the
-same name the same weights are harmless, and a sample that was not given has changed nothing.
+Every task has a timeout. The orchestrator decides and dispatches without ever waiting for an engine, and the outcome of
+a task is one more input. After a crash the next leader repeats the tasks: pushing the same version again is idempotent,
+and a sample without a result has changed nothing.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from strata.train.core.inputs import CompletePush, CompleteRouted, Decision, Inp
 from strata.train.core.sampling import Sample, SampleResult, encode_result
 from strata.train.core.state import InferenceEndpoint, Publication, Push, TrainState
 from strata.train.endpoints.client import EngineClient
-from strata.train.endpoints.engine import Engine, Version, stale
+from strata.train.endpoints.engine import Engine, ModelVersion, stale_versions
 from strata.train.endpoints.transformers_serve import TransformersEngine
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.settings import ServerSettings
 
-LOOK_S: Final = 3.0
-"""For an endpoint to say what it has, when somebody looks."""
-AGAIN_S: Final = 5.0
+LIST_S: Final = 3.0
+"""How long an endpoint may take to list its versions for a status query."""
+RETRY_S: Final = 5.0
 _log = log.get(__name__)
 
-Keep = Callable[[ops.Result], Awaitable[ops.Result]]
+StoreResult = Callable[[ops.Result], Awaitable[ops.Result]]
 
 
 class StateStorePort(Protocol):
-    """What is decided and made durable, and the moment at which something was."""
+    """The state, how to decide an input and make it durable, and the event that something can be published."""
 
     @property
     def state(self) -> TrainState: ...
@@ -51,25 +51,25 @@ class StateStorePort(Protocol):
 
 
 class Publisher:
-    def __init__(self, settings: ServerSettings, store: StateStorePort, keep: Keep) -> None:
+    def __init__(self, settings: ServerSettings, store: StateStorePort, store_result: StoreResult) -> None:
         self._settings = settings
         self._store = store
-        self._keep = keep
+        self._store_result = store_result
         self._route = RouteSamples(settings.inference.max_samples)
         self._engines: dict[str, tuple[InferenceEndpoint, Engine]] = {}
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Of each endpoint: weights come to it one after the other, in the order in which they were saved."""
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By endpoint: versions are pushed to it one after the other, in the order in which they were saved."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         try:
             while True:
                 self._store.publishable.clear()
                 await self.run_once()
                 await self._store.publishable.wait()
         finally:
-            # One that ends with an error begins another.
+            # A loop, because a task that ends with an error starts another one.
             while self._tasks:
                 for task in self._tasks.values():
                     task.cancel()
@@ -78,15 +78,15 @@ class Publisher:
                 await engine.close()
 
     async def run_once(self) -> None:
-        """Begin what is to be done, and give up what nobody waits for any more."""
+        """Start the tasks that are due, and cancel those whose sample is not routed any more."""
         state = self._store.state
         for path, push in list(state.pushes.items()):
-            self._begin(f"push {path}", lambda push=push: self._push(push))  # type: ignore[misc]
-        # Need not be durable: a sample whose way is forgotten finds it again.
+            self._start_task(f"push {path}", lambda push=push: self._push(push))  # type: ignore[misc]
+        # Routing need not be durable: a sample whose route is lost is routed again.
         while state.rules.route and state.waiting and self._store.submit_nowait(self._route)[0].facts:
             pass
         for future_id, (endpoint, sample) in list(state.routed.items()):
-            self._begin(
+            self._start_task(
                 f"sample {future_id}",
                 lambda future_id=future_id, endpoint=endpoint, sample=sample: self._sample(  # type: ignore[misc]
                     future_id, endpoint, sample
@@ -95,11 +95,11 @@ class Publisher:
         for name, task in self._tasks.items():
             if name.startswith("sample ") and name.removeprefix("sample ") not in state.routed:
                 task.cancel()
-        for name in [each for each in self._engines if each not in state.endpoints]:
+        for name in [name for name in self._engines if name not in state.endpoints]:
             _, engine = self._engines.pop(name)
             await engine.close()
 
-    def _begin(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+    def _start_task(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         if name in self._tasks:
             return
 
@@ -107,122 +107,126 @@ class Publisher:
             await work()
 
         task = self._tasks[name] = asyncio.create_task(run(), name=name)
-        task.add_done_callback(lambda done: self._ended(name, done))
+        task.add_done_callback(lambda done: self._on_task_done(name, done))
 
-    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, name: str, task: asyncio.Task[None]) -> None:
         self._tasks.pop(name, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("an inference endpoint was not told", what=name, reason=repr(error))
-            self._begin("again", self._look_again)
+            _log.error("publish_task_failed", task=name, reason=repr(error))
+            self._start_task("retry", self._retry)
 
-    async def _look_again(self) -> None:
-        """What went wrong in a way that nobody foresaw is still to be done, and perhaps no fact comes to say so."""
-        await self._store.clock.sleep(AGAIN_S)
+    async def _retry(self) -> None:
+        """Retry after an unexpected error: the task is still due, and perhaps no further fact triggers it."""
+        await self._store.clock.sleep(RETRY_S)
         self._store.publishable.set()
 
     # Weights
 
     async def _push(self, push: Push) -> None:
-        outcomes = await asyncio.gather(*(self._tell(name, push) for name in push.endpoints))
+        outcomes = await asyncio.gather(*(self._push_to(name, push) for name in push.endpoints))
         await self._store.commit(CompletePush(push.path, outcomes, self._store.clock.wall_s()))
 
-    async def _tell(self, name: str, push: Push) -> ops.EndpointOutcome:
+    async def _push_to(self, name: str, push: Push) -> ops.EndpointOutcome:
         clock = self._store.clock
-        async with self._turns[name]:
-            began_s = clock.monotonic_s()
-            noticed = ""
+        async with self._locks[name]:
+            started_s = clock.monotonic_s()
+            message = ""
             retired: Sequence[str] = ()
             try:
                 async with asyncio.timeout(self._settings.inference.push_timeout_s):
-                    noticed, retired = await self._give(name, push)
+                    message, retired = await self._load_versions(name, push)
             except (StrataError, TimeoutError, OSError, msgspec.MsgspecError) as error:
                 reason = str(error) or "it took too long"
-                _log.warning("an inference endpoint has no new weights", endpoint=name, reason=reason)
-                return ops.EndpointOutcome(name, ok=False, seconds=clock.monotonic_s() - began_s, message=reason)
-        seconds = clock.monotonic_s() - began_s
-        _log.info("weights pushed", endpoint=name, version=push.version, seconds=round(seconds, 4))
-        return ops.EndpointOutcome(name, ok=True, seconds=seconds, message=noticed, retired=retired)
+                _log.warning("weights_push_failed", endpoint=name, reason=reason)
+                return ops.EndpointOutcome(name, ok=False, seconds=clock.monotonic_s() - started_s, message=reason)
+        seconds = clock.monotonic_s() - started_s
+        _log.info("weights_pushed", endpoint=name, version=push.version, seconds=round(seconds, 4))
+        return ops.EndpointOutcome(name, ok=True, seconds=seconds, message=message, retired=retired)
 
-    async def _give(self, name: str, push: Push) -> tuple[str, Sequence[str]]:
-        """The new version, and whatever a restarted engine has lost; then the old ones go."""
+    async def _load_versions(self, name: str, push: Push) -> tuple[str, Sequence[str]]:
+        """Load the new version and whatever a restarted engine has lost; then unload the stale ones."""
         engine = self._engine(name)
-        there = await engine.versions()
-        lost = [each for each in self._newest(name, push) if each.version not in there]
-        if push.version not in there:
-            await engine.take(self._version(push))
-        for each in lost:
-            await engine.take(self._version(each))
-        retired = [each for each in stale(there, push.version, self._kept) if each in there and each != push.version]
+        loaded = await engine.versions()
+        lost = [publication for publication in self._newest(name, push) if publication.version not in loaded]
+        if push.version not in loaded:
+            await engine.load_version(self._version(push))
+        for publication in lost:
+            await engine.load_version(self._version(publication))
+        stale = stale_versions(loaded, push.version, self._keep_versions)
+        retired = [version for version in stale if version in loaded and version != push.version]
         for old in retired:
-            await engine.drop(old)
-        noticed = f"it had lost {', '.join(each.version for each in lost)}" if lost else ""
-        return noticed, retired
+            await engine.unload_version(old)
+        message = f"it had lost {', '.join(publication.version for publication in lost)}" if lost else ""
+        return message, retired
 
     def _newest(self, name: str, push: Push) -> list[Publication]:
-        """What the endpoint was told of other models last. A whole model has the engine for itself."""
-        if self._whole:
+        """The newest version of every other model on this endpoint. A full model occupies an engine alone."""
+        if self._full:
             return []
         newest: dict[str, Publication] = {}
-        for each in self._store.state.published.values():
-            if name in each.endpoints and each.model_id != push.model_id:
-                known = newest.get(each.model_id)
-                newest[each.model_id] = each if known is None or each.seq_id > known.seq_id else known
+        for publication in self._store.state.published.values():
+            if name in publication.endpoints and publication.model_id != push.model_id:
+                other = newest.get(publication.model_id)
+                newest[publication.model_id] = (
+                    publication if other is None or publication.seq_id > other.seq_id else other
+                )
         return list(newest.values())
 
     # Samples
 
     async def _sample(self, future_id: str, endpoint: str, sample: Sample) -> None:
         try:
-            result = await self._ask(future_id, endpoint, sample)
-            kept = await self._keep(ops.SampleDone(ops.InlinePayload(encode_result(result))))
+            result = await self._sample_from(future_id, endpoint, sample)
+            stored = await self._store_result(ops.SampleDone(ops.InlinePayload(encode_result(result))))
         except (StrataError, OSError) as error:
-            _log.warning("an inference endpoint gave no sample", endpoint=endpoint, reason=str(error))
+            _log.warning("routed_sample_failed", endpoint=endpoint, reason=str(error))
             await self._store.commit(RequeueRouted(future_id))
             return
-        assert isinstance(kept, ops.SampleDone)
-        await self._store.commit(CompleteRouted(future_id, kept, self._store.clock.wall_s()))
+        assert isinstance(stored, ops.SampleDone)
+        await self._store.commit(CompleteRouted(future_id, stored, self._store.clock.wall_s()))
 
-    async def _ask(self, future_id: str, endpoint: str, sample: Sample) -> SampleResult:
-        """An engine that was started anew has lost the weights: it gets them again, and is asked once more."""
+    async def _sample_from(self, future_id: str, endpoint: str, sample: Sample) -> SampleResult:
+        """A restarted engine has lost the weights: they are loaded again, and the request is retried once."""
         state = self._store.state
         sampler = state.samplers.get(sample.sampler_id)
         publication = state.published.get(sampler.folder) if sampler else None
         if publication is None:
-            raise StrataError(Code.NOT_FOUND, "newer weights have taken the place of these")
+            raise StrataError(Code.NOT_FOUND, "newer weights have replaced these")
         engine, version = self._engine(endpoint), self._version(publication)
-        # Without a seed, chance comes from the request's own name, as with the ranks.
-        given = sample.params.seed
-        seed = int(sha256_hex(future_id.encode())[:15], 16) if given is None else given & (2**63 - 1)
+        # Without a seed, the request's own id is the seed, as on the ranks.
+        requested = sample.params.seed
+        seed = int(sha256_hex(future_id.encode())[:15], 16) if requested is None else requested & (2**63 - 1)
         try:
             return await engine.sample(version, sample, seed)
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
-        async with self._turns[endpoint]:
-            # A whole model takes the place of another: only an engine that has none is told of this one again.
-            if publication.path not in state.published or (self._whole and await engine.versions()):
-                raise StrataError(Code.NOT_FOUND, "newer weights have taken the place of these")
-            await engine.take(version)
-        _log.info("an inference endpoint had lost weights and has them again", endpoint=endpoint, version=version.name)
+        async with self._locks[endpoint]:
+            # A full model replaces another one: it is loaded again only into an engine that has none.
+            if publication.path not in state.published or (self._full and await engine.versions()):
+                raise StrataError(Code.NOT_FOUND, "newer weights have replaced these")
+            await engine.load_version(version)
+        _log.info("lost_weights_reloaded", endpoint=endpoint, version=version.name)
         return await engine.sample(version, sample, seed)
 
-    # Looking
+    # Status
 
-    async def look(self) -> messages.EndpointList:
+    async def list_endpoints(self) -> messages.EndpointList:
         state = self._store.state
         return messages.EndpointList(
-            await asyncio.gather(*(self._view(each) for each in list(state.endpoints.values())))
+            await asyncio.gather(*(self._view(endpoint) for endpoint in list(state.endpoints.values())))
         )
 
     async def _view(self, endpoint: InferenceEndpoint) -> messages.EndpointView:
         versions: Sequence[str] = ()
         message = ""
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(LIST_S):
                 versions = await self._engine(endpoint.name).versions()
         except (StrataError, TimeoutError) as error:
-            message = str(error) or f"it did not answer within {LOOK_S:g} seconds"
-        told = [each.version for each in self._store.state.published.values() if endpoint.name in each.endpoints]
+            message = str(error) or f"it did not reply within {LIST_S:g} seconds"
+        published = self._store.state.published.values()
+        pushed = [publication.version for publication in published if endpoint.name in publication.endpoints]
         return messages.EndpointView(
             name=endpoint.name,
             url=endpoint.url,
@@ -232,30 +236,31 @@ class Publisher:
             reachable=not message,
             message=message,
             versions=versions,
-            published=told,
+            published=pushed,
         )
 
     # Engines
 
     @property
-    def _whole(self) -> bool:
+    def _full(self) -> bool:
         return self._settings.model.training == "full"
 
     @property
-    def _kept(self) -> int:
+    def _keep_versions(self) -> int:
         return self._store.state.rules.keep_versions
 
-    def _version(self, of: Push | Publication) -> Version:
-        return Version(of.version, self._settings.checkpoints / of.path, whole=self._whole)
+    def _version(self, publication: Push | Publication) -> ModelVersion:
+        folder = self._settings.checkpoints / publication.path
+        return ModelVersion(publication.version, folder, full=self._full)
 
     def _engine(self, name: str) -> Engine:
-        """FORBIDDEN if the settings do not allow it any more, NOT_FOUND if it was removed."""
+        """FORBIDDEN if the settings do not allow the endpoint any more, NOT_FOUND if it was removed."""
         endpoint = self._store.state.endpoints.get(name)
         if endpoint is None:
             raise StrataError(Code.NOT_FOUND, f"there is no inference endpoint {name!r} any more")
-        known = self._engines.get(name)
-        if known is not None and known[0] == endpoint:
-            return known[1]
+        cached = self._engines.get(name)
+        if cached is not None and cached[0] == endpoint:
+            return cached[1]
         settings = self._settings.inference
         client = EngineClient(endpoint, settings)
         engine: Engine

@@ -1,10 +1,9 @@
-"""`transformers serve`, which takes the folder of a model for its name.
+"""Engine `transformers serve`, which identifies a model by its folder.
 
-It loads whatever folder a request names, and keeps it until nobody has asked for it for a while; it has no word for an
-adapter beside a base, and none for letting go of one model. So a version is a folder of its own, of links: a whole
-model, or the base with the adapter in the same folder, which is a form that transformers reads. Once such a folder is
-there, an engine that was started anew has it again. It answers in text without log probabilities, so it is never asked
-for samples here.
+It loads any folder that a request names, and unloads it after an idle timeout; it has no API for an adapter on a base,
+and none to unload one model. So a version is a folder of its own, of symbolic links: a full model, or the base with the
+adapter in the same folder, which transformers can load. Such a folder survives a restart of the engine. The engine
+replies with text without log probabilities, so samples are never routed to it.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import Sample
-from strata.train.endpoints.client import EngineClient, refuse
-from strata.train.endpoints.engine import Version
+from strata.train.endpoints.client import EngineClient, engine_error
+from strata.train.endpoints.engine import ModelVersion
 from strata.train.settings import Inference
 
 LIST_S: Final = 10.0
 ADAPTER_CONFIG: Final = "adapter_config.json"
-_OF_BASE: Final = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja"})
-"""Configuration, weights and tokenizer. What has to be unpickled is left behind."""
+_BASE_SUFFIXES: Final = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja"})
+"""Configuration, weights and tokenizer. Pickled files are left out."""
 
 
 class _Progress(msgspec.Struct):
@@ -48,38 +47,38 @@ class TransformersEngine:
     async def versions(self) -> Sequence[str]:
         reply = await self._client.get("/health", timeout_s=LIST_S)
         if reply.status != 200:
-            raise refuse(reply, "health")
+            raise engine_error(reply, "health")
         return await asyncio.to_thread(lambda: sorted(_names(self._published)))
 
-    async def take(self, version: Version) -> None:
-        """Loaded now, so that whoever asks first does not wait for it and what is wrong is found here."""
+    async def load_version(self, version: ModelVersion) -> None:
+        """Load it now, so that the first client does not wait for it and errors show here."""
         await asyncio.to_thread(version.check)
-        folder = await asyncio.to_thread(publish, self._published, version, self._base)
+        folder = await asyncio.to_thread(link_version, self._published, version, self._base)
         reply = await self._client.post("/load_model", {"model": str(folder)}, timeout_s=self._push_s)
-        last = _Progress()
+        progress = _Progress()
         for line in reply.content.splitlines():
             if line.startswith(b"data: "):
-                last = reply._replace(content=line.removeprefix(b"data: ")).read(_Progress)
-        if reply.status != 200 or last.status != "ready":
-            raise refuse(reply._replace(content=last.message.encode() or reply.content), "load_model")
+                progress = reply._replace(content=line.removeprefix(b"data: ")).read(_Progress)
+        if reply.status != 200 or progress.status != "ready":
+            raise engine_error(reply._replace(content=progress.message.encode() or reply.content), "load_model")
 
-    async def drop(self, name: str) -> None:
-        """Nobody can ask for it any more. The engine forgets it when nobody has for `--model-timeout` seconds."""
+    async def unload_version(self, name: str) -> None:
+        """Remove the folder: no request can name it any more. The engine unloads it after its `--model-timeout`."""
         if name in await asyncio.to_thread(lambda: list(_names(self._published))):
             await asyncio.to_thread(shutil.rmtree, self._published / name)
 
-    async def sample(self, version: Version, sample: Sample, seed: int) -> NoReturn:
+    async def sample(self, version: ModelVersion, sample: Sample, seed: int) -> NoReturn:
         del version, sample, seed
         raise StrataError(Code.UNSUPPORTED, "transformers serve gives no log probabilities")
 
 
 def _names(published: Path) -> Iterator[str]:
     if published.is_dir():
-        yield from (each.name for each in published.iterdir() if not each.name.startswith("."))
+        yield from (entry.name for entry in published.iterdir() if not entry.name.startswith("."))
 
 
-def publish(published: Path, version: Version, base: Path) -> Path:
-    """A folder by the version's name, which appears whole."""
+def link_version(published: Path, version: ModelVersion, base: Path) -> Path:
+    """Create the folder of a version, atomically."""
     folder = published / version.name
     if folder.is_dir():
         return folder
@@ -87,13 +86,13 @@ def publish(published: Path, version: Version, base: Path) -> Path:
     part.mkdir(parents=True, mode=0o700)
     try:
         for file in version.folder.iterdir():
-            if version.whole or file.name.endswith(".safetensors"):
+            if version.full or file.name.endswith(".safetensors"):
                 (part / file.name).symlink_to(file)
-        if not version.whole:
-            _complete(part, version, base)
+        if not version.full:
+            _add_base(part, version, base)
         part.rename(folder)
     except OSError:
-        # Another push of the same version may have been faster.
+        # A concurrent push of the same version may have been faster.
         if not folder.is_dir():
             raise
     finally:
@@ -101,15 +100,13 @@ def publish(published: Path, version: Version, base: Path) -> Path:
     return folder
 
 
-def _complete(part: Path, version: Version, base: Path) -> None:
+def _add_base(part: Path, version: ModelVersion, base: Path) -> None:
     if not (base / "config.json").is_file():
-        raise StrataError(
-            Code.UNSUPPORTED, "transformers serve can be told of an adapter only if the base is a local folder"
-        )
+        raise StrataError(Code.UNSUPPORTED, "transformers serve can load an adapter only if the base is a local folder")
     config: dict[str, Any] = msgspec.json.decode((version.folder / ADAPTER_CONFIG).read_bytes())
-    # The engine need not have been started in the folder that the path is relative to.
+    # An absolute path, because the engine may run in another working directory.
     config["base_model_name_or_path"] = str(base)
     (part / ADAPTER_CONFIG).write_bytes(msgspec.json.encode(config))
     for file in base.iterdir():
-        if file.suffix in _OF_BASE and file.is_file() and not (part / file.name).exists():
+        if file.suffix in _BASE_SUFFIXES and file.is_file() and not (part / file.name).exists():
             (part / file.name).symlink_to(file)

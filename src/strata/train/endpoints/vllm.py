@@ -1,9 +1,9 @@
-"""vLLM's OpenAI server. Adapters are loaded beside the base under a name each; a whole model takes the base's place.
+"""Engine vLLM (its OpenAI server). Adapters are loaded under a name each; a full model replaces the base's weights.
 
-Adapters need `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `--enable-lora`, whole models `VLLM_SERVER_DEV_MODE=1`.
+Adapters need `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `--enable-lora`, full models `VLLM_SERVER_DEV_MODE=1`.
 
-A whole model has no name of its own in a request. So we remember which one the process was told of, and which process
-that was, by when it was started; a sample counts only if both were the same before and after it.
+A full model has no name of its own in a request. So this client records which version was loaded, and into which
+process, by its start time; a sample counts only if both were the same before and after it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import Sample, SampledSequence, SampleResult
-from strata.train.endpoints.client import EngineClient, Reply, refuse
-from strata.train.endpoints.engine import Version
+from strata.train.endpoints.client import EngineClient, EngineReply, engine_error
+from strata.train.endpoints.engine import ModelVersion
 from strata.train.settings import Inference
 
 LIST_S: Final = 10.0
-_STARTED: Final = b"\nprocess_start_time_seconds "
+_START_TIME: Final = b"\nprocess_start_time_seconds "
 
 
 class _Card(msgspec.Struct):
@@ -59,92 +59,94 @@ class VllmEngine:
         self._client = client
         self._push_s = settings.push_timeout_s
         self._sample_s = settings.sample_timeout_s
-        self._whole: tuple[str, str] | None = None
-        """The version that was put in the base's place, and when the process that was told so began."""
+        self._full: tuple[str, str] | None = None
+        """The full version that was loaded, and the start time of the process that loaded it."""
 
     async def close(self) -> None:
         await self._client.close()
 
     async def versions(self) -> Sequence[str]:
         adapters = [card.id for card in await self._cards() if card.parent is not None]
-        if self._whole is None:
+        if self._full is None:
             return adapters
-        if self._whole[1] != await self._started():
-            self._whole = None
+        if self._full[1] != await self._start_time():
+            self._full = None
             return adapters
-        return [*adapters, self._whole[0]]
+        return [*adapters, self._full[0]]
 
-    async def take(self, version: Version) -> None:
+    async def load_version(self, version: ModelVersion) -> None:
         await asyncio.to_thread(version.check)
-        if version.whole:
-            await self._take_whole(version)
+        if version.full:
+            await self._load_full(version)
             return
         body = {"lora_name": version.name, "lora_path": str(version.folder)}
         reply = await self._client.post("/v1/load_lora_adapter", body, timeout_s=self._push_s)
         if reply.status != 200 and version.name not in await self.versions():
-            raise refuse(reply, "load_lora_adapter")
+            raise engine_error(reply, "load_lora_adapter")
 
-    async def _take_whole(self, version: Version) -> None:
-        """Requests that run are waited for, then nothing runs until the new weights are in place."""
+    async def _load_full(self, version: ModelVersion) -> None:
+        """Wait for running requests, then hold new ones until the new weights are loaded."""
         if version.name in await self.versions():
             return
-        started = await self._started()
-        self._whole = None
-        await self._told("/pause?mode=wait", None)
+        started = await self._start_time()
+        self._full = None
+        await self._post("/pause?mode=wait", None)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(version.folder)}}
-        await self._told("/collective_rpc", body)
-        # What it remembers of prompts was computed with the weights before.
-        cleared = await self._told("/reset_prefix_cache", None)
+        await self._post("/collective_rpc", body)
+        # The prefix cache was computed with the old weights.
+        cleared = await self._post("/reset_prefix_cache", None)
         if cleared.content and not cleared.read(_Success).success:
-            raise StrataError(Code.UNAVAILABLE, "the engine did not forget what it computed with the weights before")
-        await self._told("/resume", None)
-        if await self._started() != started:
-            raise StrataError(Code.UNAVAILABLE, "the engine was started anew while it was told of new weights")
-        self._whole = version.name, started
+            raise StrataError(
+                Code.UNAVAILABLE, "the engine did not reset its prefix cache, which holds results of the old weights"
+            )
+        await self._post("/resume", None)
+        if await self._start_time() != started:
+            raise StrataError(Code.UNAVAILABLE, "the engine restarted while it loaded new weights")
+        self._full = version.name, started
 
-    async def _told(self, path: str, body: dict[str, Any] | None) -> Reply:
+    async def _post(self, path: str, body: dict[str, Any] | None) -> EngineReply:
         reply = await self._client.post(path, body, timeout_s=self._push_s)
         if reply.status != 200:
-            raise refuse(reply, path.strip("/").partition("?")[0])
+            raise engine_error(reply, path.strip("/").partition("?")[0])
         return reply
 
-    async def drop(self, name: str) -> None:
-        if self._whole is not None and self._whole[0] == name:
+    async def unload_version(self, name: str) -> None:
+        if self._full is not None and self._full[0] == name:
             return
         reply = await self._client.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=LIST_S)
         if reply.status not in (200, 404):
-            raise refuse(reply, "unload_lora_adapter")
+            raise engine_error(reply, "unload_lora_adapter")
 
-    async def sample(self, version: Version, sample: Sample, seed: int) -> SampleResult:
+    async def sample(self, version: ModelVersion, sample: Sample, seed: int) -> SampleResult:
         model = version.name
-        if version.whole:
-            await self._check_whole(version)
+        if version.full:
+            await self._check_full(version)
             model = next((card.id for card in await self._cards() if card.parent is None), "")
         reply = await self._client.post("/v1/completions", request(model, sample, seed), timeout_s=self._sample_s)
         if reply.status == 404:
             raise StrataError(Code.NOT_FOUND, f"the engine does not have {version.name}")
         if reply.status != 200:
-            raise refuse(reply, "completions")
-        if version.whole:
-            await self._check_whole(version)
+            raise engine_error(reply, "completions")
+        if version.full:
+            await self._check_full(version)
         return result(reply.read(_Completion), model, sample)
 
-    async def _check_whole(self, version: Version) -> None:
-        if self._whole is None or self._whole[0] != version.name or self._whole[1] != await self._started():
+    async def _check_full(self, version: ModelVersion) -> None:
+        if self._full is None or self._full[0] != version.name or self._full[1] != await self._start_time():
             raise StrataError(Code.NOT_FOUND, f"the engine does not have {version.name}")
 
     async def _cards(self) -> Sequence[_Card]:
         reply = await self._client.get("/v1/models", timeout_s=LIST_S)
         if reply.status != 200:
-            raise refuse(reply, "models")
+            raise engine_error(reply, "models")
         return reply.read(_Cards).data
 
-    async def _started(self) -> str:
-        """Which process this is: the moment it began, as its metrics say."""
+    async def _start_time(self) -> str:
+        """The start time of the process, from its metrics: it identifies the process."""
         reply = await self._client.get("/metrics", timeout_s=LIST_S)
-        _, found, rest = (b"\n" + reply.content).partition(_STARTED)
-        if reply.status != 200 or not found:
-            raise StrataError(Code.UNSUPPORTED, "the engine does not say when it was started (/metrics)")
+        _, match, rest = (b"\n" + reply.content).partition(_START_TIME)
+        if reply.status != 200 or not match:
+            raise StrataError(Code.UNSUPPORTED, "the engine does not report its start time (/metrics)")
         return rest.partition(b"\n")[0].decode("ascii", "replace")[:64]
 
 
@@ -153,7 +155,7 @@ def request(model: str, sample: Sample, seed: int) -> dict[str, Any]:
     return {
         "model": model,
         "prompt": np.frombuffer(sample.prompt, "<i4").tolist(),
-        # Without chance all samples are the same one, and engines refuse to draw it twice.
+        # Greedy samples are all the same, and engines reject n > 1 for them.
         "n": 1 if params.temperature == 0 else sample.num_samples,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -169,11 +171,11 @@ def request(model: str, sample: Sample, seed: int) -> dict[str, Any]:
 
 
 def result(completion: _Completion, model: str, sample: Sample) -> SampleResult:
-    """Refused unless every number is there that was asked for, from the weights that were asked for."""
-    choices = sorted(completion.choices, key=lambda each: each.index)
+    """UNAVAILABLE unless the reply has every requested number, from the requested weights."""
+    choices = sorted(completion.choices, key=lambda choice: choice.index)
     wanted = 1 if sample.params.temperature == 0 else sample.num_samples
     if completion.model != model or len(choices) != wanted:
-        raise StrataError(Code.UNAVAILABLE, f"the engine answered with {len(choices)} samples of {completion.model!r}")
+        raise StrataError(Code.UNAVAILABLE, f"the engine replied with {len(choices)} samples of {completion.model!r}")
     sequences = []
     for choice in choices:
         tokens, logprobs = list(choice.token_ids), list(choice.logprobs.token_logprobs)
@@ -182,7 +184,7 @@ def result(completion: _Completion, model: str, sample: Sample) -> SampleResult:
         try:
             packed = np.asarray(tokens, "<i4").tobytes()
         except OverflowError:
-            raise StrataError(Code.UNAVAILABLE, "the engine's tokens are no tokens") from None
+            raise StrataError(Code.UNAVAILABLE, "the engine's tokens are out of range") from None
         stopped: Literal["stop", "length"] = "length" if choice.finish_reason == "length" else "stop"
         sequences.append(SampledSequence(packed, np.asarray(logprobs, "<f4").tobytes(), stopped))
     return SampleResult(sequences * (sample.num_samples if wanted == 1 and sample.num_samples > 1 else 1))

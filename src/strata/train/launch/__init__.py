@@ -1,1 +1,1 @@
-"""The launcher: starts ranks, orchestrator and API server, keeps them running, and ends them in order."""
+"""The launcher: starts ranks, orchestrator and API servers, supervises them, and stops them in order."""

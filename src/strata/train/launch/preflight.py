@@ -1,8 +1,7 @@
-"""Whether the model fits before anything is started: a server that cannot hold its model says so in one line.
+"""Preflight check of model and memory: a server that cannot hold its model says so in one line before it starts.
 
-The weights on disk tell how many parameters there are and of which shapes; what is made of them follows from the
-settings. The engine's own needs and activations are estimated, so this refuses only what cannot work, and warns of what
-may not.
+The headers of the weight files give the shapes of all parameters; the memory that they need follows from the settings.
+The needs of torch and of activations are estimated, so this rejects only what cannot work, and warns of what may not.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from strata.base.errors import Code, StrataError
 from strata.train.settings import ServerSettings
 
 PROCESS_BYTES: Final = 400 << 20
-"""What a rank with torch and transformers takes before it has loaded anything."""
+"""Memory of a rank with torch and transformers before it has loaded a model."""
 TRAINED_BYTES: Final = 16
-"""Of a parameter that is trained: weight, gradient and two moments in float32."""
+"""Memory of a trained parameter: weight, gradient and two moments in float32."""
 _MAX_HEADER: Final = 100 << 20
 _log = log.get(__name__)
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class MemoryEstimate(msgspec.Struct, frozen=True):
     """Bytes on all ranks of this machine together."""
 
     base: int
-    """Without this nothing starts."""
+    """The minimum to start."""
     full: int
-    """With every slot taken and the longest rows."""
+    """With every slot in use and the longest rows."""
 
 
 def check_model(settings: ServerSettings) -> None:
-    """INVALID if the model is neither in a folder nor in the local cache: nothing is fetched while a server starts."""
+    """INVALID if the model is neither in a folder nor in the local cache: a start downloads nothing."""
     path = settings.model.path
     if not (Path(path).expanduser() / "config.json").is_file() and not _is_cached(path):
         raise StrataError(
@@ -60,10 +59,10 @@ def _is_cached(model_id: str) -> bool:
 
 
 def check_memory(settings: ServerSettings) -> None:
-    """INVALID if the model cannot fit. Says nothing where it cannot know: of a model that is not a local folder."""
+    """INVALID if the model cannot fit. A model that is not in a local folder is not checked."""
     shapes = dict(_shapes(Path(settings.model.path)))
     if not shapes:
-        _log.info("the weights are not in a local folder: whether they fit is seen when they are loaded")
+        _log.info("memory_check_skipped", reason="the weights are not in a local folder")
         return
     needed, available = estimate(settings, shapes), available_bytes(settings)
     if available is None:
@@ -76,32 +75,33 @@ def check_memory(settings: ServerSettings) -> None:
         )
     if needed.full > available:
         _log.warning(
-            "the memory may not do for all slots and the longest rows",
+            "memory_may_not_suffice",
+            reason="for all slots and the longest rows",
             needed_gb=_gb(needed.full),
             available_gb=_gb(available),
         )
 
 
-def estimate(settings: ServerSettings, shapes: dict[str, tuple[int, ...]]) -> Estimate:
+def estimate(settings: ServerSettings, shapes: dict[str, tuple[int, ...]]) -> MemoryEstimate:
     parameters = sum(math.prod(shape) for shape in shapes.values())
     itemsize = 2 if settings.model.dtype == "bfloat16" else 4
     ranks = settings.ranks.nproc
     largest = max(math.prod(shape) for shape in shapes.values())
     hidden = min((min(shape) for shape in shapes.values() if len(shape) == 2), default=0)
     logits = 2 * 4 * settings.model.max_tokens_per_row * (largest // max(hidden, 1))
-    running = ranks * PROCESS_BYTES
+    processes = ranks * PROCESS_BYTES
     if settings.model.training == "full":
-        held = parameters * (TRAINED_BYTES + (itemsize if itemsize == 2 else 0))
-        return Estimate(running + held, running + held + ranks * logits)
+        weights = parameters * (TRAINED_BYTES + (itemsize if itemsize == 2 else 0))
+        return MemoryEstimate(processes + weights, processes + weights + ranks * logits)
     adapter = (
         TRAINED_BYTES
         * settings.model.max_lora_rank
         * sum(shape[0] + shape[1] for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name)
     )
-    held = parameters * itemsize
-    # The base is spread over the ranks; adapters are whole on each.
-    every_slot = ranks * settings.model.slots * adapter
-    return Estimate(running + held, running + held + every_slot + ranks * logits)
+    weights = parameters * itemsize
+    # The base is sharded over the ranks; every rank holds all adapters.
+    adapters = ranks * settings.model.slots * adapter
+    return MemoryEstimate(processes + weights, processes + weights + adapters + ranks * logits)
 
 
 def available_bytes(settings: ServerSettings) -> int | None:
@@ -111,8 +111,8 @@ def available_bytes(settings: ServerSettings) -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    found = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    return int(found["MemAvailable"].split()[0]) << 10 if "MemAvailable" in found else None
+    fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    return int(fields["MemAvailable"].split()[0]) << 10 if "MemAvailable" in fields else None
 
 
 def _gpu_bytes(ranks: int) -> int | None:
@@ -122,8 +122,8 @@ def _gpu_bytes(ranks: int) -> int | None:
         return None
     query = [tool, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        free = sorted((int(line) << 20 for line in told.split()), reverse=True)
+        output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        free = sorted((int(line) << 20 for line in output.split()), reverse=True)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return sum(free[:ranks]) or None

@@ -1,4 +1,4 @@
-"""One process that the launcher keeps: started, listened to, ended, and started again when it dies."""
+"""Supervisor of one process: starts it, reads its events, restarts it with backoff when it dies, and stops it."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from strata.base.errors import Code, StrataError
 from strata.base.retry import Backoff, no_jitter
 
 EVENTS: Final = "{events}"
-"""Stands in the arguments for the number of the pipe that the process tells its events through."""
+"""Placeholder in the arguments for the file descriptor to which the process writes its events."""
 BACKOFF: Final = Backoff(first_s=0.1, most_s=10.0)
 STEADY_S: Final = 30.0
-"""A process that ran so long before it died is started again at once."""
-TRIES: Final = 2
+"""A process that ran so long before it died is restarted without backoff."""
+MAX_FAILED_STARTS: Final = 2
+"""How often a process that never became ready is started."""
 _PR_SET_PDEATHSIG: Final = 1
 
 _log = log.get(__name__)
 
 
 @dataclass(frozen=True)
-class Command:
+class ProcessCommand:
     name: str
     arguments: Sequence[str]
     environment: Mapping[str, str]
 
 
-class Child:
-    """`heard` is called with every line the process tells."""
+class SupervisedProcess:
+    """`on_event` is called with every line that the process writes to its event pipe."""
 
-    def __init__(self, command: Command, clock: Clock, heard: Callable[[str], None]) -> None:
+    def __init__(self, command: ProcessCommand, clock: Clock, on_event: Callable[[str], None]) -> None:
         self.command = command
         self._clock = clock
-        self._heard = heard
+        self._on_event = on_event
         self._process: asyncio.subprocess.Process | None = None
         self._stop = asyncio.Event()
-        self.proven = False
-        """It has worked once. One that never did and dies again and again has a mistake that no restart mends."""
+        self.was_ready = False
+        """Whether it has been ready once. One that never was and dies again has a fault that no restart repairs."""
         self.starts = 0
 
     @property
@@ -54,8 +55,8 @@ class Child:
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
-    async def keep(self) -> None:
-        """Start it, and again whenever it ends, with a growing pause if it does not stay; until stopped."""
+    async def supervise(self) -> None:
+        """Start the process, and restart it with backoff whenever it ends, until stopped."""
         failures = 1
         while not self._stop.is_set():
             started_s = self._clock.monotonic_s()
@@ -64,17 +65,19 @@ class Child:
                 return
             lasted_s = self._clock.monotonic_s() - started_s
             failures = 1 if lasted_s >= STEADY_S else failures + 1
-            _log.warning("a process died", process=self.command.name, status=code, after_s=round(lasted_s, 1))
-            if not self.proven and self.starts >= TRIES:
+            _log.warning("process_died", process=self.command.name, status=code, after_s=round(lasted_s, 1))
+            if not self.was_ready and self.starts >= MAX_FAILED_STARTS:
                 ready = "they were" if self.command.name.endswith("s") else "it was"
-                message = f"the {self.command.name} died {TRIES} times before {ready} ready, with status {code}"
+                message = (
+                    f"the {self.command.name} died {MAX_FAILED_STARTS} times before {ready} ready, with status {code}"
+                )
                 raise StrataError(Code.UNAVAILABLE, message, hint="the log above says why")
             await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()))
 
     async def run_once(self) -> int:
-        """From its start to its end. Nothing of it is left behind, not even what it started itself."""
+        """Run the process from its start to its end; returns its exit status."""
         reading, writing = os.pipe()
-        arguments = [each.replace(EVENTS, str(writing)) for each in self.command.arguments]
+        arguments = [argument.replace(EVENTS, str(writing)) for argument in self.command.arguments]
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *arguments,
@@ -90,54 +93,54 @@ class Child:
         finally:
             os.close(writing)
         self.starts += 1
-        listening = asyncio.create_task(self._listen(reading))
+        reader = asyncio.create_task(self._read_events(reading))
         try:
             return await self._process.wait()
         finally:
-            listening.cancel()
-            await asyncio.wait([listening])
+            reader.cancel()
+            await asyncio.wait([reader])
 
-    async def _listen(self, reading: int) -> None:
+    async def _read_events(self, reading: int) -> None:
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb")
         )
         try:
             async for line in reader:
-                self._heard(line.decode("utf-8", errors="replace").strip())
+                self._on_event(line.decode("utf-8", errors="replace").strip())
         finally:
             transport.close()
 
     def kill(self) -> None:
-        """Now, with all it started; `keep` starts it again."""
+        """Kill it now, with all its descendants; `supervise` restarts it."""
         if self.pid is not None:
             for pid in [*descendants(self.pid), self.pid]:
                 _signal(pid, signal.SIGKILL)
 
-    def let_end(self) -> None:
-        """Do not start it again when it ends."""
+    def disable_restart(self) -> None:
+        """Do not restart the process when it ends."""
         self._stop.set()
 
-    async def stop(self, patience_s: float, number: signal.Signals = signal.SIGTERM, *, after_s: float = 0.0) -> None:
-        """Ask it to end, after a while in which it may do so by itself; insist when it takes too long."""
-        self.let_end()
+    async def stop(self, grace_s: float, number: signal.Signals = signal.SIGTERM, *, after_s: float = 0.0) -> None:
+        """Signal it to end, after `after_s` in which it may end by itself; kill it after the grace period."""
+        self.disable_restart()
         process = self._process
         if process is None or process.returncode is not None:
             return
         below = descendants(process.pid)
         if not await _ended(process, after_s):
             _signal(process.pid, number)
-            if not await _ended(process, patience_s):
-                _log.warning("a process does not end and is killed", process=self.command.name)
+            if not await _ended(process, grace_s):
+                _log.warning("process_killed_after_grace_period", process=self.command.name)
                 self.kill()
                 await process.wait()
         for pid in below:
             _signal(pid, signal.SIGKILL)
 
 
-async def _ended(process: asyncio.subprocess.Process, within_s: float) -> bool:
+async def _ended(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(timeout_s):
             await process.wait()
     except TimeoutError:
         return False
@@ -145,22 +148,22 @@ async def _ended(process: asyncio.subprocess.Process, within_s: float) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a process, the youngest generation first. torchrun puts each rank into a session of its own, so that a signal
-    to its group reaches none of them."""
+    """The descendants of a process, the youngest first. torchrun puts each rank into a session of its own, so that
+    a signal to its process group reaches none of them."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            # The name of the program is in parentheses and may hold anything; the parent is the second word after it.
+            # The name of the program is in parentheses and may hold anything; the parent is the second field after it.
             after = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except OSError:
             continue
         children.setdefault(int(after[1]), []).append(int(folder.name))
-    found, waiting = [], [pid]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += below
-    return found[::-1]
+    collected, pending = [], [pid]
+    while pending:
+        below = children.get(pending.pop(), [])
+        collected += below
+        pending += below
+    return collected[::-1]
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -169,5 +172,5 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _die_with_parent() -> None:
-    """A launcher that is killed takes its processes along: nobody would restart or stop them any more."""
+    """A launcher that is killed takes its processes with it: nothing would restart or stop them any more."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

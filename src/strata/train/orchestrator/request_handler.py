@@ -28,7 +28,7 @@ from strata.train.core.views import (
     view_sampler,
     view_session,
 )
-from strata.train.endpoints.origin import allowed, look_up
+from strata.train.endpoints.origin import check_allowed, resolve_address
 from strata.train.endpoints.publisher import Publisher
 from strata.train.orchestrator.maintenance.checkpoint_gc import CheckpointGc
 from strata.train.orchestrator.maintenance.session_reaper import SessionReaper
@@ -198,8 +198,8 @@ class RequestHandler:
     ) -> messages.Output:
         match asked:
             case messages.AddEndpoint():
-                origin = allowed(asked.url, self._context.settings.inference.allow)
-                address = await look_up(origin)
+                origin = check_allowed(asked.url, self._context.settings.inference.allow)
+                address = await resolve_address(origin)
                 await self._store.commit(
                     inputs.AddEndpoint(asked.name, str(origin), address, asked.engine, self._now_s())
                 )
@@ -208,7 +208,7 @@ class RequestHandler:
                 await self._store.commit(inputs.RemoveEndpoint(asked.name))
                 return messages.Done()
             case messages.ListEndpoints():
-                return await self.publisher.look()
+                return await self.publisher.list_endpoints()
 
     async def _keep(self, result: ops.Result) -> ops.Result:
         room = max(MAX_INLINE_RESULT_BYTES - self._store.state.futures.result_bytes, 0)
