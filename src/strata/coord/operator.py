@@ -1,4 +1,4 @@
-"""The operator's side of the contract: look at a job once or for as long as one likes, and give it commands."""
+"""The operator's client: views of a job, once or on every change, and commands to its workers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from strata.coord.worker.settings import Tls, WorkerSettings
 
 SECTION: Final = "gang"
 ATTEMPT_S: Final = 2.0
-"""An answer that takes longer than this got lost."""
+"""A reply that takes longer than this got lost."""
 TOGETHER_MS: Final = 200
-"""Changes within this time come together."""
+"""Changes within this time are coalesced."""
 SILENT_S: Final = 6.0
-"""A watched coordinator says something every two seconds: one that is silent for this long is frozen or gone."""
+"""A coordinator sends a view at least every two seconds: one that is silent for this long is frozen or gone."""
 
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Descriptor: TypeAlias = Any
@@ -61,11 +61,11 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ConnectionLost:
-    """Nobody answers now; what is known may be out of date. We keep trying."""
+    """No coordinator replies now; the last view may be out of date. The watch keeps retrying."""
 
     reason: str
     attempt: int
-    """From 1, counted since the last answer."""
+    """From 1, counted since the last reply."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Operator:
         await self._link.close()
 
     async def job(self, history: int = 0) -> JobView:
-        """How it stands now. `history`: how many checkpoints and incidents; 0: as many as is useful."""
+        """The job now. `history`: how many checkpoints and incidents; 0: as many as is useful."""
         request = pb.GetJobRequest(history_limit=history)
         return job_view((await self._call(lambda stub: stub.GetJob, request)).job)
 
     async def watch(self, history: int = 0) -> AsyncGenerator[JobView | ConnectionLost, None]:
-        """How it stands, at once and after every change, for ever: over restarts and takeovers, which it tells of."""
+        """The job now and after every change, for ever: restarts and failovers are reported as `ConnectionLost`."""
         attempt = 0
         until_s: float | None = self._clock.monotonic_s() + self._settings.patience_s
         while True:
@@ -126,7 +126,7 @@ class Operator:
             await self._clock.sleep(self._link.backoff_s(attempt))
 
     async def issue(self, kind: CommandKind, workers: tuple[str, ...], reason: str) -> CommandReceipt:
-        """No workers: all members. Sent again if the answer got lost; the request id keeps it one command."""
+        """No workers: all members. Retried if the reply got lost; the request id makes it idempotent."""
         request = pb.IssueCommandRequest(
             worker_ids=workers,
             kind=pb.CommandKind.ValueType(kind.value),
@@ -209,7 +209,7 @@ class Operator:
 
 
 def _why(error: StrataError) -> str:
-    """Without what gRPC says of every failed connection before it comes to the point."""
+    """The last cause, without the prefix that gRPC gives every failed connection."""
     return error.message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
 
 

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 GONE: Final = frozenset({"LOST", "LEFT"})
-"""Values of `WorkerView.liveness` of those who are no members any more."""
+"""Values of `WorkerView.liveness` of workers that are no members any more."""
 
 
 class GpuView(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     """None: no member of the generation."""
     status: str | None
-    """What it said it does, such as TRAINING; None: it has not said."""
+    """As the worker reports it, such as TRAINING; None: it has not."""
     liveness: str | None
     """ALIVE, SUSPECT, LOST or LEFT."""
     liveness_reason: str
@@ -49,7 +49,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     gpu_count: int
     weight: float
     silent_ms: int
-    """Since it was last heard from."""
+    """Since its last message."""
     attached: bool
     step: int | None
     step_time_ms: float | None
@@ -115,7 +115,7 @@ class ManifestView(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[PartView, ...]
     generation: int
     committed_at_unix_ms: int
-    """0: not committed, or before the coordinator that answers took over."""
+    """0: not committed, or committed before this coordinator took over."""
 
 
 class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +143,7 @@ class CommandStateView(msgspec.Struct, frozen=True, kw_only=True):
     command: CommandView
     waiting_for: tuple[str, ...]
     issued_at_unix_ms: int
-    """0: before the coordinator that answers took over."""
+    """0: before this coordinator took over."""
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,14 +166,14 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def members(self) -> tuple[WorkerView, ...]:
-        """Those who are there, in the generation or waiting for the next."""
+        """Members, in the generation or waiting for the next."""
         return tuple(each for each in self.workers if not each.is_gone)
 
     def worker(self, worker_id: str) -> WorkerView | None:
         return next((each for each in self.workers if each.worker_id == worker_id), None)
 
     def at_rank(self, rank: int) -> str:
-        """Who has a rank, for people; the rank itself if nobody has."""
+        """The name of the worker with a rank; the rank itself if there is none."""
         return next((each.worker_id for each in self.workers if each.rank == rank), f"rank {rank}")
 
 

@@ -59,7 +59,7 @@ class Disk(Protocol):
 
 
 class MemoryDisk:
-    """Lives and dies with the process."""
+    """Its content ends with the process."""
 
     def __init__(self) -> None:
         self._content = bytearray()
@@ -301,7 +301,7 @@ class MemoryJournal:
     # The safeguards.
 
     async def _commit(self, frame: Frame) -> None:
-        """Durable first; only then is it true for anybody."""
+        """Durable first; readers see it only then."""
         self._write(frame)
         await self._disk.sync()
         self._take(frame)

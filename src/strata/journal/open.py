@@ -10,9 +10,9 @@ from strata.journal.port import Journal
 
 
 async def open_journal(database: str, clock: Clock, *, create: bool = True) -> Journal:
-    """Open the journal there, making its tables unless told not to: who only looks must leave no trace.
+    """Open the journal there, creating its tables unless `create` is off: a reader must not change the database.
 
-    Each adapter is imported only when asked for: a base install has no database driver.
+    Each adapter is imported only when it is needed: a base install has no database driver.
     """
     scheme, separator, rest = database.partition(":")
     if scheme in ("postgresql", "postgres") and separator:

@@ -7,10 +7,10 @@ Facts are opaque bytes here; the layer above owns their meaning. Three promises 
 - **Fenced**: the leader epoch is checked in the same statement as the write. A deposed leader cannot add a fact, a
   snapshot or a truncation.
 - **Exactly once**: a leader names the position its batch comes after. The same batch sent twice (because the reply to
-  the first was lost) is recognised and answered with the same position.
+  the first was lost) is recognised and gets the same position: appends are idempotent.
 
 An error with code UNAVAILABLE leaves the outcome unknown; the caller repeats the call with the same arguments. Every
-call ends in bounded time, with an answer or with an error.
+call ends in bounded time, with a result or with an error.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _LARGEST: Final = (1 << 63) - 1
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """The right to write one stream: valid until somebody takes the next epoch."""
+    """The right to write one stream: valid until another candidate takes the next epoch."""
 
     stream: str
     epoch: int
     head: int
-    """Last position at the moment the lead was taken; nobody else can add to it under this epoch."""
+    """Last position at the moment the lead was taken; no other process can add to it under this epoch."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ class StreamStatus(msgspec.Struct, frozen=True):
     epoch: int
     holder: str
     led: bool
-    """Whether the holder's lease is running. Only the epoch protects writes; the lease decides who may try next."""
+    """Whether the holder's lease is running. Only the epoch fences writes; the lease decides when a standby may try."""
     head: int
     floor: int
     """Positions up to and including this one were truncated."""
@@ -112,7 +112,7 @@ class Journal(Protocol):
         """Commit the facts at positions after+1 … and return the last one.
 
         STALE if the epoch is over, CONFLICT if the head is elsewhere. A batch that already stands there, from this
-        epoch and with this content, is answered as on the first time, even if the epoch is over by now: it did happen.
+        epoch and with this content, gets the same result again, even if the epoch is over by now: it is committed.
         """
         ...
 
@@ -172,7 +172,7 @@ def check_position(position: int) -> None:
 
 
 def check_facts(facts: Sequence[bytes]) -> int:
-    """The size of the facts together; refuses what is none, or too large."""
+    """The size of the facts together; raises if there is none, or if they are too large."""
     if not facts:
         raise StrataError(Code.INVALID, "an append needs at least one fact")
     total = 0

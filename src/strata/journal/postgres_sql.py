@@ -83,7 +83,7 @@ UPDATE journal_stream SET floor = greatest(floor, %(through)s)
 WHERE stream = %(stream)s AND epoch = %(epoch)s AND EXISTS (
   SELECT FROM journal_snapshot WHERE stream = %(stream)s AND position >= %(through)s)
 """
-# What lies below a committed floor is nobody's any more, so it needs no fence, and is swept in small bites.
+# No reader needs what lies below a committed floor, so its deletion needs no fence and runs in small batches.
 SWEEP_BATCHES: Final = """
 DELETE FROM journal_batch WHERE ctid IN (
   SELECT ctid FROM journal_batch WHERE stream = %(stream)s AND last <= %(through)s LIMIT 5000)

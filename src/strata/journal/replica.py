@@ -1,7 +1,7 @@
-"""A pure state machine on a journal: the one idea of Strata, as a class.
+"""A replicated state machine on a journal: it leads or follows one stream.
 
-The machine decides in values; the replica makes its facts durable before anybody hears of them, rebuilds its state from
-snapshot and facts, follows as a standby, and stops for good when it is deposed.
+The machine decides in values. The replica makes facts durable before their effects are published, rebuilds its state
+from a snapshot and the facts after it, follows as a standby, and stops for good when it is deposed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Machine(Protocol[State, Input_contra, Effect_co]):
     def initial(self) -> State: ...
 
     def decide(self, state: State, request: Input_contra, now_s: float) -> tuple[Sequence[bytes], Effect_co]:
-        """What becomes true and what to tell the caller. Must not change what facts build.
+        """The facts and the effect for the caller. Must not change the state that facts build.
 
         `now_s` is this process's monotonic clock: for measuring how long something takes, never for a fact.
         """
@@ -53,7 +53,7 @@ class Machine(Protocol[State, Input_contra, Effect_co]):
 class Replica(Generic[State, Input, Effect]):
     """One process's copy of one stream's state: first a follower, perhaps a leader, never a follower again.
 
-    A leader that fails has applied facts whose fate it does not know. It is thrown away; a new replica starts from what
+    A leader that fails may have applied facts that were never committed. It is dropped; a new replica starts from what
     is durable.
     """
 
@@ -79,7 +79,7 @@ class Replica(Generic[State, Input, Effect]):
 
     @property
     def epoch(self) -> int:
-        """The epoch we lead under."""
+        """The epoch that this replica leads under."""
         return self._require_writer().lead.epoch
 
     @property
@@ -88,7 +88,7 @@ class Replica(Generic[State, Input, Effect]):
         return self._writer.failure if self._writer else None
 
     async def catch_up(self) -> None:
-        """Read all that is committed now, from the newest snapshot if we are behind it."""
+        """Replay all that is committed now, from the newest snapshot if the state is behind it."""
         self._require_follower()
         while True:
             try:
@@ -117,7 +117,7 @@ class Replica(Generic[State, Input, Effect]):
                     await self._clock.sleep(_RETRY_S)
 
     async def lead(self, holder: str, lease_s: float, limits: WriterLimits | None = None) -> None:
-        """Take the lead now, or fail with CONFLICT while somebody else has it."""
+        """Take the lead now, or fail with CONFLICT while another process has it."""
         self._require_follower()
         await self._start_leading(await self._journal.lead(self._stream, holder, lease_s), lease_s, limits)
 
@@ -147,9 +147,9 @@ class Replica(Generic[State, Input, Effect]):
         await self._start_leading(lead, lease_s, limits)
 
     async def lead_until_deposed(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
-        """Keep the lease, and snapshots, until the lead is lost; return why. From then on this replica answers nothing.
+        """Renew the lease and take snapshots until the lead is lost; return why. Then this replica accepts no request.
 
-        A leader that could not renew for a whole lease steps down by itself: somebody else may be serving already.
+        A leader that could not renew for a whole lease steps down by itself: a standby may be leading already.
         """
         writer = self._require_writer()
         saving: asyncio.Task[None] | None = None
@@ -202,7 +202,7 @@ class Replica(Generic[State, Input, Effect]):
                 return
 
     async def _start_leading(self, lead: Lead, lease_s: float, limits: WriterLimits | None) -> None:
-        """Read to the head the epoch began at: nothing can come after that but our own facts."""
+        """Replay to the head at which the epoch began: only facts of this leader can come after it."""
         failpoint("journal.replica.after_lead")
 
         async def keep() -> None:
@@ -231,7 +231,7 @@ class Replica(Generic[State, Input, Effect]):
             )
 
     async def resign(self) -> None:
-        """Finish what was submitted and let a standby in at once."""
+        """Commit what was submitted and end the lease, so that a standby takes over at once."""
         writer = self._require_writer()
         await writer.close()
         writer.stop(StrataError(Code.UNAVAILABLE, f"this process has resigned from stream {self._stream!r}"))
@@ -276,17 +276,17 @@ class Replica(Generic[State, Input, Effect]):
             for fact in facts:
                 self._state = self._machine.apply(self._state, fact)
         except BaseException:
-            # The journal has the facts, this state has not: nobody may build on it.
+            # The journal has the facts, this state has not: no decision may be based on it.
             writer.stop(StrataError(Code.INTERNAL, f"a fact of stream {self._stream!r} could not be applied"))
             raise
         self._position = writer.submitted
 
     async def settled(self) -> None:
-        """Return when all that the state holds is durable: call it before telling something of it to others."""
+        """Return when all that the state holds is durable: call it before publishing anything of it."""
         await self._require_writer().settled()
 
     async def confirm(self) -> None:
-        """Return if we still lead: call it before answering a read that must be linearizable."""
+        """Return if this replica still leads: call it before replying to a read that must be linearizable."""
         await self._require_writer().confirm()
 
     async def snapshot(self, *, truncate: bool = True) -> int:

@@ -2,7 +2,7 @@
 
 One connection in one thread does everything: it writes, reads and is the only checkpointer (SQLite releases in wide use
 can damage a WAL that two connections checkpoint at once). The connection locks the file exclusively, so a second
-process is refused, and the kernel frees the lock when the first one dies. Whatever has queued up while one commit ran
+process is rejected, and the kernel frees the lock when the first one dies. Whatever has queued up while one commit ran
 shares the next: that is the group commit over streams; `Writer` adds the one within a stream.
 """
 
@@ -82,7 +82,7 @@ class SqliteJournal:
     def __init__(self, thread: SqliteThread, clock: Clock) -> None:
         self._thread = thread
         self._clock = clock
-        # Leases live in memory: the exclusive lock on the file proves that whoever held one before is gone.
+        # Leases are in memory: the exclusive lock on the file proves that an earlier holder has ended.
         self._lease_until_s: dict[str, float] = {}
         self._growth: dict[str, asyncio.Event] = {}
 
@@ -152,7 +152,7 @@ class SqliteJournal:
         try:
             return await self._thread.write(add)
         finally:
-            # Also when nobody waits for the answer any more: the append goes on, and a look is queued behind it.
+            # Also when the caller no longer waits: the append goes on, and a read is queued behind it.
             growth = self._growth.pop(stream, None)
             if growth is not None:
                 growth.set()
@@ -184,7 +184,7 @@ class SqliteJournal:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    # Taken before the look at the head: an append in between sets the event we wait on.
+                    # Taken before the head is read: an append in between sets this event.
                     growth = self._growth.setdefault(stream, asyncio.Event())
                     head = await self._thread.read(lambda db: _head(db, stream))
                     if head > after:

@@ -1,7 +1,7 @@
-"""Group commit: many appends to one stream, one commit at a time, each caller told after its own facts are durable.
+"""The leader's append queue with group commit: many appends to one stream, one commit at a time.
 
-While a commit runs, whatever is submitted collects into the next batch. So a lone append costs one commit and nothing
-more, and a thousand at once cost one or two.
+While a commit runs, further submissions collect into the next batch. So a lone append costs one commit, and a thousand
+at once cost one or two. Each caller continues after its own facts are durable.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class WriterLimits(msgspec.Struct, frozen=True):
     max_batch_bytes: int = 4 << 20
     """A commit carries at most about this much; the rest goes into the next one."""
     max_pending_bytes: int = 64 << 20
-    """Beyond this, `submit` refuses with EXHAUSTED: the callers must slow down."""
+    """Beyond this, `submit` raises EXHAUSTED: the callers must slow down."""
     max_pending: int = 1_000_000
     commit_timeout_s: float = 10.0
     """How long one attempt may take before it is repeated."""
     give_up_after_s: float = 30.0
-    """How long the database may be away before the writer fails and its owner has to lead anew."""
+    """How long the database may be unavailable before the writer fails and its owner has to take a new lead."""
     gather_s: float = 0.0
     """How long a commit waits for more to carry while many submit at once. A lone caller never waits."""
     first_retry_s: float = 0.02
@@ -50,7 +50,7 @@ class _Submission(msgspec.Struct, frozen=True):
 
 
 class Writer:
-    """The leader's pen: owns the next position of its stream under its epoch.
+    """The append queue of a leader: it owns the next position of its stream under its epoch.
 
     It fails once and for all when the epoch is over or the database stays away. A failed submission may still have been
     committed: its owner forgets its state, takes a new lead and reads what is there.
@@ -100,7 +100,7 @@ class Writer:
         return self._enqueue(facts, check_facts(facts), on_commit=on_commit)
 
     def check_capacity(self) -> None:
-        """Raise if nothing may be submitted now: ask before deciding, so that a refusal leaves nothing half done."""
+        """Raise if the queue is full: call it before deciding, so that a rejection leaves nothing half done."""
         self._check()
         full = self._queued_bytes >= self._limits.max_pending_bytes
         if full or len(self._queue) >= self._limits.max_pending:
@@ -125,7 +125,7 @@ class Writer:
             await settling
 
     async def confirm(self) -> None:
-        """Return when all submitted so far is committed and we lead still: what a linearizable read waits for."""
+        """Return when all submitted so far is committed and this leader is current: for linearizable reads."""
         self._check()
         await self._enqueue((), 0, confirm=True)
 
@@ -176,14 +176,14 @@ class Writer:
                     done.committed.set_result(done.position)
 
     def _flushed(self, task: asyncio.Task[None]) -> None:
-        """However the task ended, even before it began: nobody waits for ever."""
+        """However the task ended, even before it began: no caller waits for ever."""
         if task.cancelled():
             self._fail(StrataError(Code.UNAVAILABLE, f"the writer of stream {self.lead.stream!r} was stopped"))
         elif task.exception() is not None:
             self._fail(StrataError(Code.INTERNAL, f"the writer of stream {self.lead.stream!r} broke down"))
 
     def _next_batch(self) -> tuple[int, list[bytes], bool]:
-        """How many of the waiting go into the next commit, their facts, and whether one asks if we lead still."""
+        """How many submissions go into the next commit, their facts, and whether one needs to confirm the lead."""
         facts: list[bytes] = []
         size = count = 0
         confirm = False
@@ -218,7 +218,7 @@ class Writer:
             committed = self._queue.popleft().committed
             if not committed.done():
                 committed.set_exception(_copy(error))
-                # Whoever stopped waiting does not want to hear of it either.
+                # Retrieved, because a caller that no longer waits would leave it unhandled.
                 committed.exception()
         self._queued_bytes = 0
 

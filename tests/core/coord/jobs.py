@@ -161,7 +161,7 @@ class Job:
         while not (found := self.next(worker_id, epoch, held=None)).end_of_epoch:
             assert found.leases, "nobody else reads, so there is no reason to wait"
             for lease in found.leases:
-                samples += range(lease.rest.start, lease.rest.end)
+                samples += range(lease.shard_range.start, lease.shard_range.end)
         return samples
 
     def ack(self, worker_id: str, *acks: Ack, epoch: int = 0) -> ShardAssignment:
@@ -210,4 +210,4 @@ def corpus(**fields: Any) -> Dataset:
 
 
 def samples_of(found: ShardAssignment) -> list[int]:
-    return [sample for lease in found.leases for sample in range(lease.rest.start, lease.rest.end)]
+    return [sample for lease in found.leases for sample in range(lease.shard_range.start, lease.shard_range.end)]

@@ -351,7 +351,7 @@ def test_the_rewound_position_is_that_of_each_workers_own_part() -> None:
     a, b = leases[first].start, leases[second].start
     job.report("w0", 1, consumed=(consumed(first, a + 1),))
     fresh = job.ack("w0", Ack(first)).leases[0]
-    job.ack("w0", Ack(fresh.lease_id, fresh.rest.start + 2))
+    job.ack("w0", Ack(fresh.lease_id, fresh.shard_range.start + 2))
     job.ack("w1", Ack(second, b + 2))
     job.report("w1", 1, consumed=(consumed(second, b + 3),))
     assert job.job.checkpoints
@@ -359,7 +359,7 @@ def test_the_rewound_position_is_that_of_each_workers_own_part() -> None:
     expected = [
         ShardRange(a // 4, a + 1, a + 4),
         ShardRange(b // 4, b + 3, b + 4),
-        ShardRange(fresh.rest.shard, fresh.rest.start, fresh.rest.end),
+        ShardRange(fresh.shard_range.shard, fresh.shard_range.start, fresh.shard_range.end),
     ]
     got = {sample for rest in rests(job) for sample in range(rest.start, rest.end)}
     wanted = {sample for rest in expected for sample in range(rest.start, rest.end)}

@@ -56,7 +56,7 @@ def test_only_what_is_out_and_what_came_back_keeps_an_epoch_open() -> None:
     assert ledgers.is_finished(datasets.dataset, epoch)
     ledgers.close_finished(datasets, 0)
     assert (datasets.finished, datasets.epochs) == ([0], {})
-    assert [each.rest for each in datasets.quarantined[0]] == [ShardRange(2, 8, 12)]
+    assert [each.shard_range for each in datasets.quarantined[0]] == [ShardRange(2, 8, 12)]
 
 
 def test_progress_adds_up_to_all_shards() -> None:
@@ -79,7 +79,7 @@ def test_a_position_has_what_was_read_and_not_what_was_acked_later() -> None:
     late = ledgers.late_part(Lease(1, "w0", 0, 0, 4, until=2), 3, read_until)
     assert late == ShardRange(0, 2, 3)
     (position,) = ledgers.position(datasets, read_until, {0: [late]}).epochs
-    assert position.rests == (ShardRange(0, 2, 4), ShardRange(1, 6, 8), ShardRange(2, 8, 12))
+    assert position.unread == (ShardRange(0, 2, 4), ShardRange(1, 6, 8), ShardRange(2, 8, 12))
     assert sum(position.cursors) == 3
 
 
@@ -95,7 +95,7 @@ def test_neighbouring_rests_of_a_shard_become_one_and_those_of_two_shards_do_not
     ledgers.give_back_all(epoch, "w0")
     late = {0: [ShardRange(5, 22, 24), ShardRange(5, 20, 22)]}
     (position,) = ledgers.position(datasets, {}, late).epochs
-    assert position.rests == (ShardRange(0, 0, 4), ShardRange(1, 4, 8), ShardRange(2, 8, 12), ShardRange(5, 20, 24))
+    assert position.unread == (ShardRange(0, 0, 4), ShardRange(1, 4, 8), ShardRange(2, 8, 12), ShardRange(5, 20, 24))
 
 
 def test_an_epoch_that_ended_after_a_part_was_taken_is_open_in_the_position() -> None:
@@ -111,7 +111,7 @@ def test_an_epoch_that_ended_after_a_part_was_taken_is_open_in_the_position() ->
     again = datasets.epochs[0]
     assert (datasets.finished, datasets.quarantined) == ([], {})
     assert (again.issued, again.returned) == (3, [ShardRange(2, 8, 12)])
-    assert [each.rest for each in again.quarantined] == [ShardRange(1, 4, 8)]
+    assert [each.shard_range for each in again.quarantined] == [ShardRange(1, 4, 8)]
 
 
 def test_what_a_finished_epoch_put_aside_is_still_shown_after_a_rewind() -> None:

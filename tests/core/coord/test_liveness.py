@@ -202,8 +202,8 @@ def test_of_what_a_lost_worker_held_only_what_it_had_not_read_is_handed_out_agai
     assert [fact.until for fact in facts if isinstance(fact, ShardAcked)] == [start + 3], "nonsense is not believed"
     job.settle()
     first, second = job.next("w1", count=2).leases
-    assert (first.rest.shard, first.rest.start, first.rest.end) == (shard, start + 3, end)
-    assert second.rest.end - second.rest.start == 4
+    assert (first.shard_range.shard, first.shard_range.start, first.shard_range.end) == (shard, start + 3, end)
+    assert second.shard_range.end - second.shard_range.start == 4
 
 
 def test_what_was_read_before_a_recovery_is_not_read_after_it() -> None:

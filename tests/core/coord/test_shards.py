@@ -89,7 +89,7 @@ def test_one_worker_reads_the_canonical_order() -> None:
     job = reading(samples=400, seed=5)
     order = order_of(CORPUS, 5, 0, 100)
     leases = [lease for _ in range(50) for lease in job.next("w0", count=2, held=None).leases]
-    assert [lease.rest.shard for lease in leases] == [order.at(position) for position in range(100)]
+    assert [lease.shard_range.shard for lease in leases] == [order.at(position) for position in range(100)]
 
 
 def test_without_shuffling_the_order_is_that_of_the_samples() -> None:
@@ -100,7 +100,7 @@ def test_each_worker_goes_through_its_own_buckets_in_canonical_order() -> None:
     job = reading(workers=4, samples=4_000, buckets=64)
     order = order_of(CORPUS, 0, 0, 1_000)
     for worker in ("w0", "w1", "w2", "w3"):
-        shards = [job.next(worker, held=None).leases[0].rest.shard for _ in range(100)]
+        shards = [job.next(worker, held=None).leases[0].shard_range.shard for _ in range(100)]
         positions = [order.position_of(shard) for shard in shards]
         assert positions == sorted(positions)
         owned = set(job.indexes.placements[64].assignment.buckets_of(worker))
@@ -165,7 +165,7 @@ def test_what_a_lost_worker_had_goes_out_first_and_without_what_it_had_acked() -
     job.submit(Leave(job.caller("w0")))
     job.settle()
     found = job.next("w1", count=3)
-    assert [(lease.rest.start, lease.rest.end) for lease in found.leases[:2]] == [
+    assert [(lease.shard_range.start, lease.shard_range.end) for lease in found.leases[:2]] == [
         (start + 3, end),
         (other.start, other.end),
     ]
@@ -194,11 +194,11 @@ def test_a_shard_that_fails_too_often_is_put_aside_and_shown_and_the_epoch_ends_
     job.next("w0", acks=(Ack(bad.lease_id, failed=True, reason="no such file"),), count=0)
     while not (found := job.next("w0", held=None)).end_of_epoch:
         (lease,) = found.leases
-        if lease.rest.shard == bad.rest.shard:
+        if lease.shard_range.shard == bad.shard_range.shard:
             job.next("w0", acks=(Ack(lease.lease_id, failed=True, reason="no such file"),), count=0)
     dataset = job.job.datasets[CORPUS]
     aside = dataset.quarantined[0]
-    assert [(each.rest.shard, each.reason) for each in aside] == [(bad.rest.shard, "no such file")]
+    assert [(each.shard_range.shard, each.reason) for each in aside] == [(bad.shard_range.shard, "no such file")]
     assert dataset.finished == [0]
     assert dataset.epochs == {}, "a finished epoch costs its number and what was put aside"
     for worker in ("w0", "w1"):
@@ -215,7 +215,7 @@ def test_an_epoch_whose_last_shard_is_put_aside_ends_with_it() -> None:
     assert found.end_of_epoch
     assert job.job.datasets[CORPUS].finished == [0]
     (aside,) = job.job.datasets[CORPUS].quarantined[0]
-    assert (aside.rest.start, aside.rest.end, aside.reason) == (2, 4, "the worker gave it back")
+    assert (aside.shard_range.start, aside.shard_range.end, aside.reason) == (2, 4, "the worker gave it back")
     assert job.next("w0").end_of_epoch
 
 
@@ -304,7 +304,7 @@ def test_the_next_call_of_a_minimal_worker_acks_the_one_before() -> None:
     job = reading(samples=8)
     first = job.next("w0", held=None)
     second = job.next("w0", held=None)
-    assert [fact.until for fact in job.facts if isinstance(fact, ShardAcked)] == [first.leases[0].rest.end]
+    assert [fact.until for fact in job.facts if isinstance(fact, ShardAcked)] == [first.leases[0].shard_range.end]
     assert sorted(samples_of(first) + samples_of(second)) == list(range(8))
     assert job.next("w0", held=None).end_of_epoch
 
@@ -315,7 +315,7 @@ def test_an_answer_that_got_lost_is_given_again() -> None:
     again = job.next("w0", count=1)
     assert again == first
     held = tuple(lease.lease_id for lease in first.leases)
-    partly = job.next("w0", held=held[:1], acks=(Ack(held[0], first.leases[0].rest.start + 1),))
+    partly = job.next("w0", held=held[:1], acks=(Ack(held[0], first.leases[0].shard_range.start + 1),))
     assert [lease.lease_id for lease in partly.leases] == [held[1]]
     assert job.next("w0", held=held).leases[0].lease_id not in held
 
@@ -363,7 +363,7 @@ def test_whatever_fails_every_sample_is_acked_once_or_shown_as_put_aside(seed: i
         job.next(worker, held=None)
     job.read(worker)
     acked = list(acked_samples(job))
-    aside = [s for each in dataset.quarantined.get(0, ()) for s in range(each.rest.start, each.rest.end)]
+    aside = [s for each in dataset.quarantined.get(0, ()) for s in range(each.shard_range.start, each.shard_range.end)]
     assert dataset.finished == [0]
     assert sorted(acked + aside) == list(range(samples))
 
@@ -431,7 +431,7 @@ def test_the_ranks_together_take_the_same_global_batches_for_every_world_size(wo
     order = order_of(CORPUS, 0, 0, 100)
     for step in range(9):
         batch = [
-            lease.rest.shard
+            lease.shard_range.shard
             for worker in job.job.ranks
             for lease in job.next(worker, step=step).leases
             if lease.lease_id == 0

@@ -47,7 +47,7 @@ class Steps:
 
 
 def rungs(facts: Iterable[WorkerJudged]) -> list[EscalationLevel]:
-    return [fact.rung for fact in facts]
+    return [fact.level for fact in facts]
 
 
 def test_a_slow_worker_owns_fewer_buckets_at_once_and_after_a_restart() -> None:
@@ -56,7 +56,7 @@ def test_a_slow_worker_owns_fewer_buckets_at_once_and_after_a_restart() -> None:
     before = len(steps.job.indexes.placements[256].by_worker["w1"])
     steps.times_s["w1"] = 4.0
     (fact,) = steps.run(18)
-    assert (fact.worker_id, fact.finding, fact.rung) == ("w1", StragglerFinding.SLOW, EscalationLevel.REWEIGHT)
+    assert (fact.worker_id, fact.finding, fact.level) == ("w1", StragglerFinding.SLOW, EscalationLevel.REWEIGHT)
     assert fact.weight == pytest.approx(1 / 4)
     for _ in range(2):
         steps.job.next("w1", held=None)
@@ -81,7 +81,7 @@ def test_the_next_life_of_a_worker_begins_below() -> None:
     steps.job.register("w1", "life-2")
     steps.job.settle()
     member = steps.job.job.members["w1"]
-    assert (member.share, member.rung) == (1.0, EscalationLevel.NONE)
+    assert (member.share, member.level) == (1.0, EscalationLevel.NONE)
     steps.times_s["w1"] = 1.0
     assert steps.run(40) == []
 

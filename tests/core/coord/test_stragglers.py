@@ -81,7 +81,7 @@ def test_one_three_times_slower_is_found_within_sixteen_steps_and_nobody_else(
     gang.rounds(20)
     gang.factor["w1"] = factor
     incidents = gang.rounds(16)
-    assert [(each.worker_id, each.finding, each.rung) for each in incidents][:1] == [
+    assert [(each.worker_id, each.finding, each.level) for each in incidents][:1] == [
         ("w1", StragglerFinding.SLOW, EscalationLevel.REWEIGHT)
     ]
     assert {each.worker_id for each in incidents} == {"w1"}
@@ -100,7 +100,7 @@ def test_a_finding_says_why_in_figures() -> None:
 def test_who_stays_slow_climbs_the_ladder_rung_by_rung_and_no_further() -> None:
     gang = Gang(6)
     gang.factor["w0"] = 4.0
-    assert [each.rung for each in gang.rounds(100)] == [
+    assert [each.level for each in gang.rounds(100)] == [
         EscalationLevel.REWEIGHT,
         EscalationLevel.REBALANCE,
         EscalationLevel.STOP,
@@ -111,7 +111,7 @@ def test_who_stays_slow_climbs_the_ladder_rung_by_rung_and_no_further() -> None:
 def test_an_elastic_job_goes_no_further_than_giving_it_less() -> None:
     gang = Gang(6, limits=StragglerLimits(slow_until=EscalationLevel.REWEIGHT))
     gang.factor["w0"] = 4.0
-    assert [each.rung for each in gang.rounds(100)] == [EscalationLevel.REWEIGHT]
+    assert [each.level for each in gang.rounds(100)] == [EscalationLevel.REWEIGHT]
 
 
 def test_who_keeps_up_again_comes_down_and_gets_its_share_back() -> None:
@@ -120,7 +120,7 @@ def test_who_keeps_up_again_comes_down_and_gets_its_share_back() -> None:
     gang.rounds(20)
     gang.factor["w0"] = 1.0
     (back,) = gang.rounds(30)
-    assert (back.worker_id, back.finding, back.rung, back.weight) == (
+    assert (back.worker_id, back.finding, back.level, back.weight) == (
         "w0",
         StragglerFinding.FINE,
         EscalationLevel.NONE,
@@ -135,7 +135,7 @@ def test_between_slow_and_fine_nothing_changes() -> None:
     gang.rounds(20)
     gang.factor["w0"] = 1.35
     assert gang.rounds(60) == []
-    assert gang.standings["w0"].rung is EscalationLevel.REWEIGHT
+    assert gang.standings["w0"].level is EscalationLevel.REWEIGHT
 
 
 def test_one_that_is_slow_now_and_then_is_left_alone() -> None:
@@ -167,8 +167,8 @@ def test_a_new_generation_starts_to_count_again_and_the_rung_stays() -> None:
     gang.rounds(20)
     gang.samples = {}
     assert gang.rounds(StragglerLimits().recent + StragglerLimits().patience_steps) == []
-    assert gang.standings["w0"].rung is EscalationLevel.REWEIGHT
-    assert [each.rung for each in gang.rounds(4)] == [EscalationLevel.REBALANCE]
+    assert gang.standings["w0"].level is EscalationLevel.REWEIGHT
+    assert [each.level for each in gang.rounds(4)] == [EscalationLevel.REBALANCE]
 
 
 # Hung
@@ -181,11 +181,11 @@ def test_one_that_hangs_while_others_go_on_is_found(workers: int, seed: int, noi
     gang.rounds(30)
     gang.hung.add("w1")
     incidents = gang.rounds(70)
-    assert [(each.worker_id, each.finding, each.rung) for each in incidents] == [
+    assert [(each.worker_id, each.finding, each.level) for each in incidents] == [
         ("w1", StragglerFinding.HUNG, EscalationLevel.REBALANCE)
     ]
     assert "w1 hangs: it is at step 30 for " in incidents[0].reason
-    assert [each.rung for each in gang.rounds(70)] == [EscalationLevel.STOP]
+    assert [each.level for each in gang.rounds(70)] == [EscalationLevel.STOP]
 
 
 def test_the_time_that_counts_as_a_hang_follows_from_the_jobs_own_steps() -> None:
@@ -213,7 +213,7 @@ def test_if_all_stand_at_the_same_step_all_are_named_and_nobody_is_stopped() -> 
     gang.rounds(30)
     gang.hung |= set(gang.factor)
     incidents = gang.rounds(400)
-    assert [(each.worker_id, each.rung) for each in incidents] == [
+    assert [(each.worker_id, each.level) for each in incidents] == [
         (f"w{n}", EscalationLevel.REBALANCE) for n in range(4)
     ]
     assert "like all others it is at step 30" in incidents[0].reason
@@ -225,7 +225,7 @@ def test_one_that_goes_on_after_a_hang_comes_down() -> None:
     gang.hung.add("w1")
     gang.rounds(70)
     gang.hung.clear()
-    assert [(each.worker_id, each.rung) for each in gang.rounds(40)] == [("w1", EscalationLevel.NONE)]
+    assert [(each.worker_id, each.level) for each in gang.rounds(40)] == [("w1", EscalationLevel.NONE)]
 
 
 def test_who_is_silent_or_says_that_it_is_busy_does_not_hang() -> None:

@@ -479,7 +479,7 @@ class History:
             worker.read.pop(ack.lease_id, None)
             worker.given_up.pop(ack.lease_id, None)
         for lease in reply.leases:
-            worker.held.setdefault(lease.lease_id, Held(worker.epoch, lease.rest.start, lease.rest.end))
+            worker.held.setdefault(lease.lease_id, Held(worker.epoch, lease.shard_range.start, lease.shard_range.end))
         if reply.end_of_epoch and not worker.read and not worker.held and not worker.given_up:
             worker.epoch += 1
             worker.finished = worker.epoch == self.scale.epochs

@@ -13,7 +13,7 @@ GROUPS = 4
 
 
 def judged(gang: Gang) -> list[tuple[str, StragglerFinding, EscalationLevel]]:
-    return [(fact.worker_id, fact.finding, fact.rung) for fact in gang.faults if isinstance(fact, WorkerJudged)]
+    return [(fact.worker_id, fact.finding, fact.level) for fact in gang.faults if isinstance(fact, WorkerJudged)]
 
 
 @pytest.mark.parametrize("group", range(GROUPS))

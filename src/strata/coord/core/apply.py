@@ -1,4 +1,4 @@
-"""Facts into state: the only place where what is journaled changes anything. A fact that was once written applies."""
+"""The only writer of journaled state: it applies facts. A fact that was once written always applies."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _end_run(state: CoordState, fact: JobReset | JobDeleted) -> None:
     if isinstance(fact, JobDeleted):
         del state.jobs[fact.job]
         return
-    # A process of the old run has the old run's state: its life may not come back in the new one.
+    # A process of the old run has the old run's state: its incarnation may not come back in the new one.
     fenced = dict(old.fenced)
     for worker_id, incarnation in old.evicted.items():
         fenced[worker_id] = [*fenced.pop(worker_id, []), incarnation][-FENCED_KEPT:]
@@ -177,8 +177,8 @@ def _judge(job: JobState, fact: WorkerJudged) -> None:
     if member.share != fact.weight:
         member.share = fact.weight
         job.reweighted += 1
-    member.rung = fact.rung
-    if fact.rung is EscalationLevel.STOP:
+    member.level = fact.level
+    if fact.level is EscalationLevel.STOP:
         job.stopping[fact.worker_id] = fact.reason
 
 
@@ -270,7 +270,7 @@ def _recover(job: JobState, fact: Recovered) -> None:
         job.checkpoints = [each for each in job.checkpoints if each.checkpoint_id != fact.bad_checkpoint_id]
     checkpoint = job.checkpoint(fact.checkpoint_id)
     if checkpoint is not None:
-        # What was committed after it belongs to a lineage that is given up.
+        # Checkpoints committed after it belong to an abandoned lineage.
         at = job.checkpoints.index(checkpoint)
         gone = job.checkpoints[at + 1 :]
         del job.checkpoints[at + 1 :]
@@ -291,7 +291,7 @@ def _recover(job: JobState, fact: Recovered) -> None:
 
 
 def _discard_pending(job: JobState, checkpoint_ids: Iterable[str]) -> None:
-    """Nobody will complete these: what was written for them may be deleted."""
+    """These checkpoints will never be complete: their parts become garbage."""
     gone = frozenset(checkpoint_ids)
     given_up = [each for name, each in job.collecting.items() if name in gone]
     job.collecting = {name: each for name, each in job.collecting.items() if name not in gone}
@@ -300,7 +300,7 @@ def _discard_pending(job: JobState, checkpoint_ids: Iterable[str]) -> None:
 
 
 def _mark_garbage(job: JobState, parts: Iterable[CheckpointPart], step: int) -> None:
-    """These may be deleted, but for paths that a checkpoint that is kept was written to as well."""
+    """These parts may be deleted, except for paths that a kept checkpoint was written to as well."""
     kept = {part.uri for each in job.checkpoints for part in each.parts}
     kept |= {part.uri for each in job.collecting.values() for part in each.parts.values()}
     buried = {part.uri: part.rank for part in parts if part.uri not in kept}

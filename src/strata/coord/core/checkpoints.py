@@ -66,9 +66,9 @@ def report(state: CoordState, request: ReportCheckpoint) -> tuple[list[Fact], Ch
 
 
 def reporting_member(job: JobState, caller: Caller, *, is_committed: bool) -> Member:
-    """Whether a checkpoint of its generation is committed is told also while members come and go.
+    """The caller; it may report a committed checkpoint of its generation also while members join or leave.
 
-    The one that reported last may leave at once, and below `min_workers` no other generation would form.
+    The worker that reported last may leave at once, and below `min_workers` no other generation would form.
     """
     member = member_of(job, caller)
     if is_committed and caller.worker_id in job.ranks and caller.generation in (0, job.generation):
@@ -113,9 +113,9 @@ def _check_consumed(job: JobState, request: ReportCheckpoint) -> None:
 
 
 def _tombstones(job: JobState, indexes: JobIndexes, rank: int, written_now: str) -> tuple[str, ...]:
-    """Of its own rank, and its share of those whose rank is no more.
+    """The tombstones of this rank, and its share of those whose rank exists no more.
 
-    Only of steps that are behind a committed checkpoint: others may come again, and somebody may be writing to the same
+    Only of steps behind a committed checkpoint: a later step may be repeated, and a worker may be writing to the same
     path at this moment.
     """
     behind = job.checkpoints[-1].step if job.checkpoints else -1
@@ -150,14 +150,14 @@ def _missing(
 
 
 def recover(state: CoordState, request: RequestRecovery) -> tuple[list[Fact], Recovery]:
-    """One rewind for all members of a generation: the first caller rewinds, the others share where it went."""
+    """One rewind for all members of a generation: the first caller rewinds, the others get the same checkpoint."""
     job = job_of(state, request.caller)
     member = settled_member(job, _at_any_generation(request))
     worker_id = request.caller.worker_id
     if _shares(job, member, request):
         checkpoint = job.checkpoint(job.recovered_to)
         if checkpoint is None and job.recovered_to is not None:
-            # The others are so far that it is kept no longer. To say nothing of it would mean the start.
+            # The others have moved on, and it is kept no longer. No checkpoint would mean the start.
             raise stale_generation(job, request.observed_generation)
         started: list[Fact] = [WorkerRecovered(job.job, worker_id)] if member.recover_first else []
         return started, Recovery(_rank_assignment(job, worker_id, job.generation), checkpoint, rewound=False)
@@ -176,7 +176,7 @@ def recover(state: CoordState, request: RequestRecovery) -> tuple[list[Fact], Re
 def _shares(job: JobState, member: Member, request: RequestRecovery) -> bool:
     """Whether the last recovery is the one that this caller needs.
 
-    Not after somebody came or went since: a worker that is lost took samples of that lineage with it.
+    Not after members joined or left since: a lost worker took samples of that lineage with it.
     """
     if job.generation != job.recovered_generation:
         return False

@@ -1,6 +1,6 @@
-"""The facts of the coordinator: what became true, and all that is ever journaled.
+"""The facts of the coordinator, which are all that is ever journaled.
 
-A fact says what was decided, not why it could be: replaying it needs no clock and no rule of the version that decided.
+A fact holds what was decided, not why: to replay it needs no clock and no rule of the version that decided.
 New kinds and new fields with defaults may be added; a field never changes its meaning.
 """
 
@@ -19,7 +19,7 @@ class DatasetMode(IntEnum):
     """How a dataset is handed out."""
 
     LEASED = 1
-    """Shards are leased to whoever asks: elastic, and no straggler holds the rest up."""
+    """Shards are leased to the workers that request them: elastic, and no straggler delays the others."""
     DETERMINISTIC = 2
     """A pure function of seed, step, rank and world size: the same global batches for any world size."""
 
@@ -33,7 +33,7 @@ class BarrierVerdict(IntEnum):
 
 
 class CommandKind(IntEnum):
-    """What a worker is told to do."""
+    """A command to a worker."""
 
     STOP = 1
     REBALANCE = 2
@@ -49,7 +49,7 @@ class JobStatus(StrEnum):
     """No worker of this run has joined."""
     RUNNING = "running"
     STOPPED = "stopped"
-    """All workers are gone, and the run is not finished: those that join next recover first."""
+    """All workers have left, and the run is not finished: workers that join next recover first."""
     FINISHED = "finished"
     """All data is consumed and the last worker has left: no worker joins before a reset."""
     DELETED = "deleted"
@@ -64,7 +64,7 @@ class StragglerFinding(StrEnum):
 
 
 class EscalationLevel(StrEnum):
-    """What is done about a worker that is slow or hangs, from little to much."""
+    """The reaction to a worker that is slow or hangs, from mild to severe."""
 
     NONE = "none"
     REWEIGHT = "reweight"
@@ -73,7 +73,7 @@ class EscalationLevel(StrEnum):
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Set by whoever creates the job; the same for all its workers."""
+    """Set when the job is created; the same for all its workers."""
 
     heartbeat_interval_s: float = 5.0
     missed_beats: int = 3
@@ -129,7 +129,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RegisteredWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """One life of one worker, as it registered."""
+    """One incarnation of a worker, as it registered."""
 
     worker_id: str
     incarnation: str
@@ -139,11 +139,11 @@ class RegisteredWorker(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     labels: dict[str, str] = {}
     elastic: bool = False
-    """What it makes of a shard outlives it: it needs no checkpoint to go on where the ledger stands."""
+    """Its results survive it: it needs no checkpoint to continue at the ledger's position."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """One leased range of samples. `fresh` ones come from their bucket, others from what was given back."""
+    """One leased range of samples. `fresh` ones come from their bucket, others were returned before."""
 
     lease_id: int
     shard: int
@@ -199,7 +199,7 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag=True):
     job: str
     worker: RegisteredWorker
     recover_first: bool = False
-    """The ledger has moved: it gets no shard before it knows which checkpoint to start from."""
+    """The job has progress: the worker gets no shard before it knows which checkpoint to start from."""
 
 
 class WorkerLost(msgspec.Struct, frozen=True, tag=True):
@@ -210,26 +210,26 @@ class WorkerLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerJudged(msgspec.Struct, frozen=True, tag=True):
-    """A worker moved on the ladder of what is done about the slow and the hung; its share of the data follows."""
+    """A straggler moved to another level of escalation; its share of the data follows."""
 
     job: str
     worker_id: str
     finding: StragglerFinding
-    rung: EscalationLevel
+    level: EscalationLevel = msgspec.field(name="rung")
     weight: float
     """What its registered weight is multiplied with from now on."""
     reason: str
 
 
 class RanksListed(msgspec.Struct, frozen=True, tag=True):
-    """Members of the generation whose forming follows at once, in order of rank: too many for one fact."""
+    """Members of the generation that the next facts form, in order of rank: too many for one fact."""
 
     job: str
     members: tuple[str, ...]
 
 
 class GenerationFormed(msgspec.Struct, frozen=True, tag=True):
-    """The members in order of rank, or the last of them. Everybody knows from here on who takes part."""
+    """The members in order of rank, or the last of them after `RanksListed`."""
 
     job: str
     generation: int
@@ -260,7 +260,7 @@ class ShardAcked(msgspec.Struct, frozen=True, tag=True):
 
 
 class ShardReturned(msgspec.Struct, frozen=True, tag=True):
-    """A worker gave a lease back: the unread rest goes to the front, or aside if it has failed too often."""
+    """A worker returned a lease: its unread rest is leased next, or quarantined if it has failed too often."""
 
     job: str
     dataset_id: str
@@ -324,7 +324,7 @@ class CommandIssued(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
     arguments: dict[str, str] = {}
     request_id: str = ""
-    """What the operator called the request, so that asking again does not command again."""
+    """The operator's id of the request, which makes it idempotent."""
 
 
 class CommandAcked(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""What the coordinator is told, and what it answers. Inputs are not journaled: a restart does not depend on them."""
+"""The requests that the core decides about, and its replies. They are not journaled: a restart does not need them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from strata.coord.core.state import CommittedCheckpoint, PendingCommand, StepPro
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks. An empty incarnation (the minimal worker) means the current one; generation 0 means the current one."""
+    """The calling worker. An empty incarnation (the minimal worker) and generation 0 mean the current ones."""
 
     job: str
     worker_id: str
@@ -30,7 +30,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class CreateJob:
-    """Before any worker comes, by whoever sets the parameters. The same configuration twice is no change."""
+    """Before any worker joins. Idempotent: the same configuration twice is no change."""
 
     job: str
     config: JobConfig
@@ -47,20 +47,20 @@ class Leave:
     caller: Caller
     cause: str = "left"
     finished: bool = False
-    """Its program is done, as far as it knows."""
+    """The worker's program reports that it is done."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life. `failed` is a worker in ERROR: it is lost, and told to stop."""
+    """A worker reports that it is alive. `failed`: it is in ERROR, is evicted and gets a STOP command."""
 
     caller: Caller
     failed: bool = False
     acked_commands: tuple[int, ...] = ()
     progress: StepProgress | None = None
-    """How far it is; None from a worker that does not count its steps."""
+    """None from a worker that does not count its steps."""
     read_until: tuple[tuple[int, int], ...] | None = None
-    """How far it has read in its leases; None if it says nothing about that."""
+    """By lease, how far the worker has read; None if it does not report that."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Attached:
 
 @dataclass(frozen=True)
 class Detached:
-    """The presence stream broke: suspicion, with a moment to come back."""
+    """The presence stream broke: the worker is suspect and has a moment to reconnect."""
 
     caller: Caller
 
 
 @dataclass(frozen=True)
 class CallOpened:
-    """A call of a worker is open and waits: as long as it does, the worker is there."""
+    """A call of a worker waits here: as long as it does, the worker is alive."""
 
     caller: Caller
 
@@ -97,7 +97,7 @@ class RegisterDataset:
 
 @dataclass(frozen=True)
 class Ack:
-    """Samples of a lease before `until` are consumed; None means all. A failed one is given back from there."""
+    """Samples of a lease before `until` are consumed; None means all. A failed lease is returned from there on."""
 
     lease_id: int
     until: int | None = None
@@ -107,10 +107,10 @@ class Ack:
 
 @dataclass(frozen=True)
 class NextShards:
-    """Ack what is read, ask for more.
+    """Ack what is read and lease more.
 
-    `held` are the leases the worker knows of: one that was granted and is not among them is granted again, because the
-    answer was lost. None is the minimal worker, which does not say: asking for the next acks all it holds.
+    `held` are the leases that the worker knows of: one that was granted and is not among them is granted again, because
+    the reply was lost. None is the minimal worker, which does not report them: its request acks all that it holds.
     """
 
     caller: Caller
@@ -142,7 +142,7 @@ class ReportCheckpoint:
 
 @dataclass(frozen=True)
 class RequestRecovery:
-    """Go back to the last checkpoint, once for all who observed this generation."""
+    """Go back to the last checkpoint, once for all workers that observed this generation."""
 
     caller: Caller
     observed_generation: int
@@ -176,7 +176,7 @@ class DeleteJob:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time goes on: the silent are lost, generations form, barriers time out, the slow are noticed."""
+    """Time passes: silent members are evicted, generations form, barriers time out, stragglers are found."""
 
 
 Input = (
@@ -202,7 +202,7 @@ Input = (
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """A worker's place in its job. Generation 0: not placed yet."""
+    """A worker's rank in a generation. Generation 0: it has no rank yet."""
 
     generation: int
     rank: int
@@ -213,7 +213,7 @@ class RankAssignment:
 
 @dataclass(frozen=True)
 class HeartbeatReply:
-    """The answer to a beat."""
+    """The reply to a heartbeat."""
 
     generation: int
     commands: tuple[PendingCommand, ...]
@@ -222,13 +222,13 @@ class HeartbeatReply:
 @dataclass(frozen=True)
 class LeasedShard:
     lease_id: int
-    rest: ShardRange
+    shard_range: ShardRange
     files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ShardAssignment:
-    """Shards to read, or why there are none: the epoch is over, or others still read and may give something back."""
+    """Leased shards, or why there are none: the epoch is over, or other workers still read and may return some."""
 
     leases: tuple[LeasedShard, ...]
     end_of_epoch: bool
@@ -238,14 +238,14 @@ class ShardAssignment:
 
 @dataclass(frozen=True)
 class BarrierState:
-    """No verdict: wait for the missing."""
+    """No verdict: wait for the missing workers."""
 
     verdict: BarrierVerdict | None
     generation: int
     arrived: int
     expected: int
     missing: tuple[str, ...]
-    """While it is open the first of them only."""
+    """While the barrier is open, the first of them only."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Where to go on. `checkpoint` None: from the start."""
+    """Where to resume. `checkpoint` None: from the start."""
 
     place: RankAssignment
     checkpoint: CommittedCheckpoint | None
@@ -273,7 +273,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class IssuedCommand:
-    """The command and who gets it; id 0: there is nobody to get it."""
+    """The command and its workers; id 0: the job has no worker."""
 
     command_id: int
     workers: tuple[str, ...]
@@ -281,7 +281,7 @@ class IssuedCommand:
 
 @dataclass(frozen=True)
 class Done:
-    """There is nothing to tell."""
+    """The reply has no content."""
 
 
 Reply = (
@@ -299,7 +299,7 @@ Reply = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer to the caller, and what became true: the shell wakes those who waited for it."""
+    """The reply to the caller, and the facts: the server notifies the calls that wait for them."""
 
     reply: Reply
     facts: tuple[Fact, ...] = ()

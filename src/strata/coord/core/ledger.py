@@ -1,7 +1,7 @@
-"""The lease ledger: which samples of an epoch are consumed, who reads what now, and what has to be read again.
+"""The lease ledger: which samples of an epoch are consumed, which worker reads what, and what has to be read again.
 
 The state is small because most of it follows from little: shards lie in fixed buckets, each with a fixed order, so a
-cursor for each bucket says what was ever handed out. Of that, everything is consumed but what is leased, given back or
+cursor for each bucket says what was ever handed out. Of that, everything is consumed but what is leased, returned or
 quarantined. A lease is read from front to back, so its unread rest is a single range.
 """
 
@@ -34,7 +34,7 @@ class ShardRange(msgspec.Struct, frozen=True):
 
 
 class Quarantined(msgspec.Struct, frozen=True):
-    rest: ShardRange
+    shard_range: ShardRange = msgspec.field(name="rest")
     reason: str
 
 
@@ -44,7 +44,7 @@ class EpochLedger(msgspec.Struct):
     """For each bucket, how many of its shards were handed out."""
     leases: dict[int, Lease] = {}
     returned: list[ShardRange] = []
-    """What goes out before anything fresh, first one first."""
+    """Returned ranges; they are leased again before any fresh shard, in this order."""
     quarantined: list[Quarantined] = []
     """Shards that failed too often: shown, never dropped silently."""
     failures: dict[int, int] = {}
@@ -61,15 +61,15 @@ class DatasetLedger(msgspec.Struct):
     finished: list[int] = []
     epochs: dict[int, EpochLedger] = {}
     quarantined: dict[int, list[Quarantined]] = {}
-    """By finished epoch, what it ended without. That of an open epoch is in its ledger."""
+    """By finished epoch, its quarantined ranges. Those of an open epoch are in its ledger."""
 
     def epoch(self, number: int) -> EpochLedger:
-        """The ledger of an epoch, as new if nobody asked for it before."""
+        """The ledger of an epoch; a new one if no worker has read from it before."""
         return self.epochs.get(number) or EpochLedger(number, [0] * self.dataset.buckets)
 
 
 class EpochProgress(msgspec.Struct, frozen=True):
-    """What a person sees of an epoch, in shards."""
+    """The progress of an epoch for an operator, in shards."""
 
     total: int
     done: int
@@ -80,7 +80,7 @@ class EpochProgress(msgspec.Struct, frozen=True):
 
 def progress(dataset: Dataset, ledger: EpochLedger) -> EpochProgress:
     # A shard may be in two of them: after a rewind its rests can be apart.
-    quarantined = {each.rest.shard for each in ledger.quarantined}
+    quarantined = {each.shard_range.shard for each in ledger.quarantined}
     leased = {lease.shard for lease in ledger.leases.values()} - quarantined
     unread = {rest.shard for rest in ledger.returned} | leased | quarantined
     done = ledger.issued - len(unread)
@@ -155,7 +155,7 @@ def give_back_all(ledger: EpochLedger, worker_id: str) -> None:
 
 
 def close_finished(datasets: DatasetLedger, epoch: int) -> None:
-    """Forget the ledger of a finished epoch: its number says it all, but for what was put aside."""
+    """Drop the ledger of a finished epoch: its number and its quarantined ranges are enough."""
     ledger = datasets.epochs.get(epoch)
     if ledger is not None and is_finished(datasets.dataset, ledger):
         del datasets.epochs[epoch]
@@ -165,7 +165,7 @@ def close_finished(datasets: DatasetLedger, epoch: int) -> None:
 
 
 def check_epoch(datasets: DatasetLedger, epoch: int) -> None:
-    """An epoch may begin when the one before it was begun: nobody opens a thousand ledgers by mistake."""
+    """An epoch may begin when the one before it was begun, so that a wrong number does not open a ledger."""
     known = [*datasets.finished, *datasets.epochs]
     if epoch < 0 or (known and epoch not in known and epoch > max(known) + 1):
         raise StrataError(
@@ -179,7 +179,7 @@ class EpochPosition(msgspec.Struct, frozen=True):
 
     epoch: int
     cursors: tuple[int, ...]
-    rests: tuple[ShardRange, ...]
+    unread: tuple[ShardRange, ...] = msgspec.field(name="rests")
     quarantined: tuple[Quarantined, ...]
     failures: dict[int, int]
 
@@ -192,11 +192,11 @@ class DatasetPosition(msgspec.Struct, frozen=True):
 
 
 Late = dict[int, list[ShardRange]]
-"""By epoch, what was consumed only after its worker had taken its part of a checkpoint."""
+"""By data epoch, the ranges consumed after their worker had taken its part of a checkpoint."""
 
 
 def position(datasets: DatasetLedger, read_until: dict[int, int], late: Late) -> DatasetPosition:
-    """Where the dataset stood when each worker took its part of a checkpoint: later acks must not leak in.
+    """The position of the dataset when each worker took its part of a checkpoint: later acks must not leak in.
 
     `read_until` says by lease how far its worker had read then, which may be further than it had acked.
     """
@@ -220,7 +220,7 @@ def position(datasets: DatasetLedger, read_until: dict[int, int], late: Late) ->
 
 
 def late_part(before: Lease, until: int, read_until: dict[int, int]) -> ShardRange | None:
-    """What an ack consumes beyond the point its worker had reached when it reported; None if nothing."""
+    """The range that an ack consumes beyond the position its worker had reported; None if there is none."""
     start = max(before.until, read_until.get(before.lease_id, before.until))
     return ShardRange(before.shard, start, until) if start < until else None
 
@@ -237,7 +237,7 @@ def _joined(rests: list[ShardRange]) -> tuple[ShardRange, ...]:
 
 
 def rewind(datasets: DatasetLedger, to: DatasetPosition) -> None:
-    """Make the ledger what it was. Every lease is void: its holder reads on at its own risk and is not counted."""
+    """Restore the position of a checkpoint. Every lease is void: what its holder still reads does not count."""
     datasets.finished = list(to.finished)
     datasets.quarantined = {epoch: list(some) for epoch, some in to.quarantined.items()}
     datasets.epochs = {
@@ -245,7 +245,7 @@ def rewind(datasets: DatasetLedger, to: DatasetPosition) -> None:
             epoch=each.epoch,
             cursors=list(each.cursors),
             issued=sum(each.cursors),
-            returned=list(each.rests),
+            returned=list(each.unread),
             quarantined=list(each.quarantined),
             failures=dict(each.failures),
         )

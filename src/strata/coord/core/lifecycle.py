@@ -1,6 +1,6 @@
-"""The life cycle of a job: created, running, stopped, finished; and what an operator may do about it.
+"""The life cycle of a job: created, running, stopped, finished; and the reset and the deletion by an operator.
 
-The status of a job changes only through `NEXT`; what is not in the table is refused, or never happens.
+The status of a job changes only through `NEXT`; a transition that is not in the table is rejected, or never happens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEXT: Final[Mapping[tuple[JobStatus, JobEvent], JobStatus]] = {
 
 
 def move(job: JobState, event: JobEvent) -> None:
-    """Of facts that happened, so the table has it."""
+    """For facts, which were checked before: the table has the transition."""
     job.status = NEXT[job.status, event]
 
 
@@ -45,7 +45,7 @@ def check_open(job: JobState) -> None:
 
 
 def finish(job: JobState) -> list[Fact]:
-    """Its last worker leaves and says that its program is done: if nothing is left to read, the job is finished."""
+    """The last worker leaves and reports its program as done: if all data is consumed, the job is finished."""
     return [JobFinished(job.job)] if _is_consumed(job) else []
 
 

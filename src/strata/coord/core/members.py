@@ -46,14 +46,14 @@ def job_of(state: CoordState, caller: Caller) -> JobState:
 
 
 def member_of(job: JobState, caller: Caller) -> Member:
-    """The member who calls; refuses strangers, the evicted, and lives that are over."""
+    """The calling member; raises for unknown workers, evicted ones, and incarnations that are over."""
     member = job.members.get(caller.worker_id)
     if member is None:
         if caller.worker_id in job.evicted:
             raise _evicted(job, caller.worker_id)
         raise _unregistered(caller)
     if caller.incarnation not in ("", member.worker.incarnation):
-        # Not NOT_FOUND: this life would register again, and the two would replace each other for ever.
+        # Not NOT_FOUND: this incarnation would register again, and the two would replace each other for ever.
         raise _replaced(caller.worker_id)
     return member
 
@@ -70,7 +70,7 @@ def _evicted(job: JobState, worker_id: str) -> StrataError:
 def _replaced(worker_id: str) -> StrataError:
     return StrataError(
         Code.STALE,
-        f"this life of worker {worker_id!r} is over: another one has registered",
+        f"this incarnation of worker {worker_id!r} is over: another one has registered",
         hint="stop; only one process may use a worker id",
         reason="stale-incarnation",
     )
@@ -81,7 +81,7 @@ def _unregistered(caller: Caller) -> StrataError:
 
 
 def settled_member(job: JobState, caller: Caller) -> Member:
-    """A member of the current generation, while nobody comes or goes."""
+    """The calling member of the current generation; raises while members join or leave."""
     member = member_of(job, caller)
     if caller.generation not in (0, job.generation):
         raise stale_generation(job, caller.generation)
@@ -95,7 +95,7 @@ def settled_member(job: JobState, caller: Caller) -> Member:
 
 
 def check_recovered(job: JobState, member: Member) -> None:
-    """A start is a recovery: whoever does not know the job's checkpoint would train the rest on empty state."""
+    """A start is a recovery: a worker that does not know the job's checkpoint would train the rest on empty state."""
     if member.recover_first:
         raise StrataError(
             Code.PRECONDITION,
@@ -154,7 +154,7 @@ def _check(request: CreateJob) -> None:
 
 
 def _check_worker(request: Register, job: JobState | None) -> None:
-    """Here, because later it would be everybody's problem: no bucket could be placed."""
+    """At registration, because a wrong weight would fail later for all workers: no bucket could be placed."""
     worker = request.worker
     if not worker.worker_id:
         raise StrataError(Code.INVALID, "a worker needs a worker_id")
@@ -172,7 +172,7 @@ def _check_worker(request: Register, job: JobState | None) -> None:
 
 
 def register(state: CoordState, request: Register) -> list[Fact]:
-    """A second incarnation of the same worker ends the first. The same incarnation again is only a sign of life.
+    """A second incarnation of the same worker ends the first. Of the same one it is only a heartbeat.
 
     An evicted incarnation may come back as long as no other one has followed it: that is how a worker that was cut off
     for a while rejoins, and it holds nothing then.

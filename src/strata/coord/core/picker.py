@@ -50,7 +50,7 @@ class Picker:
         if version != self._version:
             self._own.clear()
             self._version = version
-        picked: list[tuple[ShardRange, bool]] = [(rest, False) for rest in ledger.returned[:count]]
+        picked: list[tuple[ShardRange, bool]] = [(shard_range, False) for shard_range in ledger.returned[:count]]
         taken: dict[int, int] = {}
         if worker_id not in self._own:
             self._own[worker_id] = self._heap(ledger, buckets())

@@ -1,4 +1,4 @@
-"""Handing out data: registering datasets, acks, grants, and the slices of deterministic ones."""
+"""Data: registration of datasets, acks, grants of leases, and the slices of deterministic datasets."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from strata.coord.core.state import ACKS_KEPT, BucketPlacement, CoordState, JobI
 
 MAX_BUCKETS: Final = 1 << 16
 MAX_COUNT: Final = ACKS_KEPT
-"""Shards in one answer, and acks in one call: a repeated one is recognised as a whole."""
+"""Shards in one reply, and acks in one call: a repeated one is recognised as a whole."""
 
 
 def register_dataset(state: CoordState, request: RegisterDataset) -> tuple[list[Fact], DatasetRegistration]:
-    """Make a dataset known. The same definition again is no change; another one under the same name is refused."""
+    """Register a dataset. Idempotent: the same definition is no change; another one of the same name is rejected."""
     job = job_of(state, request.caller)
     member_of(job, request.caller)
     dataset = request.dataset
@@ -174,13 +174,13 @@ def _grants(
     )
     first_id = (state.leader_epoch << 32 | state.leases_given) + 1
     return [
-        Grant(lease_id, rest.shard, rest.start, rest.end, fresh)
-        for lease_id, (rest, fresh) in enumerate(picked, start=first_id)
+        Grant(lease_id, shard_range.shard, shard_range.start, shard_range.end, fresh)
+        for lease_id, (shard_range, fresh) in enumerate(picked, start=first_id)
     ]
 
 
 def _version(job: JobState) -> tuple[int, int]:
-    """Of what the placement follows from."""
+    """The version of the members and shares that the placement follows from."""
     return job.generation, job.reweighted
 
 
@@ -198,7 +198,7 @@ def _buckets_of(job: JobState, indexes: JobIndexes, buckets: int, worker_id: str
 
 
 def _slice(dataset: Dataset, job: JobState, indexes: JobIndexes, request: NextShards) -> ShardAssignment:
-    """This rank's part of a step, with no ledger: the same for everybody who asks. Steps count through all epochs."""
+    """This rank's part of a step; a pure function, so it needs no ledger. Steps count through all epochs."""
     rank = job.ranks[request.caller.worker_id]
     part = slice_of(request.step, rank, len(job.ranks), global_batch=dataset.global_batch, n=dataset.shards)
     if part.epoch < request.epoch:
@@ -219,8 +219,8 @@ def _slice(dataset: Dataset, job: JobState, indexes: JobIndexes, request: NextSh
 
 
 def _leased(indexes: JobIndexes, dataset: Dataset, lease: Lease) -> LeasedShard:
-    rest = ShardRange(lease.shard, lease.until, lease.end)
-    return LeasedShard(lease.lease_id, rest, files_of(indexes, dataset, rest.start, rest.end))
+    shard_range = ShardRange(lease.shard, lease.until, lease.end)
+    return LeasedShard(lease.lease_id, shard_range, files_of(indexes, dataset, shard_range.start, shard_range.end))
 
 
 def files_of(indexes: JobIndexes, dataset: Dataset, start: int, end: int) -> tuple[str, ...]:

@@ -31,14 +31,14 @@ VERDICTS_KEPT: Final = 4_096
 ACKS_KEPT: Final = 256
 TOMBSTONES_KEPT: Final = 16_384
 FENCED_KEPT: Final = 8
-"""Lives of one worker that are over and may not come back."""
+"""Incarnations of one worker that are over and may not come back."""
 PARTED_KEPT: Final = 256
-"""Workers that are gone and whose acks are remembered, in case the same life comes back."""
+"""Workers that left and whose acks are kept, in case the same incarnation comes back."""
 REQUESTS_KEPT: Final = 1_024
 REQUESTED_KEPT: Final = 100_000
-"""Names of workers in all requests that are remembered."""
+"""Names of workers in all requests that are kept."""
 HEARTBEATS_PER_S: Final = 1_000.0
-"""Heartbeats that one coordinator wants to hear at most: unary calls cost it a quarter to half a millisecond each."""
+"""Heartbeats that one coordinator accepts at most: a unary call costs it a quarter to half a millisecond."""
 
 
 class JobEvent(StrEnum):
@@ -54,16 +54,16 @@ class JobEvent(StrEnum):
 class Member(msgspec.Struct):
     worker: RegisteredWorker
     acked: list[int] = []
-    """The last leases it acked: a repeated ack is recognised, not refused."""
+    """The last leases it acked, so that acks are idempotent."""
     share: float = 1.0
-    """What its registered weight is multiplied with, because it was found slow."""
-    rung: EscalationLevel = EscalationLevel.NONE
+    """The factor of its registered weight; below 1 for a straggler."""
+    level: EscalationLevel = msgspec.field(default=EscalationLevel.NONE, name="rung")
     recover_first: bool = False
-    """It has not asked which checkpoint to start from, and the ledger stands elsewhere than at the beginning."""
+    """It has not requested the checkpoint to start from, and the job has progress."""
 
 
 class BarrierResult(msgspec.Struct, frozen=True):
-    """A barrier's end, kept so that a repeated call gets the same answer."""
+    """The result of a barrier, kept so that a repeated call gets the same reply."""
 
     generation: int
     barrier_id: str
@@ -72,7 +72,7 @@ class BarrierResult(msgspec.Struct, frozen=True):
 
 
 class PendingCheckpoint(msgspec.Struct):
-    """A checkpoint some ranks have reported."""
+    """A checkpoint that some ranks have reported."""
 
     checkpoint_id: str
     generation: int
@@ -80,11 +80,11 @@ class PendingCheckpoint(msgspec.Struct):
     parts: dict[str, CheckpointPart] = {}
     read_until: dict[int, int] = {}
     late: dict[str, Late] = {}
-    """By dataset, what a worker consumed after its own part: it is not in the checkpoint."""
+    """By dataset, what a worker consumed after it took its part: it is not in the checkpoint."""
 
 
 class CommittedCheckpoint(msgspec.Struct, frozen=True):
-    """A committed one: parts of all ranks, and where every dataset stood at that step."""
+    """The parts of all ranks, and the position of every dataset at that step."""
 
     checkpoint_id: str
     generation: int
@@ -103,7 +103,7 @@ class PendingCommand(msgspec.Struct):
 
 
 class IssuedRequest(msgspec.Struct, frozen=True):
-    """The answer to an operator's request, for when it is asked again."""
+    """The reply to an operator's request, for when it is repeated."""
 
     command_id: int
     workers: tuple[str, ...]
@@ -121,9 +121,9 @@ class JobState(msgspec.Struct):
     parted: dict[str, list[int]] = {}
     """The last leases that the latest of them acked."""
     fenced: dict[str, list[str]] = {}
-    """By worker, lives that another one has followed: they may not come back and replace it."""
+    """By worker, incarnations that another one has followed: they may not come back and replace it."""
     stopping: dict[str, str] = {}
-    """Members that were told to stop because they are slow or hang, and why."""
+    """Members that got a STOP command as stragglers, and why."""
     reweighted: int = 0
     """How often a member's share changed."""
     generation: int = 0
@@ -132,9 +132,9 @@ class JobState(msgspec.Struct):
     listed: list[str] = []
     """Members of the next generation, while the facts that form it are being read."""
     settled: bool = True
-    """Whether nobody has come or gone since the generation was formed."""
+    """Whether no member has joined or left since the generation was formed."""
     recovered_generation: int = 0
-    """The generation that began with the last recovery; who observed an older one has been rewound already."""
+    """The generation that began with the last recovery; workers that observed an older one share its rewind."""
     recovered_to: str | None = None
     datasets: dict[str, DatasetLedger] = {}
     verdicts: dict[tuple[int, str], BarrierResult] = {}
@@ -144,7 +144,7 @@ class JobState(msgspec.Struct):
     tombstones: dict[str, int] = {}
     """Parts of checkpoints that are kept no longer, and the ranks that wrote them; oldest first."""
     tombstone_steps: dict[str, int] = {}
-    """Of each tombstone the step. Before a checkpoint of it or a later one is committed it may be written again."""
+    """Of each tombstone its step. Until a checkpoint of it or a later one is committed, it may be written again."""
     gc_version: int = msgspec.field(default=0, name="burials")
     """How often tombstones were added."""
     commands: dict[int, PendingCommand] = {}

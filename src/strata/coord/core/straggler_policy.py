@@ -1,8 +1,8 @@
 """What follows from slow and hung workers: their step times are recorded, evaluated now and then, and acted upon.
 
-`stragglers` finds out who is slow or hangs. This module selects the workers that are compared, and turns a finding into
+`stragglers` finds slow and hung workers. This module selects the workers that are compared, and turns a finding into
 facts: a smaller share of the data, a command, and for a worker that ignores a stop command its eviction. Levels and
-shares are facts; the samples are soft state, so a new leader samples anew and goes on at the level that the facts say.
+shares are facts; the samples are soft state, so a new leader collects new ones and continues at the same level.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from strata.coord.core.stragglers import (
 
 JUDGE_S: Final = 1.0
 FOLDED_AT_ONCE: Final = 500
-"""Beats that one tick looks into; a herd of them takes several."""
+"""Heartbeats that one tick adds to the samples; more of them take several ticks."""
 JUDGED_PER_S: Final = 2_500
-"""Workers judged in a second at most: a large job is looked at less often, so that its heartbeats are not late."""
+"""Workers judged in a second at most: a large job is evaluated less often, so that its heartbeats are not late."""
 FLOOR_BEATS: Final = 4
-"""A step is not known to stand still before so many heartbeats have said so."""
+"""A step counts as standing still only after so many heartbeats have reported it."""
 LEAST_SHARE: Final = 0.01
 
 
@@ -90,7 +90,7 @@ def _is_due(job: JobState, stragglers: StragglerState, now_s: float) -> bool:
 def _add_reports(job: JobState, stragglers: StragglerState) -> None:
     for worker_id in list(islice(stragglers.progress, FOLDED_AT_ONCE)):
         progress, at_s = stragglers.progress.pop(worker_id)
-        # Who still works in another generation says nothing about this one.
+        # A worker that is still in another generation says nothing about this one.
         if worker_id in job.ranks and progress.generation in (0, job.generation):
             before = stragglers.samples.get(worker_id)
             if before is not None and progress.step != before.step:
@@ -101,7 +101,7 @@ def _add_reports(job: JobState, stragglers: StragglerState) -> None:
 
 
 def _waiting_for_others(soft: SoftState) -> Iterable[str]:
-    """Who waits for others and not for itself: at a barrier, or for data."""
+    """Workers that wait at a barrier or for data: they are not the cause."""
     yield from soft.stragglers.idle
     for barrier in soft.barriers.values():
         yield from barrier.arrived
@@ -116,12 +116,12 @@ def _pause(stragglers: StragglerState, workers: Iterable[str], now_s: float) -> 
 
 
 def _standings(job: JobState, stragglers: StragglerState) -> dict[str, StragglerStanding]:
-    """The rung is what the facts say: another process, or another life of the worker, may have left it elsewhere."""
+    """The level is the one of the facts: another leader or another incarnation may have changed it."""
     found: dict[str, StragglerStanding] = {}
     for worker_id in stragglers.samples:
-        rung = job.members[worker_id].rung
+        level = job.members[worker_id].level
         standing = stragglers.standings.get(worker_id)
-        found[worker_id] = standing if standing is not None and standing.rung is rung else StragglerStanding(rung)
+        found[worker_id] = standing if standing is not None and standing.level is level else StragglerStanding(level)
     return found
 
 
@@ -130,18 +130,18 @@ def escalate(job: JobState, incidents: Iterable[StragglerIncident]) -> list[Fact
     told: dict[EscalationLevel, list[StragglerIncident]] = {}
     for each in incidents:
         member = job.members[each.worker_id]
-        # How fast one is that hangs nobody knows: its share stays.
+        # The speed of a hung worker is unknown: its share stays.
         share = member.share if each.finding is StragglerFinding.HUNG else max(LEAST_SHARE, each.weight)
-        facts.append(WorkerJudged(job.job, each.worker_id, each.finding, each.rung, share, each.reason))
-        if each.rung in COMMAND:
-            told.setdefault(each.rung, []).append(each)
+        facts.append(WorkerJudged(job.job, each.worker_id, each.finding, each.level, share, each.reason))
+        if each.level in COMMAND:
+            told.setdefault(each.level, []).append(each)
     command_id = job.last_command
-    for rung, some in told.items():
-        # One command for all of them: each beat looks at every open command.
+    for level, some in told.items():
+        # One command for all of them: each heartbeat looks at every open command.
         command_id += 1
         more = f" (and {len(some) - 1} more)" if len(some) > 1 else ""
         facts += [
-            CommandIssued(job.job, command_id, COMMAND[rung], names, some[0].reason + more)
+            CommandIssued(job.job, command_id, COMMAND[level], names, some[0].reason + more)
             for names in parts_of([each.worker_id for each in some])
         ]
     return facts

@@ -1,4 +1,4 @@
-"""Slow workers and hung ones, judged by the step times of their own job.
+"""Stragglers: slow and hung workers, found by the step times of their own job.
 
 **Slow** is a worker whose recent steps take much longer than those of the others: by a robust z-score (median and MAD
 over the workers of a generation, so that the slow one does not hide itself) and by a plain ratio, because a z-score
@@ -6,11 +6,11 @@ alone would complain about microseconds among equals. A step time is what a work
 the waiting for the others, all of them are as slow as the slowest, and only a hang can be seen here.
 
 **Hung** is a worker whose step does not grow while its heartbeats go on, for much longer than steps of this job take.
-If most stand at the same step there is nobody to blame: all of them are named, and none is stopped.
+If most workers stand at the same step, none of them is the cause: all are named, and none is stopped.
 
-What to do about it is a ladder: give it less data, then REBALANCE, then STOP. A worker climbs one rung when the finding
-lasted, comes down when the opposite lasted, and stays where it is in between. Few observations mean silence.
-No clock, no chance, no I/O. `judge` takes what was seen and where everybody stands, and returns where they stand now.
+The reaction escalates: less data, then REBALANCE, then STOP. A worker goes up one level when the finding lasted, comes
+down when the opposite lasted, and stays where it is in between. Few samples mean no finding.
+No clock, no chance, no I/O. `judge` takes the samples and the standing of each worker, and returns the new standings.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class StragglerLimits:
     window: int = 32
     """Steps remembered of each worker, for the noise and for the job's own idea of a long step."""
     min_workers: int = 3
-    """Of two, nobody can say which is the slow one."""
+    """Of two workers, neither can be called the slow one."""
     slow_z: float = 3.5
     slow_ratio: float = 1.5
     """Both have to be reached; time over the median of all."""
     fine_ratio: float = 1.2
     """Up to here it is as fast as the others; between the two nothing changes."""
     patience_steps: int = 8
-    """How many of its steps a finding has to last, for each rung."""
+    """How many of its steps a finding has to last, for each level."""
     hang_factor: float = 10.0
     """Hung after so many long steps (the 95th percentile of the job)."""
     hang_floor_s: float = 60.0
     alive_s: float = 15.0
-    """One that has not been heard of for so long is silent, which is not judged here."""
+    """A worker that was silent for so long is left to the liveness check."""
     slow_until: EscalationLevel = EscalationLevel.STOP
-    """The last rung for being slow. `reweight` suits elastic jobs: who has less to do holds nobody up."""
+    """The last level for being slow. `reweight` suits elastic jobs: a worker with less data delays no other."""
 
 
 @dataclass(frozen=True)
 class StepSample:
-    """What one life of one worker told in one generation. `add_report` makes the next from the last."""
+    """The steps of one incarnation in one generation. `add_report` makes the next sample from the last."""
 
     step: int
     moved_s: float
@@ -67,10 +67,10 @@ class StepSample:
     steps: int = 0
     """How many durations there have been."""
     busy: bool = False
-    """It says that it does something else than training: it cannot hang."""
+    """It reports that it does something else than training: it cannot hang."""
 
     made: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
-    """What was made of `times_s` before: between two judgements most workers say nothing new."""
+    """Cached statistics of `times_s`: between two evaluations most workers report nothing new."""
 
     def recent_s(self, steps: int) -> float:
         """The median of the last ones."""
@@ -95,7 +95,7 @@ def add_report(
     busy: bool = False,
     window: int = 32,
 ) -> StepSample:
-    """After a heartbeat. A duration that is not told, or cannot be, follows from the time and the steps in between."""
+    """After a heartbeat. A duration that is not reported follows from the time and the steps in between."""
     if before is None:
         return StepSample(step, now_s, now_s, busy=busy)
     if step == before.step:
@@ -122,7 +122,7 @@ NEXT: Final[dict[tuple[EscalationLevel, StragglerFinding], EscalationLevel]] = {
     (EscalationLevel.REWEIGHT, StragglerFinding.FINE): EscalationLevel.NONE,
     (EscalationLevel.REBALANCE, StragglerFinding.FINE): EscalationLevel.NONE,
 }
-"""One that was told to stop has no way back: its next life begins below."""
+"""After STOP there is no transition: the next incarnation begins at NONE."""
 
 LADDER: Final = tuple(EscalationLevel)
 
@@ -136,7 +136,7 @@ COMMAND: Final[dict[EscalationLevel, CommandKind]] = {
 class StragglerStanding:
     """Where a worker stands, and the finding that may move it, with its beginning."""
 
-    rung: EscalationLevel = EscalationLevel.NONE
+    level: EscalationLevel = EscalationLevel.NONE
     finding: StragglerFinding | None = None
     since_steps: int = 0
     since_s: float = 0.0
@@ -148,7 +148,7 @@ class StragglerIncident:
 
     worker_id: str
     finding: StragglerFinding
-    rung: EscalationLevel
+    level: EscalationLevel
     """What to do now; NONE takes back what was done."""
     weight: float
     """What its share of the data should be multiplied with."""
@@ -163,7 +163,7 @@ class StragglerVerdicts:
 
 @dataclass(frozen=True)
 class _Speed:
-    """Of all workers that have told enough."""
+    """Of all workers with enough samples."""
 
     own_s: dict[str, float] = field(default_factory=dict)
     median_s: float = 0.0
@@ -199,11 +199,11 @@ def judge(
     for worker_id, sample in samples.items():
         finding = _finding(worker_id, speed, hang, limits)
         standing = standings.get(worker_id, StragglerStanding())
-        rung = _rung(standing, finding, sample, now_s, hang, limits)
-        after[worker_id] = _standing(standing, finding, rung, sample, now_s)
-        if rung is not standing.rung and finding is not None:
+        level = _rung(standing, finding, sample, now_s, hang, limits)
+        after[worker_id] = _standing(standing, finding, level, sample, now_s)
+        if level is not standing.level and finding is not None:
             hung = _hung_reason(worker_id, sample, hang, now_s)
-            incidents.append(_incident(worker_id, finding, rung, speed, hung))
+            incidents.append(_incident(worker_id, finding, level, speed, hung))
     return StragglerVerdicts(tuple(incidents), after)
 
 
@@ -228,33 +228,33 @@ def _rung(
     limits: StragglerLimits,
 ) -> EscalationLevel:
     """The same, or the next one if the finding lasted long enough."""
-    following = NEXT.get((standing.rung, finding), standing.rung) if finding else standing.rung
+    following = NEXT.get((standing.level, finding), standing.level) if finding else standing.level
     if finding is StragglerFinding.HUNG and hang is not None:
         if hang.most and following is EscalationLevel.STOP:
-            return standing.rung
-        # The timeout was the patience; the next rung takes another one.
+            return standing.level
+        # The timeout has passed once; the next level takes another one.
         began = standing.finding is not StragglerFinding.HUNG
-        return following if began or now_s - standing.since_s >= hang.timeout_s else standing.rung
+        return following if began or now_s - standing.since_s >= hang.timeout_s else standing.level
     if finding is StragglerFinding.SLOW and LADDER.index(following) > LADDER.index(limits.slow_until):
-        return standing.rung
+        return standing.level
     lasted = sample.steps - standing.since_steps if standing.finding is finding else 0
-    return following if lasted >= limits.patience_steps else standing.rung
+    return following if lasted >= limits.patience_steps else standing.level
 
 
 def _standing(
     standing: StragglerStanding,
     finding: StragglerFinding | None,
-    rung: EscalationLevel,
+    level: EscalationLevel,
     sample: StepSample,
     now_s: float,
 ) -> StragglerStanding:
     goes_on = (
         finding is standing.finding
-        and rung is standing.rung
+        and level is standing.level
         # After a new generation its steps count from the start.
         and sample.steps >= standing.since_steps
     )
-    return standing if goes_on else StragglerStanding(rung, finding, sample.steps, now_s)
+    return standing if goes_on else StragglerStanding(level, finding, sample.steps, now_s)
 
 
 def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed:
@@ -264,7 +264,7 @@ def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed
     own_s = {worker_id: each.recent_s(limits.recent) for worker_id, each in told.items()}
     median_s = _median(list(own_s.values()))
     if median_s <= 0:
-        # No time has passed between their beats: that says nothing.
+        # No time has passed between their heartbeats: there is nothing to compare.
         return _Speed()
     between_s = _SIGMA * _mad(list(own_s.values()), median_s)
     # Few workers may happen to be very equal at the moment: their own noise says how little that means.
@@ -274,7 +274,7 @@ def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed
 
 
 def _hang(samples: Mapping[str, StepSample], now_s: float, limits: StragglerLimits) -> _Hang | None:
-    """None if nobody's step is overdue."""
+    """None if no worker's step is overdue."""
     able = {
         worker_id: each
         for worker_id, each in samples.items()
@@ -295,20 +295,20 @@ def _hang(samples: Mapping[str, StepSample], now_s: float, limits: StragglerLimi
 
 
 def _incident(
-    worker_id: str, finding: StragglerFinding, rung: EscalationLevel, speed: _Speed, hung: str
+    worker_id: str, finding: StragglerFinding, level: EscalationLevel, speed: _Speed, hung: str
 ) -> StragglerIncident:
     """`hung` is the sentence for one that hangs."""
     own_s, median_s = speed.own_s.get(worker_id, 0.0), speed.median_s
     among = f"{own_s:.3g} s for a step where the median of {len(speed.own_s)} workers is {median_s:.3g} s"
     match finding:
         case StragglerFinding.HUNG:
-            return StragglerIncident(worker_id, finding, rung, 1.0, hung)
+            return StragglerIncident(worker_id, finding, level, 1.0, hung)
         case StragglerFinding.SLOW:
             times, z = own_s / median_s, (own_s - median_s) / speed.sigma_s
             reason = f"{worker_id} is slow: {among}, {times:.1f} times as long (z {z:.1f})"
-            return StragglerIncident(worker_id, finding, rung, 1 / times, reason)
+            return StragglerIncident(worker_id, finding, level, 1 / times, reason)
         case StragglerFinding.FINE:
-            return StragglerIncident(worker_id, finding, rung, 1.0, f"{worker_id} keeps up again: {among}")
+            return StragglerIncident(worker_id, finding, level, 1.0, f"{worker_id} keeps up again: {among}")
         case _:
             assert_never(finding)
 

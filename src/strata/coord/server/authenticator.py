@@ -1,4 +1,4 @@
-"""Who calls: from the metadata of a call to an identity, with the token's word against all others."""
+"""Authentication: from the metadata of a call to an identity. The token overrides what other fields claim."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True)
 class _CachedIdentity:
-    """What a set of metadata was found to mean."""
+    """The result of reading one set of metadata."""
 
     identity: Identity
     claims: Claims | None
@@ -31,7 +31,7 @@ class _CachedIdentity:
 
 
 class TokenAuthenticator:
-    """Remembers whom it let in: a worker sends the same metadata with every call."""
+    """Authenticates callers and caches the results: a worker sends the same metadata with every call."""
 
     def __init__(self, tokens: Tokens | None, clock: Clock, revoked: Container[str] = frozenset()) -> None:
         self._tokens = tokens
@@ -41,7 +41,7 @@ class TokenAuthenticator:
 
     @property
     def allows_anonymous(self) -> bool:
-        """Nobody needs a token."""
+        """Whether no call needs a token."""
         return self._tokens is None
 
     def identify(self, metadata: Metadata, roles: frozenset[Role]) -> Identity:
@@ -71,7 +71,7 @@ class TokenAuthenticator:
         self._cache.pop(metadata, None)
         cached = self._read(metadata)
         if len(self._cache) >= CACHE_SIZE:
-            # Whoever varies its metadata gains nothing but that everybody is read once more.
+            # A caller that varies its metadata only causes all tokens to be verified once more.
             self._cache.clear()
         self._cache[metadata] = cached
         return cached
@@ -88,7 +88,7 @@ class TokenAuthenticator:
             )
         claims = self._tokens.read(bearer[len(_BEARER) :].strip(), self._clock.wall_s())
         identity = Identity(job, worker_id, claims.job, claims.worker)
-        # Metadata that contradicts the token is refused even where a field would have the last word.
+        # Metadata that contradicts the token is rejected, even where a field of the message takes precedence.
         identity.job_of(job)
         if worker_id:
             identity.worker_of(worker_id)

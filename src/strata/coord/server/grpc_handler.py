@@ -1,7 +1,7 @@
-"""How gRPC finds the function that serves a call, with as little of gRPC as possible between the two.
+"""The generic gRPC handler, which finds the function that serves a call, and the table from error codes to statuses.
 
-Who calls is decided from the metadata, before a byte of the message is read: a call that is refused here costs no more
-than the flow-control window of its stream. Only then is the message read, bounded, and parsed.
+The caller is authenticated from the metadata before a byte of the message is read: a rejected call costs no more than
+the flow-control window of its stream. Only then is the message read, bounded, and parsed.
 
 The handler is a generic one on purpose. The generated `add_…_to_server` also registers every method by name, and then
 `grpc.aio` waits, for every single call, on one future for each registered method. Generic handlers share one.
@@ -165,12 +165,12 @@ def _varint(body: bytes, at: int) -> tuple[int, int]:
 
 
 def _to_bytes(reply: Message | bytes) -> bytes:
-    """A reply that many callers share is made to bytes once, by whoever makes it."""
+    """A reply that many callers share is encoded once, where it is made."""
     return reply if isinstance(reply, bytes) else reply.SerializeToString()
 
 
 class GenericOnly:
-    """What generated code takes for a server: it keeps generic handlers and lets the registering of methods be."""
+    """Stands in for a server in generated code: it keeps generic handlers and ignores registered methods."""
 
     def __init__(self) -> None:
         self.handlers: list[grpc.GenericRpcHandler] = []

@@ -97,7 +97,7 @@ def receive(
     service: CoordinatorService, message: pb.HeartbeatRequest, job_id: str, worker_id: str, now_s: float
 ) -> SharedReply | pb.HeartbeatResponse | Awaitable[pb.HeartbeatResponse]:
     """The reply, at once unless the heartbeat makes facts. Nearly every one gets a `SharedReply`, so that is cheap."""
-    state, telemetry = service.state_if_leading, service.observed.get(job_id)
+    state, telemetry = service.state_if_leading, service.telemetry.get(job_id)
     status = message.status
     failed = status == pb.WORKER_STATUS_ERROR
     progress = _step_progress(message, status) if message.HasField("step") else None

@@ -1,4 +1,4 @@
-"""Calls that take more than one decision: they wait for others, or make the contract's words the core's."""
+"""Operations that take more than one decision: they wait for other workers, or complete a request from the state."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from strata.coord.core.state import CoordState, JobState
 from strata.coord.server.service import CoordinatorService, not_leading
 from strata.coord.server.telemetry import LEFT
 
-PLACE_WAIT_S: Final = 2.0
-"""How long a registration waits for the generation it belongs to."""
+RANK_WAIT_S: Final = 2.0
+"""How long a registration waits for its generation to form."""
 
 
 async def _nothing() -> None:
@@ -43,25 +43,25 @@ async def _nothing() -> None:
 
 
 async def register(service: CoordinatorService, request: Register) -> tuple[JobState, RankAssignment]:
-    """Register, and wait for a place; generation 0 if there is none soon."""
+    """Register, and wait for a rank; generation 0 if no generation forms soon."""
     if request.job not in service.state.jobs:
         await service.submit(CreateJob(request.job, service.options.job))
     caller = Caller(request.job, request.worker.worker_id, request.worker.incarnation)
-    deadline_s = service.clock.monotonic_s() + PLACE_WAIT_S
+    deadline_s = service.clock.monotonic_s() + RANK_WAIT_S
     await service.submit(request)
     while True:
         with service.events.subscribe(("formed", request.job)) as formed:
             job = service.state.jobs[request.job]
             members.member_of(job, caller)
-            place = members.rank_of(job, caller.worker_id)
-            # The core may know of a generation that is being written and could still be lost.
-            if place.generation and place.generation <= service.telemetry_of(request.job).generation:
+            assignment = members.rank_of(job, caller.worker_id)
+            # The core's generation may not be durable yet, and could still be lost.
+            if assignment.generation and assignment.generation <= service.telemetry_of(request.job).generation:
                 service.telemetry_of(request.job).awaiting_rank.discard(caller.worker_id)
-                return job, place
+                return job, assignment
             left_s = deadline_s - service.clock.monotonic_s()
             if left_s <= 0:
                 service.telemetry_of(request.job).awaiting_rank.add(caller.worker_id)
-                return job, replace(place, generation=0, rank=-1, world_size=0)
+                return job, replace(assignment, generation=0, rank=-1, world_size=0)
             with service.open_call(caller):
                 await formed.wait(left_s)
             if formed.cancelled():
@@ -69,7 +69,7 @@ async def register(service: CoordinatorService, request: Register) -> tuple[JobS
 
 
 def lost_leases(job: JobState, worker_id: str, held: Sequence[int]) -> list[int]:
-    """Of the leases a worker says it holds, those that are not its own. What it acked is consumed, not lost."""
+    """Of the leases that a worker reports to hold, those that are not its own. What it acked is consumed, not lost."""
     own = {
         lease_id
         for dataset in job.datasets.values()
@@ -82,7 +82,7 @@ def lost_leases(job: JobState, worker_id: str, held: Sequence[int]) -> list[int]
 
 
 async def next_shards(service: CoordinatorService, request: NextShards, wait_s: float) -> ShardAssignment:
-    """Ack and ask; if there is nothing now but may be later, wait for it."""
+    """Ack and lease; if no shard is free now but one may be later, wait for it."""
     deadline_s = service.clock.monotonic_s() + wait_s
     request, stale = await _ack_other_epochs(service, request)
     found = (await service.submit(request)).reply
@@ -95,14 +95,14 @@ async def next_shards(service: CoordinatorService, request: NextShards, wait_s: 
 async def _wait_for_shards(
     service: CoordinatorService, request: NextShards, stale: tuple[int, ...], deadline_s: float
 ) -> ShardAssignment:
-    # What was acked is acked.
+    # The acks were applied by the first attempt.
     request = replace(request, acks=())
     while True:
-        with service.events.subscribe(("data", request.caller.job)) as moved:
+        with service.events.subscribe(("data", request.caller.job)) as data_event:
             try:
                 found = (await service.submit(request)).reply
             except StrataError as error:
-                # What may free shards is often the loss of a worker, and then a new generation has to form first.
+                # Shards are often freed by an eviction, and then a new generation has to form first.
                 if not (service.leads and error.code is Code.UNAVAILABLE):
                     raise
                 found = ShardAssignment((), end_of_epoch=False, stale=())
@@ -111,13 +111,13 @@ async def _wait_for_shards(
             if found.leases or found.end_of_epoch or left_s <= 0:
                 return replace(found, stale=stale)
             with service.open_call(request.caller):
-                await moved.wait(left_s)
-            if moved.cancelled():
+                await data_event.wait(left_s)
+            if data_event.cancelled():
                 raise not_leading()
 
 
 async def _ack_other_epochs(service: CoordinatorService, request: NextShards) -> tuple[NextShards, tuple[int, ...]]:
-    """The core acks within one epoch; a worker may ack the last shard of one when it asks for the first of the next."""
+    """The core acks within one data epoch; a worker may ack the last shard of one when it requests the next."""
     job = service.state.jobs.get(request.caller.job)
     dataset = job.datasets.get(request.dataset_id) if job else None
     if dataset is None or not request.acks or dataset.epochs.keys() <= {request.epoch}:
@@ -153,7 +153,7 @@ async def confirm_dataset(
     dataset_id: str,
     define: Callable[[Dataset | None], Dataset | None],
 ) -> tuple[DatasetRegistration, DatasetLedger]:
-    """`define` makes the caller's definition, given the registered one for what it leaves open; None: no definition."""
+    """`define` makes the caller's definition from the registered one, for what it leaves open; None: no definition."""
 
     def request(state: CoordState) -> RegisterDataset:
         job = members.job_of(state, caller)
@@ -181,23 +181,23 @@ async def arrive(
     wait: bool,
     on_wait: Callable[[], Awaitable[None]] = _nothing,
 ) -> BarrierState:
-    """Arrive, and wait for the verdict. A timed out barrier is an error only to those who waited.
+    """Arrive, and wait for the verdict. A timed out barrier is an error only to the callers that waited.
 
-    `on_wait`: what can be done while the others are awaited need not be done when all are released at once.
+    `on_wait` runs before the waiting, and not at all if this arrival releases the barrier.
     """
     caller = request.caller
     job = service.state.jobs.get(caller.job)
     generation = caller.generation or (job.generation if job else 0)
-    # Asked for by its number: while we wait to be decided, the current generation may become another one.
+    # By its number: while this call waits, the current generation may become another one.
     request = replace(request, caller=replace(caller, generation=generation))
     with service.barriers.subscribe((caller.job, generation, request.barrier_id)) as decided:
         found = (await service.submit(request)).reply
         assert isinstance(found, BarrierState)
-        watch = service.telemetry_of(caller.job)
-        watch.record_step(caller.worker_id, request.step)
+        telemetry = service.telemetry_of(caller.job)
+        telemetry.record_step(caller.worker_id, request.step)
         if found.verdict is None:
             if not decided.done():
-                watch.barrier_opened_s.setdefault(request.barrier_id, service.clock.monotonic_s())
+                telemetry.barrier_opened_s.setdefault(request.barrier_id, service.clock.monotonic_s())
             if not wait:
                 return found
             with service.open_call(caller):
@@ -216,7 +216,7 @@ async def arrive(
 async def report(
     service: CoordinatorService, caller: Caller, make: Callable[[JobState], ReportCheckpoint]
 ) -> tuple[CheckpointState, int]:
-    """How the checkpoint stands, and its step. `make` takes from the job what the caller leaves open."""
+    """The state of the checkpoint, and its step. `make` takes from the job what the caller leaves open."""
     made: list[ReportCheckpoint] = []
 
     def request(state: CoordState) -> ReportCheckpoint:
@@ -234,7 +234,7 @@ async def report(
 
 
 def _shared_id(job: JobState, request: ReportCheckpoint) -> str:
-    """The ranks may have an id each: a checkpoint is one step of one generation, under the id that came first."""
+    """Each rank may send an id of its own: a checkpoint is one step of one generation, under the id that came first."""
     for collecting in job.collecting.values():
         if (collecting.generation, collecting.step) == (job.generation, request.step):
             return collecting.checkpoint_id
@@ -259,7 +259,7 @@ async def recover(service: CoordinatorService, request: RequestRecovery) -> Reco
 async def leave(
     service: CoordinatorService, caller: Caller, reason: str, acks: Sequence[Ack], *, finished: bool = False
 ) -> tuple[int, list[int]]:
-    """The last generation that the worker was in, and the acks that did not count."""
+    """The last generation that the worker was in, and the rejected acks."""
     job = members.job_of(service.state, caller)
     rejected = {ack.lease_id for ack in acks}
     if caller.worker_id in job.members:
@@ -269,13 +269,13 @@ async def leave(
                 request = NextShards(caller, dataset_id, epoch, acks=some)
                 rejected -= {ack.lease_id for ack in some}
                 rejected.update(await _ack_only(service, request, dataset))
-    # A program that lost some of what it consumed is not done, whatever it says.
+    # A program that lost some of what it consumed is not finished, whatever it reports.
     await service.submit(Leave(caller, f"{LEFT}: {reason}" if reason else LEFT, finished and not rejected))
     return service.telemetry_of(caller.job).generation, sorted(rejected)
 
 
 async def issue(service: CoordinatorService, request: IssueCommand) -> tuple[int, tuple[str, ...]]:
-    """The command's id and who gets it. The same request id again is the same command, whoever leads by then."""
+    """The command's id and its workers. Idempotent: the same request id is the same command, also after a failover."""
     reply = (await service.submit(request)).reply
     assert isinstance(reply, IssuedCommand)
     return reply.command_id, reply.workers

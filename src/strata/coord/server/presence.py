@@ -1,4 +1,4 @@
-"""Presence streams: what an attached worker is told, and what the end of its stream means."""
+"""Presence streams: they push generations and commands to a worker, and a broken one makes the worker suspect."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from strata.coord.server.service import CoordinatorService, not_leading
 
 @dataclass(frozen=True)
 class PresenceUpdate:
-    """What a presence stream has to tell."""
+    """A message of a presence stream."""
 
     generation: int
     commands: tuple[PendingCommand, ...]
 
 
 class Presence:
-    """One open stream of one life of a worker. Its end is suspicion, unless a newer stream of that life is open."""
+    """One open stream of one incarnation. Its end makes the worker suspect, unless a newer stream of it is open."""
 
     def __init__(self, service: CoordinatorService, caller: Caller) -> None:
         self._service = service
@@ -30,22 +30,22 @@ class Presence:
         self._generation = -1
 
     async def next_update(self) -> PresenceUpdate:
-        """At once what is not known yet, else the next thing that happens."""
+        """The next update: at once if the worker lacks something, else when something happens."""
         caller, service = self._caller, self._service
         while True:
             with service.events.subscribe(("worker", caller.job, caller.worker_id)) as happened:
                 job = members.job_of(service.state, caller)
                 members.member_of(job, caller)
-                watch = service.telemetry_of(caller.job)
+                telemetry = service.telemetry_of(caller.job)
                 commands = tuple(
                     each
                     for each in job.commands.values()
-                    if caller.worker_id in each.waiting and self._is_new(each.command_id, watch.last_command)
+                    if caller.worker_id in each.waiting and self._is_new(each.command_id, telemetry.last_command)
                 )
-                if commands or self._generation != watch.generation:
-                    self._generation = watch.generation
+                if commands or self._generation != telemetry.generation:
+                    self._generation = telemetry.generation
                     self._delivered.update(each.command_id for each in commands)
-                    return PresenceUpdate(watch.generation, commands)
+                    return PresenceUpdate(telemetry.generation, commands)
                 if not await happened.wait():
                     raise not_leading()
 
@@ -56,7 +56,7 @@ class Presence:
 @contextmanager
 def open_presence(service: CoordinatorService, caller: Caller) -> Iterator[Presence]:
     job = members.job_of(service.state, caller)
-    # An unnamed life is the current one: the break of this stream must say nothing about the next.
+    # An empty incarnation means the current one: a break of this stream must say nothing about the next.
     caller = replace(caller, incarnation=members.member_of(job, caller).worker.incarnation)
     service.observe(Attached(caller))
     presence = Presence(service, caller)

@@ -1,4 +1,4 @@
-"""The coordinator as a process: listens, leads or stands by, and ends gracefully when told to."""
+"""The coordinator as a process: it listens, leads or stands by, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _log = log.get(__name__)
 
 
 def run(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT. `announce` is told, for people, where the coordinator listens."""
+    """Until SIGTERM or SIGINT. `announce` is called with a line that says where the coordinator listens."""
     import uvloop
 
     check_exposure(settings)
@@ -113,7 +113,7 @@ class CoordinatorServer:
         self.port = 0
 
     async def start(self, announce: Callable[[str], None]) -> None:
-        """Listen: a standby answers too, that it does not lead."""
+        """Listen: a standby replies too, that it does not lead."""
         await self._health.set(SERVICE, _NOT_SERVING)
         self.port = self._bind()
         await self._server.start()

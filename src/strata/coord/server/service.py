@@ -1,6 +1,6 @@
-"""The coordinator of one partition: leads its stream when it can, decides one input at a time, wakes who waited.
+"""The coordinator of one partition: it leads its stream if it can, decides one request at a time, notifies waiters.
 
-Speaks the words of the core only. What a remote procedure call makes of them is in `calls` and above.
+It knows the core's types only. `operations` waits for outcomes; `servicer` translates from and to protobuf.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from strata.journal.writer import WriterLimits
 
 TICK_S: Final = 0.1
 GATHER_S: Final = 0.002
-"""What an ack may wait, while there are many, to share its commit with others: a commit is not cheap."""
+"""How long an ack may wait, while there are many, to share its commit with others: a commit is not cheap."""
 DRAIN_S: Final = 5.0
-"""How long the end of this process waits for a database that does not answer."""
+"""How long a draining process waits for a database that does not answer."""
 RETRY_S: Final = 0.25
-"""What a caller is told to wait while nobody leads."""
+"""The delay that a caller is told to retry after while no coordinator leads."""
 
 _log = log.get(__name__)
 
 CoordReplica = Replica[CoordState, Input, Outcome]
 InputSource = Input | Callable[[CoordState], Input]
-"""An input, or how to make one from the state at the moment of the decision."""
+"""A request, or a function that makes it from the state at the moment of the decision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def not_leading() -> StrataError:
 
 
 class CoordinatorService:
-    """Holds at most one leading replica. A replica that lost the lead is thrown away with all who waited on it."""
+    """Holds at most one leading replica. A deposed replica is dropped, and every call that waits on it is cancelled."""
 
     def __init__(self, journal: Journal, clock: Clock, options: ServiceOptions) -> None:
         self.clock = clock
@@ -96,7 +96,7 @@ class CoordinatorService:
         """By (job, generation, barrier_id)."""
         self.events: KeyedNotifier[None] = KeyedNotifier()
         """By ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
-        self.observed: dict[str, JobTelemetry] = {}
+        self.telemetry: dict[str, JobTelemetry] = {}
         self._journal = journal
         self._replica: CoordReplica | None = None
         self._leading: asyncio.Task[None] | None = None
@@ -122,21 +122,21 @@ class CoordinatorService:
         return replica.state if replica is not None and replica.failure is None else None
 
     def telemetry_of(self, job: str) -> JobTelemetry:
-        """What this process has seen of a job that exists."""
-        found = self.observed.get(job)
+        """The telemetry of a job that exists."""
+        found = self.telemetry.get(job)
         if found is None:
-            found = self.observed[job] = JobTelemetry()
+            found = self.telemetry[job] = JobTelemetry()
         return found
 
     async def run(self, on_change: Callable[[], Awaitable[None]]) -> None:
-        """Stand by, lead, and stand by again when deposed; until cancelled or drained. `on_change`: `leads` is new."""
+        """Stand by, lead, stand by again when deposed; until cancelled or drained. `on_change`: `leads` has changed."""
         holder = self.ids.new("coordinator")
         while not self._draining.is_set():
             replica: CoordReplica = Replica(self._journal, self.options.stream, CoordMachine(), self.clock)
             try:
                 await replica.stand_by(holder, self.options.lease_s, WriterLimits(gather_s=GATHER_S))
             except StrataError as error:
-                # Somebody was faster between our taking the lead and our reading to its head.
+                # Another candidate took the lead while this one still read to the head.
                 if error.code not in (Code.STALE, Code.UNAVAILABLE):
                     raise
                 await self.clock.sleep(TICK_S)
@@ -157,7 +157,7 @@ class CoordinatorService:
             await on_change()
 
     async def drain(self) -> None:
-        """Take no more calls, finish those begun, and let a standby in at once."""
+        """Accept no more calls, finish those in progress, and resign, so that a standby takes over at once."""
         self._draining.set()
         replica, self._replica = self._replica, None
         if replica is None:
@@ -173,7 +173,7 @@ class CoordinatorService:
         if self._background:
             await asyncio.wait(self._background)
         if self._leading is not None:
-            # Before resigning: a renewal after it would hold the lease of nobody.
+            # Before resigning: a renewal after it would keep a lease without a leader.
             self._leading.cancel()
             await asyncio.wait([self._leading])
         await replica.resign()
@@ -181,11 +181,11 @@ class CoordinatorService:
     def _start_leading(self, replica: CoordReplica) -> None:
         state = replica.state
         state.leader_epoch = replica.epoch
-        self.observed = {name: JobTelemetry.from_journal(job) for name, job in state.jobs.items()}
+        self.telemetry = {name: JobTelemetry.from_journal(job) for name, job in state.jobs.items()}
         if replica.epoch > 1:
-            for telemetry_of in self.observed.values():
+            for telemetry in self.telemetry.values():
                 message = f"a coordinator took over as leader {replica.epoch}"
-                telemetry_of.add_incident(pb.INCIDENT_KIND_FAILOVER, self.clock.wall_s(), message)
+                telemetry.add_incident(pb.INCIDENT_KIND_FAILOVER, self.clock.wall_s(), message)
         self._replica = replica
         _log.info("leadership_acquired", stream=self.options.stream, epoch=replica.epoch, jobs=len(state.jobs))
 
@@ -195,7 +195,7 @@ class CoordinatorService:
                 await self._decide(replica, Tick())
                 self._refresh_interval(replica.state)
             except StrataError:
-                # A leader that failed is about to be thrown away; `lead_until_deposed` returns the reason.
+                # A failed leader is about to be dropped; `lead_until_deposed` returns the reason.
                 if replica.failure is None:
                     raise
 
@@ -209,11 +209,11 @@ class CoordinatorService:
             await asyncio.wait([ticking])
 
     def _refresh_interval(self, state: CoordState) -> None:
-        """The answer to heartbeats is made once and kept: make it again when the fleet has another interval."""
+        """The reply to heartbeats is encoded once and shared: encode it again when the interval has changed."""
         if state.fleet != self._fleet:
             self._fleet = state.fleet
-            for telemetry_of in self.observed.values():
-                telemetry_of.shared_reply = None
+            for telemetry in self.telemetry.values():
+                telemetry.shared_reply = None
 
     def _stop_leading(self) -> None:
         self._replica = None
@@ -221,7 +221,7 @@ class CoordinatorService:
         self.events.cancel_all()
 
     async def submit(self, request: InputSource) -> Outcome:
-        """Decide, and return once it is durable. The others are woken even if this caller is cancelled meanwhile."""
+        """Decide, and return once the facts are durable. Waiters are notified even if this caller is cancelled."""
         if self._replica is None:
             raise not_leading()
         return await self._decide(self._replica, request)
@@ -235,7 +235,7 @@ class CoordinatorService:
         return outcome, None if durable is None else self._committed(replica, outcome, durable)
 
     def _submit_in_background(self, replica: CoordReplica, request: Input) -> None:
-        """Something that nobody waits for, and that may be refused."""
+        """A request whose outcome no caller waits for, and that may be rejected."""
         task = asyncio.create_task(self._decide(replica, request))
         self._background.add(task)
         task.add_done_callback(self._on_background_done)
@@ -247,18 +247,18 @@ class CoordinatorService:
             observe(state, request, self.clock.monotonic_s())
 
     def open_call(self, caller: Caller) -> OpenCall:
-        """For a `with` statement: while a call of a worker waits here the worker is there, even if it says nothing."""
+        """For a `with` statement: while a call of a worker waits here, the worker is alive even if it sends nothing."""
         job = self.state.jobs.get(caller.job)
         member = job.members.get(caller.worker_id) if job else None
         if member is not None and not caller.incarnation:
-            # The current life; when it has ended, this call says nothing about the next.
+            # The current incarnation: once it has ended, this call says nothing about the next one.
             caller = replace(caller, incarnation=member.worker.incarnation)
         return OpenCall(self, caller)
 
     def _on_background_done(self, task: asyncio.Task[Outcome]) -> None:
         self._background.discard(task)
         if not task.cancelled():
-            # A refusal: nobody wants to hear of it.
+            # A rejection: no caller waits for it.
             task.exception()
 
     async def _decide(self, replica: CoordReplica, request: InputSource) -> Outcome:
@@ -294,7 +294,7 @@ class CoordinatorService:
         return outcome
 
     def _on_committed(self, replica: CoordReplica, request: Input, outcome: Outcome) -> None:
-        """Facts are committed: remember them for people, and wake who waited for them."""
+        """Facts are committed: add them to the telemetry, and notify the calls that wait for them."""
         state = replica.state
         at_s = self.clock.wall_s()
         for fact in outcome.facts:
@@ -322,15 +322,15 @@ class CoordinatorService:
 
     def _record_fact(self, fact: Fact, state: CoordState, at_s: float) -> None:
         if isinstance(fact, JobReset | JobDeleted):
-            # What was seen of workers, checkpoints and incidents is of a run that is over.
-            self.observed.pop(fact.job, None)
+            # The telemetry of workers, checkpoints and incidents belongs to a run that is over.
+            self.telemetry.pop(fact.job, None)
             if fact.job in state.jobs:
-                self.observed[fact.job] = JobTelemetry.from_journal(state.jobs[fact.job])
+                self.telemetry[fact.job] = JobTelemetry.from_journal(state.jobs[fact.job])
         else:
             self.telemetry_of(fact.job).record_fact(fact, at_s)
 
     def _request_reregistration(self, replica: CoordReplica, fact: GenerationFormed, ranks: Iterable[str]) -> None:
-        """Who was told that there is no generation yet is told to register again, now that there is one."""
+        """A generation formed: workers that registered before and got no rank are told to register again."""
         awaiting_rank = self.telemetry_of(fact.job).awaiting_rank
         workers = tuple(worker_id for worker_id in ranks if worker_id in awaiting_rank)
         awaiting_rank.difference_update(workers)
@@ -346,7 +346,7 @@ class CoordinatorService:
 
 
 class OpenCall:
-    """A call that waits. Ten thousand of them end at once when a barrier is released."""
+    """A call that waits here. Ten thousand of them end at once when a barrier is released."""
 
     __slots__ = ("_caller", "_service")
 
@@ -364,7 +364,7 @@ class OpenCall:
 
 
 def _may_free_shards(fact: Fact, state: CoordState) -> bool:
-    """Whether somebody who found no shard may find one now, or the end of the epoch."""
+    """Whether a worker that got no shard may get one now, or reach the end of the epoch."""
     if isinstance(fact, ShardAcked):
         dataset = state.jobs[fact.job].datasets.get(fact.dataset_id)
         ledger = dataset.epochs.get(fact.epoch) if dataset else None

@@ -1,4 +1,4 @@
-"""The RPCs of the contract: each says who calls, converts, calls the service, and converts back."""
+"""The RPCs of the contract: each authenticates the caller, converts the message, calls the service, converts back."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from strata.coord.server.wire import Identity
 from strata.coord.server.wire_job import job_config, job_state, summary
 
 MAX_WAIT_S: Final = 60.0
-"""A call for shards waits no longer than this, so that its answer still finds the caller."""
+"""A call for shards waits no longer than this, so that its reply still reaches the caller."""
 WATCH_S: Final = 0.5
 VALID_CHECK_S: Final = 1.0
 """How long a stream may outlive its token."""
 REFRESH_S: Final = 2.0
-"""Telemetry alone is no change, but people want to see it."""
+"""Telemetry alone is no change, but operators want to see it."""
 
 NAMED: Final = (pb.HeartbeatRequest, pb.ShardRequest, pb.BarrierRequest)
 """Frequent requests, which name their worker: then the metadata need not be read."""
@@ -122,7 +122,7 @@ class Servicer:
     def _with_token_renewal(
         self, work: Callable[[Request, Identity, Context], Awaitable[Message | bytes]]
     ) -> Callable[[Request, Identity, Context], Awaitable[Message | bytes]]:
-        """A heartbeat brings the successor of the worker's token once that is due."""
+        """The reply to a heartbeat contains a renewed token once that is due."""
         if self._authenticator.allows_anonymous:
             return work
 
@@ -132,7 +132,7 @@ class Servicer:
             if token is None:
                 return reply
             encoded = reply if isinstance(reply, bytes) else reply.SerializeToString()
-            # Messages on the wire are merged by putting one after the other; both replies have the token in field 14.
+            # Protobuf messages are merged by concatenation; both replies have the token in field 14.
             return encoded + pb.HeartbeatResponse(token=token).SerializeToString()
 
         return renew
@@ -147,17 +147,17 @@ class Servicer:
 
     def _identify(self, request: Message, context: Context, roles: frozenset[Role]) -> Identity:
         if self._authenticator.allows_anonymous and isinstance(request, NAMED) and request.job_id and request.worker_id:
-            # The metadata is heard only where the message says nothing, and reading it is not free.
+            # The metadata matters only where the message names no worker, and reading it is not free.
             return ANONYMOUS
         return self._authenticator.identify(cast(Metadata, context.invocation_metadata() or ()), roles)
 
     async def _register(self, request: pb.WorkerInfo, who: Identity, _: Context) -> pb.WorkerConfig:
         given = wire.worker(request, who, self._service.ids.new("incarnation"))
-        job, place = await operations.register(self._service, given)
+        job, assignment = await operations.register(self._service, given)
         if request.sdk_version:
             self._service.telemetry_of(job.job).sdk_versions[given.worker.worker_id] = request.sdk_version
-        reply = wire.config(self._service.state, job, place)
-        if request.include_members and place.generation:
+        reply = wire.config(self._service.state, job, assignment)
+        if request.include_members and assignment.generation:
             reply.members.extend(wire.members(job))
         if request.held_leases:
             reply.lost_leases.extend(operations.lost_leases(job, given.worker.worker_id, request.held_leases))
@@ -184,11 +184,11 @@ class Servicer:
 
     async def _barrier(self, request: pb.BarrierRequest, who: Identity, context: Context) -> bytes:
         wait = request.wait if request.HasField("wait") else True
-        # The headers of the answer go out while the worker waits, so that a release has less to send.
+        # The headers of the reply are sent while the worker waits, so that a release has less to send.
         found = await operations.arrive(
             self._service, wire.arrive(request, who), wait=wait, on_wait=lambda: context.send_initial_metadata(())
         )
-        # All who are released come here one after the other, with the very same state.
+        # All released calls come here one after the other, with the very same state.
         released, encoded = self._released
         if found is not released:
             encoded = wire.barrier(found).SerializeToString()

@@ -1,6 +1,6 @@
-"""What this process has seen of a job beside the core's state: telemetry, streams, incidents, and what is committed.
+"""The telemetry of a job: last heartbeats, presence streams, incidents, and which generation and command are committed.
 
-All of it is lost with the process. Nothing here decides anything; it answers heartbeats and people.
+All of it is lost with the process. No decision depends on it; heartbeat replies and operators' views are made of it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from strata.coord.pb import coordinator_pb2 as pb
 
 INCIDENTS_KEPT: Final = 256
 HISTORY_KEPT: Final = 1_024
-"""Of each thing that is over and that people may still ask about."""
+"""Entries kept of each kind of finished thing that an operator may still want to see."""
 LEFT: Final = "left"
-"""How the cause of a worker's loss begins if it went on purpose."""
+"""The cause of a worker's loss begins like this if it left on purpose."""
 REPLACED: Final = "replaced"
 CONSEQUENCE: Final = {
     EscalationLevel.NONE: "it has its full share of the data",
@@ -52,48 +52,48 @@ class JobIncident:
 
 @dataclass(frozen=True)
 class SharedReply:
-    """The answer to a beat that has no commands: the same for all workers of a job until the generation changes."""
+    """The reply to a heartbeat without commands: the same for all workers of a job until the generation changes."""
 
     message: pb.HeartbeatResponse
-    """Shared, so nobody may change it."""
+    """Shared: do not modify it."""
     encoded: bytes
     outcomes: dict[str, bytes] = field(default_factory=dict)
-    """By worker, its outcome in the answer to a batch, as it goes over the wire."""
+    """By worker, its encoded outcome in the reply to a batch."""
 
 
 @dataclass
 class JobTelemetry:
-    """One job, as far as this process has seen it."""
+    """The telemetry of one job in this process."""
 
     generation: int = 0
-    """The last one that is committed. The core may be ahead of it by what is being written now."""
+    """The last committed one. The core's state may be ahead by facts that are not durable yet."""
     last_command: int = 0
-    """The last committed one. An uncommitted command must reach nobody: after a failover its id would come again."""
+    """The last committed one. No worker may get an uncommitted command: after a failover its id would be used again."""
     heartbeats: dict[str, pb.HeartbeatRequest] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
-    """By worker, the highest step it has named."""
+    """By worker, the highest step it has reported."""
     delivered: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Commands in the last answer to a worker that acknowledges by calling again."""
+    """Commands in the last reply to a worker that acknowledges them by its next heartbeat."""
     streams: dict[str, object] = field(default_factory=dict)
     """By worker, its newest presence stream."""
     awaiting_rank: set[str] = field(default_factory=set)
-    """Workers that registered and were told that there is no generation for them yet."""
+    """Workers that registered and got no rank, because their generation had not formed yet."""
     sdk_versions: dict[str, str] = field(default_factory=dict)
     departed: dict[str, str] = field(default_factory=dict)
-    """By worker, why it is no member any more."""
+    """By worker that is no member any more, the cause."""
     incidents: deque[JobIncident] = field(default_factory=lambda: deque(maxlen=INCIDENTS_KEPT))
     barrier_opened_s: dict[str, float] = field(default_factory=dict)
-    """By open barrier, when the first one arrived; monotonic."""
+    """By open barrier, when the first worker arrived; monotonic."""
     committed_at_s: dict[str, float] = field(default_factory=dict)
     """By checkpoint, wall time."""
     issued_at_s: dict[int, float] = field(default_factory=dict)
     """By command, wall time."""
     shared_reply: SharedReply | None = None
-    """None: to be made anew."""
+    """None: to be encoded again."""
 
     @classmethod
     def from_journal(cls, job: JobState) -> JobTelemetry:
-        """Of a job that was read from the journal: all of it is committed."""
+        """Of a job that was replayed from the journal: everything in it is committed."""
         return cls(generation=job.generation, last_command=job.last_command)
 
     def record_step(self, worker_id: str, step: int) -> None:
@@ -134,7 +134,7 @@ class JobTelemetry:
 
     def _judge(self, fact: WorkerJudged, at_s: float) -> None:
         kind = pb.INCIDENT_KIND_HANG if fact.finding is StragglerFinding.HUNG else pb.INCIDENT_KIND_STRAGGLER
-        self.add_incident(kind, at_s, f"{fact.reason}; {CONSEQUENCE[fact.rung]}", fact.worker_id)
+        self.add_incident(kind, at_s, f"{fact.reason}; {CONSEQUENCE[fact.level]}", fact.worker_id)
 
     def _end_barrier(self, fact: BarrierDecided, at_s: float) -> None:
         self.barrier_opened_s.pop(fact.barrier_id, None)
@@ -149,7 +149,7 @@ class JobTelemetry:
         self.departed[worker_id] = fact.cause
         _keep_latest(self.departed)
         if fact.cause == REPLACED:
-            message = f"another process took over from life {fact.incarnation}"
+            message = f"another process replaced incarnation {fact.incarnation}"
             self.add_incident(pb.INCIDENT_KIND_WORKER_REPLACED, at_s, message, worker_id)
         elif not fact.cause.startswith(LEFT):
             self.add_incident(pb.INCIDENT_KIND_WORKER_LOST, at_s, fact.cause, worker_id)
@@ -162,7 +162,7 @@ class JobTelemetry:
         self.add_incident(pb.INCIDENT_KIND_RECOVERY, at_s, f"the job went back to {where}")
 
     def _forget(self, worker_id: str) -> None:
-        """What was said by an earlier life of a worker is not true of the next."""
+        """Telemetry of an earlier incarnation does not describe the next."""
         for said in (self.heartbeats, self.steps, self.delivered, self.sdk_versions, self.departed):
             said.pop(worker_id, None)
         self.awaiting_rank.discard(worker_id)

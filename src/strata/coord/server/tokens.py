@@ -1,4 +1,4 @@
-"""Tokens of a job: who may call the coordinator, as what, until when. Signed with a secret that only servers have.
+"""Tokens of a job: which worker or operator may call the coordinator, and until when. Servers sign them with a secret.
 
 A token is `strata1.CLAIMS.SIGNATURE`: claims as JSON and an HMAC-SHA256 of all before the last point, in base64url.
 """
@@ -39,7 +39,7 @@ class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     worker: str = ""
     """Empty: any worker of the job."""
     id: str = ""
-    """What it is revoked by; a renewed token keeps it. Empty: it cannot be revoked."""
+    """The id that revokes it; a renewed token keeps it. Empty: it cannot be revoked."""
     issued_s: int = 0
     """Wall time."""
     renew_until_s: int = 0
@@ -59,7 +59,7 @@ _decode = msgspec.json.Decoder(Claims).decode
 
 
 class Tokens:
-    """Makes and reads tokens of one secret."""
+    """Issues and verifies tokens of one secret."""
 
     def __init__(self, secret: Secret) -> None:
         key = secret.reveal()

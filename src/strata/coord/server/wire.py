@@ -1,4 +1,4 @@
-"""The only converter between protobuf messages and the core's own words. What people see of a job is in `wire_job`."""
+"""The only converter between protobuf messages and the core's types. `wire_job` converts a job for operators."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from strata.coord.pb import coordinator_pb2 as pb
 DEFAULT_JOB: Final = "default"
 DEFAULT_SHARD_SIZE: Final = 1024
 MAX_NAME: Final = 256
-"""Characters in the id of a job, worker, life, dataset, barrier or checkpoint."""
+"""Characters in the id of a job, worker, incarnation, dataset, barrier or checkpoint."""
 MAX_ARGUMENTS: Final = 16_384
 """Characters in all arguments of a command: they are repeated to every worker until it has acknowledged."""
 EMPTY_RETRY_MS: Final = 200
-"""When to ask again for shards that others may give back."""
+"""When to retry for shards that other workers may return."""
 
 VERDICT_OF: Final = {
     BarrierVerdict.RELEASED: pb.BARRIER_VERDICT_RELEASED,
@@ -51,7 +51,7 @@ KIND_OF: Final = {
 
 @dataclass(frozen=True)
 class Identity:
-    """Who calls, as the metadata and the token of the call say; empty where they say nothing."""
+    """The caller as the metadata and the token name it; empty where they name nothing."""
 
     job: str = ""
     worker_id: str = ""
@@ -252,10 +252,10 @@ def assignment(
     prefix = f"{defined.dataset_id}/{epoch}/"
     first = found.leases[0]
     reply = pb.ShardAssignment(
-        shard_id=f"{prefix}{first.rest.shard}",
+        shard_id=f"{prefix}{first.shard_range.shard}",
         file_paths=first.files,
-        start_index=first.rest.start,
-        end_index=first.rest.end,
+        start_index=first.shard_range.start,
+        end_index=first.shard_range.end,
         lease_id=first.lease_id,
         generation=generation,
         epoch=epoch,
@@ -263,13 +263,13 @@ def assignment(
     )
     for lease in found.leases:
         reply.shards.add(
-            shard_id=f"{prefix}{lease.rest.shard}",
+            shard_id=f"{prefix}{lease.shard_range.shard}",
             file_paths=lease.files,
-            start_index=lease.rest.start,
-            end_index=lease.rest.end,
+            start_index=lease.shard_range.start,
+            end_index=lease.shard_range.end,
             lease_id=lease.lease_id,
-            shard_index=lease.rest.shard,
-            slices=slices(defined, ends, lease.rest.start, lease.rest.end),
+            shard_index=lease.shard_range.shard,
+            slices=slices(defined, ends, lease.shard_range.start, lease.shard_range.end),
         )
     return reply
 

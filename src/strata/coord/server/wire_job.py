@@ -1,4 +1,4 @@
-"""A job as people see it: the core's state and what this process has observed, in one message."""
+"""A job as operators see it: the core's state and the telemetry of this process, in one message."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ STATUS_OF: Final = {
     JobStatus.STOPPED: pb.JOB_STATUS_STOPPED,
     JobStatus.FINISHED: pb.JOB_STATUS_FINISHED,
 }
-LATE_BEATS: Final = 1.5
+LATE_INTERVALS: Final = 1.5
 """Intervals of silence after which a heartbeat is late."""
 
 
 def job_state(
-    state: CoordState, job_id: str, watch: JobTelemetry, now_s: float, wall_s: float, limit: int
+    state: CoordState, job_id: str, telemetry: JobTelemetry, now_s: float, wall_s: float, limit: int
 ) -> pb.JobState:
     """`limit`: how many checkpoints and incidents; 0: as many as is useful."""
     job, soft = state.jobs[job_id], state.soft_of(job_id)
     limit = limit or HISTORY
-    incidents = list(watch.incidents)[-limit:]
+    incidents = list(telemetry.incidents)[-limit:]
     return pb.JobState(
         job_id=job.job,
-        generation=watch.generation,
+        generation=telemetry.generation,
         world_size=len(job.ranks),
         leader_epoch=state.leader_epoch,
         observed_at_unix_ms=_ms(wall_s),
-        workers=_workers(job, soft, watch, now_s),
+        workers=_workers(job, soft, telemetry, now_s),
         datasets=[_dataset(each) for each in job.datasets.values()],
-        barriers=_barriers(job, soft, watch, now_s),
-        checkpoints=_checkpoints(job, watch)[:limit],
+        barriers=_barriers(job, soft, telemetry, now_s),
+        checkpoints=_checkpoints(job, telemetry)[:limit],
         incidents=[
             pb.Incident(
                 kind=each.kind,
@@ -57,7 +57,7 @@ def job_state(
             pb.CommandState(
                 command=command(each),
                 waiting_for=each.waiting,
-                issued_at_unix_ms=_ms(watch.issued_at_s.get(each.command_id, 0.0)),
+                issued_at_unix_ms=_ms(telemetry.issued_at_s.get(each.command_id, 0.0)),
             )
             for each in job.commands.values()
         ],
@@ -96,11 +96,11 @@ def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def _workers(job: JobState, soft: SoftState, watch: JobTelemetry, now_s: float) -> list[pb.WorkerState]:
+def _workers(job: JobState, soft: SoftState, telemetry: JobTelemetry, now_s: float) -> list[pb.WorkerState]:
     order = [*(worker for worker in job.ranks if worker in job.members), *job.members]
-    found = [_worker(job, job.members[worker_id], soft, watch, now_s) for worker_id in dict.fromkeys(order)]
+    found = [_worker(job, job.members[worker_id], soft, telemetry, now_s) for worker_id in dict.fromkeys(order)]
     for worker_id, incarnation in job.evicted.items():
-        cause = watch.departed.get(worker_id, "was gone before this coordinator took over")
+        cause = telemetry.departed.get(worker_id, "was gone before this coordinator took over")
         liveness = pb.LIVENESS_LEFT if cause.startswith(LEFT) else pb.LIVENESS_LOST
         found.append(
             pb.WorkerState(worker_id=worker_id, incarnation=incarnation, liveness=liveness, liveness_reason=cause)
@@ -108,7 +108,7 @@ def _workers(job: JobState, soft: SoftState, watch: JobTelemetry, now_s: float) 
     return found
 
 
-def _worker(job: JobState, member: Member, soft: SoftState, watch: JobTelemetry, now_s: float) -> pb.WorkerState:
+def _worker(job: JobState, member: Member, soft: SoftState, telemetry: JobTelemetry, now_s: float) -> pb.WorkerState:
     worker_id = member.worker.worker_id
     seen_s = soft.seen_s.get(worker_id, now_s)
     liveness, reason = _liveness(job, soft, worker_id, now_s - seen_s)
@@ -125,22 +125,22 @@ def _worker(job: JobState, member: Member, soft: SoftState, watch: JobTelemetry,
         gpu_count=member.worker.gpus,
         weight=member.worker.weight * member.share,
         silent_ms=max(0, _ms(now_s - seen_s)),
-        attached=worker_id in watch.streams,
+        attached=worker_id in telemetry.streams,
         leased_shards=sum(map(len, held)),
         labels=member.worker.labels,
-        sdk_version=watch.sdk_versions.get(worker_id, ""),
+        sdk_version=telemetry.sdk_versions.get(worker_id, ""),
     )
     if worker_id in job.ranks:
         state.rank = job.ranks[worker_id]
-    if worker_id in watch.steps:
-        state.step = watch.steps[worker_id]
-    beat = watch.heartbeats.get(worker_id)
-    if beat is not None:
-        state.status = beat.status
-        if beat.HasField("step_time_ms"):
-            state.step_time_ms = beat.step_time_ms
-        if beat.HasField("resources"):
-            state.resources.CopyFrom(beat.resources)
+    if worker_id in telemetry.steps:
+        state.step = telemetry.steps[worker_id]
+    heartbeat = telemetry.heartbeats.get(worker_id)
+    if heartbeat is not None:
+        state.status = heartbeat.status
+        if heartbeat.HasField("step_time_ms"):
+            state.step_time_ms = heartbeat.step_time_ms
+        if heartbeat.HasField("resources"):
+            state.resources.CopyFrom(heartbeat.resources)
     return state
 
 
@@ -149,7 +149,7 @@ def _liveness(job: JobState, soft: SoftState, worker_id: str, silent_s: float) -
         return pb.LIVENESS_SUSPECT, "its stream broke"
     if silent_s < 0:
         return pb.LIVENESS_SUSPECT, "not heard from since this coordinator took over"
-    if silent_s > LATE_BEATS * max(soft.interval_s, job.config.heartbeat_interval_s):
+    if silent_s > LATE_INTERVALS * max(soft.interval_s, job.config.heartbeat_interval_s):
         return pb.LIVENESS_SUSPECT, f"silent for {silent_s:.1f} s"
     return pb.LIVENESS_ALIVE, "heard from in time"
 
@@ -165,10 +165,10 @@ def _dataset(found: DatasetLedger) -> pb.DatasetState:
         finished_epochs=sorted(found.finished),
         quarantined=[
             pb.QuarantinedShard(
-                shard_id=f"{found.dataset.dataset_id}/{number}/{each.rest.shard}",
+                shard_id=f"{found.dataset.dataset_id}/{number}/{each.shard_range.shard}",
                 epoch=number,
-                start_index=each.rest.start,
-                end_index=each.rest.end,
+                start_index=each.shard_range.start,
+                end_index=each.shard_range.end,
                 reason=each.reason,
             )
             for number, aside in sorted(_quarantined(found).items())
@@ -182,7 +182,7 @@ def _quarantined(found: DatasetLedger) -> dict[int, list[Quarantined]]:
     return found.quarantined | {number: ledger.quarantined for number, ledger in found.epochs.items()}
 
 
-def _barriers(job: JobState, soft: SoftState, watch: JobTelemetry, now_s: float) -> list[pb.BarrierState]:
+def _barriers(job: JobState, soft: SoftState, telemetry: JobTelemetry, now_s: float) -> list[pb.BarrierState]:
     return [
         pb.BarrierState(
             barrier_id=each.barrier_id,
@@ -191,16 +191,18 @@ def _barriers(job: JobState, soft: SoftState, watch: JobTelemetry, now_s: float)
             arrived=len(each.arrived),
             expected=each.expected or len(job.ranks),
             missing=missing_at(job, each),
-            open_ms=_ms(now_s - watch.barrier_opened_s.get(each.barrier_id, now_s)),
+            open_ms=_ms(now_s - telemetry.barrier_opened_s.get(each.barrier_id, now_s)),
         )
         for each in soft.barriers.values()
     ]
 
 
-def _checkpoints(job: JobState, watch: JobTelemetry) -> list[pb.CheckpointState]:
+def _checkpoints(job: JobState, telemetry: JobTelemetry) -> list[pb.CheckpointState]:
     open_ones = [_collecting(job, each) for each in job.collecting.values()]
     committed = [
-        pb.CheckpointState(manifest=manifest(each, watch.committed_at_s.get(each.checkpoint_id, 0.0)), committed=True)
+        pb.CheckpointState(
+            manifest=manifest(each, telemetry.committed_at_s.get(each.checkpoint_id, 0.0)), committed=True
+        )
         for each in job.checkpoints
     ]
     return [*reversed(open_ones), *reversed(committed)]

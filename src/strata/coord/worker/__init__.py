@@ -1,15 +1,15 @@
 """The worker's side of a job: `import strata.coord.worker as strata`.
 
-    with strata.join() as worker:                         # where and who from STRATA_WORKER_…, or as arguments
+    with strata.join() as worker:                         # address and name from STRATA_WORKER_…, or as arguments
         worker.dataset("corpus", ["a.jsonl", "b.jsonl"])
         for epoch in worker.epochs(10):
-            for shard in worker.shards("corpus", epoch):  # consumed when the next one is asked for
+            for shard in worker.shards("corpus", epoch):  # consumed when the next one is requested
                 train(shard.open())
             worker.barrier(f"epoch_{epoch}")
             worker.checkpoint(step, "part-0.bin")         # committed when every rank has reported that step
 
-When members come or go, the next call raises an error whose `reason_of` is MEMBERSHIP_CHANGED; `worker.recover()` goes
-back with everybody and returns the checkpoint to load. With `elastic=True` the job goes on without that.
+When members join or leave, the next call raises an error whose `reason_of` is MEMBERSHIP_CHANGED; `worker.recover()`
+rewinds all workers to the last checkpoint and returns it. With `elastic=True` the job continues without that.
 """
 
 from __future__ import annotations

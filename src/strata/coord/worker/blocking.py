@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """An event loop that runs while somebody else blocks."""
+    """An event loop in a thread of its own, which runs while the caller blocks."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

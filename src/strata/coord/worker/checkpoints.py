@@ -1,4 +1,4 @@
-"""Checkpoints as a worker sees them: what it stored, what is committed, and whether stored bytes are still the same."""
+"""Checkpoints of a worker: its stored part, the report of it until all ranks have committed, and its verification."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class CheckpointReporter:
     async def commit(
         self, step: int, path: str | Path, digest: str | None, size: int | None, within_s: float | None
     ) -> Reported:
-        """Begin, report and, unless `within_s` is 0, wait for the others; the last answer."""
+        """Begin, report and, unless `within_s` is 0, wait for the other ranks; the last reply."""
         capture = self.begin(step)
         try:
             stored = await _stored(path, digest, size)

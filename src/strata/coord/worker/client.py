@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class AsyncWorker:
-    """One worker of a job, between `async with`. Its loop that trains is one task; other tasks may use it too."""
+    """One worker of a job, between `async with`. The training loop is one task; other tasks may use it too."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class AsyncWorker:
             lambda held: self._readers.batches(pieces(held.shard, held.position)),
         )
         self._data_lock = asyncio.Lock()
-        """One call for data at a time: each says which leases are known, so none may be on its way."""
+        """One request for data at a time: each lists the known leases, so no other reply may be on its way."""
         self._datasets: dict[str, pb.DatasetInfo] = {}
         self._finished: dict[str, set[int]] = {}
         self._shards: dict[str, int] = {}
@@ -81,7 +81,7 @@ class AsyncWorker:
         on_purpose = error is None or isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError)
         await self._session.close(failed=not on_purpose, reason="" if error is None else type(error).__name__)
 
-    # Who we are
+    # Identity
 
     @property
     def worker_id(self) -> str:
@@ -128,7 +128,7 @@ class AsyncWorker:
         return any(each.kind is CommandKind.CHECKPOINT_NOW for each in self._session.commands.waiting)
 
     def commands(self) -> list[Command]:
-        """Those that wait for this loop (CHECKPOINT_NOW, RELOAD); taking them acknowledges them."""
+        """The pending commands for this loop (CHECKPOINT_NOW, RELOAD); taking them acknowledges them."""
         return self._session.commands.take()
 
     # Where to start
@@ -137,7 +137,7 @@ class AsyncWorker:
     def start(self) -> Manifest | None:
         """The checkpoint to load before the first shard; None: start from the beginning.
 
-        A start is a recovery: a process that joins a job whose data has moved went back to it, with everybody.
+        A start is a recovery: a process that joins a job with progress rewinds all its workers to this checkpoint.
         """
         self._start_taken = True
         return self._start
@@ -207,7 +207,7 @@ class AsyncWorker:
         return ack.num_shards
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs from 0 that are not finished in all datasets of this worker; ends early when told to stop."""
+        """The data epochs from 0 that are not finished in all datasets of this worker; ends early on a stop command."""
         for epoch in range(count):
             if self._finished and all(epoch in finished for finished in self._finished.values()):
                 continue
@@ -216,11 +216,11 @@ class AsyncWorker:
             yield epoch
 
     async def shards(self, dataset_id: str, epoch: int, *, at_once: int = 1, prefetch: int = 0) -> AsyncIterator[Shard]:
-        """The shards of an epoch for this worker, until all of them are consumed by somebody.
+        """The shards of an epoch for this worker, until the workers together have consumed all of them.
 
-        Asking for the next shard says that the one before is consumed; one that the loop broke off at is not, and
-        comes again. `at_once` shards are leased together. With `prefetch`, so many of the next ones are leased and
-        read ahead meanwhile; others cannot have them then. One loop for each dataset and epoch at a time.
+        To request the next shard marks the one before as consumed; a shard that the loop left early is not consumed
+        and comes again. `at_once` shards are leased together. With `prefetch`, so many of the next ones are leased and
+        read ahead meanwhile; no other worker gets them then. One loop for each dataset and epoch at a time.
         """
         self._session.leases.restart(dataset_id, epoch)
         while (shard := await self.next_shard(dataset_id, epoch, at_once=at_once, prefetch=prefetch)) is not None:
@@ -232,15 +232,15 @@ class AsyncWorker:
         self._session.leases.restart(dataset_id, epoch)
 
     def is_finished(self, dataset_id: str, epoch: int) -> bool:
-        """Whether this worker has heard that all samples of the epoch are consumed."""
+        """Whether the coordinator has reported all samples of the epoch as consumed."""
         return epoch in self._finished.get(dataset_id, ())
 
     async def next_shard(
         self, dataset_id: str, epoch: int, *, at_once: int = 1, wait: bool = True, prefetch: int = 0
     ) -> Shard | None:
-        """The next shard, None at the end of the epoch. `Shard.done` says that the one before is consumed.
+        """The next shard, None at the end of the epoch. `Shard.done` marks the one before as consumed.
 
-        Not to `wait` gives None also while others, or this worker, hold all that is left; `is_finished` tells.
+        Without `wait` it is also None while this worker or others hold all that is left; see `is_finished`.
         """
         session = self._session
         self._check_started()
@@ -254,7 +254,7 @@ class AsyncWorker:
                         self._prefetch.begin(dataset_id, epoch, prefetch)
                     return Shard(held, self._readers, self._prefetch.take(held))
                 if self.should_stop:
-                    # Leaving acks what is consumed; asking for acks' sake could bring another shard.
+                    # Leaving acks what is consumed; a request only to ack could bring another shard.
                     return None
                 if await self._request_shards(dataset_id, epoch, at_once, wait_s=WAIT_S if wait else 0.0):
                     self._finished.setdefault(dataset_id, set()).add(epoch)
@@ -274,7 +274,7 @@ class AsyncWorker:
     async def _request_shards(
         self, dataset_id: str, epoch: int, count: int, *, wait_s: float, grant: bool = True, ahead: bool = False
     ) -> bool:
-        """Ack and, if `grant`, ask for shards; whether the epoch is over. `ahead` of the loop that trains: ask once."""
+        """Ack and, if `grant`, lease shards; whether the epoch is over. `ahead` of the training loop: one attempt."""
         leases = self._session.leases
         call = self._session.attempt if ahead else self._session.call
         async with self._data_lock:
@@ -335,14 +335,14 @@ class AsyncWorker:
         """Ack what is consumed, now; raises LEASE_LOST if some of it does not count."""
         for dataset_id, epoch in self._session.leases.unacked_epochs():
             await self._request_shards(dataset_id, epoch, 1, wait_s=0.0, grant=False)
-        # A heartbeat may have learned of an eviction before us; then nothing is left to ack, and nothing counts.
+        # A heartbeat may have found an eviction before this call; then nothing is left to ack, and nothing counts.
         self._session.check_failure()
         self._session.check_leases()
 
     # Together
 
     async def barrier(self, barrier_id: str, *, timeout_s: float = 0.0, expected: int = 0) -> None:
-        """Wait for all members, or for `expected` of them. In an elastic job, meet again if somebody came or went."""
+        """Wait for all members, or for `expected` of them. An elastic job retries after members joined or left."""
         await self.flush()
 
         def make() -> pb.BarrierRequest:
@@ -411,14 +411,14 @@ class AsyncWorker:
         return reported
 
     async def sweep(self, reported: Reported) -> Swept:
-        """Delete the old parts that the answer to a report names, as far as they lie below `checkpoint_root`.
+        """Delete the old parts that the reply to a report names, if they lie below `checkpoint_root`.
 
         Before the next part is written: a path that is used again is only then safe.
         """
         return await asyncio.to_thread(self._garbage.collect, reported.tombstones)
 
     async def recover(self, reason: str = "", *, bad_checkpoint_id: str = "") -> Manifest | None:
-        """Go back with everybody to the last committed checkpoint: the one to load, None for the beginning.
+        """Rewind all workers to the last committed checkpoint: the one to load, None for the beginning.
 
         What this worker held is void. If the checkpoint cannot be read, call again and name it as bad.
         """

@@ -1,4 +1,4 @@
-"""Commands of the operators: each is carried out once, however often it arrives, and acknowledged when it was."""
+"""Commands of operators: each is executed once, however often it arrives, and acknowledged afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 
 KINDS: Final = frozenset(kind.value for kind in CommandKind)
-"""A kind that a later coordinator knows is none of ours."""
+"""The kinds that this version knows; a later coordinator may send others."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Command:
 
 @dataclass
 class Commands:
-    """`waiting` is for the loop that trains; STOP, DRAIN and REBALANCE are carried out by the worker itself."""
+    """`waiting` is for the training loop; the worker itself executes STOP, DRAIN and REBALANCE."""
 
     stopping: bool = False
     draining: bool = False
@@ -32,7 +32,7 @@ class Commands:
     _seen: set[int] = field(default_factory=set)
 
     def receive(self, messages: Iterable[pb.Command]) -> list[Command]:
-        """Those that are new, in order. One that is known was not acknowledged yet, or its ack got lost."""
+        """The new ones, in order. A known one was not acknowledged yet, or its ack got lost."""
         new: list[Command] = []
         for message in messages:
             if message.command_id in self._seen:
@@ -48,14 +48,14 @@ class Commands:
         return new
 
     def take(self, kind: CommandKind | None = None) -> list[Command]:
-        """Those that wait, all or of one kind; taking a command acknowledges it."""
+        """The pending ones, all or of one kind; taking a command acknowledges it."""
         taken = [each for each in self.waiting if kind in (None, each.kind)]
         self.waiting = [each for each in self.waiting if each not in taken]
         self.to_ack.update(each.command_id for each in taken)
         return taken
 
     def finish(self, command: Command) -> None:
-        """Carried out by somebody else than `take`."""
+        """The command was executed by the `on_command` callback."""
         self.waiting = [each for each in self.waiting if each != command]
         self.to_ack.add(command.command_id)
 

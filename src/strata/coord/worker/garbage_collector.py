@@ -1,4 +1,4 @@
-"""Parts of old checkpoints that no recovery needs any more: the coordinator names them, a worker deletes them.
+"""Garbage collection of checkpoint parts that no recovery needs any more: the coordinator names, a worker deletes them.
 
 A name is what some worker once reported, so it is not trusted: only what lies inside the one root that this worker's
 own settings name is deleted, however the name is spelled and wherever links lead.
@@ -38,8 +38,8 @@ class Swept:
 class GarbageCollector:
     """Deletes below `root`, a folder or `s3://BUCKET/PREFIX`; without one, nothing.
 
-    The contract has no word for "it is deleted": the coordinator names a part again with every report until the list is
-    too long. So a part that is gone already counts as deleted, and is remembered, as long as it is named.
+    The contract has no message for "it is deleted": the coordinator names a part again with every report until its list
+    is too long. So a part that does not exist counts as deleted, and is remembered as long as it is named.
     """
 
     def __init__(self, root: str, stores: Stores) -> None:
@@ -105,7 +105,7 @@ def _delete_keys(store: S3Store, key: str) -> None:
 
 
 def _delete_local(path: Path, root: Path, uri: str) -> None:
-    """Walks down from the root folder by folder and through no link, so nobody can swap a folder for a way out."""
+    """Walks down from the root folder by folder and through no link, so a swapped folder leads nowhere else."""
     try:
         steps = path.relative_to(root.absolute()).parts
     except ValueError:

@@ -22,7 +22,7 @@ class HeldLease:
     position: int
     acked: int
     delivered: bool = False
-    """Handed to the loop that trains."""
+    """Handed to the training loop."""
     failure: str | None = None
     lost: bool = False
 
@@ -70,7 +70,7 @@ class LeaseTracker:
 
     capture: Capture | None = None
     resets: int = 0
-    """Grows when everything is lost at once: an answer to a question from before that brings nothing."""
+    """Grows when all leases are lost at once: the reply to an earlier request brings no leases then."""
     _held: dict[int, HeldLease] = field(default_factory=dict)
     _lost: list[int] = field(default_factory=list)
 
@@ -90,7 +90,7 @@ class LeaseTracker:
         return next(iter(self.unread(dataset_id, epoch)), None)
 
     def unread(self, dataset_id: str, epoch: int) -> list[HeldLease]:
-        """What the loop that trains has not got yet."""
+        """What the training loop has not got yet."""
         return [held for held in self._of(dataset_id, epoch) if not held.delivered and not held.is_finished]
 
     def ids(self, dataset_id: str | None = None) -> list[int]:
@@ -113,7 +113,7 @@ class LeaseTracker:
         ]
 
     def confirm(self, sent: Sequence[SentAck], rejected: Iterable[int]) -> None:
-        """The coordinator has answered: these acks count, except the rejected ones."""
+        """The coordinator has replied: these acks count, except the rejected ones."""
         refused = set(rejected)
         for each in sent:
             each.held.acked = max(each.held.acked, each.position)
@@ -151,7 +151,7 @@ class LeaseTracker:
             self.capture = None
 
     def mark_lost(self, leases: Iterable[int]) -> None:
-        """These are somebody else's now; `pop_lost` tells the loop that trains."""
+        """These leases belong to other workers now; `pop_lost` reports them to the training loop."""
         for lease_id in leases:
             held = self._held.pop(lease_id, None)
             if held is not None:
@@ -160,7 +160,7 @@ class LeaseTracker:
                     self._lost.append(lease_id)
 
     def mark_unless_finished(self, leases: Iterable[int]) -> None:
-        """Not known as ours any more. One that is over may just have been acked: the answer to its ack will tell."""
+        """The coordinator reports these as lost. A finished one may just have been acked: the reply to that decides."""
         self.mark_lost([each for each in leases if each in self._held and not self._held[each].is_finished])
 
     def mark_all_lost(self) -> None:
@@ -173,7 +173,7 @@ class LeaseTracker:
         return lost
 
     def clear(self) -> None:
-        """Everybody goes back: what is held is void, and that is no surprise to anybody."""
+        """All workers rewind: the leases are void, and the training loop knows it."""
         self.mark_all_lost()
         self.pop_lost()
 

@@ -17,7 +17,7 @@ MARKS: Final = 65_536
 
 
 class LineIndex:
-    """Where lines begin: one mark for each block of the file, as far as somebody has looked into it.
+    """Where lines begin: one mark for each block of the file, as far as it was read.
 
     What is looked for beyond the last mark is found by reading on from there, once; counting reads to the end.
     """
@@ -44,7 +44,7 @@ class LineIndex:
             return self._lines[at], self._offsets[at]
 
     def end(self, line: int, size: int) -> int:
-        """An offset that is not before the end of the line before `line`; the size, if nobody has looked there."""
+        """An offset that is not before the end of the line before `line`; the size, if that part was not read yet."""
         with self._reading:
             at = bisect_right(self._lines, line - 1)
             return self._offsets[at] if at < len(self._lines) else size
@@ -74,7 +74,7 @@ def text(source: Source, index: LineIndex, start: int, end: int) -> Iterator[lis
 
 
 def json_lines(source: Source, index: LineIndex, start: int, end: int) -> Iterator[list[Any]]:
-    """The same, as the values that the lines say."""
+    """The same, as decoded JSON values."""
     return _parsed(source, index, start, end, lambda line: json.loads(line.decode()))
 
 

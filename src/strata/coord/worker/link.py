@@ -1,7 +1,7 @@
-"""Calls to the coordinator: channels, who we are, and patience while nobody answers.
+"""Calls to the coordinator: channels, metadata, and retries with backoff and jitter while no coordinator replies.
 
-One call is one message sent until it is answered: every message that a worker sends may arrive twice. The only table
-from a gRPC status to a code of ours is here.
+A call sends one message until it gets a reply: every message that a worker sends may arrive twice. The only table from
+a gRPC status to an error code is here.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ CODE_OF: Final[Mapping[grpc.StatusCode, Code]] = {
 }
 
 OPTIONS: Final = (
-    # Workers of several jobs in one process must not share a connection whose break counts as a death.
+    # Workers of several jobs in one process must not share a connection: its break makes a worker suspect.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Not a pause but how long one attempt to connect may take at least: a busy coordinator or a far one takes a while.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A coordinator whose machine vanished closes nothing: only unanswered pings tell.
+    # A coordinator whose machine vanished closes no connection: only unanswered pings reveal it.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
@@ -93,7 +93,7 @@ def backoff_s(attempt: int, retry_after_s: float | None, jitter: float) -> float
 
 
 def to_strata_error(error: grpc.aio.AioRpcError) -> StrataError:
-    """What a status and its trailing metadata say, as our one error."""
+    """A gRPC status and its trailing metadata as a `StrataError`."""
     said = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     code = CODE_OF.get(error.code(), Code.INTERNAL)
     reason = said.get("strata-reason")
@@ -108,7 +108,7 @@ def to_strata_error(error: grpc.aio.AioRpcError) -> StrataError:
 
 
 class CoordinatorLink:
-    """The way to whichever coordinator leads: of several addresses the next one is tried when one does not answer."""
+    """The connection to the leading coordinator: it fails over to the next address when one does not reply."""
 
     def __init__(self, settings: WorkerSettings, worker_id: str, clock: Clock) -> None:
         self._settings = settings
@@ -127,7 +127,7 @@ class CoordinatorLink:
         self.metadata = tuple((key, value) for key, value in (self._names | bearer).items() if value)
 
     def reload_token(self) -> bool:
-        """Whether the file of the token has another one now than the one that was refused."""
+        """Whether the token file now has another token than the rejected one."""
         if self._settings.token is None:
             return False
         try:
@@ -147,7 +147,7 @@ class CoordinatorLink:
             await channel.close()
 
     def stub(self) -> pb_grpc.CoordinatorAsyncStub:
-        """Of the address in use. Must be asked for inside the loop that calls."""
+        """The stub of the address in use. To be called in the event loop that uses it."""
         if self._index not in self._stubs:
             channel = _channel(self._settings.addresses[self._index], self._settings.tls)
             stub: pb_grpc.CoordinatorAsyncStub = pb_grpc.CoordinatorStub(channel)
@@ -160,7 +160,7 @@ class CoordinatorLink:
         request: Request,
         deadline: Deadline,
     ) -> Reply:
-        """The answer. While there is none, ask again; UNAVAILABLE when patience is over."""
+        """The reply. Retries while there is none; UNAVAILABLE when the patience is over."""
         attempt = 0
         until_s = 0.0
         while True:
@@ -208,7 +208,7 @@ class CoordinatorLink:
 
 def _is_retryable(failure: StrataError, deadline: Deadline) -> bool:
     if failure.code is Code.DEADLINE:
-        # Ours, if the call had one; a barrier has none, and its timeout is an answer.
+        # Of this attempt, if the call had a timeout; a barrier has none, and its own timeout is a reply.
         return deadline.timeout_s is not None
     return failure.code in (Code.UNAVAILABLE, Code.EXHAUSTED)
 

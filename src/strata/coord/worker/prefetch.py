@@ -1,7 +1,7 @@
-"""The next shards while this one is trained on: their leases, and their samples read ahead by a thread.
+"""Prefetching: leases of the next shards while the loop trains on this one, and their samples read ahead by a thread.
 
-A prefetched shard is held like any other and counts as unread until the loop that trains gets it. So nothing of it is
-acked; when its worker leaves, dies or goes back, it is somebody else's like everything that was not consumed.
+A prefetched shard is leased like any other and counts as unread until the training loop gets it. So nothing of it is
+acked; when its worker leaves, dies or rewinds, it is leased again like everything that was not consumed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Read = Callable[[HeldLease], Iterator[list[Any]]]
 
 
 class ReadAhead:
-    """Batches of samples, read by a thread of its own that is at most `BATCHES_AHEAD` in front of who takes them."""
+    """Batches of samples, read by a thread of its own that is at most `BATCHES_AHEAD` in front of the reader."""
 
     def __init__(self, batches: Iterator[list[Any]]) -> None:
         self._batches = batches
@@ -37,7 +37,7 @@ class ReadAhead:
         self._over = False
         self._closed = False
         self.opened = False
-        """Somebody takes the batches, and will close it."""
+        """A reader takes the batches, and will close it."""
         self._moved = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="strata-read-ahead", daemon=True)
         self._thread.start()
@@ -52,7 +52,7 @@ class ReadAhead:
             self.close()
 
     def close(self) -> None:
-        """Nobody wants the rest. The thread ends when the read that it is in does."""
+        """The rest is not needed. The thread ends after its current read."""
         with self._moved:
             self._closed = True
             self._ready.clear()
@@ -82,7 +82,7 @@ class ReadAhead:
             return not self._closed
 
     def _run(self) -> None:
-        # What a defect raises goes to the thread's own hook; the one who waits must hear of it all the same.
+        # A defect's exception goes to the thread's hook; the waiting reader must get an error all the same.
         failure: StrataError | None = StrataError(Code.INTERNAL, "reading ahead failed; standard error has the reason")
         try:
             for batch in self._batches:
@@ -111,13 +111,13 @@ class Prefetch:
         self._ahead: dict[int, tuple[HeldLease, ReadAhead]] = {}
 
     def begin(self, dataset_id: str, epoch: int, count: int) -> None:
-        """Have `count` shards ready for when the loop asks for them."""
+        """Have `count` shards ready before the loop requests them."""
         self._drop(lambda held: held.lost or held.is_finished)
         if self._leasing is None or self._leasing.done():
             self._leasing = asyncio.create_task(self._run(dataset_id, epoch, count), name="strata prefetch")
 
     async def arrive(self) -> None:
-        """Wait for the request that is on its way, if there is one: what it brings need not be asked for again."""
+        """Wait for the pending request, if there is one: its shards need not be requested again."""
         if self._leasing is not None:
             await asyncio.wait([self._leasing])
 
@@ -143,7 +143,7 @@ class Prefetch:
             try:
                 await self._lease(dataset_id, epoch, lacking)
             except StrataError as error:
-                # The loop that trains will ask itself, and meet whatever this is about.
+                # The training loop will send the request itself and get the same error.
                 _log.debug("prefetch_failed", code=error.code.value, reason=error.message)
                 return
         for held in self._leases.unread(dataset_id, epoch)[:count]:

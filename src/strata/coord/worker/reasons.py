@@ -13,13 +13,13 @@ class Reason(StrEnum):
     """`error.detail["reason"]` of a STALE error; `reason_of` reads it."""
 
     MEMBERSHIP_CHANGED = "stale-generation"
-    """Members came or went: `recover` goes back to the last checkpoint with everybody, `follow` goes on as it is."""
+    """Members joined or left: `recover` rewinds all workers to the last checkpoint, `follow` continues as it is."""
     RECOVER_FIRST = "recover-first"
-    """The job has moved or went back without this worker: `recover` says which checkpoint to load."""
+    """The job progressed or rewound without this worker: `recover` returns the checkpoint to load."""
     LEASE_LOST = "lease-lost"
-    """Shards of this worker are somebody else's now: what it made of them must not count. It may ask for more."""
+    """Leases of this worker belong to others now: its results of them must not count. It may request more."""
     EVICTED = "evicted"
-    """The coordinator took this worker for dead. Everything it held is somebody else's; it has to join again."""
+    """The coordinator evicted this worker. All its leases belong to others; it has to join again."""
     REPLACED = "stale-incarnation"
     """Another process of the same worker id has joined: this one must end."""
 
@@ -40,7 +40,7 @@ def membership_changed(ours: int, current: int) -> StrataError:
     return StrataError(
         Code.STALE,
         f"generation {ours} is over: it is {current} now",
-        hint="recover() to go back with everybody, or follow() to go on as it is",
+        hint="recover() to rewind all workers, or follow() to continue as it is",
         reason=Reason.MEMBERSHIP_CHANGED.value,
         generation=current,
     )
@@ -49,8 +49,8 @@ def membership_changed(ours: int, current: int) -> StrataError:
 def lease_lost(leases: Sequence[int]) -> StrataError:
     return StrataError(
         Code.STALE,
-        f"{len(leases)} shards of this worker are somebody else's now",
-        hint="drop what was made of them",
+        f"{len(leases)} leases of this worker belong to other workers now",
+        hint="discard the results of them",
         reason=Reason.LEASE_LOST.value,
         leases=tuple(leases),
     )
@@ -58,5 +58,5 @@ def lease_lost(leases: Sequence[int]) -> StrataError:
 
 def evicted(message: str) -> StrataError:
     return StrataError(
-        Code.STALE, f"this worker was taken for dead: {message}", hint="join again", reason=Reason.EVICTED.value
+        Code.STALE, f"this worker was evicted: {message}", hint="join again", reason=Reason.EVICTED.value
     )

@@ -1,7 +1,7 @@
-"""One worker's life with the coordinator: joining, heartbeats, presence, and every call under the right identity.
+"""The session of a worker with the coordinator: registration, heartbeats, presence, and calls under the right identity.
 
-What it decides: whether a refusal can be overcome (a new generation of an elastic job, a rejoin), or is for the loop
-that trains. Data, barriers and checkpoints are in `client`.
+It decides whether to recover from an error itself (a new generation of an elastic job, a rejoin) or to raise it in the
+training loop. Data, barriers and checkpoints are in `client`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from strata.coord.worker.settings import WorkerSettings
 from strata.coord.worker.telemetry import Telemetry
 
 ATTEMPT_S: Final = 10.0
-"""An answer that takes longer than this got lost."""
+"""A reply that takes longer than this got lost."""
 LEAVE_TIMEOUT_S: Final = 2.0
 PRESENCE_S: Final = 2.0
 WAIT_FOR_POLL_S: Final = 0.1
@@ -42,7 +42,7 @@ OnCommand = Callable[[Command], Awaitable[None] | None]
 
 
 class WorkerSession:
-    """Who the worker is now, and its background tasks; `generation` changes only where the loop that trains asks."""
+    """The worker's identity and background tasks; `generation` changes only in calls of the training loop."""
 
     def __init__(self, settings: WorkerSettings, clock: Clock, on_command: OnCommand | None = None) -> None:
         self.settings = settings
@@ -57,7 +57,7 @@ class WorkerSession:
         self.parameters: dict[str, str] = {}
         self.run_id = 0
         self.recover_first = False
-        """Whether the last registration said that this life has to ask where to start."""
+        """Whether the last registration requires this incarnation to recover before its first shard."""
         self.leases = LeaseTracker()
         self.commands = Commands()
         self.status: pb.WorkerStatus.ValueType = pb.WORKER_STATUS_INITIALIZING
@@ -67,7 +67,7 @@ class WorkerSession:
         self._on_command = on_command
         self._telemetry = Telemetry()
         self._job_generation = 0
-        """The generation of the job as last heard of; the worker's own may be older."""
+        """The generation of the job as last received; the worker's own may be older."""
         self._leader_epoch = 0
         self._reattach_to = 0
         self._interval_s = 5.0
@@ -85,14 +85,14 @@ class WorkerSession:
         await self._register(adopt=True, wait_for=self.settings.wait_for)
         self.status = pb.WORKER_STATUS_IDLE
         try:
-            # From here on a death is noticed at once. It may take a coordinator that is just being replaced to say so.
+            # From here on a crash is noticed at once. During a failover this may take longer than the timeout.
             async with asyncio.timeout(PRESENCE_S):
                 await self._attached.wait()
         except TimeoutError:
             _log.warning("presence_not_open")
 
     async def close(self, *, failed: bool, reason: str = "") -> None:
-        """Leave with the last acks, or tell that this life failed; then let go of everything."""
+        """Leave with the last acks, or report that this incarnation failed; then close everything."""
         try:
             await self._stop_tasks()
             if self._failure is None and self._registered:
@@ -117,7 +117,7 @@ class WorkerSession:
             incarnation=self.incarnation,
             reason=reason,
             acks=[each.message for each in sent],
-            # One that was interrupted or told to stop is not done.
+            # A worker that was interrupted or got a stop command is not finished.
             finished=not (reason or self.commands.stopping or self.commands.draining),
         )
         patience_s = self.settings.patience_s if sent else LEAVE_TIMEOUT_S
@@ -148,7 +148,7 @@ class WorkerSession:
         task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """A background task ends when it is told to, or by a defect, which must not stay in the background."""
+        """A background task ends when it is cancelled, or by a defect, which the training loop must get."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and self._failure is None:
@@ -158,7 +158,7 @@ class WorkerSession:
     # Calls under the current identity
 
     def check(self) -> None:
-        """A safe point: raise what the loop that trains has to know."""
+        """A safe point: raise what the training loop has to know."""
         self.check_failure()
         self.check_leases()
         if not self.settings.elastic and self._job_generation > self.generation:
@@ -179,7 +179,7 @@ class WorkerSession:
             self.check()
 
     async def _join_current_generation(self) -> None:
-        """To the current generation. Registering would revive an evicted life unnoticed: ask first."""
+        """Registering would silently revive an evicted incarnation, so check the membership first."""
         incarnation = self.incarnation
         if not await self._is_member(incarnation):
             await self._on_evicted(StrataError(Code.NOT_FOUND, "the others have gone on without it"), incarnation)
@@ -194,7 +194,7 @@ class WorkerSession:
         timeout_s: float | None = ATTEMPT_S,
         settled: bool = True,
     ) -> Reply:
-        """Ask as who we are now; `make` is asked again when that changed. Not `settled`: in any generation."""
+        """Call under the current identity; `make` is called again after a change. Not `settled`: in any generation."""
         while True:
             if settled:
                 await self.sync_generation()
@@ -213,7 +213,7 @@ class WorkerSession:
         *,
         timeout_s: float | None = ATTEMPT_S,
     ) -> Reply:
-        """Ask once, beside the loop that trains: whatever stands against it is for that loop to find out."""
+        """One attempt, beside the training loop, which will get the same error itself."""
         return await self._link.call(method, make(), Deadline(timeout_s, 0.0))
 
     async def _handle_call_error(self, error: StrataError, incarnation: str) -> None:
@@ -229,11 +229,11 @@ class WorkerSession:
             raise error
 
     def mark_stale(self, generation: int) -> None:
-        """Our generation is over, though the next one may not have begun: then it is known what it will be called."""
+        """The worker's generation is over, even if the next one has not formed yet; its number is known."""
         self._job_generation = max(self._job_generation, generation, self.generation + 1)
 
     async def _is_member(self, incarnation: str) -> bool:
-        """NOT_FOUND is about us, or about what we asked for: a heartbeat can only mean us."""
+        """NOT_FOUND may mean the worker or the requested object: for a heartbeat it can only mean the worker."""
         try:
             within = Deadline(ATTEMPT_S, self.settings.patience_s)
             reply = await self._link.call(lambda stub: stub.Heartbeat, self._heartbeat_message(), within)
@@ -248,9 +248,9 @@ class WorkerSession:
         return True
 
     async def _on_evicted(self, error: StrataError, incarnation: str) -> None:
-        """Evicted: the end, or a new life that holds nothing. Who was told to stop does not come back by itself."""
+        """The session ends, or continues as a new incarnation without leases; not after a stop command."""
         if self.generation == 0:
-            # Too slow to join; whoever registers us does it again.
+            # Evicted while it joined; the registration is retried.
             return
         if not self.settings.rejoin or self.commands.stopping:
             if self._failure is None:
@@ -261,13 +261,13 @@ class WorkerSession:
         await self._register(adopt=self.settings.elastic, instead_of=incarnation)
 
     async def _on_replaced(self, error: StrataError, incarnation: str) -> None:
-        """The end, unless it was we who replaced that life; a registration under way will tell."""
+        """The session ends, unless this process replaced that incarnation itself; a pending registration decides."""
         async with self._registering:
             if self._failure is None and self.incarnation == incarnation:
                 self._failure = error
 
     async def follow(self) -> None:
-        """Take the current generation without going back."""
+        """Take the current generation without a rewind."""
         self.check_failure()
         await self._join_current_generation()
         self.check()
@@ -277,9 +277,9 @@ class WorkerSession:
         self._job_generation = max(self._job_generation, generation)
 
     async def _register(self, *, adopt: bool, instead_of: str | None = None, wait_for: int = 0) -> None:
-        """`adopt`: take the place in the new generation, of at least `wait_for`; else only learn that there is one.
+        """`adopt`: take the rank in the new generation, of at least `wait_for` members; else only learn its number.
 
-        `instead_of` is a life that was evicted: a new one begins, unless it did already.
+        `instead_of` is an evicted incarnation: a new one begins, unless it did already.
         """
         async with self._registering:
             if instead_of not in (None, self.incarnation):
@@ -321,18 +321,18 @@ class WorkerSession:
                     Deadline(ATTEMPT_S, self.settings.patience_s),
                 )
             except StrataError as error:
-                # Evicted while it waited for the others, because nothing was heard of it meanwhile.
+                # Evicted as silent while it waited for the others.
                 if error.code is not Code.NOT_FOUND or self.clock.monotonic_s() > until_s:
                     raise
 
     def _start_background_tasks(self) -> None:
-        """From the first registration on, also while there are too few members for a generation."""
+        """From the first registration on, also while the job has too few members for a generation."""
         if not self._registered:
             self._registered = True
             self._spawn(self._heartbeat_loop(), "strata heartbeat")
             self._spawn(self._presence_loop(), "strata presence")
 
-    # Signs of life
+    # Heartbeats and presence
 
     async def _heartbeat_loop(self) -> None:
         attempt = 0
@@ -370,11 +370,11 @@ class WorkerSession:
             self._link.use_token(Secret(reply.token))
         self._on_job_update(reply.generation, reply.leader_epoch, reply.commands)
         if self._reattach_to > self._leader_epoch:
-            # Another coordinator leads: tell it what we hold, and hear what of it is lost.
+            # Another coordinator leads: report the held leases to it, and learn which of them are lost.
             await self._register(adopt=False)
 
     async def _handle_heartbeat_error(self, error: StrataError, incarnation: str) -> None:
-        """A sign of life was refused: we are not who we think we are."""
+        """A rejected heartbeat means that this incarnation is not a member any more."""
         if error.code is Code.NOT_FOUND or error.detail.get("reason") == "not-registered":
             await self._on_evicted(error, incarnation)
         elif reason_of(error) is Reason.REPLACED:
@@ -392,7 +392,7 @@ class WorkerSession:
             generation=self.generation,
             step=self.step,
             step_time_ms=self.step_time_ms,
-            # What a life that failed made of its samples is nothing to count on.
+            # The results of a failed incarnation do not count.
             progress=() if self.status == pb.WORKER_STATUS_ERROR else self.leases.progress(),
             acked_command_ids=sorted(self.commands.to_ack),
             explicit_acks=True,
@@ -418,7 +418,7 @@ class WorkerSession:
         self._heartbeat_due.set()
 
     async def _presence_loop(self) -> None:
-        """A broken stream is suspicion after half a second: open the next one at once."""
+        """A broken stream leads to an eviction after half a second: open the next one at once."""
         attempt = 0
         while self._failure is None:
             index, incarnation = self._link.index, self.incarnation
@@ -436,7 +436,7 @@ class WorkerSession:
                 elif failure.code is Code.UNAUTHENTICATED and self._link.reload_token():
                     continue
                 else:
-                    # Heartbeats find out what it means.
+                    # The next heartbeat finds out why.
                     self._heartbeat_due.set()
             await asyncio.sleep(min(0.5, self._link.backoff_s(attempt)))
             attempt += 1

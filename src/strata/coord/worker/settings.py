@@ -47,7 +47,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     wait_for: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Join when the generation has so many members, this one counted."""
     rejoin: bool = False
-    """Once evicted, join again as a new life instead of raising."""
+    """Once evicted, join again as a new incarnation instead of raising."""
     checkpoint_root: str = ""
     """A folder or s3://BUCKET/PREFIX: old parts of checkpoints below it are deleted. Empty: none are."""
     patience_s: PositiveSeconds = 300.0

@@ -1,4 +1,4 @@
-"""A shard in the hands of the loop that trains."""
+"""A shard as the training loop sees it, and how the shards of a dataset are handed out."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Shard:
 
     @property
     def lost(self) -> bool:
-        """It is somebody else's now."""
+        """Its lease belongs to another worker now."""
         return self._held.lost
 
     @property
@@ -100,7 +100,7 @@ class Shard:
                 yield sample
 
     def done(self) -> None:
-        """All of it is consumed. Asking for the next shard says the same."""
+        """All of it is consumed. To request the next shard has the same effect."""
         self._held.consume(self.end)
 
     def progress(self, until: int) -> None:
@@ -108,11 +108,11 @@ class Shard:
         self._held.consume(until)
 
     def fail(self, reason: str) -> None:
-        """The rest cannot be read: somebody else shall try, and after several failures it is put aside."""
+        """The rest cannot be read: another worker gets it, and after several failures it is quarantined."""
         self._held.failure = reason
 
     def _batches(self) -> Iterator[list[Any]]:
-        """What was read ahead can be taken once; whoever opens a shard again reads it again."""
+        """Samples that were read ahead can be taken once; a second `open` reads them again."""
         ahead, self._ahead = self._ahead, None
         return iter(ahead) if ahead is not None else self._readers.batches(self._pieces())
 

@@ -1,7 +1,7 @@
 """Where files are: a local path, or `s3://bucket/key` in a store that speaks S3.
 
-A `Source` is one file, opened: it knows its size and reads ranges of bytes. All that a store can answer becomes our one
-error here; what the bytes mean is for the readers.
+A `Source` is one file, opened: it knows its size and reads ranges of bytes. Errors of a store become a
+`StrataError` here; the readers interpret the bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
     secret_key: Secret | None = None
     session_token: Secret | None = None
     identity: Literal["keys", "anonymous", "machine"] = "keys"
-    """Who asks: the owner of the keys, nobody, or the machine by the role that its cloud gave it."""
+    """The credentials: keys, none, or the role of the machine in its cloud."""
     allow_http: bool = False
     """Let samples and checkpoints pass a network in the clear."""
     timeout_s: PositiveSeconds = 30.0
@@ -86,7 +86,7 @@ def load_s3() -> S3Settings:
 
 @dataclass(frozen=True)
 class Seen:
-    """A file as it was when it was first opened. Whoever remembers anything of its content has to find it the same."""
+    """A file as it was when it was first opened. Indexes of its content are valid only while it is the same."""
 
     size: int
     version: str
@@ -227,7 +227,7 @@ def needs(package: str, what: str) -> StrataError:
 
 @contextmanager
 def translated(path: str) -> Iterator[None]:
-    """What obstore raises, as our one error. Only the first line of its messages is for people."""
+    """Errors of obstore as a `StrataError`. Only the first line of its messages is useful."""
     from obstore import exceptions
 
     try:

@@ -122,7 +122,7 @@ class ShardDataset(IterableDataset[Any]):
         self._ran_out = True
 
     def _next(self) -> Shard | None:
-        # Waiting while somebody must train on what was taken first would never end: that somebody waits for us.
+        # To wait here would deadlock: the loop has to train first on what was taken, and it waits for this call.
         wait = self._wait and not self._has_unconsumed()
         return self._worker.next_shard(self._dataset_id, self._epoch, at_once=self._at_once, wait=wait)
 
