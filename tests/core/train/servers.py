@@ -11,20 +11,17 @@ from strata.base.errors import StrataError
 from strata.train.core import facts, ops
 from strata.train.core.future import OperationFuture
 from strata.train.core.inputs import (
-    Abort,
-    Accept,
+    ClientCommand,
     CompleteDispatch,
     CompleteSnapshotCopy,
     Decision,
     Dispatching,
     DispatchNext,
     FailDispatch,
-    FinishSession,
     Input,
-    OpenSession,
-    Taken,
 )
 from strata.train.core.machine import TrainMachine
+from strata.train.core.messages import AbortOperation, Accepted, FinishSession, OpenSession, SubmitOperation
 from strata.train.core.state import Dispatch, Rules, TrainState
 from strata.train.core.views import find_future
 
@@ -89,9 +86,11 @@ class Server:
 
     def model(self, number: int = 0, *, tenant: str = TENANT, done: bool = True) -> str:
         session_id = f"session-{tenant}"
-        self.ask(OpenSession(tenant, session_id, self.now_s))
+        self.ask(ClientCommand(tenant, OpenSession(session_id), self.now_s))
         model_id = f"{session_id}:train:{number}"
-        self.ask(Accept(tenant, ops.CreateModel(model_id, "tiny", LORA), self.now_s, session_id))
+        self.ask(
+            ClientCommand(tenant, SubmitOperation(ops.CreateModel(model_id, "tiny", LORA), session_id), self.now_s)
+        )
         if done:
             self.run_all()
         return model_id
@@ -99,16 +98,16 @@ class Server:
     def accept(self, *operations: ops.Operation, tenant: str = TENANT) -> list[str]:
         ids = []
         for operation in operations:
-            reply = self.ask(Accept(tenant, operation, self.now_s)).reply
-            assert isinstance(reply, Taken)
+            reply = self.ask(ClientCommand(tenant, SubmitOperation(operation), self.now_s)).reply
+            assert isinstance(reply, Accepted)
             ids.append(reply.future_id)
         return ids
 
     def finish_session(self, tenant: str = TENANT) -> Decision:
-        return self.ask(FinishSession(tenant, f"session-{tenant}", "done", self.now_s))
+        return self.ask(ClientCommand(tenant, FinishSession(f"session-{tenant}", "done"), self.now_s))
 
     def abort(self, future_id: str, tenant: str = TENANT) -> Decision:
-        return self.ask(Abort(tenant, future_id, self.now_s))
+        return self.ask(ClientCommand(tenant, AbortOperation(future_id), self.now_s))
 
     def future(self, future_id: str, tenant: str = TENANT) -> OperationFuture:
         return find_future(self.state, tenant, future_id)

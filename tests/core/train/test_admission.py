@@ -9,14 +9,14 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.inputs import (
-    Accept,
+    ClientCommand,
     CompleteSlice,
     Dispatching,
     DispatchNext,
     ExpireResults,
-    OpenSession,
     RanksAttached,
 )
+from strata.train.core.messages import OpenSession, SubmitOperation
 from strata.train.core.sampling import Sample, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import LORA, Server, forward_backward
@@ -33,15 +33,15 @@ class Shared(Server):
         self.asked = 0
 
     def sampler(self, tenant: str, number: int = 0) -> str:
-        self.ask(OpenSession(tenant, tenant, self.now_s))
+        self.ask(ClientCommand(tenant, OpenSession(tenant), self.now_s))
         sampler_id = f"{tenant}:sample:{number}"
-        self.ask(Accept(tenant, ops.OpenSampler(sampler_id, "tiny"), self.now_s, tenant))
+        self.ask(ClientCommand(tenant, SubmitOperation(ops.OpenSampler(sampler_id, "tiny"), tenant), self.now_s))
         return sampler_id
 
     def sample(self, tenant: str) -> None:
         self.asked += 1
         wanted = Sample(f"{tenant}:sample:0", self.asked, b"abcd", SampleParams(max_tokens=4))
-        self.ask(Accept(tenant, wanted, self.now_s))
+        self.ask(ClientCommand(tenant, SubmitOperation(wanted), self.now_s))
 
     def quantum(self) -> Dispatch:
         outcome = self.ask(DispatchNext(2, 1000, self.now_s))
@@ -110,7 +110,9 @@ def test_models_of_one_tenant_are_no_more_than_it_may_have(from_snapshot: bool) 
     server = Shared(max_models_per_tenant=2)
     models = [server.model(number, tenant="many") for number in range(2)]
     server.restart(from_snapshot=from_snapshot)
-    third = Accept("many", ops.CreateModel("session-many:train:2", "tiny", LORA), server.now_s, "session-many")
+    third = ClientCommand(
+        "many", SubmitOperation(ops.CreateModel("session-many:train:2", "tiny", LORA), "session-many"), server.now_s
+    )
     assert server.refusal(third).code is Code.PRECONDITION
     assert server.model(tenant="other")
     server.accept(ops.UnloadModel(models[0]), tenant="many")
@@ -129,4 +131,4 @@ def test_a_model_that_was_refused_takes_no_place_also_when_nobody_remembers_the_
     server.ask(ExpireResults(server.now_s))
     server.restart(from_snapshot=from_snapshot)
     second = ops.CreateModel("session-many:train:1", "tiny", LORA)
-    assert server.ask(Accept("many", second, server.now_s, "session-many")).facts
+    assert server.ask(ClientCommand("many", SubmitOperation(second, "session-many"), server.now_s)).facts

@@ -10,13 +10,13 @@ from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.checkpoint_retention import EXPIRED, SUPERSEDED, retained_folders
 from strata.train.core.facts import CheckpointDeleted
-from strata.train.core.inputs import (
-    Accept,
+from strata.train.core.inputs import ClientCommand, DeleteExpiredCheckpoints
+from strata.train.core.messages import (
     DeleteCheckpoint,
-    DeleteExpiredCheckpoints,
     ImportCheckpoint,
     OpenSession,
     SetCheckpointTtl,
+    SubmitOperation,
 )
 from strata.train.core.state import INITIAL, ModelSnapshot, folder_of
 from strata.train.core.views import checkpoints_of, find_checkpoint
@@ -73,14 +73,17 @@ def test_a_time_that_is_set_counts_from_then_and_can_be_taken_back() -> None:
     server = Server()
     model_id = saved(server, 2)
     server.now_s += 10 * HOUR_S
-    server.ask(SetCheckpointTtl(TENANT, model_id, "weights", "c1", HOUR_S, server.now_s))
-    server.ask(SetCheckpointTtl(TENANT, model_id, "weights", "c2", HOUR_S, server.now_s))
-    server.ask(SetCheckpointTtl(TENANT, model_id, "weights", "c2", None, server.now_s))
+    server.ask(ClientCommand(TENANT, SetCheckpointTtl(model_id, "weights", "c1", HOUR_S), server.now_s))
+    server.ask(ClientCommand(TENANT, SetCheckpointTtl(model_id, "weights", "c2", HOUR_S), server.now_s))
+    server.ask(ClientCommand(TENANT, SetCheckpointTtl(model_id, "weights", "c2", None), server.now_s))
     server.restart()
     server.now_s += HOUR_S
     retain(server)
     assert names(server) == ["c2"]
-    assert server.refusal(SetCheckpointTtl("bob", model_id, "weights", "c2", 1.0, 0.0)).code is Code.NOT_FOUND
+    assert (
+        server.refusal(ClientCommand("bob", SetCheckpointTtl(model_id, "weights", "c2", 1.0), 0.0)).code
+        is Code.NOT_FOUND
+    )
 
 
 def test_a_load_that_waited_too_long_finds_nothing() -> None:
@@ -126,12 +129,12 @@ def test_the_newest_of_each_run_and_kind_are_kept() -> None:
 def test_the_beginning_stays_until_a_client_saves_under_its_name_and_then_that_goes_as_any_other() -> None:
     server = Server(keep_checkpoints=1, initial_checkpoint=True)
     model_id = server.model()
-    of_initial: tuple[str, str, ops.WeightsKind, str] = (TENANT, model_id, "weights", INITIAL)
-    for asked in (DeleteCheckpoint(*of_initial), SetCheckpointTtl(*of_initial, HOUR_S, server.now_s)):
-        assert server.refusal(asked).code is Code.PRECONDITION
+    initial: tuple[str, ops.WeightsKind, str] = (model_id, "weights", INITIAL)
+    for command in (DeleteCheckpoint(*initial), SetCheckpointTtl(*initial, HOUR_S)):
+        assert server.refusal(ClientCommand(TENANT, command, server.now_s)).code is Code.PRECONDITION
     server.accept(save(model_id, 1, INITIAL))
     server.run_all()
-    server.ask(SetCheckpointTtl(*of_initial, HOUR_S, server.now_s))
+    server.ask(ClientCommand(TENANT, SetCheckpointTtl(*initial, HOUR_S), server.now_s))
     server.now_s += HOUR_S
     assert retain(server) == [CheckpointDeleted(model_id, "weights", INITIAL, EXPIRED)]
     server.accept(save(model_id, 2, INITIAL))
@@ -142,11 +145,11 @@ def test_the_beginning_stays_until_a_client_saves_under_its_name_and_then_that_g
     assert [each.reason for each in retain(server)] == [EXPIRED, SUPERSEDED]
     server.accept(save(model_id, 4, INITIAL))
     server.run_all()
-    server.ask(DeleteCheckpoint(*of_initial))
+    server.ask(ClientCommand(TENANT, DeleteCheckpoint(*initial), server.now_s))
     assert names(server) == ["newer"]
     # Weights from elsewhere have no number either, and are no beginning.
     server.ask(imported(server))
-    server.ask(DeleteCheckpoint(TENANT, "import-1", "weights", "mine"))
+    server.ask(ClientCommand(TENANT, DeleteCheckpoint("import-1", "weights", "mine"), 0.0))
     assert names(server) == ["newer"]
 
 
@@ -155,16 +158,21 @@ def test_what_a_sampler_or_a_waiting_load_needs_is_kept_beyond_the_number() -> N
     model_id = saved(server, 4)
     session_id = f"session-{TENANT}"
     weights = ops.SavedWeights(model_id, "weights", "c1")
-    server.ask(Accept(TENANT, ops.OpenSampler(f"{session_id}:sample:0", "tiny", weights), server.now_s, session_id))
+    server.ask(
+        ClientCommand(
+            TENANT,
+            SubmitOperation(ops.OpenSampler(f"{session_id}:sample:0", "tiny", weights), session_id),
+            server.now_s,
+        )
+    )
     server.run_all()
     server.accept(load(model_id, 9, model_id, "c2"))
     assert {each.name for each in retain(server)} == {"c3"}
     assert names(server) == ["c1", "c2", "c4"]
 
 
-def imported(server: Server, name: str = "mine", tenant: str = TENANT) -> ImportCheckpoint:
-    create = ops.CreateModel("import-1", "tiny", LORA)
-    return ImportCheckpoint(tenant, create, ops.SaveWeights("import-1", 0, "weights", name), server.now_s)
+def imported(server: Server, name: str = "mine", tenant: str = TENANT, run_id: str = "import-1") -> ClientCommand:
+    return ClientCommand(tenant, ImportCheckpoint("upload", name, run_id, "tiny", LORA), server.now_s)
 
 
 def test_weights_from_elsewhere_can_be_loaded_and_the_same_again_changes_nothing() -> None:
@@ -192,17 +200,15 @@ def test_files_that_no_rank_could_save_again_stay_while_a_replay_may_read_them()
     server = Server()
     model_id = saved(server, 1)
     server.ask(imported(server))
-    unread = ImportCheckpoint(
-        TENANT, ops.CreateModel("import-2", "tiny", LORA), ops.SaveWeights("import-2", 0, "weights", "x"), 0.0
-    )
+    unread = imported(server, name="x", run_id="import-2")
     server.ask(unread)
     server.accept(load(model_id, 2, "import-1", "mine"), load(model_id, 3, model_id, "c1"))
     server.run_all()
     for run_id, name in (("import-1", "mine"), ("import-2", "x"), (model_id, "c1")):
-        server.ask(DeleteCheckpoint(TENANT, run_id, "weights", name))
+        server.ask(ClientCommand(TENANT, DeleteCheckpoint(run_id, "weights", name), 0.0))
     server.restart()
     assert names(server) == []
-    assert retained_folders(server.state) == {folder_of(imported(server).operation)}
+    assert retained_folders(server.state) == {folder_of(ops.SaveWeights("import-1", 0, "weights", "mine"))}
     begins_after(server, server.state.dispatched)
     assert retained_folders(server.state) == set()
 
@@ -215,7 +221,7 @@ def test_files_saved_before_a_snapshot_of_the_ranks_stay_until_no_replay_reads_t
     server.run_all()
     path = server.state.checkpoints[model_id, "weights", "c1"].path
     begins_after(server, before)
-    server.ask(DeleteCheckpoint(TENANT, model_id, "weights", "c1"))
+    server.ask(ClientCommand(TENANT, DeleteCheckpoint(model_id, "weights", "c1"), 0.0))
     assert path in retained_folders(server.state)
     begins_after(server, before - 1)
     assert path not in retained_folders(server.state)
@@ -225,16 +231,19 @@ def test_a_model_may_begin_with_saved_weights_before_its_first_operation() -> No
     server = Server()
     run_id = saved(server, 1)
     session_id = "session-later"
-    server.ask(OpenSession(TENANT, session_id, server.now_s))
+    server.ask(ClientCommand(TENANT, OpenSession(session_id), server.now_s))
     model_id = f"{session_id}:train:0"
     create = ops.CreateModel(model_id, "tiny", LORA)
-    server.ask(Accept(TENANT, create, server.now_s, session_id))
+    server.ask(ClientCommand(TENANT, SubmitOperation(create, session_id), server.now_s))
     first = load(model_id, 0, run_id, "c1")
     step = ops.OptimStep(model_id, 1, ops.AdamParams())
     (loaded,) = server.accept(first)
     assert server.accept(first, step) == [loaded, f"{model_id}:1"]
     assert server.run_all() == [f"{model_id}:create", loaded, f"{model_id}:1"]
     assert server.accept(first) == [loaded]
-    assert server.refusal(Accept(TENANT, load(model_id, 0, run_id, "c2"), server.now_s)).code is Code.CONFLICT
+    assert (
+        server.refusal(ClientCommand(TENANT, SubmitOperation(load(model_id, 0, run_id, "c2")), server.now_s)).code
+        is Code.CONFLICT
+    )
     server.restart(from_snapshot=False)
     assert server.state.models[model_id].done == 1

@@ -11,7 +11,8 @@ from strata.train.core import ops
 from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.facts import Dispatched, DispatchFailed, OperationAccepted, OperationFinished
 from strata.train.core.future import OPEN
-from strata.train.core.inputs import Accept, CommitSnapshot, RanksOutOfMemory
+from strata.train.core.inputs import ClientCommand, CommitSnapshot, RanksOutOfMemory
+from strata.train.core.messages import SubmitOperation
 from strata.train.core.snapshots import KEEP
 from tests.core.train.servers import Server, forward_backward, step
 
@@ -38,7 +39,7 @@ class Histories(RuleBasedStateMachine):
         known = self.sent.get(f"{model}:{seq}")
         refused: Code | None = None
         try:
-            self.server.ask(Accept(tenant, operation, self.server.now_s))
+            self.server.ask(ClientCommand(tenant, SubmitOperation(operation), self.server.now_s))
         except StrataError as error:
             refused = error.code
         if refused is None:

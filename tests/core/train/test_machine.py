@@ -11,7 +11,8 @@ from strata.train.core import ops
 from strata.train.core.checkpoint_retention import retained_folders
 from strata.train.core.facts import Dispatched, DispatchFailed
 from strata.train.core.future import FutureStatus
-from strata.train.core.inputs import Abort, Accept, DeleteCheckpoint, ExpireResults, OpenSession, Removed
+from strata.train.core.inputs import ClientCommand, ExpireResults
+from strata.train.core.messages import AbortOperation, DeleteCheckpoint, OpenSession, SubmitOperation
 from strata.train.core.state import INITIAL, Dispatch
 from strata.train.core.views import checkpoints_of, find_future, view_model
 from tests.core.train.servers import LORA, TENANT, Server, forward_backward, step
@@ -59,16 +60,16 @@ def test_a_number_used_twice_for_different_things_is_refused_and_the_first_one_r
     server = Server()
     model = server.model()
     server.accept(step(model, 1, rate=1.0))
-    assert server.refusal(Accept(TENANT, step(model, 1, rate=2.0), 0.0)).code is Code.CONFLICT
+    assert server.refusal(ClientCommand(TENANT, SubmitOperation(step(model, 1, rate=2.0)), 0.0)).code is Code.CONFLICT
     assert server.run_all() == [f"{model}:1"]
 
 
 def test_creating_a_model_twice_is_one_model_and_in_another_way_a_conflict() -> None:
     server = Server()
     model = server.model()
-    again = Accept(TENANT, ops.CreateModel(model, "tiny", LORA), 0.0, f"session-{TENANT}")
+    again = ClientCommand(TENANT, SubmitOperation(ops.CreateModel(model, "tiny", LORA), f"session-{TENANT}"), 0.0)
     assert server.ask(again).facts == ()
-    other = Accept(TENANT, ops.CreateModel(model, "tiny", None), 0.0, f"session-{TENANT}")
+    other = ClientCommand(TENANT, SubmitOperation(ops.CreateModel(model, "tiny", None), f"session-{TENANT}"), 0.0)
     assert server.refusal(other).code is Code.CONFLICT
 
 
@@ -76,19 +77,25 @@ def test_a_model_on_a_base_that_the_server_does_not_have_is_refused_with_the_nam
     server = Server(base_models=("tiny", "tiny-1"))
     server.model()
     session_id = f"session-{TENANT}"
-    refused = server.refusal(Accept(TENANT, ops.CreateModel(f"{session_id}:train:1", "huge", LORA), 0.0, session_id))
+    refused = server.refusal(
+        ClientCommand(TENANT, SubmitOperation(ops.CreateModel(f"{session_id}:train:1", "huge", LORA), session_id), 0.0)
+    )
     assert refused.code is Code.INVALID
     assert "'huge'" in refused.message
     assert refused.hint is not None
     assert "'tiny'" in refused.hint
-    server.ask(Accept(TENANT, ops.CreateModel(f"{session_id}:train:1", "tiny-1", LORA), 0.0, session_id))
+    server.ask(
+        ClientCommand(
+            TENANT, SubmitOperation(ops.CreateModel(f"{session_id}:train:1", "tiny-1", LORA), session_id), 0.0
+        )
+    )
 
 
 @pytest.mark.parametrize("model_id", ["x", "session-bob:train:0", "session-alice:train:", "session-alice:train:1/2"])
 def test_a_model_id_that_does_not_follow_from_its_session_is_refused(model_id: str) -> None:
     server = Server()
     server.model()
-    create = Accept(TENANT, ops.CreateModel(model_id, "tiny", LORA), 0.0, f"session-{TENANT}")
+    create = ClientCommand(TENANT, SubmitOperation(ops.CreateModel(model_id, "tiny", LORA), f"session-{TENANT}"), 0.0)
     assert server.refusal(create).code is Code.INVALID
 
 
@@ -96,12 +103,15 @@ def test_what_belongs_to_another_tenant_does_not_exist() -> None:
     server = Server()
     model = server.model()
     future_id = server.accept(step(model, 1))[0]
-    for given in (Accept("bob", step(model, 2), 0.0), Abort("bob", future_id, 0.0)):
+    for given in (
+        ClientCommand("bob", SubmitOperation(step(model, 2)), 0.0),
+        ClientCommand("bob", AbortOperation(future_id), 0.0),
+    ):
         assert server.refusal(given).code is Code.NOT_FOUND
     with pytest.raises(StrataError) as refused:
         server.future(future_id, "bob")
     assert refused.value.code is Code.NOT_FOUND
-    assert server.refusal(OpenSession("bob", f"session-{TENANT}", 0.0)).code is Code.INVALID
+    assert server.refusal(ClientCommand("bob", OpenSession(f"session-{TENANT}"), 0.0)).code is Code.INVALID
 
 
 # Queues
@@ -111,7 +121,7 @@ def test_a_full_queue_refuses_with_a_reply_and_drops_nothing() -> None:
     server = Server(max_pending=3, max_pending_per_tenant=3)
     model = server.model()
     accepted = server.accept(*(step(model, seq) for seq in (1, 2, 3)))
-    assert server.refusal(Accept(TENANT, step(model, 4), 0.0)).code is Code.EXHAUSTED
+    assert server.refusal(ClientCommand(TENANT, SubmitOperation(step(model, 4)), 0.0)).code is Code.EXHAUSTED
     assert server.run_all() == accepted
 
 
@@ -119,7 +129,7 @@ def test_a_queue_full_of_held_operations_lets_in_the_one_they_wait_for() -> None
     server = Server(max_pending=3, max_pending_per_tenant=3)
     model = server.model()
     server.accept(*(step(model, seq) for seq in (2, 3, 4)))
-    assert server.refusal(Accept(TENANT, step(model, 5), 0.0)).code is Code.EXHAUSTED
+    assert server.refusal(ClientCommand(TENANT, SubmitOperation(step(model, 5)), 0.0)).code is Code.EXHAUSTED
     server.accept(step(model, 1))
     assert len(server.run_all()) == 4
 
@@ -128,7 +138,7 @@ def test_a_high_number_that_comes_first_makes_no_room_for_those_below_it() -> No
     server = Server(max_pending=3, max_pending_per_tenant=3)
     model = server.model()
     server.accept(*(step(model, seq) for seq in (9, 1, 2)))
-    assert server.refusal(Accept(TENANT, step(model, 3), 0.0)).code is Code.EXHAUSTED
+    assert server.refusal(ClientCommand(TENANT, SubmitOperation(step(model, 3)), 0.0)).code is Code.EXHAUSTED
     server.run_all()
     server.accept(step(model, 3))
 
@@ -149,7 +159,7 @@ def test_one_tenant_cannot_take_more_of_the_queue_than_its_quota() -> None:
     server = Server(max_pending=10, max_pending_per_tenant=2)
     model, other = server.model(), server.model(tenant="bob")
     server.accept(step(model, 1), step(model, 2))
-    assert server.refusal(Accept(TENANT, step(model, 3), 0.0)).code is Code.EXHAUSTED
+    assert server.refusal(ClientCommand(TENANT, SubmitOperation(step(model, 3)), 0.0)).code is Code.EXHAUSTED
     server.accept(step(other, 1), tenant="bob")
 
 
@@ -159,7 +169,7 @@ def test_without_a_quota_one_tenant_fills_half_the_queue_and_not_the_other_half(
     server = Server(max_pending=max_pending)
     model = server.model()
     server.accept(*(step(model, seq) for seq in range(2, 2 + own)))
-    assert server.refusal(Accept(TENANT, step(model, 2 + own), 0.0)).code is Code.EXHAUSTED
+    assert server.refusal(ClientCommand(TENANT, SubmitOperation(step(model, 2 + own)), 0.0)).code is Code.EXHAUSTED
     server.accept(step(model, 1))
     server.run_all()
     server.accept(*(step(model, seq) for seq in range(3 + own, 3 + 2 * own)))
@@ -301,7 +311,7 @@ def test_what_runs_cannot_be_given_up() -> None:
     model = server.model()
     ids = server.accept(step(model, 1))
     server.dispatch()
-    assert server.refusal(Abort(TENANT, ids[0], 0.0)).code is Code.PRECONDITION
+    assert server.refusal(ClientCommand(TENANT, AbortOperation(ids[0]), 0.0)).code is Code.PRECONDITION
 
 
 def test_one_operation_that_never_ends_fails_and_a_late_answer_to_it_changes_nothing() -> None:
@@ -390,7 +400,7 @@ def test_a_result_that_had_its_time_is_gone_and_not_unknown_also_after_a_restart
         with pytest.raises(StrataError) as refused:
             server.future(future_id)
         assert refused.value.code is Code.NOT_FOUND
-    assert server.refusal(Accept(TENANT, step(model, 1), 0.0)).code is Code.GONE
+    assert server.refusal(ClientCommand(TENANT, SubmitOperation(step(model, 1)), 0.0)).code is Code.GONE
 
 
 # Sessions and models
@@ -406,7 +416,7 @@ def test_finishing_a_session_unloads_its_models_after_what_was_accepted_for_them
     assert isinstance(held, ops.Failed)
     assert held.category == "cancelled"
     assert server.state.models[model].unloaded
-    assert server.refusal(Accept(TENANT, step(model, 2), 0.0)).code is Code.GONE
+    assert server.refusal(ClientCommand(TENANT, SubmitOperation(step(model, 2)), 0.0)).code is Code.GONE
     assert server.finish_session().facts == ()
 
 
@@ -426,7 +436,10 @@ def test_a_new_model_is_saved_before_anything_is_trained() -> None:
     model = server.model(done=False)
     server.accept(step(model, 1))
     assert server.run_all() == [f"{model}:create", f"{model}:{INITIAL}", f"{model}:1"]
-    assert server.refusal(DeleteCheckpoint(TENANT, model, "weights", INITIAL)).code is Code.PRECONDITION
+    assert (
+        server.refusal(ClientCommand(TENANT, DeleteCheckpoint(model, "weights", INITIAL), 0.0)).code
+        is Code.PRECONDITION
+    )
 
 
 def test_a_checkpoint_exists_when_it_is_saved_and_each_save_has_its_own_folder() -> None:
@@ -443,7 +456,8 @@ def test_a_checkpoint_exists_when_it_is_saved_and_each_save_has_its_own_folder()
     assert second.path != first.path
     server.answer(second, [ops.Failed("server", "the disk is full")])
     assert [each.path for each in checkpoints_of(server.state, TENANT, model)] == [first.path]
-    assert server.ask(DeleteCheckpoint(TENANT, model, "weights", "a")).reply == Removed(first.path)
+    deleted = server.ask(ClientCommand(TENANT, DeleteCheckpoint(model, "weights", "a"), 0.0))
+    assert deleted.deleted_folders == (first.path,)
     assert checkpoints_of(server.state, TENANT, model) == []
 
 
@@ -552,7 +566,7 @@ def test_a_checkpoint_that_the_ranks_are_told_to_load_cannot_be_deleted_under_th
     server.accept(load(model, 2, model, "mine"))
     loading = server.dispatch()
     assert loading is not None
-    delete = DeleteCheckpoint(TENANT, model, "weights", "mine")
+    delete = ClientCommand(TENANT, DeleteCheckpoint(model, "weights", "mine"), 0.0)
     assert server.refusal(delete).code is Code.UNAVAILABLE
     server.answer(loading)
-    assert isinstance(server.ask(delete).reply, Removed)
+    assert server.ask(delete).deleted_folders

@@ -9,15 +9,8 @@ import pytest
 from strata.base.errors import Code
 from strata.train.core import ops
 from strata.train.core.future import FutureStatus
-from strata.train.core.inputs import (
-    Accept,
-    AddEndpoint,
-    CompletePush,
-    CompleteRouted,
-    RemoveEndpoint,
-    RequeueRouted,
-    RouteSamples,
-)
+from strata.train.core.inputs import ClientCommand, CompletePush, CompleteRouted, RequeueRouted, RouteSamples
+from strata.train.core.messages import AddEndpoint, RemoveEndpoint, SubmitOperation
 from strata.train.core.sampling import Layout, Sample, SampleParams, Targets
 from tests.core.train.servers import TENANT, Server, step
 
@@ -32,7 +25,7 @@ class Endpoints(Server):
         super().__init__(**({"route": True} | rules))
         self.name = self.model()
         for name in "ab":
-            self.ask(AddEndpoint(name, f"http://{name}:1", "10.0.0.1", "vllm", self.now_s))
+            self.ask(ClientCommand(TENANT, AddEndpoint(name, f"http://{name}:1", "vllm", "10.0.0.1"), self.now_s))
 
     def save(self, seq: int, operation: ops.Operation | None = None) -> str:
         """The ranks have saved what this is about."""
@@ -52,7 +45,7 @@ class Endpoints(Server):
         session = self.name.partition(":")[0]
         sampler = f"{session}:sample:{number}"
         weights = ops.SavedWeights(self.name, "sampler_weights", name)
-        self.ask(Accept(TENANT, ops.OpenSampler(sampler, "tiny", weights), self.now_s, session))
+        self.ask(ClientCommand(TENANT, SubmitOperation(ops.OpenSampler(sampler, "tiny", weights), session), self.now_s))
         dispatch = self.dispatch()
         assert dispatch is not None
         self.answer(dispatch, [ops.SamplerOpened(sampler)])
@@ -118,13 +111,19 @@ def test_weights_that_endpoints_have_stay_when_those_to_take_their_name_are_not_
 
 def test_an_endpoint_is_what_it_was_added_as() -> None:
     server = Endpoints()
-    assert server.ask(AddEndpoint("a", "http://a:1", "10.0.0.1", "vllm", 1.0)).facts == ()
-    assert server.refusal(AddEndpoint("a", "http://a:2", "10.0.0.1", "vllm", 1.0)).code is Code.CONFLICT
-    assert server.refusal(AddEndpoint("../a", "http://a:2", "10.0.0.1", "vllm", 1.0)).code is Code.INVALID
-    server.ask(AddEndpoint("a", "http://a:1", "10.0.0.2", "vllm", 1.0))
+    assert server.ask(ClientCommand(TENANT, AddEndpoint("a", "http://a:1", "vllm", "10.0.0.1"), 1.0)).facts == ()
+    assert (
+        server.refusal(ClientCommand(TENANT, AddEndpoint("a", "http://a:2", "vllm", "10.0.0.1"), 1.0)).code
+        is Code.CONFLICT
+    )
+    assert (
+        server.refusal(ClientCommand(TENANT, AddEndpoint("../a", "http://a:2", "vllm", "10.0.0.1"), 1.0)).code
+        is Code.INVALID
+    )
+    server.ask(ClientCommand(TENANT, AddEndpoint("a", "http://a:1", "vllm", "10.0.0.2"), 1.0))
     assert server.state.endpoints["a"].address == "10.0.0.2"
-    server.ask(RemoveEndpoint("a"))
-    assert server.refusal(RemoveEndpoint("a")).code is Code.NOT_FOUND
+    server.ask(ClientCommand(TENANT, RemoveEndpoint("a"), 0.0))
+    assert server.refusal(ClientCommand(TENANT, RemoveEndpoint("a"), 0.0)).code is Code.NOT_FOUND
     server.save(1)
     assert [list(each.endpoints) for each in server.state.pushes.values()] == [["b"]]
 

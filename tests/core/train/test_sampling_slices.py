@@ -10,17 +10,15 @@ from strata.base.errors import Code
 from strata.train.core import ops
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import (
-    Abort,
-    Accept,
+    ClientCommand,
     CompleteDispatch,
     CompleteSlice,
     Dispatching,
     DispatchNext,
     FailDispatch,
-    FinishSession,
-    OpenSession,
     RanksAttached,
 )
+from strata.train.core.messages import AbortOperation, FinishSession, OpenSession, SubmitOperation
 from strata.train.core.sampling import Sample, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import TENANT, Server, step
@@ -33,16 +31,16 @@ class Sampling(Server):
 
     def __init__(self, **rules: int) -> None:
         super().__init__(**rules)
-        self.ask(OpenSession(TENANT, "s", self.now_s))
+        self.ask(ClientCommand(TENANT, OpenSession("s"), self.now_s))
         self.ask(RanksAttached("g"))
 
     def base(self, number: int = 0) -> str:
         sampler_id = f"s:sample:{number}"
-        self.ask(Accept(TENANT, ops.OpenSampler(sampler_id, "tiny"), self.now_s, "s"))
+        self.ask(ClientCommand(TENANT, SubmitOperation(ops.OpenSampler(sampler_id, "tiny"), "s"), self.now_s))
         return sampler_id
 
     def sample(self, sampler_id: str, seq: int = 0, prompt: bytes = b"abcd") -> str:
-        self.ask(Accept(TENANT, wanted(sampler_id, seq, prompt), self.now_s))
+        self.ask(ClientCommand(TENANT, SubmitOperation(wanted(sampler_id, seq, prompt)), self.now_s))
         return f"{sampler_id}:{seq}"
 
     def next(self) -> Dispatch | None:
@@ -149,7 +147,7 @@ def test_a_request_that_is_given_up_ends_at_once_and_the_ranks_are_told_with_the
     server = Sampling()
     sample = server.sample(server.opened())
     quantum = server.quantum()
-    server.ask(Abort(TENANT, sample, server.now_s))
+    server.ask(ClientCommand(TENANT, AbortOperation(sample), server.now_s))
     assert server.status(sample) is FutureStatus.CANCELLED
     server.sampled(quantum, [sample])
     assert server.status(sample) is FutureStatus.CANCELLED
@@ -179,12 +177,14 @@ def test_too_many_that_wait_are_refused_and_the_same_again_is_the_same() -> None
     sampler = server.opened()
     server.sample(sampler, 0)
     server.sample(sampler, 1)
-    refused = server.refusal(Accept(TENANT, wanted(sampler, 2), server.now_s))
+    refused = server.refusal(ClientCommand(TENANT, SubmitOperation(wanted(sampler, 2)), server.now_s))
     assert refused.code is Code.EXHAUSTED
     server.sample(sampler, 1)
-    other = server.refusal(Accept(TENANT, wanted(sampler, 1, b"efgh"), server.now_s))
+    other = server.refusal(ClientCommand(TENANT, SubmitOperation(wanted(sampler, 1, b"efgh")), server.now_s))
     assert other.code is Code.CONFLICT
-    assert server.refusal(Accept("bob", wanted(sampler, 3), server.now_s)).code is Code.NOT_FOUND
+    assert (
+        server.refusal(ClientCommand("bob", SubmitOperation(wanted(sampler, 3)), server.now_s)).code is Code.NOT_FOUND
+    )
 
 
 def test_the_sampler_that_is_longest_unused_makes_room_and_none_that_is_waited_for() -> None:
@@ -202,7 +202,7 @@ def test_the_sampler_that_is_longest_unused_makes_room_and_none_that_is_waited_f
         assert told.close == (gone,)
         server.answer_one(told)
     assert server.status(long) is FutureStatus.DISPATCHED
-    assert server.refusal(Accept(TENANT, wanted(used, 1), server.now_s)).code is Code.NOT_FOUND
+    assert server.refusal(ClientCommand(TENANT, SubmitOperation(wanted(used, 1)), server.now_s)).code is Code.NOT_FOUND
 
 
 def test_a_finished_session_gives_up_its_samples() -> None:
@@ -211,6 +211,9 @@ def test_a_finished_session_gives_up_its_samples() -> None:
     running = server.sample(sampler, 0)
     server.quantum()
     waiting = server.sample(sampler, 1)
-    server.ask(FinishSession(TENANT, "s", "success", server.now_s))
+    server.ask(ClientCommand(TENANT, FinishSession("s", "success"), server.now_s))
     assert {server.status(each) for each in (running, waiting)} == {FutureStatus.CANCELLED}
-    assert server.refusal(Accept(TENANT, wanted(sampler, 2), server.now_s)).code is Code.PRECONDITION
+    assert (
+        server.refusal(ClientCommand(TENANT, SubmitOperation(wanted(sampler, 2)), server.now_s)).code
+        is Code.PRECONDITION
+    )

@@ -9,13 +9,14 @@ from strata.train.core import ops
 from strata.train.core.checkpoint_retention import retained_folders
 from strata.train.core.facts import SnapshotAbandoned, SnapshotCommitted, SnapshotRejected
 from strata.train.core.inputs import (
+    ClientCommand,
     CommitSnapshot,
     CompleteSnapshotCopy,
     Decision,
-    DeleteCheckpoint,
     RanksAttached,
     RejectSnapshot,
 )
+from strata.train.core.messages import DeleteCheckpoint
 from strata.train.core.snapshots import due_reason, pending_operations, recovery_point, replay_starts
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import TENANT, Server, forward_backward, step
@@ -249,7 +250,7 @@ def test_files_that_ranks_read_after_a_snapshot_and_wrote_before_it_stay_when_th
     loaded = server.dispatch()
     assert loaded is not None
     server.answer(loaded, [ops.WeightsLoaded("path")])
-    server.ask(DeleteCheckpoint(TENANT, model, "weights", "mine"))
+    server.ask(ClientCommand(TENANT, DeleteCheckpoint(model, "weights", "mine"), 0.0))
     assert saved.path in retained_folders(server.state)
     for seq in (4, 5):
         commit(server, taken(server).number)

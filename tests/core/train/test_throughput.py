@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from strata.train.core import ops
-from strata.train.core.inputs import Accept, RanksAttached
-from strata.train.core.messages import QueueState
+from strata.train.core.inputs import ClientCommand, RanksAttached
+from strata.train.core.messages import QueueState, SubmitOperation
 from strata.train.core.overview import running_dispatches, tenant_rows
 from strata.train.core.sampling import Sample, SampleParams
 from strata.train.core.scheduler import QueuedOperation
@@ -37,7 +37,9 @@ def with_a_quantum_at_the_ranks() -> tuple[Server, list[str]]:
     model = server.model()
     server.ask(RanksAttached("g"))
     sampler = f"session-{TENANT}:sample:0"
-    server.ask(Accept(TENANT, ops.OpenSampler(sampler, "tiny"), server.now_s, f"session-{TENANT}"))
+    server.ask(
+        ClientCommand(TENANT, SubmitOperation(ops.OpenSampler(sampler, "tiny"), f"session-{TENANT}"), server.now_s)
+    )
     server.answer(dispatched(server), [ops.SamplerOpened(sampler)])
     server.accept(Sample(sampler, 0, b"abcd", SampleParams(max_tokens=8)))
     quantum = dispatched(server)

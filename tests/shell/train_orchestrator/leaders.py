@@ -8,8 +8,9 @@ from strata.base.clock import Clock, SystemClock
 from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
 from strata.train.core import ops
-from strata.train.core.inputs import Accept, OpenSession
+from strata.train.core.inputs import ClientCommand
 from strata.train.core.machine import TrainMachine
+from strata.train.core.messages import OpenSession, SubmitOperation
 from strata.train.core.state import Rules
 from strata.train.orchestrator.state_store import StateStore, TrainReplica
 from strata.train.settings import ServerSettings, load_settings
@@ -30,8 +31,10 @@ async def leading(journal: MemoryJournal, clock: Clock | None = None) -> StateSt
 
 async def with_a_model(journal: MemoryJournal) -> StateStore:
     store = await leading(journal)
-    await store.commit(OpenSession("alice", "s", 0.0))
-    await store.commit(Accept("alice", ops.CreateModel("s:train:0", "tiny", ops.LoraConfig()), 0.0, "s"))
+    await store.commit(ClientCommand("alice", OpenSession("s"), 0.0))
+    await store.commit(
+        ClientCommand("alice", SubmitOperation(ops.CreateModel("s:train:0", "tiny", ops.LoraConfig()), "s"), 0.0)
+    )
     return store
 
 

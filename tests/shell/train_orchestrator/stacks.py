@@ -11,13 +11,13 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from strata.base.clock import SystemClock
 from strata.journal.open import open_journal
 from strata.journal.port import Snapshot
 from strata.train.core import messages, ops
-from strata.train.core.messages import OrchestratorRequest, RequestType
+from strata.train.core.messages import OrchestratorRequest
 from strata.train.link.api import OrchestratorClient
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings, load_settings
@@ -132,32 +132,23 @@ class Stack:
 
     # Questions
 
-    async def ask(self, kind: type[Asked], request_type: RequestType, tenant: str = TENANT, **fields: Any) -> Asked:
-        request = OrchestratorRequest(f"q{next(self._questions)}", request_type, tenant, **fields)
-        output = await self.client.request(request, timeout_s=REPLY_TIMEOUT_S)
+    async def look(self, kind: type[Asked], body: messages.Command | messages.Query, tenant: str = TENANT) -> Asked:
+        output = await self._ask(body, tenant)
         assert isinstance(output, kind), output
         return output
 
-    async def look(self, kind: type[Asked], payload: messages.Utility, tenant: str = TENANT) -> Asked:
-        return await self.ask(kind, RequestType.UTILITY, tenant, payload=payload)
+    async def _ask(self, body: messages.Command | messages.Query, tenant: str) -> messages.Output:
+        request = OrchestratorRequest(f"q{next(self._questions)}", tenant, body)
+        return await self.client.request(request, timeout_s=REPLY_TIMEOUT_S)
 
     async def submit(self, operation: ops.Operation, tenant: str = TENANT, session_id: str = "") -> str:
-        accepted = await self.ask(
-            messages.Accepted, RequestType.ADD, tenant, operation=operation, session_id=session_id
-        )
-        return accepted.future_id
+        return (await self.look(messages.Accepted, messages.SubmitOperation(operation, session_id), tenant)).future_id
 
     async def refused(self, operation: ops.Operation, tenant: str = TENANT) -> messages.ErrorResponse:
-        return await self.ask(messages.ErrorResponse, RequestType.ADD, tenant, operation=operation)
+        return await self.look(messages.ErrorResponse, messages.SubmitOperation(operation), tenant)
 
     async def watch(self, future_id: str, wait_s: float = 0.0, tenant: str = TENANT) -> messages.Output:
-        request = OrchestratorRequest(
-            f"q{next(self._questions)}",
-            RequestType.UTILITY,
-            tenant,
-            payload=messages.WatchFuture(future_id, wait_s),
-        )
-        return await self.client.request(request, timeout_s=REPLY_TIMEOUT_S)
+        return await self._ask(messages.WatchFuture(future_id, wait_s), tenant)
 
     async def result(self, future_id: str, tenant: str = TENANT) -> ops.Result:
         async with asyncio.timeout(REPLY_TIMEOUT_S):

@@ -15,7 +15,7 @@ import zmq.asyncio
 from strata.base.errors import Code, StrataError
 from strata.testing.ports import port_of, reserve_port
 from strata.train.core import commands, messages
-from strata.train.core.messages import OrchestratorRequest, RequestType
+from strata.train.core.messages import OrchestratorRequest
 from strata.train.link.api import ApiLink, OrchestratorClient
 from strata.train.link.keys import LinkKeys, make_first_keys, make_keys, read_keys
 from strata.train.link.rank import ConnectRequest, RankConnection, RankLink, connect_rank
@@ -23,7 +23,7 @@ from strata.train.link.sockets import load_keys, own_address
 from strata.train.settings import ServerSettings
 from tests.shell.train_orchestrator.stacks import Stack
 
-QUESTION = OrchestratorRequest("q", RequestType.UTILITY, "alice", payload=messages.DescribeServer())
+QUESTION = OrchestratorRequest("q", "alice", messages.DescribeServer())
 REPLY_TIMEOUT_S = 20.0
 
 

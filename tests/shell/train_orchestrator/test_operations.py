@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from strata.base.errors import Code
 from strata.train.core import messages, ops
-from strata.train.core.messages import RequestType
 from tests.shell.train_orchestrator.stacks import TENANT, running
 
 SMALL = "max_running_requests = 1\nmax_pending_requests = 6\nmax_pending_per_tenant = 3"
@@ -127,7 +125,7 @@ async def test_what_waits_can_be_given_up(tmp_path: Path) -> None:
         model = await stack.model()
         await stack.submit(stack.batch(model, 1, [[1]], pretend_s=0.3))
         given_up = await stack.submit(stack.step(model, 2))
-        await stack.ask(messages.Done, RequestType.ABORT, payload=messages.Abort(given_up))
+        await stack.look(messages.Done, messages.AbortOperation(given_up))
         assert isinstance(await stack.result(await stack.submit(stack.step(model, 3))), ops.StepDone)
         result = await stack.result(given_up)
         assert isinstance(result, ops.Failed)
@@ -166,12 +164,3 @@ async def test_models_sessions_server_and_health_are_described(tmp_path: Path) -
         health = await stack.look(messages.HealthReport, messages.CheckHealth())
         assert (health.status, list(health.ranks)) == ("healthy", [0, 1])
         assert (await stack.look(messages.ServerView, messages.DescribeServer())).world_size == 2
-
-
-@pytest.mark.parametrize("request_type", list(RequestType))
-async def test_a_request_without_its_content_is_refused_and_not_an_end(
-    tmp_path: Path, request_type: RequestType
-) -> None:
-    async with running(tmp_path) as stack:
-        assert (await stack.ask(messages.ErrorResponse, request_type)).code is Code.INVALID
-        assert (await stack.look(messages.ServerView, messages.DescribeServer())).ready

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from strata.base.errors import Code
 from strata.train.core import messages, ops, status
-from strata.train.core.messages import RequestType
 from tests.shell.train_orchestrator.stacks import REPLY_TIMEOUT_S, Stack, running
 
 
@@ -49,15 +48,15 @@ async def test_every_question_that_names_something_of_a_session_is_a_sign_of_its
         models = {name: await stack.model(tenant=name) for name in names}
         held = await stack.submit(stack.step(models["given-up"], 2), "given-up")
         # There are none. Somebody asked all the same.
-        refused: dict[str, messages.Utility] = {
+        refused: dict[str, messages.Command | messages.Query] = {
             "checkpoint": messages.DescribeCheckpoint(models["checkpoint"], "weights", "none"),
             "forever": messages.SetCheckpointTtl(models["forever"], "weights", "none", None),
         }
         # Whatever else is silent was so before this one.
         gone = await stack.model(tenant="gone")
         while (await session_of(stack, "gone")).finished is None:
-            await stack.ask(messages.Done, RequestType.ABORT, "given-up", payload=messages.Abort(held))
-            await stack.look(status.TimelineView, status.DescribeTimeline(f"{models['timed']}:create"), "timed")
+            await stack.look(messages.Done, messages.AbortOperation(held), "given-up")
+            await stack.look(status.TimelineView, messages.DescribeTimeline(f"{models['timed']}:create"), "timed")
             await stack.look(messages.SessionList, messages.ListSessions("session-shown"), "shown")
             await stack.look(messages.CheckpointList, messages.ListCheckpoints(models["listed"]), "listed")
             for tenant, asked in refused.items():

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import get_args
 
 from strata.base.clock import SystemClock
 from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
 from strata.train.core import messages, ops
-from strata.train.core.inputs import (
-    Abort,
-    Accept,
-    CompleteDispatch,
-    Dispatching,
-    DispatchNext,
-    FailDispatch,
-    OpenSession,
-)
+from strata.train.core.inputs import ClientCommand, CompleteDispatch, Dispatching, DispatchNext, FailDispatch
 from strata.train.core.machine import TrainMachine
+from strata.train.core.messages import AbortOperation, OpenSession, SubmitOperation
 from strata.train.core.state import Rules
 from strata.train.core.throughput import ThroughputEstimate
 from strata.train.link.ports import Links, ZmqLinks
@@ -44,9 +38,11 @@ async def leading() -> StateStore:
 async def test_a_dispatch_that_is_given_up_does_not_make_the_answers_before_it_durable() -> None:
     """Rank 0 would forget the answer of the first, and whoever asks for it again would never get it."""
     store = await leading()
-    await store.commit(OpenSession("alice", "s", 0.0))
-    await store.commit(Accept("alice", ops.CreateModel(MODEL, "tiny", ops.LoraConfig()), 0.0, "s"))
-    await store.commit(Accept("alice", ops.OptimStep(MODEL, 1, ops.AdamParams()), 0.0))
+    await store.commit(ClientCommand("alice", OpenSession("s"), 0.0))
+    await store.commit(
+        ClientCommand("alice", SubmitOperation(ops.CreateModel(MODEL, "tiny", ops.LoraConfig()), "s"), 0.0)
+    )
+    await store.commit(ClientCommand("alice", SubmitOperation(ops.OptimStep(MODEL, 1, ops.AdamParams())), 0.0))
     for number in (1, 2):
         outcome = await store.commit(DispatchNext(1, 100, 0.0))
         assert isinstance(outcome.reply, Dispatching)
@@ -60,22 +56,29 @@ async def test_a_dispatch_that_is_given_up_does_not_make_the_answers_before_it_d
 async def test_a_failure_is_told_only_when_it_is_durable(tmp_path: Path) -> None:
     """It is decided here and kept nowhere else: the next leader would give the operation another end."""
     store = await leading()
-    await store.commit(OpenSession("alice", "s", 0.0))
-    await store.commit(Accept("alice", ops.CreateModel(MODEL, "tiny", ops.LoraConfig()), 0.0, "s"))
-    await store.commit(Accept("alice", ops.OptimStep(MODEL, 1, ops.AdamParams()), 0.0))
-    request = messages.OrchestratorRequest(
-        "q", messages.RequestType.UTILITY, "alice", payload=messages.WatchFuture(f"{MODEL}:1", 0.0)
+    await store.commit(ClientCommand("alice", OpenSession("s"), 0.0))
+    await store.commit(
+        ClientCommand("alice", SubmitOperation(ops.CreateModel(MODEL, "tiny", ops.LoraConfig()), "s"), 0.0)
     )
+    await store.commit(ClientCommand("alice", SubmitOperation(ops.OptimStep(MODEL, 1, ops.AdamParams())), 0.0))
+    request = messages.OrchestratorRequest("q", "alice", messages.WatchFuture(f"{MODEL}:1", 0.0))
     settings = settings_in(tmp_path)
     with closing(ZmqLinks(settings)) as links:
         handler = RequestHandler(context_on(store, settings, links), lambda: None)
-        _, durable = store.submit_nowait(Abort("alice", f"{MODEL}:1", store.clock.wall_s()))
+        _, durable = store.submit_nowait(ClientCommand("alice", AbortOperation(f"{MODEL}:1"), store.clock.wall_s()))
         assert durable is not None
         assert not durable.done()
         output = await handler.handle(request)
     assert isinstance(output, messages.FutureResult)
     assert isinstance(output.result, ops.Failed)
     assert durable.done()
+
+
+async def test_every_query_has_a_handler(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    with closing(ZmqLinks(settings)) as links:
+        handler = RequestHandler(context_on(await leading(), settings, links), lambda: None)
+    assert set(handler.queries) == set(get_args(messages.Query))
 
 
 def settings_in(folder: Path) -> ServerSettings:

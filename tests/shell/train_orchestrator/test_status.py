@@ -12,11 +12,11 @@ from tests.shell.train_orchestrator.stacks import TENANT, Stack, running
 
 
 async def told(stack: Stack) -> status.ServerStatus:
-    return (await stack.look(status.StatusView, status.DescribeStatus(everything=True))).status
+    return (await stack.look(status.StatusView, messages.DescribeStatus(everything=True))).status
 
 
 async def metric(stack: Stack, name: str) -> float:
-    text = (await stack.look(status.MetricsView, status.ReadMetrics(everything=True))).text.decode()
+    text = (await stack.look(status.MetricsView, messages.ReadMetrics(everything=True))).text.decode()
     return {each.name: each.value for family in text_string_to_metric_families(text) for each in family.samples}[name]
 
 
@@ -55,7 +55,7 @@ async def test_what_runs_is_told_with_what_waits_behind_it(tmp_path: Path) -> No
         assert (now.ranks.state, [each.kind for each in now.running]) == ("busy", ["forward_backward"])
         (row,) = now.tenants
         assert (row.tenant, row.waiting, row.held, row.running) == (TENANT, 3, 1, 1)
-        line = (await stack.look(status.TimelineView, status.DescribeTimeline(first))).timeline
+        line = (await stack.look(status.TimelineView, messages.DescribeTimeline(first))).timeline
         assert (line.outcome, line.sent_at_s is not None, line.answered_at_s) == ("", True, None)
 
 
@@ -69,5 +69,5 @@ async def test_of_an_operation_before_a_restart_there_is_a_result_and_no_times(t
         await stack.orchestrator.kill()
         await stack.start_orchestrator()
         await stack.result(future_id)
-        refused = await stack.look(messages.ErrorResponse, status.DescribeTimeline(future_id))
+        refused = await stack.look(messages.ErrorResponse, messages.DescribeTimeline(future_id))
         assert refused.code is Code.GONE

@@ -15,7 +15,8 @@ from strata.testing.fake_ranks import FakeRanks
 from strata.train.core import decide, future, ops, sampling_slices
 from strata.train.core.facts import OperationFinished
 from strata.train.core.future import OPEN, FutureStore, OperationFuture
-from strata.train.core.inputs import Abort, Accept, Decision, DispatchNext, Done, Input, RanksAttached
+from strata.train.core.inputs import ClientCommand, Decision, DispatchNext, Input, RanksAttached
+from strata.train.core.messages import AbortOperation, Done, SubmitOperation
 from strata.train.core.scheduler import QueuedOperation, Scheduler
 from strata.train.core.sequence import SequenceCheck, SequenceWindow
 from strata.train.core.state import TrainState
@@ -28,9 +29,9 @@ from strata.train.orchestrator.state_store import StateStore
 Ablation = tuple[Any, str, Callable[..., Any]]
 
 
-def _not_awaited(kind: type[Input]) -> Callable[..., Any]:
+def _not_awaited(kind: type[DispatchNext | SubmitOperation]) -> Callable[..., Any]:
     async def commit(self: StateStore, given: Input) -> Decision:
-        if not isinstance(given, kind):
+        if not isinstance(given.command if isinstance(given, ClientCommand) else given, kind):
             return await _commit(self, given)
         decision, durable = self.submit_nowait(given)
         if durable is not None:
@@ -87,12 +88,12 @@ def _soon_overdue(self: FutureStore, now_s: float, *, ttl_s: float, keep: int) -
     return _overdue(self, now_s, ttl_s=ttl_s / 20, keep=keep)
 
 
-def _given_up_while_it_runs(state: TrainState, given: Abort) -> Decision:
-    found = find_future(state, given.tenant, given.future_id)
+def _given_up_while_it_runs(state: TrainState, tenant: str, command: AbortOperation, at_s: float) -> Decision:
+    found = find_future(state, tenant, command.future_id)
     if found.status not in OPEN or not isinstance(found.operation, ops.Sequenced):
-        return _abort(state, given)
+        return _abort(state, tenant, command, at_s)
     result = ops.Failed("cancelled", "given up by the client")
-    return Decision(Done(), (OperationFinished(given.future_id, result, given.at_s),), (given.future_id,))
+    return Decision(Done(), (OperationFinished(command.future_id, result, at_s),), (command.future_id,))
 
 
 async def _at_once(self: RequestHandler) -> None:
@@ -130,7 +131,7 @@ _abort = decide._abort
 
 SEAMS: dict[str, list[Ablation]] = {
     "ranks are told what is not durable": [(StateStore, "commit", _not_awaited(DispatchNext))],
-    "clients hear of what is not durable": [(StateStore, "commit", _not_awaited(Accept))],
+    "clients hear of what is not durable": [(StateStore, "commit", _not_awaited(SubmitOperation))],
     "operations of a model run as they come": [(SequenceWindow, "release", _as_they_come)],
     "a number may be used for two operations": [(SequenceWindow, "check", _any_content)],
     "what is told again is composed anew": [(rank_session, "completed_dispatches", _composed_anew)],

@@ -12,7 +12,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
-from strata.train.core.messages import OrchestratorRequest, RequestType
+from strata.train.core.messages import OrchestratorRequest
 from strata.train.core.sampling import Sample, SampleParams
 from tests.sim.train.books import Books, Entry
 from tests.sim.train.wires import TrainWorld
@@ -56,13 +56,11 @@ class Caller:
                 continue
             return output
 
-    async def look(self, question: messages.Utility, wait_s: float = 0.0) -> messages.Output:
-        return await self.ask(OrchestratorRequest("", RequestType.UTILITY, self.tenant, payload=question), wait_s)
+    async def look(self, body: messages.Command | messages.Query, wait_s: float = 0.0) -> messages.Output:
+        return await self.ask(OrchestratorRequest("", self.tenant, body), wait_s)
 
     async def add(self, operation: ops.Operation, session_id: str = "") -> messages.Output:
-        return await self.ask(
-            OrchestratorRequest("", RequestType.ADD, self.tenant, operation=operation, session_id=session_id)
-        )
+        return await self.look(messages.SubmitOperation(operation, session_id))
 
     async def send(self, operation: ops.Operation, session_id: str = "") -> str:
         """Send until it is accepted; its future."""
@@ -92,9 +90,7 @@ class Caller:
 
     async def abort(self, future_id: str) -> None:
         self.books.entries[future_id].may_cancel = True
-        output = await self.ask(
-            OrchestratorRequest("", RequestType.ABORT, self.tenant, payload=messages.Abort(future_id))
-        )
+        output = await self.look(messages.AbortOperation(future_id))
         fine = isinstance(output, messages.Done) or (
             isinstance(output, messages.ErrorResponse)
             and (output.code is Code.PRECONDITION or (output.code is Code.GONE and self.books.may_be_gone(future_id)))
@@ -104,7 +100,7 @@ class Caller:
 
     async def pry(self, future_id: str, model_id: str) -> None:
         """Ask for what is somebody else's: to this tenant, it does not exist."""
-        looks: list[messages.Utility] = [messages.WatchFuture(future_id, 0.0), messages.DescribeModel(model_id)]
+        looks: list[messages.Query] = [messages.WatchFuture(future_id, 0.0), messages.DescribeModel(model_id)]
         asked = [await self.look(each) for each in looks]
         asked.append(await self.add(ops.AbortGradients(model_id, 1)))
         for output in asked:

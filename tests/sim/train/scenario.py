@@ -261,7 +261,7 @@ class Scenario:
             request = messages.decode_request(payload)
             self.asked += 1
             request = msgspec.structs.replace(request, request_id=f"question-{self.asked}")
-            wait_s = request.payload.wait_s if isinstance(request.payload, messages.WatchFuture) else 0.0
+            wait_s = request.body.wait_s if isinstance(request.body, messages.WatchFuture) else 0.0
             return messages.encode(await client.request(request, timeout_s=REPLY_TIMEOUT_S + wait_s))
 
         self.world.listen(answer)

@@ -21,7 +21,7 @@ from strata.identity.ports import IdentityStore
 from strata.identity.roles import CallerKind, Principal
 from strata.train.api.request_metrics import RequestMetrics
 from strata.train.core import messages, ops
-from strata.train.core.messages import OrchestratorRequest, RequestType
+from strata.train.core.messages import OrchestratorRequest
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings
 
@@ -77,48 +77,26 @@ class ApiCall(HttpCall[ApiContext]):
 
     async def submit(self, operation: ops.Operation, session_id: str = "") -> messages.Accepted:
         """Returns when the operation is durable."""
-        request = await self._build(RequestType.ADD, operation=operation, session_id=session_id)
-        return await self._send(request, messages.Accepted)
+        return await self.request(messages.SubmitOperation(operation, session_id), messages.Accepted)
 
     async def abort(self, future_id: str) -> None:
-        await self._send(await self._build(RequestType.ABORT, messages.Abort(future_id)), messages.Done)
+        await self.request(messages.AbortOperation(future_id), messages.Done)
 
-    async def request(self, message: messages.Utility, kind: type[T]) -> T:
-        """The reply to a message that is no operation."""
-        return await self._send(await self._build(RequestType.UTILITY, message), kind)
+    async def request(self, message: messages.Command | messages.Query, kind: type[T]) -> T:
+        """The response to a command or a query that does not wait."""
+        return _expected(await self._exchange(message, 0.0), kind)
 
     async def watch(self, future_id: str, wait_s: float) -> messages.FutureResult | messages.QueuePosition:
         """The result of an operation, or where it stands when the time is over."""
-        request = await self._build(RequestType.UTILITY, messages.WatchFuture(future_id, wait_s))
-        output = await self._exchange(request, wait_s)
+        output = await self._exchange(messages.WatchFuture(future_id, wait_s), wait_s)
         return output if isinstance(output, messages.QueuePosition) else _expected(output, messages.FutureResult)
 
     async def watch_samples(self, watch: messages.WatchSamples) -> messages.SamplesEnded:
         """Samples of one sampler that ended meanwhile, none if the time is over."""
-        output = await self._exchange(await self._build(RequestType.UTILITY, watch), watch.wait_s)
-        return _expected(output, messages.SamplesEnded)
+        return _expected(await self._exchange(watch, watch.wait_s), messages.SamplesEnded)
 
-    async def _build(
-        self,
-        request_type: RequestType,
-        payload: messages.Abort | messages.Utility | None = None,
-        *,
-        operation: ops.Operation | None = None,
-        session_id: str = "",
-    ) -> OrchestratorRequest:
-        return OrchestratorRequest(
-            request_id=secrets.token_hex(12),
-            request_type=request_type,
-            tenant=await self.context.tenant(self.caller),
-            operation=operation,
-            payload=payload,
-            session_id=session_id,
-        )
-
-    async def _send(self, request: OrchestratorRequest, kind: type[T]) -> T:
-        return _expected(await self._exchange(request, 0.0), kind)
-
-    async def _exchange(self, request: OrchestratorRequest, wait_s: float) -> messages.Output:
+    async def _exchange(self, message: messages.Command | messages.Query, wait_s: float) -> messages.Output:
+        request = OrchestratorRequest(secrets.token_hex(12), await self.context.tenant(self.caller), message)
         output = await self.context.orchestrator.request(request, timeout_s=self.context.reply_timeout_s + wait_s)
         if isinstance(output, messages.ErrorResponse):
             raise StrataError(output.code, output.message, hint=output.hint)

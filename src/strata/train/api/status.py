@@ -9,7 +9,7 @@ import msgspec
 from strata.http.route import KIB, OPERATOR, VIEWER, RawReply, Route
 from strata.identity.roles import Role
 from strata.train.api.context import ApiCall
-from strata.train.core import status
+from strata.train.core import messages, status
 from strata.train.metrics import MEDIA_TYPE
 from strata.train.wire.timeline import TimelineReply, chrome_trace, timeline_reply
 
@@ -21,25 +21,25 @@ def _everything(call: ApiCall) -> bool:
 
 async def show(call: ApiCall) -> status.ServerStatus:
     """What the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by name"""
-    found = await call.request(status.DescribeStatus(_everything(call)), status.StatusView)
+    found = await call.request(messages.DescribeStatus(_everything(call)), status.StatusView)
     return found.status
 
 
 async def timeline(call: ApiCall) -> TimelineReply:
     """When an operation was where: held, queued, packed, at the ranks; 410 once that is not kept any longer"""
-    asked = status.DescribeTimeline(call.path["request_id"])
+    asked = messages.DescribeTimeline(call.path["request_id"])
     return timeline_reply((await call.request(asked, status.TimelineView)).timeline)
 
 
 async def trace(call: ApiCall) -> RawReply:
     """The same of all operations that it is kept of, as a trace for Perfetto"""
-    found = await call.request(status.ListTimelines(), status.TimelinesView)
+    found = await call.request(messages.ListTimelines(), status.TimelinesView)
     return RawReply(await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(found.timelines))))
 
 
 async def metrics(call: ApiCall) -> RawReply:
     """Metrics for Prometheus; queues of other tenants as one, for operators by name"""
-    found = await call.request(status.ReadMetrics(_everything(call)), status.MetricsView)
+    found = await call.request(messages.ReadMetrics(_everything(call)), status.MetricsView)
     return RawReply(found.text + call.context.requests.expose(), media_type=MEDIA_TYPE)
 
 

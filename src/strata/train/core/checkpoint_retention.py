@@ -15,16 +15,8 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.facts import CheckpointDeleted, CheckpointImported, CheckpointTtlSet, Dispatched
-from strata.train.core.inputs import (
-    Decision,
-    DeleteCheckpoint,
-    DeleteExpiredCheckpoints,
-    Done,
-    ImportCheckpoint,
-    Removed,
-    Retained,
-    SetCheckpointTtl,
-)
+from strata.train.core.inputs import Decision, DeleteExpiredCheckpoints
+from strata.train.core.messages import DeleteCheckpoint, Done, ImportCheckpoint, SetCheckpointTtl
 from strata.train.core.sequence import SequenceWindow
 from strata.train.core.snapshots import replay_starts
 from strata.train.core.state import (
@@ -137,7 +129,8 @@ def delete_expired(state: TrainState, given: DeleteExpiredCheckpoints) -> Decisi
         for checkpoint in _surplus(state, state.rules.keep_checkpoints, set(facts)):
             if checkpoint.path not in in_use:
                 facts[key_of(checkpoint.operation)] = _deleted(checkpoint, SUPERSEDED)
-    return Decision(Retained([state.checkpoints[key].path for key in facts]), tuple(facts.values()))
+    folders = tuple(state.checkpoints[key].path for key in facts)
+    return Decision(Done(), tuple(facts.values()), deleted_folders=folders)
 
 
 def _is_initial(checkpoint: ModelCheckpoint) -> bool:
@@ -179,33 +172,33 @@ def _deleted(checkpoint: ModelCheckpoint, reason: str) -> CheckpointDeleted:
     return CheckpointDeleted(operation.model_id, operation.kind, operation.name, reason)
 
 
-def delete(state: TrainState, given: DeleteCheckpoint) -> Decision:
-    checkpoint = find_checkpoint(state, given.tenant, given.run_id, given.kind, given.name)
+def delete(state: TrainState, tenant: str, command: DeleteCheckpoint) -> Decision:
+    checkpoint = find_checkpoint(state, tenant, command.run_id, command.kind, command.name)
     _reject_initial(checkpoint)
     if any(dispatch.path == checkpoint.path for dispatch in state.dispatches.values()):
         # Without its files a load in flight would fail, and succeed in a replay that saves the checkpoint again.
         raise StrataError(Code.UNAVAILABLE, "the checkpoint is being loaded", hint="delete it later")
-    return Decision(Removed(checkpoint.path), (CheckpointDeleted(given.run_id, given.kind, given.name),))
+    fact = CheckpointDeleted(command.run_id, command.kind, command.name)
+    return Decision(Done(), (fact,), deleted_folders=(checkpoint.path,))
 
 
-def set_ttl(state: TrainState, given: SetCheckpointTtl) -> Decision:
+def set_ttl(state: TrainState, tenant: str, command: SetCheckpointTtl, at_s: float) -> Decision:
     """The TTL counts from now, not from when it was saved."""
-    _reject_initial(find_checkpoint(state, given.tenant, given.run_id, given.kind, given.name))
-    expires_at_s = None if given.ttl_s is None else given.at_s + given.ttl_s
-    return Decision(Done(), (CheckpointTtlSet(given.run_id, given.kind, given.name, expires_at_s),))
+    _reject_initial(find_checkpoint(state, tenant, command.run_id, command.kind, command.name))
+    expires_at_s = None if command.ttl_s is None else at_s + command.ttl_s
+    return Decision(Done(), (CheckpointTtlSet(command.run_id, command.kind, command.name, expires_at_s),))
 
 
-def import_checkpoint(state: TrainState, given: ImportCheckpoint) -> Decision:
+def import_checkpoint(state: TrainState, tenant: str, command: ImportCheckpoint, at_s: float) -> Decision:
     """Idempotent: the same again is the same checkpoint."""
-    create, operation = given.create, given.operation
-    if create.model_id != operation.model_id or not (is_name(create.model_id) and is_name(operation.name)):
+    create, operation = command.create(), command.save()
+    if not (is_name(create.model_id) and is_name(operation.name)):
         raise StrataError(Code.INVALID, f"{operation.name!r} cannot name a checkpoint: use letters, digits and . _ -")
     if operation.name == INITIAL:
         raise StrataError(Code.INVALID, f"the name {INITIAL} is taken by the first checkpoint of every model")
     run = state.models.get(create.model_id)
-    if run is not None and run.tenant != given.tenant:
+    if run is not None and run.tenant != tenant:
         raise StrataError(Code.CONFLICT, f"there is a run {create.model_id!r} already")
     if key_of(operation) in state.checkpoints:
         return Decision(Done())
-    fact = CheckpointImported(given.tenant, create, operation, folder_of(operation), given.at_s)
-    return Decision(Done(), (fact,))
+    return Decision(Done(), (CheckpointImported(tenant, create, operation, folder_of(operation), at_s),))

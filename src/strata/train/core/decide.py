@@ -1,7 +1,7 @@
-"""What becomes true: every decision of the orchestrator, from the state and an input alone.
+"""`decide`: every decision of the orchestrator, from the state and an input alone.
 
-A refusal is an error and leaves nothing behind. That is only for requests that take no number: an operation that has
-one is accepted even if it cannot work, and fails when its turn comes, because its client counts on after it.
+A rejection is an error and leaves nothing behind. Only requests without a sequence number are rejected: an operation
+that has one is accepted even if it cannot work, and fails in its turn, because its client continues to count.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from strata.train.core.facts import (
 )
 from strata.train.core.future import OPEN, FutureStatus
 from strata.train.core.inputs import (
-    Abort,
-    Accept,
-    AddEndpoint,
+    ClientCommand,
     CommitSnapshot,
     CompleteDispatch,
     CompletePush,
@@ -36,42 +34,43 @@ from strata.train.core.inputs import (
     CompleteSlice,
     CompleteSnapshotCopy,
     Decision,
-    DeleteCheckpoint,
     DeleteExpiredCheckpoints,
     DispatchNext,
-    Done,
     ExpireResults,
     FailDispatch,
-    FinishSession,
-    ImportCheckpoint,
     Input,
-    OpenSession,
     RanksAttached,
     RanksOutOfMemory,
     RejectSnapshot,
-    RemoveEndpoint,
     RequeueRouted,
     RouteSamples,
+)
+from strata.train.core.messages import (
+    AbortOperation,
+    Accepted,
+    AddEndpoint,
+    DeleteCheckpoint,
+    Done,
+    FinishSession,
+    ImportCheckpoint,
+    OpenSession,
+    RemoveEndpoint,
     SetCheckpointTtl,
-    Taken,
+    SubmitOperation,
 )
 from strata.train.core.sampling import Sample
 from strata.train.core.sequence import SequenceCheck
 from strata.train.core.state import INITIAL, ClientSession, ModelRecord, TrainState, future_id_of, is_name
 from strata.train.core.views import find_future, find_model, find_session
 
-# Structs with a mapping inside: the order in which a client wrote its keys is not a difference.
+# Digests ignore the order in which a client wrote the keys of a mapping.
 _canonical: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 def decide(state: TrainState, given: Input) -> Decision:  # noqa: C901, PLR0911, PLR0912 - one arm per input
     match given:
-        case OpenSession():
-            return _open_session(state, given)
-        case FinishSession():
-            return _finish_session(state, given)
-        case Accept():
-            return _accept(state, given)
+        case ClientCommand():
+            return _decide_command(state, given)
         case DispatchNext():
             return dispatching.dispatch_next(state, given)
         case CompleteDispatch():
@@ -90,109 +89,127 @@ def decide(state: TrainState, given: Input) -> Decision:  # noqa: C901, PLR0911,
             return memory.fail_oversized(state, given)
         case FailDispatch():
             return _fail_dispatch(state, given)
-        case Abort():
-            return _abort(state, given)
-        case DeleteCheckpoint():
-            return checkpoint_retention.delete(state, given)
-        case SetCheckpointTtl():
-            return checkpoint_retention.set_ttl(state, given)
-        case ImportCheckpoint():
-            return checkpoint_retention.import_checkpoint(state, given)
         case DeleteExpiredCheckpoints():
             return checkpoint_retention.delete_expired(state, given)
         case ExpireResults():
             rules = state.rules
             until_s = state.futures.overdue(given.at_s, ttl_s=rules.result_ttl_s, keep=rules.max_kept_results)
             return Decision(Done(), () if until_s is None else (ResultsExpired(until_s),))
-        case AddEndpoint() | RemoveEndpoint() | CompletePush() | RouteSamples() | CompleteRouted() | RequeueRouted():
+        case CompletePush() | RouteSamples() | CompleteRouted() | RequeueRouted():
             return publishing.decide(state, given)
         case _:
             assert_never(given)
+
+
+def _decide_command(state: TrainState, given: ClientCommand) -> Decision:  # noqa: PLR0911 - one arm per command
+    tenant, command, at_s = given.tenant, given.command, given.at_s
+    match command:
+        case SubmitOperation():
+            return _submit(state, tenant, command, at_s)
+        case AbortOperation():
+            return _abort(state, tenant, command, at_s)
+        case OpenSession():
+            return _open_session(state, tenant, command, at_s)
+        case FinishSession():
+            return _finish_session(state, tenant, command, at_s)
+        case DeleteCheckpoint():
+            return checkpoint_retention.delete(state, tenant, command)
+        case SetCheckpointTtl():
+            return checkpoint_retention.set_ttl(state, tenant, command, at_s)
+        case ImportCheckpoint():
+            return checkpoint_retention.import_checkpoint(state, tenant, command, at_s)
+        case AddEndpoint():
+            return publishing.add_endpoint(state, command, at_s)
+        case RemoveEndpoint():
+            return publishing.remove_endpoint(state, command)
+        case _:
+            assert_never(command)
 
 
 def digest_of(operation: ops.Operation) -> str:
     return sha256_hex(_canonical(operation))
 
 
-def _open_session(state: TrainState, given: OpenSession) -> Decision:
-    known = state.sessions.get(given.session_id)
-    if known is not None and known.tenant == given.tenant:
+def _open_session(state: TrainState, tenant: str, command: OpenSession, at_s: float) -> Decision:
+    existing = state.sessions.get(command.session_id)
+    if existing is not None and existing.tenant == tenant:
         return Decision(Done())
-    if known is not None or not is_name(given.session_id):
-        raise StrataError(Code.INVALID, f"{given.session_id!r} cannot name a session")
+    if existing is not None or not is_name(command.session_id):
+        raise StrataError(Code.INVALID, f"{command.session_id!r} cannot name a session")
     fact = SessionOpened(
-        given.session_id, given.tenant, given.at_s, given.tags, given.user_metadata or {}, given.sdk_version
+        command.session_id, tenant, at_s, tuple(command.tags), dict(command.user_metadata), command.sdk_version
     )
     return Decision(Done(), (fact,))
 
 
-def _finish_session(state: TrainState, given: FinishSession) -> Decision:
-    session = find_session(state, given.tenant, given.session_id)
+def _finish_session(state: TrainState, tenant: str, command: FinishSession, at_s: float) -> Decision:
+    session = find_session(state, tenant, command.session_id)
     if session.finished is not None:
         return Decision(Done())
-    facts: list[Fact] = [SessionFinished(given.session_id, given.reason, given.at_s)]
+    facts: list[Fact] = [SessionFinished(command.session_id, command.reason, at_s)]
     ended: list[str] = []
     for model_id in session.models:
         if not state.models[model_id].unloading:
-            unloading, cancelled = _unload(state, state.models[model_id], given.at_s)
+            unloading, cancelled = _unload(state, state.models[model_id], at_s)
             facts += unloading
             ended += cancelled
-    over = ops.Failed("cancelled", "the session was finished before it was sampled")
+    cancelled_result = ops.Failed("cancelled", "the session was finished before it was sampled")
     for sampler in state.samplers.values():
-        if sampler.session_id == given.session_id:
+        if sampler.session_id == command.session_id:
             samples = list(state.samples_of(sampler.sampler_id))
-            facts += [OperationFinished(future_id, over, given.at_s) for future_id in samples]
+            facts += [OperationFinished(future_id, cancelled_result, at_s) for future_id in samples]
             ended += samples
     return Decision(Done(), tuple(facts), tuple(ended))
 
 
-def _accept(state: TrainState, given: Accept) -> Decision:  # noqa: PLR0911 - one arm per kind
-    operation = given.operation
+def _submit(state: TrainState, tenant: str, command: SubmitOperation, at_s: float) -> Decision:  # noqa: PLR0911 - one arm per kind
+    operation = command.operation
     match operation:
         case ops.CreateModel():
-            return _accept_model(state, given, operation)
+            return _accept_model(state, tenant, operation, command.session_id, at_s)
         case ops.UnloadModel():
-            model = find_model(state, given.tenant, operation.model_id)
-            taken = Taken(future_id_of(operation, 0), model.model_id)
+            model = find_model(state, tenant, operation.model_id)
+            accepted = Accepted(future_id_of(operation, 0), model.model_id)
             if model.unloading:
-                return Decision(taken)
-            facts, ended = _unload(state, model, given.at_s)
-            return Decision(taken, tuple(facts), tuple(ended))
+                return Decision(accepted)
+            facts, ended = _unload(state, model, at_s)
+            return Decision(accepted, tuple(facts), tuple(ended))
         case ops.Sleep() | ops.Wake():
-            admit(state, given.tenant)
-            fact = _accepted(state, given.tenant, operation, given.at_s)
-            return Decision(Taken(fact.future_id, ""), (fact,))
+            admit(state, tenant)
+            fact = _accepted(state, tenant, operation, at_s)
+            return Decision(Accepted(fact.future_id, ""), (fact,))
         case ops.OpenSampler():
-            return sampling_slices.accept_sampler(state, given, operation, digest_of(operation))
+            fact = _accepted(state, tenant, operation, at_s)
+            return sampling_slices.accept_sampler(state, fact, operation, command.session_id)
         case Sample():
-            return sampling_slices.accept_sample(state, given, operation, digest_of(operation))
+            return sampling_slices.accept_sample(state, _accepted(state, tenant, operation, at_s), operation)
         case ops.LoadWeights() if operation.seq_id == 0:
-            return _accept_initial_load(state, given, operation)
+            return _accept_initial_load(state, tenant, operation, at_s)
         case _:
-            return _accept_sequenced(state, given, operation)
+            return _accept_sequenced(state, tenant, operation, at_s)
 
 
-def _accept_model(state: TrainState, given: Accept, operation: ops.CreateModel) -> Decision:
-    fact = _accepted(state, given.tenant, operation, given.at_s, given.session_id)
-    taken = Taken(fact.future_id, operation.model_id)
-    known = state.models.get(operation.model_id)
-    if known is not None:
-        find_model(state, given.tenant, operation.model_id)
-        if digest_of(known.create) != fact.digest:
+def _accept_model(state: TrainState, tenant: str, operation: ops.CreateModel, session_id: str, at_s: float) -> Decision:
+    fact = _accepted(state, tenant, operation, at_s, session_id)
+    accepted = Accepted(fact.future_id, operation.model_id)
+    existing = state.models.get(operation.model_id)
+    if existing is not None:
+        find_model(state, tenant, operation.model_id)
+        if digest_of(existing.create) != fact.digest:
             raise StrataError(Code.CONFLICT, f"model {operation.model_id!r} was created before, in another way")
-        return Decision(taken)
-    session = find_session(state, given.tenant, given.session_id)
+        return Decision(accepted)
+    session = find_session(state, tenant, session_id)
     if session.finished is not None:
         raise StrataError(Code.PRECONDITION, f"session {session.session_id!r} is finished")
     _check_model_id(session, operation.model_id)
     _check_base(state, operation.base_model)
-    admit(state, given.tenant)
-    admit_model(state, given.tenant)
+    admit(state, tenant)
+    admit_model(state, tenant)
     facts: list[Fact] = [fact]
     if state.rules.initial_checkpoint:
         first = ops.SaveWeights(model_id=operation.model_id, seq_id=0, kind="weights", name=INITIAL)
-        facts.append(_accepted(state, given.tenant, first, given.at_s))
-    return Decision(taken, tuple(facts))
+        facts.append(_accepted(state, tenant, first, at_s))
+    return Decision(accepted, tuple(facts))
 
 
 def _check_model_id(session: ClientSession, model_id: str) -> None:
@@ -202,7 +219,7 @@ def _check_model_id(session: ClientSession, model_id: str) -> None:
 
 
 def _check_base(state: TrainState, base_model: str) -> None:
-    """There is one base, and a client that asked for another would train the wrong one without a word."""
+    """There is one base model: a client that requested another would train the wrong one unnoticed."""
     served = state.rules.base_models
     if base_model not in served:
         raise StrataError(
@@ -210,42 +227,42 @@ def _check_base(state: TrainState, base_model: str) -> None:
         )
 
 
-def _accept_sequenced(state: TrainState, given: Accept, operation: ops.Sequenced) -> Decision:
-    model = find_model(state, given.tenant, operation.model_id)
-    fact = _accepted(state, given.tenant, operation, given.at_s)
-    taken = Taken(fact.future_id, model.model_id)
-    known = state.futures.get(fact.future_id)
-    check = model.line.check(operation.seq_id, fact.digest, known.digest if known else None)
+def _accept_sequenced(state: TrainState, tenant: str, operation: ops.Sequenced, at_s: float) -> Decision:
+    model = find_model(state, tenant, operation.model_id)
+    fact = _accepted(state, tenant, operation, at_s)
+    accepted = Accepted(fact.future_id, model.model_id)
+    existing = state.futures.get(fact.future_id)
+    check = model.line.check(operation.seq_id, fact.digest, existing.digest if existing else None)
     if check is SequenceCheck.DUPLICATE:
-        return Decision(taken)
+        return Decision(accepted)
     if model.unloading:
         raise StrataError(Code.GONE, f"model {model.model_id!r} was unloaded")
     if not _unblocks_held(state, model, operation.seq_id):
-        admit(state, given.tenant)
-    return Decision(taken, (fact,))
+        admit(state, tenant)
+    return Decision(accepted, (fact,))
 
 
-def _accept_initial_load(state: TrainState, given: Accept, operation: ops.LoadWeights) -> Decision:
+def _accept_initial_load(state: TrainState, tenant: str, operation: ops.LoadWeights, at_s: float) -> Decision:
     """A model that begins with saved weights: they are loaded before its operations, which its client counts from 1."""
-    model = find_model(state, given.tenant, operation.model_id)
-    fact = _accepted(state, given.tenant, operation, given.at_s)
-    taken = Taken(fact.future_id, model.model_id)
-    known = state.futures.get(fact.future_id)
-    if known is not None and known.digest == fact.digest:
-        return Decision(taken)
-    if known is not None or model.line.released or model.line.held:
+    model = find_model(state, tenant, operation.model_id)
+    fact = _accepted(state, tenant, operation, at_s)
+    accepted = Accepted(fact.future_id, model.model_id)
+    existing = state.futures.get(fact.future_id)
+    if existing is not None and existing.digest == fact.digest:
+        return Decision(accepted)
+    if existing is not None or model.line.released or model.line.held:
         raise StrataError(Code.CONFLICT, f"model {model.model_id!r} began in another way")
     if model.unloading:
         raise StrataError(Code.GONE, f"model {model.model_id!r} was unloaded")
-    admit(state, given.tenant)
-    return Decision(taken, (fact,))
+    admit(state, tenant)
+    return Decision(accepted, (fact,))
 
 
 def _unblocks_held(state: TrainState, model: ModelRecord, seq: int) -> bool:
-    """The one that others wait for: a queue full of those it holds up would never empty.
+    """Whether held operations wait for this one: a queue full of held operations would never drain without it.
 
-    One at a time. While the last one waits the queue does empty, and a client that sent a high number first has no more
-    room for the numbers below it than others have.
+    One at a time. While the last released one waits the queue does drain, and a client that sent a high number first
+    gets no more room for the numbers below it than others have.
     """
     last = state.futures.get(f"{model.model_id}:{model.line.released}")
     runs_out = last is None or last.status is not FutureStatus.PENDING
@@ -260,7 +277,7 @@ def _accepted(
 
 
 def _unload(state: TrainState, model: ModelRecord, at_s: float) -> tuple[list[Fact], list[str]]:
-    """After all that may still run. What a gap holds can never run now, and says so."""
+    """Unload after everything that may still run. Operations behind a gap can never run now, and are cancelled."""
     held = [f"{model.model_id}:{seq}" for seq in sorted(model.line.held)]
     result = ops.Failed("cancelled", "the model was unloaded before the operations before this one came")
     cancelled = [
@@ -283,7 +300,7 @@ def _complete_dispatch(state: TrainState, given: CompleteDispatch) -> Decision:
         results = [ops.Failed("server", wrong)] * len(dispatch.future_ids)
     push = publishing.push_after_save(state, dispatch, results, given.at_s)
     if push is not None and push.future_id:
-        # It ends when the endpoints have been told.
+        # The future ends when the push to the endpoints is complete.
         return Decision(Done(), (push,))
     facts = tuple(
         OperationFinished(future_id, result, given.at_s)
@@ -300,14 +317,14 @@ def _fail_dispatch(state: TrainState, given: FailDispatch) -> Decision:
     return Decision(Done(), (DispatchFailed(given.number, given.reason, given.at_s),), tuple(ended))
 
 
-def _abort(state: TrainState, given: Abort) -> Decision:
-    future = find_future(state, given.tenant, given.future_id)
-    sampled = isinstance(future.operation, Sample)
-    if future.status is FutureStatus.DISPATCHED and not sampled:
+def _abort(state: TrainState, tenant: str, command: AbortOperation, at_s: float) -> Decision:
+    future = find_future(state, tenant, command.future_id)
+    is_sample = isinstance(future.operation, Sample)
+    if future.status is FutureStatus.DISPATCHED and not is_sample:
         raise StrataError(Code.PRECONDITION, "it is running already and cannot be given up any more")
     if future.status not in OPEN:
         return Decision(Done())
-    if not sampled and not isinstance(future.operation, ops.Sequenced):
+    if not is_sample and not isinstance(future.operation, ops.Sequenced):
         raise StrataError(Code.PRECONDITION, f"{future.kind} cannot be given up: others rely on it")
-    result = ops.Failed("cancelled", given.reason)
-    return Decision(Done(), (OperationFinished(given.future_id, result, given.at_s),), (given.future_id,))
+    result = ops.Failed("cancelled", command.reason)
+    return Decision(Done(), (OperationFinished(command.future_id, result, at_s),), (command.future_id,))

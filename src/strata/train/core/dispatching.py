@@ -7,7 +7,8 @@ from typing import Final, NamedTuple
 from strata.base.errors import StrataError
 from strata.train.core import checkpoint_retention, ops, publishing, sampling_slices, snapshots
 from strata.train.core.facts import Dispatched, OperationFinished
-from strata.train.core.inputs import Decision, Dispatching, DispatchNext, Done
+from strata.train.core.inputs import Decision, Dispatching, DispatchNext
+from strata.train.core.messages import Done
 from strata.train.core.pack import Packed, check_lengths, pack
 from strata.train.core.state import (
     Dispatch,

@@ -1,59 +1,44 @@
-"""What the orchestrator's core is asked to decide, and what it answers."""
+"""The inputs of the state machine, and its decision.
+
+Commands of clients are declared in `messages`, as the link carries them. The other inputs come from the orchestrator
+itself: results of the ranks, the endpoints' outcomes, and the passing of time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from strata.train.core import ops
 from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.facts import Fact
+from strata.train.core.messages import Accepted, Command, Done
 from strata.train.core.state import Dispatch
 
 
 @dataclass(frozen=True)
-class OpenSession:
-    tenant: str
-    session_id: str
-    at_s: float
-    tags: Sequence[str] = ()
-    user_metadata: Mapping[str, Any] | None = None
-    sdk_version: str = ""
-
-
-@dataclass(frozen=True)
-class FinishSession:
-    """Its models are unloaded when they have done what was accepted for them."""
+class ClientCommand:
+    """A command of a client, with what the server itself vouches for: the tenant, and when it came."""
 
     tenant: str
-    session_id: str
-    reason: str
+    command: Command
     at_s: float
-
-
-@dataclass(frozen=True)
-class Accept:
-    tenant: str
-    operation: ops.Operation
-    at_s: float
-    session_id: str = ""
 
 
 @dataclass(frozen=True)
 class DispatchNext:
-    """There may be room at the ranks. Decides one thing at a time: ask until nothing comes of it."""
+    """The ranks may have capacity. Decides one thing at a time: repeat until there is no fact."""
 
     ranks: int
     max_context: int
     at_s: float
     row_tokens: int = 0
-    """That fit into the memory of a rank; 0 is any number."""
+    """Tokens of a row that fit into the memory of a rank; 0 is any number."""
 
 
 @dataclass(frozen=True)
 class CompleteDispatch:
-    """The ranks' results of a dispatch. One that is not awaited any longer changes nothing."""
+    """The ranks sent the results of a dispatch. A dispatch that is not in flight any more is ignored."""
 
     number: int
     results: Sequence[ops.Result]
@@ -62,7 +47,7 @@ class CompleteDispatch:
 
 @dataclass(frozen=True)
 class CompleteSlice:
-    """What ended in a quantum; `left` is how many requests the ranks still have."""
+    """The samples that ended in a sampling slice; `left` is how many samples the ranks still run."""
 
     number: int
     ended: Sequence[tuple[str, ops.Result]]
@@ -72,7 +57,7 @@ class CompleteSlice:
 
 @dataclass(frozen=True)
 class CompleteSnapshotCopy:
-    """The ranks have copied all models, unless there was trouble; what they copied is not on the disk yet."""
+    """The ranks have copied all models, or `trouble` says why not; the copy is not on the disk yet."""
 
     number: int
     trouble: str | None
@@ -80,7 +65,7 @@ class CompleteSnapshotCopy:
 
 @dataclass(frozen=True)
 class CommitSnapshot:
-    """All files of a snapshot are on the disk, unless there was trouble."""
+    """All files of a snapshot are durable, or `trouble` says why not."""
 
     number: int
     digest: str
@@ -93,7 +78,7 @@ class CommitSnapshot:
 
 @dataclass(frozen=True)
 class RejectSnapshot:
-    """A group of ranks found that it is not what was written."""
+    """A group of ranks found that the snapshot is not what was written."""
 
     number: int
     reason: str
@@ -101,13 +86,15 @@ class RejectSnapshot:
 
 @dataclass(frozen=True)
 class RanksAttached:
-    """A group of ranks is spoken to from now on."""
+    """A group of ranks has finished its replay and is used from now on."""
 
     group: str
 
 
 @dataclass(frozen=True)
 class FailDispatch:
+    """The orchestrator fails a dispatch that ranks died of, hung in, or cannot be sent."""
+
     number: int
     reason: str
     at_s: float
@@ -115,7 +102,7 @@ class FailDispatch:
 
 @dataclass(frozen=True)
 class RanksOutOfMemory:
-    """A group of ranks died of a row of this dispatch, for want of memory."""
+    """A group of ranks ran out of memory in a row, perhaps of this dispatch."""
 
     number: int
     exhausted: RowOutOfMemory
@@ -123,69 +110,16 @@ class RanksOutOfMemory:
 
 
 @dataclass(frozen=True)
-class Abort:
-    tenant: str
-    future_id: str
-    at_s: float
-    reason: str = "given up by the client"
-
-
-@dataclass(frozen=True)
-class DeleteCheckpoint:
-    tenant: str
-    run_id: str
-    kind: ops.WeightsKind
-    name: str
-
-
-@dataclass(frozen=True)
-class SetCheckpointTtl:
-    """Seconds from now until the checkpoint goes; None is never."""
-
-    tenant: str
-    run_id: str
-    kind: ops.WeightsKind
-    name: str
-    ttl_s: float | None
-    at_s: float
-
-
-@dataclass(frozen=True)
-class ImportCheckpoint:
-    """Weights that were made elsewhere and whose files are in place."""
-
-    tenant: str
-    create: ops.CreateModel
-    """What a model must be like to load them."""
-    operation: ops.SaveWeights
-    at_s: float
-
-
-@dataclass(frozen=True)
 class DeleteExpiredCheckpoints:
-    """There may be checkpoints whose time is over, or too many."""
+    """Checkpoints may be beyond their TTL, or too many."""
 
     at_s: float
-
-
-@dataclass(frozen=True)
-class AddEndpoint:
-    """The same again is the same endpoint, and looks up its address anew."""
-
-    name: str
-    url: str
-    address: str
-    engine: Literal["vllm", "transformers"]
-    at_s: float
-
-
-@dataclass(frozen=True)
-class RemoveEndpoint:
-    name: str
 
 
 @dataclass(frozen=True)
 class CompletePush:
+    """The outcome of a push of weights at every endpoint."""
+
     path: str
     outcomes: Sequence[ops.EndpointOutcome]
     at_s: float
@@ -193,13 +127,15 @@ class CompletePush:
 
 @dataclass(frozen=True)
 class RouteSamples:
-    """Requests that an endpoint could answer may go there, so many at a time."""
+    """Route samples to endpoints that have the weights, at most `limit` at a time."""
 
     limit: int
 
 
 @dataclass(frozen=True)
 class CompleteRouted:
+    """An endpoint returned a routed sample."""
+
     future_id: str
     result: ops.SampleDone
     at_s: float
@@ -207,18 +143,20 @@ class CompleteRouted:
 
 @dataclass(frozen=True)
 class RequeueRouted:
+    """An endpoint failed to return a routed sample: the ranks sample it."""
+
     future_id: str
 
 
 @dataclass(frozen=True)
 class ExpireResults:
+    """Results may be beyond their TTL, or too many."""
+
     at_s: float
 
 
 Input = (
-    OpenSession
-    | FinishSession
-    | Accept
+    ClientCommand
     | DispatchNext
     | CompleteDispatch
     | CompleteSlice
@@ -228,14 +166,8 @@ Input = (
     | RanksAttached
     | FailDispatch
     | RanksOutOfMemory
-    | Abort
-    | DeleteCheckpoint
-    | SetCheckpointTtl
-    | ImportCheckpoint
     | DeleteExpiredCheckpoints
     | ExpireResults
-    | AddEndpoint
-    | RemoveEndpoint
     | CompletePush
     | RouteSamples
     | CompleteRouted
@@ -244,46 +176,19 @@ Input = (
 
 
 @dataclass(frozen=True)
-class Done:
-    pass
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The future of an operation, new or known."""
-
-    future_id: str
-    model_id: str
-
-
-@dataclass(frozen=True)
 class Dispatching:
-    """To be told to the ranks once it is durable."""
+    """A dispatch to send to the ranks once it is durable."""
 
     dispatch: Dispatch
     efficiency: float
 
 
 @dataclass(frozen=True)
-class Removed:
-    """A checkpoint whose folder may go."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class Retained:
-    """The folders of checkpoints that were let go."""
-
-    gone: Sequence[str]
-
-
-Reply = Done | Taken | Dispatching | Removed | Retained
-
-
-@dataclass(frozen=True)
 class Decision:
-    reply: Reply
+    reply: Done | Accepted | Dispatching
+    """To a command of a client: its response."""
     facts: tuple[Fact, ...] = ()
     ended: tuple[str, ...] = ()
     """Futures that have their result now."""
+    deleted_folders: tuple[str, ...] = ()
+    """Of checkpoints that were deleted: their files may be removed."""

@@ -14,7 +14,8 @@ import msgspec
 from strata.train.core import ops
 from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.facts import OperationFinished
-from strata.train.core.inputs import Decision, Done, RanksOutOfMemory
+from strata.train.core.inputs import Decision, RanksOutOfMemory
+from strata.train.core.messages import Done
 from strata.train.core.state import Dispatch, TrainState
 
 NEAR_LIMIT: Final = 0.8

@@ -1,7 +1,9 @@
-"""What an API server and the orchestrator say to each other.
+"""The messages between an API server and the orchestrator, each declared once.
 
-An API server holds nothing: it asks, and every answer carries the id of the question. `request_id` of a question is
-the asker's and lives as long as the question; `future_id` is the orchestrator's and lives as long as the future.
+A request is a command or a query. The link carries commands as the core decides them (`inputs.ClientCommand` adds
+whose they are and when they came); queries only read. An API server keeps no state: every response carries the id of
+its request. `request_id` is the API server's and lives as long as the request; `future_id` is the orchestrator's and
+lives as long as the future.
 """
 
 from __future__ import annotations
@@ -16,104 +18,91 @@ from strata.base.errors import Code
 from strata.train.core import ops, status
 
 
-class RequestType(StrEnum):
-    ADD = "add"
-    """Accept an operation; answered when it is durable."""
-    ABORT = "abort"
-    """Give up an operation that has not been dispatched."""
-    UTILITY = "utility"
-    """Anything that is no operation: sessions, looking up, health."""
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    @property
+    def subject(self) -> str | None:
+        """The name that the request is about, which begins with the id of its session; None if it names none."""
+        return None
 
 
-class OpenSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="open_session"):
+class _SessionRequest(_Request, frozen=True):
     session_id: str
+
+    @property
+    def subject(self) -> str | None:
+        return self.session_id
+
+
+class _FutureRequest(_Request, frozen=True):
+    future_id: str
+
+    @property
+    def subject(self) -> str | None:
+        return self.future_id
+
+
+class _SamplerRequest(_Request, frozen=True):
+    sampler_id: str
+
+    @property
+    def subject(self) -> str | None:
+        return self.sampler_id
+
+
+class _CheckpointRequest(_Request, frozen=True):
+    run_id: str
+    """The id of the model that was saved."""
+    kind: ops.WeightsKind
+    name: str
+
+    @property
+    def subject(self) -> str | None:
+        return self.run_id
+
+
+# Commands
+
+
+class SubmitOperation(_Request, frozen=True, tag="submit_operation"):
+    """Accept an operation. Idempotent: its response, when it is durable, has the same future every time."""
+
+    operation: ops.Operation
+    session_id: str = ""
+    """Of an operation that creates a model or opens a sampler: the session it belongs to."""
+
+
+class AbortOperation(_FutureRequest, frozen=True, tag="abort"):
+    """Cancel an operation that has not been dispatched, or a sample."""
+
+    reason: str = "given up by the client"
+
+
+class OpenSession(_SessionRequest, frozen=True, tag="open_session"):
     tags: Sequence[str] = ()
     user_metadata: Mapping[str, Any] = {}
     sdk_version: str = ""
 
 
-class SessionHeartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="beat_session"):
-    session_id: str
+class FinishSession(_SessionRequest, frozen=True, tag="finish_session"):
+    """Its models are unloaded when they have run what was accepted for them."""
 
-
-class FinishSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finish_session"):
-    session_id: str
     reason: str
 
 
-class WatchFuture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="watch_future"):
-    """Answered with the result when it is there, or with the place in the queue when `wait_s` are over."""
-
-    future_id: str
-    wait_s: float
+class DeleteCheckpoint(_CheckpointRequest, frozen=True, tag="delete_checkpoint"):
+    pass
 
 
-class WatchSamples(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="watch_samples"):
-    """Answered as soon as a sample of this sampler has ended that the asker does not know of, or after `wait_s`."""
-
-    sampler_id: str
-    copy: int
-    """Of the client: each counts its requests in a block of its own."""
-    cursor: int
-    """From the answer before; 0 is the beginning."""
-    wait_s: float
-    linger: bool = True
-    """Wait also if there is nothing that could end."""
-
-
-class DescribeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_model"):
-    model_id: str
-
-
-class DescribeSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_sampler"):
-    sampler_id: str
-
-
-class JoinSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join_sampler"):
-    """Another copy of a client wants a number of its own."""
-
-    sampler_id: str
-
-
-class ListModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_models"):
-    """Of this tenant."""
-
-
-class ListSessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_sessions"):
-    """Of this tenant, all or the one that is named."""
-
-    session_id: str | None = None
-
-
-class ListCheckpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_checkpoints"):
-    """Of one model, or of all models of this tenant."""
-
-    model_id: str | None = None
-
-
-class DescribeCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_checkpoint"):
-    run_id: str
-    kind: ops.WeightsKind
-    name: str
-
-
-class DeleteCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="delete_checkpoint"):
-    run_id: str
-    kind: ops.WeightsKind
-    name: str
-
-
-class SetCheckpointTtl(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="time_checkpoint"):
-    """Seconds from now until the checkpoint goes; None is never."""
-
-    run_id: str
-    kind: ops.WeightsKind
-    name: str
+class SetCheckpointTtl(_CheckpointRequest, frozen=True, tag="time_checkpoint"):
     ttl_s: float | None
+    """Seconds from now until the checkpoint expires; None is never."""
 
 
-class ImportCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="import_checkpoint"):
-    """Take in what lies whole in this folder of the imports; answered when it is a checkpoint."""
+class ImportCheckpoint(_Request, frozen=True, tag="import_checkpoint"):
+    """Make a checkpoint of complete files in this folder of the imports: weights from elsewhere, as a run of their own.
+
+    The files are in place before it is decided.
+    """
 
     import_id: str
     name: str
@@ -123,35 +112,142 @@ class ImportCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ttl_s: float | None = None
     user_metadata: Mapping[str, str] = {}
 
+    def create(self) -> ops.CreateModel:
+        """A model that can load the weights."""
+        return ops.CreateModel(self.run_id, self.base_model, self.lora)
 
-class DescribeServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_server"):
-    pass
+    def save(self) -> ops.SaveWeights:
+        """The save that would have made the checkpoint."""
+        return ops.SaveWeights(self.run_id, 0, "weights", self.name, ttl_s=self.ttl_s, user_metadata=self.user_metadata)
 
 
-class AddEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="add_endpoint"):
-    """An inference engine at a URL that the settings allow."""
+class AddEndpoint(_Request, frozen=True, tag="add_endpoint"):
+    """An inference engine at a URL that the settings allow. Idempotent, and resolves its address again."""
 
     name: str
     url: str
     engine: Literal["vllm", "transformers"]
+    address: str = ""
+    """What its host resolves to: filled in by the orchestrator before it is decided."""
 
 
-class RemoveEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="remove_endpoint"):
+class RemoveEndpoint(_Request, frozen=True, tag="remove_endpoint"):
     name: str
 
 
-class ListEndpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_endpoints"):
-    """Every one is asked what it has."""
+Command = (
+    SubmitOperation
+    | AbortOperation
+    | OpenSession
+    | FinishSession
+    | DeleteCheckpoint
+    | SetCheckpointTtl
+    | ImportCheckpoint
+    | AddEndpoint
+    | RemoveEndpoint
+)
 
 
-class CheckHealth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="check_health"):
+# Queries
+
+
+class SessionHeartbeat(_SessionRequest, frozen=True, tag="beat_session"):
+    """The client is alive. Every request that names a session says so; this one says nothing else."""
+
+
+class WatchFuture(_FutureRequest, frozen=True, tag="watch_future"):
+    """The result when it is there, or the queue position when `wait_s` are over."""
+
+    wait_s: float
+
+
+class WatchSamples(_SamplerRequest, frozen=True, tag="watch_samples"):
+    """The samples of this sampler that ended after the cursor, as soon as there is one, or after `wait_s`."""
+
+    copy: int
+    """The id of the client: each numbers its requests in a block of its own."""
+    cursor: int
+    """From the last response; 0 is the beginning."""
+    wait_s: float
+    linger: bool = True
+    """Wait even if nothing is open that could end."""
+
+
+class DescribeModel(_Request, frozen=True, tag="describe_model"):
+    model_id: str
+
+    @property
+    def subject(self) -> str | None:
+        return self.model_id
+
+
+class DescribeSampler(_SamplerRequest, frozen=True, tag="describe_sampler"):
+    pass
+
+
+class JoinSampler(_SamplerRequest, frozen=True, tag="join_sampler"):
+    """Issue an id to another client of this sampler."""
+
+
+class ListModels(_Request, frozen=True, tag="list_models"):
+    """Of this tenant."""
+
+
+class ListSessions(_Request, frozen=True, tag="list_sessions"):
+    """Of this tenant, all or the one that is named."""
+
+    session_id: str | None = None
+
+    @property
+    def subject(self) -> str | None:
+        return self.session_id
+
+
+class ListCheckpoints(_Request, frozen=True, tag="list_checkpoints"):
+    """Of one model, or of all models of this tenant."""
+
+    model_id: str | None = None
+
+    @property
+    def subject(self) -> str | None:
+        return self.model_id
+
+
+class DescribeCheckpoint(_CheckpointRequest, frozen=True, tag="describe_checkpoint"):
+    pass
+
+
+class DescribeServer(_Request, frozen=True, tag="describe_server"):
+    pass
+
+
+class CheckHealth(_Request, frozen=True, tag="check_health"):
     """Through the orchestrator to every rank and back."""
 
 
-Utility = (
-    OpenSession
-    | SessionHeartbeat
-    | FinishSession
+class ListEndpoints(_Request, frozen=True, tag="list_endpoints"):
+    """Every endpoint is asked which versions it has."""
+
+
+class DescribeStatus(_Request, frozen=True, tag="describe_status"):
+    everything: bool
+    """All tenants by name."""
+
+
+class DescribeTimeline(_FutureRequest, frozen=True, tag="describe_timeline"):
+    pass
+
+
+class ListTimelines(_Request, frozen=True, tag="list_timelines"):
+    """Of all tenants."""
+
+
+class ReadMetrics(_Request, frozen=True, tag="read_metrics"):
+    everything: bool
+
+
+Query = (
+    SessionHeartbeat
     | WatchFuture
     | WatchSamples
     | DescribeModel
@@ -161,34 +257,29 @@ Utility = (
     | ListSessions
     | ListCheckpoints
     | DescribeCheckpoint
-    | DeleteCheckpoint
-    | SetCheckpointTtl
-    | ImportCheckpoint
     | DescribeServer
     | CheckHealth
-    | AddEndpoint
-    | RemoveEndpoint
     | ListEndpoints
-    | status.Questions
+    | DescribeStatus
+    | DescribeTimeline
+    | ListTimelines
+    | ReadMetrics
 )
-
-
-class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="abort"):
-    future_id: str
 
 
 class OrchestratorRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str
-    request_type: RequestType
     tenant: str
-    """Who asks: what belongs to another tenant does not exist for it."""
-    operation: ops.Operation | None = None
-    payload: Abort | Utility | None = None
-    session_id: str = ""
-    """Of an operation that creates a model or opens a sampler: the session it belongs to."""
+    """Of the caller, as the API server has authenticated it: what belongs to another tenant does not exist for it."""
+    body: Command | Query
+
+
+# Responses
 
 
 class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accepted"):
+    """The future of an operation, new or submitted before."""
+
     future_id: str
     model_id: str
 
@@ -217,7 +308,7 @@ class QueuePosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 class SampleEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     future_id: str
     size: int | None
-    """Bytes of what was sampled; None if nothing was, or if it is gone."""
+    """Bytes of the result; None if it failed or expired."""
 
 
 class SamplesEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="samples_ended"):
@@ -226,7 +317,7 @@ class SamplesEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 
 class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="done"):
-    """A question that needs no more than a yes."""
+    """The request was carried out; there is nothing else to report."""
 
 
 class ModelView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="model"):
@@ -243,9 +334,9 @@ class ModelView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="mo
     unloaded: bool
     user_metadata: Mapping[str, str] = {}
     wanted: int = 1
-    """The first sequence number that has not come."""
+    """The first sequence number that is missing."""
     held: Sequence[int] = ()
-    """Those beyond it that have."""
+    """Later ones that arrived."""
 
 
 class SamplerView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sampler"):
@@ -310,7 +401,7 @@ class ServerView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="s
     dispatched: int
     arch: str = ""
     snapshot: int = 0
-    """The newest dispatch of which there is a snapshot; ranks that start anew begin after it."""
+    """The dispatch of the newest snapshot; a replay starts after it."""
 
 
 class EndpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -323,9 +414,9 @@ class EndpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     message: str
     """Why it is not."""
     versions: Sequence[str]
-    """Of weights, that it says it has."""
+    """Of weights, that it reports."""
     published: Sequence[str]
-    """Of weights, that it was told of last."""
+    """Of weights, that were pushed to it last."""
 
 
 class EndpointList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="endpoints"):

@@ -22,16 +22,8 @@ from strata.train.core.facts import (
     SampleRouted,
 )
 from strata.train.core.future import OPEN
-from strata.train.core.inputs import (
-    AddEndpoint,
-    CompletePush,
-    CompleteRouted,
-    Decision,
-    Done,
-    RemoveEndpoint,
-    RequeueRouted,
-    RouteSamples,
-)
+from strata.train.core.inputs import CompletePush, CompleteRouted, Decision, RequeueRouted, RouteSamples
+from strata.train.core.messages import AddEndpoint, Done, RemoveEndpoint
 from strata.train.core.sampling import Sample
 from strata.train.core.state import Dispatch, InferenceEndpoint, Publication, Push, TrainState, is_name
 
@@ -39,7 +31,7 @@ MAX_ENDPOINTS: Final = 64
 SAMPLING_ENGINES: Final = frozenset({"vllm"})
 """Engines that accept tokens and return their log probabilities."""
 
-Input = AddEndpoint | RemoveEndpoint | CompletePush | RouteSamples | CompleteRouted | RequeueRouted
+PublishingInput = CompletePush | RouteSamples | CompleteRouted | RequeueRouted
 EndpointFact = EndpointAdded | EndpointRemoved | PushBegun | PushEnded | SampleRouted | SampleReturned
 
 
@@ -47,14 +39,8 @@ def version_of(model_id: str, seq_id: int) -> str:
     return f"{model_id.replace(':', '-')}-v{seq_id}"
 
 
-def decide(state: TrainState, given: Input) -> Decision:  # noqa: PLR0911 - one arm per input
+def decide(state: TrainState, given: PublishingInput) -> Decision:
     match given:
-        case AddEndpoint():
-            return _add_endpoint(state, given)
-        case RemoveEndpoint():
-            if given.name not in state.endpoints:
-                raise StrataError(Code.NOT_FOUND, f"there is no inference endpoint {given.name!r}")
-            return Decision(Done(), (EndpointRemoved(given.name),))
         case CompletePush():
             return _complete_push(state, given)
         case RouteSamples():
@@ -70,17 +56,24 @@ def decide(state: TrainState, given: Input) -> Decision:  # noqa: PLR0911 - one 
             assert_never(given)
 
 
-def _add_endpoint(state: TrainState, given: AddEndpoint) -> Decision:
-    if not is_name(given.name):
-        raise StrataError(Code.INVALID, f"{given.name!r} cannot name an endpoint: use letters, digits and . _ -")
-    known = state.endpoints.get(given.name)
-    if known is not None and (known.url, known.engine) != (given.url, given.engine):
-        raise StrataError(Code.CONFLICT, f"there is an inference endpoint {given.name!r} already, another one")
-    if known is not None and known.address == given.address:
+def add_endpoint(state: TrainState, command: AddEndpoint, at_s: float) -> Decision:
+    """Idempotent. A changed address replaces the old one."""
+    if not is_name(command.name):
+        raise StrataError(Code.INVALID, f"{command.name!r} cannot name an endpoint: use letters, digits and . _ -")
+    existing = state.endpoints.get(command.name)
+    if existing is not None and (existing.url, existing.engine) != (command.url, command.engine):
+        raise StrataError(Code.CONFLICT, f"there is an inference endpoint {command.name!r} already, another one")
+    if existing is not None and existing.address == command.address:
         return Decision(Done())
-    if known is None and len(state.endpoints) >= MAX_ENDPOINTS:
+    if existing is None and len(state.endpoints) >= MAX_ENDPOINTS:
         raise StrataError(Code.EXHAUSTED, f"there are {MAX_ENDPOINTS} inference endpoints, which is all that may be")
-    return Decision(Done(), (EndpointAdded(given.name, given.url, given.address, given.engine, given.at_s),))
+    return Decision(Done(), (EndpointAdded(command.name, command.url, command.address, command.engine, at_s),))
+
+
+def remove_endpoint(state: TrainState, command: RemoveEndpoint) -> Decision:
+    if command.name not in state.endpoints:
+        raise StrataError(Code.NOT_FOUND, f"there is no inference endpoint {command.name!r}")
+    return Decision(Done(), (EndpointRemoved(command.name),))
 
 
 def push_after_save(

@@ -13,48 +13,46 @@ from strata.base.errors import Code, StrataError
 from strata.train.core import ops, publishing
 from strata.train.core.admission import admit, admit_sample
 from strata.train.core.facts import Dispatched, Fact, OperationAccepted, OperationFinished, RanksRenewed, SliceEnded
-from strata.train.core.inputs import Accept, CompleteSlice, Decision, Dispatching, Done, RanksAttached, Taken
+from strata.train.core.future import OperationFuture
+from strata.train.core.inputs import CompleteSlice, Decision, Dispatching, RanksAttached
+from strata.train.core.messages import Accepted, Done
 from strata.train.core.sampling import Sample, SlicePlan
-from strata.train.core.state import Dispatch, SamplerStatus, TrainState, future_id_of
+from strata.train.core.state import Dispatch, SamplerStatus, TrainState
 from strata.train.core.views import find_sampler, find_session
 
 
-def accept_sampler(state: TrainState, given: Accept, operation: ops.OpenSampler, digest: str) -> Decision:
+def accept_sampler(state: TrainState, fact: OperationAccepted, operation: ops.OpenSampler, session_id: str) -> Decision:
     """Idempotent: the same request gives the same sampler, even one that was evicted long ago."""
-    future_id = future_id_of(operation, 0)
-    known = state.futures.get(future_id)
-    session = find_session(state, given.tenant, given.session_id)
-    if known is not None and operation.sampler_id in state.samplers:
-        return _same_or_conflict(known.digest, digest, Taken(future_id, ""), f"sampler {operation.sampler_id!r}")
-    if known is not None or operation.sampler_id in state.samplers:
+    existing = state.futures.get(fact.future_id)
+    session = find_session(state, fact.tenant, session_id)
+    if existing is not None and operation.sampler_id in state.samplers:
+        return _same_or_conflict(existing, fact, f"sampler {operation.sampler_id!r}")
+    if existing is not None or operation.sampler_id in state.samplers:
         raise StrataError(Code.CONFLICT, f"there was a sampler {operation.sampler_id!r} already")
     if session.finished is not None:
         raise StrataError(Code.PRECONDITION, f"session {session.session_id!r} is finished")
-    obstacle = open_obstacle(state, operation, given.tenant)
+    obstacle = open_obstacle(state, operation, fact.tenant)
     if obstacle is not None:
         raise StrataError(Code.NOT_FOUND, obstacle)
-    admit(state, given.tenant)
-    return Decision(Taken(future_id, ""), (OperationAccepted(future_id, given.tenant, operation, digest, given.at_s),))
+    admit(state, fact.tenant)
+    return Decision(Accepted(fact.future_id, ""), (fact,))
 
 
-def accept_sample(state: TrainState, given: Accept, sample: Sample, digest: str) -> Decision:
-    future_id = future_id_of(sample, 0)
-    known = state.futures.get(future_id)
-    if known is not None and known.tenant == given.tenant:
-        return _same_or_conflict(
-            known.digest, digest, Taken(future_id, ""), f"sample {sample.seq_id} of {sample.sampler_id!r}"
-        )
-    sampler = find_sampler(state, given.tenant, sample.sampler_id)
+def accept_sample(state: TrainState, fact: OperationAccepted, sample: Sample) -> Decision:
+    existing = state.futures.get(fact.future_id)
+    if existing is not None and existing.tenant == fact.tenant:
+        return _same_or_conflict(existing, fact, f"sample {sample.seq_id} of {sample.sampler_id!r}")
+    sampler = find_sampler(state, fact.tenant, sample.sampler_id)
     if state.sessions[sampler.session_id].finished is not None:
         raise StrataError(Code.PRECONDITION, f"session {sampler.session_id!r} is finished")
-    admit_sample(state, given.tenant)
-    return Decision(Taken(future_id, ""), (OperationAccepted(future_id, given.tenant, sample, digest, given.at_s),))
+    admit_sample(state, fact.tenant)
+    return Decision(Accepted(fact.future_id, ""), (fact,))
 
 
-def _same_or_conflict(before: str, now: str, taken: Taken, what: str) -> Decision:
-    if before != now:
+def _same_or_conflict(existing: OperationFuture, fact: OperationAccepted, what: str) -> Decision:
+    if existing.digest != fact.digest:
         raise StrataError(Code.CONFLICT, f"{what} was asked for before, in another way")
-    return Decision(taken)
+    return Decision(Accepted(fact.future_id, ""))
 
 
 def wants_slice(state: TrainState) -> bool:

@@ -22,7 +22,8 @@ from strata.train.core.facts import (
     SnapshotRejected,
 )
 from strata.train.core.future import FutureStatus
-from strata.train.core.inputs import CommitSnapshot, CompleteSnapshotCopy, Decision, Dispatching, Done, RejectSnapshot
+from strata.train.core.inputs import CommitSnapshot, CompleteSnapshotCopy, Decision, Dispatching, RejectSnapshot
+from strata.train.core.messages import Done
 from strata.train.core.sampling import Sample
 from strata.train.core.state import Dispatch, ModelSnapshot, SnapshotBacklog, TrainState
 

@@ -1,4 +1,4 @@
-"""Status reports of the server: queries, views, and the values in them.
+"""Status reports of the server: views, and the values in them.
 
 A caller that may see everything gets a row for every tenant; others get their own, and all other tenants in the sum.
 """
@@ -72,22 +72,6 @@ class Timeline(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def _between(first_s: float | None, then_s: float | None) -> float:
     return 0.0 if first_s is None or then_s is None else max(then_s - first_s, 0.0)
-
-
-class DescribeStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_status"):
-    everything: bool
-
-
-class DescribeTimeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="describe_timeline"):
-    future_id: str
-
-
-class ListTimelines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list_timelines"):
-    """Of all tenants."""
-
-
-class ReadMetrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="read_metrics"):
-    everything: bool
 
 
 class TimelineView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="timeline"):
@@ -183,5 +167,4 @@ class StatusView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="s
     status: ServerStatus
 
 
-Questions = DescribeStatus | DescribeTimeline | ListTimelines | ReadMetrics
 Views = StatusView | TimelineView | TimelinesView | MetricsView

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, assert_never
+from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import commands, status
@@ -14,29 +14,20 @@ from strata.train.orchestrator.rank_session import OrchestratorContext
 HEALTH_S: Final = 5.0
 
 
-async def describe(
-    context: OrchestratorContext, attached: commands.AttachReply | None, tenant: str, query: status.Questions
-) -> status.Views:
-    telemetry = context.store.telemetry
-    match query:
-        case status.DescribeTimeline():
-            find_future(context.store.state, tenant, query.future_id)
-            timeline = telemetry.timelines.get(query.future_id)
-            if timeline is None:
-                raise StrataError(Code.GONE, f"the times of {query.future_id} are not kept any longer")
-            return status.TimelineView(timeline)
-        case status.ListTimelines():
-            return status.TimelinesView(list(telemetry.timelines))
-        case status.ReadMetrics():
-            # Metrics are scraped all the time: the ranks are not asked for them.
-            only = None if query.everything else tenant
-            return status.MetricsView(telemetry.metrics.render(describe_status(context, attached, (), only)))
-        case status.DescribeStatus():
-            healthy = await _check_ranks(context, attached)
-            only = None if query.everything else tenant
-            return status.StatusView(describe_status(context, attached, healthy, only))
-        case _:
-            assert_never(query)
+def describe_timeline(context: OrchestratorContext, tenant: str, future_id: str) -> status.TimelineView:
+    find_future(context.store.state, tenant, future_id)
+    timeline = context.store.telemetry.timelines.get(future_id)
+    if timeline is None:
+        raise StrataError(Code.GONE, f"the times of {future_id} are not kept any longer")
+    return status.TimelineView(timeline)
+
+
+def render_metrics(
+    context: OrchestratorContext, attached: commands.AttachReply | None, only: str | None
+) -> status.MetricsView:
+    """Metrics are scraped all the time: the ranks are not asked for them."""
+    report = describe_status(context, attached, (), only)
+    return status.MetricsView(context.store.telemetry.metrics.render(report))
 
 
 def describe_status(
@@ -102,7 +93,7 @@ def _describe_ranks(
     )
 
 
-async def _check_ranks(context: OrchestratorContext, attached: commands.AttachReply | None) -> Sequence[int] | str:
+async def check_ranks(context: OrchestratorContext, attached: commands.AttachReply | None) -> Sequence[int] | str:
     """The ranks that pass a health check, or why they do not. Busy ranks are not asked: they would answer too late."""
     store = context.store
     if attached is None or not store.replayed or store.state.dispatches:

@@ -19,8 +19,10 @@ from strata.base.atomic import exchange_folders, sync_folder
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.checkpoints import checkpoint
-from strata.train.core import inputs, messages, ops
+from strata.train.core import ops
 from strata.train.core.checkpoint_retention import retained_folders
+from strata.train.core.inputs import ClientCommand, Decision, DeleteExpiredCheckpoints
+from strata.train.core.messages import ImportCheckpoint
 from strata.train.core.state import IMPORTED, TrainState, folder_of, is_name, run_folder
 from strata.train.orchestrator.state_store import StateStore
 from strata.train.settings import ServerSettings
@@ -45,9 +47,8 @@ class CheckpointGc:
 
     async def delete_expired(self) -> None:
         """Delete checkpoints beyond their TTL or in excess. A request that reads checkpoints after this sees none."""
-        decision = await self._store.commit(inputs.DeleteExpiredCheckpoints(self._store.clock.wall_s()))
-        assert isinstance(decision.reply, inputs.Retained)
-        for folder in decision.reply.gone:
+        decision = await self._store.commit(DeleteExpiredCheckpoints(self._store.clock.wall_s()))
+        for folder in decision.deleted_folders:
             failpoint("train.orchestrator.checkpoint_let_go")
             await self.remove(folder)
 
@@ -89,26 +90,21 @@ class CheckpointGc:
         retained = retained_folders(state) | self._arriving
         return [folder for folder in folders if folder not in retained and not _is_being_saved(state, folder)]
 
-    async def import_checkpoint(self, tenant: str, request: messages.ImportCheckpoint) -> None:
+    async def import_checkpoint(self, tenant: str, command: ImportCheckpoint) -> Decision:
         """Make a checkpoint of uploaded files. Idempotent: the same again is the same checkpoint."""
-        if not all(map(is_name, (request.import_id, request.run_id, request.name))):
-            raise StrataError(Code.INVALID, f"{request.name!r} cannot name a checkpoint: use letters, digits and . _ -")
-        create = ops.CreateModel(request.run_id, request.base_model, request.lora)
-        operation = ops.SaveWeights(
-            request.run_id, 0, "weights", request.name, ttl_s=request.ttl_s, user_metadata=request.user_metadata
-        )
-        target = folder_of(operation)
+        if not all(map(is_name, (command.import_id, command.run_id, command.name))):
+            raise StrataError(Code.INVALID, f"{command.name!r} cannot name a checkpoint: use letters, digits and . _ -")
+        target = folder_of(command.save())
         parent, _, name = target.rpartition("/")
-        temporary = f"{parent}/.{name}.{request.import_id}.arriving"
-        staged = self._imports / request.import_id / self._staged
+        temporary = f"{parent}/.{name}.{command.import_id}.arriving"
+        staged = self._imports / command.import_id / self._staged
         # One at a time: a client may retry a request that is still running.
         async with self._importing:
             self._arriving |= {target, temporary}
             try:
                 await asyncio.to_thread(_put_in_place, staged, self._folder / temporary, self._folder / target)
                 failpoint("train.orchestrator.import_in_place")
-                given = inputs.ImportCheckpoint(tenant, create, operation, self._store.clock.wall_s())
-                await self._store.commit(given)
+                return await self._store.commit(ClientCommand(tenant, command, self._store.clock.wall_s()))
             finally:
                 self._arriving -= {target, temporary}
 

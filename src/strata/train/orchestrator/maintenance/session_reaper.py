@@ -8,12 +8,13 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 from strata.base import log
 from strata.base.clock import Clock
-from strata.train.core import inputs, messages, status
 from strata.train.core.future import FutureStatus
+from strata.train.core.inputs import ClientCommand
+from strata.train.core.messages import AbortOperation, FinishSession
 from strata.train.core.state import TrainState
 from strata.train.orchestrator.state_store import StateStore
 from strata.train.settings import Limits
@@ -49,24 +50,13 @@ class SessionReaper:
         if session is not None and session.tenant == tenant and session.finished is None:
             self._last_seen_s[session_id] = self._clock.monotonic_s()
 
-    def touch_request(self, tenant: str, request: messages.Abort | messages.Utility) -> None:
-        name = _subject(request)
-        if name is not None:
-            self.touch(tenant, name)
-
     async def run_once(self) -> None:
         now_s = self._clock.monotonic_s()
         state = self._store.state
         self._track_gaps(state, now_s)
-        expired: list[inputs.Abort | inputs.FinishSession] = [
-            *self._stalled_operations(state, now_s),
-            *self._idle_sessions(state, now_s),
-        ]
-        for given in expired:
-            if isinstance(given, inputs.FinishSession):
-                _log.warning("session_expired", session=given.session_id, tenant=given.tenant)
-            else:
-                _log.warning("held_operation_expired", future=given.future_id, tenant=given.tenant)
+        for given in [*self._stalled_operations(state, now_s), *self._idle_sessions(state, now_s)]:
+            event = "session_expired" if isinstance(given.command, FinishSession) else "held_operation_expired"
+            _log.warning(event, tenant=given.tenant, name=given.command.subject)
             await self._store.commit(given)
 
     def _track_gaps(self, state: TrainState, now_s: float) -> None:
@@ -76,7 +66,7 @@ class SessionReaper:
             for model_id, released in held.items()
         }
 
-    def _stalled_operations(self, state: TrainState, now_s: float) -> Iterator[inputs.Abort]:
+    def _stalled_operations(self, state: TrainState, now_s: float) -> Iterator[ClientCommand]:
         timeout_s = self._limits.gap_s
         for model_id, gap in self._gaps.items():
             if not timeout_s or now_s - gap.since_s < timeout_s:
@@ -86,9 +76,10 @@ class SessionReaper:
             for seq in sorted(model.line.held):
                 future = state.futures.get(f"{model_id}:{seq}")
                 if future is not None and future.status is FutureStatus.PENDING:
-                    yield inputs.Abort(model.tenant, future.future_id, self._clock.wall_s(), reason)
+                    command = AbortOperation(future.future_id, reason)
+                    yield ClientCommand(model.tenant, command, self._clock.wall_s())
 
-    def _idle_sessions(self, state: TrainState, now_s: float) -> Iterator[inputs.FinishSession]:
+    def _idle_sessions(self, state: TrainState, now_s: float) -> Iterator[ClientCommand]:
         timeout_s = self._limits.silent_session_s
         self._last_seen_s = {
             session_id: seen_s
@@ -99,34 +90,5 @@ class SessionReaper:
             if not timeout_s or session.finished is not None:
                 continue
             if now_s - self._last_seen_s.setdefault(session.session_id, now_s) >= timeout_s:
-                yield inputs.FinishSession(session.tenant, session.session_id, IDLE_REASON, self._clock.wall_s())
-
-
-def _subject(request: messages.Abort | messages.Utility) -> str | None:
-    """The name that the request is about; None if it is about none in particular, as every list is."""
-    match request:
-        case messages.OpenSession() | messages.SessionHeartbeat() | messages.FinishSession() | messages.ListSessions():
-            return request.session_id
-        case messages.WatchFuture() | messages.Abort() | status.DescribeTimeline():
-            return request.future_id
-        case messages.WatchSamples() | messages.JoinSampler() | messages.DescribeSampler():
-            return request.sampler_id
-        case messages.DescribeModel() | messages.ListCheckpoints():
-            return request.model_id
-        case messages.DescribeCheckpoint() | messages.DeleteCheckpoint() | messages.SetCheckpointTtl():
-            return request.run_id
-        case (
-            messages.ListModels()
-            | messages.ImportCheckpoint()
-            | messages.DescribeServer()
-            | messages.CheckHealth()
-            | messages.AddEndpoint()
-            | messages.RemoveEndpoint()
-            | messages.ListEndpoints()
-            | status.DescribeStatus()
-            | status.ListTimelines()
-            | status.ReadMetrics()
-        ):
-            return None
-        case _:
-            assert_never(request)
+                command = FinishSession(session.session_id, IDLE_REASON)
+                yield ClientCommand(session.tenant, command, self._clock.wall_s())
