@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from bench.interleave import Measure, interleave
 from bench.report import Report
-from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import ops
 from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.collectives import RankGroup
@@ -97,7 +97,7 @@ class Ours:
 
     def save(self, folder: Path) -> None:
         base = self.runner.base
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             model_id="m",
             seq_id=next(self._number),
             kind="weights",

@@ -21,7 +21,7 @@ from safetensors.numpy import save
 
 from strata.train.api.routes import ROUTES
 from strata.train.api.signed_urls import ArchiveGrant, sign_token
-from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import ops
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
@@ -89,7 +89,7 @@ def place_files(server: Server) -> None:
     (folder,) = server.stack.settings.checkpoints.glob("*/weights/mine@2")
     shutil.rmtree(folder)
     lora = ops.LoraConfig(rank=4)
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         model_id=server.alice.model, seq_id=2, kind="weights", base_model=BASE, arch=BASE, lora=lora, steps=0
     )
     stage(folder, manifest, {ADAPTER: save({"x": np.zeros(2, np.float32)}), ADAPTER_CONFIG: b"{}"})

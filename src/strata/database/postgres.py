@@ -1,8 +1,8 @@
 """A handful of connections to PostgreSQL that fail fast and come back at once.
 
 A pool that backs off for seconds after an outage, and a driver that cancels politely, both outlast our leases. Here a
-call has a deadline; one that misses it loses its connection, closed without asking; the next one connects anew. How
-often to try is the caller's business: all our loops pace themselves.
+call has a deadline; one that misses it loses its connection, closed without a handshake; the next call opens another.
+The caller decides how often to retry.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from strata.base.errors import Code, StrataError
 
 _CONNECT_S: Final = 5
 _LOOK_S: Final = 1.0
-"""How often one who waits for an answer looks up although none came. The driver's own default is to spin."""
+"""How often a call that waits for a result polls. The driver's own default is to spin."""
 _FEW: Final = 1000
 
 
 class _Connection(psycopg.AsyncConnection[Any]):
-    """Does not wait for a server's goodbye: a cancelled call ends now, and its connection with it."""
+    """A cancelled call ends at once and closes its connection; it does not wait for the server to confirm."""
 
     _kept: psycopg.AsyncCursor[Any] | None = None
 
     async def rows(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """By a cursor that is kept: a new one looks up anew how every type is written and read."""
+        """By one cursor that is reused: a new one would look up the format of every type again."""
         if self._kept is None:
             self._kept = self.cursor(binary=True)
         await self._kept.execute(statement, values, prepare=True)
         rows = await self._kept.fetchall()
         if len(rows) > _FEW:
-            # It holds on to the last answer.
+            # A cursor keeps its last result in memory.
             self._kept = None
         return rows
 
@@ -47,17 +47,17 @@ class _Connection(psycopg.AsyncConnection[Any]):
             return await wait_async(gen, self.pgconn.socket, interval, *limit, **named_limit)
         except asyncio.CancelledError:
             self.pgconn.finish()
-            # Left to the garbage collector, what was cut off in its middle would fail where nobody can hear it.
+            # Left to the garbage collector, an unfinished generator would fail where no caller sees it.
             with suppress(psycopg.Error, RuntimeError):
                 gen.close()
             raise
 
 
 class Connections:
-    """Up to `limit` connections that wait at most `call_s` for an answer; `what` is who asks, for messages.
+    """Up to `limit` connections with a deadline of `call_s` for each call; `what` names the component in messages.
 
-    `by_index` is for who asks for single rows of tables that grow: a plan that was made while a table was small, and is
-    kept, would read all of it once it is large.
+    `by_index` is for components that read single rows of growing tables: a cached plan from when the table was small
+    would scan all of it once it is large.
     """
 
     def __init__(self, url: str, limit: int, call_s: float, *, what: str, by_index: bool = False) -> None:
@@ -217,7 +217,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def place(url: str) -> str:
+def display_address(url: str) -> str:
     """Where it is, without user or password."""
     parts = urlsplit(url)
     return f"{parts.hostname or 'local socket'}:{parts.port or 5432}{parts.path}"

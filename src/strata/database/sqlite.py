@@ -56,7 +56,7 @@ class _Done(NamedTuple):
 class SqliteThread:
     """Open with `await SqliteThread.open(path, schema)`.
 
-    `write` and `read` run a function on the connection. A write is committed before its caller hears of it.
+    `write` and `read` run a function on the connection. A write is committed before it returns.
 
     A function that raises StrataError must not have changed anything before: it shares its transaction with others.
     """
@@ -82,7 +82,7 @@ class SqliteThread:
         try:
             await asyncio.wrap_future(thread.opened)
         except BaseException:
-            # Whoever stops waiting must not leave the file locked.
+            # A caller that is cancelled must not leave the file locked.
             await thread.close()
             raise
         return thread
@@ -93,17 +93,17 @@ class SqliteThread:
         await asyncio.to_thread(self._thread.join)
 
     async def write(self, run: Callable[[sqlite3.Connection], T]) -> T:
-        return await self._ask(run, writes=True)
+        return await self._submit(run, writes=True)
 
     async def read(self, run: Callable[[sqlite3.Connection], T]) -> T:
-        return await self._ask(run, writes=False)
+        return await self._submit(run, writes=False)
 
-    async def alone(self, run: Callable[[sqlite3.Connection], T]) -> T:
-        """Outside of any transaction, which a copy of the whole file needs. Everybody else waits.
+    async def run_exclusive(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        """Run outside of any transaction, as a copy of the whole file needs; all other jobs wait.
 
         An error of SQLite that is not about this file has to be caught in there: it would end this database.
         """
-        return await self._ask(run, writes=False, alone=True)
+        return await self._submit(run, writes=False, alone=True)
 
     def stop(self) -> None:
         """Take no more jobs; finish those that are queued, then release the file."""
@@ -111,7 +111,7 @@ class SqliteThread:
             self._stopped = True
             self._queue.put(None)
 
-    async def _ask(self, run: Callable[[sqlite3.Connection], T], *, writes: bool, alone: bool = False) -> T:
+    async def _submit(self, run: Callable[[sqlite3.Connection], T], *, writes: bool, alone: bool = False) -> T:
         if self._stopped:
             raise StrataError(Code.PRECONDITION, f"the {self._schema.what} {self._path.name} is closed")
         if asyncio.get_running_loop() is not self._loop:
@@ -131,7 +131,7 @@ class SqliteThread:
         self.opened.set_result(None)
         while jobs := self._next_group():
             done = self._run_group(db, jobs)
-            # A loop that was closed under us has nobody left to tell.
+            # A loop that was closed meanwhile has no callers left.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(_deliver, done)
         db.close()
@@ -181,9 +181,9 @@ class SqliteThread:
             )
         if self._shared and getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
             return StrataError(
-                Code.UNAVAILABLE, f"another process holds the {self._schema.what} {self._path.name}", hint="ask again"
+                Code.UNAVAILABLE, f"another process holds the {self._schema.what} {self._path.name}", hint="try again"
             )
-        # After a failed fsync nobody knows what the disk holds; only a fresh start reads it again.
+        # After a failed fsync the content of the disk is unknown; only a restart reads it again.
         self._broken = StrataError(
             Code.CORRUPT,
             f"the {self._schema.what} {self._path.name} failed: {error}",
@@ -200,14 +200,14 @@ def _roll_back(db: sqlite3.Connection) -> None:
 
 
 def _run(db: sqlite3.Connection, job: _Job, *, alone: bool) -> _Done:
-    """One job. What it alone got wrong is undone and told to its caller; a failing disk is everybody's matter."""
+    """One job. Its own error is rolled back and returned to its caller; a failing disk fails the whole group."""
     shared = job.writes and not alone
     if shared:
         db.execute("SAVEPOINT job")
     try:
         result = job.run(db)
     except Exception as error:
-        if isinstance(error, sqlite3.Error) and _concerns_everybody(error):
+        if isinstance(error, sqlite3.Error) and _is_fatal(error):
             raise
         if shared:
             db.execute("ROLLBACK TO job")
@@ -220,7 +220,7 @@ def _run(db: sqlite3.Connection, job: _Job, *, alone: bool) -> _Done:
     return _Done(job, result, None)
 
 
-def _concerns_everybody(error: sqlite3.Error) -> bool:
+def _is_fatal(error: sqlite3.Error) -> bool:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in (
         sqlite3.SQLITE_IOERR,

@@ -15,7 +15,7 @@ import psycopg
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.database.postgres import Connections, check_durable, failed, place
+from strata.database.postgres import Connections, check_durable, display_address, failed
 from strata.journal import postgres_sql as sql
 from strata.journal.batch import checked_snapshot, checksum_of, pack, unpack
 from strata.journal.port import (
@@ -59,7 +59,7 @@ class PostgresJournal:
             async with journal._connections.use() as connection:
                 await _prepare(connection, create=create)
         except (psycopg.Error, TimeoutError) as error:
-            raise failed(error, f"the journal at {place(url)} cannot be opened") from error
+            raise failed(error, f"the journal at {display_address(url)} cannot be opened") from error
         except BaseException:
             await journal.close()
             raise

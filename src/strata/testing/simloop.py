@@ -24,16 +24,16 @@ AnyCoroutine = Coroutine[Any, Any, T] | Generator[Any, None, T]
 
 
 class Process:
-    """One life of one simulated process: a restarted one is a new object."""
+    """One incarnation of a simulated process: a restart makes a new object."""
 
-    def __init__(self, name: str, life: int) -> None:
+    def __init__(self, name: str, incarnation: int) -> None:
         self.name = name
-        self.life = life
+        self.incarnation = incarnation
         self.crashed = False
         self.paused = False
 
     def __repr__(self) -> str:
-        return f"{self.name}#{self.life}"
+        return f"{self.name}#{self.incarnation}"
 
 
 OUTSIDE = Process("world", 0)

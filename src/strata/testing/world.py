@@ -133,7 +133,7 @@ class World:
 
     def start(self, name: str) -> None:
         before = self._lives.get(name)
-        process = Process(name, before.life + 1 if before else 1)
+        process = Process(name, before.incarnation + 1 if before else 1)
         self._lives[name] = process
         self.trace.note(f"start {process}")
         self._spawn(process, self._boots[name]())
@@ -165,7 +165,7 @@ class World:
         return self._clocks[name]
 
     def holder(self) -> str:
-        """The name of this life of the calling process."""
+        """The name of this incarnation of the calling process."""
         return repr(PROCESS.get())
 
     # Network

@@ -1,4 +1,4 @@
-"""The server's own folders: of the owner alone, and of one launcher at a time."""
+"""The lock of a training server's data folder: one launcher at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LOCK: Final = "launcher.lock"
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """For one process at a time, as long as it lives, whatever kills it: two would take each other's sockets.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock the folder until this process ends, whatever kills it: two launchers would replace each other's sockets.
 
     The descriptor is not inherited: children that outlive their launcher do not keep the next one out.
     """

@@ -1,4 +1,4 @@
-"""What the metrics of all processes of the server have in common."""
+"""Prometheus registry and prefix that all processes of the training server share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def new_registry() -> CollectorRegistry:
-    """Without a series beside each counter that says when it was made: it is when the process was."""
+    """Without the `_created` series of each counter: it would repeat the start of the process."""
     disable_created_metrics()  # type: ignore[no-untyped-call]
     return CollectorRegistry()

@@ -316,12 +316,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def requests_of(self, number: int) -> str:
         """Where the ROUTER of this API server listens. Over TCP each further one has the next two ports."""
         name = f"requests-{number}" if number else "requests"
-        return self._endpoint(name, self.server.link_host, _beside(self.server.requests_port, number))
+        return self._endpoint(name, self.server.link_host, _port_of(self.server.requests_port, number))
 
     def outputs_of(self, number: int) -> str:
         """Where the PULL of this API server listens."""
         name = f"outputs-{number}" if number else "outputs"
-        return self._endpoint(name, self.server.link_host, _beside(self.server.outputs_port, number))
+        return self._endpoint(name, self.server.link_host, _port_of(self.server.outputs_port, number))
 
     @property
     def rank0(self) -> str:
@@ -341,7 +341,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return f"ipc://{path}"
 
 
-def _beside(port: int, number: int) -> int:
+def _port_of(port: int, number: int) -> int:
     return port + 2 * number
 
 

@@ -13,7 +13,7 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code
 from strata.journal.memory import MemoryJournal
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import messages, ops
 from strata.train.orchestrator.maintenance.checkpoint_gc import CheckpointGc
 from strata.train.peft.importer import stage
@@ -99,7 +99,7 @@ async def test_ranks_that_start_anew_leave_nothing_of_what_was_deleted(tmp_path:
 
 def staged(settings: ServerSettings, import_id: str) -> messages.ImportCheckpoint:
     lora = ops.LoraConfig(rank=4)
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         model_id="import-x", seq_id=0, kind="weights", base_model="pretended", arch="pretended", lora=lora, steps=0
     )
     header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'

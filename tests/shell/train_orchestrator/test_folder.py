@@ -10,7 +10,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.private import require_private_folder
-from strata.train.folder import held
+from strata.train.folder import lock_folder
 from strata.train.launch.launcher import run_launcher
 from strata.train.settings import ServerSettings, load_settings
 
@@ -29,7 +29,7 @@ def refusal(folder: Path) -> StrataError:
 
 def test_a_second_launcher_on_one_data_folder_is_refused_in_one_line(tmp_path: Path) -> None:
     require_private_folder(tmp_path / "d", "files")
-    with held(tmp_path / "d"):
+    with lock_folder(tmp_path / "d"):
         refused = refusal(tmp_path)
     assert refused.code is Code.CONFLICT
     assert refused.message == f"another server runs in {tmp_path}/d"
@@ -39,7 +39,7 @@ def test_a_second_launcher_on_one_data_folder_is_refused_in_one_line(tmp_path: P
 
 def test_a_child_that_outlives_its_launcher_does_not_keep_the_next_one_out(tmp_path: Path) -> None:
     """A lock belongs to every copy of the descriptor: one that a child inherits would hold it on."""
-    with held(tmp_path):
+    with lock_folder(tmp_path):
         child = subprocess.Popen(
             [sys.executable, "-c", "print(flush=True); input()"],
             close_fds=False,
@@ -48,7 +48,7 @@ def test_a_child_that_outlives_its_launcher_does_not_keep_the_next_one_out(tmp_p
         )
         assert child.stdout is not None
         child.stdout.readline()
-    with child, held(tmp_path):
+    with child, lock_folder(tmp_path):
         child.communicate(b"\n", timeout=60)
     assert child.returncode == 0
 

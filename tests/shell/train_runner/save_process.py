@@ -10,7 +10,7 @@ from pathlib import Path
 
 from strata.base.failpoint import arm, kill
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import ops
 from tests.shell.train_runner.saved import contents
 
@@ -20,7 +20,7 @@ def save(folder: Path, number: int) -> None:
         for name, data in contents(number).items():
             (part / name).write_bytes(data)
 
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         model_id="s:train:0",
         seq_id=number,
         kind="weights",

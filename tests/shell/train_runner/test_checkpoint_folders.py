@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import ops
 
 
-def manifest(seq: int = 3) -> Manifest:
-    return Manifest(
+def manifest(seq: int = 3) -> CheckpointManifest:
+    return CheckpointManifest(
         model_id="s:train:0", seq_id=seq, kind="weights", base_model="b", arch="a", lora=ops.LoraConfig(), steps=0
     )
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from strata.base.digest import file_digest
 from strata.base.errors import StrataError
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.checkpoint import MANIFEST, Manifest
-from strata.train.checkpoints.files import HEADER_LIMIT, File
+from strata.train.checkpoints.checkpoint import MANIFEST, CheckpointManifest
+from strata.train.checkpoints.files import HEADER_LIMIT, CheckpointFile
 from strata.train.core import ops
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
@@ -75,9 +75,9 @@ def refused(driver: Driver, change: Callable[[Path], None], *words: str, optimiz
 
 def forge(folder: Path, **changes: Any) -> None:
     """Write a manifest that fits whatever lies in the folder now."""
-    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=CheckpointManifest)
     there = [file for file in folder.iterdir() if file.name != MANIFEST]
-    files = {file.name: File(file_digest(file), file.lstat().st_size) for file in there}
+    files = {file.name: CheckpointFile(file_digest(file), file.lstat().st_size) for file in there}
     made = msgspec.structs.replace(manifest, **{"files": dict(sorted(files.items())), **changes})
     (folder / MANIFEST).write_bytes(msgspec.json.encode(made.sealed))
 
@@ -179,10 +179,10 @@ def test_a_file_that_is_none_of_ours_is_refused_and_never_unpickled_even_if_the_
     def forged(folder: Path) -> None:
         forge(folder)
         make_it(folder, name)
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=CheckpointManifest)
         plain = (folder / name).is_file()
         digest = file_digest(folder / name) if plain else "sha256:0"
-        file = File(digest, (folder / name).lstat().st_size)
+        file = CheckpointFile(digest, (folder / name).lstat().st_size)
         made = msgspec.structs.replace(manifest, files=dict(sorted({**manifest.files, name: file}.items())))
         (folder / MANIFEST).write_bytes(msgspec.json.encode(made.sealed))
 
@@ -193,8 +193,8 @@ def test_a_file_that_is_none_of_ours_is_refused_and_never_unpickled_even_if_the_
 @pytest.mark.parametrize("name", ["../good/manifest.json", "/etc/hostname", "a/../b.json", "..", "a\0.json"])
 def test_names_that_lead_out_of_the_folder_are_refused(drivers: dict[str, Driver], name: str) -> None:
     def lead_out(folder: Path) -> None:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
-        forge(folder, files={**manifest.files, name: File("sha256:0", 1)})
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=CheckpointManifest)
+        forge(folder, files={**manifest.files, name: CheckpointFile("sha256:0", 1)})
 
     refused(drivers["adapter"], lead_out, "is not as it was written")
 

@@ -13,10 +13,10 @@ from obstore.store import S3Store
 
 from strata.base import failpoint
 from strata.objects import Bucket
-from strata.train.store.objects import ObjectStore
+from strata.train.store.objects import CheckpointStore
 
 if __name__ == "__main__":
     name, action, folder, bucket = sys.argv[1:]
-    store = ObjectStore(Bucket(S3Store(bucket, client_options={"allow_http": True}), "p"))
+    store = CheckpointStore(Bucket(S3Store(bucket, client_options={"allow_http": True}), "p"))
     failpoint.arm(name, failpoint.kill)
     asyncio.run(store.put(Path(folder), "r/weights/a@1") if action == "put" else store.delete("r/weights/a@1"))

@@ -21,12 +21,12 @@ from strata.journal.memory import MemoryJournal
 from strata.objects import Bucket
 from strata.testing.s3 import S3Server
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import messages, ops
 from strata.train.orchestrator.maintenance.replication import CheckpointReplicator
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
-from strata.train.store.objects import ObjectStore
+from strata.train.store.objects import CheckpointStore
 from tests.shell.train_orchestrator.leaders import RUN, leading, with_a_model
 from tests.shell.train_orchestrator.stacks import running
 
@@ -48,7 +48,7 @@ def s3() -> Iterator[S3Server]:
 
 
 def made(folder: Path, model_id: str = "r", seq: int = 1) -> Path:
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         model_id=model_id, seq_id=seq, kind="weights", base_model="pretended", arch="pretended", lora=LORA, steps=0
     )
     stage(folder, manifest, FILES)
@@ -56,7 +56,7 @@ def made(folder: Path, model_id: str = "r", seq: int = 1) -> Path:
 
 
 async def test_what_was_put_comes_back_verified_and_is_gone_when_deleted(s3: S3Server, tmp_path: Path) -> None:
-    store = ObjectStore(Bucket(s3.store(s3.create_bucket()), "p"))
+    store = CheckpointStore(Bucket(s3.store(s3.create_bucket()), "p"))
     folder = made(tmp_path / "here" / "a")
     assert not await store.fetch(NAME, tmp_path / "there" / "a", tmp_path / "beside")
     for _ in range(2):
@@ -72,7 +72,7 @@ async def test_what_was_put_comes_back_verified_and_is_gone_when_deleted(s3: S3S
 
 async def test_damage_in_the_store_is_noticed_and_leaves_nothing(s3: S3Server, tmp_path: Path) -> None:
     bucket = s3.store(s3.create_bucket())
-    store = ObjectStore(Bucket(bucket, "p"))
+    store = CheckpointStore(Bucket(bucket, "p"))
     await store.put(made(tmp_path / "here" / "a"), NAME)
     for damage in (FILES[ADAPTER][:-1], FILES[ADAPTER][:-1] + b"\x01", FILES[ADAPTER] + b"\0"):
         obstore.put(bucket, f"p/{NAME}/{ADAPTER}", damage)
@@ -96,7 +96,7 @@ async def test_whoever_dies_leaves_a_whole_checkpoint_or_none(
     name: str, action: str, whole: bool, s3: S3Server, tmp_path: Path
 ) -> None:
     bucket = s3.create_bucket()
-    store = ObjectStore(Bucket(s3.store(bucket), "p"))
+    store = CheckpointStore(Bucket(s3.store(bucket), "p"))
     folder = made(tmp_path / "here" / "a")
     if action == "delete":
         await store.put(folder, NAME)
@@ -118,7 +118,7 @@ async def test_only_copies_that_the_facts_say_are_gone_are_deleted_and_only_by_w
     s3: S3Server, tmp_path: Path
 ) -> None:
     """A server whose data were lost has no facts of what is there."""
-    store, journal = ObjectStore(Bucket(s3.store(s3.create_bucket()), "p")), MemoryJournal(SystemClock())
+    store, journal = CheckpointStore(Bucket(s3.store(s3.create_bucket()), "p")), MemoryJournal(SystemClock())
     ours, lost = f"{RUN}/weights/x@12", "import-x/weights/theirs@0"
     for name in (ours, lost):
         await store.put(made(tmp_path / "here" / name), name)
@@ -135,7 +135,7 @@ async def test_only_copies_that_the_facts_say_are_gone_are_deleted_and_only_by_w
 async def test_a_disk_that_takes_nothing_fails_what_asks_for_the_copy_and_nothing_else(
     s3: S3Server, tmp_path: Path
 ) -> None:
-    store = ObjectStore(Bucket(s3.store(s3.create_bucket()), "p"))
+    store = CheckpointStore(Bucket(s3.store(s3.create_bucket()), "p"))
     await store.put(made(tmp_path / "here" / "a"), NAME)
     (tmp_path / "file").write_text("no folder")
     storage = CheckpointReplicator(
@@ -158,14 +158,14 @@ async def test_a_store_that_does_not_answer_is_out_of_reach_and_not_empty(tmp_pa
     store = await leading(MemoryJournal(SystemClock()))
     with pytest.raises(StrataError, match="cannot bring back") as refused:
         await CheckpointReplicator(
-            store, ObjectStore(Bucket(nobody, "p")), tmp_path / "there", tmp_path / "beside"
+            store, CheckpointStore(Bucket(nobody, "p")), tmp_path / "there", tmp_path / "beside"
         ).fetch(NAME)
     assert refused.value.code is Code.UNAVAILABLE
 
 
 async def test_a_server_that_lost_its_files_brings_them_back_to_load_them(s3: S3Server, tmp_path: Path) -> None:
     bucket = s3.create_bucket()
-    store = ObjectStore(Bucket(s3.store(bucket), "p/default"))
+    store = CheckpointStore(Bucket(s3.store(bucket), "p/default"))
     lines = f'sweep_s = 0.05\nstorage = "s3://{bucket}/p"\nendpoint = "{s3.endpoint}"\n'
     lines += f'access_key = "{s3.access_key}"\nsecret_key = "{s3.secret_key}"\n'
     async with running(tmp_path, checkpoints=lines) as stack:

@@ -149,7 +149,7 @@ async def run_ranks(
     world: TrainWorld, board: Board, settings: ServerSettings, disk: dict[str, bytes], audit: Audit, trouble: Trouble
 ) -> None:
     """From its start to its death, or to the word that it is over."""
-    ranks = SimRanks(settings, f"group-{PROCESS.get().life}", disk, world)
+    ranks = SimRanks(settings, f"group-{PROCESS.get().incarnation}", disk, world)
     await asyncio.sleep(world.rng.expovariate(1 / trouble.start_s))
     listener = board.open_listener()
     writers: list[asyncio.Task[None]] = []

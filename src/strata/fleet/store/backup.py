@@ -76,7 +76,7 @@ async def backup_sqlite(thread: SqliteThread, path: Path, now_s: float) -> int:
             beside.unlink(missing_ok=True)
             raise StrataError(Code.UNAVAILABLE, f"the backup {path} was not written: {error}") from error
 
-    return await thread.alone(copy)
+    return await thread.run_exclusive(copy)
 
 
 def refuse_taken(path: Path) -> None:

@@ -18,7 +18,7 @@ from strata.identity.roles import CallerKind
 from strata.train.api.context import ApiCall
 from strata.train.api.signed_urls import ArchiveGrant, sign_token, signed_url, token_refused, verify_token
 from strata.train.archive import MEDIA_TYPE, Archive, open_archive, read_members
-from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import messages, ops
 from strata.train.core.state import IMPORTED
 from strata.train.peft import importer
@@ -144,7 +144,7 @@ def _stage(
     # Idempotent: the same upload is the same run, so a client that retries makes no second one.
     content = "\n".join((tenant, name, *(sha256_hex(files[each]) for each in sorted(files))))
     run_id = f"{IMPORTED}{sha256_hex(content.encode())[:24]}"
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         model_id=run_id, seq_id=0, kind="weights", base_model=server.base_model, arch=server.arch, lora=lora, steps=0
     )
     importer.stage(folder / settings.staged, manifest, {ADAPTER: files[ADAPTER], ADAPTER_CONFIG: kept})

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: a folder that appears whole, with a manifest of digests, and is checked before it is believed.
+"""Checkpoints on disk: folders that are replaced atomically, with a manifest of digests that every reader verifies.
 
-Files are written into a folder beside, each of them and the folder brought to the disk, the manifest last, and then the
-folder gets its name, in exchange for the one that had it. What is read is a checkpoint that was written to its end, or
-an error. It holds numbers (safetensors) and words (JSON) and nothing else: no format that could run code.
+A writer fills a temporary folder, fsyncs each file and the folder, writes the manifest last, and then renames the
+folder, or exchanges it with the one that has the name. A reader gets a complete checkpoint or an error. A checkpoint
+holds tensors (safetensors) and JSON and nothing else: no format that could run code.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from strata.base.atomic import exchange_folders, sync_file, sync_folder
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.train.checkpoints.files import File, allowed, check_header, digests, seal
+from strata.train.checkpoints.files import CheckpointFile, check_header, file_digests, is_allowed_name, sync_and_digest
 from strata.train.core import ops
 
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 16 << 20
 FORMAT: Final = 2
 NAMES: Final = 4
-"""Folders with the names that lead to a checkpoint: of its kind, its run, all runs, and the server's data."""
+"""Folders above a checkpoint whose names must be durable: of its kind, its run, all runs, and the server's data."""
 PART: Final = ".part"
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: int = FORMAT
     model_id: str
     seq_id: int
@@ -42,14 +42,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     steps: int
     """Steps of the optimizer so far; its moments are there if `kind` is "weights" and there were any."""
     user_metadata: Mapping[str, str] = {}
-    files: Mapping[str, File] = {}
+    files: Mapping[str, CheckpointFile] = {}
     digest: str = ""
     """Of the manifest itself, with nothing in this place."""
 
     @property
-    def sealed(self) -> Manifest:
+    def sealed(self) -> CheckpointManifest:
         # Through JSON and back: 8 and 8.0 are the same alpha, but not the same letters.
-        plain = msgspec.json.decode(_encode(msgspec.structs.replace(self, digest="")), type=Manifest)
+        plain = msgspec.json.decode(_encode(msgspec.structs.replace(self, digest="")), type=CheckpointManifest)
         return msgspec.structs.replace(plain, digest=f"sha256:{sha256_hex(_encode(plain))}")
 
 
@@ -62,20 +62,20 @@ class _Format(msgspec.Struct, frozen=True):
     format: int
 
 
-def write(folder: Path, manifest: Manifest, fill: Callable[[Path], None], *, overwrite: bool) -> None:
-    """Make `folder` with what `fill` writes. Doing it again for the same operation changes nothing."""
-    part = part_of(folder, new_token())
-    if begin(folder, part, manifest, overwrite=overwrite):
+def write(folder: Path, manifest: CheckpointManifest, fill: Callable[[Path], None], *, overwrite: bool) -> None:
+    """Create `folder` with what `fill` writes. Idempotent: the same operation again changes nothing."""
+    part = temporary_folder(folder, new_token())
+    if begin_write(folder, part, manifest, overwrite=overwrite):
         fill(part)
-        commit(folder, part, manifest, seal(part.iterdir()))
+        commit(folder, part, manifest, sync_and_digest(part.iterdir()))
 
 
-def begin(folder: Path, part: Path, manifest: Manifest, *, overwrite: bool) -> bool:
-    """Make `part`, to write files into; False if this very checkpoint is there already."""
-    there = _manifest(folder)
+def begin_write(folder: Path, part: Path, manifest: CheckpointManifest, *, overwrite: bool) -> bool:
+    """Create `part`, the temporary folder; False if this operation has written its checkpoint already."""
+    there = _read_manifest(folder)
     own = there is not None and (there.model_id, there.seq_id) == (manifest.model_id, manifest.seq_id)
-    if own and _is_whole(folder):
-        # Whoever wrote it may have died between the name and the sync of its folder.
+    if own and _is_intact(folder):
+        # Its writer may have died between the rename and the fsync of the folder.
         _sync_names(folder)
         return False
     if there is not None and not own and not overwrite:
@@ -87,11 +87,11 @@ def begin(folder: Path, part: Path, manifest: Manifest, *, overwrite: bool) -> b
     return True
 
 
-def commit(folder: Path, part: Path, manifest: Manifest, files: Mapping[str, File]) -> None:
-    """Give the folder that `begin` made its name. All of `files` are on the disk already."""
+def commit(folder: Path, part: Path, manifest: CheckpointManifest, files: Mapping[str, CheckpointFile]) -> None:
+    """Rename the folder that `begin_write` created. All of `files` are durable already."""
     failpoint("train.checkpoint.before_manifest")
-    made = msgspec.structs.replace(manifest, files=dict(sorted(files.items())))
-    (part / MANIFEST).write_bytes(_encode(made.sealed))
+    complete = msgspec.structs.replace(manifest, files=dict(sorted(files.items())))
+    (part / MANIFEST).write_bytes(_encode(complete.sealed))
     failpoint("train.checkpoint.before_sync")
     sync_file(part / MANIFEST)
     sync_folder(part)
@@ -111,26 +111,26 @@ def commit(folder: Path, part: Path, manifest: Manifest, files: Mapping[str, Fil
 
 
 def sweep(above: Path) -> None:
-    """Remove what writers that were killed left in the folder of one kind. Only one writes there at a time.
+    """Remove temporary folders of writers that were killed. Only one group of ranks writes there at a time.
 
-    A group of ranks that is over and does not know it yet may be at work there too: then a save fails, here or there.
+    A group that was replaced and does not know it yet may still write there: then one of the two saves fails.
     """
     left = [path for path in above.iterdir() if path.name.startswith(".") and path.name.endswith(PART)]
     if left:
-        # It may be what the last exchange took away, and the exchange not be on the disk yet.
+        # It may be the old folder of the last exchange, which may not be durable yet.
         sync_folder(above)
     for path in left:
         failpoint("train.checkpoint.before_sweep")
         shutil.rmtree(path, ignore_errors=True)
 
 
-def read(folder: Path, *, share: tuple[int, int] = (0, 1)) -> Manifest:
-    """The manifest of a folder in which every file is what was written, and nothing else lies.
+def read(folder: Path, *, share: tuple[int, int] = (0, 1)) -> CheckpointManifest:
+    """The manifest of a folder whose files all have their digests, and that holds no other file.
 
     With `share` = (rank, ranks) the digests of this rank's files only are computed, and the others must do the same:
     none may open a file before all have agreed.
     """
-    manifest = _manifest(folder)
+    manifest = _read_manifest(folder)
     if manifest is None:
         raise StrataError(Code.NOT_FOUND, f"there is no checkpoint {folder.name!r}")
     names = {file.name for file in folder.iterdir()}
@@ -138,8 +138,8 @@ def read(folder: Path, *, share: tuple[int, int] = (0, 1)) -> Manifest:
         strange = sorted(names ^ {MANIFEST, *manifest.files})[0]
         raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {strange}")
     for name, expected in manifest.files.items():
-        if not allowed(name):
-            raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} has a file that is none of ours: {name!r}")
+        if not is_allowed_name(name):
+            raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} has an unexpected file: {name!r}")
         found = (folder / name).lstat()
         if not stat.S_ISREG(found.st_mode):
             raise StrataError(Code.CORRUPT, f"in the checkpoint {folder.name!r}, {name} is not a plain file")
@@ -147,7 +147,7 @@ def read(folder: Path, *, share: tuple[int, int] = (0, 1)) -> Manifest:
             raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {name}")
     rank, ranks = share
     own = sorted(manifest.files)[rank::ranks]
-    for name, digest in zip(own, digests([folder / name for name in own]), strict=True):
+    for name, digest in zip(own, file_digests([folder / name for name in own]), strict=True):
         if digest != manifest.files[name].digest:
             raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {name}")
     for name in own:
@@ -155,7 +155,7 @@ def read(folder: Path, *, share: tuple[int, int] = (0, 1)) -> Manifest:
     return manifest
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_intact(folder: Path) -> bool:
     try:
         read(folder)
     except StrataError as error:
@@ -165,7 +165,7 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _manifest(folder: Path) -> Manifest | None:
+def _read_manifest(folder: Path) -> CheckpointManifest | None:
     file = folder / MANIFEST
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode) or not stat.S_ISREG(file.lstat().st_mode):
@@ -178,7 +178,7 @@ def _manifest(folder: Path) -> Manifest | None:
     try:
         if (version := msgspec.json.decode(data, type=_Format).format) != FORMAT:
             raise StrataError(Code.UNSUPPORTED, f"the checkpoint {folder.name!r} has the format {version}")
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=CheckpointManifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StrataError(Code.CORRUPT, f"the manifest of {folder.name!r} is damaged: {error}") from error
     if data != _encode(manifest.sealed):
@@ -190,12 +190,12 @@ def new_token() -> int:
     return secrets.randbits(62)
 
 
-def part_of(folder: Path, token: int) -> Path:
-    """Of one attempt to write it: files of two that do not know of each other never lie in one folder."""
+def temporary_folder(folder: Path, token: int) -> Path:
+    """The temporary folder of one attempt to write: two writers never share one."""
     return folder.with_name(f".{folder.name}.{token:016x}{PART}")
 
 
 def _sync_names(folder: Path) -> None:
-    """A folder that was made a moment ago is found after a loss of power only if the one above it was synced too."""
+    """A new folder survives a power failure only if its parents are synced too."""
     for above in folder.parents[:NAMES]:
         sync_folder(above)

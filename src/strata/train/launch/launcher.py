@@ -21,7 +21,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.base.private import require_private_folder, set_private_umask
 from strata.base.settings import process_environment
-from strata.train.folder import held
+from strata.train.folder import lock_folder
 from strata.train.launch.preflight import check_memory, check_model
 from strata.train.launch.supervised_process import EVENTS, ProcessCommand, SupervisedProcess
 from strata.train.link.keys import make_keys, read_keys
@@ -54,7 +54,7 @@ async def _run_until_signal(settings: ServerSettings, file: Path, announce: Call
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     require_private_folder(settings.data, "the server's files")
-    with held(settings.data):
+    with lock_folder(settings.data):
         await Launcher(settings, file, process_environment(), SystemClock()).run(stop, announce)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from strata.base.errors import Code, StrataError
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.files import header_of
+from strata.train.checkpoints.files import read_header
 from strata.train.core import ops
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, EXPERTS, HEAD, PREFIX, Kind, kind_of, target_of
 
@@ -159,7 +159,7 @@ def examine(file: Path, config: PeftConfig, base: Path) -> ops.LoraConfig:
 def _shapes(file: Path) -> Mapping[str, Shape]:
     """Of whole tensors of finite numbers that fill the file."""
     try:
-        tensors = header_of(file).tensors
+        tensors = read_header(file).tensors
     except StrataError as error:
         raise _invalid(ADAPTER, error.message) from error
     data = np.memmap(file, np.uint8, "r")
@@ -204,7 +204,7 @@ def _read_base(base: Path) -> _Base | None:
         stored = {
             name.removesuffix(".weight"): tuple(tensor.shape)
             for file in sorted(base.glob("*.safetensors"))
-            for name, tensor in header_of(file).tensors.items()
+            for name, tensor in read_header(file).tensors.items()
         }
     except StrataError:
         return None
@@ -238,7 +238,7 @@ def _check_shapes(target: str, parts: Mapping[str, Shape], base: _Base, rank: in
         raise _invalid(ADAPTER, f"{target} is {dict(parts)}, and the base needs {expected} for r = {rank}")
 
 
-def stage(folder: Path, manifest: checkpoint.Manifest, files: Mapping[str, bytes]) -> None:
+def stage(folder: Path, manifest: checkpoint.CheckpointManifest, files: Mapping[str, bytes]) -> None:
     """A checkpoint like every other, whole and on the disk when this returns."""
 
     def fill(part: Path) -> None:

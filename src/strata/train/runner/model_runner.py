@@ -20,7 +20,7 @@ import torch
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import commands, ops
 from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.collectives import RankGroup
@@ -185,7 +185,7 @@ class ModelRunner:
 
     def save(self, operation: ops.SaveWeights, folder: Path) -> ops.WeightsSaved:
         model = self._resident(operation.model_id)
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             model_id=operation.model_id,
             seq_id=operation.seq_id,
             kind=operation.kind,

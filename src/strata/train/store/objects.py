@@ -1,7 +1,7 @@
 """Checkpoints in object storage that speaks S3: `PREFIX/RUN/KIND/NAME@SEQ/FILE`, the manifest last.
 
-A checkpoint is there when its manifest is. So one that is being put, or deleted, is there whole or not at all, and what
-a process that died has left is only files that nobody finds. What is fetched is verified on the way to the disk.
+A checkpoint exists when its manifest does. So an upload or a deletion that is under way, or that a crash interrupted,
+leaves no partial checkpoint, only files that no manifest names. What is fetched is verified on the way to the disk.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import shutil
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -19,33 +18,32 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.objects import Bucket, S3Access, connect, static_credentials
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.files import File, allowed
+from strata.train.checkpoints.files import CheckpointFile, is_allowed_name
 from strata.train.settings import CheckpointSettings
 
-_NAMES: Final = 4
-"""Folders above a checkpoint whose names must be on the disk too."""
 
+class CheckpointStore:
+    """The checkpoints of one server below a prefix of a bucket."""
 
-class ObjectStore:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
 
     async def names(self) -> tuple[set[str], set[str]]:
-        """Those that are there, and those of which there are only parts."""
-        found: set[str] = set()
-        whole: set[str] = set()
+        """Complete checkpoints, and those of which only some files exist."""
+        names: set[str] = set()
+        complete: set[str] = set()
         for entry in await self._bucket.list():
             name, _, file = entry.key.rpartition("/")
-            found.add(name)
+            names.add(name)
             if file == checkpoint.MANIFEST:
-                whole.add(name)
-        return whole, found - whole
+                complete.add(name)
+        return complete, names - complete
 
     async def put(self, folder: Path, name: str) -> None:
-        """Verified before it leaves. The same again changes nothing."""
+        """Upload a checkpoint, verified first. Idempotent."""
         manifest = await asyncio.to_thread(checkpoint.read, folder)
         own = await asyncio.to_thread((folder / checkpoint.MANIFEST).read_bytes)
-        there = await self._manifest(name)
+        there = await self._read_manifest(name)
         if there == own:
             return
         if there is not None:
@@ -56,32 +54,32 @@ class ObjectStore:
             failpoint("train.store.after_file")
         failpoint("train.store.before_manifest")
         written = await self._bucket.put_if_absent(_key(name, checkpoint.MANIFEST), own)
-        if not written and await self._manifest(name) != own:
+        if not written and await self._read_manifest(name) != own:
             raise StrataError(Code.CONFLICT, f"another server writes {name} into the object store")
         failpoint("train.store.after_manifest")
 
-    async def fetch(self, name: str, place: Path, beside: Path) -> bool:
-        """Put it at its place, by way of a folder `beside`; False if there is none. CORRUPT if it is not as written."""
-        raw = await self._manifest(name)
+    async def fetch(self, name: str, target: Path, temporary: Path) -> bool:
+        """Download it to `target`, by way of a `temporary` folder; False if there is none. CORRUPT if it is damaged."""
+        raw = await self._read_manifest(name)
         if raw is None:
             return False
         try:
-            manifest = msgspec.json.decode(raw, type=checkpoint.Manifest)
+            manifest = msgspec.json.decode(raw, type=checkpoint.CheckpointManifest)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise StrataError(Code.CORRUPT, f"the manifest of {name} in the object store is damaged") from error
-        await asyncio.to_thread(_make_empty, beside)
+        await asyncio.to_thread(_make_empty, temporary)
         try:
             for file, expected in manifest.files.items():
-                if not allowed(file):
-                    raise StrataError(Code.CORRUPT, f"{name} in the object store has a file that is none of ours")
-                await self._fetch_file(_key(name, file), beside / file, expected)
+                if not is_allowed_name(file):
+                    raise StrataError(Code.CORRUPT, f"{name} in the object store has an unexpected file")
+                await self._fetch_file(_key(name, file), temporary / file, expected)
                 failpoint("train.store.after_fetch")
-            await asyncio.to_thread(_put_in_place, beside, place, raw)
+            await asyncio.to_thread(_publish, temporary, target, raw)
         finally:
-            await asyncio.to_thread(shutil.rmtree, beside, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, temporary, ignore_errors=True)
         return True
 
-    async def _fetch_file(self, key: str, to: Path, expected: File) -> None:
+    async def _fetch_file(self, key: str, to: Path, expected: CheckpointFile) -> None:
         digest, size = hashlib.sha256(), 0
         stored = await self._bucket.open(key)
         if stored is None:
@@ -97,13 +95,13 @@ class ObjectStore:
             raise StrataError(Code.CORRUPT, f"{key} in the object store is not what was written")
 
     async def delete(self, name: str) -> None:
-        """The manifest first: from then on it is not there."""
+        """The manifest first: from then on the checkpoint does not exist."""
         await self._bucket.delete(_key(name, checkpoint.MANIFEST))
         failpoint("train.store.after_unlisting")
         entries = await self._bucket.list(name)
         await self._bucket.delete(*(entry.key for entry in entries if entry.key.startswith(_key(name, ""))))
 
-    async def _manifest(self, name: str) -> bytes | None:
+    async def _read_manifest(self, name: str) -> bytes | None:
         stored = await self._bucket.open(_key(name, checkpoint.MANIFEST))
         if stored is None:
             return None
@@ -116,16 +114,16 @@ def _key(name: str, file: str) -> str:
     return f"{name}/{file}"
 
 
-def open_store(settings: CheckpointSettings, server: str) -> ObjectStore:
-    """Of this server: others may keep theirs under the same address."""
+def open_store(settings: CheckpointSettings, server: str) -> CheckpointStore:
+    """The store of this server: others may use the same bucket and prefix."""
     bucket, _, prefix = settings.storage.removeprefix("s3://").partition("/")
     if not settings.storage.startswith("s3://") or not bucket or settings.secret_key is None:
         raise StrataError(
-            Code.INVALID, "checkpoints.storage is s3://BUCKET/PREFIX, and needs access_key and secret_key beside it"
+            Code.INVALID, "checkpoints.storage is s3://BUCKET/PREFIX, and needs access_key and secret_key"
         )
     credentials = static_credentials(settings.access_key, settings.secret_key.reveal())
     access = S3Access(endpoint=settings.endpoint, region=settings.region, credentials=credentials)
-    return ObjectStore(Bucket(connect(bucket, access), f"{prefix.strip('/')}/{server}"))
+    return CheckpointStore(Bucket(connect(bucket, access), f"{prefix.strip('/')}/{server}"))
 
 
 def _make_empty(folder: Path) -> None:
@@ -133,10 +131,10 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True, mode=0o700)
 
 
-def _put_in_place(beside: Path, place: Path, manifest: bytes) -> None:
-    (beside / checkpoint.MANIFEST).write_bytes(manifest)
-    sync_tree(beside)
-    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    beside.rename(place)
-    for above in place.parents[:_NAMES]:
+def _publish(temporary: Path, target: Path, manifest: bytes) -> None:
+    (temporary / checkpoint.MANIFEST).write_bytes(manifest)
+    sync_tree(temporary)
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary.rename(target)
+    for above in target.parents[: checkpoint.NAMES]:
         sync_folder(above)

@@ -17,13 +17,13 @@ from strata.train.orchestrator.state_store import StateStore
 from strata.train.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from strata.train.store.objects import ObjectStore
+    from strata.train.store.objects import CheckpointStore
 
 _log = log.get(__name__)
 
 
 class CheckpointReplicator:
-    def __init__(self, store: StateStore, objects: ObjectStore, folder: Path, staging: Path) -> None:
+    def __init__(self, store: StateStore, objects: CheckpointStore, folder: Path, staging: Path) -> None:
         self._store = store
         self._objects = objects
         self._folder = folder

@@ -19,7 +19,7 @@ from strata.base.atomic import new_folder
 from strata.base.errors import Code, StrataError
 from strata.train.archive import published
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core.ops import LoraConfig
 from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, HEADS
@@ -38,7 +38,7 @@ class _AdapterConfig(msgspec.Struct, frozen=True):
     base_model_name_or_path: str
 
 
-def export(folder: Path, out: Path, form: Form, base: str = "") -> Manifest:
+def export(folder: Path, out: Path, form: Form, base: str = "") -> CheckpointManifest:
     """Export to `out`. `base` is the model to merge an adapter into, if it is not where the checkpoint says."""
     manifest = checkpoint.read(folder)
     _create(out, lambda temporary: _fill(folder, temporary, manifest, form, base))
@@ -60,7 +60,7 @@ def _fill_fetched(folder: Path, temporary: Path, base: str) -> None:
     config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=importer.PeftConfig)
     lora = importer.examine(folder / ADAPTER, config, Path(base))
     arch = str(AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False).model_type)
-    manifest = Manifest(model_id="", seq_id=0, kind="weights", base_model=base, arch=arch, lora=lora, steps=0)
+    manifest = CheckpointManifest(model_id="", seq_id=0, kind="weights", base_model=base, arch=arch, lora=lora, steps=0)
     _merge(folder, temporary, manifest, lora, base)
 
 
@@ -70,7 +70,7 @@ def _create(out: Path, fill: Callable[[Path], None]) -> None:
         fill(temporary)
 
 
-def _fill(folder: Path, temporary: Path, manifest: Manifest, form: Form, base: str) -> None:
+def _fill(folder: Path, temporary: Path, manifest: CheckpointManifest, form: Form, base: str) -> None:
     if form == "peft" and manifest.lora is None:
         raise StrataError(Code.INVALID, f"{folder.name!r} is a full model, not an adapter", hint="use --format hf")
     if form == "hf" and manifest.lora is not None:
@@ -82,7 +82,7 @@ def _fill(folder: Path, temporary: Path, manifest: Manifest, form: Form, base: s
             shutil.copyfile(folder / name, temporary / name)
 
 
-def _merge(folder: Path, temporary: Path, manifest: Manifest, lora: LoraConfig, base: str) -> None:
+def _merge(folder: Path, temporary: Path, manifest: CheckpointManifest, lora: LoraConfig, base: str) -> None:
     """Merge the adapter into the base, in the base's dtype. The sums are computed in float32."""
     config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=_AdapterConfig)
     path = base or config.base_model_name_or_path

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from strata.base.errors import Code, StrataError
-from strata.train.checkpoints.checkpoint import Manifest
+from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core.ops import LoraConfig
 from strata.train.core.state import IMPORTED
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, PREFIX, peft_layer
@@ -51,7 +51,9 @@ def adapter_writer(model: LoraModel, base: BaseModel, *, optimizer: bool) -> Fil
     return fill
 
 
-def read_adapter(folder: Path, model: LoraModel, manifest: Manifest, *, optimizer: bool) -> Callable[[], None]:
+def read_adapter(
+    folder: Path, model: LoraModel, manifest: CheckpointManifest, *, optimizer: bool
+) -> Callable[[], None]:
     """Read and check everything; the returned function installs it and cannot fail."""
     adapter, steps = model.adapter, manifest.steps
     weights = read_flat(folder, adapter, manifest)
@@ -71,7 +73,7 @@ def read_adapter(folder: Path, model: LoraModel, manifest: Manifest, *, optimize
     return install
 
 
-def read_flat(folder: Path, adapter: Adapter, manifest: Manifest) -> torch.Tensor:
+def read_flat(folder: Path, adapter: Adapter, manifest: CheckpointManifest) -> torch.Tensor:
     """The weights as one flat block. Layers that an imported adapter lacks are initialised as in a new model.
 
     An adapter that was saved here lacks no layer, and a model that trains other kinds of layers is rejected.

@@ -16,8 +16,8 @@ import torch
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.checkpoint import Manifest
-from strata.train.checkpoints.files import File, seal
+from strata.train.checkpoints.checkpoint import CheckpointManifest
+from strata.train.checkpoints.files import CheckpointFile, sync_and_digest
 from strata.train.core import ops
 from strata.train.runner.checkpoint import formats, shards
 from strata.train.runner.collectives import RankGroup
@@ -28,11 +28,17 @@ from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel
 Install = Callable[[], None]
 """Installs what was read, and cannot fail."""
 
-_decode_files: Final = msgspec.msgpack.Decoder(dict[str, File]).decode
+_decode_files: Final = msgspec.msgpack.Decoder(dict[str, CheckpointFile]).decode
 
 
 def save(
-    folder: Path, manifest: Manifest, model: TrainedModel, base: BaseModel, ranks: RankGroup, *, overwrite: bool
+    folder: Path,
+    manifest: CheckpointManifest,
+    model: TrainedModel,
+    base: BaseModel,
+    ranks: RankGroup,
+    *,
+    overwrite: bool,
 ) -> None:
     optimizer = manifest.kind == "weights"
     if isinstance(model, FullModel) and optimizer:
@@ -49,24 +55,24 @@ def save(
 
 
 def _save_shards(
-    folder: Path, manifest: Manifest, model: FullModel, base: BaseModel, ranks: RankGroup, *, overwrite: bool
+    folder: Path, manifest: CheckpointManifest, model: FullModel, base: BaseModel, ranks: RankGroup, *, overwrite: bool
 ) -> None:
     # All ranks use rank 0's token.
-    temporary = checkpoint.part_of(folder, ranks.all_gather_int(checkpoint.new_token())[0])
+    temporary = checkpoint.temporary_folder(folder, ranks.all_gather_int(checkpoint.new_token())[0])
     is_new = False
-    files: dict[str, File] = {}
+    files: dict[str, CheckpointFile] = {}
     with ranks.collective_errors():
         if ranks.is_rank0:
-            is_new = checkpoint.begin(folder, temporary, manifest, overwrite=overwrite)
+            is_new = checkpoint.begin_write(folder, temporary, manifest, overwrite=overwrite)
             if is_new:
                 formats.write_config(base, temporary)
-                files |= seal(temporary.iterdir())
+                files |= sync_and_digest(temporary.iterdir())
     if not ranks.all_reduce_any([is_new])[0]:
         return
     with ranks.collective_errors():
         file = shards.write(temporary, formats.full_state(model, optimizer=True), ranks.rank)
         failpoint("train.checkpoint.after_shard")
-        files |= seal([file])
+        files |= sync_and_digest([file])
     gathered = ranks.gather(msgspec.msgpack.encode(files))
     with ranks.collective_errors():
         for rank, data in enumerate(gathered):
@@ -77,7 +83,7 @@ def _save_shards(
             checkpoint.commit(folder, temporary, manifest, files)
 
 
-def _check_visible(temporary: Path, files: Mapping[str, File], rank: int) -> None:
+def _check_visible(temporary: Path, files: Mapping[str, CheckpointFile], rank: int) -> None:
     for name, file in files.items():
         if not (temporary / name).is_file() or (temporary / name).stat().st_size != file.size:
             raise StrataError(
@@ -122,7 +128,7 @@ def open_weights(folder: Path, base: BaseModel, ranks: RankGroup) -> Adapter | d
     return weights
 
 
-def _read_manifest(folder: Path, base: BaseModel, ranks: RankGroup) -> Manifest:
+def _read_manifest(folder: Path, base: BaseModel, ranks: RankGroup) -> CheckpointManifest:
     """Each rank verifies the digests of a share of the files; when this returns, all files are verified."""
     with ranks.collective_errors():
         manifest = checkpoint.read(folder, share=(ranks.rank, ranks.size))

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from strata.base.errors import Code, StrataError
-from strata.train.checkpoints.files import header_of
+from strata.train.checkpoints.files import read_header
 
 SHARDS: Final = "shard-*.safetensors"
 SHARDING: Final = "DCP_SHARDING_INFO"
@@ -114,7 +114,7 @@ def read_unsharded(folder: Path, wanted: Callable[[str], bool] = lambda _: True)
 def chunks_of(folder: Path) -> Mapping[str, Sequence[ShardChunk]]:
     chunks: dict[str, list[ShardChunk]] = {}
     for file in sorted(folder.glob(SHARDS)):
-        header = header_of(file)
+        header = read_header(file)
         try:
             offsets = msgspec.json.decode(header.metadata.get(SHARDING, "{}"), type=dict[str, _Offsets])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

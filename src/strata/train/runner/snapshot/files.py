@@ -27,7 +27,7 @@ from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.train.checkpoints.files import File, check_header, digests, seal
+from strata.train.checkpoints.files import CheckpointFile, check_header, file_digests, sync_and_digest
 from strata.train.core import ops
 
 FORMAT: Final = 1
@@ -60,7 +60,7 @@ class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Whether the weights of the base differ from those in its folder."""
     models: Sequence[SnapshotModel]
     samplers: Sequence[SnapshotSampler]
-    files: Mapping[str, File] = {}
+    files: Mapping[str, CheckpointFile] = {}
 
 
 class SnapshotCopy(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class SnapshotResult(msgspec.Struct, frozen=True):
 class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank has written its files, or has failed."""
 
-    files: Mapping[str, File] = {}
+    files: Mapping[str, CheckpointFile] = {}
     error: str | None = None
 
 
@@ -154,7 +154,7 @@ class SnapshotWriter:
         files = self._await_ranks(temporary, copy.manifest.ranks)
         return commit(folder, msgspec.structs.replace(copy.manifest, files=files))
 
-    def _write_tensors(self, temporary: Path, copy: SnapshotCopy) -> dict[str, File]:
+    def _write_tensors(self, temporary: Path, copy: SnapshotCopy) -> dict[str, CheckpointFile]:
         failpoint("train.snapshot.before_files")
         own = temporary / rank_file(self._rank)
         save_file(dict(copy.own), own)
@@ -163,11 +163,11 @@ class SnapshotWriter:
         if self._rank == 0:
             save_file(dict(copy.shared), temporary / SHARED)
             written.append(temporary / SHARED)
-        return seal(written)
+        return sync_and_digest(written)
 
-    def _await_ranks(self, temporary: Path, ranks: int) -> dict[str, File]:
+    def _await_ranks(self, temporary: Path, ranks: int) -> dict[str, CheckpointFile]:
         """The files of all ranks, once all have written theirs. Removes the JSON files: the manifest replaces them."""
-        files: dict[str, File] = {}
+        files: dict[str, CheckpointFile] = {}
         deadline_s = time.monotonic() + self._timeout_s
         for rank in range(ranks):
             path = temporary / _sealed_file(rank)
@@ -231,7 +231,7 @@ def verify(folder: Path, manifest: SnapshotManifest, *, rank: int, ranks: int) -
         status = (folder / name).lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size != manifest.files[name].size:
             raise _damaged(folder, name)
-    for name, digest in zip(share, digests([folder / name for name in share]), strict=True):
+    for name, digest in zip(share, file_digests([folder / name for name in share]), strict=True):
         if digest != manifest.files[name].digest:
             raise _damaged(folder, name)
         check_header(folder / name)
