@@ -20,7 +20,7 @@ UNIX_SOCKET: Final = "strata.unix_socket"
 
 ANONYMOUS: Final = Principal(CallerKind.KEY, "", None)
 ANONYMOUS_VIEWER: Final = Principal(CallerKind.KEY, "", Role.VIEWER)
-"""A client without credentials, where the settings of a server show something to everybody."""
+"""A client without credentials, on the routes that the settings of a server make public."""
 
 FirstHeaders = Mapping[bytes, bytes]
 """Names in lower case; of a repeated header the first."""

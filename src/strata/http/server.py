@@ -48,10 +48,10 @@ class HttpServer(uvicorn.Server):
             self.servers.append(await loop.create_unix_server(self._connected, sock=listener, backlog=BACKLOG))
 
     def _connected(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        return made
+        return protocol
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

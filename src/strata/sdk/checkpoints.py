@@ -39,7 +39,7 @@ def fetch_checkpoint(client: HubClient, path: str, folder: Path) -> None:
         if not name or name in (".", "..") or "/" in name or "\\" in name:
             raise StrataError(Code.INVALID, f"the server names a file {name[:200]!r}")
         there = urlsplit(url)
-        # Of the address only what follows the host: the server is where it was reached, whatever it is told it is.
+        # Only the path and the query of the URL: the server is where the client reached it, whatever Host it has seen.
         with (folder / name).open("xb") as file:
             client.download(f"{there.path}?{there.query}", file)
 

@@ -169,7 +169,7 @@ def check_pin(pem: bytes, pin: str, url: str) -> None:
         raise StrataError(
             Code.FORBIDDEN,
             f"{urlsplit(url).netloc} is not the hub that was meant: its authority has another pin",
-            hint="somebody may stand between; compare the pin with the hub's operator",
+            hint="another machine may intercept the connection; compare the pin with the hub's operator",
         )
 
 

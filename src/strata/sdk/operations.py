@@ -194,17 +194,17 @@ def _sample_body(sampler_id: str, seq: int, prompt: Sequence[int], params: Sampl
 
 
 def _samples(reply: httpx.Response) -> Sequence[Sample]:
-    found = reply.json()["sequences"]
-    return [Sample(each["tokens"], each["logprobs"], str(each["stop_reason"])) for each in found]
+    sequences = reply.json()["sequences"]
+    return [Sample(each["tokens"], each["logprobs"], str(each["stop_reason"])) for each in sequences]
 
 
 def _raise_failure(reply: httpx.Response) -> httpx.Response:
     """The reply, unless it says that the operation failed."""
     if reply.headers.get("content-type", "").startswith("application/json"):
-        found = reply.json()
-        if isinstance(found, dict) and "error" in found:
-            code = Code.INVALID if found.get("category") == "user" else Code.UNAVAILABLE
-            raise StrataError(code, found["error"], category=found.get("category"))
+        content = reply.json()
+        if isinstance(content, dict) and "error" in content:
+            code = Code.INVALID if content.get("category") == "user" else Code.UNAVAILABLE
+            raise StrataError(code, content["error"], category=content.get("category"))
     return reply
 
 

@@ -184,7 +184,7 @@ class Sampler:
     def sample(
         self, prompt: Sequence[int], num_samples: int = 1, **params: Unpack[SamplingParams]
     ) -> Future[Sequence[Sample]]:
-        """Continue a prompt, as often as asked."""
+        """Draw samples that continue a prompt."""
         return self._submit(sample_operation(self.sampler_id, next(self._numbers), prompt, num_samples, params))
 
     def logprobs(self, tokens: Sequence[int]) -> Future[Sequence[float | None]]:
@@ -196,7 +196,7 @@ class Sampler:
 
 
 class TrainingServer:
-    """A session with a training server. `progress` is told where an operation stands while it is waited for."""
+    """A session with a training server. `progress` is called with the position of an operation that is waited for."""
 
     def __init__(
         self, url: str, key: str, *, progress: Progress | None = None, transport: httpx.BaseTransport | None = None
@@ -247,7 +247,7 @@ class TrainingServer:
         return self.drive(_sessions())
 
     def close_session(self, session_id: str) -> None:
-        """End one whose client is gone; its models are let go of when they have done what was accepted for them."""
+        """End a session whose client has ended; its models are unloaded after the operations accepted for them."""
         self.drive(call_json(post("/api/v1/kill_session", {"session_id": session_id})))
 
     def sampler(self, base_model: str | None = None, *, path: str | None = None) -> Sampler:
@@ -265,8 +265,8 @@ class TrainingServer:
     def wait(
         self, operation: ClientOperation[T], request_id: str, timeout_s: float | None, progress: Progress | None
     ) -> T:
-        told = progress or self._progress
-        return self.drive(operation.result(request_id, timeout_s, PROGRESS_S if told else None), told)
+        report = progress or self._progress
+        return self.drive(operation.result(request_id, timeout_s, PROGRESS_S if report else None), report)
 
 
 class AsyncFuture(Generic[T]):
@@ -422,12 +422,12 @@ class AsyncTrainingServer:
     async def wait(
         self, operation: ClientOperation[T], request_id: str, timeout_s: float | None, progress: Progress | None
     ) -> T:
-        told = progress or self._progress
-        return await self.drive(operation.result(request_id, timeout_s, PROGRESS_S if told else None), told)
+        report = progress or self._progress
+        return await self.drive(operation.result(request_id, timeout_s, PROGRESS_S if report else None), report)
 
 
 def _standing(model_id: str) -> Flow[tuple[int, SequenceNumbers]]:
-    """Of a model that somebody else made: the first number for a sampler of its session, and those for operations."""
+    """Of a model that another client made: the first number for a sampler of its session, and those for operations."""
     model = yield from call_json(_get(f"/api/v1/models/{model_id}"))
     if model["unloaded"]:
         raise StrataError(Code.GONE, f"model {model_id!r} was unloaded")

@@ -136,15 +136,15 @@ async def best(call: HubCall, query: wire.BestQuery) -> wire.Made:
 async def show(call: HubCall) -> wire.ArtifactReply:
     """The files of an artifact and their chunks."""
     context = call.context
-    found = await context.artifacts.download(await resolve_artifact_id(call))
-    row = found.artifact
+    download = await context.artifacts.download(await resolve_artifact_id(call))
+    row = download.artifact
     return wire.ArtifactReply(
         id=row.id,
         size=row.size,
         committed_at_s=row.committed_at_s,
         pinned=row.pinned,
         manifest=row.manifest,
-        urls=found.urls,
+        urls=download.urls,
     )
 
 
@@ -159,9 +159,9 @@ async def file(call: HubCall, query: wire.FileQuery) -> RawReply:
     """One file of an artifact, verified."""
     context = call.context
     row = await context.artifacts.open(await resolve_artifact_id(call))
-    found = row.manifest.file(query.path)
-    headers = {"Content-Length": str(found.size), "Content-Disposition": "attachment"}
-    return RawReply(context.artifacts.stream(found, 0, found.size), media_type=_BYTES, headers=headers)
+    entry = row.manifest.file(query.path)
+    headers = {"Content-Length": str(entry.size), "Content-Disposition": "attachment"}
+    return RawReply(context.artifacts.stream(entry, 0, entry.size), media_type=_BYTES, headers=headers)
 
 
 async def bundle(call: HubCall) -> RawReply:

@@ -40,23 +40,23 @@ async def events(call: HubCall, query: wire.EventsQuery) -> wire.EventsReply | R
 
 
 async def _page(context: HubContext, call: HubCall, after: str, query: wire.EventsQuery) -> wire.EventsReply:
-    found = await context.feed.after(after, query.limit, subject=query.subject)
-    if not found and query.wait_s:
-        found = await until_disconnect(call, context.stopping, _wait(context, after, query))
+    events = await context.feed.after(after, query.limit, subject=query.subject)
+    if not events and query.wait_s:
+        events = await until_disconnect(call, context.stopping, _wait(context, after, query))
         # The wait may have taken a minute, and the caller may have been revoked since.
         await call.reauthenticate()
-    cursor = found[-1].cursor if found else after
-    return wire.EventsReply(events=tuple(map(_event, found)), cursor=cursor)
+    cursor = events[-1].cursor if events else after
+    return wire.EventsReply(events=tuple(map(_event, events)), cursor=cursor)
 
 
 async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Sequence[StoredEvent]:
     until_s = context.clock.monotonic_s() + query.wait_s
     while True:
         changed = context.feed.next()
-        found = await context.feed.after(after, query.limit, subject=query.subject)
+        events = await context.feed.after(after, query.limit, subject=query.subject)
         left_s = until_s - context.clock.monotonic_s()
-        if found or left_s <= 0:
-            return found
+        if events or left_s <= 0:
+            return events
         await wait_event(changed, left_s)
 
 
@@ -65,21 +65,21 @@ async def _stream(
 ) -> AsyncIterator[bytes]:
     with context.feed.listening():
         yield b"retry: 1000\n\n"
-        found = first
+        events = first
         checked_s = sent_s = context.clock.monotonic_s()
         while not context.stopping.is_set():
             if context.clock.monotonic_s() - checked_s >= CHECK_S:
                 await call.reauthenticate()
                 checked_s = context.clock.monotonic_s()
-            if found:
-                yield b"".join(map(_frame, found))
-                after, sent_s = found[-1].cursor, context.clock.monotonic_s()
+            if events:
+                yield b"".join(map(_frame, events))
+                after, sent_s = events[-1].cursor, context.clock.monotonic_s()
             elif context.clock.monotonic_s() - sent_s >= HEARTBEAT_S:
                 yield b": still here\n\n"
                 sent_s = context.clock.monotonic_s()
             changed = context.feed.next()
-            found = await context.feed.after(after, _PAGE, subject=subject)
-            if not found:
+            events = await context.feed.after(after, _PAGE, subject=subject)
+            if not events:
                 await wait_event(changed, CHECK_S)
 
 

@@ -66,10 +66,10 @@ async def _enrolled(context: HubContext, call: HubCall) -> str:
     """Also a host that never registered has credentials that can be ended."""
     text = call.path["id"]
     hosts = await context.identity.hosts()
-    found = [host.id for host in hosts if text == host.id or (text == host.name and host.revoked_at_s is None)]
-    if not found:
+    matches = [host.id for host in hosts if text == host.id or (text == host.name and host.revoked_at_s is None)]
+    if not matches:
         raise StrataError(Code.NOT_FOUND, f"there is no host {text[:100]!r}")
-    return found[0]
+    return matches[0]
 
 
 def _shown(context: HubContext, row: HostRow) -> wire.Host:

@@ -87,11 +87,11 @@ async def caller(call: HubCall) -> wire.CallerReply:
     role = None if who.role is None else _NAMES[who.role]
     key = await context.identity.key(who.id) if who.kind is CallerKind.KEY else None
     host = await context.identity.host(who.id) if who.kind is CallerKind.HOST else None
-    known = key or host
+    identity = key or host
     return wire.CallerReply(
         kind=who.kind.value,
         id=who.id,
-        name="" if known is None else known.name,
+        name="" if identity is None else identity.name,
         role=role,
         expires_at_s=key.expires_at_s if key else (host.certificate_until_s or None) if host else None,
     )

@@ -78,7 +78,7 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
 
 
 async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
-    """End a job; a host that has it is told with its next heartbeat. A researcher may end a job of her own."""
+    """End a job; a host that has it learns so with its next heartbeat. A researcher may end a job of her own."""
     context = call.context
     job_id = await resolve_job_id(call)
     await _check_may_end(context, call, job_id)

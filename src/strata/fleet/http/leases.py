@@ -102,8 +102,8 @@ async def leave(call: HubCall) -> None:
     """This host goes for good: it gets no more jobs, and its credentials end."""
     context = call.context
     host_id = call.caller.need_host()
-    known = {host.id for host in await context.fleet.hosts()}
-    if host_id in known:
+    registered = {host.id for host in await context.fleet.hosts()}
+    if host_id in registered:
         await context.fleet.set_host_state(host_id, "left", "it left", call.actor)
     await context.identity.revoke_host(host_id, "it left", call.actor, context.clock.wall_s())
     context.authenticator.forget()
@@ -144,22 +144,26 @@ async def _uploaded(context: HubContext, artifact: str, held: AttemptKey) -> str
     hint = "upload it first, then complete again"
     try:
         named = artifact.startswith("artifact1_")
-        found = (await context.artifacts.open(artifact)).id if named else await context.artifacts.index.blob(artifact)
+        artifact_id = (
+            (await context.artifacts.open(artifact)).id if named else await context.artifacts.index.blob(artifact)
+        )
     except StrataError as error:
         if error.code not in (Code.NOT_FOUND, Code.GONE):
             raise
         raise StrataError(Code.PRECONDITION, error.message, hint=hint) from None
-    wanted = LineageFilter(artifact_ids=[found], job_id=held.job_id, kind=ArtifactKind.RESULT, limit=1000)
-    made = [(row.lineage.epoch, row.lineage.host_id) for row in await context.artifacts.index.lineages(wanted)]
-    if (held.epoch, held.host_id) not in made:
+    wanted = LineageFilter(artifact_ids=[artifact_id], job_id=held.job_id, kind=ArtifactKind.RESULT, limit=1000)
+    uploads = [(row.lineage.epoch, row.lineage.host_id) for row in await context.artifacts.index.lineages(wanted)]
+    if (held.epoch, held.host_id) not in uploads:
         raise StrataError(
-            Code.PRECONDITION, f"{found} was not uploaded as the result of this attempt of {held.job_id}", hint=hint
+            Code.PRECONDITION,
+            f"{artifact_id} was not uploaded as the result of this attempt of {held.job_id}",
+            hint=hint,
         )
-    return found
+    return artifact_id
 
 
 def _labels(identity: HostIdentity) -> dict[str, str]:
-    """What the invitation said of this host: `gpu` or `rack=b4`."""
+    """The labels in the invitation of this host: `gpu` or `rack=b4`."""
     labels = dict(each.partition("=")[::2] for each in identity.labels)
     try:
         return msgspec.convert({name: value or "true" for name, value in labels.items()}, dict[Label, LabelValue])

@@ -82,10 +82,10 @@ async def _attempt(context: HubContext, job_id: str, number: int) -> AttemptRow 
     attempts = await context.fleet.store.attempts(job_id)
     if not number:
         return attempts[-1] if attempts else None
-    found = next((each for each in attempts if each.number == number), None)
-    if found is None:
+    match = next((each for each in attempts if each.number == number), None)
+    if match is None:
         raise StrataError(Code.NOT_FOUND, f"{job_id} has no attempt {number}")
-    return found
+    return match
 
 
 async def _follow(context: HubContext, attempt: AttemptRow, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:

@@ -34,24 +34,24 @@ async def reload(call: HubCall) -> wire.ManifestReply:
         raise StrataError(
             Code.PRECONDITION, "this hub has no manifest of its own", hint="set hub.manifest, or use strata apply"
         )
-    draft, given = await asyncio.to_thread(_read, context.manifest)
-    schemas = await _schemas(context, draft.project, draft.trainers, given)
+    draft, declared = await asyncio.to_thread(_read, context.manifest)
+    schemas = await _schemas(context, draft.project, draft.trainers, declared)
     manifest = await asyncio.to_thread(draft.resolve, schemas=schemas)
-    return await _apply(context, call, wire.ManifestRequest(manifest=manifest, schemas=given))
+    return await _apply(context, call, wire.ManifestRequest(manifest=manifest, schemas=declared))
 
 
 async def trainers(call: HubCall) -> wire.TrainersReply:
     """How jobs are run, and the hyper-parameters that each trainer takes."""
     context = call.context
     params = await context.schemas.schemas()
-    found = {
+    specs = {
         qualified_trainer(project, name): each
         for (project, name), each in (await context.fleet.store.trainers()).items()
     }
     return wire.TrainersReply(
         trainers={
             name: wire.Trainer(spec=each.spec, digest=each.digest, params=params.get(name))
-            for name, each in sorted(found.items())
+            for name, each in sorted(specs.items())
         }
     )
 
@@ -107,16 +107,16 @@ def _read(path: Path) -> tuple[ManifestDraft, dict[str, Any]]:
 
 
 def _schema(folder: Path, name: str) -> Mapping[str, Any]:
-    place = folder / name
-    if not place.resolve().is_relative_to(folder.resolve()):
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
         raise StrataError(Code.INVALID, f"{name}: the schema of a trainer lies beside the manifest")
     try:
-        found = json.loads(_text(place))
+        schema = json.loads(_text(path))
     except ValueError as error:
         raise StrataError(Code.INVALID, f"{name}: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(schema, dict):
         raise StrataError(Code.INVALID, f"{name}: a JSON Schema is an object")
-    return found
+    return schema
 
 
 def _text(path: Path) -> str:

@@ -17,15 +17,17 @@ from strata.train.settings import load_settings
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m strata.train.api", description=__doc__)
     parser.add_argument("--settings", type=Path, required=True, help="the server's TOML file")
-    parser.add_argument("--ready-fd", type=int, help="a pipe that is told, in a line, where the server listens")
+    parser.add_argument(
+        "--ready-fd", type=int, help="write a line with the server's address to this pipe when it listens"
+    )
     parser.add_argument("--number", type=int, default=0, help="which of several API servers this is")
     parser.add_argument("--port", type=int, help="instead of the one in the settings")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        settings = load_settings(given.settings)
+        settings = load_settings(options.settings)
         style = settings.server.log_format or ("console" if sys.stderr.isatty() else "json")
         log.configure(style, settings.server.log_level)
-        run(settings, lambda line: _announce(line, given.ready_fd), number=given.number, port=given.port)
+        run(settings, lambda line: _announce(line, options.ready_fd), number=options.number, port=options.port)
     except StrataError as error:
         _say(str(error))
         return 2

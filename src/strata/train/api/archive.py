@@ -56,11 +56,11 @@ async def locate_files(call: ApiCall) -> replies.ExternalWeights:
 async def _find_checkpoint(call: ApiCall) -> tuple[str, float]:
     """The folder of the checkpoint that the path names, and when signed URLs of it expire."""
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
-    found = await call.request(
+    checkpoint = await call.request(
         messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView
     )
     until_s = call.context.clock.wall_s() + call.context.settings.kept.archive_valid_s
-    return found.folder, until_s if found.expires_at_s is None else min(until_s, found.expires_at_s)
+    return checkpoint.folder, until_s if checkpoint.expires_at_s is None else min(until_s, checkpoint.expires_at_s)
 
 
 def _signed_url(call: ApiCall, folder: str, file: str, expires_at_s: float) -> str:
@@ -121,10 +121,10 @@ async def import_adapter(call: ApiCall, query: bodies.ImportQuery, body: RawBody
 
 def _remove(folder: Path) -> None:
     """Renamed first: an orchestrator that takes the folder at this moment gets all of it, or nothing."""
-    gone = folder.with_name(f"{folder.name}.gone")
+    removed = folder.with_name(f"{folder.name}.gone")
     with contextlib.suppress(FileNotFoundError):
-        folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def _stage(
@@ -139,7 +139,7 @@ def _stage(
     temporary = folder / ADAPTER
     temporary.write_bytes(files[ADAPTER])
     lora = importer.examine(temporary, config, Path(settings.model.path))
-    kept = importer.own_config(config, importer.layers_of(temporary), settings.model.public_name)
+    adapter_config = importer.own_config(config, importer.layers_of(temporary), settings.model.public_name)
     temporary.unlink()
     # Idempotent: the same upload is the same run, so a client that retries makes no second one.
     content = "\n".join((tenant, name, *(sha256_hex(files[each]) for each in sorted(files))))
@@ -147,7 +147,7 @@ def _stage(
     manifest = CheckpointManifest(
         model_id=run_id, seq_id=0, kind="weights", base_model=server.base_model, arch=server.arch, lora=lora, steps=0
     )
-    importer.stage(folder / settings.staged, manifest, {ADAPTER: files[ADAPTER], ADAPTER_CONFIG: kept})
+    importer.stage(folder / settings.staged, manifest, {ADAPTER: files[ADAPTER], ADAPTER_CONFIG: adapter_config})
     return run_id, lora
 
 

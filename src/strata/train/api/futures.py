@@ -25,20 +25,22 @@ async def retrieve(call: ApiCall, body: bodies.RetrieveFutureBody) -> RawReply:
     longest_s = call.context.settings.server.poll_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
     try:
-        found = await call.watch(body.request_id, wait_s)
+        outcome = await call.watch(body.request_id, wait_s)
     except StrataError as error:
         # Clients retry a 5xx here at once and for ever; a 408 only after we have waited for the orchestrator.
         if error.code not in (Code.UNAVAILABLE, Code.EXHAUSTED):
             raise
-        found = messages.QueuePosition(QueueState.PAUSED_CAPACITY, error.message)
-    if isinstance(found, messages.QueuePosition):
-        waiting = TryAgain(request_id=body.request_id, queue_state=found.queue_state, queue_state_reason=found.reason)
+        outcome = messages.QueuePosition(QueueState.PAUSED_CAPACITY, error.message)
+    if isinstance(outcome, messages.QueuePosition):
+        waiting = TryAgain(
+            request_id=body.request_id, queue_state=outcome.queue_state, queue_state_reason=outcome.reason
+        )
         return RawReply(msgspec.json.encode(waiting), 408)
-    if isinstance(found.result, ops.SampleDone):
-        return await asyncio.to_thread(_sampled, call, found.result)
-    if not isinstance(found.result, ops.PassDone):
-        return RawReply(tinker_json.write_result(found.result))
-    return await asyncio.to_thread(_passed, call, found.result)
+    if isinstance(outcome.result, ops.SampleDone):
+        return await asyncio.to_thread(_sampled, call, outcome.result)
+    if not isinstance(outcome.result, ops.PassDone):
+        return RawReply(tinker_json.write_result(outcome.result))
+    return await asyncio.to_thread(_passed, call, outcome.result)
 
 
 def _passed(call: ApiCall, done: ops.PassDone) -> RawReply:

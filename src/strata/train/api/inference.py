@@ -1,4 +1,5 @@
-"""Inference engines beside this server. For operators: an engine serves what it is told to everybody who asks it."""
+"""Routes of inference engines next to this server. For operators: an engine serves the weights it gets to all its
+clients."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from strata.train.wire import inference
 
 
 async def add(call: ApiCall, body: inference.AddEndpointBody) -> inference.EndpointAddedReply:
-    """An engine that is told of new weights, at a URL that the settings allow."""
-    question = body.question()
-    await call.request(question, messages.Done)
-    return inference.EndpointAddedReply(name=question.name)
+    """Add an engine that gets new weights, at a URL that the settings allow."""
+    request = body.to_request()
+    await call.request(request, messages.Done)
+    return inference.EndpointAddedReply(name=request.name)
 
 
 async def remove(call: ApiCall, body: inference.RemoveEndpointBody) -> None:
@@ -22,12 +23,12 @@ async def remove(call: ApiCall, body: inference.RemoveEndpointBody) -> None:
 
 
 async def listed(call: ApiCall) -> inference.EndpointsReply:
-    """The engines, whether they answer, and which weights they have."""
+    """The engines, whether they are reachable, and which weights they have."""
     return inference.endpoints_of(await call.request(messages.ListEndpoints(), messages.EndpointList))
 
 
 async def sync(call: ApiCall, body: inference.SyncWeightsBody) -> ops.SyncWeights:
-    """Save a model's weights for sampling and tell the engines of them."""
+    """Save a model's weights for sampling and publish them to the engines."""
     del call
     return body.operation()
 

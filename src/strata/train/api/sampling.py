@@ -12,7 +12,7 @@ from strata.train.wire.arrays import invalid_field
 
 
 async def sample(call: ApiCall, body: sampling.SampleRequest) -> sampling.SampleFuture:
-    """Continue a prompt, as often as asked → future"""
+    """Draw samples that continue a prompt → future"""
     operation = body.operation()
     room = call.context.settings.sampling.cached_tokens
     if operation.length >= room:
@@ -49,8 +49,10 @@ async def join_session(call: ApiCall, body: sampling.JoinSamplingSession) -> sam
 
 async def show(call: ApiCall) -> sampling.SamplerReply:
     """What a sampler samples from."""
-    found = await call.request(messages.DescribeSampler(call.path["sampler_id"]), messages.SamplerView)
-    return sampling.SamplerReply(sampler_id=found.sampler_id, base_model=found.base_model, model_path=found.model_path)
+    sampler = await call.request(messages.DescribeSampler(call.path["sampler_id"]), messages.SamplerView)
+    return sampling.SamplerReply(
+        sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path
+    )
 
 
 ROUTES = (

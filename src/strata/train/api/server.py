@@ -111,7 +111,7 @@ async def serve_app(
 
 
 def run(settings: ServerSettings, announce: Callable[[str], None], *, number: int = 0, port: int | None = None) -> None:
-    """Until SIGTERM or SIGINT. `announce` is told, for people, where the server listens.
+    """Until SIGTERM or SIGINT. `announce` gets a line for people that says where the server listens.
 
     `number` tells several on one port apart; `port` is the one that the launcher keeps for them.
     """

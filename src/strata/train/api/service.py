@@ -35,13 +35,13 @@ async def capabilities(call: ApiCall) -> replies.Capabilities:
 
 
 async def alive(call: ApiCall) -> replies.Alive:
-    """Whether this process answers."""
+    """Whether this process is alive."""
     del call
     return replies.Alive()
 
 
 async def health(call: ApiCall) -> RawReply:
-    """Whether every rank answers; 503 if not, with the reason."""
+    """Whether every rank is healthy; 503 if not, with the reason."""
     report = await call.request(messages.CheckHealth(), messages.HealthReport)
     server = await call.request(messages.DescribeServer(), messages.ServerView)
     reply = replies.ServerHealthReply(
@@ -73,15 +73,15 @@ async def wake_up(call: ApiCall) -> RawReply:
 
 async def _manage(call: ApiCall, operation: ops.Sleep | ops.Wake) -> RawReply:
     accepted = await call.submit(operation)
-    found = await call.watch(accepted.future_id, call.context.settings.server.poll_s)
-    if isinstance(found, messages.QueuePosition):
+    outcome = await call.watch(accepted.future_id, call.context.settings.server.poll_s)
+    if isinstance(outcome, messages.QueuePosition):
         pending = replies.TryAgain(
-            request_id=accepted.future_id, queue_state=found.queue_state, queue_state_reason=found.reason
+            request_id=accepted.future_id, queue_state=outcome.queue_state, queue_state_reason=outcome.reason
         )
         return RawReply(msgspec.json.encode(pending), 202)
-    if isinstance(found.result, ops.Failed):
-        raise StrataError(Code.UNAVAILABLE, found.result.message)
-    return RawReply(msgspec.json.encode(found.result))
+    if isinstance(outcome.result, ops.Failed):
+        raise StrataError(Code.UNAVAILABLE, outcome.result.message)
+    return RawReply(msgspec.json.encode(outcome.result))
 
 
 ROUTES = (

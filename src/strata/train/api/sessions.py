@@ -43,8 +43,8 @@ async def kill(call: ApiCall, body: bodies.SessionBody) -> None:
 
 async def listed(call: ApiCall, query: bodies.PageQuery) -> replies.SessionsReply:
     """The caller's sessions, the newest first."""
-    found = await _sessions(call)
-    return replies.SessionsReply(sessions=[each.session_id for each in found[query.offset :][: query.limit]])
+    sessions = await _sessions(call)
+    return replies.SessionsReply(sessions=[each.session_id for each in sessions[query.offset :][: query.limit]])
 
 
 async def show(call: ApiCall) -> replies.SessionInfo:
@@ -59,7 +59,7 @@ async def show(call: ApiCall) -> replies.SessionInfo:
 
 async def state(call: ApiCall, query: bodies.SessionQuery) -> replies.SessionStates:
     """The caller's sessions, or the one that is named, with their models."""
-    found = await _sessions(call) if query.session_id is None else [await _session(call, query.session_id)]
+    sessions = await _sessions(call) if query.session_id is None else [await _session(call, query.session_id)]
     return replies.SessionStates(
         sessions=[
             replies.SessionState(
@@ -68,28 +68,28 @@ async def state(call: ApiCall, query: bodies.SessionQuery) -> replies.SessionSta
                 finished=each.finished,
                 models=each.models,
             )
-            for each in found
+            for each in sessions
         ]
     )
 
 
 async def model(call: ApiCall) -> replies.ModelState:
-    """Where a model stands: for a client that goes on with it after the one that made it is gone."""
-    found = await call.request(messages.DescribeModel(call.path["model_id"]), messages.ModelView)
+    """The state of a model: for a client that continues it after the one that made it has ended."""
+    view = await call.request(messages.DescribeModel(call.path["model_id"]), messages.ModelView)
     return replies.ModelState(
-        model_id=found.model_id,
-        session_id=found.session_id,
-        base_model=found.base_model,
-        next_seq_id=found.wanted,
-        taken_seq_ids=found.held,
-        done_seq_id=found.next_seq - 1,
-        unloaded=found.unloaded,
+        model_id=view.model_id,
+        session_id=view.session_id,
+        base_model=view.base_model,
+        next_seq_id=view.wanted,
+        taken_seq_ids=view.held,
+        done_seq_id=view.next_seq - 1,
+        unloaded=view.unloaded,
     )
 
 
 async def _sessions(call: ApiCall) -> list[messages.SessionView]:
-    found = (await call.request(messages.ListSessions(), messages.SessionList)).sessions
-    return sorted(found, key=lambda session: session.opened_at_s, reverse=True)
+    sessions = (await call.request(messages.ListSessions(), messages.SessionList)).sessions
+    return sorted(sessions, key=lambda session: session.opened_at_s, reverse=True)
 
 
 async def _session(call: ApiCall, session_id: str) -> messages.SessionView:

@@ -1,4 +1,4 @@
-"""Signed URLs: whoever has one can fetch a checkpoint without a key until it expires. The grant in it is signed."""
+"""Signed URLs: a client that has one can fetch a checkpoint without a key until the grant in it expires."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def verify_token(token: str, key: bytes, now_s: float) -> ArchiveGrant:
 
 
 def token_refused() -> StrataError:
-    return StrataError(Code.FORBIDDEN, "this address is not valid, or not any more", hint="ask for a new one")
+    return StrataError(Code.FORBIDDEN, "this address is not valid, or not any more", hint="request a new one")
 
 
 def _mac(content: bytes, key: bytes) -> bytes:

@@ -21,26 +21,26 @@ def _everything(call: ApiCall) -> bool:
 
 async def show(call: ApiCall) -> status.ServerStatus:
     """What the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by name"""
-    found = await call.request(messages.DescribeStatus(_everything(call)), status.StatusView)
-    return found.status
+    view = await call.request(messages.DescribeStatus(_everything(call)), status.StatusView)
+    return view.status
 
 
 async def timeline(call: ApiCall) -> TimelineReply:
     """When an operation was where: held, queued, packed, at the ranks; 410 once that is not kept any longer"""
-    asked = messages.DescribeTimeline(call.path["request_id"])
-    return timeline_reply((await call.request(asked, status.TimelineView)).timeline)
+    request = messages.DescribeTimeline(call.path["request_id"])
+    return timeline_reply((await call.request(request, status.TimelineView)).timeline)
 
 
 async def trace(call: ApiCall) -> RawReply:
     """The same of all operations that it is kept of, as a trace for Perfetto"""
-    found = await call.request(messages.ListTimelines(), status.TimelinesView)
-    return RawReply(await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(found.timelines))))
+    view = await call.request(messages.ListTimelines(), status.TimelinesView)
+    return RawReply(await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(view.timelines))))
 
 
 async def metrics(call: ApiCall) -> RawReply:
     """Metrics for Prometheus; queues of other tenants as one, for operators by name"""
-    found = await call.request(messages.ReadMetrics(_everything(call)), status.MetricsView)
-    return RawReply(found.text + call.context.requests.expose(), media_type=MEDIA_TYPE)
+    view = await call.request(messages.ReadMetrics(_everything(call)), status.MetricsView)
+    return RawReply(view.text + call.context.requests.expose(), media_type=MEDIA_TYPE)
 
 
 ROUTES = (

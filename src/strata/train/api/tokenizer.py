@@ -33,11 +33,11 @@ async def file(call: ApiCall) -> RawReply:
     model = call.context.settings.model
     if call.path["repository"] not in (model.tokenizer_id, *model.base_models):
         return _missing("RepoNotFound", "there is no such model")
-    found = await asyncio.to_thread(_read, Path(model.path), call.path["file"])
-    if found is None:
+    cached = await asyncio.to_thread(_read, Path(model.path), call.path["file"])
+    if cached is None:
         return _missing("EntryNotFound", "the tokenizer has no such file")
-    headers = {"ETag": f'"{found.digest}"', "X-Repo-Commit": await asyncio.to_thread(_commit, Path(model.path))}
-    return RawReply(found.content, media_type="application/octet-stream", headers=headers)
+    headers = {"ETag": f'"{cached.digest}"', "X-Repo-Commit": await asyncio.to_thread(_commit, Path(model.path))}
+    return RawReply(cached.content, media_type="application/octet-stream", headers=headers)
 
 
 async def file_head(call: ApiCall) -> RawReply:
@@ -46,7 +46,7 @@ async def file_head(call: ApiCall) -> RawReply:
 
 
 def _missing(reason: str, message: str) -> RawReply:
-    """In the words by which clients of a Hub tell a file that is not there from a failure."""
+    """With the error codes by which clients of a Hub distinguish a missing file from a failure."""
     reply = msgspec.json.encode(ErrorReply(error=Problem(code="NOT_FOUND", message=message)))
     return RawReply(reply, 404, headers={"X-Error-Code": reason})
 
@@ -68,8 +68,8 @@ def _read_as(path: Path, modified_ns: int, size: int) -> _File:
 
 def _commit(folder: Path) -> str:
     """Changes with any of the files, as a commit of a repository would."""
-    found = (_read(folder, name) for name in TOKENIZER_FILES)
-    return sha256_hex("".join(each.digest for each in found if each is not None).encode())[:40]
+    files = (_read(folder, name) for name in TOKENIZER_FILES)
+    return sha256_hex("".join(each.digest for each in files if each is not None).encode())[:40]
 
 
 ROUTES = (

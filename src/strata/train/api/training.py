@@ -38,16 +38,16 @@ async def forward(call: ApiCall, body: RawBody) -> ops.ForwardBackward | ops.Mal
 def _pass(context: ApiContext, body: RawBody, *, forward_only: bool) -> ops.ForwardBackward | ops.MalformedOperation:
     """Validate and store the batch: when this returns it is durable, and the orchestrator may get the operation."""
     if body.media_type == tinker.MEDIA_TYPE and not forward_only:
-        found = tinker.read_pass(body.content)
+        request = tinker.read_pass(body.content)
     elif body.media_type == native.MEDIA_TYPE and not forward_only:
-        found = native.read_pass(body.content)
+        request = native.read_pass(body.content)
     elif body.media_type == JSON:
-        found = tinker_json.read_pass(body.content, forward_only=forward_only)
+        request = tinker_json.read_pass(body.content, forward_only=forward_only)
     else:
         raise HttpRefusal(415, Code.UNSUPPORTED, f"a batch is read as protobuf or JSON, not as {body.media_type!r}")
-    if isinstance(found, ops.MalformedOperation):
-        return found
-    return found.operation(context.payloads.keep(found.encoded()))
+    if isinstance(request, ops.MalformedOperation):
+        return request
+    return request.operation(context.payloads.keep(request.encoded()))
 
 
 async def optim_step(call: ApiCall, body: bodies.OptimStepBody) -> ops.OptimStep:

@@ -35,15 +35,15 @@ async def copy(call: ApiCall) -> None:
 
 
 async def load(call: ApiCall, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
-    """Replace a model's weights, and its optimizer if asked, by saved ones; or make a model of saved weights."""
+    """Replace a model's weights, and its optimizer if requested, by saved ones; or make a model of saved weights."""
     operation = body.operation()
     if body.session_id is not None and operation.seq_id == 0:
-        asked = messages.DescribeCheckpoint(operation.run_id, operation.kind, operation.name)
-        found = await call.request(asked, messages.ModelCheckpointView)
+        request = messages.DescribeCheckpoint(operation.run_id, operation.kind, operation.name)
+        checkpoint = await call.request(request, messages.ModelCheckpointView)
         create = ops.CreateModel(
             model_id=operation.model_id,
-            base_model=body.base_model or found.base_model,
-            lora=found.lora,
+            base_model=body.base_model or checkpoint.base_model,
+            lora=checkpoint.lora,
             user_metadata=bodies.metadata_as_text(body.user_metadata),
         )
         await call.submit(create, body.session_id)
@@ -53,8 +53,8 @@ async def load(call: ApiCall, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
 async def info(call: ApiCall, body: bodies.TinkerPathBody) -> replies.WeightsInfo:
     """What a checkpoint needs to be loaded."""
     run_id, kind, name = bodies.tinker_path(body.tinker_path)
-    found = await call.request(messages.DescribeCheckpoint(run_id, kind, name), messages.ModelCheckpointView)
-    return replies.weights_info(found)
+    checkpoint = await call.request(messages.DescribeCheckpoint(run_id, kind, name), messages.ModelCheckpointView)
+    return replies.weights_info(checkpoint)
 
 
 async def list_checkpoints(call: ApiCall, body: bodies.ModelBody) -> replies.CheckpointsReply:
@@ -74,9 +74,9 @@ async def of_run(call: ApiCall) -> replies.CheckpointsReply:
 
 async def of_all(call: ApiCall, query: bodies.PageQuery) -> replies.CheckpointsReply:
     """The checkpoints of all the caller's models, the newest first."""
-    found = await _checkpoints(call, None)
-    page = replies.Cursor(offset=query.offset, limit=query.limit, total_count=len(found))
-    return replies.CheckpointsReply(checkpoints=found[query.offset :][: query.limit], cursor=page)
+    checkpoints = await _checkpoints(call, None)
+    page = replies.Cursor(offset=query.offset, limit=query.limit, total_count=len(checkpoints))
+    return replies.CheckpointsReply(checkpoints=checkpoints[query.offset :][: query.limit], cursor=page)
 
 
 async def remove(call: ApiCall) -> None:
@@ -132,8 +132,8 @@ async def run(call: ApiCall) -> replies.TrainingRun:
 
 
 async def _checkpoints(call: ApiCall, model_id: str | None) -> list[replies.CheckpointReply]:
-    found = (await call.request(messages.ListCheckpoints(model_id), messages.CheckpointList)).checkpoints
-    return [replies.checkpoint(each) for each in sorted(found, key=lambda one: one.saved_at_s, reverse=True)]
+    checkpoints = (await call.request(messages.ListCheckpoints(model_id), messages.CheckpointList)).checkpoints
+    return [replies.checkpoint(each) for each in sorted(checkpoints, key=lambda one: one.saved_at_s, reverse=True)]
 
 
 async def _delete(call: ApiCall, model_id: str, checkpoint_id: str) -> None:

@@ -100,8 +100,8 @@ class OrchestratorClient:
         except TimeoutError as error:
             raise StrataError(
                 Code.UNAVAILABLE,
-                f"the orchestrator gave no answer within {timeout_s:g} seconds",
-                hint="ask again: it may be starting",
+                f"the orchestrator has not replied within {timeout_s:g} seconds",
+                hint="retry: it may be starting",
             ) from error
         finally:
             self._pending.pop(request.request_id, None)
@@ -112,7 +112,7 @@ class OrchestratorClient:
         try:
             raise_send_error(self._requests.send_multipart((self._orchestrator[1], body), flags=zmq.NOBLOCK))
         except zmq.Again as error:
-            raise StrataError(Code.EXHAUSTED, "the orchestrator is behind with requests", hint="ask later") from error
+            raise StrataError(Code.EXHAUSTED, "the orchestrator is behind with requests", hint="retry later") from error
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -74,7 +74,7 @@ def listen(socket: AnySocket, endpoint: str, keys: LinkKeys | None) -> str:
     if endpoint.startswith("ipc://"):
         require_private_folder(Path(endpoint.removeprefix("ipc://")).parent, "the sockets")
     elif keys is None:
-        raise StrataError(Code.INTERNAL, f"{endpoint} would be open to everybody")
+        raise StrataError(Code.INTERNAL, f"{endpoint} would be open to all users")
     else:
         keys.secure_listener(socket)
     try:
@@ -91,11 +91,11 @@ def own_address(known_as: str = "") -> str:
     says that the processes that know it so far are on this machine.
     """
     try:
-        known = sockets.gethostbyname(known_as) if known_as else ""
+        address = sockets.gethostbyname(known_as) if known_as else ""
     except OSError:
-        known = ""
-    if known and not ip_address(known).is_loopback:
-        return known
+        address = ""
+    if address and not ip_address(address).is_loopback:
+        return address
     with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing: it only looks up the route.

@@ -297,8 +297,8 @@ def tinker_path(text: str) -> tuple[str, Kind, str]:
     Whatever else is INVALID, also a kind there is not: only then an operation that names it still takes its number.
     """
     parts = text.removeprefix("tinker://").split("/")
-    known = len(parts) == 3 and parts[0] and parts[1] in KINDS
-    if not text.startswith("tinker://") or not known:
+    well_formed = len(parts) == 3 and parts[0] and parts[1] in KINDS
+    if not text.startswith("tinker://") or not well_formed:
         raise StrataError(Code.INVALID, f"path: {text[:200]!r} is not of the form tinker://RUN/weights/NAME")
     kind, name = checkpoint_id(f"{parts[1]}/{parts[2]}")
     return parts[0], kind, name
@@ -306,13 +306,13 @@ def tinker_path(text: str) -> tuple[str, Kind, str]:
 
 def check_int64(metadata: Mapping[str, Any], path: str = "user_metadata") -> Mapping[str, Any]:
     """The same metadata; INVALID if it has an integer of more than 64 bits, which msgpack cannot encode."""
-    left: list[tuple[str, Any]] = [(path, metadata)]
-    while left:
-        field, value = left.pop()
+    pending: list[tuple[str, Any]] = [(path, metadata)]
+    while pending:
+        field, value = pending.pop()
         if isinstance(value, Mapping):
-            left += [(f"{field}.{name[:MAX_NAME]}", each) for name, each in value.items()]
+            pending += [(f"{field}.{name[:MAX_NAME]}", each) for name, each in value.items()]
         elif isinstance(value, list):
-            left += [(f"{field}[{index}]", each) for index, each in enumerate(value)]
+            pending += [(f"{field}[{index}]", each) for index, each in enumerate(value)]
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise StrataError(Code.INVALID, f"{field}: the number has more than 64 bits", hint="send it as a text")
     return metadata

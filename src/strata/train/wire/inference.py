@@ -1,4 +1,4 @@
-"""Inference endpoints as operators name them, and the order to tell them of a model's weights."""
+"""Bodies and replies about inference endpoints, and the request to publish a model's weights to them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class AddEndpointBody(StrictBody, frozen=True, kw_only=True):
     name: Name | None = None
     """Host and port unless given."""
 
-    def question(self) -> messages.AddEndpoint:
-        place = self.url.partition("://")[2].rstrip("/")
-        name = self.name if self.name is not None else "".join(each if each.isalnum() else "-" for each in place)
+    def to_request(self) -> messages.AddEndpoint:
+        location = self.url.partition("://")[2].rstrip("/")
+        name = self.name if self.name is not None else "".join(each if each.isalnum() else "-" for each in location)
         return messages.AddEndpoint(name.strip("-")[:128] if self.name is None else name, self.url, self.engine)
 
 

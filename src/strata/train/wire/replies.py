@@ -35,7 +35,7 @@ class ClientConfigReply(msgspec.Struct, frozen=True, kw_only=True):
     """One request makes a model of saved weights, with the scale they were trained with."""
     sample_join_sampling_session: bool = True
     sample_use_retrieve_futures: bool = True
-    """One question after all samples of a sampler, and not one after each."""
+    """One poll for all samples of a sampler, and not one for each."""
 
 
 class DynamicConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ class ApiKeyView(msgspec.Struct, frozen=True, kw_only=True):
 class ApiKeyReply(msgspec.Struct, frozen=True, kw_only=True):
     key: ApiKeyView
     secret: str
-    """The text of the key; told only here."""
+    """The text of the key; only in this reply."""
 
 
 class ApiKeysReply(msgspec.Struct, frozen=True, kw_only=True):

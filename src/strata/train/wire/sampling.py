@@ -89,7 +89,7 @@ class SampleRequest(StrictBody, frozen=True, kw_only=True):
 
     def operation(self) -> Sample:
         if self.sampling_session_id is None or self.seq_id is None:
-            raise invalid_field("sampling_session_id", "samples are asked for within a sampling session, and counted")
+            raise invalid_field("sampling_session_id", "a sample needs a sampling session and a sequence number")
         if self.record_stability_info:
             raise invalid_field("record_stability_info", "no loss of this server reads what it would record")
         prompt = _tokens(self.prompt)
@@ -239,16 +239,16 @@ def sampler_of(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
 
 
-def completions_of(found: messages.SamplesEnded) -> SampleCompletions:
-    told = [
+def completions_of(ended: messages.SamplesEnded) -> SampleCompletions:
+    completions = [
         SampleCompletion(state="failed", request_id=each.future_id)
         if each.size is None
         else SampleCompletion(
             state="finished", request_id=each.future_id, response_payload_uncompressed_size=max(each.size, 1)
         )
-        for each in found.ended
+        for each in ended.ended
     ]
-    return SampleCompletions(completions=told, cursor=found.cursor)
+    return SampleCompletions(completions=completions, cursor=ended.cursor)
 
 
 def write_proto(result: SampleResult) -> bytes:
@@ -272,26 +272,26 @@ def _top(top: TopLogprobs) -> pb.TopkLogprobs:
 
 
 def write_json(result: SampleResult) -> bytes:
-    found: dict[str, Any] = {"type": "sample", "sequences": [_sequence(each) for each in result.sequences]}
+    reply: dict[str, Any] = {"type": "sample", "sequences": [_sequence(each) for each in result.sequences]}
     if result.prompt_logprobs is not None:
-        told = np.frombuffer(result.prompt_logprobs, "<f4").tolist()
-        found["prompt_logprobs"] = [None if math.isnan(each) else each for each in told]
+        logprobs = np.frombuffer(result.prompt_logprobs, "<f4").tolist()
+        reply["prompt_logprobs"] = [None if math.isnan(each) else each for each in logprobs]
     if result.top_prompt is not None:
-        found["topk_prompt_logprobs"] = _places(result.top_prompt)
+        reply["topk_prompt_logprobs"] = _places(result.top_prompt)
     if result.targets is not None:
-        found["target_prompt_logprobs"] = targets_to_json(result.targets)
+        reply["target_prompt_logprobs"] = targets_to_json(result.targets)
     if result.draws is not None:
-        found["prompt_alt_tokens"] = draws_to_json(result.draws)
-    return write(found)
+        reply["prompt_alt_tokens"] = draws_to_json(result.draws)
+    return write(reply)
 
 
 def _sequence(sequence: SampledSequence) -> dict[str, Any]:
-    found = {
+    fields = {
         "stop_reason": sequence.stop_reason,
         "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
         "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
     }
-    return found if sequence.top is None else found | {"topk_logprobs": _places(sequence.top)}
+    return fields if sequence.top is None else fields | {"topk_logprobs": _places(sequence.top)}
 
 
 def _places(top: TopLogprobs) -> list[list[tuple[int, float]] | None]:

@@ -49,10 +49,10 @@ def read_pass(body: bytes) -> PassRequest | ops.MalformedOperation:
 def _config(message: pb.ForwardBackwardRequest) -> Mapping[str, float | str]:
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)
-    found: dict[str, float | str] = {}
+    config: dict[str, float | str] = {}
     for name, value in message.loss_fn_config_v2.items():
-        found[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    return found
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    return config
 
 
 def _datum(path: str, datum: pb.Datum) -> ops.Datum:

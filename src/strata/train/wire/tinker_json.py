@@ -76,14 +76,14 @@ def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.Malformed
     try:
         if (count := body.count(b",")) > MAX_NUMBERS:
             raise invalid_field("data", f"has {count} values; a batch in JSON takes at most {MAX_NUMBERS}")
-        found = _decoded(_bodies, body, "")
-        given = found.forward_input if forward_only else found.forward_backward_input
-        if given is None:
+        decoded = _decoded(_bodies, body, "")
+        batch = decoded.forward_input if forward_only else decoded.forward_backward_input
+        if batch is None:
             raise invalid_field("forward_input" if forward_only else "forward_backward_input", "is missing")
-        if len(given.data) > MAX_DATUMS:
-            raise invalid_field("data", f"has {len(given.data)} datums; one operation takes at most {MAX_DATUMS}")
-        datums = [_datum(f"data[{index}]", raw) for index, raw in enumerate(given.data)]
-        return validate_pass(key, given.loss_fn, given.loss_fn_config or {}, datums, forward_only=forward_only)
+        if len(batch.data) > MAX_DATUMS:
+            raise invalid_field("data", f"has {len(batch.data)} datums; one operation takes at most {MAX_DATUMS}")
+        datums = [_datum(f"data[{index}]", raw) for index, raw in enumerate(batch.data)]
+        return validate_pass(key, batch.loss_fn, batch.loss_fn_config or {}, datums, forward_only=forward_only)
     except StrataError as error:
         return key.malformed(error)
 
@@ -120,12 +120,12 @@ def tensor_of(path: str, tensor: TensorJson) -> ops.Tensor:
 
 def _packed(path: str, values: Sequence[float], dtype: DType) -> bytes:
     """The numbers as bytes. A fraction, or a number that the type cannot hold, is refused, not rounded."""
-    found = np.asarray(values) if values else np.empty(0)
+    array = np.asarray(values) if values else np.empty(0)
     if dtype is DType.F32:
         with np.errstate(over="ignore"):
-            return found.astype(NUMPY[dtype]).tobytes()
-    wide = found.astype(np.int64) if found.dtype.kind in "if" and np.abs(found).max(initial=0) < 2**63 else None
-    if wide is None or (wide != found).any():
+            return array.astype(NUMPY[dtype]).tobytes()
+    wide = array.astype(np.int64) if array.dtype.kind in "if" and np.abs(array).max(initial=0) < 2**63 else None
+    if wide is None or (wide != array).any():
         raise invalid_field(path, f"takes integers of {8 * dtype.itemsize} bits")
     packed = wide.astype(NUMPY[dtype])
     if (packed != wide).any():
@@ -184,6 +184,6 @@ def write_result(result: ops.Result) -> bytes:
 def write(value: Any) -> bytes:
     """JSON in which NaN and the infinities are spelled out, as the clients' own reader takes them.
 
-    JSON proper has no word for them. Every other way is worse: `null` is refused by the clients, and 0 is a lie.
+    JSON proper cannot encode them. The alternatives are worse: clients refuse `null`, and 0 would be false.
     """
     return json.dumps(value, separators=(",", ":"), allow_nan=True).encode()
