@@ -49,14 +49,14 @@ def fetch_tokenizer(client: HubClient, out: Path) -> list[str]:
     if out.exists():
         raise StrataError(Code.CONFLICT, f"{out} is there already", hint="give the name of a new folder")
     model = client.call("GET", "/api/v1/get_server_capabilities", _Capabilities).supported_models[0].model_name
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for name in TOKENIZER_FILES:
         try:
-            found[name] = client.fetch(f"/hf/{quote(model)}/resolve/main/{name}").content
+            files[name] = client.fetch(f"/hf/{quote(model)}/resolve/main/{name}").content
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
-    if not found.keys() - {"config.json"}:
+    if not files.keys() - {"config.json"}:
         raise StrataError(
             Code.NOT_FOUND,
             "the server has no files of a tokenizer",
@@ -64,11 +64,11 @@ def fetch_tokenizer(client: HubClient, out: Path) -> list[str]:
         )
 
     def fill(part: Path) -> None:
-        for name, content in found.items():
+        for name, content in files.items():
             (part / name).write_bytes(content)
 
     _make(out, fill)
-    return [*found]
+    return [*files]
 
 
 def fetch_adapter(client: HubClient, path: str, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which hub a person works with: contexts in the configuration folder, or the environment, and a client for either.
+"""The hub that the commands of a person use: contexts in the configuration folder, or the environment, and a client.
 
 `contexts.json` names addresses and files; a token lies in a file of its own that only its owner can read, so the list
 can be shown to anybody. STRATA_URL and STRATA_OPERATOR_TOKEN, or STRATA_OPERATOR_TOKEN_FILE, stand above all contexts.
@@ -78,7 +78,7 @@ def read_contexts(settings: ClientSettings) -> Contexts:
 
 def save_context(settings: ClientSettings, name: str, context: ClientContext, *, choose: bool = True) -> None:
     """Add or replace one; from now on it is the one that is used, if `choose`."""
-    _raise_failure(name)
+    _check_name(name)
     there = read_contexts(settings)
     contexts = there.contexts | {name: context}
     changed = Contexts(current=name if choose else there.current, contexts=contexts)
@@ -93,13 +93,13 @@ def choose_context(settings: ClientSettings, name: str) -> None:
 
 
 def keep_secret(settings: ClientSettings, name: str, secret: Secret) -> Path:
-    path = private_folder(private_folder(settings.folder) / "tokens") / _raise_failure(name)
+    path = private_folder(private_folder(settings.folder) / "tokens") / _check_name(name)
     write_file(path, f"{secret.reveal()}\n".encode())
     return path
 
 
 def keep_authority(settings: ClientSettings, name: str, pem: bytes) -> Path:
-    path = private_folder(private_folder(settings.folder) / "authorities") / f"{_raise_failure(name)}.pem"
+    path = private_folder(private_folder(settings.folder) / "authorities") / f"{_check_name(name)}.pem"
     write_file(path, pem)
     return path
 
@@ -111,15 +111,15 @@ def current_context(settings: ClientSettings) -> ClientContext:
     if name and name not in there.contexts:
         raise _unknown(name, there)
     if name:
-        found = there.contexts[name]
-        return msgspec.structs.replace(found, url=settings.url or found.url)
+        context = there.contexts[name]
+        return msgspec.structs.replace(context, url=settings.url or context.url)
     if not settings.url:
         raise StrataError(
             Code.INVALID, "no hub is chosen", hint="strata up starts one here; strata login URL chooses another"
         )
     # What is known of that address: its token must not go anywhere else, its authority is no secret.
-    known = [each for each in there.contexts.values() if each.url == settings.url]
-    return known[0] if known else ClientContext(url=settings.url)
+    matches = [each for each in there.contexts.values() if each.url == settings.url]
+    return matches[0] if matches else ClientContext(url=settings.url)
 
 
 def connect(settings: ClientSettings, *, timeout_s: float = 30.0, server: str = "hub") -> HubClient:
@@ -181,7 +181,7 @@ def shown_contexts(settings: ClientSettings) -> list[Mapping[str, Any]]:
     ]
 
 
-def _raise_failure(name: str) -> str:
+def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise StrataError(Code.INVALID, f"{name[:80]!r} cannot be the name of a context", hint="letters, digits, .-_")
     return name
