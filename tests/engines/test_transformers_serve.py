@@ -19,7 +19,7 @@ from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion
 from strata.train.endpoints.transformers_serve import TransformersEngine
 from strata.train.runner.model.tiny import TinyModel, make
-from strata.train.settings import Inference
+from strata.train.settings import InferenceSettings
 from tests.engines import processes
 from tests.engines.conformance import ADAPTERS, Case
 from tests.engines.processes import EngineProcess
@@ -116,7 +116,7 @@ def check_restart(server: Processes, operator: Operator, engine: EngineProcess, 
 @pytest.fixture
 async def case(engine: EngineProcess, model: Path, tmp_path: Path) -> AsyncIterator[Case]:
     first, second = made_weights(model, tmp_path)
-    settings = Inference(allow=(engine.url,))
+    settings = InferenceSettings(allow=(engine.url,))
     client = EngineClient(InferenceEndpoint("e", engine.url, "127.0.0.1", "transformers", 0.0), settings)
     adapter = TransformersEngine(client, settings, tmp_path / "published", model)
 

@@ -15,7 +15,7 @@ from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.runner.model.tiny import TinyModel, make
-from strata.train.settings import Inference
+from strata.train.settings import InferenceSettings
 from tests.engines import processes
 from tests.engines.conformance import ADAPTERS, Case
 from tests.engines.processes import EngineProcess
@@ -183,7 +183,7 @@ def test_an_engine_that_was_started_anew_gets_the_newest_weights_again(
 async def case(engine: EngineProcess, model: Path, tmp_path: Path) -> AsyncIterator[Case]:
     first, second = made_weights(model, tmp_path)
     engine.ready()
-    settings = Inference(allow=(engine.url,))
+    settings = InferenceSettings(allow=(engine.url,))
     adapter = VllmEngine(EngineClient(InferenceEndpoint("e", engine.url, "127.0.0.1", "vllm", 0.0), settings), settings)
 
     async def ask(version: ModelVersion) -> list[int]:

@@ -1,8 +1,8 @@
 """Settings of the training server, one file for all its processes: sections `server`, `model`, `ranks`, `limits`,
 `sampling`, `snapshots`, `checkpoints`, `inference`.
 
-Launcher, orchestrator, API server and ranks read the same file, so that no setting has to be handed from one to the
-other. What they say to each other and where their files lie is derived here and nowhere else.
+Launcher, orchestrator, API servers and ranks read the same file, so that no setting has to be passed from one to the
+other. The addresses of their links and the paths of their files are derived here and nowhere else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REQUESTS_PORT: Final = 6000
 OUTPUTS_PORT: Final = 6001
 RANK0_PORT: Final = 5556
 LONGEST_SOCKET: Final = 100
-"""Characters of a path that a Unix socket can have on every system, with a little room."""
+"""The most characters of a Unix socket's path on every system, with a small reserve."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -29,24 +29,24 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
-class Server(msgspec.Struct, frozen=True, kw_only=True):
+class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "default"
-    """Of the run: its journal is the stream `train/<name>`."""
+    """The name of the run: its journal is the stream `train/<name>`."""
     host: str = "127.0.0.1"
     port: Port = 5555
-    """HTTP; 0 takes a free one."""
+    """The HTTP port; 0 takes a free one."""
     api_servers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """Processes that answer HTTP, all on this port: the system spreads connections over them."""
+    """Processes that serve HTTP, all on this port: the kernel distributes connections over them."""
     data: Path = Path("strata-train")
-    """The folder for everything that is no setting: journal, payloads, checkpoints, sockets, keys."""
+    """The folder for all data: journal, payloads, checkpoints, sockets, keys."""
     database: str = ""
-    """Of the journal: `sqlite:PATH` or `postgresql://…`; `journal.db` in the data folder unless set."""
+    """The journal's database: `sqlite:PATH` or `postgresql://…`; `journal.db` in the data folder unless set."""
     identity_database: str = ""
-    """Of API keys; `keys.db` in the data folder unless set. A hub's database makes its keys good here too."""
+    """The database of API keys; `keys.db` in the data folder unless set. A hub's database makes its keys valid here."""
     operator_token: Secret | None = None
-    """None: the one in `operator.token` of the data folder, which is made at the first start."""
+    """Unless set: the one in `operator.token` of the data folder, which is created at the first start."""
     transport: Literal["ipc", "tcp"] = "ipc"
-    """Between the processes: sockets in a folder of the owner alone, or TCP with CURVE encryption and keys."""
+    """Between the processes: Unix sockets in a folder that only the owner can access, or TCP with CURVE encryption."""
     sockets: Path | None = None
     """The folder of the sockets; `run` in the data folder unless set. Their paths must be short."""
     link_host: str = "127.0.0.1"
@@ -54,40 +54,40 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     requests_port: Port = REQUESTS_PORT
     outputs_port: Port = OUTPUTS_PORT
     keys: Path | None = None
-    """The file with the keys of the links; `link.keys` in the data folder unless set. Of the owner alone."""
+    """The file with the keys of the links; `link.keys` in the data folder unless set. Only the owner may read it."""
     max_body_bytes: Count = 256 << 20
     poll_s: Positive = 30.0
-    """How long a request for a result waits for it."""
+    """How long a long-poll request waits for a result."""
     lease_s: Positive = 3.0
-    """An orchestrator on another machine may take over this long after the last one was heard from."""
+    """The leader lease: an orchestrator on another machine may take over this long after the last renewal."""
     snapshot_every: Count = 10_000
     """Facts between two snapshots of the orchestrator's state."""
     timelines: Count = 1_000
-    """Operations whose times are kept, in memory: the last so many that were accepted."""
+    """The number of operations whose timelines are kept in memory: the last ones that were accepted."""
     log_format: Literal["json", "console"] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     path: str
-    """A local folder in Hugging Face's form, or the id of a model in the local cache."""
+    """A local folder in Hugging Face's format, or the id of a model in the local cache."""
     name: str = ""
-    """What clients call it; the last part of the path unless set."""
+    """The name that clients use; the last part of the path unless set."""
     tokenizer_id: str = ""
-    """What clients load the tokenizer by: an id of a Hugging Face Hub. Unless set it is `path`, if that is such an id,
+    """The tokenizer that clients load: an id of the Hugging Face Hub. Unless set it is `path`, if that is such an id,
     else the absolute path of the folder, which clients on other machines do not have."""
     training: Literal["lora", "full"] = "lora"
-    """Adapters of many models over one frozen base, or one model that owns the base."""
+    """LoRA adapters of many models over one frozen base, or one full fine-tune of the base."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     slots: Count = 8
-    """Models with adapters on the device at a time, and in one pass."""
+    """LoRA models that are resident on the device at a time, and in one pass."""
     max_models: Count = 64
-    """Models with adapters at all. Those that were not used for longest wait in memory and come back when needed."""
+    """LoRA models in all. The least recently used are offloaded to memory and loaded when they are needed."""
     models_in_memory: Annotated[int, msgspec.Meta(ge=0)] = 32
-    """Of those that wait; the others wait on the disk of each rank."""
+    """Offloaded models in memory; further ones are offloaded to the disk of each rank."""
     max_lora_rank: Count = 64
     max_tokens_per_row: Count = 4096
-    """Datums are packed into sequences of so many tokens; a longer one gets a sequence of its own."""
+    """Datums are packed into rows of so many tokens; a longer datum gets a row of its own."""
     row_tokens: Count | None = None
     """Tokens of one row that fit into the memory of a rank; the ranks measure it when they start unless set. An
     operation with a longer datum fails before it is dispatched."""
@@ -101,17 +101,17 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def base_models(self) -> tuple[str, ...]:
-        """All that clients may call it: its name, the folder's, and the whole path, which may be a model's id."""
+        """All names that clients may use: its name, the folder's, and the full path, which may be a model's id."""
         return tuple(dict.fromkeys((self.base_model, self._folder, self.path)))
 
     @property
     def tokenizer(self) -> str:
-        """Never relative: clients have another working directory."""
+        """Never a relative path: clients have another working directory."""
         return self.tokenizer_id or (str(Path(self.path).absolute()) if Path(self.path).is_dir() else self.path)
 
     @property
     def public_name(self) -> str:
-        """What adapters are said to be for: nothing of this machine, and a whole id where there is one."""
+        """The base model that exported adapters name: no path of this machine, and the full id where there is one."""
         return self.base_model if self.name or Path(self.path).is_dir() else self.path
 
     @property
@@ -119,14 +119,14 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.path.rstrip("/").rpartition("/")[2]
 
 
-class Ranks(msgspec.Struct, frozen=True, kw_only=True):
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     nproc: Count = 1
     """Ranks on this machine; the launcher starts them in mode `auto`."""
     backend: Literal["gloo", "nccl", "auto"] = "auto"
     mode: Literal["auto", "connect"] = "auto"
-    """Start the ranks, or attach to ranks that somebody else starts."""
+    """`auto`: the launcher starts the ranks. `connect`: it attaches to ranks that the operator starts."""
     rank0: str = ""
-    """Where rank 0 listens: `ipc://…`, `tcp://HOST:PORT`, or `file:PATH` of a file it writes its address into.
+    """Where rank 0 listens: `ipc://…`, `tcp://HOST:PORT`, or `file:PATH` of a file to which it writes its address.
     Unless set it follows from the transport."""
     threads: Count = 1
     """Threads of each rank for arithmetic (OMP_NUM_THREADS)."""
@@ -135,110 +135,110 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: Positive = 1800.0
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: Count = 2
-    """Dispatches at the ranks: one computes, the others wait there, so that the ranks never wait for the link."""
+    """Dispatches at the ranks: one computes, the others queue there, so that the ranks never wait for the link."""
     max_pending_requests: Count = 100
-    """Operations that were accepted and not dispatched, of all tenants."""
+    """Operations of all tenants that are accepted and not yet dispatched."""
     max_pending_per_tenant: Count | None = None
-    """Of these, of one tenant; half of all unless set, because those that a gap holds up may wait for ever."""
+    """Pending operations of one tenant; half of all unless set, because those behind a gap may wait for long."""
     max_models_per_tenant: Count | None = None
-    """Of the places for models; as many as there are unless set."""
+    """Models of one tenant; `max_models` unless set."""
     operation_timeout_s: Positive = 1800.0
-    """A dispatch that takes longer means that the ranks are stuck: they are started again, and it fails."""
+    """A dispatch that takes longer fails, and the ranks, which are stuck, are restarted."""
     result_ttl_s: Positive = 86_400.0
-    """How long a result can be asked for after it was there."""
+    """How long a result can be retrieved after it was complete."""
     max_kept_results: Count = 200_000
-    """Beyond this the oldest results go before their time."""
+    """Beyond this the oldest results expire early."""
     silent_session_s: Annotated[float, msgspec.Meta(ge=0)] = 86_400.0
-    """A session of which nothing is heard for so long is finished, and its models are let go; 0 is never."""
+    """A session without a heartbeat for so long expires, and its models are unloaded; 0 disables this."""
     gap_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
-    """Operations that wait so long for one before them that does not come are given up; 0 is never."""
+    """Operations that wait so long for a missing predecessor are aborted; 0 disables this."""
     pack_tenants: bool = True
-    """Let operations of different models share a pass. In the last bits their results then depend on who came when."""
+    """Let operations of different models share a pass. Rounding in the last bits then depends on what shares it."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     quantum_steps: Count = 32
-    """Tokens of each sequence before training may go on in between."""
+    """Decode steps of one time slice, after which training may continue."""
     max_pending_requests: Count = 2048
-    """That are accepted and wait to be sampled, half of them of one tenant; beyond, clients are told to come again."""
+    """Sample requests that wait, half of them of one tenant; beyond this, clients are told to retry."""
     max_running_requests: Count = 256
-    """At the ranks at a time, three quarters of them of one tenant."""
+    """Sample requests at the ranks at a time, three quarters of them of one tenant."""
     sequences: Count = 64
-    """That each rank samples at once."""
+    """Sequences that run at once on each rank."""
     cached_tokens: Count = 32_768
-    """That each rank can remember at once."""
+    """Capacity of each rank's KV cache, in tokens."""
     samplers: Count | None = None
-    """Weights that are kept for sampling at a time; 64 adapters, or 2 whole models, unless set."""
+    """Open samplers at a time; 64 adapters, or 2 full models, unless set."""
 
-    def places(self, *, full: bool) -> int:
+    def max_samplers(self, *, full: bool) -> int:
         return self.samplers or (2 if full else 64)
 
 
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep: Count | None = None
-    """Of each run and kind, the newest; all unless set. One that a sampler or a waiting operation needs stays, and
-    `000000` is not counted."""
+    """How many checkpoints of each run and kind are retained, the newest ones; all unless set. One that a sampler or a
+    pending operation needs stays, and `000000` is not counted."""
     sweep_s: Positive = 60.0
-    """How often files are looked for that no checkpoint has any more."""
+    """How often the garbage collection looks for files that belong to no checkpoint any more."""
     archive_valid_s: Positive = 900.0
-    """How long the address of an archive can be used."""
+    """How long the URL of an archive is valid."""
     storage: str = ""
-    """`s3://BUCKET/PREFIX` for a copy of every checkpoint; where files are gone they are brought back from there."""
+    """`s3://BUCKET/PREFIX` for a copy of every checkpoint; missing local files are fetched from there."""
     endpoint: str = ""
-    """Of a store that is not AWS."""
+    """The endpoint of a store that is not AWS."""
     region: str = "us-east-1"
     access_key: str = ""
     secret_key: Secret | None = None
 
 
-class Inference(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines beside this server that are told of new weights."""
+class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Inference engines to which weights are published and samples are routed."""
 
     allow: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://[^/@?#\\\s]+/?$")], ...] = ()
-    """Where engines may be: `http://127.0.0.1:8000`, with scheme, host and port. Nothing else is ever connected to."""
+    """Origins of engines, with scheme, host and port: `http://127.0.0.1:8000`. The server connects to no others."""
     keys: dict[str, Path] = {}
-    """For those that ask for an API key, the file it is in; of the owner alone."""
+    """By origin, the file with the engine's API key; only the owner may read it."""
     push: bool = False
-    """Tell all endpoints of whatever is saved for sampling, not only of what is synced."""
+    """Push everything that is saved for sampling to all endpoints, not only what is synced."""
     sample: bool = False
-    """Let endpoints that have a sampler's weights sample for it."""
+    """Route samples to endpoints that have the sampler's weights."""
     keep: Count = 2
-    """Versions of a model on an endpoint; older ones are let go of."""
+    """Versions of a model on an endpoint; older ones are unloaded."""
     max_samples: Count = 64
-    """Requests that endpoints are asked for at a time."""
+    """Samples that are routed to endpoints at a time."""
     connect_timeout_s: Positive = 5.0
     push_timeout_s: Positive = 300.0
-    """For an engine to take new weights."""
+    """How long an engine may take to load new weights."""
     sample_timeout_s: Positive = 300.0
 
 
-class Snapshots(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all models, so that ranks that start anew need not do everything again. One is taken when any of these is
-    reached since the last; 0 is never for this reason."""
+class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Snapshots of all models, so that ranks that restart need not replay everything. One is taken when any of these is
+    reached since the last; 0 disables that reason."""
 
     every_dispatches: Annotated[int, msgspec.Meta(ge=0)] = 500
-    """That change something."""
+    """Dispatches that change a model."""
     every_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
-    """Since the first change that no snapshot holds."""
+    """Time since the first change that is in no snapshot."""
     every_payload_mb: Annotated[int, msgspec.Meta(ge=0)] = 1024
     write_timeout_s: Positive = 1800.0
-    """Files that are not on the disk by then are given up."""
+    """A snapshot whose files are not written by then is aborted."""
     payload_grace_s: Annotated[float, msgspec.Meta(ge=1)] = 3600.0
-    """Payloads that nobody refers to are removed when they are this old: a request with one may be on its way."""
+    """Unreferenced payloads are deleted when they are this old: a request that refers to one may be in flight."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    server: Server
+    server: ServerSection
     model: ModelSettings
-    ranks: Ranks
-    limits: Limits
-    sampling: Sampling = Sampling()
-    snapshots: Snapshots = Snapshots()
-    kept: CheckpointSettings = CheckpointSettings()
+    ranks: RankSettings
+    limits: LimitSettings
+    sampling: SamplingSettings = SamplingSettings()
+    snapshots: SnapshotSettings = SnapshotSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     """Section `checkpoints`."""
-    inference: Inference = Inference()
+    inference: InferenceSettings = InferenceSettings()
 
     @property
     def stream(self) -> str:
@@ -266,17 +266,17 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def published(self) -> Path:
-        """Weights in the form of engines that take a folder for a name."""
+        """Weights for engines that identify a model by its folder."""
         return self.data / "published"
 
     @property
     def imports(self) -> Path:
-        """Uploads that are not checkpoints yet, each in a folder of its own, under the name `staged`."""
+        """Uploads that are not checkpoints yet, each in its own folder, under the name `staged`."""
         return self.data / "imports"
 
     @property
     def fetched(self) -> Path:
-        """Checkpoints on their way from the object store."""
+        """Checkpoints that are being fetched from the object store."""
         return self.data / "fetched"
 
     @property
@@ -293,12 +293,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def api_socket(self) -> Path:
-        """Where the server's own user reaches the API: `strata serve status` and whoever makes keys."""
+        """The API's socket for the server's own user: `strata serve status` and the commands for keys use it."""
         return self.sockets / "api"
 
     @property
     def rendezvous_file(self) -> Path:
-        """The file through which ranks of one machine find each other."""
+        """The file through which ranks on a single node rendezvous."""
         return self.sockets / "ranks.store"
 
     @property
@@ -325,7 +325,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank0(self) -> str:
-        """Where rank 0's PAIR listens, or `file:PATH` of the file that says so."""
+        """Where rank 0's PAIR listens, or `file:PATH` of the file that holds the address."""
         return self.ranks.rank0 or self._endpoint("rank0", "127.0.0.1", RANK0_PORT)
 
     def _endpoint(self, name: str, host: str, port: int) -> str:
@@ -348,56 +348,56 @@ def _port_of(port: int, number: int) -> int:
 def load_settings(
     file: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> ServerSettings:
-    """All sections; problems of all of them are told at once. Flags are named as in `server.port`."""
+    """Load all sections; the error lists the problems of all of them. Flags are named as in `server.port`."""
     problems: list[str] = []
 
     def section(kind: type[Kind], name: str) -> Kind | None:
-        own = {
+        section_flags = {
             key.removeprefix(f"{name}."): value for key, value in (flags or {}).items() if key.startswith(f"{name}.")
         }
         try:
-            return load(kind, section=name, file=file, environ=environ, flags=own)
+            return load(kind, section=name, file=file, environ=environ, flags=section_flags)
         except StrataError as error:
             problems.extend(error.detail.get("problems", (str(error),)))
             return None
 
-    server = section(Server, "server")
+    server = section(ServerSection, "server")
     model = section(ModelSettings, "model")
-    ranks = section(Ranks, "ranks")
-    limits = section(Limits, "limits")
-    sampling = section(Sampling, "sampling")
-    snapshots = section(Snapshots, "snapshots")
-    kept = section(CheckpointSettings, "checkpoints")
-    inference = section(Inference, "inference")
+    ranks = section(RankSettings, "ranks")
+    limits = section(LimitSettings, "limits")
+    sampling = section(SamplingSettings, "sampling")
+    snapshots = section(SnapshotSettings, "snapshots")
+    checkpoint = section(CheckpointSettings, "checkpoints")
+    inference = section(InferenceSettings, "inference")
     if (
         server is None
         or model is None
         or ranks is None
         or limits is None
         or sampling is None
-        or kept is None
+        or checkpoint is None
         or inference is None
         or snapshots is None
     ):
-        found = tuple(dict.fromkeys(problems))
-        raise StrataError(Code.INVALID, "\n".join(found), problems=found)
+        distinct = tuple(dict.fromkeys(problems))
+        raise StrataError(Code.INVALID, "\n".join(distinct), problems=distinct)
     return ServerSettings(
         server=server,
         model=model,
         ranks=ranks,
         limits=limits,
         sampling=sampling,
-        kept=kept,
+        checkpoint=checkpoint,
         inference=inference,
         snapshots=snapshots,
     )
 
 
 def check_exposure(host: str) -> None:
-    """Refuse to be reached from other machines in the clear: keys and batches would be everybody's."""
+    """INVALID for a host that other machines can reach: keys and batches would be sent unencrypted."""
     if not is_loopback_host(host.strip("[]")):
         raise StrataError(
             Code.INVALID,
             f"{host} can be reached from other machines, and everything would be sent in the clear",
-            hint="listen on 127.0.0.1, and put a proxy that speaks TLS in front",
+            hint="listen on 127.0.0.1, and put a TLS proxy in front",
         )

@@ -20,15 +20,15 @@ from strata.train.api.key_database import open_key_database
 from strata.train.api.routes import application
 from strata.train.api.server import APIServer
 from strata.train.link.api import OrchestratorClient
-from strata.train.settings import Limits, ModelSettings, Ranks, Server, ServerSettings
+from strata.train.settings import LimitSettings, ModelSettings, RankSettings, ServerSection, ServerSettings
 
 
 def settings_in(folder: Path, **server: Any) -> ServerSettings:
     return ServerSettings(
-        server=Server(data=folder / "data", port=0, **server),
+        server=ServerSection(data=folder / "data", port=0, **server),
         model=ModelSettings(path="tiny"),
-        ranks=Ranks(),
-        limits=Limits(),
+        ranks=RankSettings(),
+        limits=LimitSettings(),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
-from strata.train.settings import Inference
+from strata.train.settings import InferenceSettings
 from tests.shell.train_endpoints.hostile import hostile, says
 
 OK = "HTTP/1.1 200 OK\nConnection: close"
@@ -21,7 +21,7 @@ OK = "HTTP/1.1 200 OK\nConnection: close"
 @asynccontextmanager
 async def speaking_to(url: str, address: str = "127.0.0.1", **more: Any) -> AsyncIterator[EngineClient]:
     endpoint = InferenceEndpoint("engine", url, address, "vllm", 0.0)
-    client = EngineClient(endpoint, Inference(allow=(url,), **more))
+    client = EngineClient(endpoint, InferenceSettings(allow=(url,), **more))
     try:
         yield client
     finally:
@@ -42,7 +42,9 @@ async def test_only_the_address_that_it_had_is_connected_to_whatever_its_name_me
 
 async def test_what_the_settings_do_not_allow_any_more_is_not_spoken_to() -> None:
     with pytest.raises(StrataError) as refused:
-        EngineClient(InferenceEndpoint("engine", "http://127.0.0.1:8000", "127.0.0.1", "vllm", 0.0), Inference())
+        EngineClient(
+            InferenceEndpoint("engine", "http://127.0.0.1:8000", "127.0.0.1", "vllm", 0.0), InferenceSettings()
+        )
     assert refused.value.code is Code.FORBIDDEN
 
 

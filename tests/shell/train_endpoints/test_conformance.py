@@ -13,7 +13,7 @@ from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion, stale_versions
 from strata.train.endpoints.vllm import VllmEngine
-from strata.train.settings import Inference
+from strata.train.settings import InferenceSettings
 from tests.engines.conformance import ADAPTERS, WHOLE, Case
 
 
@@ -30,7 +30,7 @@ async def case(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
     whole: bool = request.param
     first, second = (ModelVersion(f"run-v{n}", weights(tmp_path / str(n), f"weights {n}"), full=whole) for n in (1, 2))
     async with FakeVllm() as fake:
-        settings = Inference(allow=(fake.url,))
+        settings = InferenceSettings(allow=(fake.url,))
         client = EngineClient(InferenceEndpoint("e", fake.url, "127.0.0.1", "vllm", 0.0), settings)
         engine = VllmEngine(client, settings)
 

@@ -23,7 +23,15 @@ from strata.train.core import messages, ops
 from strata.train.orchestrator import orchestrator
 from strata.train.orchestrator.maintenance import compaction
 from strata.train.orchestrator.orchestrator import EXPIRE_S, Orchestrator, rules_of
-from strata.train.settings import Limits, ModelSettings, Ranks, Sampling, Server, ServerSettings, Snapshots
+from strata.train.settings import (
+    LimitSettings,
+    ModelSettings,
+    RankSettings,
+    SamplingSettings,
+    ServerSection,
+    ServerSettings,
+    SnapshotSettings,
+)
 from tests.sim.train import ablation
 from tests.sim.train.audit import Audit, audited
 from tests.sim.train.books import Books
@@ -111,14 +119,14 @@ def drawn(rng: random.Random) -> Plan:
 
 def settings_for(plan: Plan) -> ServerSettings:
     return ServerSettings(
-        server=Server(name="sim", data=Path("/nowhere"), lease_s=3.0, snapshot_every=plan.snapshot_every),
+        server=ServerSection(name="sim", data=Path("/nowhere"), lease_s=3.0, snapshot_every=plan.snapshot_every),
         model=ModelSettings(path="tiny", slots=16, max_tokens_per_row=ROW_TOKENS),
-        ranks=Ranks(nproc=2, start_timeout_s=6.0),
-        limits=Limits(
+        ranks=RankSettings(nproc=2, start_timeout_s=6.0),
+        limits=LimitSettings(
             max_pending_requests=40, max_pending_per_tenant=16, operation_timeout_s=6.0, result_ttl_s=plan.ttl_s
         ),
-        sampling=Sampling(max_pending_requests=20, max_running_requests=4),
-        snapshots=Snapshots(every_dispatches=plan.snapshot_dispatches, payload_grace_s=0.0),
+        sampling=SamplingSettings(max_pending_requests=20, max_running_requests=4),
+        snapshots=SnapshotSettings(every_dispatches=plan.snapshot_dispatches, payload_grace_s=0.0),
     )
 
 

@@ -59,7 +59,7 @@ async def _find_checkpoint(call: ApiCall) -> tuple[str, float]:
     checkpoint = await call.request(
         messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView
     )
-    until_s = call.context.clock.wall_s() + call.context.settings.kept.archive_valid_s
+    until_s = call.context.clock.wall_s() + call.context.settings.checkpoint.archive_valid_s
     return checkpoint.folder, until_s if checkpoint.expires_at_s is None else min(until_s, checkpoint.expires_at_s)
 
 

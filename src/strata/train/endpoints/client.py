@@ -18,7 +18,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
 from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.origin import check_allowed, is_loopback, parse_origin
-from strata.train.settings import Inference
+from strata.train.settings import InferenceSettings
 
 T = TypeVar("T")
 MAX_REPLY: Final = 64 << 20
@@ -44,7 +44,7 @@ class EngineReply(NamedTuple):
 
 
 class EngineClient:
-    def __init__(self, endpoint: InferenceEndpoint, settings: Inference) -> None:
+    def __init__(self, endpoint: InferenceEndpoint, settings: InferenceSettings) -> None:
         """FORBIDDEN if the settings do not allow the endpoint any more."""
         self._origin = check_allowed(endpoint.url, settings.allow)
         self._address = endpoint.address

@@ -21,7 +21,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import Sample
 from strata.train.endpoints.client import EngineClient, engine_error
 from strata.train.endpoints.engine import ModelVersion
-from strata.train.settings import Inference
+from strata.train.settings import InferenceSettings
 
 LIST_S: Final = 10.0
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -35,7 +35,7 @@ class _Progress(msgspec.Struct):
 
 
 class TransformersEngine:
-    def __init__(self, client: EngineClient, settings: Inference, published: Path, base: Path) -> None:
+    def __init__(self, client: EngineClient, settings: InferenceSettings, published: Path, base: Path) -> None:
         self._client = client
         self._push_s = settings.push_timeout_s
         self._published = published

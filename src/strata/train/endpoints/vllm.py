@@ -19,7 +19,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import Sample, SampledSequence, SampleResult
 from strata.train.endpoints.client import EngineClient, EngineReply, engine_error
 from strata.train.endpoints.engine import ModelVersion
-from strata.train.settings import Inference
+from strata.train.settings import InferenceSettings
 
 LIST_S: Final = 10.0
 _START_TIME: Final = b"\nprocess_start_time_seconds "
@@ -55,7 +55,7 @@ class _Success(msgspec.Struct):
 
 
 class VllmEngine:
-    def __init__(self, client: EngineClient, settings: Inference) -> None:
+    def __init__(self, client: EngineClient, settings: InferenceSettings) -> None:
         self._client = client
         self._push_s = settings.push_timeout_s
         self._sample_s = settings.sample_timeout_s

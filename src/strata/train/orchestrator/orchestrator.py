@@ -151,7 +151,7 @@ class Orchestrator:
             asyncio.create_task(self._supervise_ranks(context), name="ranks"),
             asyncio.create_task(every(EXPIRE_S, store.expire_results, clock=clock), name="expire results"),
             asyncio.create_task(
-                every(settings.kept.sweep_s, handler.checkpoint_gc.run_once, clock=clock), name="checkpoint gc"
+                every(settings.checkpoint.sweep_s, handler.checkpoint_gc.run_once, clock=clock), name="checkpoint gc"
             ),
             asyncio.create_task(every(reaper.interval_s, reaper.run_once, clock=clock), name="session reaper"),
             asyncio.create_task(handler.publisher.run(), name="endpoints"),
@@ -325,7 +325,7 @@ def rules_of(settings: ServerSettings) -> Rules:
         initial_checkpoint=settings.model.initial_checkpoint,
         result_ttl_s=limits.result_ttl_s,
         max_kept_results=limits.max_kept_results,
-        max_samplers=settings.sampling.places(full=settings.model.training == "full"),
+        max_samplers=settings.sampling.max_samplers(full=settings.model.training == "full"),
         max_pending_samples=settings.sampling.max_pending_requests,
         max_running_samples=settings.sampling.max_running_requests,
         quantum_steps=settings.sampling.quantum_steps,
@@ -336,5 +336,5 @@ def rules_of(settings: ServerSettings) -> Rules:
         snapshot_dispatches=settings.snapshots.every_dispatches,
         snapshot_s=settings.snapshots.every_s,
         snapshot_payload_bytes=settings.snapshots.every_payload_mb << 20,
-        keep_checkpoints=settings.kept.keep,
+        keep_checkpoints=settings.checkpoint.keep,
     )

@@ -309,8 +309,8 @@ class ModelRunner:
             samplers=[sampler.manifest_entry for sampler in self._samplers()],
         )
 
-    def _samplers(self) -> list[state.SamplerState]:
-        return [state.SamplerState(*entry) for entry in self.sampler.entries()]
+    def _samplers(self) -> list[state.SamplerTensors]:
+        return [state.SamplerTensors(*entry) for entry in self.sampler.entries()]
 
     def sleep(self) -> ops.Asleep:
         """Offload everything large. Idempotent: a server that sleeps already frees nothing more."""

@@ -17,7 +17,7 @@ from strata.train.core.inputs import ClientCommand
 from strata.train.core.messages import AbortOperation, FinishSession
 from strata.train.core.state import TrainState
 from strata.train.orchestrator.state_store import StateStore
-from strata.train.settings import Limits
+from strata.train.settings import LimitSettings
 
 IDLE_REASON = "silent"
 _log = log.get(__name__)
@@ -30,7 +30,7 @@ class _Gap(NamedTuple):
 
 
 class SessionReaper:
-    def __init__(self, store: StateStore, limits: Limits) -> None:
+    def __init__(self, store: StateStore, limits: LimitSettings) -> None:
         self._store = store
         self._limits = limits
         self._clock: Clock = store.clock

@@ -33,7 +33,7 @@ WEIGHTS = "weights"
 GRADIENT = "gradient"
 
 
-class SamplerState:
+class SamplerTensors:
     """An open sampler: of the base, of an adapter, or of a full model."""
 
     def __init__(self, sampler_id: str, adapter: Adapter | None, full: Tensors | None) -> None:
@@ -49,7 +49,7 @@ class SamplerState:
 
 
 def copy_state(
-    manifest: SnapshotManifest, models: Iterable[TrainedModel], samplers: Sequence[SamplerState], *, is_rank0: bool
+    manifest: SnapshotManifest, models: Iterable[TrainedModel], samplers: Sequence[SamplerTensors], *, is_rank0: bool
 ) -> SnapshotCopy:
     """Copy everything to memory. Training waits for this and for nothing else of a snapshot.
 
