@@ -17,11 +17,16 @@ RECORD = Path(__file__).parents[1] / "docs" / "proof.md"
 
 @click.command()
 @click.argument("campaign", type=click.Choice(sorted([*SIMULATED, *REAL])))
-@click.option("--seeds", default=1000, show_default=True, help="Of a simulation: how many seeds to add to the record.")
-@click.option("--processes", default=multiprocessing.cpu_count(), show_default=True, help="Of a simulation.")
-@click.option("--kills", type=int, help="Of real processes: how often to hurt them.")
+@click.option("--seeds", default=1000, show_default=True, help="Simulations: how many seeds to add to the record.")
+@click.option(
+    "--processes",
+    default=multiprocessing.cpu_count(),
+    show_default=True,
+    help="Simulations: how many processes to use.",
+)
+@click.option("--kills", type=int, help="Number of faults to inject into real processes.")
 @click.option("--on", "database", type=click.Choice(["sqlite", "postgres"]), default="sqlite", show_default=True)
-@click.option("--workers", type=int, help="Of real processes: how many workers are connected.")
+@click.option("--workers", type=int, help="Real processes: how many workers to connect.")
 @click.option("--no-record", is_flag=True, help="Start at the first seed or trial and leave the record alone.")
 def main(  # noqa: PLR0913 - the options of a command
     campaign: str,
@@ -33,7 +38,7 @@ def main(  # noqa: PLR0913 - the options of a command
     workers: int | None,
     no_record: bool,
 ) -> None:
-    """Run CAMPAIGN and add what it showed to docs/proof.md. Exit 1 if anything was violated."""
+    """Run CAMPAIGN and add the result to docs/proof.md. Exit status 1 if a property was violated."""
     record = None if no_record else RECORD
     if campaign in SIMULATED:
         violations = simulated.run(campaign, seeds, processes, record)

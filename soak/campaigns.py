@@ -1,4 +1,4 @@
-"""What can be soaked: simulated campaigns are functions from a seed, the others hurt real processes."""
+"""The soak campaigns: simulated ones are functions of a seed, the others inject faults into real processes."""
 
 from __future__ import annotations
 

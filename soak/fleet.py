@@ -1,4 +1,4 @@
-"""Histories of the fleet's stores, one for each seed: a file each on SQLite, a server per process on PostgreSQL."""
+"""Random histories of the fleet's stores, one for each seed: a SQLite file each, or a PostgreSQL server per process."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def postgres(seed: int) -> str | None:
 
 @lru_cache(1)
 def _server() -> tuple[PostgresDatabases, str]:
-    """Ends with this process: its cleaner notices the death of the owner."""
+    """The server ends with this process: its reaper notices the exit of the owner."""
     databases = PostgresDatabases(PostgresServer().__enter__().server_url)
     return databases, databases.create_database()

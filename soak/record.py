@@ -42,7 +42,7 @@ def rate(per_s: float) -> str:
 
 
 class Trials(msgspec.Struct, frozen=True):
-    """Times that real processes were hurt."""
+    """Number of faults that were injected into real processes."""
 
     campaign: str
     date: str

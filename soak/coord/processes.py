@@ -1,4 +1,4 @@
-"""Real coordinator processes to hurt, on a port that stays theirs."""
+"""Real coordinator processes for fault injection, on a port that stays theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet to hurt: one hub, its operator, some hosts, and jobs whose every trace can be foretold."""
+"""A fleet for fault injection: one hub, its operator, some hosts, and jobs with deterministic output."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from soak.fleet_agent.counting.train import after, last_words, said, weights
-from soak.fleet_agent.processes import AgentProcess, is_alive, until
+from soak.fleet_agent.counting.train import after, final_lines, step_lines, weights
+from soak.fleet_agent.processes import AgentProcess, is_alive, wait_until
 from soak.hub_process import READY_S, HubProcess
 from soak.trials import CampaignRequest
 from strata.fleet import wire
@@ -26,7 +26,7 @@ _PAGE: Final = 4 * 1024 * 1024
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What each job does."""
+    """The parameters of each job, and the output that follows from them."""
 
     steps: int = 16
     lines: int = 20
@@ -36,16 +36,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tail: int = 3_000
 
     def log(self, begin: int) -> str:
-        """All that a child says that begins at this step and ends well."""
-        middle = "".join(said(step, self.lines) for step in range(begin, self.steps))
-        return f"begins at {begin}\n{middle}{last_words(self.tail)}"
+        """The complete log of a child that begins at this step."""
+        middle = "".join(step_lines(step, self.lines) for step in range(begin, self.steps))
+        return f"begins at {begin}\n{middle}{final_lines(self.tail)}"
 
     def states(self, seed: int) -> list[int]:
-        """Before the first step, after it, and so on."""
-        found = [seed]
+        """The states before the first step, after it, and so on."""
+        states = [seed]
         for step in range(self.steps):
-            found.append(after(found[-1], step))
-        return found
+            states.append(after(states[-1], step))
+        return states
 
     def files(self, seed: int) -> dict[str, bytes]:
         last = self.states(seed)[-1]
@@ -53,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Operator:
-    """Looks at the hub and tells it what to do; blocking."""
+    """The operator's client of the hub; blocking."""
 
     def __init__(self, hub: HubProcess, plan: Plan, marks: Path) -> None:
         self._hub = hub
@@ -94,7 +94,7 @@ class Operator:
         return self.client.call("GET", f"/v1/job/{job_id}", wire.JobReply)
 
     def jobs(self) -> Sequence[wire.Job]:
-        """Those that are not over."""
+        """The jobs that have not ended."""
         query = wire.JobsQuery(status=("pending", "claimed", "running"), limit=1000)  # type: ignore[arg-type]
         return self.client.call("GET", "/v1/jobs", wire.JobsReply, query=query).jobs
 
@@ -144,14 +144,16 @@ class Operator:
 
 
 class Fleet:
-    """All processes of a campaign, and the end of each of them."""
+    """All processes of a campaign."""
 
-    def __init__(self, ask: CampaignRequest, plan: Plan, *, hosts: int, slots: int, lease_s: float) -> None:
+    def __init__(self, request: CampaignRequest, plan: Plan, *, hosts: int, slots: int, lease_s: float) -> None:
         self.plan = plan
         self.lease_s = lease_s
-        self.hub = HubProcess(ask.folder, database=ask.url, settings={"STALE_AFTER_S": str(lease_s), "DRAIN_S": "1"})
-        self.hosts = [AgentProcess(ask.folder, f"host-{number}", slots) for number in range(hosts)]
-        marks = ask.folder / "marks"
+        self.hub = HubProcess(
+            request.folder, database=request.url, settings={"STALE_AFTER_S": str(lease_s), "DRAIN_S": "1"}
+        )
+        self.hosts = [AgentProcess(request.folder, f"host-{number}", slots) for number in range(hosts)]
+        marks = request.folder / "marks"
         marks.mkdir()
         self.operator = Operator(self.hub, plan, marks)
 
@@ -163,42 +165,42 @@ class Fleet:
             await asyncio.to_thread(self.operator.enrol, host)
             await host.start()
         for host in self.hosts:
-            await self.seen(host, 0.0)
+            await self.wait_seen(host, 0.0)
 
-    async def ask(self, call: Callable[[], T]) -> T:
-        """Of the operator; again while the hub is away."""
-        found = await until(lambda: (call(),), READY_S, "the hub answers its operator")
+    async def call(self, call: Callable[[], T]) -> T:
+        """A call of the operator, retried while the hub is away."""
+        found = await wait_until(lambda: (call(),), READY_S, "the hub answers its operator")
         return found[0]
 
-    async def held(self, host: AgentProcess) -> set[tuple[str, int]]:
-        """Job and epoch of what the hub says this host has."""
-        open_jobs = await self.ask(self.operator.jobs)
+    async def held_attempts(self, host: AgentProcess) -> set[tuple[str, int]]:
+        """Job and epoch of the attempts that the hub has assigned to this host."""
+        open_jobs = await self.call(self.operator.jobs)
         return {(job.id, job.epoch) for job in open_jobs if job.host_id == host.host_id}
 
-    async def seen(self, host: AgentProcess, since_s: float) -> float:
-        """When the hub first heard of a host after this moment, by the hub's wall clock."""
+    async def wait_seen(self, host: AgentProcess, since_s: float) -> float:
+        """When the hub first saw a host after this moment, by the hub's wall clock."""
 
-        def heard() -> float:
+        def seen_at_s() -> float:
             known = self.operator.hosts().get(host.host_id)
             return known.seen_at_s if known is not None and known.seen_at_s > since_s else 0.0
 
-        return await until(lambda: host_ended(host) or heard(), READY_S, f"the hub hears of {host.name}")
+        return await wait_until(lambda: host_ended(host) or seen_at_s(), READY_S, f"the hub hears of {host.name}")
 
-    async def over(self, job_id: str) -> wire.JobReply:
-        """The job, when it is."""
+    async def wait_ended(self, job_id: str) -> wire.JobReply:
+        """The job, when it has ended."""
 
-        def look() -> wire.JobReply | None:
+        def ended() -> wire.JobReply | None:
             found = self.operator.job(job_id)
             return found if found.job.status in TERMINAL else None
 
-        return await until(look, FINISH_S, f"{job_id} is over")
+        return await wait_until(ended, FINISH_S, f"{job_id} is over")
 
-    async def left_behind(self) -> list[str]:
-        """Hosts that keep something of jobs that are all over."""
+    async def find_leftovers(self) -> list[str]:
+        """Hosts that keep files or processes although all jobs have ended."""
         problems = []
         for host in self.hosts:
             try:
-                await until(lambda host=host: host.idle() and not host.processes(), 30.0, "idle")  # type: ignore[misc]
+                await wait_until(lambda host=host: host.is_idle() and not host.processes(), 30.0, "idle")  # type: ignore[misc]
             except TimeoutError:
                 alive = [pid for pid in host.processes() if is_alive(pid)]
                 problems.append(f"{host.name} keeps attempts or processes {alive} of jobs that are over")
@@ -216,5 +218,5 @@ class Fleet:
 
 
 def host_ended(host: AgentProcess) -> float:
-    """Nobody waits to hear of a process that is gone."""
-    return 0.0 if host.runs else -1.0
+    """Non-zero if the process has ended: then the wait for it is over."""
+    return 0.0 if host.is_running else -1.0

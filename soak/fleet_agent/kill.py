@@ -1,8 +1,8 @@
-"""Kill agents, children, supervisors, whole hosts and the hub, again and again under jobs at work; nothing may be lost.
+"""Kill agents, children, supervisors, whole hosts and the hub, repeatedly under running jobs; nothing may be lost.
 
-Every second trial or so ends a process at a failpoint, where it has just changed something; the others come from
-outside at a random moment. All processes start again at once, except a host that is dead: that one stays away until
-others have its jobs. Every job that is over is compared with what it should be (`books`).
+About every second trial kills a process at a failpoint, where it has just changed something; the others kill it from
+outside at a random moment. All processes are restarted at once, except a dead host: it stays away until other hosts
+have its jobs. Every job that has ended is compared with its expected state (`expected_state`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from contextlib import suppress
 from itertools import cycle, islice
 from typing import Final
 
-from soak.fleet_agent import books
+from soak.fleet_agent import expected_state
 from soak.fleet_agent.fleet import Fleet, Plan
-from soak.fleet_agent.outcome import LEASE_S, Outcome
-from soak.fleet_agent.processes import AgentProcess, Child, failpoints, until
+from soak.fleet_agent.outcome import LEASE_S, KillOutcome
+from soak.fleet_agent.processes import AgentProcess, Child, failpoints, wait_until
 from soak.hub_process import ArmedFailpoint
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random
 from strata.fleet.core.job import TERMINAL, Cause, JobStatus
 
 SLOTS: Final = 2
 AWAY: Final = 0.35
-"""The part of a lease for which nobody starts a killed agent again, in some trials."""
+"""The part of a lease for which a killed agent stays away, in some trials."""
 HUB_AWAY: Final = 1.2
 """The same for the hub: all leases are too old when it starts."""
 EARLY: Final = 0.7
-"""A lease is renewed four times in its term, so it may run out this part of it after the death of its host."""
+"""A lease is renewed four times in its term, so it may expire after this part of it since the death of its host."""
 FIRES_S: Final = 12.0
 """A failpoint that was not reached by then is replaced by a kill from outside."""
 WAITS_S: Final = 60.0
@@ -47,7 +47,7 @@ _NOT_ON_THE_WAY: Final = ("upgrade", "quarantine", "adopted")
 _MOST_SKIPPED: Final = {"agent.ship.sent": 8, "agent.upload.chunk": 3, "database.sqlite.": 40, "fleet.streams": 20}
 
 
-class Campaign:
+class KillCampaign:
     def __init__(self, fleet: Fleet, first: int, times: int) -> None:
         self._fleet = fleet
         self._operator = fleet.operator
@@ -56,12 +56,12 @@ class Campaign:
         self._open: set[str] = set()
         self._cancelled: set[str] = set()
         self._seed = first * 1000
-        self._blame: dict[tuple[str, int], set[Cause]] = {}
+        self._allowed_causes: dict[tuple[str, int], set[Cause]] = {}
         agents, hubs = failpoints("fleet/agent"), failpoints("fleet", "database")
         hubs = [name for name in hubs if name.startswith(_HUB) and not name.endswith(_NOT_ON_THE_WAY)]
         self._agent_names = islice(cycle(agents), first % len(agents), None)
         self._hub_names = islice(cycle(hubs), first % len(hubs), None)
-        self.outcome = Outcome()
+        self.outcome = KillOutcome()
         self._trials: dict[str, Callable[[random.Random], Awaitable[None]]] = {
             "agent": self._kill_agent,
             "away": lambda dice: self._kill_agent(dice, LEASE_S * AWAY),
@@ -75,11 +75,11 @@ class Campaign:
             "both": self._kill_both,
         }
 
-    async def run(self, tell: Callable[[Outcome], None]) -> Outcome:
+    async def run(self, on_progress: Callable[[KillOutcome], None]) -> KillOutcome:
         outcome = self.outcome
         try:
             await self._fleet.start()
-            await self._hurt_and_feed(tell)
+            await self._run_trials(on_progress)
             if not outcome.problems:
                 await self._drain()
         except TimeoutError as error:
@@ -89,8 +89,8 @@ class Campaign:
             await self._fleet.close()
         return outcome
 
-    async def _hurt_and_feed(self, tell: Callable[[Outcome], None]) -> None:
-        tasks = [asyncio.create_task(self._hurt(tell)), asyncio.create_task(self._feed())]
+    async def _run_trials(self, on_progress: Callable[[KillOutcome], None]) -> None:
+        tasks = [asyncio.create_task(self._inject_faults(on_progress)), asyncio.create_task(self._keep_queue_filled())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -100,7 +100,7 @@ class Campaign:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _hurt(self, tell: Callable[[Outcome], None]) -> None:
+    async def _inject_faults(self, on_progress: Callable[[KillOutcome], None]) -> None:
         outcome = self.outcome
         while outcome.kills < self._times and not outcome.problems:
             number = self._first + outcome.trials
@@ -110,99 +110,99 @@ class Campaign:
                 await self._trials[kind](seeded_random(number))
             except TimeoutError as error:
                 raise TimeoutError(f"trial {number}, {kind}: {error}") from error
-            await self._settle()
-            tell(outcome)
+            await self._check_ended_jobs()
+            on_progress(outcome)
 
     # Jobs
 
-    async def _feed(self) -> None:
-        """Never let the hosts run out of jobs."""
+    async def _keep_queue_filled(self) -> None:
+        """Submit jobs so that the hosts never run out of them."""
         fleet = self._fleet
         while True:
-            waiting = len(fleet.hosts) * SLOTS - 1 - len(await fleet.ask(self._operator.jobs))
+            waiting = len(fleet.hosts) * SLOTS - 1 - len(await fleet.call(self._operator.jobs))
             for _ in range(waiting):
                 self._seed += 1
-                self._open.add(await fleet.ask(lambda: self._operator.submit(self._seed)))
-            await self._pardon()
+                self._open.add(await fleet.call(lambda: self._operator.submit(self._seed)))
+            await self._resume_quarantined()
             await asyncio.sleep(FEED_S)
 
-    async def _pardon(self) -> None:
-        """Waiters of several jobs were killed on one host, which looks like a broken one."""
-        hosts = await self._fleet.ask(self._operator.hosts)
+    async def _resume_quarantined(self) -> None:
+        """Resume hosts on which supervisors of several jobs were killed: the hub takes such a host for a broken one."""
+        hosts = await self._fleet.call(self._operator.hosts)
         for host in self._fleet.hosts:
             if hosts[host.host_id].state == "quarantined":
-                await self._fleet.ask(lambda host=host: self._operator.order(host, "resume"))  # type: ignore[misc]
+                await self._fleet.call(lambda host=host: self._operator.order(host, "resume"))  # type: ignore[misc]
 
-    async def _settle(self) -> None:
-        """Compare what is over."""
+    async def _check_ended_jobs(self) -> None:
+        """Compare the jobs that have ended with their expected state."""
         for job_id in sorted(self._open):
-            found = await self._fleet.ask(lambda job_id=job_id: self._operator.job(job_id))  # type: ignore[misc]
+            found = await self._fleet.call(lambda job_id=job_id: self._operator.job(job_id))  # type: ignore[misc]
             if found.job.status not in TERMINAL:
                 continue
             self._open.remove(job_id)
             if found.job.status is JobStatus.CANCELLED and job_id in self._cancelled:
                 continue
-            seen = await self._fleet.ask(lambda found=found: books.gather(self._operator, found))  # type: ignore[misc]
+            seen = await self._fleet.call(lambda found=found: expected_state.gather_evidence(self._operator, found))  # type: ignore[misc]
             outcome = self.outcome
-            outcome.problems += books.problems(seen, self._fleet.plan, self._blame)
+            outcome.problems += expected_state.find_problems(seen, self._fleet.plan, self._allowed_causes)
             outcome.jobs += 1
             outcome.attempts += len(seen.attempts)
             outcome.log_bytes += sum(map(len, seen.logs.values()))
 
     async def _drain(self) -> None:
-        """Nobody is hurt any more: all jobs end, and hosts keep nothing of them."""
+        """Without more faults all jobs end, and hosts keep nothing of them."""
         for job_id in sorted(self._open):
-            await self._fleet.over(job_id)
-        await self._settle()
-        self.outcome.problems += await self._fleet.left_behind()
-        refused = ("attempt_report_refused", "lease_lost")
-        self.outcome.dropped = sum(host.said(words) for host in self._fleet.hosts for words in refused)
+            await self._fleet.wait_ended(job_id)
+        await self._check_ended_jobs()
+        self.outcome.problems += await self._fleet.find_leftovers()
+        events = ("attempt_report_refused", "lease_lost")
+        self.outcome.dropped = sum(host.logged_count(event) for host in self._fleet.hosts for event in events)
 
     # Victims
 
-    async def _busy(self, dice: random.Random) -> tuple[AgentProcess, Child]:
+    async def _busy_host(self, dice: random.Random) -> tuple[AgentProcess, Child]:
         """A host whose child runs, at a random moment of it."""
 
-        def look() -> list[tuple[AgentProcess, Child]]:
+        def running() -> list[tuple[AgentProcess, Child]]:
             return [(host, child) for host in self._fleet.hosts for child in host.children()]
 
-        await until(look, WAITS_S, "a child runs")
+        await wait_until(running, WAITS_S, "a child runs")
         await asyncio.sleep(dice.uniform(0.0, 1.5))
-        return dice.choice(await until(look, WAITS_S, "a child runs"))
+        return dice.choice(await wait_until(running, WAITS_S, "a child runs"))
 
     async def _kill_agent(self, dice: random.Random, away_s: float = 0.0) -> None:
-        host, _ = await self._busy(dice)
+        host, _ = await self._busy_host(dice)
         killed_s = await host.kill()
         self.outcome.killed("agents")
-        held = await self._fleet.held(host)
+        held = await self._fleet.held_attempts(host)
         await asyncio.sleep(away_s)
         await host.start()
-        await self._is_back(host, killed_s, held)
+        await self._expect_back(host, killed_s, held)
 
-    async def _is_back(self, host: AgentProcess, silent_s: float, held: set[tuple[str, int]]) -> None:
+    async def _expect_back(self, host: AgentProcess, silent_s: float, held: set[tuple[str, int]]) -> None:
         """A host that was away for less than its lease loses nothing; after longer it may."""
-        away_s = await self._fleet.seen(host, time.time()) - silent_s
+        away_s = await self._fleet.wait_seen(host, time.time()) - silent_s
         self.outcome.back_s.append(away_s)
         if away_s < LEASE_S * EARLY:
             self.outcome.kept += len(held)
         else:
             self.outcome.slow += 1
-            self._blamed(held, Cause.HOST_LOST)
+            self._allow(held, Cause.HOST_LOST)
 
-    def _blamed(self, attempts: set[tuple[str, int]], *causes: Cause) -> None:
+    def _allow(self, attempts: set[tuple[str, int]], *causes: Cause) -> None:
         for attempt in attempts:
-            self._blame.setdefault(attempt, set()).update(causes)
+            self._allowed_causes.setdefault(attempt, set()).update(causes)
 
     async def _kill_agent_at_a_failpoint(self, dice: random.Random) -> None:
-        """From outside first, so that the one to die at the failpoint has something to go on with."""
+        """Kill from outside first, so that the agent that dies at the failpoint has attempts to resume."""
         name = next(self._agent_names)
-        host, _ = await self._busy(dice)
+        host, _ = await self._busy_host(dice)
         silent_s = await host.kill()
         self.outcome.killed("agents")
-        held = await self._fleet.held(host)
+        held = await self._fleet.held_attempts(host)
         await host.start(_arm(name, dice))
         if name.startswith((_FAILS, _STOPS)):
-            await self._provoke(host, name)
+            await self._provoke_failure(host, name)
         began_s = time.time()
         if await host.died(FIRES_S):
             self.outcome.killed("agents", name)
@@ -212,29 +212,29 @@ class Campaign:
         if time.time() - began_s > LEASE_S / 2:
             # It lived long enough to renew its leases; else they are as old as the first kill.
             silent_s = time.time()
-        held |= await self._fleet.held(host)
+        held |= await self._fleet.held_attempts(host)
         await host.start()
-        await self._is_back(host, silent_s, held)
+        await self._expect_back(host, silent_s, held)
 
-    async def _provoke(self, host: AgentProcess, name: str) -> None:
-        """Let something go wrong with a job of this host."""
-        seen = await until(lambda: host.children() or not host.runs, WAITS_S, "the host has a job")
+    async def _provoke_failure(self, host: AgentProcess, name: str) -> None:
+        """Make a job of this host fail, or cancel it."""
+        seen = await wait_until(lambda: host.children() or not host.is_running, WAITS_S, "the host has a job")
         if not isinstance(seen, list):
             return
         child = seen[0]
         if name.startswith(_FAILS):
-            self._blamed({(child.job_id, child.epoch)}, Cause.OOM)
+            self._allow({(child.job_id, child.epoch)}, Cause.OOM)
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
             self.outcome.killed("children")
         else:
             self._cancelled.add(child.job_id)
-            await self._fleet.ask(lambda: self._operator.cancel(child.job_id))
+            await self._fleet.call(lambda: self._operator.cancel(child.job_id))
 
     async def _kill_child(self, dice: random.Random, what: str) -> None:
-        _, child = await self._busy(dice)
+        _, child = await self._busy_host(dice)
         cause, pid = (Cause.OOM, child.pid) if what == "child" else (Cause.INFRA, child.supervisor)
-        self._blamed({(child.job_id, child.epoch)}, cause)
+        self._allow({(child.job_id, child.epoch)}, cause)
         killed_s = time.time()
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -244,31 +244,31 @@ class Campaign:
             found = self._operator.attempt(child.job_id, child.epoch)
             return found if found.ended_at_s is not None else None
 
-        await until(ended, WAITS_S, f"the hub hears of a dead {what}")
-        attempt = await self._fleet.ask(lambda: self._operator.attempt(child.job_id, child.epoch))
+        await wait_until(ended, WAITS_S, f"the hub hears of a dead {what}")
+        attempt = await self._fleet.call(lambda: self._operator.attempt(child.job_id, child.epoch))
         if attempt.cause is cause and attempt.ended_at_s is not None:
             self.outcome.crash_s.append(attempt.ended_at_s - killed_s)
 
     async def _kill_host(self, dice: random.Random) -> None:
-        """Agent, supervisors and children. It comes back when others have its jobs, and is refused."""
-        host, _ = await self._busy(dice)
+        """Kill agent, supervisors and children. The host returns when others have its jobs, and is then rejected."""
+        host, _ = await self._busy_host(dice)
         killed_s = await host.kill_host()
         self.outcome.killed("hosts")
-        held = await self._fleet.held(host)
-        self._blamed(held, Cause.HOST_LOST)
+        held = await self._fleet.held_attempts(host)
+        self._allow(held, Cause.HOST_LOST)
         for job_id, epoch in sorted(held):
 
             def taken(job_id: str = job_id, epoch: int = epoch) -> bool:
                 job = self._operator.job(job_id).job
                 return job.epoch > epoch or job.status in TERMINAL
 
-            await until(taken, WAITS_S, "another host has the job of a dead one")
-            await self._was_on_time(job_id, epoch, killed_s)
+            await wait_until(taken, WAITS_S, "another host has the job of a dead one")
+            await self._check_expiry_time(job_id, epoch, killed_s)
         await host.start()
-        await self._fleet.seen(host, time.time())
+        await self._fleet.wait_seen(host, time.time())
 
-    async def _was_on_time(self, job_id: str, epoch: int, killed_s: float) -> None:
-        events = await self._fleet.ask(lambda: self._operator.events(job_id))
+    async def _check_expiry_time(self, job_id: str, epoch: int, killed_s: float) -> None:
+        events = await self._fleet.call(lambda: self._operator.events(job_id))
         for event in events:
             if event.kind == "job.expired" and event.body["epoch"] == epoch:
                 after_s = event.at_s - killed_s
@@ -277,8 +277,8 @@ class Campaign:
                     self.outcome.problems.append(f"{job_id}: a lease of {LEASE_S:g} s ran out after {after_s:.1f} s")
 
     async def _kill_hub(self, dice: random.Random, away_s: float = 0.0) -> None:
-        """However long it was away: that is no fault of the hosts, and they keep what they have."""
-        await self._busy(dice)
+        """However long the hub was away, the hosts keep their leases."""
+        await self._busy_host(dice)
         await self._fleet.hub.kill()
         self.outcome.killed("hubs")
         await asyncio.sleep(away_s)
@@ -290,7 +290,7 @@ class Campaign:
 
     async def _kill_hub_at_a_failpoint(self, dice: random.Random) -> None:
         name, hub = next(self._hub_names), self._fleet.hub
-        await self._busy(dice)
+        await self._busy_host(dice)
         await hub.kill()
         self.outcome.killed("hubs")
         await hub.start(_arm(name, dice))
@@ -302,13 +302,13 @@ class Campaign:
         await self._start_hub()
 
     async def _kill_both(self, dice: random.Random) -> None:
-        host, _ = await self._busy(dice)
+        host, _ = await self._busy_host(dice)
         killed_s = await host.kill()
         self.outcome.killed("agents")
         await self._fleet.hub.kill()
         self.outcome.killed("hubs")
         await asyncio.gather(self._start_hub(), host.start())
-        await self._is_back(host, killed_s, await self._fleet.held(host))
+        await self._expect_back(host, killed_s, await self._fleet.held_attempts(host))
 
 
 def _arm(name: str, dice: random.Random) -> ArmedFailpoint:
@@ -316,7 +316,7 @@ def _arm(name: str, dice: random.Random) -> ArmedFailpoint:
     return ArmedFailpoint(name, dice.randint(0, most))
 
 
-async def run(ask: CampaignRequest, tell: OnProgress, plan: Plan | None = None) -> CampaignResult:
-    fleet = Fleet(ask, plan or Plan(), hosts=ask.workers, slots=SLOTS, lease_s=LEASE_S)
-    campaign = Campaign(fleet, ask.first, ask.times)
-    return (await campaign.run(lambda outcome: tell(outcome.result()))).result()
+async def run(request: CampaignRequest, on_progress: OnProgress, plan: Plan | None = None) -> CampaignResult:
+    fleet = Fleet(request, plan or Plan(), hosts=request.workers, slots=SLOTS, lease_s=LEASE_S)
+    campaign = KillCampaign(fleet, request.first, request.times)
+    return (await campaign.run(lambda outcome: on_progress(outcome.result()))).result()

@@ -1,4 +1,4 @@
-"""What a campaign of kills has seen so far."""
+"""The outcome of a kill campaign so far."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from soak.trials import CampaignResult, spread_s
 
 LEASE_S: Final = 8.0
 LIMIT_S: Final = 2.0
-"""From the death of a child to the hub that knows of it; and from the end of a dead host's lease to free jobs."""
+"""Limit from the death of a child to its report at the hub, and from the expiry of a dead host's lease to free jobs."""
 
 
 @dataclass
-class Outcome:
+class KillOutcome:
     kills: int = 0
     trials: int = 0
     problems: list[str] = field(default_factory=list)
@@ -25,14 +25,14 @@ class Outcome:
     """Beyond the lease."""
     back_s: list[float] = field(default_factory=list)
     kept: int = 0
-    """Attempts whose agent was killed, and which went on as if nothing had happened."""
+    """Attempts that continued after their agent was killed."""
     slow: int = 0
-    """Agents that were away for longer than the rest of a lease: their attempts may be lost."""
+    """Agents that were away longer than their leases last: their attempts may be lost."""
     jobs: int = 0
     attempts: int = 0
     log_bytes: int = 0
     dropped: int = 0
-    """Reports of attempts that somebody else had finished: refused by the hub."""
+    """Reports of attempts that another host had finished: rejected by the hub."""
 
     def killed(self, what: str, moment: str = "") -> None:
         self.kills += 1

@@ -1,4 +1,4 @@
-"""Real `strata agent` processes to hurt, with the children that they started."""
+"""Real `strata agent` processes for fault injection, with the children that they started."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ T = TypeVar("T")
 POLL_S: Final = 0.02
 
 
-class Freeze(ArmedFailpoint):
-    """Stop there instead, until SIGCONT."""
+class FreezeAtFailpoint(ArmedFailpoint):
+    """Freeze at the failpoint instead, until SIGCONT."""
 
     @property
     def program(self) -> Sequence[str]:
-        return (sys.executable, "-m", "soak.fleet_agent.freezing", self.failpoint, str(self.skip))
+        return (sys.executable, "-m", "soak.fleet_agent.fault_injection", self.failpoint, str(self.skip))
 
 
 def failpoints(*folders: str) -> list[str]:
@@ -75,10 +75,10 @@ class AgentProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._dying: asyncio.Task[float] | None = None
         self.crashes: list[str] = []
-        """Ends that nobody asked for: all but SIGKILL, from outside or at a failpoint."""
+        """Exits that the campaign did not cause: all but SIGKILL, from outside or at a failpoint."""
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
     @property
@@ -117,9 +117,9 @@ class AgentProcess:
         await self.died()
         return sent_s
 
-    def said(self, words: str, since: int = 0) -> int:
-        """How often, in what it has logged after this many bytes."""
-        return self.log.read_bytes()[since:].count(words.encode()) if self.log.exists() else 0
+    def logged_count(self, text: str, since: int = 0) -> int:
+        """How often this text occurs in the log after the first `since` bytes."""
+        return self.log.read_bytes()[since:].count(text.encode()) if self.log.exists() else 0
 
     async def _death(self, process: asyncio.subprocess.Process) -> float:
         status = await process.wait()
@@ -147,12 +147,12 @@ class AgentProcess:
                     found.append(Child(lease.job_id, lease.epoch, pids["waiter"], pids["child"]))
         return found
 
-    def idle(self) -> bool:
-        """Nothing of any attempt is left here."""
+    def is_idle(self) -> bool:
+        """Whether no files of an attempt are left."""
         return not self._attempts()
 
     def processes(self) -> list[int]:
-        """All that works in this host's folders beside the agent: supervisors, and children by their environment."""
+        """Processes of this host beside the agent: supervisors, and children, found by their environment."""
         own = str(self.state.parent).encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -164,7 +164,7 @@ class AgentProcess:
         return found
 
     async def kill_host(self) -> float:
-        """Agent, supervisors and children: as if the machine had lost its power."""
+        """Agent, supervisors and children: as in a power failure."""
         sent_s = time.time()
         self.signal(SIGKILL)
         for pid in self.processes():
@@ -190,7 +190,7 @@ class AgentProcess:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has reaped yet does not."""
+    """Whether a process runs; a zombie does not."""
     return _state(pid) not in ("", "Z", "X")
 
 
@@ -205,8 +205,8 @@ def _state(pid: int) -> str:
         return ""
 
 
-async def until(look: Callable[[], T | None], within_s: float, what: str) -> T:
-    """What `look` finds, in a thread of its own, as soon as that is true. A hub that does not answer is asked again."""
+async def wait_until(look: Callable[[], T | None], within_s: float, what: str) -> T:
+    """Poll `look` in a thread until its result is true. While the hub is away, it is called again."""
     until_s = time.monotonic() + within_s
     while True:
         try:

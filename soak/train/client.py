@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import httpx
 
-from soak.train.progress import Heard
+from soak.train.result_times import ResultTimes
 from soak.trials import seeded_random
 
 GIVE_UP_S: Final = 240.0
@@ -33,10 +33,10 @@ def texts(place: int, number: int, *, large: bool = False) -> Sequence[list[int]
 class Trainer:
     """One model trained step by step; what is sent ahead goes out of order, which no SDK does."""
 
-    def __init__(self, client: httpx.AsyncClient, place: int, heard: Heard | None = None) -> None:
+    def __init__(self, client: httpx.AsyncClient, place: int, result_times: ResultTimes | None = None) -> None:
         self._client = client
         self._place = place
-        self._heard = heard or Heard()
+        self._result_times = result_times or ResultTimes()
         self._model_id = ""
         self.results: dict[int, Any] = {}
         """By the number of the operation."""
@@ -73,7 +73,7 @@ class Trainer:
             ids = dict(zip(shuffled, await asyncio.gather(*map(self._submit, shuffled)), strict=True))
             for number in numbers:
                 self.results[number] = await self._result(ids[number])
-                self._heard.note(sent_s)
+                self._result_times.note(sent_s)
             steps += ahead
         return steps - first
 

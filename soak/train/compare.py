@@ -1,4 +1,4 @@
-"""Whether a server that was hurt did what it was asked for, once, and the same as one in peace."""
+"""Compares a server under fault injection with an undisturbed one: every operation once, with the same result."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def _compare_notes(server: ServeProcess, told: Counter[str], outcome: Outcome) -
         outcome.problems.append(f"the ranks did not do once: {wrong[:3]}")
 
 
-def compare_results(place: int, hurt: dict[int, Any], calm: dict[int, Any], outcome: Outcome) -> None:
-    differing = [number for number, result in hurt.items() if result != calm.get(number)]
-    if differing or len(hurt) != len(calm):
+def compare_results(place: int, disturbed: dict[int, Any], calm: dict[int, Any], outcome: Outcome) -> None:
+    differing = [number for number, result in disturbed.items() if result != calm.get(number)]
+    if differing or len(disturbed) != len(calm):
         problem = f"model {place}: operation {min(differing, default=0)} differs from the one done in peace"
         outcome.problems.append(problem)
-    failed = [number for number, result in hurt.items() if "error" in result]
+    failed = [number for number, result in disturbed.items() if "error" in result]
     if failed:
-        outcome.problems.append(f"model {place}: operation {failed[0]} failed: {hurt[failed[0]]}")
+        outcome.problems.append(f"model {place}: operation {failed[0]} failed: {disturbed[failed[0]]}")

@@ -20,16 +20,16 @@ from typing import Final, get_args
 
 import httpx
 
-from soak.train import armed, sdk
+from soak.train import fault_injection, sdk
 from soak.train.client import Trainer
 from soak.train.compare import compare_counts, compare_files, compare_results, final_folder
 from soak.train.outcome import Outcome
-from soak.train.progress import Heard
+from soak.train.result_times import ResultTimes
 from soak.train.server import (
     NO_SNAPSHOTS,
     START_S,
-    Hurt,
     RankGroup,
+    ServeOptions,
     ServeProcess,
     Victim,
     gone,
@@ -75,12 +75,12 @@ async def run(ask: CampaignRequest, tell: OnProgress) -> CampaignResult:
     model = ask.folder / "tiny"
     await asyncio.to_thread(make_model, model)
     outcome = Outcome()
-    every = armed.failpoints()
+    every = fault_injection.failpoints()
     first, end = ask.first, ask.first + ask.times
     while first < end and not outcome.problems:
         numbers = range(first, min(first - first % ROUND + ROUND, end))
         kind = Round(model, "real", ask.workers, _is_packed(first), first)
-        await hurt_round(ask.folder / f"round-{first}", kind, [*map(moment, numbers)], outcome)
+        await disturbed_round(ask.folder / f"round-{first}", kind, [*map(moment, numbers)], outcome)
         tell(outcome.result(every))
         first = numbers.stop
     return outcome.result(every)
@@ -96,7 +96,7 @@ def moment(number: int) -> str:
         return VICTIMS[place // 2 % len(VICTIMS)]
     # Those of the rounds before that were not packed.
     before = (turn - turn // KINDS) * (ROUND // 2)
-    every = armed.failpoints()
+    every = fault_injection.failpoints()
     return every[(before + place // 2) % len(every)]
 
 
@@ -104,14 +104,16 @@ def _is_packed(number: int) -> bool:
     return number // ROUND % KINDS == KINDS - 1
 
 
-async def hurt_round(folder: Path, kind: Round, moments: Sequence[str], outcome: Outcome) -> None:
-    """One server that is hurt, and what it has to be compared with."""
-    hurt = Hurt(packed=kind.packed, more=FEW_KEPT, armed=True)
-    async with serving(folder / "hurt", kind.model, kind.ranks, snapshots=kind.snapshots, hurt=hurt) as server:
-        heard = Heard()
-        async with _training(server, kind, heard) as trainers:
+async def disturbed_round(folder: Path, kind: Round, moments: Sequence[str], outcome: Outcome) -> None:
+    """Run one server under fault injection, and compare its results with an undisturbed run."""
+    options = ServeOptions(packed=kind.packed, more=FEW_KEPT, armed=True)
+    async with serving(
+        folder / "disturbed", kind.model, kind.ranks, snapshots=kind.snapshots, options=options
+    ) as server:
+        result_times = ResultTimes()
+        async with _training(server, kind, result_times) as trainers:
             numbered = dict(enumerate(moments, kind.seed))
-            steps = await _hurt_all(server, trainers, heard, numbered, outcome)
+            steps = await _inject_faults(server, trainers, result_times, numbered, outcome)
         outcome.operations += sum(each.operations for each in trainers)
         outcome.steps += sum(steps)
         outcome.restored += server.restored()
@@ -132,15 +134,19 @@ async def hurt_round(folder: Path, kind: Round, moments: Sequence[str], outcome:
 AnyTrainer = Trainer | sdk.SdkTrainer
 
 
-async def _hurt_all(
-    server: ServeProcess, trainers: Sequence[AnyTrainer], heard: Heard, moments: Mapping[int, str], outcome: Outcome
+async def _inject_faults(
+    server: ServeProcess,
+    trainers: Sequence[AnyTrainer],
+    result_times: ResultTimes,
+    moments: Mapping[int, str],
+    outcome: Outcome,
 ) -> list[int]:
     enough = asyncio.Event()
     training = [asyncio.create_task(each.train(enough, ENDLESS)) for each in trainers]
     try:
         for number, what in moments.items():
             await asyncio.sleep(seeded_random(number).uniform(0.0, 1.0))
-            await _while_training(training, _hurt(server, what, heard, outcome))
+            await _while_training(training, _inject_fault(server, what, result_times, outcome))
             outcome.times += 1
         enough.set()
         steps = await asyncio.gather(*training)
@@ -163,28 +169,28 @@ async def _while_training(training: Sequence[asyncio.Task[int]], work: Coroutine
     await doing
 
 
-async def _hurt(server: ServeProcess, what: str, heard: Heard, outcome: Outcome) -> None:
+async def _inject_fault(server: ServeProcess, what: str, result_times: ResultTimes, outcome: Outcome) -> None:
     clock = asyncio.get_running_loop().time
     for victim in get_args(Victim):
         if what == victim:
             await server.there(victim)
             started_s = clock()
             left = await _kill(server, victim)
-            await heard.one_sent_after(started_s)
+            await result_times.wait_sent_after(started_s)
             outcome.recovered(what, clock() - started_s)
             if still := await gone(left):
                 outcome.problems.append(f"processes {still} outlived their launcher")
             return
-    armed.order(server.orders, what)
+    fault_injection.arm_on_file(server.orders, what)
     if (first := FIRST.get(what)) is not None:
         await _first(server, first, what, outcome)
     victim = await _death(server)
     if victim is None:
         outcome.missed.append(what)
-        await _hurt(server, "orchestrator", heard, outcome)
+        await _inject_fault(server, "orchestrator", result_times, outcome)
         return
     started_s = clock()
-    await heard.one_sent_after(started_s)
+    await result_times.wait_sent_after(started_s)
     outcome.recovered(victim, clock() - started_s)
     outcome.reached[what] += 1
 
@@ -205,20 +211,20 @@ async def _first(server: ServeProcess, first: str, then: str, outcome: Outcome) 
             server.kill(victim)
             outcome.victims[victim] += 1
             return
-    armed.order(server.orders, first)
+    fault_injection.arm_on_file(server.orders, first)
     if (who := await _death(server)) is not None:
         outcome.victims[who] += 1
         outcome.reached[first] += 1
-        armed.order(server.orders, then)
+        fault_injection.arm_on_file(server.orders, then)
 
 
 async def _death(server: ServeProcess) -> str | None:
     """Who came by the failpoint; None if nobody did for long."""
-    for _ in range(int(REACHED_S / armed.LOOK_S)):
-        if (victim := armed.died(server.orders)) is not None:
+    for _ in range(int(REACHED_S / fault_injection.POLL_S)):
+        if (victim := fault_injection.died(server.orders)) is not None:
             return victim
-        await asyncio.sleep(armed.LOOK_S)
-    return None if armed.withdraw(server.orders) else "somebody"
+        await asyncio.sleep(fault_injection.POLL_S)
+    return None if fault_injection.disarm(server.orders) else "somebody"
 
 
 async def _repeat(
@@ -231,8 +237,8 @@ async def _repeat(
 ) -> int:
     """The same in peace. How many models have the same files."""
     equal = 0
-    async with serving(folder, kind.model, kind.ranks, hurt=Hurt(more=FEW_KEPT)) as calm:
-        async with _training(calm, kind, Heard()) as again:
+    async with serving(folder, kind.model, kind.ranks, options=ServeOptions(more=FEW_KEPT)) as calm:
+        async with _training(calm, kind, ResultTimes()) as again:
             work = [each.train(asyncio.Event(), count) for each, count in zip(again, steps, strict=True)]
             await asyncio.gather(*work)
             await asyncio.gather(*(each.finish() for each in again))
@@ -251,8 +257,8 @@ async def _replay(
 ) -> int:
     """New ranks that do the journal's dispatches again. How many models have the same files."""
     equal = 0
-    hurt = Hurt(packed=True, more=FEW_KEPT, journal=server.settings.data)
-    async with serving(folder, kind.model, kind.ranks, hurt=hurt) as fresh:
+    options = ServeOptions(packed=True, more=FEW_KEPT, journal=server.settings.data)
+    async with serving(folder, kind.model, kind.ranks, options=options) as fresh:
         for place, each in enumerate(trainers):
             assert isinstance(each, sdk.SdkTrainer)
             final = partial(final_folder, model_id=each.model_id, name=sdk.FINAL)
@@ -265,13 +271,15 @@ async def _replay(
 
 
 @asynccontextmanager
-async def _training(server: ServeProcess, kind: Round, heard: Heard) -> AsyncIterator[Sequence[AnyTrainer]]:
+async def _training(
+    server: ServeProcess, kind: Round, result_times: ResultTimes
+) -> AsyncIterator[Sequence[AnyTrainer]]:
     if kind.ranks == "real":
-        async with sdk.trainers(server, kind.clients, heard) as made:
+        async with sdk.trainers(server, kind.clients, result_times) as made:
             yield made
         return
     key = {"X-API-Key": server.key}
     async with httpx.AsyncClient(base_url=server.url, headers=key, timeout=30.0) as http:
-        plain = [Trainer(http, place, heard) for place in range(kind.clients)]
+        plain = [Trainer(http, place, result_times) for place in range(kind.clients)]
         await asyncio.gather(*(each.begin() for each in plain))
         yield plain

@@ -1,4 +1,4 @@
-"""What a campaign against a training server has shown so far."""
+"""The outcome of a campaign against a training server so far."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outcome:
     reached: Counter[str] = field(default_factory=Counter)
     """Kills at each failpoint."""
     missed: list[str] = field(default_factory=list)
-    """Failpoints that nothing came to while they were waited for."""
+    """Failpoints that no process reached in time."""
     restored: int = 0
     """Groups of ranks that began from a snapshot."""
     snapshots: int = 0

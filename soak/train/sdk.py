@@ -11,7 +11,7 @@ import tinker
 from tinker import types
 
 from soak.train.client import GIVE_UP_S, LARGE_EVERY, texts
-from soak.train.progress import Heard
+from soak.train.result_times import ResultTimes
 from soak.train.server import ServeProcess
 
 AHEAD: Final = 2
@@ -23,10 +23,10 @@ FINAL: Final = "final"
 class SdkTrainer:
     """One model, by its place among those of a client."""
 
-    def __init__(self, service: tinker.ServiceClient, place: int, heard: Heard) -> None:
+    def __init__(self, service: tinker.ServiceClient, place: int, result_times: ResultTimes) -> None:
         self._service = service
         self._place = place
-        self._heard = heard
+        self._result_times = result_times
         self._model: tinker.TrainingClient | None = None
         self.results: dict[int, Any] = {}
         """By the number of the operation."""
@@ -71,7 +71,7 @@ class SdkTrainer:
         async with asyncio.timeout(GIVE_UP_S):
             result = await future.result_async()
         self.results[len(self.results)] = _bits(result)
-        self._heard.note(sent_s)
+        self._result_times.note(sent_s)
 
 
 def _bits(result: Any) -> Any:
@@ -96,10 +96,10 @@ def _data(found: Sequence[list[int]]) -> list[types.Datum]:
 
 
 @asynccontextmanager
-async def trainers(server: ServeProcess, count: int, heard: Heard) -> AsyncIterator[list[SdkTrainer]]:
+async def trainers(server: ServeProcess, count: int, result_times: ResultTimes) -> AsyncIterator[list[SdkTrainer]]:
     """All of one client. The server is there when this ends, or the client is left to itself."""
     service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
-    made = [SdkTrainer(service, place, heard) for place in range(count)]
+    made = [SdkTrainer(service, place, result_times) for place in range(count)]
     for each in made:
         await each.begin()
     yield made

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import httpx
 import zmq.asyncio
 
-from soak.train import armed
+from soak.train import fault_injection
 from strata.base.clock import SystemClock
 from strata.base.settings import process_environment
 from strata.journal.open import open_journal
@@ -55,7 +55,7 @@ def make_model(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Hurt:
+class ServeOptions:
     """A server for campaigns."""
 
     packed: bool = False
@@ -68,13 +68,15 @@ class Hurt:
     """The data of a server that has ended, whose journal is done again from its first dispatch."""
 
 
-UNHURT: Final = Hurt()
+DEFAULT_OPTIONS: Final = ServeOptions()
 
 
 class ServeProcess:
     """Real ranks are the launcher's; those that pretend are started here, and the launcher connects to them."""
 
-    def __init__(self, folder: Path, model: Path, port: int, ranks: RankGroup, snapshots: str, hurt: Hurt) -> None:
+    def __init__(
+        self, folder: Path, model: Path, port: int, ranks: RankGroup, snapshots: str, options: ServeOptions
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.url = f"http://127.0.0.1:{port}"
@@ -86,14 +88,14 @@ class ServeProcess:
             f'[model]\npath = "{model}"\nname = "tiny"\nslots = 64\nmax_lora_rank = 8\n'
             f'[ranks]\nnproc = 2\nbackend = "gloo"\nmode = "{mode}"\n'
             # Without packing nothing depends on who came when, and results can be compared bit by bit.
-            f"[limits]\npack_tenants = {str(hurt.packed).lower()}\n[snapshots]\n{snapshots}\n{hurt.more}",
+            f"[limits]\npack_tenants = {str(options.packed).lower()}\n[snapshots]\n{snapshots}\n{options.more}",
             encoding="utf-8",
         )
         self.settings: ServerSettings = load_settings(self._file, environ={})
         self.orders = folder / "armed"
         self._environment = dict(process_environment())
-        if hurt.armed:
-            self._environment["PYTHONPATH"] = armed.prepare(self.orders)
+        if options.armed:
+            self._environment["PYTHONPATH"] = fault_injection.prepare(self.orders)
         self._pretending: asyncio.subprocess.Process | None = None
         self._launcher: asyncio.subprocess.Process | None = None
 
@@ -151,7 +153,7 @@ class ServeProcess:
         if victim == "launcher":
             return [self.launcher_pid]
         module, _, rank = victim.partition(" ")
-        return [pid for pid in descendants(self.launcher_pid) if _runs(pid, armed.MODULES[module], rank)]
+        return [pid for pid in descendants(self.launcher_pid) if _runs(pid, fault_injection.MODULES[module], rank)]
 
     def kill(self, victim: Victim) -> bool:
         """One process, now; False if there is none at this moment."""
@@ -271,12 +273,17 @@ def _is_running(pid: int) -> bool:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, model: Path, ranks: RankGroup, *, snapshots: str = NO_SNAPSHOTS, hurt: Hurt = UNHURT
+    folder: Path,
+    model: Path,
+    ranks: RankGroup,
+    *,
+    snapshots: str = NO_SNAPSHOTS,
+    options: ServeOptions = DEFAULT_OPTIONS,
 ) -> AsyncIterator[ServeProcess]:
     with reserve_port() as reserved:
-        server = ServeProcess(folder, model, port_of(reserved), ranks, snapshots, hurt)
-        if hurt.journal is not None:
-            shutil.copytree(hurt.journal, server.settings.data, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        server = ServeProcess(folder, model, port_of(reserved), ranks, snapshots, options)
+        if options.journal is not None:
+            shutil.copytree(options.journal, server.settings.data, ignore=shutil.ignore_patterns(*NOT_COPIED))
         try:
             await server.start()
             yield server

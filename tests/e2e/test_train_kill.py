@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from soak.train.kill import Round, hurt_round
+from soak.train.kill import Round, disturbed_round
 from soak.train.outcome import Outcome
 from soak.train.server import make_model, serving
 from strata.train.launch.supervised_process import descendants
@@ -23,7 +23,7 @@ async def test_killed_servers_and_orchestrators_lose_nothing_and_do_nothing_twic
     outcome = Outcome()
     victims = ("orchestrator", "api", "launcher", "orchestrator", "api")
     failpoints = ("train.orchestrator.dispatch_durable", "train.orchestrator.answer_heard", "train.api.before_reply")
-    await hurt_round(tmp_path, Round(tmp_path / "none", "pretending", 3), [*victims, *failpoints], outcome)
+    await disturbed_round(tmp_path, Round(tmp_path / "none", "pretending", 3), [*victims, *failpoints], outcome)
     assert outcome.problems == []
     assert outcome.victims == {"orchestrator": 4, "api": 3, "launcher": 1}
     assert sorted(outcome.reached) == sorted(failpoints)
@@ -47,7 +47,7 @@ async def test_real_ranks_are_killed_too_and_the_weights_are_bit_by_bit_those_of
     make_model(tmp_path / "tiny")
     outcome = Outcome()
     moments = ("api", "train.orchestrator.snapshot_heard", "rank 1")
-    await hurt_round(tmp_path, Round(tmp_path / "tiny", "real", 3), moments, outcome)
+    await disturbed_round(tmp_path, Round(tmp_path / "tiny", "real", 3), moments, outcome)
     assert outcome.problems == []
     assert outcome.victims == {"api": 1, "orchestrator": 1, "rank 1": 1}
     assert [*outcome.reached] == ["train.orchestrator.snapshot_heard"]

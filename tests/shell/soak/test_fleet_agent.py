@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from soak.fleet_agent import books, kill, outcome, zombie
+from soak.fleet_agent import expected_state, kill, outcome, zombie
 from soak.fleet_agent.fleet import Plan
 from soak.trials import CampaignRequest, CampaignResult
 from strata.fleet import wire
@@ -42,7 +42,7 @@ async def test_nothing_is_lost_when_agents_children_and_the_hub_are_killed(tmp_p
 async def test_a_host_that_was_thought_dead_changes_nothing_and_one_that_was_not_away_long_keeps_its_job(
     tmp_path: Path,
 ) -> None:
-    assert zombie.FATES[3:5] == ("failpoint", "short")
+    assert zombie.SCENARIOS[3:5] == ("failpoint", "short")
     result = await zombie.run(ask(tmp_path, times=2, first=3), show)
     assert result.problems == []
     assert result.times == 2
@@ -53,7 +53,7 @@ def event(kind: str, epoch: int, **body: str) -> wire.FeedEvent:
     return wire.FeedEvent(cursor="", at_s=0.0, actor="", kind=kind, subject="", body={"epoch": epoch, **body})
 
 
-def undisturbed() -> books.Evidence:
+def undisturbed() -> expected_state.JobEvidence:
     """A job whose first attempt was lost behind step 4, as an honest fleet leaves it."""
     states = PLAN.states(SEED)
     metrics = [
@@ -65,7 +65,7 @@ def undisturbed() -> books.Evidence:
     )
     first = wire.JobAttempt(epoch=1, host_id="anna", claimed_at_s=0, outcome="lost", cause=Cause.HOST_LOST)
     second = wire.JobAttempt(epoch=2, host_id="bert", claimed_at_s=0, outcome="completed")
-    return books.Evidence(
+    return expected_state.JobEvidence(
         job=job,
         attempts=(first, second),
         events=(
@@ -84,47 +84,47 @@ def undisturbed() -> books.Evidence:
     )
 
 
-BLAME: books.Blame = {(undisturbed().job.id, 1): {Cause.HOST_LOST}}
+ALLOWED: expected_state.AllowedCauses = {(undisturbed().job.id, 1): {Cause.HOST_LOST}}
 
 
 def test_the_judge_accepts_what_an_honest_fleet_leaves() -> None:
-    assert books.problems(undisturbed(), PLAN, BLAME) == []
+    assert expected_state.find_problems(undisturbed(), PLAN, ALLOWED) == []
 
 
-def lost(seen: books.Evidence) -> books.Evidence:
+def lost(seen: expected_state.JobEvidence) -> expected_state.JobEvidence:
     return msgspec.structs.replace(seen, job=msgspec.structs.replace(seen.job, status=JobStatus.FAILED))
 
 
-def completed_twice(seen: books.Evidence) -> books.Evidence:
+def completed_twice(seen: expected_state.JobEvidence) -> expected_state.JobEvidence:
     return msgspec.structs.replace(seen, events=(*seen.events, event("job.completed", 2)))
 
 
-def run_twice(seen: books.Evidence) -> books.Evidence:
+def run_twice(seen: expected_state.JobEvidence) -> expected_state.JobEvidence:
     return msgspec.structs.replace(seen, starts={1: 1, 2: 2})
 
 
-def tail_lost(seen: books.Evidence) -> books.Evidence:
+def tail_lost(seen: expected_state.JobEvidence) -> expected_state.JobEvidence:
     return msgspec.structs.replace(seen, logs=seen.logs | {2: seen.logs[2][:-1]})
 
 
-def line_twice(seen: books.Evidence) -> books.Evidence:
+def line_twice(seen: expected_state.JobEvidence) -> expected_state.JobEvidence:
     return msgspec.structs.replace(seen, logs=seen.logs | {2: seen.logs[2] + b"end 49\n"})
 
 
-def log_of_a_successor(seen: books.Evidence) -> books.Evidence:
+def log_of_a_successor(seen: expected_state.JobEvidence) -> expected_state.JobEvidence:
     return msgspec.structs.replace(seen, logs=seen.logs | {1: seen.logs[2]})
 
 
-def begun_anew(seen: books.Evidence) -> books.Evidence:
+def begun_anew(seen: expected_state.JobEvidence) -> expected_state.JobEvidence:
     whole = PLAN.log(0).encode()
     return msgspec.structs.replace(seen, logs=seen.logs | {2: whole}, said=seen.said | {2: whole})
 
 
-def metrics_lost(seen: books.Evidence) -> books.Evidence:
+def metrics_lost(seen: expected_state.JobEvidence) -> expected_state.JobEvidence:
     return msgspec.structs.replace(seen, metrics=b"".join(seen.metrics.splitlines(keepends=True)[:-1]))
 
 
-def other_result(seen: books.Evidence) -> books.Evidence:
+def other_result(seen: expected_state.JobEvidence) -> expected_state.JobEvidence:
     return msgspec.structs.replace(seen, files=PLAN.files(SEED + 1))
 
 
@@ -142,10 +142,10 @@ def other_result(seen: books.Evidence) -> books.Evidence:
         other_result,
     ],
 )
-def test_the_judge_notices(spoil: Callable[[books.Evidence], books.Evidence]) -> None:
-    assert books.problems(spoil(undisturbed()), PLAN, BLAME)
+def test_the_judge_notices(spoil: Callable[[expected_state.JobEvidence], expected_state.JobEvidence]) -> None:
+    assert expected_state.find_problems(spoil(undisturbed()), PLAN, ALLOWED)
 
 
 def test_the_judge_wants_somebody_to_blame_for_an_attempt_that_ended() -> None:
-    assert books.problems(undisturbed(), PLAN, {})
-    assert books.problems(undisturbed(), PLAN, {(undisturbed().job.id, 1): {Cause.OOM}})
+    assert expected_state.find_problems(undisturbed(), PLAN, {})
+    assert expected_state.find_problems(undisturbed(), PLAN, {(undisturbed().job.id, 1): {Cause.OOM}})

@@ -1,6 +1,6 @@
-"""`strata …`, but at a failpoint the process freezes: `python -m soak.fleet_agent.freezing FAILPOINT SKIP ARGUMENT…`.
+"""Runs `strata …` with a failpoint at which the process freezes until SIGCONT.
 
-It goes on behind the failpoint when it is woken up.
+python -m soak.fleet_agent.fault_injection FAILPOINT SKIP ARGUMENT…
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from strata.cli.main import main
 
 
 def freeze(name: str) -> None:
-    """Nothing happens in this process from here on, until somebody sends SIGCONT."""
+    """Stop this process until SIGCONT."""
     del name
     os.kill(os.getpid(), signal.SIGSTOP)
 

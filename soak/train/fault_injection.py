@@ -1,7 +1,7 @@
-"""Failpoints of a server that runs already: each of its processes dies at the one that a file names.
+"""Fault injection in a running server: the first of its processes that reaches the failpoint named in a file dies.
 
-Python imports `sitecustomize` when it starts. A server whose PYTHONPATH leads to one that calls `watch` has this in
-every process, from its first moment, and is told what to do by a file that can appear at any time.
+Python imports `sitecustomize` when it starts. The server's PYTHONPATH leads to one that calls `watch`, so every process
+of the server polls for that file, which can appear at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from strata.base import failpoint
 from strata.base.settings import process_environment
 
 ROOT: Final = Path(__file__).parents[2]
-LOOK_S: Final = 0.02
+POLL_S: Final = 0.02
 ORDER: Final = "order"
 TAKEN: Final = "taken"
 DIED: Final = "died"
@@ -27,15 +27,15 @@ JOURNAL: Final = (
     "database.sqlite.before_commit",
     "database.sqlite.after_commit",
 )
-"""What the orchestrator comes by, and at the last two the API server as well."""
-ELSEWHERE: Final = {
+"""Failpoints that the orchestrator reaches; the last two are reached by the API server too."""
+NOT_REACHED: Final = {
     "train.store.": "only with an object store",
     "train.checkpoint.after_shard": "only where the whole model is trained",
     "train.checkpoint.after_exchange": "a server gives each save a folder of its own, and exchanges none",
     "train.checkpoint.before_removal": "the same",
     "train.orchestrator.import_": "nothing is imported here",
 }
-"""What this server does not come by; tests of these parts kill there."""
+"""Failpoints that this server does not reach, and why; other tests kill there."""
 MODULES: Final = {
     "orchestrator": "strata.train.orchestrator",
     "api": "strata.train.api",
@@ -44,30 +44,30 @@ MODULES: Final = {
 
 
 def failpoints() -> list[str]:
-    """All that the source of the training server names and that this one comes by, and those of its journal."""
+    """All failpoints in the source of the training server that this one reaches, and those of its journal."""
     sources = (ROOT / "src/strata/train").rglob("*.py")
     named = {name for path in sources for name in re.findall(r'failpoint\("([^"]+)"\)', path.read_text("utf-8"))}
-    return [*sorted(name for name in named if not name.startswith(tuple(ELSEWHERE))), *JOURNAL]
+    return [*sorted(name for name in named if not name.startswith(tuple(NOT_REACHED))), *JOURNAL]
 
 
 def prepare(folder: Path) -> str:
-    """The PYTHONPATH of a server that `order` can be used with."""
+    """The PYTHONPATH of a server that `arm_on_file` can be used with."""
     folder.mkdir(parents=True)
-    call = f"from soak.train.armed import watch\nwatch({str(folder)!r})\n"
+    call = f"from soak.train.fault_injection import watch\nwatch({str(folder)!r})\n"
     (folder / "sitecustomize.py").write_text(call, encoding="utf-8")
     return f"{folder}:{ROOT}"
 
 
-def order(folder: Path, name: str) -> None:
-    """Whichever process comes there first dies. Earlier orders are forgotten."""
-    withdraw(folder)
-    beside = folder / f".{ORDER}"
-    beside.write_text(name, encoding="utf-8")
-    beside.rename(folder / ORDER)
+def arm_on_file(folder: Path, name: str) -> None:
+    """The first process that reaches the failpoint dies. Earlier orders are withdrawn."""
+    disarm(folder)
+    temporary = folder / f".{ORDER}"
+    temporary.write_text(name, encoding="utf-8")
+    temporary.rename(folder / ORDER)
 
 
-def withdraw(folder: Path) -> bool:
-    """False if it is too late."""
+def disarm(folder: Path) -> bool:
+    """False if a process has taken the order already."""
     late = (folder / TAKEN).exists()
     for name in (ORDER, TAKEN, DIED):
         (folder / name).unlink(missing_ok=True)
@@ -75,7 +75,7 @@ def withdraw(folder: Path) -> bool:
 
 
 def died(folder: Path) -> str | None:
-    """Who did as told."""
+    """The process that died at the failpoint; None if none has."""
     try:
         return (folder / DIED).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -83,9 +83,9 @@ def died(folder: Path) -> str | None:
 
 
 def watch(folder: str) -> None:
-    """In a process of the server."""
+    """Start polling in a process of the server."""
     watcher = _Watcher(Path(folder))
-    watcher.look()
+    watcher.poll_once()
     Thread(target=watcher.run, daemon=True, name="armed").start()
 
 
@@ -96,10 +96,10 @@ class _Watcher:
 
     def run(self) -> None:
         while True:
-            time.sleep(LOOK_S)
-            self.look()
+            time.sleep(POLL_S)
+            self.poll_once()
 
-    def look(self) -> None:
+    def poll_once(self) -> None:
         try:
             name = (self._folder / ORDER).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -112,16 +112,16 @@ class _Watcher:
 
     def _die(self, name: str) -> None:
         try:
-            # One alone can take it.
+            # Only one process can take the order.
             (self._folder / ORDER).rename(self._folder / TAKEN)
         except FileNotFoundError:
             return
-        beside = self._folder / f".{DIED}"
-        beside.write_text(_who(), encoding="utf-8")
-        beside.rename(self._folder / DIED)
+        temporary = self._folder / f".{DIED}"
+        temporary.write_text(_process_name(), encoding="utf-8")
+        temporary.rename(self._folder / DIED)
         failpoint.kill(name)
 
 
-def _who() -> str:
+def _process_name() -> str:
     (found,) = [who for who, module in MODULES.items() if module in sys.orig_argv]
     return f"{found} {process_environment()['RANK']}" if found == "rank" else found

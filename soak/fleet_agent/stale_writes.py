@@ -1,4 +1,4 @@
-"""What a replaced host may still send, sent with its own credentials, and the documented answers."""
+"""Sends what a replaced host may still send, with its own credentials, and the documented replies to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPECTED: Final = {
 
 
 def send_all(client: HubClient, job_id: str, epoch: int) -> dict[str, str]:
-    """By message, the code of the refusal, or `accepted`."""
+    """By message, the error code of the reply, or `accepted`."""
     hub = HubApi(client)
     lease = wire.LeaseGiven(job_id=job_id, epoch=epoch, expires_in_s=0.0, spec=JobSpec(model="counting"))
     manifest = ArtifactManifest(files=(ArtifactFile(path="late", size=0, sha256=EMPTY_SHA256),))
@@ -30,12 +30,12 @@ def send_all(client: HubClient, job_id: str, epoch: int) -> dict[str, str]:
         "checkpoint": lambda: hub.commit(lease, manifest, Lineage(kind=ArtifactKind.CHECKPOINT, model="counting")),
         "result": lambda: hub.commit(lease, manifest, Lineage(kind=ArtifactKind.RESULT, model="counting")),
     }
-    answers = {name: _answer(write) for name, write in writes.items()}
+    replies = {name: _reply_code(write) for name, write in writes.items()}
     (verdict,) = hub.renew((wire.LeaseHeld(job_id=job_id, epoch=epoch, running=True),))
-    return answers | {"renewal": f"{verdict.verdict} {verdict.cause}"}
+    return replies | {"renewal": f"{verdict.verdict} {verdict.cause}"}
 
 
-def _answer(write: Callable[[], object]) -> str:
+def _reply_code(write: Callable[[], object]) -> str:
     try:
         write()
     except StrataError as error:

@@ -1,4 +1,4 @@
-"""When clients hear results, so that it can be said how long a server was away."""
+"""When clients receive results, to measure how long a server was away."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import math
 
 
-class Heard:
-    """Results of operations, by when these were sent: one on its way when a process died says nothing of the next."""
+class ResultTimes:
+    """Results by the time their operation was sent: one in flight when a process died does not count as recovery."""
 
     def __init__(self) -> None:
         self._last_s = -math.inf
@@ -17,7 +17,7 @@ class Heard:
         self._last_s = max(self._last_s, sent_s)
         self._changed.set()
 
-    async def one_sent_after(self, when_s: float) -> None:
+    async def wait_sent_after(self, when_s: float) -> None:
         while self._last_s <= when_s:
             self._changed.clear()
             await self._changed.wait()
