@@ -20,7 +20,7 @@ from strata.base.secret import Secret
 from strata.coord.core.barriers import MAX_OPEN
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.grpc_handler import MOST_BYTES, MOST_BYTES_OF, has_more_fields
-from strata.coord.server.tokens import Claims, RevokedTokens, Role, Tokens
+from strata.coord.server.tokens import Claims, RevokedTokens, TokenRole, Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, Running, connect, in_process, refused
@@ -83,8 +83,10 @@ FORGED: Final = {
     "Basic authorization": (("authorization", "Basic b3BlcmF0b3I6b3BlcmF0b3I="),),
     "an empty signature": bearer(token().rpartition(".")[0] + "."),
     "a forged signature": bearer(token()[:-4] + "AAAA"),
-    "another secret": bearer(Tokens(Secret("t" * 32)).issue(Claims("j", Role.WORKER, LATER))),
-    "claims of another token": bearer(f"{token(role=Role.OPERATOR).rpartition('.')[0]}.{token().rpartition('.')[2]}"),
+    "another secret": bearer(Tokens(Secret("t" * 32)).issue(Claims("j", TokenRole.WORKER, LATER))),
+    "claims of another token": bearer(
+        f"{token(role=TokenRole.OPERATOR).rpartition('.')[0]}.{token().rpartition('.')[2]}"
+    ),
     "algorithm none": bearer("eyJhbGciOiJub25lIn0.eyJqb2IiOiJqIn0."),
     "an expired token": bearer(token(expires_s=1)),
 }
@@ -119,7 +121,7 @@ async def test_a_worker_is_no_operator(guarded: Running, tries: Try) -> None:
 @pytest.mark.attack("coordinator: who calls", "an operator's token on the calls of workers")
 async def test_an_operator_is_no_worker(guarded: Running, tries: Try) -> None:
     for name in (name for name, role in ROLE_OF.items() if role == "worker"):
-        assert await status_of(guarded, name, bearer(token(role=Role.OPERATOR))) is Status.PERMISSION_DENIED, name
+        assert await status_of(guarded, name, bearer(token(role=TokenRole.OPERATOR))) is Status.PERMISSION_DENIED, name
         tries(1)
 
 
@@ -128,7 +130,7 @@ async def test_an_operator_is_no_worker(guarded: Running, tries: Try) -> None:
 async def test_a_token_is_good_for_one_job(way: str, guarded: Running, tries: Try) -> None:
     await guarded.stub.RegisterWorker(pb.WorkerInfo(worker_id="w"), metadata=bearer(token("a")))
     for name, role in ROLE_OF.items():
-        foreign = token("b", Role.OPERATOR if role == "operator" else Role.WORKER)
+        foreign = token("b", TokenRole.OPERATOR if role == "operator" else TokenRole.WORKER)
         if way == "metadata":
             found = await status_of(guarded, name, bearer(foreign, job="a"), worker_id="w")
         elif "job_id" in METHODS[name].input_type.fields_by_name:
@@ -165,7 +167,7 @@ async def test_a_bound_token_is_good_for_one_worker(way: str, guarded: Running, 
 async def test_another_jobs_operator_stops_nothing(guarded: Running) -> None:
     await guarded.stub.RegisterWorker(pb.WorkerInfo(worker_id="w"), metadata=bearer(token("a")))
     stop = pb.IssueCommandRequest(kind=pb.COMMAND_KIND_STOP, job_id="a")
-    error = await refused(guarded.stub.IssueCommand(stop, metadata=bearer(token("b", Role.OPERATOR))))
+    error = await refused(guarded.stub.IssueCommand(stop, metadata=bearer(token("b", TokenRole.OPERATOR))))
     assert error.code() is Status.PERMISSION_DENIED
     beat = await guarded.stub.Heartbeat(pb.HeartbeatRequest(worker_id="w"), metadata=bearer(token("a")))
     assert not beat.commands
@@ -217,7 +219,7 @@ async def test_a_stream_ends_when_its_token_is_revoked(name: str, tmp_path: Path
     async with in_process(tokens=SECRET, revoked=RevokedTokens(file, SystemClock())) as running:
         await running.stub.RegisterWorker(pb.WorkerInfo(worker_id="w"), metadata=bearer(token()))
         asyncio.get_running_loop().call_later(0.5, file.write_text, "t1\n")
-        revoked = SECRET.issue(Claims("j", Role.WORKER, LATER, id="t1"))
+        revoked = SECRET.issue(Claims("j", TokenRole.WORKER, LATER, id="t1"))
         assert await ends_with(running, name, revoked) < 5
 
 
@@ -296,8 +298,8 @@ async def test_a_message_without_a_token_is_not_read(process: RawCoordinator, tr
 @pytest.mark.attack("coordinator: resources", "16 MB of empty elements with a worker's token")
 @pytest.mark.parametrize("name", sorted(METHODS))
 async def test_a_message_of_many_elements_is_refused_before_it_is_built(name: str, process: RawCoordinator) -> None:
-    roles = {"operator": Role.OPERATOR}
-    metadata = bearer(token(role=roles.get(ROLE_OF[name], Role.WORKER)))
+    roles = {"operator": TokenRole.OPERATOR}
+    metadata = bearer(token(role=roles.get(ROLE_OF[name], TokenRole.WORKER)))
     tag = b"\x7a\x00" if name == "AckDataset" else b"\x0a\x00"
     before = process.resident_mib()
     assert await process.send(name, tag * 8_000_000, metadata) is Status.INVALID_ARGUMENT

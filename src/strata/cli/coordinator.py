@@ -88,7 +88,7 @@ def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
     from strata.base.clock import SystemClock
     from strata.base.ids import Ids
     from strata.base.settings import load
-    from strata.coord.server.tokens import Claims, Role, Tokens
+    from strata.coord.server.tokens import Claims, TokenRole, Tokens
     from strata.coord.settings import SECTION, CoordinatorSettings
 
     ttl_s, renew_s = _seconds(wanted["ttl"]), _seconds(wanted["renew_for"], least=0)
@@ -100,7 +100,7 @@ def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
             hint="set STRATA_COORDINATOR_TOKEN_SECRET_FILE, or token_secret in the file given by --config",
         )
     clock = SystemClock()
-    now_s, role = round(clock.wall_s()), Role(wanted["role"])
+    now_s, role = round(clock.wall_s()), TokenRole(wanted["role"])
     claims = Claims(
         job=wanted["job"],
         role=role,
@@ -108,7 +108,7 @@ def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
         worker=wanted["worker"],
         id=revoke_id or Ids(clock).new("token"),
         issued_s=now_s,
-        renew_until_s=now_s + max(ttl_s, renew_s) if renew_s and role is Role.WORKER else 0,
+        renew_until_s=now_s + max(ttl_s, renew_s) if renew_s and role is TokenRole.WORKER else 0,
     )
     made = Tokens(secret).issue(claims)
     if revoke_id is None:

@@ -9,7 +9,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.coord.server import authenticator as gates
 from strata.coord.server.authenticator import ANY, OPERATOR, WORKER, Metadata, TokenAuthenticator
-from strata.coord.server.tokens import Claims, Role, Tokens
+from strata.coord.server.tokens import Claims, TokenRole, Tokens
 
 TTL_S = 60
 
@@ -20,7 +20,7 @@ def guarded() -> tuple[TokenAuthenticator, Tokens, ManualClock]:
     return TokenAuthenticator(tokens, clock), tokens, clock
 
 
-def bearing(tokens: Tokens, clock: ManualClock, role: Role = Role.WORKER, worker: str = "") -> Metadata:
+def bearing(tokens: Tokens, clock: ManualClock, role: TokenRole = TokenRole.WORKER, worker: str = "") -> Metadata:
     claims = Claims(job="a", role=role, expires_s=round(clock.wall_s()) + TTL_S, worker=worker)
     return (("authorization", f"Bearer {tokens.issue(claims)}"),)
 

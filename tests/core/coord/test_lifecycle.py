@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from strata.base.errors import Code
-from strata.coord.core.facts import DatasetMode, JobConfig, JobFinished, JobStatus, RegisteredWorker
+from strata.coord.core.facts import DatasetMode, GangStatus, JobConfig, JobFinished, RegisteredWorker
 from strata.coord.core.inputs import Caller, CreateJob, DeleteJob, Leave, NextShards, Register, ResetJob
 from strata.coord.core.lifecycle import NEXT
-from strata.coord.core.state import JobEvent
+from strata.coord.core.state import GangEvent
 from tests.core.coord.jobs import CORPUS, JOB, Job
 
 
@@ -24,7 +24,7 @@ def leave(job: Job, worker_id: str, *, finished: bool = True) -> None:
     job.submit(Leave(job.caller(worker_id), finished=finished))
 
 
-def status(job: Job) -> JobStatus:
+def status(job: Job) -> GangStatus:
     return job.job.status
 
 
@@ -36,21 +36,21 @@ def finished() -> Job:
 
 def test_a_job_runs_while_it_has_workers() -> None:
     job = Job()
-    assert status(job) is JobStatus.CREATED
+    assert status(job) is GangStatus.CREATED
     job.join("w0")
-    assert status(job) is JobStatus.RUNNING
+    assert status(job) is GangStatus.RUNNING
     leave(job, "w0")
-    assert status(job) is JobStatus.STOPPED, "nothing was consumed"
+    assert status(job) is GangStatus.STOPPED, "nothing was consumed"
     job.join("w0")
-    assert status(job) is JobStatus.RUNNING
+    assert status(job) is GangStatus.RUNNING
 
 
 def test_a_job_is_finished_when_its_last_worker_is_done_and_no_data_is_left() -> None:
     job = done(2)
     leave(job, "w1")
-    assert status(job) is JobStatus.RUNNING
+    assert status(job) is GangStatus.RUNNING
     leave(job, "w0")
-    assert status(job) is JobStatus.FINISHED
+    assert status(job) is GangStatus.FINISHED
 
 
 @pytest.mark.parametrize("why", ["data is left", "the worker was told to stop", "the worker was lost"])
@@ -63,7 +63,7 @@ def test_a_job_is_not_finished_when(why: str) -> None:
         leave(job, "w0", finished=False)
     else:
         job.run(60.0)
-    assert status(job) is JobStatus.STOPPED
+    assert status(job) is GangStatus.STOPPED
     assert not any(isinstance(fact, JobFinished) for fact in job.facts)
 
 
@@ -71,7 +71,7 @@ def test_a_deterministic_job_is_finished_when_its_workers_say_so() -> None:
     job = Job(workers=1)
     job.register_dataset(mode=DatasetMode.DETERMINISTIC)
     leave(job, "w0")
-    assert status(job) is JobStatus.FINISHED
+    assert status(job) is GangStatus.FINISHED
 
 
 def test_a_finished_job_takes_no_worker_and_says_what_to_do() -> None:
@@ -88,7 +88,7 @@ def test_a_reset_begins_the_next_run_from_the_beginning() -> None:
     leave(job, "w0")
     generation = job.job.generation
     job.submit(ResetJob(JOB))
-    assert (job.job.status, job.job.run, job.job.checkpoints) == (JobStatus.CREATED, 2, [])
+    assert (job.job.status, job.job.run, job.job.checkpoints) == (GangStatus.CREATED, 2, [])
     job.register("w0", "life-2")
     job.settle()
     assert job.job.generation > generation, "fencing outlives runs"
@@ -126,7 +126,7 @@ def test_a_deleted_job_is_forgotten_and_its_name_is_free() -> None:
     refused = job.refusal(NextShards(Caller(JOB, "w0"), CORPUS, 0))
     assert refused.detail["reason"] == "not-registered"
     job.submit(CreateJob(JOB, JobConfig(min_workers=2)))
-    assert (job.job.run, job.job.status) == (1, JobStatus.CREATED)
+    assert (job.job.run, job.job.status) == (1, GangStatus.CREATED)
 
 
 def test_no_more_workers_join_than_the_job_may_have() -> None:
@@ -142,12 +142,12 @@ def test_no_more_workers_join_than_the_job_may_have() -> None:
 def test_the_status_survives_a_restart_of_the_coordinator() -> None:
     job = finished()
     job.restart()
-    assert status(job) is JobStatus.FINISHED
+    assert status(job) is GangStatus.FINISHED
     job.submit(ResetJob(JOB))
     job.restart()
-    assert (job.job.status, job.job.run) == (JobStatus.CREATED, 2)
+    assert (job.job.status, job.job.run) == (GangStatus.CREATED, 2)
 
 
 def test_every_status_but_deleted_can_be_left() -> None:
-    assert {status for status, _ in NEXT} == set(JobStatus) - {JobStatus.DELETED}
-    assert {event for _, event in NEXT} == set(JobEvent)
+    assert {status for status, _ in NEXT} == set(GangStatus) - {GangStatus.DELETED}
+    assert {event for _, event in NEXT} == set(GangEvent)

@@ -18,6 +18,7 @@ from strata.coord.core.facts import (
     RegisteredWorker,
 )
 from strata.coord.core.inputs import Ack, CreateJob, IssueCommand, Tick
+from strata.coord.core.ledger import EpochPosition, Quarantined, ShardRange
 from strata.coord.core.machine import CoordMachine, decode_fact
 from tests.core.coord.jobs import CORPUS, JOB, Job
 from tests.sim.coord.lineage import History, LineageError
@@ -124,6 +125,17 @@ def test_deciding_changes_nothing_that_is_journaled() -> None:
     for given in (Tick(), IssueCommand(JOB, CommandKind.STOP)):
         job.machine.decide(job.state, given, job.now_s + 100.0)
     assert job.saved == before
+
+
+def test_stored_names_stay_when_the_code_renames_its_fields() -> None:
+    judged = kinds.WorkerJudged(JOB, "w0", kinds.StragglerFinding.SLOW, kinds.EscalationLevel.REWEIGHT, 0.5, "slow")
+    assert msgspec.to_builtins(judged)["rung"] == "reweight"
+    stored = msgspec.to_builtins(busy().job)
+    assert "burials" in stored
+    assert all("rung" in member for member in stored["members"].values())
+    unread = ShardRange(0, 0, 1)
+    assert msgspec.to_builtins(Quarantined(unread, ""))["rest"] == {"shard": 0, "start": 0, "end": 1}
+    assert "rests" in msgspec.to_builtins(EpochPosition(0, (), (unread,), (), {}))
 
 
 def test_a_field_that_a_later_version_adds_does_not_stop_this_one() -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from strata.base.errors import Code
 from strata.coord.core.facts import (
+    DataFile,
     DatasetMode,
     DatasetRegistered,
-    File,
     JobConfig,
     ShardAcked,
     ShardReturned,
@@ -63,8 +63,11 @@ def test_another_definition_under_the_same_name_is_refused(field: dict[str, Any]
         ({"buckets": 0}, "buckets must be a power of two up to 65536"),
         ({"buckets": 12}, "buckets must be a power of two up to 65536"),
         ({"buckets": 1 << 17}, "buckets must be a power of two up to 65536"),
-        ({"files": (File("a", 20), File("b", 19))}, "the files do not have as many samples as the dataset"),
-        ({"files": (File("a", 50), File("b", -10))}, "a file cannot have fewer samples than none"),
+        (
+            {"files": (DataFile("a", 20), DataFile("b", 19))},
+            "the files do not have as many samples as the dataset",
+        ),
+        ({"files": (DataFile("a", 50), DataFile("b", -10))}, "a file cannot have fewer samples than none"),
         ({"global_batch": 0}, "a global batch needs at least one shard"),
         ({"seed": -1}, "a seed is a whole number below 2**64"),
         ({"seed": 1 << 64}, "a seed is a whole number below 2**64"),
@@ -462,7 +465,7 @@ def test_a_step_of_an_earlier_epoch_is_refused_and_not_taken_for_the_end() -> No
     [(0, 1, "a"), (9, 10, "a"), (10, 11, "c"), (5, 15, "abc"), (0, 30, "abcd"), (29, 30, "d"), (14, 16, "cd")],
 )
 def test_a_range_names_the_files_that_hold_it_in_order(start: int, end: int, files: str) -> None:
-    dataset = corpus(samples=30, files=(File("a", 10), File("b", 0), File("c", 5), File("d", 15)))
+    dataset = corpus(samples=30, files=(DataFile("a", 10), DataFile("b", 0), DataFile("c", 5), DataFile("d", 15)))
     indexes = JobIndexes()
     assert files_of(indexes, dataset, start, end) == tuple(files)
     assert files_of(indexes, dataset, start, end) == tuple(files), "also from what it remembers"

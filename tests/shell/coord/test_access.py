@@ -21,7 +21,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.process import SERVICE
-from strata.coord.server.tokens import Claims, Role, Tokens
+from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure
 from tests.shell.coord.running import health, in_process, refused
 
@@ -34,7 +34,7 @@ def bearer(token: str, **more: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"), *((f"strata-{key}", value) for key, value in more.items()))
 
 
-def token(job: str = "j", role: Role = Role.WORKER, expires_s: int = LATER, worker: str = "") -> str:
+def token(job: str = "j", role: TokenRole = TokenRole.WORKER, expires_s: int = LATER, worker: str = "") -> str:
     return SECRET.issue(Claims(job, role, expires_s, worker))
 
 
@@ -58,7 +58,7 @@ async def test_a_token_names_the_job_and_the_worker() -> None:
         (bearer("nonsense"), pb.WorkerInfo(worker_id="w"), Status.UNAUTHENTICATED),
         (bearer(token()[:-2] + "AA"), pb.WorkerInfo(worker_id="w"), Status.UNAUTHENTICATED),
         (
-            bearer(Tokens(Secret("t" * 32)).issue(Claims("j", Role.WORKER, LATER))),
+            bearer(Tokens(Secret("t" * 32)).issue(Claims("j", TokenRole.WORKER, LATER))),
             pb.WorkerInfo(worker_id="w"),
             Status.UNAUTHENTICATED,
         ),
@@ -67,7 +67,7 @@ async def test_a_token_names_the_job_and_the_worker() -> None:
         (bearer(token(), job="other"), pb.WorkerInfo(worker_id="w", job_id="j"), Status.PERMISSION_DENIED),
         (bearer(token(worker="w")), pb.WorkerInfo(worker_id="other"), Status.PERMISSION_DENIED),
         (bearer(token(worker="w"), worker="other"), pb.WorkerInfo(), Status.PERMISSION_DENIED),
-        (bearer(token(role=Role.OPERATOR)), pb.WorkerInfo(worker_id="w"), Status.PERMISSION_DENIED),
+        (bearer(token(role=TokenRole.OPERATOR)), pb.WorkerInfo(worker_id="w"), Status.PERMISSION_DENIED),
     ],
     ids=[
         "none", "not a bearer", "nonsense", "forged", "another secret", "expired", "another job",
@@ -84,7 +84,7 @@ async def test_a_call_is_refused_with(
 
 async def test_only_operators_give_commands_and_a_batch_is_checked_one_by_one() -> None:
     async with in_process(tokens=SECRET) as running:
-        worker, operator = bearer(token()), bearer(token(role=Role.OPERATOR))
+        worker, operator = bearer(token()), bearer(token(role=TokenRole.OPERATOR))
         await running.stub.RegisterWorker(pb.WorkerInfo(worker_id="w"), metadata=worker)
         order = pb.IssueCommandRequest(kind=pb.COMMAND_KIND_DRAIN)
         assert (await refused(running.stub.IssueCommand(order, metadata=worker))).code() is Status.PERMISSION_DENIED

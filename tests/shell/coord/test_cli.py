@@ -18,7 +18,7 @@ from strata.base.secret import Secret
 from strata.cli.exit_codes import ExitCode
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.server.tokens import Claims, Role, Tokens
+from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from tests.shell.coord.running import STRATA
 
 SECRET = "0123456789abcdef" * 4
@@ -44,7 +44,7 @@ def test_a_token_is_all_that_is_printed(secret_file: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     tokens = Tokens(Secret(SECRET))
     claims = tokens.read(done.stdout.strip(), time.time())
-    assert claims == Claims("j", Role.WORKER, claims.expires_s, "w", id="t1", issued_s=claims.issued_s)
+    assert claims == Claims("j", TokenRole.WORKER, claims.expires_s, "w", id="t1", issued_s=claims.issued_s)
     assert abs(claims.expires_s - time.time() - 1_800) < 60
     with pytest.raises(StrataError, match="expired"):
         tokens.read(done.stdout.strip(), time.time() + 1_900)
@@ -69,7 +69,7 @@ def test_the_secret_may_stand_in_the_settings_file(tmp_path: Path, secret_file: 
     config = tmp_path / "strata.toml"
     config.write_text(f'[coordinator]\ntoken_secret = {{ file = "{secret_file}" }}\n')
     done = strata("token", "--config", str(config), "--job", "j", "--role", "operator")
-    assert Tokens(Secret(SECRET)).read(done.stdout.strip(), 0).role is Role.OPERATOR
+    assert Tokens(Secret(SECRET)).read(done.stdout.strip(), 0).role is TokenRole.OPERATOR
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from strata.base.secret import Secret
 from strata.cli.exit_codes import ExitCode
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.server.tokens import Claims, Role, Tokens
+from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.view import JobView
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import STRATA, CoordinatorProcess, connect, in_process, register
@@ -312,9 +312,9 @@ def token_file(folder: Path, claims: Claims) -> str:
 
 async def test_who_may_not_is_refused_with_4_and_told_what_to_do(tmp_path: Path) -> None:
     later_s = round(time.time()) + 3_600
-    operator = token_file(tmp_path, Claims("default", Role.OPERATOR, later_s))
-    worker = token_file(tmp_path, Claims("default", Role.WORKER, later_s))
-    other = token_file(tmp_path, Claims("other", Role.OPERATOR, later_s))
+    operator = token_file(tmp_path, Claims("default", TokenRole.OPERATOR, later_s))
+    worker = token_file(tmp_path, Claims("default", TokenRole.WORKER, later_s))
+    other = token_file(tmp_path, Claims("other", TokenRole.OPERATOR, later_s))
     async with in_process(tokens=SECRET) as running:
         who = (("authorization", f"Bearer {Path(worker).read_text()}"),)
         await running.stub.RegisterWorker(pb.WorkerInfo(worker_id="w", incarnation="1"), metadata=who)
@@ -387,7 +387,7 @@ async def test_what_cannot_work_is_said_at_once(args: tuple[str, ...], said: str
 
 
 async def test_a_token_is_never_sent_in_the_clear(tmp_path: Path) -> None:
-    file = token_file(tmp_path, Claims("default", Role.OPERATOR, 1))
+    file = token_file(tmp_path, Claims("default", TokenRole.OPERATOR, 1))
     ended = await gang("--address", "coordinator.example:7070", "--token-file", file)
     assert ended.status == ExitCode.USAGE
     assert "in the clear" in ended.err

@@ -13,7 +13,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from pyarrow import parquet
 
 from strata.base.settings import Secret
-from strata.coord.core.facts import Dataset, File
+from strata.coord.core.facts import DataFile, Dataset
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.wire import slices
 from strata.coord.worker.stores import S3Settings
@@ -52,7 +52,7 @@ def settings(server: S3Server, **other: Any) -> S3Settings:
 
 def cut(files: Iterable[tuple[str, int]], cuts: Sequence[int]) -> list[list[pb.FileSlice]]:
     """Shards between the cuts, as the coordinator maps them to files."""
-    defined = tuple(File(path, samples) for path, samples in files)
+    defined = tuple(DataFile(path, samples) for path, samples in files)
     ends: list[int] = []
     for each in defined:
         ends.append((ends[-1] if ends else 0) + each.samples)

@@ -20,7 +20,7 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.server.tokens import Claims, RevokedTokens, Role
+from strata.coord.server.tokens import Claims, RevokedTokens, TokenRole
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, Running, in_process
 from tests.shell.coord.test_access import LATER, SECRET, bearer, certificate, tls_files, token
@@ -98,7 +98,7 @@ BRISK = JobConfig(settle_s=0.05, heartbeat_interval_s=0.3)
 
 async def test_a_run_that_is_longer_than_its_token_is_renewed_by_heartbeats() -> None:
     now_s = round(time.time())
-    claims = Claims("j", Role.WORKER, now_s + 3, "w7", id="t1", issued_s=now_s, renew_until_s=now_s + 60)
+    claims = Claims("j", TokenRole.WORKER, now_s + 3, "w7", id="t1", issued_s=now_s, renew_until_s=now_s + 60)
     async with in_process(BRISK, tokens=SECRET) as running:
         await outlives(running, {"id": "", "token": SECRET.issue(claims)}, 5)
 
@@ -107,7 +107,9 @@ async def test_a_token_that_is_not_renewed_ends_the_worker_when_it_expires() -> 
     now_s = round(time.time())
     async with in_process(BRISK, tokens=SECRET) as running:
         with pytest.raises(StrataError, match="expired") as caught:
-            await outlives(running, {"id": "", "token": SECRET.issue(Claims("j", Role.WORKER, now_s + 2, "w7"))}, 5)
+            await outlives(
+                running, {"id": "", "token": SECRET.issue(Claims("j", TokenRole.WORKER, now_s + 2, "w7"))}, 5
+            )
         assert caught.value.code is Code.UNAUTHENTICATED
 
 
@@ -115,18 +117,18 @@ async def test_a_token_file_that_is_replaced_is_read_again(tmp_path: Path, monke
     file = tmp_path / "token"
     file.touch(0o600)
     now_s = round(time.time())
-    file.write_text(SECRET.issue(Claims("j", Role.WORKER, now_s + 2, "w7")), encoding="utf-8")
+    file.write_text(SECRET.issue(Claims("j", TokenRole.WORKER, now_s + 2, "w7")), encoding="utf-8")
     monkeypatch.setenv("STRATA_WORKER_TOKEN_FILE", str(file))
     async with in_process(BRISK, tokens=SECRET) as running:
         working = asyncio.create_task(outlives(running, {"id": ""}, 5))
         await asyncio.sleep(1)
-        file.write_text(SECRET.issue(Claims("j", Role.WORKER, LATER, "w7")), encoding="utf-8")
+        file.write_text(SECRET.issue(Claims("j", TokenRole.WORKER, LATER, "w7")), encoding="utf-8")
         await working
 
 
 async def test_a_revoked_token_ends_its_worker_and_its_renewals(tmp_path: Path) -> None:
     now_s = round(time.time())
-    claims = Claims("j", Role.WORKER, now_s + 2, "w7", id="t1", issued_s=now_s, renew_until_s=now_s + 60)
+    claims = Claims("j", TokenRole.WORKER, now_s + 2, "w7", id="t1", issued_s=now_s, renew_until_s=now_s + 60)
     file = tmp_path / "revoked"
     async with in_process(BRISK, tokens=SECRET, revoked=RevokedTokens(file, SystemClock())) as running:
         working = asyncio.create_task(outlives(running, {"id": "", "token": SECRET.issue(claims)}, 10))

@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import BarrierVerdict, CommandKind, Dataset, File, JobConfig
+from strata.coord.core.facts import BarrierVerdict, CommandKind, DataFile, Dataset, JobConfig
 from strata.coord.core.inputs import BarrierState, Caller, LeasedShard, ShardAssignment
 from strata.coord.core.ledger import DatasetLedger, EpochLedger, Lease, ShardRange
 from strata.coord.core.state import JobState
@@ -16,7 +16,10 @@ from strata.coord.server import wire
 from strata.coord.server.wire import Identity
 
 FILES = Dataset(
-    dataset_id="d", samples=30, shard_size=10, files=(File("a", 5), File("b", 0), File("c", 18), File("d", 7))
+    dataset_id="d",
+    samples=30,
+    shard_size=10,
+    files=(DataFile("a", 5), DataFile("b", 0), DataFile("c", 18), DataFile("d", 7)),
 )
 ENDS = list(accumulate(file.samples for file in FILES.files))
 

@@ -17,12 +17,12 @@ from strata.coord.core.facts import (
     DatasetRegistered,
     EscalationLevel,
     Fact,
+    GangStatus,
     GenerationFormed,
     JobCreated,
     JobDeleted,
     JobFinished,
     JobReset,
-    JobStatus,
     RanksListed,
     Recovered,
     ShardAcked,
@@ -46,8 +46,8 @@ from strata.coord.core.state import (
     BarrierResult,
     CommittedCheckpoint,
     CoordState,
+    GangEvent,
     IssuedRequest,
-    JobEvent,
     JobState,
     Member,
     PendingCheckpoint,
@@ -59,7 +59,7 @@ Key = TypeVar("Key")
 
 def apply(state: CoordState, fact: Fact) -> None:
     if isinstance(fact, JobCreated):
-        state.jobs[fact.job] = JobState(fact.job, fact.config, JobStatus.CREATED)
+        state.jobs[fact.job] = JobState(fact.job, fact.config, GangStatus.CREATED)
         return
     if isinstance(fact, JobReset | JobDeleted):
         _end_run(state, fact)
@@ -72,7 +72,7 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
         case JobCreated() | JobReset() | JobDeleted():
             raise AssertionError("a job begins and ends outside of itself")
         case JobFinished():
-            lifecycle.move(job, JobEvent.FINISH)
+            lifecycle.move(job, GangEvent.FINISH)
         case WorkerJoined():
             _join(job, fact)
         case WorkerLost():
@@ -120,7 +120,7 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
 
 def _end_run(state: CoordState, fact: JobReset | JobDeleted) -> None:
     old = state.jobs[fact.job]
-    lifecycle.move(old, JobEvent.RESET if isinstance(fact, JobReset) else JobEvent.DELETE)
+    lifecycle.move(old, GangEvent.RESET if isinstance(fact, JobReset) else GangEvent.DELETE)
     if isinstance(fact, JobDeleted):
         del state.jobs[fact.job]
         return
@@ -146,7 +146,7 @@ def _join(job: JobState, fact: WorkerJoined) -> None:
     acked = job.parted.pop(worker_id, [])
     acked = acked if before == incarnation else []
     job.members[worker_id] = Member(fact.worker, acked=acked, recover_first=fact.recover_first)
-    lifecycle.move(job, JobEvent.JOIN)
+    lifecycle.move(job, GangEvent.JOIN)
     if before not in (None, incarnation):
         fenced = job.fenced.pop(worker_id, [])
         job.fenced[worker_id] = [*fenced, before][-FENCED_KEPT:]
@@ -157,7 +157,7 @@ def _join(job: JobState, fact: WorkerJoined) -> None:
 def _lose(job: JobState, worker_id: str, incarnation: str) -> None:
     member = job.members.pop(worker_id)
     if not job.members:
-        lifecycle.move(job, JobEvent.EMPTY)
+        lifecycle.move(job, GangEvent.EMPTY)
     job.settled = False
     job.stopping.pop(worker_id, None)
     job.evicted.pop(worker_id, None)

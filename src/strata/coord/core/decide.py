@@ -18,13 +18,13 @@ from strata.coord.core.inputs import (
     CreateJob,
     DeleteJob,
     Detached,
-    Done,
     Heartbeat,
     Input,
     IssueCommand,
     IssuedCommand,
     Leave,
     NextShards,
+    NoContent,
     Outcome,
     Register,
     RegisterDataset,
@@ -45,18 +45,18 @@ def decide(state: CoordState, request: Input, now_s: float) -> Outcome:
 def _decide(state: CoordState, request: Input, now_s: float) -> tuple[list[Fact], Reply]:  # noqa: C901, PLR0911, PLR0912
     match request:
         case CreateJob():
-            return members.create(state, request), Done()
+            return members.create(state, request), NoContent()
         case Register():
-            return members.register(state, request), Done()
+            return members.register(state, request), NoContent()
         case Leave():
-            return members.leave(state, request), Done()
+            return members.leave(state, request), NoContent()
         case Heartbeat():
             return members.heartbeat(state, request)
         case Attached():
             members.member_of(members.job_of(state, request.caller), request.caller)
-            return [], Done()
+            return [], NoContent()
         case Detached() | CallOpened() | CallClosed():
-            return [], Done()
+            return [], NoContent()
         case RegisterDataset():
             return shards.register_dataset(state, request)
         case NextShards():
@@ -70,11 +70,11 @@ def _decide(state: CoordState, request: Input, now_s: float) -> tuple[list[Fact]
         case IssueCommand():
             return _issue(state, request)
         case ResetJob():
-            return lifecycle.reset(state, request), Done()
+            return lifecycle.reset(state, request), NoContent()
         case DeleteJob():
-            return lifecycle.delete(state, request), Done()
+            return lifecycle.delete(state, request), NoContent()
         case Tick():
-            return _tick(state, now_s), Done()
+            return _tick(state, now_s), NoContent()
         case _:
             assert_never(request)
 

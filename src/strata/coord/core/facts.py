@@ -42,7 +42,7 @@ class CommandKind(IntEnum):
     DRAIN = 5
 
 
-class JobStatus(StrEnum):
+class GangStatus(StrEnum):
     """Where a job is in its life cycle."""
 
     CREATED = "created"
@@ -99,7 +99,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """System-wide training parameters, handed to every worker as they are."""
 
 
-class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     samples: int
 
@@ -110,7 +110,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dataset_id: str
     samples: int
     shard_size: int
-    files: tuple[File, ...] = ()
+    files: tuple[DataFile, ...] = ()
     mode: DatasetMode = DatasetMode.LEASED
     seed: int = 0
     shuffle: bool = True

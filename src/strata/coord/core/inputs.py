@@ -280,7 +280,7 @@ class IssuedCommand:
 
 
 @dataclass(frozen=True)
-class Done:
+class NoContent:
     """The reply has no content."""
 
 
@@ -293,7 +293,7 @@ Reply = (
     | CheckpointState
     | Recovery
     | IssuedCommand
-    | Done
+    | NoContent
 )
 
 

@@ -9,33 +9,33 @@ from collections.abc import Mapping
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import DatasetMode, Fact, JobDeleted, JobFinished, JobReset, JobStatus
+from strata.coord.core.facts import DatasetMode, Fact, GangStatus, JobDeleted, JobFinished, JobReset
 from strata.coord.core.inputs import DeleteJob, ResetJob
-from strata.coord.core.state import CoordState, JobEvent, JobState
+from strata.coord.core.state import CoordState, GangEvent, JobState
 
-NEXT: Final[Mapping[tuple[JobStatus, JobEvent], JobStatus]] = {
-    (JobStatus.CREATED, JobEvent.JOIN): JobStatus.RUNNING,
-    (JobStatus.RUNNING, JobEvent.JOIN): JobStatus.RUNNING,
-    (JobStatus.STOPPED, JobEvent.JOIN): JobStatus.RUNNING,
-    (JobStatus.RUNNING, JobEvent.EMPTY): JobStatus.STOPPED,
-    (JobStatus.STOPPED, JobEvent.FINISH): JobStatus.FINISHED,
-    (JobStatus.CREATED, JobEvent.RESET): JobStatus.CREATED,
-    (JobStatus.STOPPED, JobEvent.RESET): JobStatus.CREATED,
-    (JobStatus.FINISHED, JobEvent.RESET): JobStatus.CREATED,
-    (JobStatus.CREATED, JobEvent.DELETE): JobStatus.DELETED,
-    (JobStatus.STOPPED, JobEvent.DELETE): JobStatus.DELETED,
-    (JobStatus.FINISHED, JobEvent.DELETE): JobStatus.DELETED,
+NEXT: Final[Mapping[tuple[GangStatus, GangEvent], GangStatus]] = {
+    (GangStatus.CREATED, GangEvent.JOIN): GangStatus.RUNNING,
+    (GangStatus.RUNNING, GangEvent.JOIN): GangStatus.RUNNING,
+    (GangStatus.STOPPED, GangEvent.JOIN): GangStatus.RUNNING,
+    (GangStatus.RUNNING, GangEvent.EMPTY): GangStatus.STOPPED,
+    (GangStatus.STOPPED, GangEvent.FINISH): GangStatus.FINISHED,
+    (GangStatus.CREATED, GangEvent.RESET): GangStatus.CREATED,
+    (GangStatus.STOPPED, GangEvent.RESET): GangStatus.CREATED,
+    (GangStatus.FINISHED, GangEvent.RESET): GangStatus.CREATED,
+    (GangStatus.CREATED, GangEvent.DELETE): GangStatus.DELETED,
+    (GangStatus.STOPPED, GangEvent.DELETE): GangStatus.DELETED,
+    (GangStatus.FINISHED, GangEvent.DELETE): GangStatus.DELETED,
 }
 
 
-def move(job: JobState, event: JobEvent) -> None:
+def move(job: JobState, event: GangEvent) -> None:
     """For facts, which were checked before: the table has the transition."""
     job.status = NEXT[job.status, event]
 
 
 def check_open(job: JobState) -> None:
     """A job that is finished takes no worker: it would report success with nothing done."""
-    if (job.status, JobEvent.JOIN) not in NEXT:
+    if (job.status, GangEvent.JOIN) not in NEXT:
         raise StrataError(
             Code.PRECONDITION,
             f"job {job.job!r} is {job.status.value}: run {job.run} has consumed all its data",
@@ -62,13 +62,13 @@ def reset(state: CoordState, request: ResetJob) -> list[Fact]:
     job = _job_of(state, request.job)
     if request.run and request.run < job.run:
         return []
-    _check(job, JobEvent.RESET, "reset")
+    _check(job, GangEvent.RESET, "reset")
     return [JobReset(job.job, job.run + 1)]
 
 
 def delete(state: CoordState, request: DeleteJob) -> list[Fact]:
     job = _job_of(state, request.job)
-    _check(job, JobEvent.DELETE, "deleted")
+    _check(job, GangEvent.DELETE, "deleted")
     return [JobDeleted(job.job)]
 
 
@@ -79,7 +79,7 @@ def _job_of(state: CoordState, name: str) -> JobState:
     return job
 
 
-def _check(job: JobState, event: JobEvent, done: str) -> None:
+def _check(job: JobState, event: GangEvent, done: str) -> None:
     if (job.status, event) not in NEXT:
         raise StrataError(
             Code.PRECONDITION,

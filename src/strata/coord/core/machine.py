@@ -8,7 +8,7 @@ import msgspec
 
 from strata.coord.core.apply import apply
 from strata.coord.core.decide import decide
-from strata.coord.core.facts import Fact, JobStatus
+from strata.coord.core.facts import Fact, GangStatus
 from strata.coord.core.inputs import Input, Outcome
 from strata.coord.core.state import CoordState, JobState
 
@@ -37,7 +37,7 @@ class CoordMachine:
     def load(self, saved: bytes) -> CoordState:
         jobs = _decode_jobs(saved)
         for job in jobs:
-            if job.status is JobStatus.RUNNING and not job.members:
+            if job.status is GangStatus.RUNNING and not job.members:
                 # Saved before jobs had a status.
-                job.status = JobStatus.STOPPED
+                job.status = GangStatus.STOPPED
         return CoordState(jobs={job.job: job for job in jobs})

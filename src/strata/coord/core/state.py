@@ -17,8 +17,8 @@ from strata.coord.core.facts import (
     CheckpointPart,
     CommandKind,
     EscalationLevel,
+    GangStatus,
     JobConfig,
-    JobStatus,
     RegisteredWorker,
 )
 from strata.coord.core.ledger import DatasetLedger, DatasetPosition, Late
@@ -41,7 +41,7 @@ HEARTBEATS_PER_S: Final = 1_000.0
 """Heartbeats that one coordinator accepts at most: a unary call costs it a quarter to half a millisecond."""
 
 
-class JobEvent(StrEnum):
+class GangEvent(StrEnum):
     """What changes the status of a job; `lifecycle.NEXT` says how."""
 
     JOIN = "a worker joins"
@@ -112,7 +112,7 @@ class IssuedRequest(msgspec.Struct, frozen=True):
 class JobState(msgspec.Struct):
     job: str
     config: JobConfig
-    status: JobStatus = JobStatus.RUNNING
+    status: GangStatus = GangStatus.RUNNING
     run: int = 1
     """Which run of the job this is; an operator's reset begins the next."""
     members: dict[str, Member] = {}

@@ -8,12 +8,12 @@ from typing import Final
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
-from strata.coord.server.tokens import Claims, Role, Tokens
+from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.server.wire import Identity
 
-ANY: Final = frozenset(Role)
-WORKER: Final = frozenset({Role.WORKER})
-OPERATOR: Final = frozenset({Role.OPERATOR})
+ANY: Final = frozenset(TokenRole)
+WORKER: Final = frozenset({TokenRole.WORKER})
+OPERATOR: Final = frozenset({TokenRole.OPERATOR})
 CACHE_SIZE: Final = 16_384
 ANONYMOUS: Final = Identity()
 _BEARER: Final = "bearer "
@@ -44,7 +44,7 @@ class TokenAuthenticator:
         """Whether no call needs a token."""
         return self._tokens is None
 
-    def identify(self, metadata: Metadata, roles: frozenset[Role]) -> Identity:
+    def identify(self, metadata: Metadata, roles: frozenset[TokenRole]) -> Identity:
         """The caller, if its token (where tokens are needed) has one of the roles."""
         cached = self._cache.get(metadata)
         if cached is None or (cached.claims is not None and self._clock.wall_s() >= cached.claims.expires_s):

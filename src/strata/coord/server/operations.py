@@ -85,11 +85,11 @@ async def next_shards(service: CoordinatorService, request: NextShards, wait_s: 
     """Ack and lease; if no shard is free now but one may be later, wait for it."""
     deadline_s = service.clock.monotonic_s() + wait_s
     request, stale = await _ack_other_epochs(service, request)
-    found = (await service.submit(request)).reply
-    assert isinstance(found, ShardAssignment)
-    if found.leases or found.end_of_epoch or wait_s <= 0:
-        return replace(found, stale=(*stale, *found.stale)) if stale else found
-    return await _wait_for_shards(service, request, (*stale, *found.stale), deadline_s)
+    reply = (await service.submit(request)).reply
+    assert isinstance(reply, ShardAssignment)
+    if reply.leases or reply.end_of_epoch or wait_s <= 0:
+        return replace(reply, stale=(*stale, *reply.stale)) if stale else reply
+    return await _wait_for_shards(service, request, (*stale, *reply.stale), deadline_s)
 
 
 async def _wait_for_shards(
@@ -100,16 +100,16 @@ async def _wait_for_shards(
     while True:
         with service.events.subscribe(("data", request.caller.job)) as data_event:
             try:
-                found = (await service.submit(request)).reply
+                reply = (await service.submit(request)).reply
             except StrataError as error:
                 # Shards are often freed by an eviction, and then a new generation has to form first.
                 if not (service.leads and error.code is Code.UNAVAILABLE):
                     raise
-                found = ShardAssignment((), end_of_epoch=False, stale=())
-            assert isinstance(found, ShardAssignment)
+                reply = ShardAssignment((), end_of_epoch=False, stale=())
+            assert isinstance(reply, ShardAssignment)
             left_s = deadline_s - service.clock.monotonic_s()
-            if found.leases or found.end_of_epoch or left_s <= 0:
-                return replace(found, stale=stale)
+            if reply.leases or reply.end_of_epoch or left_s <= 0:
+                return replace(reply, stale=stale)
             with service.open_call(request.caller):
                 await data_event.wait(left_s)
             if data_event.cancelled():
@@ -131,20 +131,20 @@ async def _ack_other_epochs(service: CoordinatorService, request: NextShards) ->
 
 
 def _by_epoch(dataset: DatasetLedger, worker_id: str, acks: Sequence[Ack]) -> dict[int, tuple[Ack, ...]]:
-    found: dict[int, tuple[Ack, ...]] = {}
+    by_epoch: dict[int, tuple[Ack, ...]] = {}
     for ack in acks:
         for epoch, ledger in dataset.epochs.items():
             if ack.lease_id in ledger.held.get(worker_id, ()):
-                found[epoch] = (*found.get(epoch, ()), ack)
-    return found
+                by_epoch[epoch] = (*by_epoch.get(epoch, ()), ack)
+    return by_epoch
 
 
 async def _ack_only(service: CoordinatorService, request: NextShards, dataset: DatasetLedger) -> tuple[int, ...]:
     ledger = dataset.epochs.get(request.epoch)
     held = tuple(ledger.held.get(request.caller.worker_id, ())) if ledger else ()
-    found = (await service.submit(replace(request, count=0, held=held))).reply
-    assert isinstance(found, ShardAssignment)
-    return found.stale
+    reply = (await service.submit(replace(request, count=0, held=held))).reply
+    assert isinstance(reply, ShardAssignment)
+    return reply.stale
 
 
 async def confirm_dataset(
@@ -169,9 +169,9 @@ async def confirm_dataset(
             )
         return RegisterDataset(caller, wanted)
 
-    found = (await service.submit(request)).reply
-    assert isinstance(found, DatasetRegistration)
-    return found, service.state.jobs[caller.job].datasets[dataset_id]
+    reply = (await service.submit(request)).reply
+    assert isinstance(reply, DatasetRegistration)
+    return reply, service.state.jobs[caller.job].datasets[dataset_id]
 
 
 async def arrive(
@@ -191,46 +191,46 @@ async def arrive(
     # By its number: while this call waits, the current generation may become another one.
     request = replace(request, caller=replace(caller, generation=generation))
     with service.barriers.subscribe((caller.job, generation, request.barrier_id)) as decided:
-        found = (await service.submit(request)).reply
-        assert isinstance(found, BarrierState)
+        state = (await service.submit(request)).reply
+        assert isinstance(state, BarrierState)
         telemetry = service.telemetry_of(caller.job)
         telemetry.record_step(caller.worker_id, request.step)
-        if found.verdict is None:
+        if state.verdict is None:
             if not decided.done():
                 telemetry.barrier_opened_s.setdefault(request.barrier_id, service.clock.monotonic_s())
             if not wait:
-                return found
+                return state
             with service.open_call(caller):
                 await on_wait()
                 if not await decided.wait():
                     raise not_leading()
-            found = decided.result()
-    if found.verdict is BarrierVerdict.TIMED_OUT and wait:
-        missing = ", ".join(found.missing) or "nobody"
+            state = decided.result()
+    if state.verdict is BarrierVerdict.TIMED_OUT and wait:
+        missing = ", ".join(state.missing) or "nobody"
         raise StrataError(Code.DEADLINE, f"barrier {request.barrier_id!r} timed out; missing: {missing}")
-    if found.verdict is BarrierVerdict.MEMBERSHIP_CHANGED:
-        return replace(found, generation=service.telemetry_of(caller.job).generation)
-    return found
+    if state.verdict is BarrierVerdict.MEMBERSHIP_CHANGED:
+        return replace(state, generation=service.telemetry_of(caller.job).generation)
+    return state
 
 
 async def report(
     service: CoordinatorService, caller: Caller, make: Callable[[JobState], ReportCheckpoint]
 ) -> tuple[CheckpointState, int]:
     """The state of the checkpoint, and its step. `make` takes from the job what the caller leaves open."""
-    made: list[ReportCheckpoint] = []
+    reports: list[ReportCheckpoint] = []
 
     def request(state: CoordState) -> ReportCheckpoint:
         job = members.job_of(state, caller)
-        found = make(job)
-        found = replace(found, checkpoint_id=_shared_id(job, found))
-        is_committed = job.checkpoint(found.checkpoint_id) is not None
+        report = make(job)
+        report = replace(report, checkpoint_id=_shared_id(job, report))
+        is_committed = job.checkpoint(report.checkpoint_id) is not None
         checkpoints.reporting_member(job, caller, is_committed=is_committed)
-        made.append(found)
-        return made[-1]
+        reports.append(report)
+        return report
 
     reply = (await service.submit(request)).reply
     assert isinstance(reply, CheckpointState)
-    return reply, made[-1].step
+    return reply, reports[-1].step
 
 
 def _shared_id(job: JobState, request: ReportCheckpoint) -> str:

@@ -20,7 +20,7 @@ from strata.coord.server.grpc_handler import STATUS_OF, trailing
 from strata.coord.server.heartbeat import HeartbeatHandler
 from strata.coord.server.presence import open_presence
 from strata.coord.server.service import CoordinatorService, not_leading
-from strata.coord.server.tokens import Role
+from strata.coord.server.tokens import TokenRole
 from strata.coord.server.wire import Identity
 from strata.coord.server.wire_job import job_config, job_state, summary
 
@@ -51,7 +51,7 @@ class Servicer:
         self._authenticator = authenticator
         self._released: tuple[BarrierState | None, bytes] = None, b""
         heartbeats = HeartbeatHandler(service)
-        self._roles: dict[str, frozenset[Role]] = {}
+        self._roles: dict[str, frozenset[TokenRole]] = {}
         self.calls: Final[Mapping[str, Handler]] = {
             "RegisterWorker": self._serve("RegisterWorker", WORKER, self._register),
             "Heartbeat": self._serve("Heartbeat", WORKER, self._with_token_renewal(heartbeats.one)),
@@ -80,7 +80,7 @@ class Servicer:
     def _serve(
         self,
         name: str,
-        roles: frozenset[Role],
+        roles: frozenset[TokenRole],
         work: Callable[[Request, Identity, Context], Awaitable[Reply]],
     ) -> Handler:
         """The outermost handler of a call: an error leaves as a status, never as a traceback."""
@@ -100,7 +100,7 @@ class Servicer:
         return answer
 
     def _ending_with_token(
-        self, roles: frozenset[Role], work: Callable[[Request, Identity, Context], Awaitable[None]]
+        self, roles: frozenset[TokenRole], work: Callable[[Request, Identity, Context], Awaitable[None]]
     ) -> Callable[[Request, Identity, Context], Awaitable[None]]:
         """A stream ends with the token that opened it, at its expiry or when it is revoked."""
         if self._authenticator.allows_anonymous:
@@ -145,33 +145,33 @@ class Servicer:
             error = StrataError(Code.INTERNAL, f"internal error; the log knows more under {correlation_id}")
         await context.abort(STATUS_OF[error.code], str(error), trailing(error))
 
-    def _identify(self, request: Message, context: Context, roles: frozenset[Role]) -> Identity:
+    def _identify(self, request: Message, context: Context, roles: frozenset[TokenRole]) -> Identity:
         if self._authenticator.allows_anonymous and isinstance(request, NAMED) and request.job_id and request.worker_id:
             # The metadata matters only where the message names no worker, and reading it is not free.
             return ANONYMOUS
         return self._authenticator.identify(cast(Metadata, context.invocation_metadata() or ()), roles)
 
     async def _register(self, request: pb.WorkerInfo, who: Identity, _: Context) -> pb.WorkerConfig:
-        given = wire.worker(request, who, self._service.ids.new("incarnation"))
-        job, assignment = await operations.register(self._service, given)
+        registration = wire.worker(request, who, self._service.ids.new("incarnation"))
+        job, assignment = await operations.register(self._service, registration)
         if request.sdk_version:
-            self._service.telemetry_of(job.job).sdk_versions[given.worker.worker_id] = request.sdk_version
+            self._service.telemetry_of(job.job).sdk_versions[registration.worker.worker_id] = request.sdk_version
         reply = wire.config(self._service.state, job, assignment)
         if request.include_members and assignment.generation:
             reply.members.extend(wire.members(job))
         if request.held_leases:
-            reply.lost_leases.extend(operations.lost_leases(job, given.worker.worker_id, request.held_leases))
+            reply.lost_leases.extend(operations.lost_leases(job, registration.worker.worker_id, request.held_leases))
         return reply
 
     async def _next_shards(self, request: pb.ShardRequest, who: Identity, _: Context) -> pb.ShardAssignment:
-        given = wire.next_shards(request, who)
-        found = await operations.next_shards(self._service, given, min(request.wait_ms / 1000, MAX_WAIT_S))
+        shard_request = wire.next_shards(request, who)
+        leased = await operations.next_shards(self._service, shard_request, min(request.wait_ms / 1000, MAX_WAIT_S))
         state = self._service.state
-        job = state.jobs[given.caller.job]
-        dataset = job.datasets[given.dataset_id].dataset
+        job = state.jobs[shard_request.caller.job]
+        dataset = job.datasets[shard_request.dataset_id].dataset
         ends = file_ends(state.indexes_of(job.job), dataset)
         generation = self._service.telemetry_of(job.job).generation
-        return wire.assignment(found, generation, request.epoch, dataset, ends)
+        return wire.assignment(leased, generation, request.epoch, dataset, ends)
 
     async def _ack_dataset(self, request: pb.DatasetInfo, who: Identity, _: Context) -> pb.DatasetAck:
         registered, ledger = await operations.confirm_dataset(
@@ -185,14 +185,14 @@ class Servicer:
     async def _barrier(self, request: pb.BarrierRequest, who: Identity, context: Context) -> bytes:
         wait = request.wait if request.HasField("wait") else True
         # The headers of the reply are sent while the worker waits, so that a release has less to send.
-        found = await operations.arrive(
+        state = await operations.arrive(
             self._service, wire.arrive(request, who), wait=wait, on_wait=lambda: context.send_initial_metadata(())
         )
         # All released calls come here one after the other, with the very same state.
         released, encoded = self._released
-        if found is not released:
-            encoded = wire.barrier(found).SerializeToString()
-            self._released = found, encoded
+        if state is not released:
+            encoded = wire.barrier(state).SerializeToString()
+            self._released = state, encoded
         return encoded
 
     async def _report(self, request: pb.CheckpointInfo, who: Identity, _: Context) -> pb.CheckpointAck:
@@ -207,11 +207,11 @@ class Servicer:
 
     async def _recover(self, request: pb.RecoveryRequest, who: Identity, _: Context) -> pb.RecoveryResponse:
         caller = wire.caller(request, who)
-        given = RequestRecovery(caller, request.observed_generation, request.bad_checkpoint_id or None)
-        found = await operations.recover(self._service, given)
+        recovery_request = RequestRecovery(caller, request.observed_generation, request.bad_checkpoint_id or None)
+        recovery = await operations.recover(self._service, recovery_request)
         times = self._service.telemetry_of(caller.job).committed_at_s
-        at_s = times.get(found.checkpoint.checkpoint_id, 0.0) if found.checkpoint else 0.0
-        return wire.recovery(found, self._service.state.leader_epoch, at_s)
+        at_s = times.get(recovery.checkpoint.checkpoint_id, 0.0) if recovery.checkpoint else 0.0
+        return wire.recovery(recovery, self._service.state.leader_epoch, at_s)
 
     async def _leave(self, request: pb.LeaveWorkerRequest, who: Identity, _: Context) -> pb.LeaveWorkerResponse:
         caller = wire.caller(request, who)
@@ -224,11 +224,11 @@ class Servicer:
         caller: Caller = wire.caller(request, who)
         with open_presence(self._service, caller) as presence:
             while True:
-                news = await presence.next_update()
+                update = await presence.next_update()
                 await context.write(
                     pb.AttachResponse(
-                        commands=map(wire.command, news.commands),
-                        generation=news.generation,
+                        commands=map(wire.command, update.commands),
+                        generation=update.generation,
                         leader_epoch=self._service.state.leader_epoch,
                     )
                 )

@@ -26,14 +26,14 @@ MAX_TOKEN: Final = 4_096
 REVOKED_CHECK_S: Final = 1.0
 
 
-class Role(StrEnum):
+class TokenRole(StrEnum):
     WORKER = "worker"
     OPERATOR = "operator"
 
 
 class Claims(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     job: str
-    role: Role
+    role: TokenRole
     expires_s: int
     """Wall time."""
     worker: str = ""
@@ -74,7 +74,7 @@ class Tokens:
     def issue(self, claims: Claims) -> str:
         if not claims.job:
             raise StrataError(Code.INVALID, "a token needs a job")
-        if claims.worker and claims.role is not Role.WORKER:
+        if claims.worker and claims.role is not TokenRole.WORKER:
             raise StrataError(Code.INVALID, "only a worker's token can be bound to a worker")
         head = f"{PREFIX}.{_encode_base64(_encode(claims))}"
         return f"{head}.{_encode_base64(self._sign(head))}"

@@ -15,9 +15,9 @@ from strata.coord.core.facts import (
     CheckpointPart,
     CommandKind,
     Consumed,
+    DataFile,
     Dataset,
     DatasetMode,
-    File,
     RegisteredWorker,
 )
 from strata.coord.core.inputs import Ack, Caller
@@ -178,7 +178,7 @@ def dataset(message: pb.DatasetInfo, known: Dataset | None) -> Dataset | None:
         dataset_id=message.dataset_id,
         samples=samples,
         shard_size=message.shard_size or (known.shard_size if known else DEFAULT_SHARD_SIZE),
-        files=tuple(File(file.path, file.num_samples) for file in message.files),
+        files=tuple(DataFile(file.path, file.num_samples) for file in message.files),
         mode=DatasetMode.DETERMINISTIC if message.mode == pb.DATASET_MODE_DETERMINISTIC else DatasetMode.LEASED,
         seed=message.seed,
         shuffle=message.shuffle if message.HasField("shuffle") else True,

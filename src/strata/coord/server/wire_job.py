@@ -8,7 +8,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core.barriers import missing_at
-from strata.coord.core.facts import DatasetMode, JobConfig, JobStatus
+from strata.coord.core.facts import DatasetMode, GangStatus, JobConfig
 from strata.coord.core.ledger import DatasetLedger, Quarantined
 from strata.coord.core.state import CoordState, JobState, Member, PendingCheckpoint, SoftState
 from strata.coord.pb import coordinator_pb2 as pb
@@ -17,10 +17,10 @@ from strata.coord.server.wire import MAX_ARGUMENTS, address, command, manifest, 
 
 HISTORY: Final = 20
 STATUS_OF: Final = {
-    JobStatus.CREATED: pb.JOB_STATUS_CREATED,
-    JobStatus.RUNNING: pb.JOB_STATUS_RUNNING,
-    JobStatus.STOPPED: pb.JOB_STATUS_STOPPED,
-    JobStatus.FINISHED: pb.JOB_STATUS_FINISHED,
+    GangStatus.CREATED: pb.JOB_STATUS_CREATED,
+    GangStatus.RUNNING: pb.JOB_STATUS_RUNNING,
+    GangStatus.STOPPED: pb.JOB_STATUS_STOPPED,
+    GangStatus.FINISHED: pb.JOB_STATUS_FINISHED,
 }
 LATE_INTERVALS: Final = 1.5
 """Intervals of silence after which a heartbeat is late."""

@@ -52,7 +52,7 @@ def manifest(message: pb.CheckpointManifest) -> Manifest:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredPart:
     """This worker's part, as it is stored."""
 
     uri: str
@@ -60,15 +60,15 @@ class Stored:
     digest: str
 
 
-def stored_part(path: str, digest: str | None, size: int | None) -> Stored:
+def stored_part(path: str, digest: str | None, size: int | None) -> StoredPart:
     """Size and digest of a local file are read from it unless given."""
     if "://" in path:
         if size is None or digest is None:
             raise StrataError(Code.INVALID, f"the size and the digest of {path} have to be given: it is no local file")
-        return Stored(path, size, digest)
+        return StoredPart(path, size, digest)
     file = Path(path).absolute()
     try:
-        return Stored(
+        return StoredPart(
             str(file),
             file.stat().st_size if size is None else size,
             file_digest(file) if digest is None else digest,
@@ -127,7 +127,7 @@ class CheckpointReporter:
             reported = await self._report(capture, stored)
         return reported
 
-    async def _report(self, capture: Capture, stored: Stored) -> Reported:
+    async def _report(self, capture: Capture, stored: StoredPart) -> Reported:
         session = self.session
 
         def make() -> pb.CheckpointInfo:
@@ -153,5 +153,5 @@ class CheckpointReporter:
         return Reported(ack.step, ack.committed, tuple(ack.missing_ranks), tuple(ack.tombstones))
 
 
-async def _stored(path: str | Path, digest: str | None, size: int | None) -> Stored:
+async def _stored(path: str | Path, digest: str | None, size: int | None) -> StoredPart:
     return await asyncio.to_thread(stored_part, os.fspath(path), digest, size)
