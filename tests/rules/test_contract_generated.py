@@ -64,6 +64,7 @@ def test_the_generated_files_and_the_accepted_contract_are_fresh(tmp_path: Path)
 def test_the_lowest_allowed_runtime_runs_the_generated_code() -> None:
     protobuf = Version(found(r"Protobuf Python Version: (\d+)\.(\d+)\.(\d+)", "coordinator_pb2.py"))
     grpc = Version(found(r"GRPC_GENERATED_VERSION = '([\d.]+)'", "coordinator_pb2_grpc.py"))
-    assert {bounds(extra)["protobuf"] for extra in ("worker", "hub", "train")} == {protobuf}
-    assert {extra: bounds(extra)["grpcio"] for extra in ("worker", "hub")} == {"worker": grpc, "hub": grpc}
+    assert {bounds(extra)["protobuf"] for extra in ("worker", "worker-data", "coordinator", "train")} == {protobuf}
+    assert {bounds(extra)["grpcio"] for extra in ("worker", "worker-data", "coordinator")} == {grpc}
+    assert not {"grpcio", "protobuf", "numpy"} & bounds("hub").keys()
     assert bounds("dev")["grpcio-tools"] == grpc
