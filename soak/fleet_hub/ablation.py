@@ -50,7 +50,7 @@ def _any_epoch(status: Any, *, current: Any, claimed: Any, leased: bool) -> Any:
 SAFEGUARDS: Final[dict[str, tuple[Any, str, Any]]] = {
     "a hub that was blind takes nothing away": (service, "may_expire_leases", lambda **_: True),
     "a claim that is repeated takes no more": (claims.ClaimQueue, "submit", _claims_anew),
-    "a repeated report gets the same answer": (leases, "_told", lambda *_: None),
+    "a repeated report gets the same answer": (leases, "_previous_report", lambda *_: None),
     "a write is committed before it is confirmed": (sqlite.SqliteThread, "_run_group", _commits_late),
     "a host that was replaced is refused": (rows, "lease_status", _any_epoch),
 }

@@ -71,7 +71,7 @@ POSTGRES: Final = Component(
     ),
 )
 
-PLACE: Final = """
+POSITION: Final = """
 coalesce(
   (SELECT min(seq) - 1 FROM event
    WHERE (tx, seq) > (split_part(cursor, '.', 1)::bigint, split_part(cursor, '.', 2)::bigint)),

@@ -1,4 +1,4 @@
-"""Claims that wait: many long polls, one transaction at a time, and nobody asks twice while nothing has changed."""
+"""Batches claims: many long polls share one transaction at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strata.base.failpoint import failpoint
 from strata.fleet.ports import Claim, JobLease, Store
 
 BATCH: Final = 64
-"""Claims that share a transaction at most; those that come while it runs share the next."""
+"""Claims per transaction at most; claims that arrive while it runs share the next one."""
 
 
 class ClaimQueue:
@@ -19,48 +19,48 @@ class ClaimQueue:
         self._store = store
         self._lease_s = lease_s
         self._now_s = now_s
-        self._waiting: list[tuple[Claim, asyncio.Future[Sequence[JobLease]]]] = []
-        self._serving: asyncio.Task[None] | None = None
+        self._pending: list[tuple[Claim, asyncio.Future[Sequence[JobLease]]]] = []
+        self._worker: asyncio.Task[None] | None = None
 
     async def submit(self, claim: Claim) -> Sequence[JobLease]:
         reply: asyncio.Future[Sequence[JobLease]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((claim, reply))
-        if self._serving is None or self._serving.done():
-            self._start()
+        self._pending.append((claim, reply))
+        if self._worker is None or self._worker.done():
+            self._start_worker()
         return await reply
 
-    def _start(self) -> None:
-        self._serving = asyncio.create_task(self._serve())
-        self._serving.add_done_callback(self._served)
+    def _start_worker(self) -> None:
+        self._worker = asyncio.create_task(self._run())
+        self._worker.add_done_callback(self._on_worker_done)
 
-    def _served(self, task: asyncio.Task[None]) -> None:
-        """A defect ends the task with the batch that met it; those behind it are served by another."""
-        if self._waiting and task is self._serving and not task.cancelled():
-            self._start()
+    def _on_worker_done(self, task: asyncio.Task[None]) -> None:
+        """A defect ends the worker task with its batch; another worker serves the pending claims."""
+        if self._pending and task is self._worker and not task.cancelled():
+            self._start_worker()
 
-    async def _serve(self) -> None:
-        while self._waiting:
-            # A turn of the loop: requests that have arrived together are answered together.
+    async def _run(self) -> None:
+        while self._pending:
+            # Yield to the event loop once: requests that arrived together share a batch.
             await asyncio.sleep(0)
-            batch = [(claim, reply) for claim, reply in self._waiting[:BATCH] if not reply.done()]
-            del self._waiting[:BATCH]
+            batch = [(claim, reply) for claim, reply in self._pending[:BATCH] if not reply.done()]
+            del self._pending[:BATCH]
             if batch:
-                await self._answer(batch)
+                await self._claim_batch(batch)
 
-    async def _answer(self, batch: list[tuple[Claim, asyncio.Future[Sequence[JobLease]]]]) -> None:
+    async def _claim_batch(self, batch: list[tuple[Claim, asyncio.Future[Sequence[JobLease]]]]) -> None:
         failure = StrataError(Code.INTERNAL, "the claim was not answered")
         try:
-            given = await self._store.claim([claim for claim, _ in batch], self._lease_s, self._now_s())
-            if any(given):
+            granted = await self._store.claim([claim for claim, _ in batch], self._lease_s, self._now_s())
+            if any(granted):
                 failpoint("fleet.claim.committed")
-            # Who has gone meanwhile asks again under the same claim_id, and gets the same.
-            for (_, reply), leases in zip(batch, given, strict=True):
+            # A client that has disconnected meanwhile repeats its claim_id and gets the same leases.
+            for (_, reply), leases in zip(batch, granted, strict=True):
                 if not reply.done():
                     reply.set_result(leases)
         except StrataError as error:
             failure = error
         finally:
-            # Nobody is left waiting, whatever went wrong.
+            # No claim stays without a reply, whatever failed.
             for _, reply in batch:
                 if not reply.done():
                     reply.set_exception(failure)

@@ -1,10 +1,11 @@
-"""What the fleet asks of its database: one port, two adapters (`sqlite`, `postgres`), one conformance suite.
+"""The port of the fleet to its database: two adapters (`store.sqlite`, `store.postgres`), one conformance suite.
 
 Each method is one transaction and writes the events of what it changed in it. Nothing here matches jobs with hosts: a
-claim names the requirement classes it may take from, and the service has worked those out. Time is an argument, so that
-a test can pass it and a history can be replayed; the hub's clock is the only one that counts, never a host's.
+claim names the requirement classes that its host is eligible for, and the service computes those. Time is an argument,
+so that a test can pass it and a history can be replayed; the hub's clock is the only one that counts, never a host's.
 
-A method that a host calls takes the epoch of its attempt and raises STALE when the job has moved on, whatever else is.
+A method that a host calls takes the epoch of its attempt and raises STALE if a later attempt has begun: the epoch is
+the fencing token.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class JobRow:
     changed_at_s: float
     not_before_s: float = 0.0
     host_id: str = ""
-    """Who holds it, or held it last."""
+    """The host that holds it, or held it last."""
     reason: str = ""
-    """The last ruling in words: why it failed, why it is tried again."""
+    """The last decision in words: why it failed, why it is retried."""
     artifact: str = ""
     declared: bool = True
     """A manifest has it, or had it; others were submitted one by one."""
@@ -96,7 +97,7 @@ class JobLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A host asks for work. `classes` maps the ids of the classes it may take to the slots a job of it needs."""
+    """A host requests jobs. `classes` maps the ids of the classes it may take to the slots a job of it needs."""
 
     host_id: str
     claim_id: str
@@ -118,7 +119,7 @@ class Renewal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Renewed:
+class RenewalResult:
     job_id: str
     epoch: int
     verdict: Literal["held", "stale", "ended", "unknown"]
@@ -135,13 +136,13 @@ class RefusedJob:
     class_id: int
     hosts: frozenset[str]
 
-    def fails(self, eligible: Collection[str]) -> bool:
+    def is_unservable(self, eligible: Collection[str]) -> bool:
         return self.hosts.issuperset(eligible)
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptKey:
-    """Who speaks for an attempt: the fence of every write of a host."""
+    """Identifies one attempt and its host; `epoch` is the fencing token of every write of that host."""
 
     host_id: str
     job_id: str
@@ -234,7 +235,7 @@ class Store(Protocol):
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow: ...
 
     async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
-        """Hosts were heard of at these times, in one statement; unknown hosts are ignored."""
+        """Write the times of the last heartbeats, in one statement; unknown hosts are ignored."""
 
     async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[JobLease]]:
         """For each claim the leases it gets, best priority first, then oldest: all claims in one transaction.
@@ -243,23 +244,26 @@ class Store(Protocol):
         A host that is not active gets none.
         """
 
-    async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
-        """Extend what is held; revive what has expired and nobody else has claimed."""
+    async def renew(
+        self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float
+    ) -> Sequence[RenewalResult]:
+        """Extend the leases that are held; revive expired ones that no other host has claimed."""
 
-    async def complete(self, hold: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow:
-        """Again with the same epoch and content: the same answer. After another end: kept as an orphan, CONFLICT."""
+    async def complete(self, attempt: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow:
+        """Idempotent: the same epoch and content gets the same reply. After another end: kept as an orphan,
+        CONFLICT."""
 
     async def fail(
-        self, hold: AttemptKey, failure: JobFailure, now_s: float, *, chance: float, eligible: Collection[str] = ()
+        self, attempt: AttemptKey, failure: JobFailure, now_s: float, *, chance: float, eligible: Collection[str] = ()
     ) -> JobRow:
-        """What becomes of it is `core.lease.after_failure`'s ruling. Again with the same epoch: the same answer.
+        """`core.lease.after_failure` decides about a retry. Idempotent: the same epoch gets the same reply.
 
         After a setup error the host is excluded: its claims pass over the job until that has ended or is requeued, or
         the host registers again.
         `eligible` are the hosts that may take the job by what they are; when all have refused it, it fails.
         """
 
-    async def record_checkpoint(self, hold: AttemptKey, artifact: str, now_s: float) -> None: ...
+    async def record_checkpoint(self, attempt: AttemptKey, artifact: str, now_s: float) -> None: ...
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow: ...
 
@@ -273,8 +277,8 @@ class Store(Protocol):
         """Expire leases that ran out (`core.lease.after_expiry`). Whether it may run is for the service to know."""
 
     async def release_backoffs(self, now_s: float, limit: int = 1000) -> int:
-        """Jobs whose back-off is over join the queue; how many. They wait elsewhere, so that a claim never steps over
-        them."""
+        """Move jobs whose backoff is over into the queue; how many. Until then they are in a table of their own, so
+        that a claim never scans them."""
 
     async def job(self, job_id: str) -> JobRow: ...
 

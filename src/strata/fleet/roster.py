@@ -1,7 +1,7 @@
-"""Which classes a host may take from: remembered, because it changes rarely and is asked at every claim.
+"""Caches which requirement classes each host is eligible for: it changes rarely and every claim needs it.
 
-Classes are only ever added, so the hub fetches those it has not seen. Policies and hosts are read anew when this hub
-changed them and every few seconds besides: another hub on the same database may have.
+Classes are only ever added, so the hub fetches the new ones. Policies and hosts are read again when this hub changed
+them, and every few seconds besides, because another hub on the same database may have changed them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FRESH_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ClaimOptions:
-    """What a host may be given just now."""
+    """The classes from which a host may claim jobs now."""
 
     classes: Mapping[int, int]
     """Ids of classes and the slots a job of each takes."""
@@ -49,14 +49,14 @@ class Roster:
         self._reading = asyncio.Lock()
 
     def invalidate(self) -> None:
-        """Read hosts, policies and classes again at the next question; what is being read now does not count."""
+        """Read hosts, policies and classes again at the next refresh; a read in progress does not count."""
         self._invalidations += 1
         self._read_at_s = float("-inf")
 
     async def refresh(self, now_s: float) -> None:
         if 0 <= now_s - self._read_at_s < FRESH_S:
             return
-        # Whoever comes meanwhile waits for this one: all hosts of a fleet notice at once that the time is over.
+        # One reader at a time: the claims of all hosts find the cache expired at the same moment.
         async with self._reading:
             if not 0 <= now_s - self._read_at_s < FRESH_S:
                 await self._read(now_s)
@@ -90,7 +90,7 @@ class Roster:
         return self._classes[class_id]
 
     def serves(self, host: HostRow) -> Mapping[int, int]:
-        """The classes this host may take by what it is and by its policy, with the slots of each."""
+        """The classes that this host is eligible for by its capability and policy, with the slots of each."""
         own, known = self.profile(host), len(self._classes)
         cached = self._served.get(host.id)
         # The profile itself is compared: its key is a digest, which costs more than all the rest of a claim.
@@ -109,7 +109,7 @@ class Roster:
             id_: now_s - requirement.needs.prefer_wait_s
             for id_, requirement in self._with_preferences.items()
             if id_ in classes
-            # As for a job that was queued just now; the time beside it lets through those that have waited.
+            # As for a job that was queued just now; `held_back` lets those through that have waited long enough.
             and holds_back(requirement, own, waited_s=0.0, best_online=self._best_online(id_, requirement, now_s))
         }
         return ClaimOptions(classes, held_back, refusing=host_id in self._refusing)

@@ -1,8 +1,8 @@
-"""The fleet of one hub: what the edges (HTTP, the hub's own loop) call. It knows time and waiting, and no HTTP.
+"""The fleet service of one hub, called by the HTTP routes and the hub's loop. It knows time and waiting, and no HTTP.
 
-Time here is the wall clock at the start plus what has passed since by the steady clock: a wall clock that is set while
-the hub runs makes no lease run out. Leases may expire only after the hub could hear renewals for one full lease
-(`core.lease.may_expire_leases`); a failing database or a hub that was frozen begins that time anew.
+Time here is the wall clock at the start plus the monotonic time since: setting the wall clock while the hub runs
+expires no lease. Leases may expire only after the hub could receive renewals for one full lease term
+(`core.lease.may_expire_leases`); an outage of the database or a frozen hub restarts that grace period.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from strata.fleet.ports import (
     JobLease,
     JobRow,
     Renewal,
-    Renewed,
+    RenewalResult,
     Store,
 )
 from strata.fleet.roster import Roster
 
 TICK_S: Final = 1.0
 POLL_S: Final = 2.0
-"""How often a waiting claim looks by itself: another hub may have queued what it waits for."""
+"""How often a waiting claim polls the database: another hub may have queued a job for it."""
 MAX_WAIT_S: Final = 60.0
-JUDGED: Final = 500
-"""How many jobs that every host refused are failed in one transaction."""
+FAIL_BATCH: Final = 500
+"""How many unservable jobs are failed in one transaction."""
 _log = log.get(__name__)
 
 
@@ -72,14 +72,14 @@ class Fleet:
         self._roster = Roster(store, self.settings.stale_after_s)
         self._changes = Broadcast()
         self._claims = ClaimQueue(store, self.settings.stale_after_s, self.now_s)
-        self._seen: dict[str, float] = {}
-        self._seeing_since_s = self.now_s()
+        self._heartbeats: dict[str, float] = {}
+        self._observing_since_s = self.now_s()
         self._ticked_at_s = self.now_s()
 
     def now_s(self) -> float:
         return self._wall_ahead_s + self._clock.monotonic_s()
 
-    # What hosts ask
+    # Requests of hosts
 
     async def register(self, host: HostRow, actor: str) -> HostRow:
         registered = await self.store.register_host(host, actor)
@@ -118,7 +118,7 @@ class Fleet:
                 async with asyncio.timeout(min(left_s, POLL_S)):
                     await changed.wait()
 
-    async def renew(self, host_id: str, renewals: Sequence[Renewal]) -> Sequence[Renewed]:
+    async def renew(self, host_id: str, renewals: Sequence[Renewal]) -> Sequence[RenewalResult]:
         self.touch_host(host_id)
         if not renewals:
             return []
@@ -126,36 +126,36 @@ class Fleet:
         failpoint("fleet.renew.committed")
         return renewed
 
-    async def complete(self, hold: AttemptKey, completion: JobCompletion) -> JobRow:
-        self.touch_host(hold.host_id)
-        row = await self.store.complete(hold, completion, self.now_s())
+    async def complete(self, attempt: AttemptKey, completion: JobCompletion) -> JobRow:
+        self.touch_host(attempt.host_id)
+        row = await self.store.complete(attempt, completion, self.now_s())
         failpoint("fleet.complete.committed")
-        # What came after it may be ready now.
+        # Jobs that depend on it may be ready now.
         self._changes.notify()
         return row
 
-    async def fail(self, hold: AttemptKey, failure: JobFailure) -> JobRow:
-        self.touch_host(hold.host_id)
-        eligible = await self._eligible(hold.job_id) if failure.cause is Cause.SETUP_ERROR else ()
-        row = await self.store.fail(hold, failure, self.now_s(), chance=self._chance(), eligible=eligible)
+    async def fail(self, attempt: AttemptKey, failure: JobFailure) -> JobRow:
+        self.touch_host(attempt.host_id)
+        eligible = await self._eligible_for_job(attempt.job_id) if failure.cause is Cause.SETUP_ERROR else ()
+        row = await self.store.fail(attempt, failure, self.now_s(), chance=self._chance(), eligible=eligible)
         failpoint("fleet.fail.committed")
         if failure.cause is Cause.INFRA:
-            await self._judge_host(hold.host_id)
+            await self._quarantine_if_faulty(attempt.host_id)
         elif failure.cause is Cause.SETUP_ERROR:
             self._roster.invalidate()
         self._changes.notify()
         return row
 
-    async def record_checkpoint(self, hold: AttemptKey, artifact: str) -> None:
-        self.touch_host(hold.host_id)
-        await self.store.record_checkpoint(hold, artifact, self.now_s())
+    async def record_checkpoint(self, attempt: AttemptKey, artifact: str) -> None:
+        self.touch_host(attempt.host_id)
+        await self.store.record_checkpoint(attempt, artifact, self.now_s())
         failpoint("fleet.checkpoint.committed")
 
     def touch_host(self, host_id: str) -> None:
-        """A sign of life: kept in memory and written with all others once a second."""
-        self._seen[host_id] = self.now_s()
+        """Record a heartbeat: kept in memory, and written with all others once a second."""
+        self._heartbeats[host_id] = self.now_s()
 
-    # What people ask
+    # Requests of people
 
     async def plan_manifest(self, manifest: JobManifest, options: ApplyOptions | None = None) -> ApplyPlan:
         """What applying this manifest would change."""
@@ -173,7 +173,7 @@ class Fleet:
         failpoint("fleet.apply.committed")
         self._roster.invalidate()
         if wanted.hosts:
-            await self._judge_refused()
+            await self._fail_unservable_jobs()
         self._changes.notify()
 
     async def cancel(self, job_id: str, reason: str, actor: str) -> JobRow:
@@ -190,7 +190,7 @@ class Fleet:
         row = await self.store.set_host_state(host_id, state, reason, actor, self.now_s())
         self._roster.invalidate()
         if state == "left":
-            await self._judge_refused()
+            await self._fail_unservable_jobs()
         self._changes.notify()
         return row
 
@@ -215,7 +215,7 @@ class Fleet:
             ),
         )
         held = await self.held_slots()
-        refused = await self._refused(job_id)
+        refused = await self._exclusion_reasons(job_id)
         states = [
             self._roster.state(host, self.now_s(), held.get(host.id, 0), refused=refused.get(host.id, ""))
             for host in self._roster.hosts()
@@ -223,7 +223,7 @@ class Fleet:
         ]
         return why(question, states, now_s=self.now_s())
 
-    async def _refused(self, job_id: str) -> Mapping[str, str]:
+    async def _exclusion_reasons(self, job_id: str) -> Mapping[str, str]:
         """The hosts that are excluded for this job, each with the error of its last attempt."""
         hosts = await self.store.refusals(job_id)
         errors = {each.host_id: each.error for each in await self.store.attempts(job_id)} if hosts else {}
@@ -239,63 +239,67 @@ class Fleet:
             after = page[-1].id
         return taken
 
-    # What the hub's loop does
+    # The hub's loop
 
     async def tick(self) -> None:
-        """Once a second: write who was heard of, end back-offs, and expire leases if the hub has seen enough."""
+        """Once a second: write heartbeats, release backoffs, and expire leases if the grace period is over."""
         now_s = self.now_s()
-        # Late by that much: an interval is no blindness, also where a lease is not much longer than one.
+        # How late the tick is, without its interval: a lease may be not much longer than that.
         if now_s - self._ticked_at_s - TICK_S > self.settings.stale_after_s / 3:
-            # Frozen, or without a database: whoever could not renew meanwhile is not to blame.
+            # The hub was frozen or had no database: no host could renew its leases meanwhile.
             _log.warning(
-                "this hub was blind, leases are given a full term", blind_s=round(now_s - self._ticked_at_s, 1)
+                "lease_expiry_suspended",
+                blind_s=round(now_s - self._ticked_at_s, 1),
+                grace_s=self.settings.stale_after_s,
             )
-            self._seeing_since_s = now_s
+            self._observing_since_s = now_s
         await self.flush_heartbeats()
         released = await self.store.release_backoffs(now_s)
         if released:
             failpoint("fleet.ripen.committed")
         expired: Sequence[JobRow] = ()
-        if may_expire_leases(now_s=now_s, seeing_since_s=self._seeing_since_s, lease_s=self.settings.stale_after_s):
+        if may_expire_leases(
+            now_s=now_s, observing_since_s=self._observing_since_s, lease_s=self.settings.stale_after_s
+        ):
             expired = await self.store.expire_leases(now_s)
             if expired:
                 failpoint("fleet.sweep.committed")
-        # The beginning: while this tick waited for the database, so did everybody who wanted to renew.
+        # The time at which this tick began: while it waited for the database, so did every renewal.
         self._ticked_at_s = now_s
         if released or expired:
             self._changes.notify()
 
     async def flush_heartbeats(self) -> None:
-        seen, self._seen = self._seen, {}
+        seen, self._heartbeats = self._heartbeats, {}
         if not seen:
             return
         try:
             await self.store.record_heartbeats(seen)
         except StrataError:
-            self._seen = seen | self._seen
+            self._heartbeats = seen | self._heartbeats
             raise
 
-    async def _eligible(self, job_id: str) -> Sequence[str]:
-        """The hosts that may take this job by what they are and by policy, also those that are away just now."""
+    async def _eligible_for_job(self, job_id: str) -> Sequence[str]:
+        """The hosts that are eligible for this job by capability and policy, also those that are offline now."""
         row = await self.store.job(job_id)
-        return (await self._serving([row.class_id]))[row.class_id]
+        return (await self._eligible_hosts([row.class_id]))[row.class_id]
 
-    async def _serving(self, classes: Iterable[int]) -> Mapping[int, Sequence[str]]:
+    async def _eligible_hosts(self, classes: Iterable[int]) -> Mapping[int, Sequence[str]]:
         self._roster.invalidate()
         await self._roster.refresh(self.now_s())
         hosts = [host for host in self._roster.hosts() if host.state != "left"]
         return {id_: [host.id for host in hosts if id_ in self._roster.serves(host)] for id_ in set(classes)}
 
-    async def _judge_refused(self) -> None:
-        """Fail pending jobs that no host is left for, besides those that could not set them up."""
+    async def _fail_unservable_jobs(self) -> None:
+        """Fail pending jobs for which every eligible host is excluded, because none could set them up."""
         refused = await self.store.refused_jobs()
-        serving = await self._serving(each.class_id for each in refused) if refused else {}
-        failing = [each for each in refused if each.fails(serving[each.class_id])]
-        for start in range(0, len(failing), JUDGED):
-            eligible = {each.job_id: serving[each.class_id] for each in failing[start : start + JUDGED]}
+        serving = await self._eligible_hosts(each.class_id for each in refused) if refused else {}
+        failing = [each for each in refused if each.is_unservable(serving[each.class_id])]
+        for start in range(0, len(failing), FAIL_BATCH):
+            eligible = {each.job_id: serving[each.class_id] for each in failing[start : start + FAIL_BATCH]}
             await self.store.fail_refused(eligible, self.now_s())
 
-    async def _judge_host(self, host_id: str) -> None:
+    async def _quarantine_if_faulty(self, host_id: str) -> None:
         """Quarantine a host whose infra failures are its own and not those of one job."""
         await self._roster.refresh(self.now_s())
         hosts = {host.id: host for host in self._roster.hosts()}

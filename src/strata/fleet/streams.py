@@ -1,8 +1,9 @@
-"""What attempts say while they run: a log and a stream of metrics each, as append-only files that grow by offset.
+"""Logs and metrics of attempts: one append-only file per stream, written by offset.
 
-A sender names the offset of the first byte it sends, so a repeated piece is recognised and a missing one noticed; the
-reply says how much is safe, and the sender goes on from there. Each attempt has files of its own, so a host that was
-replaced writes beside its successor and never into it. Nothing here touches a job's row: logs are the largest load.
+The agent sends the offset of the first byte of a piece, so appending is idempotent: a repeated piece is recognised, a
+missing one is an error. The reply says how many bytes are stored, and the agent continues from there. Each attempt has
+files of its own, so a host whose lease expired never writes into the files of its successor. No job row is touched:
+logs are the largest load.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from strata import __version__
 from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.errors import Code, StrataError
 from strata.database.sqlite import SqliteThread
-from strata.fleet.store.backup import backup_sqlite, fence_postgres, refuse_taken, restore_sqlite
+from strata.fleet.store.backup import backup_sqlite, fence_postgres, require_absent, restore_sqlite
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.online_backup import request_backup
 from strata.hub.tables import SQLITE, ReadOnlySchema, is_postgres, postgres_connections, upgrade_existing
@@ -107,7 +107,7 @@ def restore(backup: Path, data: Path, database: str, now_s: float) -> Note:
     _refuse_others(backup, data)
     path = sqlite_path(data, database)
     if note.database == "sqlite":
-        refuse_taken(path)
+        require_absent(path)
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name in SMALL:
         if (backup / name).exists() and not (data / name).exists():

@@ -8,7 +8,7 @@ from strata.base.errors import Code, StrataError
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.sqlite import SqliteThread
 from strata.fleet.store import migrate
-from strata.fleet.store.backup import refuse_taken
+from strata.fleet.store.backup import require_absent
 from strata.hub.tables import SQLITE, is_postgres, postgres_components, postgres_connections, upgrade_existing
 
 
@@ -26,7 +26,7 @@ async def migrate_database(source: str, target: str, now_s: float) -> migrate.Mi
         finally:
             await thread.close()
     path = _path(target)
-    refuse_taken(path)
+    require_absent(path)
     return await _to_sqlite(source, path)
 
 

@@ -103,8 +103,8 @@ def test_every_reason_names_the_cause() -> None:
 
 
 def test_nothing_expires_before_the_hub_could_hear_renewals_for_a_full_lease() -> None:
-    assert not may_expire_leases(now_s=NOW_S, seeing_since_s=NOW_S - 44, lease_s=45)
-    assert may_expire_leases(now_s=NOW_S, seeing_since_s=NOW_S - 45, lease_s=45)
+    assert not may_expire_leases(now_s=NOW_S, observing_since_s=NOW_S - 44, lease_s=45)
+    assert may_expire_leases(now_s=NOW_S, observing_since_s=NOW_S - 45, lease_s=45)
 
 
 def test_three_different_jobs_quarantine_a_host_and_one_job_three_times_does_not() -> None:

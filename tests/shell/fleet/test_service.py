@@ -254,7 +254,7 @@ async def test_a_database_that_is_away_loses_no_sign_of_life(site: Site) -> None
     site.fleet.touch_host(anna)
     with pytest.raises(StrataError):
         await site.fleet.tick()
-    assert site.fleet._seen.keys() == {anna}
+    assert site.fleet._heartbeats.keys() == {anna}
 
 
 async def test_a_back_off_ends_with_the_tick(site: Site) -> None:

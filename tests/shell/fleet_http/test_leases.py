@@ -66,7 +66,7 @@ async def test_a_client_that_left_is_given_no_job(site: Running) -> None:
     await asyncio.wait([waiting], timeout=0.3)
     waiting.cancel()
     await asyncio.wait([waiting])
-    while len(site.hub.context.fleet._claims._waiting):
+    while len(site.hub.context.fleet._claims._pending):
         await turns()
     await asyncio.wait([asyncio.create_task(other.claim("nothing", wait_s=0.3))])
     (job_id,) = await site.add(JobSpec(model="m"))

@@ -16,7 +16,7 @@ from strata.fleet.store import rows
 from strata.fleet.store.postgres import claims as postgres_claims
 from strata.fleet.store.postgres import leases as postgres_leases
 from strata.fleet.store.postgres import tables as postgres_tables
-from strata.fleet.store.rows import HELD, Held, held_of
+from strata.fleet.store.rows import HELD_JOB, HeldJob, decode_held_job
 from strata.fleet.store.sqlite import claims as sqlite_claims
 from strata.fleet.store.sqlite import leases as sqlite_leases
 
@@ -61,13 +61,13 @@ async def _at_once_postgres(connection: Any, seqs: Sequence[int], now_s: float) 
     )
 
 
-async def _load_unlocked(connection: Any, job_id: str) -> Held | None:
-    job = await (await connection.execute(f"SELECT {HELD} FROM job WHERE id = %s", (job_id,))).fetchone()
+async def _load_unlocked(connection: Any, job_id: str) -> HeldJob | None:
+    job = await (await connection.execute(f"SELECT {HELD_JOB} FROM job WHERE id = %s", (job_id,))).fetchone()
     leased = await (await connection.execute("SELECT 1 FROM lease WHERE job_id = %s", (job_id,))).fetchone()
-    return None if job is None else held_of(job, leased=leased is not None)
+    return None if job is None else decode_held_job(job, leased=leased is not None)
 
 
-def _expired_for_everybody(db: sqlite3.Connection, job_id: str, job: Held, now_s: float) -> JobStatus:
+def _expired_for_everybody(db: sqlite3.Connection, job_id: str, job: HeldJob, now_s: float) -> JobStatus:
     """A job that is revived stays in the queue."""
     if job.status is not JobStatus.PENDING:
         return job.status
@@ -112,15 +112,15 @@ BOTH: Final[dict[str, list[Ablation]]] = {
         (postgres_leases, "enqueue", _at_once_postgres),
     ],
     "a claim that is repeated takes more": [
-        (sqlite_claims, "ASKING", _with(sqlite_claims.ASKING, _ASKED_BEFORE, "0")),
+        (sqlite_claims, "CLAIMANTS", _with(sqlite_claims.CLAIMANTS, _ASKED_BEFORE, "0")),
         (postgres_claims, "IS_NEW", "SELECT true"),
         (postgres_claims, "NEW", f"{_NAMES} (host, claim, n)"),
     ],
 }
 SQLITE: Final[dict[str, list[Ablation]]] = {
     **BOTH,
-    "a revived job stays in the queue": [(sqlite_leases, "_alive", _expired_for_everybody)],
-    "a repeated report is forgotten": [(sqlite_leases, "_told", _not_told)],
+    "a revived job stays in the queue": [(sqlite_leases, "_revive_if_expired", _expired_for_everybody)],
+    "a repeated report is forgotten": [(sqlite_leases, "_previous_report", _not_told)],
 }
 POSTGRES: Final[dict[str, list[Ablation]]] = {
     **BOTH,

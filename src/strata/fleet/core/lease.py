@@ -1,4 +1,4 @@
-"""What becomes of a job when an attempt ends without a result, and of a host whose attempts keep ending so.
+"""Retry, backoff and quarantine: decides about a job whose attempt ended without a result, and about failing hosts.
 
 Every function returns its reason in words: the event log, the API and `strata why` show that same sentence.
 
@@ -23,7 +23,7 @@ from strata.fleet.core.job import CHARGED, Cause, JobEvent
 LEASE_S: Final = 45.0
 RENEW_S: Final = 10.0
 SUSPECT_S: Final = 15.0
-"""A host that was silent for so long is shown as suspect."""
+"""A host without a heartbeat for so long is shown as suspect."""
 MAX_ATTEMPTS: Final = 3
 MAX_LOST: Final = 5
 MAX_INFRA: Final = 10
@@ -47,11 +47,11 @@ class AttemptCounts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @classmethod
     def of(cls, causes: Iterable[Cause]) -> AttemptCounts:
-        counts = Counter(map(counted, causes))
+        counts = Counter(map(attempt_counter, causes))
         return cls(**counts)
 
 
-def counted(cause: Cause) -> str:
+def attempt_counter(cause: Cause) -> str:
     """The count of `AttemptCounts`, and the column of `job`, in which an attempt that ended so is counted."""
     if cause in CHARGED:
         return "charged"
@@ -61,7 +61,7 @@ def counted(cause: Cause) -> str:
 
 
 class RetryDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to do with the job: apply `event` through the table. `not_before_s` matters where that makes it pending."""
+    """Apply `event` through the status table. `not_before_s` is the end of the backoff if the job is pending again."""
 
     event: JobEvent
     cause: Cause
@@ -110,7 +110,7 @@ def after_failure(
 
 
 def after_setup_error(hosts_left: int, now_s: float) -> RetryDecision:
-    """There is no back-off: the host is excluded for the job, and one of `hosts_left` may do better at once."""
+    """There is no backoff: the host is excluded for the job, and one of `hosts_left` may do better at once."""
     if hosts_left == 0:
         reason = "setup_error: no eligible host could set it up"
         return RetryDecision(event=JobEvent.FAIL, cause=Cause.SETUP_ERROR, not_before_s=now_s, reason=reason)
@@ -120,7 +120,7 @@ def after_setup_error(hosts_left: int, now_s: float) -> RetryDecision:
 
 
 def after_expiry(before: AttemptCounts, budget: Budget, *, now_s: float) -> RetryDecision:
-    """The lease ran out. There is no back-off: nothing failed yet, and another host may be free."""
+    """The lease expired. There is no backoff: nothing failed yet, and another host may be free."""
     lost = before.lost + 1
     if lost >= budget.max_lost:
         reason = f"host_lost: {lost} hosts were lost while they held it, and max_lost is {budget.max_lost}"
@@ -129,15 +129,15 @@ def after_expiry(before: AttemptCounts, budget: Budget, *, now_s: float) -> Retr
     return RetryDecision(event=JobEvent.EXPIRE, cause=Cause.HOST_LOST, not_before_s=now_s, reason=reason)
 
 
-def may_expire_leases(*, now_s: float, seeing_since_s: float, lease_s: float = LEASE_S) -> bool:
-    """Whether leases may expire: only once the hub could hear renewals for one full lease.
+def may_expire_leases(*, now_s: float, observing_since_s: float, lease_s: float = LEASE_S) -> bool:
+    """Whether leases may expire: only after a grace period, in which the hub could receive renewals for one full lease.
 
-    After a start, or after the database was away, every lease looks old and that is the hub's doing, not the hosts'.
+    After a start, or after an outage of the database, every lease looks expired, and that is the fault of no host.
     """
-    return now_s - seeing_since_s >= lease_s
+    return now_s - observing_since_s >= lease_s
 
 
-class Quarantine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class QuarantineDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     quarantined: bool
     reason: str
 
@@ -148,7 +148,7 @@ def quarantine(
     serves: Collection[int],
     others_serve: Iterable[Collection[int]],
     limit: int = QUARANTINE_JOBS,
-) -> Quarantine:
+) -> QuarantineDecision:
     """Whether a host is taken out of service.
 
     `infra_jobs` are the different jobs that ended with `infra` on this host since its last success: one job that brings
@@ -158,12 +158,14 @@ def quarantine(
     """
     different = len(set(infra_jobs))
     if different < limit:
-        return Quarantine(quarantined=False, reason=f"infra failures of {different} jobs; {limit} quarantine a host")
+        return QuarantineDecision(
+            quarantined=False, reason=f"infra failures of {different} jobs; {limit} quarantine a host"
+        )
     covered: set[int] = set()
     for classes in others_serve:
         covered.update(classes)
     alone = set(serves) - covered
     if alone:
         reason = f"infra failures of {different} jobs, but no other host serves {len(alone)} of its requirement classes"
-        return Quarantine(quarantined=False, reason=reason)
-    return Quarantine(quarantined=True, reason=f"infra failures of {different} different jobs in a row")
+        return QuarantineDecision(quarantined=False, reason=reason)
+    return QuarantineDecision(quarantined=True, reason=f"infra failures of {different} different jobs in a row")

@@ -1,4 +1,4 @@
-"""Where an attempt stands when its host speaks: the one judgement that both stores make, inside their transactions."""
+"""Whether an attempt still holds its lease when its host sends a request; both stores decide it by this table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 class LeaseStatus(StrEnum):
     HELD = "held"
     EXPIRED = "expired"
-    """The lease ran out and nobody else has claimed the job: a sign of life revives it."""
+    """The lease expired and no other host has claimed the job: a request of its host revives it."""
     ENDED = "ended"
     """The job is terminal, by this attempt, by cancel or otherwise."""
     OVER = "over"
@@ -26,7 +26,7 @@ ALIVE: Final = frozenset({LeaseStatus.HELD, LeaseStatus.EXPIRED})
 
 
 def lease_status(status: JobStatus, *, current: tuple[int, str], claimed: tuple[int, str], leased: bool) -> LeaseStatus:
-    """`current` and `claimed` are (epoch, host): of the job, and of who speaks. `leased`: the lease row is there."""
+    """`current` and `claimed` are (epoch, host): of the job, and of the request. `leased`: the lease row exists."""
     if current != claimed:
         return LeaseStatus.STALE
     if status in TERMINAL:
@@ -36,7 +36,7 @@ def lease_status(status: JobStatus, *, current: tuple[int, str], claimed: tuple[
     return LeaseStatus.EXPIRED if leased else LeaseStatus.OVER
 
 
-def stale(job_id: str, epoch: int, current: int) -> StrataError:
+def stale_attempt(job_id: str, epoch: int, current: int) -> StrataError:
     return StrataError(
         Code.STALE,
         f"epoch {epoch} of {job_id} is over; the job is at epoch {current}",

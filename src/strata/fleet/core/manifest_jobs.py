@@ -13,7 +13,7 @@ from strata.base.suggest import did_you_mean
 from strata.fleet.core.hyper import HyperFinding, HyperSchema
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec, find_cycle
 from strata.fleet.core.problems import (
-    Place,
+    KeyPath,
     Problems,
     json_problems,
     kinds_of,
@@ -59,11 +59,11 @@ class ManifestContext:
 
 
 @dataclass(slots=True)
-class _Read:
+class _JobTable:
     """The jobs so far, by id, with the places they came from and the names they answer to."""
 
     jobs: dict[str, JobSpec] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, KeyPath] = field(default_factory=dict)
     named: dict[str, list[str]] = field(default_factory=dict)
     """Ids by the name of the job or of its sweep."""
     labelled: dict[str, list[str]] = field(default_factory=dict)
@@ -72,21 +72,21 @@ class _Read:
     """What jobs that could not be read are called: one mistake is reported once."""
     after: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """As written."""
-    references: list[tuple[Place, tuple[str, ...]]] = field(default_factory=list)
+    references: list[tuple[KeyPath, tuple[str, ...]]] = field(default_factory=list)
     """Every `after` of the file, also of jobs that could not be read."""
-    taken: dict[str, Place] = field(default_factory=dict)
+    taken: dict[str, KeyPath] = field(default_factory=dict)
     """The `name`s given by the file."""
 
 
 def read_jobs(context: ManifestContext, data: Mapping[str, Any]) -> dict[str, JobSpec]:
-    problems, read = context.problems, _Read()
+    problems, read = context.problems, _JobTable()
     for place, table in tables_at(problems, ("jobs",), data.get("jobs", [])):
         job = _job(context, place, table, _JOB)
         _note_references(read, place, table)
         if job is None:
             _note_unread(read, table)
-        elif _named(problems, read, place, job.name):
-            _keep(context, read, place, job, table.get("after", ()))
+        elif _register_name(problems, read, place, job.name):
+            _add_job(context, read, place, job, table.get("after", ()))
     for place, table in _sweeps(problems, data):
         _read_sweep(context, read, place, table)
     if len(read.jobs) > MAX_JOBS:
@@ -94,7 +94,7 @@ def read_jobs(context: ManifestContext, data: Mapping[str, Any]) -> dict[str, Jo
     return _ordered(problems, read)
 
 
-def _sweeps(problems: Problems, data: Mapping[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _sweeps(problems: Problems, data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
     if "sweep" in data:
         table = table_at(problems, ("sweep",), data["sweep"])
         if table is not None:
@@ -102,7 +102,7 @@ def _sweeps(problems: Problems, data: Mapping[str, Any]) -> Iterator[tuple[Place
     yield from tables_at(problems, ("sweeps",), data.get("sweeps", []))
 
 
-def _job(context: ManifestContext, place: Place, table: dict[str, Any], kinds: Mapping[str, Any]) -> JobSpec | None:
+def _job(context: ManifestContext, place: KeyPath, table: dict[str, Any], kinds: Mapping[str, Any]) -> JobSpec | None:
     """The job a table describes, without its order; None if something is wrong with it."""
     problems = context.problems
     before = len(problems)
@@ -129,7 +129,7 @@ def _job(context: ManifestContext, place: Place, table: dict[str, Any], kinds: M
     return JobSpec(**fields | own)
 
 
-def _trainer(context: ManifestContext, place: Place, name: str | None, *, given: bool) -> str | None:
+def _trainer(context: ManifestContext, place: KeyPath, name: str | None, *, given: bool) -> str | None:
     """Which trainer runs the job: the one it names, or the only one."""
     names = context.trainer_names
     if name is None:
@@ -142,24 +142,24 @@ def _trainer(context: ManifestContext, place: Place, name: str | None, *, given:
     return name if name in names else None
 
 
-def _named(problems: Problems, read: _Read, place: Place, name: str) -> bool:
+def _register_name(problems: Problems, read: _JobTable, place: KeyPath, name: str) -> bool:
     other = read.taken.get(name) if name else None
     if other is not None:
-        problems.add((*place, "name"), f'"{name}" is the name of {_spoken(problems, other)} already')
+        problems.add((*place, "name"), f'"{name}" is the name of {_describe_place(problems, other)} already')
         return False
     if name:
         read.taken[name] = place
     return True
 
 
-def _keep(context: ManifestContext, read: _Read, place: Place, job: JobSpec, after: Any) -> None:
+def _add_job(context: ManifestContext, read: _JobTable, place: KeyPath, job: JobSpec, after: Any) -> None:
     try:
         identity = job.id
     except StrataError as error:
         context.problems.add(place, error.message)
         return
     if identity in read.jobs:
-        other = _spoken(context.problems, read.places[identity])
+        other = _describe_place(context.problems, read.places[identity])
         context.problems.add(place, f"it is the same job as {other}: model, mode, hyper, split_recipe, … are all equal")
         return
     read.jobs[identity] = job
@@ -170,13 +170,13 @@ def _keep(context: ManifestContext, read: _Read, place: Place, job: JobSpec, aft
     read.labelled.setdefault(f"{job.model}-{job.mode}", []).append(identity)
 
 
-def _note_references(read: _Read, place: Place, table: Mapping[str, Any]) -> None:
+def _note_references(read: _JobTable, place: KeyPath, table: Mapping[str, Any]) -> None:
     after = table.get("after", [])
     if isinstance(after, list) and all(isinstance(name, str) for name in after):
         read.references.append(((*place, "after"), tuple(after)))
 
 
-def _note_unread(read: _Read, table: Mapping[str, Any]) -> None:
+def _note_unread(read: _JobTable, table: Mapping[str, Any]) -> None:
     label = f"{table.get('model')}-{table.get('mode', 'default')}"
     read.unread |= {name for name in (table.get("name"), label) if isinstance(name, str)}
 
@@ -193,7 +193,7 @@ def check_hyper(schema: HyperSchema, hyper: Any) -> list[HyperFinding]:
         return [HyperFinding((), error.message)]
 
 
-def _read_sweep(context: ManifestContext, read: _Read, place: Place, table: dict[str, Any]) -> None:
+def _read_sweep(context: ManifestContext, read: _JobTable, place: KeyPath, table: dict[str, Any]) -> None:
     problems = context.problems
     before = len(problems)
     base = _job(context, place, table, _SWEEP)
@@ -205,7 +205,7 @@ def _read_sweep(context: ManifestContext, read: _Read, place: Place, table: dict
         _note_unread(read, table)
         return
     sweep = base.name or "sweep"
-    if not _named(problems, read, place, sweep):
+    if not _register_name(problems, read, place, sweep):
         return
     for number, point in enumerate(points):
         seed = point.get(SEED_AXIS, base.seed)
@@ -218,14 +218,14 @@ def _read_sweep(context: ManifestContext, read: _Read, place: Place, table: dict
             inside = _axis_place(table, axis) if axis else ("hyper", *finding.path)
             problems.add((*place, *inside), finding.message)
         job = msgspec.structs.replace(base, name=f"{sweep}/{number}", sweep=sweep, hyper=hyper, seed=seed)
-        _keep(context, read, place, job, table.get("after", ()))
+        _add_job(context, read, place, job, table.get("after", ()))
 
 
-def _axis_place(table: Mapping[str, Any], axis: str) -> Place:
+def _axis_place(table: Mapping[str, Any], axis: str) -> KeyPath:
     return ("grid", axis) if "grid" in table else ("random", "space", axis)
 
 
-def _points(problems: Problems, place: Place, table: dict[str, Any]) -> Iterator[Point]:
+def _points(problems: Problems, place: KeyPath, table: dict[str, Any]) -> Iterator[Point]:
     """The points of a sweep; none if its description is wrong, which is a problem then."""
     given = [key for key in ("grid", "random") if key in table]
     if len(given) != 1:
@@ -251,7 +251,7 @@ def _points(problems: Problems, place: Place, table: dict[str, Any]) -> Iterator
         yield from _random(problems, (*place, "random"), values["random"])
 
 
-def _grid(problems: Problems, place: Place, axes: dict[str, list[Any]]) -> Iterator[Point]:
+def _grid(problems: Problems, place: KeyPath, axes: dict[str, list[Any]]) -> Iterator[Point]:
     for axis, values in axes.items():
         if not values:
             problems.add((*place, axis), "it has no values")
@@ -263,7 +263,7 @@ def _grid(problems: Problems, place: Place, axes: dict[str, list[Any]]) -> Itera
         yield from grid_points(axes)
 
 
-def _random(problems: Problems, place: Place, sweep: RandomSweep) -> Iterator[Point]:
+def _random(problems: Problems, place: KeyPath, sweep: RandomSweep) -> Iterator[Point]:
     before = len(problems)
     if not sweep.space:
         problems.add(place, "space is empty")
@@ -275,15 +275,16 @@ def _random(problems: Problems, place: Place, sweep: RandomSweep) -> Iterator[Po
         yield from random_points(sweep)
 
 
-def _ordered(problems: Problems, read: _Read) -> dict[str, JobSpec]:
+def _ordered(problems: Problems, read: _JobTable) -> dict[str, JobSpec]:
     """The jobs with `after` as ids. A name stands for all jobs that answer to it; a full id may be of another file."""
     for place, written in read.references:
         for index, name in enumerate(written):
-            if not _meant(read, name) and name not in read.unread:
+            if not _resolve_name(read, name) and name not in read.unread:
                 known = sorted({*read.taken, *read.labelled, *read.unread})
                 problems.add((*place, index), f'there is no job "{name}"{did_you_mean(name, known)}')
     before = {
-        job: tuple(each for name in written for each in _meant(read, name)) for job, written in read.after.items()
+        job: tuple(each for name in written for each in _resolve_name(read, name))
+        for job, written in read.after.items()
     }
     ring = find_cycle(before)
     if ring:
@@ -292,7 +293,7 @@ def _ordered(problems: Problems, read: _Read) -> dict[str, JobSpec]:
     return {identity: msgspec.structs.replace(job, after=before[identity]) for identity, job in read.jobs.items()}
 
 
-def _meant(read: _Read, name: str) -> list[str]:
+def _resolve_name(read: _JobTable, name: str) -> list[str]:
     return read.named.get(name) or read.labelled.get(name) or ([name] if _is_id(name) else [])
 
 
@@ -300,7 +301,7 @@ def _is_id(text: str) -> bool:
     return text.startswith("job1_") and len(text) == 69 and frozenset("0123456789abcdef").issuperset(text[5:])
 
 
-def _spoken(problems: Problems, place: Place) -> str:
+def _describe_place(problems: Problems, place: KeyPath) -> str:
     line = problems.line(place)
     name = "sweep" if place == ("sweep",) else f"{place[0]}[{place[1]}]"
     return name if line is None else f"{name} (line {line})"

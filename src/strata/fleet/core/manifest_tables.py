@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from strata.fleet.core.jobspec import DAYS, DataSource, HostSpec, QuietHours, Text, TrainerSpec
-from strata.fleet.core.problems import Place, Problems, found, kinds_of, read_fields, table_at
+from strata.fleet.core.problems import KeyPath, Problems, describe_value, kinds_of, read_fields, table_at
 from strata.fleet.core.requirement import Label, Name
 
 _SOURCES: Final = ("directory", "git", "bundle")
@@ -21,7 +21,7 @@ _MINUTES: Final = 24 * 60
 
 def read_trainers(problems: Problems, value: Any) -> dict[str, TrainerSpec]:
     trainers = {}
-    for name, place, table in _named(problems, "trainers", value):
+    for name, place, table in _named_tables(problems, "trainers", value):
         before = len(problems)
         fields = read_fields(problems, place, table, _TRAINER, required=("command",))
         _check_source(problems, place, table)
@@ -39,7 +39,7 @@ def read_trainers(problems: Problems, value: Any) -> dict[str, TrainerSpec]:
     return trainers
 
 
-def _check_source(problems: Problems, place: Place, table: dict[str, Any]) -> None:
+def _check_source(problems: Problems, place: KeyPath, table: dict[str, Any]) -> None:
     given = [key for key in _SOURCES if key in table]
     if len(given) != 1:
         at = (*place, given[1]) if given else place
@@ -50,10 +50,12 @@ def _check_source(problems: Problems, place: Place, table: dict[str, Any]) -> No
     if commit is not None and "git" not in table:
         problems.add((*place, "commit"), "there is no git repository it could be of")
     if isinstance(commit, str) and not (len(commit) in (40, 64) and _HEX.issuperset(commit)):
-        problems.add((*place, "commit"), f"expected the full hash of a commit, found {found(commit)}")
+        problems.add((*place, "commit"), f"expected the full hash of a commit, found {describe_value(commit)}")
     bundle = table.get("bundle")
     if isinstance(bundle, str) and bundle and not _is_bundle(bundle):
-        problems.add((*place, "bundle"), f"expected the digest or the artifact of an upload, found {found(bundle)}")
+        problems.add(
+            (*place, "bundle"), f"expected the digest or the artifact of an upload, found {describe_value(bundle)}"
+        )
 
 
 def _is_bundle(text: str) -> bool:
@@ -61,7 +63,7 @@ def _is_bundle(text: str) -> bool:
     return len(digest) == 64 and _HEX.issuperset(digest)
 
 
-def _check_env(problems: Problems, place: Place, env: Any) -> None:
+def _check_env(problems: Problems, place: KeyPath, env: Any) -> None:
     for name in env if isinstance(env, dict) else ():
         problem = env_problem(name)
         if problem:
@@ -82,7 +84,7 @@ def env_problem(name: str) -> str:
 
 def read_hosts(problems: Problems, value: Any) -> dict[str, HostSpec]:
     hosts = {}
-    for name, place, table in _named(problems, "hosts", value):
+    for name, place, table in _named_tables(problems, "hosts", value):
         before = len(problems)
         fields = read_fields(problems, place, table, _HOST)
         quiet = []
@@ -90,7 +92,7 @@ def read_hosts(problems: Problems, value: Any) -> dict[str, HostSpec]:
             hours = parse_quiet_hours(text)
             if hours is None:
                 expected = 'expected hours like "22:00-07:00" or "mon-fri,sun 09:00-17:30"'
-                problems.add((*place, "quiet_hours", index), f"{expected}, found {found(text)}")
+                problems.add((*place, "quiet_hours", index), f"{expected}, found {describe_value(text)}")
             else:
                 quiet.append(hours)
         if len(problems) == before:
@@ -132,7 +134,7 @@ def _minute(text: str) -> int | None:
     return total if total <= _MINUTES else None
 
 
-def _named(problems: Problems, section: str, value: Any) -> Iterator[tuple[str, Place, dict[str, Any]]]:
+def _named_tables(problems: Problems, section: str, value: Any) -> Iterator[tuple[str, KeyPath, dict[str, Any]]]:
     """The tables `[section.NAME]`; a name that is none is a problem."""
     for name, inner in (table_at(problems, (section,), value) or {}).items():
         place = (section, name)

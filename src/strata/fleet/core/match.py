@@ -1,8 +1,8 @@
 """Whether a host may take a job of a requirement class, and if not, every reason why.
 
-All reasons and not the first one: whoever lowers `min_vram_gib` must not learn only then that the host has no CUDA.
-Each says what is needed, what the host has, and the nearest thing an operator could change. Only what stays true until
-somebody changes something is judged here; whether the host is busy, paused or away is for `why` and the service.
+All reasons and not the first one: an operator who lowers `min_vram_gib` must not learn only then that the host has no
+CUDA. Each reason says what is needed, what the host has, and the smallest change that would help. Only static
+properties are matched here; whether the host is busy, paused or offline is for `why` and the service.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading the tables of a manifest: every problem is collected with its place, and none ends the reading."""
+"""Reads the tables of a manifest and collects every problem with its key path, instead of stopping at the first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_LISTED: Final = 200
 MAX_VALUE_BYTES: Final = 65_536
 _MAX_DEPTH: Final = 32
 
-Place = tuple[Key, ...]
+KeyPath = tuple[Key, ...]
 
 
 class Problems:
@@ -33,11 +33,11 @@ class Problems:
         other._found.update(self._found)
         return other
 
-    def add(self, place: Place, message: str) -> None:
+    def add(self, place: KeyPath, message: str) -> None:
         line = self._document.line(place) or 0
         self._found[line, f"{self._document.where(place)}: {dotted(place)}: {message}"] = None
 
-    def line(self, place: Place) -> int | None:
+    def line(self, place: KeyPath) -> int | None:
         return self._document.line(place)
 
     @property
@@ -51,14 +51,14 @@ class Problems:
     def raise_any(self) -> None:
         if not self._found:
             return
-        lines = [text for _, text in sorted(self._found, key=lambda found: found[0])]
+        lines = [text for _, text in sorted(self._found, key=lambda describe_value: describe_value[0])]
         shown_lines = lines[:MAX_LISTED]
         if len(lines) > MAX_LISTED:
             shown_lines.append(f"{self._document.source}: and at least {len(lines) - MAX_LISTED} more problems")
         raise StrataError(Code.INVALID, "\n".join(shown_lines), problems=tuple(shown_lines))
 
 
-def dotted(place: Place) -> str:
+def dotted(place: KeyPath) -> str:
     """`jobs[3].hyper."a b"`."""
     text = ""
     for step in place:
@@ -70,17 +70,17 @@ def dotted(place: Place) -> str:
     return text or "manifest"
 
 
-def table_at(problems: Problems, place: Place, value: Any) -> dict[str, Any] | None:
+def table_at(problems: Problems, place: KeyPath, value: Any) -> dict[str, Any] | None:
     if isinstance(value, dict):
         return value
-    problems.add(place, f"expected a table, found {found(value)}")
+    problems.add(place, f"expected a table, found {describe_value(value)}")
     return None
 
 
-def tables_at(problems: Problems, place: Place, value: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
+def tables_at(problems: Problems, place: KeyPath, value: Any) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
     """The tables of an array of tables (`[[jobs]]`), each with its place."""
     if not isinstance(value, list):
-        problems.add(place, f"expected an array of tables ([[{dotted(place)}]]), found {found(value)}")
+        problems.add(place, f"expected an array of tables ([[{dotted(place)}]]), found {describe_value(value)}")
         return
     for index, inner in enumerate(value):
         table = table_at(problems, (*place, index), inner)
@@ -90,7 +90,7 @@ def tables_at(problems: Problems, place: Place, value: Any) -> Iterator[tuple[Pl
 
 def read_fields(
     problems: Problems,
-    place: Place,
+    place: KeyPath,
     table: Mapping[str, Any],
     kinds: Mapping[str, Any],
     *,
@@ -118,9 +118,9 @@ def kinds_of(struct: type[msgspec.Struct], *, without: Collection[str] = ()) -> 
     return {field.name: field.type for field in msgspec.structs.fields(struct) if field.name not in without}
 
 
-def json_problems(value: Any, place: Place) -> Iterator[tuple[Place, str]]:
+def json_problems(value: Any, place: KeyPath) -> Iterator[tuple[KeyPath, str]]:
     """What of a TOML value is no exact JSON, or too large to be kept with every job."""
-    waiting: list[tuple[Place, Any]] = [(place, value)]
+    waiting: list[tuple[KeyPath, Any]] = [(place, value)]
     clean = True
     while waiting:
         here, inner = waiting.pop()
@@ -146,7 +146,7 @@ def _json_problem(value: Any) -> str | None:
     return f"JSON has no {type(value).__name__}; write it as a string"
 
 
-def found(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value of the manifest in a message."""
     if isinstance(value, dict):
         return "a table"
@@ -164,7 +164,7 @@ _WORDS: Final = {
 }
 
 
-def _misfits(message: str, value: Any, kind: Any) -> Iterator[tuple[Place, str]]:
+def _misfits(message: str, value: Any, kind: Any) -> Iterator[tuple[KeyPath, str]]:
     """Where a value does not fit, and why. msgspec does not tell the keys of a table, so they are tried one by one."""
     if not isinstance(value, dict) or not ("`$[...]" in message or "`key` in `$`" in message):
         yield _worded(message, value)
@@ -177,7 +177,7 @@ def _misfits(message: str, value: Any, kind: Any) -> Iterator[tuple[Place, str]]
             yield (key, *inside), reason
 
 
-def _worded(message: str, value: Any) -> tuple[Place, str]:
+def _worded(message: str, value: Any) -> tuple[KeyPath, str]:
     """msgspec's complaint in the words of a manifest, and where inside the value it is."""
     reason, _, at = message.partition(" - at ")
     inside: list[Key] = []
@@ -192,9 +192,9 @@ def _worded(message: str, value: Any) -> tuple[Place, str]:
     if "matching regex" in reason:
         if at.startswith("`key`"):
             return tuple(inside), "expected a key of letters, digits, dots, - and _"
-        return tuple(inside), f"expected a name of letters, digits, dots, - and _, found {found(inner)}"
+        return tuple(inside), f"expected a name of letters, digits, dots, - and _, found {describe_value(inner)}"
     expected = reason.partition(", got")[0]
     for word, spoken in reversed(_WORDS.items()):
         expected = expected.replace(word, spoken)
     expected = expected.replace("`", '"')
-    return tuple(inside), f"{expected[:1].lower()}{expected[1:]}, found {found(inner)}"
+    return tuple(inside), f"{expected[:1].lower()}{expected[1:]}, found {describe_value(inner)}"

@@ -16,7 +16,7 @@ from strata.fleet.core.requirement import Label, LabelValue
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_job_id
 from strata.fleet.http.jobs import shown
 from strata.fleet.http.long_poll import until_disconnect
-from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, JobFailure, JobLease, Renewal, Renewed
+from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, JobFailure, JobLease, Renewal, RenewalResult
 from strata.identity.ports import HostIdentity
 
 _STOP: Final = {
@@ -115,7 +115,7 @@ async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]
     return [_verdict(each, now_s) for each in renewed]
 
 
-def _verdict(renewed: Renewed, now_s: float) -> wire.LeaseVerdict:
+def _verdict(renewed: RenewalResult, now_s: float) -> wire.LeaseVerdict:
     if renewed.verdict == "held":
         left_s = renewed.expires_at_s - now_s
         return wire.LeaseVerdict(job_id=renewed.job_id, epoch=renewed.epoch, verdict="continue", expires_in_s=left_s)

@@ -1,11 +1,11 @@
-"""Backups of a hub's database, and what has to happen before a restored one is served from.
+"""Backups of a hub's database, and the fencing of a restored one before a hub serves from it.
 
-A backup knows nothing of what was claimed after it was taken, and the hosts that claimed it are still at work. So a
-restored database is fenced: every job's epoch is raised beyond all that may have been given out since, and what was
-held is pending again. A host from before, or from the time that was lost, is refused as stale and stops.
+A backup has none of the claims after it was taken, and the hosts that made them are still at work. So a restored
+database is fenced: every job's epoch is raised beyond all epochs that may have been granted since, and held jobs are
+pending again. A host with a lease from before the restore gets STALE and stops.
 
-The file of a backup is sealed, so that nobody serves from it unfenced. PostgreSQL has its own tools (`pg_dump`); what
-they restored is fenced by `fence_postgres`.
+The file of a backup is sealed, so that no hub serves from it unfenced. PostgreSQL has its own tools (`pg_dump`);
+`fence_postgres` fences what they restored.
 
 Not in the database, and so not in its backup: artifacts, logs and the keys of the authority.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from strata.base.atomic import rename_file
 from strata.base.errors import Code, StrataError
-from strata.database.events import PLACE, record_postgres, record_sqlite
+from strata.database.events import POSITION, record_postgres, record_sqlite
 from strata.database.events import EventRecord as Record
 from strata.database.migrations import Component, SqliteComponents, seal, seal_of, unseal
 from strata.database.sqlite import SqliteThread
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from strata.database.postgres import Connections
 
 EPOCHS: Final = 1_000_000
-"""How far a restore raises every epoch. An attempt takes seconds at least: nobody has begun so many since a backup."""
+"""How far a restore raises every epoch. An attempt takes seconds at least: no job had so many since a backup."""
 EVENTS: Final = 1_000_000_000
 """How far it raises the numbers of events: a reader that is ahead of the backup must not skip the new ones."""
 _LOST: Final = "the hub was restored from a backup"
@@ -51,8 +51,8 @@ _FENCE: Final = (
 _INVITES: Final = "UPDATE identity_invite SET revoked_at = {now} WHERE used_by = '' AND revoked_at IS NULL"
 """An invitation that was used since the backup would be good for a second host."""
 
-_CURSORS: Final = f"UPDATE hub_cursor SET cursor = '0.' || {PLACE} WHERE cursor <> ''"
-"""For those who are told of events: the same place, written as where transactions count from 0 again."""
+_CURSORS: Final = f"UPDATE hub_cursor SET cursor = '0.' || {POSITION} WHERE cursor <> ''"
+"""The cursors of the readers of the feed: the same position, where transactions count from 0 again."""
 
 
 async def backup_sqlite(thread: SqliteThread, path: Path, now_s: float) -> int:
@@ -79,7 +79,7 @@ async def backup_sqlite(thread: SqliteThread, path: Path, now_s: float) -> int:
     return await thread.run_exclusive(copy)
 
 
-def refuse_taken(path: Path) -> None:
+def require_absent(path: Path) -> None:
     """CONFLICT unless a new database may get this name.
 
     The log of one that lay there counts too: SQLite plays it back onto whatever it finds, and would undo the fence.
@@ -92,7 +92,7 @@ def refuse_taken(path: Path) -> None:
 
 def restore_sqlite(backup: Path, path: Path, components: Sequence[Component], now_s: float) -> None:
     """Make a database to serve from out of a backup. The file appears whole and fenced, or not at all."""
-    refuse_taken(path)
+    require_absent(path)
     beside = path.with_name(f"{path.name}.partial")
     beside.unlink(missing_ok=True)
     try:

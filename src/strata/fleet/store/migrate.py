@@ -1,8 +1,8 @@
-"""Moving a hub's database: every row of every component, from SQLite to PostgreSQL or back, counted and compared.
+"""Migrates a hub's database from SQLite to PostgreSQL or back: copies every row of every component, and compares.
 
-Tables have the same names and columns in both; what differs is how a truth value is written, and that PostgreSQL
-numbers its transactions in the event table. No hub may run meanwhile. Leases move as they are: hosts go on working and
-renew them at the new place, so nothing is fenced. A SQLite file that was moved is sealed.
+Tables have the same names and columns in both. Two things differ: booleans, and the transaction numbers that PostgreSQL
+has in the event table. No hub may run meanwhile. Leases are copied as they are: hosts go on working and renew them in
+the new database, so nothing is fenced. The SQLite file is sealed after the migration.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any, Final
 
 from strata.base.errors import Code, StrataError
-from strata.database.events import PLACE
+from strata.database.events import POSITION
 from strata.database.migrations import SCHEMA_LOCK, seal
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _SKIPPED: Final = {"strata_schema", "strata_sealed"}
 _CLOCKED: Final = {"event": "tx"}
 """A column that only PostgreSQL has: 0 is before every transaction of its own."""
 _CURSORS: Final = "hub_cursor"
-"""How far those have read who are told of events: written otherwise in each database, at the same place in both."""
+"""The cursors of the readers of the event feed: formatted differently in each database, at the same position."""
 _READERS: Final = "cursor <> ''"
 """The rows of readers that have read something."""
 
@@ -47,7 +47,7 @@ class TableChecksum:
 
 @dataclass(frozen=True)
 class MigratedRows:
-    """What was moved, by table."""
+    """The number of rows copied, by table."""
 
     rows: Mapping[str, int]
 
@@ -69,8 +69,8 @@ class _Table:
 async def to_postgres(thread: SqliteThread, connections: Connections, now_s: float) -> MigratedRows:
     """Into a database that has the tables of the same components, all empty."""
     async with connections.transaction() as connection:
-        tables = await _common(connection, await thread.read(_sqlite_columns))
-        await _refuse_rows(connection, tables)
+        tables = await _common_tables(connection, await thread.read(_sqlite_columns))
+        await _require_empty(connection, tables)
         tallies = {}
         for table in tables:
             tallies[table.name] = sent = TableChecksum()
@@ -81,7 +81,7 @@ async def to_postgres(thread: SqliteThread, connections: Connections, now_s: flo
                 async for row in _pages(thread, f"SELECT {columns} FROM {table.name}"):
                     sent.add(row)
                     await copy.write_row([*table.as_truths(row), *([0] if clock else [])])
-            await _go_on_counting(connection, table.name)
+            await _advance_sequence(connection, table.name)
         for table in tables:
             _compare(table.name, tallies[table.name], await _tally_postgres(connection, table))
         if _CURSORS in tallies:
@@ -94,8 +94,8 @@ async def to_sqlite(connections: Connections, thread: SqliteThread) -> MigratedR
     """Into a file that has the tables of the same components, all empty."""
     async with connections.transaction() as connection:
         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-        tables = await _common(connection, await thread.read(_sqlite_columns))
-        await thread.read(lambda db: _refuse_rows_sqlite(db, tables))
+        tables = await _common_tables(connection, await thread.read(_sqlite_columns))
+        await thread.read(lambda db: _require_empty_sqlite(db, tables))
         tallies = {table.name: TableChecksum() for table in tables}
         for table in tables:
             async with connection.cursor("move", binary=True) as cursor:
@@ -111,9 +111,9 @@ async def to_sqlite(connections: Connections, thread: SqliteThread) -> MigratedR
                 arrived.add(row)
             _compare(table.name, tallies[table.name], arrived)
         if _CURSORS in tallies:
-            select = f"SELECT ({PLACE})::text, name FROM {_CURSORS} WHERE {_READERS}"
+            select = f"SELECT ({POSITION})::text, name FROM {_CURSORS} WHERE {_READERS}"
             places = await (await connection.execute(select)).fetchall()
-            await thread.write(lambda db: _go_on_reading(db, places))
+            await thread.write(lambda db: _write_cursors(db, places))
     return MigratedRows({name: tally.rows for name, tally in tallies.items()})
 
 
@@ -126,7 +126,7 @@ def _sqlite_columns(db: sqlite3.Connection) -> dict[str, tuple[str, ...]]:
     }
 
 
-async def _common(connection: Any, there: Mapping[str, tuple[str, ...]]) -> list[_Table]:
+async def _common_tables(connection: Any, there: Mapping[str, tuple[str, ...]]) -> list[_Table]:
     """The tables of both, those first that others refer to."""
     await connection.execute("SELECT pg_advisory_xact_lock(%s)", (SCHEMA_LOCK,))
     cursor = await connection.execute(
@@ -158,14 +158,14 @@ async def _common(connection: Any, there: Mapping[str, tuple[str, ...]]) -> list
     ]
 
 
-async def _refuse_rows(connection: Any, tables: Iterable[_Table]) -> None:
+async def _require_empty(connection: Any, tables: Iterable[_Table]) -> None:
     for table in tables:
         await connection.execute(f"LOCK TABLE {table.name} IN EXCLUSIVE MODE")
         if await (await connection.execute(f"SELECT 1 FROM {table.name} LIMIT 1")).fetchone():
             raise _not_empty(table.name)
 
 
-def _refuse_rows_sqlite(db: sqlite3.Connection, tables: Iterable[_Table]) -> None:
+def _require_empty_sqlite(db: sqlite3.Connection, tables: Iterable[_Table]) -> None:
     for table in tables:
         if db.execute(f"SELECT 1 FROM {table.name} LIMIT 1").fetchone():
             raise _not_empty(table.name)
@@ -183,7 +183,7 @@ async def _pages(thread: SqliteThread, select: str) -> Any:
             yield row
 
 
-async def _go_on_counting(connection: Any, table: str) -> None:
+async def _advance_sequence(connection: Any, table: str) -> None:
     cursor = await connection.execute(
         "SELECT column_name FROM information_schema.columns"
         " WHERE table_schema = current_schema() AND table_name = %s AND is_identity = 'YES'",
@@ -196,7 +196,7 @@ async def _go_on_counting(connection: Any, table: str) -> None:
         )
 
 
-def _go_on_reading(db: sqlite3.Connection, places: Sequence[tuple[str, str]]) -> None:
+def _write_cursors(db: sqlite3.Connection, places: Sequence[tuple[str, str]]) -> None:
     db.executemany(f"UPDATE {_CURSORS} SET cursor = ? WHERE name = ?", places)
 
 

@@ -1,4 +1,4 @@
-"""How jobs, attempts and hosts lie in a table: the same columns, in the same order, in both databases."""
+"""Decodes rows of jobs, attempts and hosts: the same columns, in the same order, in both databases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTEMPT: Final = (
 )
 HOST: Final = "id, name, capability, registered_at, state, state_reason, coalesce(seen, 0), agent_version, pool, labels"
 
-PRESENT: Final = "spec, status, declared, trainer_digest"
+EXISTING_JOB: Final = "spec, status, declared, trainer_digest"
 POLICIES: Final = "SELECT host, spec, project FROM policy"
 TRAINERS: Final = "SELECT n.project, n.name, n.digest, t.spec FROM trainer_name n JOIN trainer t ON t.digest = n.digest"
 
@@ -45,12 +45,12 @@ _facts: Final = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def class_keys(specs: Iterable[JobSpec]) -> dict[bytes, str]:
-    """The keys of the classes of these jobs, by how the class is written: jobs are many and their classes few."""
+    """The keys of the classes of these jobs, by the encoded class: jobs are many and their classes few."""
     written = {encode(requirement): requirement for requirement in (spec.requirement for spec in specs)}
     return {text: requirement.key for text, requirement in written.items()}
 
 
-def refused_of(rows: Iterable[Sequence[Any]]) -> list[RefusedJob]:
+def decode_refused_jobs(rows: Iterable[Sequence[Any]]) -> list[RefusedJob]:
     """From `REFUSED`."""
     classes: dict[str, int] = {}
     hosts: dict[str, set[str]] = {}
@@ -60,7 +60,7 @@ def refused_of(rows: Iterable[Sequence[Any]]) -> list[RefusedJob]:
     return [RefusedJob(job_id=id_, class_id=classes[id_], hosts=frozenset(hosts[id_])) for id_ in hosts]
 
 
-def job_of(row: Sequence[Any]) -> JobRow:
+def decode_job(row: Sequence[Any]) -> JobRow:
     (id_, spec, class_id, status, epoch, created, changed, not_before, host, reason, artifact, declared, orphaned,
      waits_for, attempts, trainer_digest, submitted_by) = row  # fmt: skip
     return JobRow(
@@ -84,7 +84,7 @@ def job_of(row: Sequence[Any]) -> JobRow:
     )
 
 
-def attempt_of(row: Sequence[Any]) -> AttemptRow:
+def decode_attempt(row: Sequence[Any]) -> AttemptRow:
     (job_id, number, epoch, host, claimed, started, ended, outcome, cause, error, artifact, checkpoint, facts,
      trainer_digest) = row  # fmt: skip
     return AttemptRow(
@@ -105,18 +105,18 @@ def attempt_of(row: Sequence[Any]) -> AttemptRow:
     )
 
 
-def present_of(row: Sequence[Any]) -> ExistingJob:
-    """From `PRESENT`."""
+def decode_existing_job(row: Sequence[Any]) -> ExistingJob:
+    """From `EXISTING_JOB`."""
     spec, status, declared, digest = row
     return ExistingJob(spec=decode_spec(spec), status=JobStatus(status), declared=bool(declared), trainer=digest)
 
 
-def policies_of(rows: Iterable[Sequence[Any]]) -> dict[str, HostPolicy]:
+def decode_policies(rows: Iterable[Sequence[Any]]) -> dict[str, HostPolicy]:
     """From `POLICIES`."""
     return {host: HostPolicy(spec=_policy(spec), project=project) for host, spec, project in rows}
 
 
-def trainers_of(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], RegisteredTrainer]:
+def decode_trainers(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], RegisteredTrainer]:
     """From `TRAINERS`."""
     return {
         (project, name): RegisteredTrainer(digest=digest, spec=decode_trainer(spec))
@@ -124,13 +124,13 @@ def trainers_of(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], Register
     }
 
 
-def trainer_of(rows: Sequence[Sequence[Any]], digest: str) -> TrainerSpec:
+def decode_known_trainer(rows: Sequence[Sequence[Any]], digest: str) -> TrainerSpec:
     if not rows:
         raise StrataError(Code.NOT_FOUND, f"there is no trainer {digest[:100]!r}")
     return decode_trainer(rows[0][0])
 
 
-def host_of(row: Sequence[Any]) -> HostRow:
+def decode_host(row: Sequence[Any]) -> HostRow:
     id_, name, capability, registered, state, state_reason, seen, agent_version, pool, labels = row
     return HostRow(
         id=id_,
@@ -146,7 +146,7 @@ def host_of(row: Sequence[Any]) -> HostRow:
     )
 
 
-def lease_of(job_id: str, epoch: int, row: Sequence[Any]) -> JobLease:
+def decode_lease(job_id: str, epoch: int, row: Sequence[Any]) -> JobLease:
     """From `LEASE`."""
     host_id, expires_at_s, spec, checkpoint, digest, trainer = row
     return JobLease(
@@ -161,8 +161,8 @@ def lease_of(job_id: str, epoch: int, row: Sequence[Any]) -> JobLease:
     )
 
 
-class Held(NamedTuple):
-    """What a judgement needs of a job, from `HELD`, and of its lease."""
+class HeldJob(NamedTuple):
+    """The columns of a job that a decision about its lease needs, from `HELD_JOB`, and whether the lease row exists."""
 
     seq: int
     status: JobStatus
@@ -172,15 +172,15 @@ class Held(NamedTuple):
     spec: JobSpec
     tally: AttemptCounts
 
-    def lease_status(self, hold: AttemptKey) -> LeaseStatus:
-        claimed = (hold.epoch, hold.host_id)
+    def lease_status(self, attempt: AttemptKey) -> LeaseStatus:
+        claimed = (attempt.epoch, attempt.host_id)
         return lease_status(self.status, current=(self.epoch, self.host_id), claimed=claimed, leased=self.leased)
 
 
-HELD: Final = "seq, status, epoch, host_id, spec, charged, lost, infra, excused"
+HELD_JOB: Final = "seq, status, epoch, host_id, spec, charged, lost, infra, excused"
 
 
-def held_of(row: Sequence[Any], *, leased: bool) -> Held:
+def decode_held_job(row: Sequence[Any], *, leased: bool) -> HeldJob:
     seq, status, epoch, host_id, spec, charged, lost, infra, excused = row
     tally = AttemptCounts(charged=charged, lost=lost, infra=infra, excused=excused)
-    return Held(seq, JobStatus(status), epoch, host_id, leased, decode_spec(spec), tally)
+    return HeldJob(seq, JobStatus(status), epoch, host_id, leased, decode_spec(spec), tally)

@@ -13,7 +13,7 @@ from strata.fleet.artifacts.manifest import ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import ArtifactRow, Commit, LineageFilter, LineageRow, Slot
 from strata.fleet.artifacts.states import PRESENT, ChunkState
 from strata.fleet.core.job import TERMINAL, JobStatus
-from strata.fleet.core.lease_status import ALIVE, lease_status, stale, unknown_job
+from strata.fleet.core.lease_status import ALIVE, lease_status, stale_attempt, unknown_job
 from strata.fleet.ports import AttemptKey
 
 SLOT: Final = "number, digest, state, size"
@@ -87,7 +87,7 @@ def check_hold(job: Sequence[Any] | None, hold: AttemptKey, *, leased: bool) -> 
     status, epoch, host_id = job
     claimed = (hold.epoch, hold.host_id)
     if lease_status(JobStatus(status), current=(epoch, host_id), claimed=claimed, leased=leased) not in ALIVE:
-        raise stale(hold.job_id, hold.epoch, epoch)
+        raise stale_attempt(hold.job_id, hold.epoch, epoch)
 
 
 def check_chunks(wanted: Mapping[str, int], found: Iterable[Slot]) -> None:

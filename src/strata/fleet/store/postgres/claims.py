@@ -1,11 +1,11 @@
-"""Claims in PostgreSQL: a batch of them is one round trip, and hosts that may take the same share one statement.
+"""Claims in PostgreSQL: a batch of claims is one round trip, and hosts with the same options share one statement.
 
-A claim is new or was answered before, and `new_claims` says which: under a lock of the claim's name, so that a retry
-that overtakes its first try waits for it, and by a look of its own after the lock, since the statement around it still
-sees the tables as they were when it began. It leaves out hosts that are not active.
+Claims are idempotent. `new_claims` tells a new claim from a repeated one: under an advisory lock on the claim's name,
+so that a retry that overtakes its first try waits for it, and by a query of its own after the lock, because the
+statement around it still sees the snapshot from before the lock. It leaves out hosts that are not active.
 
-What may look up the wrong way is written so that it cannot: a plan made while a table is empty is kept, and would read
-the whole table once it is full.
+Joins are written so that the planner cannot choose a full scan: a plan made while a table is empty is cached, and would
+read the whole table once it is full.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from strata.database.postgres import Connections
 from strata.fleet.core.job import JobEvent, target
 from strata.fleet.core.match import fit_slots
 from strata.fleet.ports import Claim, JobLease
-from strata.fleet.store.rows import lease_of
+from strata.fleet.store.rows import decode_lease
 
-_Name = tuple[str, str]
-"""Of a claim: its host, and what the host calls it."""
-_Menu = tuple[tuple[int, ...], tuple[float, ...], str]
+_ClaimName = tuple[str, str]
+"""The host, and the claim id that the host chose."""
+_Options = tuple[tuple[int, ...], tuple[float, ...], str]
 """Classes; since when at the latest a job of each has to wait; and the host, if it is excluded for any job."""
 
 LOCK: Final = """
@@ -33,7 +33,7 @@ SELECT pg_advisory_xact_lock(key) FROM (
   FROM unnest(%(hosts)s::text[], %(claims)s::text[]) AS w (host, claim) ORDER BY key
 ) AS ordered
 """
-"""Before several statements of one transaction: whoever asks for the same names takes them in the same order."""
+"""Before several statements of one transaction: transactions lock the same names in the same order, no deadlock."""
 
 IS_NEW: Final = "SELECT is_new_claim(%(host)s, %(claim)s)"
 NEW: Final = "SELECT place, host, claim FROM new_claims(%(hosts)s::text[], %(claims)s::text[])"
@@ -41,7 +41,7 @@ NEW: Final = "SELECT place, host, claim FROM new_claims(%(hosts)s::text[], %(cla
 MINE: Final = """
 (SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = ANY(%(hosts)s::text[])) = 0
 """
-"""What no host of this statement is excluded for."""
+"""Jobs that no host of this statement is excluded for."""
 
 ONE: Final = """
   SELECT r.seq, 1 AS place, %(host)s::text AS host, %(claim)s::text AS claim FROM ready r JOIN job j USING (seq)
@@ -49,7 +49,7 @@ ONE: Final = """
     AND (SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = %(host)s) = 0
   ORDER BY r.priority DESC, r.seq LIMIT 1 FOR UPDATE OF r, j SKIP LOCKED
 """
-"""A host that takes one job of one class, which is what most of them ask for: without arrays and without sorting."""
+"""The most frequent claim: one job of one class, without arrays and without sorting."""
 
 SEVERAL: Final = """
   WITH asking AS MATERIALIZED ({new}), chosen AS MATERIALIZED ({chosen})
@@ -61,7 +61,7 @@ FIRST: Final = f"""
     WHERE r.class_id = (%(classes)s::bigint[])[1] AND r.since <= (%(latest)s::float8[])[1] AND {MINE}
     ORDER BY r.priority DESC, r.seq LIMIT {{count}} FOR UPDATE OF r, j SKIP LOCKED
 """
-"""Of one class: the index is walked until enough are found that nobody else is at."""
+"""Of one class: the index is scanned until enough jobs are found that no other transaction has locked."""
 
 BEST: Final = f"""
     SELECT b.seq, b.priority FROM (
@@ -97,7 +97,7 @@ CROSS JOIN LATERAL (
 ) AS r
 ORDER BY r.priority DESC, r.seq
 """
-"""For one claim of several jobs that take different numbers of slots: which of them fit is reckoned by the caller."""
+"""For one claim of several jobs that need different numbers of slots: `fit_slots` chooses which of them fit."""
 
 THESE: Final = "SELECT seq, place FROM unnest(%(seqs)s::bigint[]) WITH ORDINALITY AS s (seq, place)"
 
@@ -130,9 +130,9 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
 SELECT host, claim, id, epoch, %(until)s::float8, moved.spec, checkpoint, trainer_digest, trainer.spec
 FROM moved LEFT JOIN trainer ON trainer.digest = moved.trainer_digest ORDER BY place
 """
-"""A claim is the end of a place in the queue and the beginning of a lease and an attempt, in one statement."""
+"""In one statement: remove the job from the queue, and begin a lease and an attempt."""
 
-GIVEN: Final = """
+PREVIOUS_LEASES: Final = """
 SELECT a.host_id, a.claim_id, a.job_id, a.epoch, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec
 FROM unnest(%(hosts)s::text[], %(claims)s::text[]) AS w (host, claim)
 JOIN attempt a ON a.claim_id = w.claim AND a.host_id = w.host
@@ -140,7 +140,7 @@ JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch
 JOIN job j ON j.id = a.job_id LEFT JOIN trainer t ON t.digest = a.trainer_digest
 ORDER BY j.priority DESC, j.seq
 """
-"""What claims of these names were given before and still hold."""
+"""What claims of these names were granted before and still hold."""
 
 
 async def claim_jobs(
@@ -148,40 +148,42 @@ async def claim_jobs(
 ) -> Sequence[Sequence[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     times = {"now": now_s, "until": now_s + lease_s}
-    alike: dict[_Menu, list[_Name]] = {}
+    alike: dict[_Options, list[_ClaimName]] = {}
     found: list[tuple[Any, ...]] = []
     for name, each in named.items():
         slots = {class_id: takes for class_id, takes in each.classes.items() if takes <= each.slots}
         if each.count > 1 and len(set(slots.values())) > 1:
-            found += await _fit(connections, each, slots, times)
+            found += await _claim_fitting_jobs(connections, each, slots, times)
         elif slots:
             latest = each.held_back.get
             alone = name[0] if each.refusing else ""
             menu = (tuple(slots), tuple([latest(class_id, math.inf) for class_id in slots]), alone)
             alike.setdefault(menu, []).extend([name] * _count(each, slots))
-    found += await _take(connections, alike, times)
-    given: dict[_Name, list[JobLease]] = {name: [] for name in named}
+    found += await _lease_jobs(connections, alike, times)
+    given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
     for host_id, claim_id, job_id, epoch, *rest in found:
-        given[host_id, claim_id].append(lease_of(job_id, epoch, (host_id, *rest)))
+        given[host_id, claim_id].append(decode_lease(job_id, epoch, (host_id, *rest)))
     unanswered = [name for name, leases in given.items() if not leases]
     if unanswered:
-        for host_id, claim_id, job_id, epoch, *rest in await connections.run(GIVEN, _names(unanswered)):
-            given[host_id, claim_id].append(lease_of(job_id, epoch, (host_id, *rest)))
+        for host_id, claim_id, job_id, epoch, *rest in await connections.run(PREVIOUS_LEASES, _names(unanswered)):
+            given[host_id, claim_id].append(decode_lease(job_id, epoch, (host_id, *rest)))
     return [given[each.host_id, each.claim_id] for each in claims]
 
 
 def _count(wanted: Claim, slots: dict[int, int]) -> int:
-    """How many jobs it can take, all of which take the same slots if it asks for more than one."""
+    """How many jobs the claim can take; if it asks for several, all of them need the same number of slots."""
     if wanted.count == 1:
         return 1
     each = max(1, next(iter(slots.values())))
     return max(1, min(wanted.count, wanted.slots // each))
 
 
-async def _take(connections: Connections, alike: dict[_Menu, list[_Name]], times: dict[str, float]) -> list[Any]:
-    asked = [_asked(menu, places, times) for menu, places in alike.items()]
+async def _lease_jobs(
+    connections: Connections, alike: dict[_Options, list[_ClaimName]], times: dict[str, float]
+) -> list[Any]:
+    asked = [_claim_statement(menu, places, times) for menu, places in alike.items()]
     if len(asked) == 1:
-        # One statement is written and committed at once: whoever dies in between dies before it.
+        # One statement is written and committed at once: a crash in between is a crash before it.
         failpoint("fleet.claim.written")
         return await connections.run(*asked[0])
     if not asked:
@@ -196,8 +198,10 @@ async def _take(connections: Connections, alike: dict[_Menu, list[_Name]], times
     return [row for cursor in cursors for row in await cursor.fetchall()]
 
 
-def _asked(menu: _Menu, places: Sequence[_Name], times: dict[str, float]) -> tuple[str, dict[str, Any]]:
-    """The statement for claims that may take the same, each named as often as it may take a job, and its values."""
+def _claim_statement(
+    menu: _Options, places: Sequence[_ClaimName], times: dict[str, float]
+) -> tuple[str, dict[str, Any]]:
+    """The statement for claims with the same options, each named as often as it may take a job, and its values."""
     classes, latest, _ = menu
     if len(places) == len(classes) == 1:
         ((host, claim),) = places
@@ -218,7 +222,9 @@ def _statement(count: int, how: Literal["one", "first", "best", "these"]) -> str
     return TAKE.format(given=SEVERAL.format(new=NEW, chosen=placed))
 
 
-async def _fit(connections: Connections, wanted: Claim, slots: dict[int, int], times: dict[str, float]) -> list[Any]:
+async def _claim_fitting_jobs(
+    connections: Connections, wanted: Claim, slots: dict[int, int], times: dict[str, float]
+) -> list[Any]:
     name = [(wanted.host_id, wanted.claim_id)]
     offer = {
         "classes": _numbers(list(slots)),
@@ -237,11 +243,11 @@ async def _fit(connections: Connections, wanted: Claim, slots: dict[int, int], t
         return rows
 
 
-def _names(names: Sequence[_Name]) -> dict[str, str]:
+def _names(names: Sequence[_ClaimName]) -> dict[str, str]:
     return {"hosts": _texts([host for host, _ in names]), "claims": _texts([claim for _, claim in names])}
 
 
-# Arrays in the words of PostgreSQL, since the driver takes longer to write them than the database to read them.
+# Array literals as text: the driver takes longer to encode arrays than the database to parse them.
 
 
 def _numbers(values: Sequence[float]) -> str:

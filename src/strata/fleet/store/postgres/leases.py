@@ -10,26 +10,35 @@ from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
-from strata.fleet.core.lease import RetryDecision, after_expiry, after_failure, after_setup_error, counted
-from strata.fleet.core.lease_status import ALIVE, LeaseStatus, already_ended, not_refused, stale, unknown_job
-from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, Renewed
+from strata.fleet.core.lease import RetryDecision, after_expiry, after_failure, after_setup_error, attempt_counter
+from strata.fleet.core.lease_status import ALIVE, LeaseStatus, already_ended, not_refused, stale_attempt, unknown_job
+from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
 from strata.fleet.store.postgres import tables as sql
-from strata.fleet.store.rows import HELD, JOB, REFUSED, Held, encode, held_of, job_of, refused_of
+from strata.fleet.store.rows import (
+    HELD_JOB,
+    JOB,
+    REFUSED,
+    HeldJob,
+    decode_held_job,
+    decode_job,
+    decode_refused_jobs,
+    encode,
+)
 
 Connection = Any
 """A psycopg connection: only the adapters of `strata.database` know its type."""
 
 
-async def _load(connection: Connection, job_id: str) -> Held | None:
+async def _load(connection: Connection, job_id: str) -> HeldJob | None:
     # Two statements: the first may have waited for the job, and then sees it as it is, but all else as it was before.
     async with connection.pipeline():
-        job = await connection.execute(f"SELECT {HELD} FROM job WHERE id = %s FOR UPDATE", (job_id,), prepare=True)
+        job = await connection.execute(f"SELECT {HELD_JOB} FROM job WHERE id = %s FOR UPDATE", (job_id,), prepare=True)
         lease = await connection.execute("SELECT 1 FROM lease WHERE job_id = %s", (job_id,), prepare=True)
     row, leased = await job.fetchone(), await lease.fetchone()
-    return None if row is None else held_of(row, leased=leased is not None)
+    return None if row is None else decode_held_job(row, leased=leased is not None)
 
 
-async def need(connection: Connection, job_id: str) -> Held:
+async def require_job(connection: Connection, job_id: str) -> HeldJob:
     job = await _load(connection, job_id)
     if job is None:
         raise unknown_job(job_id)
@@ -40,114 +49,118 @@ async def read_job(connection: Connection, job_id: str) -> JobRow:
     row = await (await connection.execute(f"SELECT {JOB} FROM job WHERE id = %s", (job_id,))).fetchone()
     if row is None:
         raise unknown_job(job_id)
-    return job_of(row)
+    return decode_job(row)
 
 
-async def renew(connection: Connection, host_id: str, renewal: Renewal, lease_s: float, now_s: float) -> Renewed:
+async def renew(connection: Connection, host_id: str, renewal: Renewal, lease_s: float, now_s: float) -> RenewalResult:
     """The one that the fast statement did not extend, or that begins to run."""
     job_id, epoch = renewal.job_id, renewal.epoch
     job = await _load(connection, job_id)
     if job is None:
-        return Renewed(job_id=job_id, epoch=epoch, verdict="unknown")
+        return RenewalResult(job_id=job_id, epoch=epoch, verdict="unknown")
     stands = job.lease_status(AttemptKey(host_id, job_id, epoch))
     if stands is LeaseStatus.ENDED:
-        return Renewed(job_id=job_id, epoch=epoch, verdict="ended", status=job.status)
+        return RenewalResult(job_id=job_id, epoch=epoch, verdict="ended", status=job.status)
     if stands not in ALIVE:
-        return Renewed(job_id=job_id, epoch=epoch, verdict="stale", status=job.status)
+        return RenewalResult(job_id=job_id, epoch=epoch, verdict="stale", status=job.status)
     expires_at_s = now_s + lease_s
     await connection.execute(
         "UPDATE lease SET expires_at = %s, expired = false WHERE job_id = %s", (expires_at_s, job_id)
     )
-    status = await _alive(connection, job_id, job, now_s)
+    status = await _revive_if_expired(connection, job_id, job, now_s)
     if renewal.running and status is JobStatus.CLAIMED:
-        status = await _move(connection, job, JobEvent.START, now_s, "")
+        status = await _advance_status(connection, job, JobEvent.START, now_s, "")
         await connection.execute(
             "UPDATE attempt SET started_at = %s WHERE job_id = %s AND epoch = %s AND started_at IS NULL",
             (now_s, job_id, epoch),
         )
         await record(connection, now_s, f"host:{host_id}", "job.started", job_id, epoch=epoch)
     failpoint("fleet.renew.written")
-    return Renewed(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=expires_at_s)
+    return RenewalResult(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=expires_at_s)
 
 
-async def _alive(connection: Connection, job_id: str, job: Held, now_s: float) -> JobStatus:
+async def _revive_if_expired(connection: Connection, job_id: str, job: HeldJob, now_s: float) -> JobStatus:
     """The status of a job whose host just spoke: what had expired is revived and leaves the queue."""
     if job.status is not JobStatus.PENDING:
         return job.status
     await connection.execute("DELETE FROM ready WHERE seq = %s", (job.seq,))
     await connection.execute("UPDATE lease SET expired = false WHERE job_id = %s", (job_id,))
     await record(connection, now_s, f"host:{job.host_id}", "job.revived", job_id, epoch=job.epoch)
-    return await _move(connection, job, JobEvent.REVIVE, now_s, "")
+    return await _advance_status(connection, job, JobEvent.REVIVE, now_s, "")
 
 
 async def complete(
-    connection: Connection, hold: AttemptKey, completion: JobCompletion, now_s: float
+    connection: Connection, attempt: AttemptKey, completion: JobCompletion, now_s: float
 ) -> JobRow | StrataError:
-    job = await need(connection, hold.job_id)
-    if job.lease_status(hold) not in ALIVE:
-        return await _late_result(connection, hold, completion, job)
-    if await _alive(connection, hold.job_id, job, now_s) is not job.status:
-        job = await need(connection, hold.job_id)
+    job = await require_job(connection, attempt.job_id)
+    if job.lease_status(attempt) not in ALIVE:
+        return await _late_result(connection, attempt, completion, job)
+    if await _revive_if_expired(connection, attempt.job_id, job, now_s) is not job.status:
+        job = await require_job(connection, attempt.job_id)
     facts = {**completion.facts, "metrics": dict(completion.metrics)}
     async with connection.pipeline():
-        await _move(connection, job, JobEvent.COMPLETE, now_s, "")
+        await _advance_status(connection, job, JobEvent.COMPLETE, now_s, "")
         # The trainer may have been changed since this attempt began: the result is of the one that it was given.
         await connection.execute(
             "UPDATE job SET artifact = %s, trainer_digest = a.trainer_digest FROM attempt a"
             " WHERE job.seq = %s AND a.job_id = job.id AND a.epoch = %s",
-            (completion.artifact, job.seq, hold.epoch),
+            (completion.artifact, job.seq, attempt.epoch),
         )
-        await _end_attempt(connection, hold.job_id, hold.epoch, now_s, "completed")
-        await _note(connection, hold, artifact=completion.artifact, facts=encode(facts))
-        await connection.execute("DELETE FROM lease WHERE job_id = %s", (hold.job_id,))
+        await _end_attempt(connection, attempt.job_id, attempt.epoch, now_s, "completed")
+        await _update_attempt(connection, attempt, artifact=completion.artifact, facts=encode(facts))
+        await connection.execute("DELETE FROM lease WHERE job_id = %s", (attempt.job_id,))
         await record(
             connection,
             now_s,
-            f"host:{hold.host_id}",
+            f"host:{attempt.host_id}",
             "job.completed",
-            hold.job_id,
-            epoch=hold.epoch,
+            attempt.job_id,
+            epoch=attempt.epoch,
             artifact=completion.artifact,
         )
-    await recount_dependents(connection, hold.job_id, now_s)
+    await recount_dependents(connection, attempt.job_id, now_s)
     failpoint("fleet.complete.written")
-    return await read_job(connection, hold.job_id)
+    return await read_job(connection, attempt.job_id)
 
 
 async def _late_result(
-    connection: Connection, hold: AttemptKey, completion: JobCompletion, job: Held
+    connection: Connection, attempt: AttemptKey, completion: JobCompletion, job: HeldJob
 ) -> JobRow | StrataError:
     """The same report again gets the same answer; another one is kept beside the attempt and refused."""
-    told = await _told(connection, hold, "outcome, artifact")
+    told = await _previous_report(connection, attempt, "outcome, artifact")
     if told == ("completed", completion.artifact):
-        return await read_job(connection, hold.job_id)
+        return await read_job(connection, attempt.job_id)
     if told is not None and told[0] != "completed" and completion.artifact:
-        await _note(connection, hold, outcome="orphan", artifact=completion.artifact)
-    if job.lease_status(hold) is LeaseStatus.ENDED:
-        return already_ended(hold.job_id, job.status)
-    return stale(hold.job_id, hold.epoch, job.epoch)
+        await _update_attempt(connection, attempt, outcome="orphan", artifact=completion.artifact)
+    if job.lease_status(attempt) is LeaseStatus.ENDED:
+        return already_ended(attempt.job_id, job.status)
+    return stale_attempt(attempt.job_id, attempt.epoch, job.epoch)
 
 
 async def fail(
     connection: Connection,
-    hold: AttemptKey,
+    attempt: AttemptKey,
     failure: JobFailure,
     now_s: float,
     chance: float,
     eligible: Collection[str],
 ) -> JobRow:
-    job = await need(connection, hold.job_id)
-    stands = job.lease_status(hold)
+    job = await require_job(connection, attempt.job_id)
+    stands = job.lease_status(attempt)
     if stands not in ALIVE:
-        if await _told(connection, hold, "cause, error") == (failure.cause, failure.error):
-            return await read_job(connection, hold.job_id)
+        if await _previous_report(connection, attempt, "cause, error") == (failure.cause, failure.error):
+            return await read_job(connection, attempt.job_id)
         ended = stands is LeaseStatus.ENDED
-        raise already_ended(hold.job_id, job.status) if ended else stale(hold.job_id, hold.epoch, job.epoch)
-    await _alive(connection, hold.job_id, job, now_s)
-    job = await need(connection, hold.job_id)
+        raise (
+            already_ended(attempt.job_id, job.status)
+            if ended
+            else stale_attempt(attempt.job_id, attempt.epoch, job.epoch)
+        )
+    await _revive_if_expired(connection, attempt.job_id, job, now_s)
+    job = await require_job(connection, attempt.job_id)
     if failure.cause is Cause.SETUP_ERROR:
         insert = "INSERT INTO job_refusal VALUES (%s, %s) ON CONFLICT DO NOTHING"
-        await connection.execute(insert, (hold.host_id, job.seq))
+        await connection.execute(insert, (attempt.host_id, job.seq))
     cursor = await connection.execute("SELECT host_id FROM job_refusal WHERE seq = %s", (job.seq,))
     ruling = after_failure(
         failure.cause,
@@ -157,64 +170,66 @@ async def fail(
         chance=chance,
         hosts_left=len(set(eligible) - {host for (host,) in await cursor.fetchall()}),
     )
-    await _note(connection, hold, error=failure.error, facts=encode(dict(failure.facts)))
-    await _rule(connection, hold.job_id, job, ruling, now_s, f"host:{hold.host_id}")
+    await _update_attempt(connection, attempt, error=failure.error, facts=encode(dict(failure.facts)))
+    await _apply_decision(connection, attempt.job_id, job, ruling, now_s, f"host:{attempt.host_id}")
     failpoint("fleet.fail.written")
-    return await read_job(connection, hold.job_id)
+    return await read_job(connection, attempt.job_id)
 
 
 async def fail_refused(connection: Connection, eligible: Mapping[str, Collection[str]], now_s: float) -> list[JobRow]:
     # In the order of ids, like all who lock several jobs; what was refused is read after that.
     await connection.execute("SELECT 1 FROM job WHERE id = ANY(%s) ORDER BY id FOR UPDATE", (list(eligible),))
-    refused = refused_of(await (await connection.execute(REFUSED)).fetchall())
-    failed = [each.job_id for each in refused if each.job_id in eligible and each.fails(eligible[each.job_id])]
+    refused = decode_refused_jobs(await (await connection.execute(REFUSED)).fetchall())
+    failed = [each.job_id for each in refused if each.job_id in eligible and each.is_unservable(eligible[each.job_id])]
     for job_id in failed:
-        await _rule(connection, job_id, await need(connection, job_id), after_setup_error(0, now_s), now_s, "hub")
+        await _apply_decision(
+            connection, job_id, await require_job(connection, job_id), after_setup_error(0, now_s), now_s, "hub"
+        )
     return [await read_job(connection, job_id) for job_id in failed]
 
 
-async def record_checkpoint(connection: Connection, hold: AttemptKey, artifact: str, now_s: float) -> None:
-    job = await need(connection, hold.job_id)
-    if job.lease_status(hold) not in ALIVE:
-        raise stale(hold.job_id, hold.epoch, job.epoch)
+async def record_checkpoint(connection: Connection, attempt: AttemptKey, artifact: str, now_s: float) -> None:
+    job = await require_job(connection, attempt.job_id)
+    if job.lease_status(attempt) not in ALIVE:
+        raise stale_attempt(attempt.job_id, attempt.epoch, job.epoch)
     await connection.execute("UPDATE job SET checkpoint = %s WHERE seq = %s", (artifact, job.seq))
-    await _note(connection, hold, checkpoint=artifact)
-    actor = f"host:{hold.host_id}"
-    await record(connection, now_s, actor, "job.checkpointed", hold.job_id, epoch=hold.epoch, artifact=artifact)
+    await _update_attempt(connection, attempt, checkpoint=artifact)
+    actor = f"host:{attempt.host_id}"
+    await record(connection, now_s, actor, "job.checkpointed", attempt.job_id, epoch=attempt.epoch, artifact=artifact)
     failpoint("fleet.checkpoint.written")
 
 
 async def expire(connection: Connection, job_id: str, now_s: float) -> JobRow | None:
     """None when somebody else is at this job, or the lease was renewed since it was found: not due, or not now."""
     async with connection.pipeline():
-        found = await connection.execute(f"SELECT {HELD} FROM job WHERE id = %s FOR UPDATE SKIP LOCKED", (job_id,))
+        found = await connection.execute(f"SELECT {HELD_JOB} FROM job WHERE id = %s FOR UPDATE SKIP LOCKED", (job_id,))
         lease = await connection.execute(
             "SELECT 1 FROM lease WHERE job_id = %s AND NOT expired AND expires_at <= %s FOR UPDATE", (job_id, now_s)
         )
     row, due = await found.fetchone(), await lease.fetchone()
     if row is None or due is None:
         return None
-    job = held_of(row, leased=True)
-    await _rule(connection, job_id, job, after_expiry(job.tally, job.spec.budget, now_s=now_s), now_s, "hub")
+    job = decode_held_job(row, leased=True)
+    await _apply_decision(connection, job_id, job, after_expiry(job.tally, job.spec.budget, now_s=now_s), now_s, "hub")
     failpoint("fleet.expire.written")
     return await read_job(connection, job_id)
 
 
 async def cancel(connection: Connection, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
-    job = await need(connection, job_id)
+    job = await require_job(connection, job_id)
     if job.status is not JobStatus.CANCELLED:
         ruling = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
-        await _rule(connection, job_id, job, ruling, now_s, actor)
+        await _apply_decision(connection, job_id, job, ruling, now_s, actor)
     failpoint("fleet.cancel.written")
     return await read_job(connection, job_id)
 
 
 async def requeue(connection: Connection, job_id: str, actor: str, now_s: float) -> JobRow:
-    job = await need(connection, job_id)
+    job = await require_job(connection, job_id)
     refused = await connection.execute("DELETE FROM job_refusal WHERE seq = %s", (job.seq,))
     if job.status is JobStatus.PENDING and not refused.rowcount:
         raise not_refused(job_id)
-    await _move(connection, job, JobEvent.REQUEUE, now_s, "requeued")
+    await _advance_status(connection, job, JobEvent.REQUEUE, now_s, "requeued")
     await connection.execute("DELETE FROM ripening WHERE seq = %s", (job.seq,))
     await connection.execute(
         "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = %s",
@@ -226,11 +241,11 @@ async def requeue(connection: Connection, job_id: str, actor: str, now_s: float)
     return await read_job(connection, job_id)
 
 
-async def _rule(
-    connection: Connection, job_id: str, job: Held, ruling: RetryDecision, now_s: float, actor: str
+async def _apply_decision(
+    connection: Connection, job_id: str, job: HeldJob, ruling: RetryDecision, now_s: float, actor: str
 ) -> None:
     """Let a ruling happen to the job and to the attempt that ends with it."""
-    status = await _move(connection, job, ruling.event, now_s, ruling.reason)
+    status = await _advance_status(connection, job, ruling.event, now_s, ruling.reason)
     if ruling.event is JobEvent.EXPIRE:
         await connection.execute("UPDATE lease SET expired = true WHERE job_id = %s", (job_id,))
         await enqueue(connection, [job.seq], now_s)
@@ -239,7 +254,7 @@ async def _rule(
     if job.leased:
         outcome = {JobEvent.FAIL: "failed", JobEvent.RETRY: "retried", JobEvent.CANCEL: "cancelled"}[ruling.event]
         await _end_attempt(connection, job_id, job.epoch, now_s, outcome, ruling.cause)
-        column = counted(ruling.cause)
+        column = attempt_counter(ruling.cause)
         await connection.execute(f"UPDATE job SET {column} = {column} + 1 WHERE seq = %s", (job.seq,))
     await connection.execute("DELETE FROM lease WHERE job_id = %s", (job_id,))
     await connection.execute("DELETE FROM ready WHERE seq = %s", (job.seq,))
@@ -298,7 +313,9 @@ async def record(connection: Connection, at_s: float, actor: str, kind: str, sub
     await record_postgres(connection, [Record(at_s, actor, kind, subject, body)])
 
 
-async def _move(connection: Connection, job: Held, event: JobEvent, now_s: float, reason: str) -> JobStatus:
+async def _advance_status(
+    connection: Connection, job: HeldJob, event: JobEvent, now_s: float, reason: str
+) -> JobStatus:
     status = advance(job.status, event)
     if status in TERMINAL:
         await connection.execute("DELETE FROM job_refusal WHERE seq = %s", (job.seq,))
@@ -317,18 +334,18 @@ async def _end_attempt(
     )
 
 
-async def _note(connection: Connection, hold: AttemptKey, **columns: Any) -> None:
+async def _update_attempt(connection: Connection, attempt: AttemptKey, **columns: Any) -> None:
     assigned = ", ".join(f"{column} = %s" for column in columns)
     await connection.execute(
         f"UPDATE attempt SET {assigned} WHERE job_id = %s AND epoch = %s",
-        (*columns.values(), hold.job_id, hold.epoch),
+        (*columns.values(), attempt.job_id, attempt.epoch),
     )
 
 
-async def _told(connection: Connection, hold: AttemptKey, columns: str) -> Any:
+async def _previous_report(connection: Connection, attempt: AttemptKey, columns: str) -> Any:
     """What this host has said about its attempt before; None if it never had it."""
     cursor = await connection.execute(
         f"SELECT {columns} FROM attempt WHERE job_id = %s AND epoch = %s AND host_id = %s",
-        (hold.job_id, hold.epoch, hold.host_id),
+        (attempt.job_id, attempt.epoch, attempt.host_id),
     )
     return await cursor.fetchone()

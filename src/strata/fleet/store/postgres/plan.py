@@ -33,21 +33,21 @@ async def apply_plan(
     changed = plan.requeued | {change.job_id: change.spec for change in plan.changed}
     takers = [*plan.requeued, *(change.job_id for change in plan.changed if "trainer" in change.kinds)]
     needed = {needed for spec in [*plan.new.values(), *changed.values()] for needed in spec.after}
-    await _await_ends(connection, needed, plan.requeued)
+    await _lock_dependencies(connection, needed, plan.requeued)
     await _put_trainers(connection, plan)
     await _put_policies(connection, plan)
-    classes = await _classes(connection, class_keys([*plan.new.values(), *changed.values()]))
-    await _add(connection, plan, classes, actor, now_s, declared=declared)
-    await _change(connection, changed, classes, now_s)
+    classes = await _class_ids(connection, class_keys([*plan.new.values(), *changed.values()]))
+    await _insert_jobs(connection, plan, classes, actor, now_s, declared=declared)
+    await _update_jobs(connection, changed, classes, now_s)
     for job_id in sorted(plan.requeued):
         await requeue(connection, job_id, actor, now_s)
     # What made the result that does not count made this as well.
     await connection.execute("UPDATE job SET checkpoint = '' WHERE id = ANY(%s)", (list(plan.requeued),))
-    await _take_trainers(connection, takers)
+    await _assign_trainers(connection, takers)
     # Only now is every job there that another one may come after.
-    await _order(connection, plan.new, changed, now_s)
+    await _write_dependencies(connection, plan.new, changed, now_s)
     if declared:
-        await _adopt(connection, [*plan.unchanged, *changed], plan.orphaned)
+        await _mark_declared(connection, [*plan.unchanged, *changed], plan.orphaned)
     # With another command, source or class, a host that could not set a job up may do so now.
     await connection.execute(
         "DELETE FROM job_refusal USING job WHERE job.seq = job_refusal.seq AND id = ANY(%s)", (list(changed),)
@@ -60,7 +60,7 @@ async def apply_plan(
     failpoint("fleet.apply.written")
 
 
-async def _await_ends(connection: Connection, needed: set[str], requeued: Iterable[str]) -> None:
+async def _lock_dependencies(connection: Connection, needed: set[str], requeued: Iterable[str]) -> None:
     """What a job comes after may be ending just now: either its end is counted here, or it sees who waits for it.
     Jobs after those that are requeued are counted as well.
 
@@ -73,26 +73,26 @@ async def _await_ends(connection: Connection, needed: set[str], requeued: Iterab
     await connection.execute(select, (sorted(needed), list(requeued)))
 
 
-async def _classes(connection: Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
+async def _class_ids(connection: Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
     """The ids of these classes by how they are written; new ones are added."""
     by_key = {key: written for written, key in keys.items()}
-    known = await _known(connection, list(by_key))
+    known = await _existing_class_ids(connection, list(by_key))
     new = sorted(by_key.keys() - known.keys())
     if new:
         await connection.cursor().executemany(
             "INSERT INTO req_class (key, spec) VALUES (%s, %s) ON CONFLICT (key) DO NOTHING",
             [(key, by_key[key]) for key in new],
         )
-        known |= await _known(connection, new)
+        known |= await _existing_class_ids(connection, new)
     return {written: known[key] for written, key in keys.items()}
 
 
-async def _known(connection: Connection, keys: list[str]) -> dict[str, int]:
+async def _existing_class_ids(connection: Connection, keys: list[str]) -> dict[str, int]:
     cursor = await connection.execute("SELECT key, id FROM req_class WHERE key = ANY(%s)", (keys,))
     return dict(await cursor.fetchall())
 
 
-async def _add(
+async def _insert_jobs(
     connection: Connection, plan: ApplyPlan, classes: Mapping[bytes, int], actor: str, now_s: float, *, declared: bool
 ) -> None:
     if not plan.new:
@@ -115,7 +115,7 @@ async def _add(
     )
 
 
-async def _change(
+async def _update_jobs(
     connection: Connection, jobs: Mapping[str, JobSpec], classes: Mapping[bytes, int], now_s: float
 ) -> None:
     # In the order of ids, like all who lock several jobs.
@@ -131,7 +131,7 @@ def _sorted_by(spec: JobSpec) -> tuple[Any, ...]:
     return spec.model, spec.sweep, spec.priority, spec.trainer
 
 
-async def _order(
+async def _write_dependencies(
     connection: Connection, new: Mapping[str, JobSpec], changed: Mapping[str, JobSpec], now_s: float
 ) -> None:
     """Write what each job comes after, and let those that wait for nothing join the queue in their present class."""
@@ -151,7 +151,7 @@ async def _order(
     await enqueue(connection, [seq for seq, _, status in rows if status == JobStatus.PENDING], now_s)
 
 
-async def _take_trainers(connection: Connection, jobs: Iterable[str]) -> None:
+async def _assign_trainers(connection: Connection, jobs: Iterable[str]) -> None:
     """What their trainers' names stand for now. A result that came in since the plan was made keeps its own."""
     await connection.execute(
         "UPDATE job SET trainer_digest = coalesce("
@@ -161,7 +161,7 @@ async def _take_trainers(connection: Connection, jobs: Iterable[str]) -> None:
     )
 
 
-async def _adopt(connection: Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:
+async def _mark_declared(connection: Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:
     """The manifest has these jobs from now on. An attempt from before may still end in a result that is not its own."""
     await connection.execute(
         "UPDATE job SET declared = true, orphaned = false, checkpoint = CASE WHEN declared THEN checkpoint ELSE '' END"

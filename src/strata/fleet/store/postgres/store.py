@@ -28,7 +28,7 @@ from strata.fleet.ports import (
     JobRow,
     RefusedJob,
     Renewal,
-    Renewed,
+    RenewalResult,
 )
 from strata.fleet.store.postgres import leases
 from strata.fleet.store.postgres import tables as sql
@@ -36,21 +36,21 @@ from strata.fleet.store.postgres.claims import claim_jobs
 from strata.fleet.store.postgres.plan import apply_plan
 from strata.fleet.store.rows import (
     ATTEMPT,
+    EXISTING_JOB,
     HOST,
     JOB,
     POLICIES,
-    PRESENT,
     REFUSED,
     TRAINERS,
-    attempt_of,
+    decode_attempt,
+    decode_existing_job,
+    decode_host,
+    decode_job,
+    decode_known_trainer,
+    decode_policies,
+    decode_refused_jobs,
+    decode_trainers,
     encode,
-    host_of,
-    job_of,
-    policies_of,
-    present_of,
-    refused_of,
-    trainer_of,
-    trainers_of,
 )
 
 APPLY_S: Final = 120.0
@@ -69,8 +69,8 @@ class PostgresStore:
             await apply_plan(connection, plan, actor, now_s, source=source, declared=declared)
 
     async def existing_jobs(self) -> Mapping[str, ExistingJob]:
-        rows = await self._connections.run(f"SELECT id, {PRESENT} FROM job", {})
-        return {id_: present_of(rest) for id_, *rest in rows}
+        rows = await self._connections.run(f"SELECT id, {EXISTING_JOB} FROM job", {})
+        return {id_: decode_existing_job(rest) for id_, *rest in rows}
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
         select = "SELECT id, spec FROM req_class WHERE id > %(after)s ORDER BY id"
@@ -79,14 +79,14 @@ class PostgresStore:
         return [ClassRow(id=id_, requirement=decode(spec)) for id_, spec in rows]
 
     async def policies(self) -> Mapping[str, HostPolicy]:
-        return policies_of(await self._connections.run(POLICIES, {}))
+        return decode_policies(await self._connections.run(POLICIES, {}))
 
     async def trainers(self) -> Mapping[tuple[str, str], RegisteredTrainer]:
-        return trainers_of(await self._connections.run(TRAINERS, {}))
+        return decode_trainers(await self._connections.run(TRAINERS, {}))
 
     async def trainer(self, digest: str) -> TrainerSpec:
         select = "SELECT spec FROM trainer WHERE digest = %(digest)s"
-        return trainer_of(await self._connections.run(select, {"digest": digest}), digest)
+        return decode_known_trainer(await self._connections.run(select, {"digest": digest}), digest)
 
     async def register_host(self, host: HostRow, actor: str) -> HostRow:
         async with self._connections.transaction() as connection:
@@ -113,7 +113,7 @@ class PostgresStore:
             return await _host(connection, host.id)
 
     async def hosts(self) -> Sequence[HostRow]:
-        return [host_of(row) for row in await self._connections.run(f"{_HOSTS} ORDER BY name, id", {})]
+        return [decode_host(row) for row in await self._connections.run(f"{_HOSTS} ORDER BY name, id", {})]
 
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow:
         async with self._connections.transaction() as connection:
@@ -130,7 +130,9 @@ class PostgresStore:
     async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[JobLease]]:
         return await claim_jobs(self._connections, claims, lease_s, now_s)
 
-    async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
+    async def renew(
+        self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float
+    ) -> Sequence[RenewalResult]:
         until_s = now_s + lease_s
         extended = await self._connections.run(
             sql.EXTEND,
@@ -150,26 +152,28 @@ class PostgresStore:
                     results.append(await leases.renew(connection, host_id, each, lease_s, now_s))
             else:
                 results.append(
-                    Renewed(job_id=each.job_id, epoch=each.epoch, verdict="held", status=status, expires_at_s=until_s)
+                    RenewalResult(
+                        job_id=each.job_id, epoch=each.epoch, verdict="held", status=status, expires_at_s=until_s
+                    )
                 )
         return results
 
-    async def complete(self, hold: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow:
+    async def complete(self, attempt: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow:
         async with self._connections.transaction() as connection:
-            done = await leases.complete(connection, hold, completion, now_s)
+            done = await leases.complete(connection, attempt, completion, now_s)
         if isinstance(done, StrataError):
             raise done
         return done
 
     async def fail(
-        self, hold: AttemptKey, failure: JobFailure, now_s: float, *, chance: float, eligible: Collection[str] = ()
+        self, attempt: AttemptKey, failure: JobFailure, now_s: float, *, chance: float, eligible: Collection[str] = ()
     ) -> JobRow:
         async with self._connections.transaction() as connection:
-            return await leases.fail(connection, hold, failure, now_s, chance, eligible)
+            return await leases.fail(connection, attempt, failure, now_s, chance, eligible)
 
-    async def record_checkpoint(self, hold: AttemptKey, artifact: str, now_s: float) -> None:
+    async def record_checkpoint(self, attempt: AttemptKey, artifact: str, now_s: float) -> None:
         async with self._connections.transaction() as connection:
-            await leases.record_checkpoint(connection, hold, artifact, now_s)
+            await leases.record_checkpoint(connection, attempt, artifact, now_s)
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         async with self._connections.transaction() as connection:
@@ -233,19 +237,19 @@ class PostgresStore:
                 "limit": wanted.limit,
             },
         )
-        return [job_of(row) for row in rows]
+        return [decode_job(row) for row in rows]
 
     async def attempts(self, job_id: str) -> Sequence[AttemptRow]:
         await self.job(job_id)
         select = f"SELECT {ATTEMPT} FROM attempt WHERE job_id = %(id)s ORDER BY epoch"
-        return [attempt_of(row) for row in await self._connections.run(select, {"id": job_id})]
+        return [decode_attempt(row) for row in await self._connections.run(select, {"id": job_id})]
 
     async def refusals(self, job_id: str) -> Sequence[str]:
         select = "SELECT r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.id = %(id)s ORDER BY 1"
         return [host_id for (host_id,) in await self._connections.run(select, {"id": job_id})]
 
     async def refused_jobs(self) -> Sequence[RefusedJob]:
-        return refused_of(await self._connections.run(REFUSED, {}))
+        return decode_refused_jobs(await self._connections.run(REFUSED, {}))
 
     async def fail_refused(self, eligible: Mapping[str, Collection[str]], now_s: float) -> Sequence[JobRow]:
         async with self._connections.transaction() as connection:
@@ -286,7 +290,7 @@ async def _host(connection: leases.Connection, host_id: str) -> HostRow:
     row = await (await connection.execute(f"{_HOSTS} WHERE id = %s", (host_id,))).fetchone()
     if row is None:
         raise StrataError(Code.NOT_FOUND, f"there is no host {host_id!r}")
-    return host_of(row)
+    return decode_host(row)
 
 
 async def _record_heartbeats(connection: leases.Connection, seen: Mapping[str, float]) -> None:

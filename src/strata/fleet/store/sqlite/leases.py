@@ -1,7 +1,7 @@
-"""Claims, renewals and ends of attempts in SQLite: functions of the open transaction, called in the one thread.
+"""Renewals and ends of attempts in SQLite: functions of the open transaction, called in the one writer thread.
 
-A function that refuses has changed nothing yet, or returns its refusal instead of raising it: it may share its
-transaction with others.
+A function that rejects a request has changed nothing yet, or returns the error instead of raising it: it may share its
+transaction with other requests.
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
-from strata.fleet.core.lease import RetryDecision, after_expiry, after_failure, after_setup_error, counted
-from strata.fleet.core.lease_status import ALIVE, LeaseStatus, already_ended, not_refused, stale, unknown_job
-from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, Renewed
-from strata.fleet.store.rows import HELD, JOB, REFUSED, Held, encode, held_of, job_of, refused_of
+from strata.fleet.core.lease import RetryDecision, after_expiry, after_failure, after_setup_error, attempt_counter
+from strata.fleet.core.lease_status import ALIVE, LeaseStatus, already_ended, not_refused, stale_attempt, unknown_job
+from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
+from strata.fleet.store.rows import (
+    HELD_JOB,
+    JOB,
+    REFUSED,
+    HeldJob,
+    decode_held_job,
+    decode_job,
+    decode_refused_jobs,
+    encode,
+)
 
 EXTENDED: Final = """
 SELECT l.job_id, l.epoch, j.status
@@ -26,17 +35,17 @@ FROM (SELECT json_extract(value, '$[0]') AS job_id, json_extract(value, '$[1]') 
 CROSS JOIN lease AS l ON l.job_id = w.job_id AND l.epoch = w.epoch JOIN job AS j ON j.id = l.job_id
 WHERE l.host_id = ? AND NOT l.expired
 """
-"""What is held and not expired."""
+"""Leases that are held and not expired."""
 
 
-def _load(db: sqlite3.Connection, job_id: str) -> Held | None:
+def _load(db: sqlite3.Connection, job_id: str) -> HeldJob | None:
     row = db.execute(
-        f"SELECT {HELD}, EXISTS (SELECT 1 FROM lease WHERE job_id = job.id) FROM job WHERE id = ?", (job_id,)
+        f"SELECT {HELD_JOB}, EXISTS (SELECT 1 FROM lease WHERE job_id = job.id) FROM job WHERE id = ?", (job_id,)
     ).fetchone()
-    return None if row is None else held_of(row[:-1], leased=bool(row[-1]))
+    return None if row is None else decode_held_job(row[:-1], leased=bool(row[-1]))
 
 
-def _need(db: sqlite3.Connection, job_id: str) -> Held:
+def _require_job(db: sqlite3.Connection, job_id: str) -> HeldJob:
     job = _load(db, job_id)
     if job is None:
         raise unknown_job(job_id)
@@ -47,17 +56,17 @@ def read_job(db: sqlite3.Connection, job_id: str) -> JobRow:
     row = db.execute(f"SELECT {JOB} FROM job WHERE id = ?", (job_id,)).fetchone()
     if row is None:
         raise unknown_job(job_id)
-    return job_of(row)
+    return decode_job(row)
 
 
 def renew(
     db: sqlite3.Connection, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float
-) -> list[Renewed]:
-    """Most renewals only put off the end of what is held: those are found and extended all at once."""
+) -> list[RenewalResult]:
+    """Most renewals only extend a lease that is held: those are found and extended in one statement."""
     asked = encode([(each.job_id, each.epoch) for each in renewals])
     statuses = {(job_id, epoch): JobStatus(status) for job_id, epoch, status in db.execute(EXTENDED, (asked, host_id))}
     until_s = now_s + lease_s
-    results: list[Renewed] = []
+    results: list[RenewalResult] = []
     extended: list[tuple[float, str, int, str]] = []
     for each in renewals:
         job_id, epoch = each.job_id, each.epoch
@@ -66,101 +75,115 @@ def renew(
             results.append(_renew_one(db, host_id, each, lease_s, now_s))
         else:
             extended.append((until_s, job_id, epoch, host_id))
-            results.append(Renewed(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=until_s))
+            results.append(
+                RenewalResult(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=until_s)
+            )
     update = "UPDATE lease SET expires_at = ? WHERE job_id = ? AND epoch = ? AND host_id = ? AND NOT expired"
     db.executemany(update, extended)
     failpoint("fleet.renew.written")
     return results
 
 
-def _renew_one(db: sqlite3.Connection, host_id: str, renewal: Renewal, lease_s: float, now_s: float) -> Renewed:
+def _renew_one(db: sqlite3.Connection, host_id: str, renewal: Renewal, lease_s: float, now_s: float) -> RenewalResult:
     job_id, epoch = renewal.job_id, renewal.epoch
     job = _load(db, job_id)
     if job is None:
-        return Renewed(job_id=job_id, epoch=epoch, verdict="unknown")
+        return RenewalResult(job_id=job_id, epoch=epoch, verdict="unknown")
     stands = job.lease_status(AttemptKey(host_id, job_id, epoch))
     if stands is LeaseStatus.ENDED:
-        return Renewed(job_id=job_id, epoch=epoch, verdict="ended", status=job.status)
+        return RenewalResult(job_id=job_id, epoch=epoch, verdict="ended", status=job.status)
     if stands not in ALIVE:
-        return Renewed(job_id=job_id, epoch=epoch, verdict="stale", status=job.status)
+        return RenewalResult(job_id=job_id, epoch=epoch, verdict="stale", status=job.status)
     expires_at_s = now_s + lease_s
     db.execute("UPDATE lease SET expires_at = ?, expired = 0 WHERE job_id = ?", (expires_at_s, job_id))
-    status = _alive(db, job_id, job, now_s)
+    status = _revive_if_expired(db, job_id, job, now_s)
     if renewal.running and status is JobStatus.CLAIMED:
-        status = _move(db, job, JobEvent.START, now_s, "")
+        status = _advance_status(db, job, JobEvent.START, now_s, "")
         update = "UPDATE attempt SET started_at = ? WHERE job_id = ? AND epoch = ? AND started_at IS NULL"
         db.execute(update, (now_s, job_id, epoch))
         record(db, now_s, f"host:{host_id}", "job.started", job_id, epoch=epoch)
-    return Renewed(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=expires_at_s)
+    return RenewalResult(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=expires_at_s)
 
 
-def _alive(db: sqlite3.Connection, job_id: str, job: Held, now_s: float) -> JobStatus:
-    """The status of a job whose host just spoke: what had expired is revived and leaves the queue."""
+def _revive_if_expired(db: sqlite3.Connection, job_id: str, job: HeldJob, now_s: float) -> JobStatus:
+    """The status of a job whose host sent a request: an expired lease is revived, and the job leaves the queue."""
     if job.status is not JobStatus.PENDING:
         return job.status
     db.execute("DELETE FROM ready WHERE seq = ?", (job.seq,))
     db.execute("UPDATE lease SET expired = 0 WHERE job_id = ?", (job_id,))
     record(db, now_s, f"host:{job.host_id}", "job.revived", job_id, epoch=job.epoch)
-    return _move(db, job, JobEvent.REVIVE, now_s, "")
+    return _advance_status(db, job, JobEvent.REVIVE, now_s, "")
 
 
-def complete(db: sqlite3.Connection, hold: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow | StrataError:
-    job = _need(db, hold.job_id)
-    if job.lease_status(hold) not in ALIVE:
-        return _late_result(db, hold, completion, job)
-    _alive(db, hold.job_id, job, now_s)
-    _move(db, _need(db, hold.job_id), JobEvent.COMPLETE, now_s, "")
+def complete(
+    db: sqlite3.Connection, attempt: AttemptKey, completion: JobCompletion, now_s: float
+) -> JobRow | StrataError:
+    job = _require_job(db, attempt.job_id)
+    if job.lease_status(attempt) not in ALIVE:
+        return _late_result(db, attempt, completion, job)
+    _revive_if_expired(db, attempt.job_id, job, now_s)
+    _advance_status(db, _require_job(db, attempt.job_id), JobEvent.COMPLETE, now_s, "")
     # The trainer may have been changed since this attempt began: the result is of the one that it was given.
     db.execute(
         "UPDATE job SET artifact = ?, trainer_digest ="
         " (SELECT trainer_digest FROM attempt WHERE job_id = job.id AND epoch = ?) WHERE seq = ?",
-        (completion.artifact, hold.epoch, job.seq),
+        (completion.artifact, attempt.epoch, job.seq),
     )
-    _end_attempt(db, hold.job_id, hold.epoch, now_s, "completed")
+    _end_attempt(db, attempt.job_id, attempt.epoch, now_s, "completed")
     facts = {**completion.facts, "metrics": dict(completion.metrics)}
-    _note(db, hold, artifact=completion.artifact, facts=encode(facts))
-    db.execute("DELETE FROM lease WHERE job_id = ?", (hold.job_id,))
-    recount_dependents(db, hold.job_id, now_s)
+    _update_attempt(db, attempt, artifact=completion.artifact, facts=encode(facts))
+    db.execute("DELETE FROM lease WHERE job_id = ?", (attempt.job_id,))
+    recount_dependents(db, attempt.job_id, now_s)
     record(
-        db, now_s, f"host:{hold.host_id}", "job.completed", hold.job_id, epoch=hold.epoch, artifact=completion.artifact
+        db,
+        now_s,
+        f"host:{attempt.host_id}",
+        "job.completed",
+        attempt.job_id,
+        epoch=attempt.epoch,
+        artifact=completion.artifact,
     )
     failpoint("fleet.complete.written")
-    return read_job(db, hold.job_id)
+    return read_job(db, attempt.job_id)
 
 
 def _late_result(
-    db: sqlite3.Connection, hold: AttemptKey, completion: JobCompletion, job: Held
+    db: sqlite3.Connection, attempt: AttemptKey, completion: JobCompletion, job: HeldJob
 ) -> JobRow | StrataError:
     """The same report again gets the same answer; another one is kept beside the attempt and refused."""
-    told = _told(db, hold, "outcome, artifact")
+    told = _previous_report(db, attempt, "outcome, artifact")
     if told == ("completed", completion.artifact):
-        return read_job(db, hold.job_id)
+        return read_job(db, attempt.job_id)
     if told is not None and told[0] != "completed" and completion.artifact:
-        _note(db, hold, outcome="orphan", artifact=completion.artifact)
-    if job.lease_status(hold) is LeaseStatus.ENDED:
-        return already_ended(hold.job_id, job.status)
-    return stale(hold.job_id, hold.epoch, job.epoch)
+        _update_attempt(db, attempt, outcome="orphan", artifact=completion.artifact)
+    if job.lease_status(attempt) is LeaseStatus.ENDED:
+        return already_ended(attempt.job_id, job.status)
+    return stale_attempt(attempt.job_id, attempt.epoch, job.epoch)
 
 
 def fail(
     db: sqlite3.Connection,
-    hold: AttemptKey,
+    attempt: AttemptKey,
     failure: JobFailure,
     now_s: float,
     chance: float,
     eligible: Collection[str],
 ) -> JobRow:
-    job = _need(db, hold.job_id)
-    stands = job.lease_status(hold)
+    job = _require_job(db, attempt.job_id)
+    stands = job.lease_status(attempt)
     if stands not in ALIVE:
-        if _told(db, hold, "cause, error") == (failure.cause, failure.error):
-            return read_job(db, hold.job_id)
+        if _previous_report(db, attempt, "cause, error") == (failure.cause, failure.error):
+            return read_job(db, attempt.job_id)
         ended = stands is LeaseStatus.ENDED
-        raise already_ended(hold.job_id, job.status) if ended else stale(hold.job_id, hold.epoch, job.epoch)
-    _alive(db, hold.job_id, job, now_s)
-    job = _need(db, hold.job_id)
+        raise (
+            already_ended(attempt.job_id, job.status)
+            if ended
+            else stale_attempt(attempt.job_id, attempt.epoch, job.epoch)
+        )
+    _revive_if_expired(db, attempt.job_id, job, now_s)
+    job = _require_job(db, attempt.job_id)
     if failure.cause is Cause.SETUP_ERROR:
-        db.execute("INSERT OR IGNORE INTO job_refusal VALUES (?, ?)", (hold.host_id, job.seq))
+        db.execute("INSERT OR IGNORE INTO job_refusal VALUES (?, ?)", (attempt.host_id, job.seq))
     refused = {host for (host,) in db.execute("SELECT host_id FROM job_refusal WHERE seq = ?", (job.seq,))}
     ruling = after_failure(
         failure.cause,
@@ -170,53 +193,55 @@ def fail(
         chance=chance,
         hosts_left=len(set(eligible) - refused),
     )
-    _note(db, hold, error=failure.error, facts=encode(dict(failure.facts)))
-    _rule(db, hold.job_id, job, ruling, now_s, f"host:{hold.host_id}")
+    _update_attempt(db, attempt, error=failure.error, facts=encode(dict(failure.facts)))
+    _apply_decision(db, attempt.job_id, job, ruling, now_s, f"host:{attempt.host_id}")
     failpoint("fleet.fail.written")
-    return read_job(db, hold.job_id)
+    return read_job(db, attempt.job_id)
 
 
 def fail_refused(db: sqlite3.Connection, eligible: Mapping[str, Collection[str]], now_s: float) -> list[JobRow]:
-    refused = refused_of(db.execute(REFUSED))
-    failed = [each.job_id for each in refused if each.job_id in eligible and each.fails(eligible[each.job_id])]
+    refused = decode_refused_jobs(db.execute(REFUSED))
+    failed = [each.job_id for each in refused if each.job_id in eligible and each.is_unservable(eligible[each.job_id])]
     for job_id in failed:
-        _rule(db, job_id, _need(db, job_id), after_setup_error(0, now_s), now_s, "hub")
+        _apply_decision(db, job_id, _require_job(db, job_id), after_setup_error(0, now_s), now_s, "hub")
     return [read_job(db, job_id) for job_id in failed]
 
 
-def record_checkpoint(db: sqlite3.Connection, hold: AttemptKey, artifact: str, now_s: float) -> None:
-    job = _need(db, hold.job_id)
-    if job.lease_status(hold) not in ALIVE:
-        raise stale(hold.job_id, hold.epoch, job.epoch)
+def record_checkpoint(db: sqlite3.Connection, attempt: AttemptKey, artifact: str, now_s: float) -> None:
+    job = _require_job(db, attempt.job_id)
+    if job.lease_status(attempt) not in ALIVE:
+        raise stale_attempt(attempt.job_id, attempt.epoch, job.epoch)
     db.execute("UPDATE job SET checkpoint = ? WHERE seq = ?", (artifact, job.seq))
-    _note(db, hold, checkpoint=artifact)
-    record(db, now_s, f"host:{hold.host_id}", "job.checkpointed", hold.job_id, epoch=hold.epoch, artifact=artifact)
+    _update_attempt(db, attempt, checkpoint=artifact)
+    record(
+        db, now_s, f"host:{attempt.host_id}", "job.checkpointed", attempt.job_id, epoch=attempt.epoch, artifact=artifact
+    )
     failpoint("fleet.checkpoint.written")
 
 
 def expire(db: sqlite3.Connection, job_id: str, now_s: float) -> JobRow:
-    job = _need(db, job_id)
-    _rule(db, job_id, job, after_expiry(job.tally, job.spec.budget, now_s=now_s), now_s, "hub")
+    job = _require_job(db, job_id)
+    _apply_decision(db, job_id, job, after_expiry(job.tally, job.spec.budget, now_s=now_s), now_s, "hub")
     failpoint("fleet.expire.written")
     return read_job(db, job_id)
 
 
 def cancel(db: sqlite3.Connection, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
-    job = _need(db, job_id)
+    job = _require_job(db, job_id)
     if job.status is JobStatus.CANCELLED:
         return read_job(db, job_id)
     ruling = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
-    _rule(db, job_id, job, ruling, now_s, actor)
+    _apply_decision(db, job_id, job, ruling, now_s, actor)
     failpoint("fleet.cancel.written")
     return read_job(db, job_id)
 
 
 def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> JobRow:
-    job = _need(db, job_id)
+    job = _require_job(db, job_id)
     refused = db.execute("SELECT 1 FROM job_refusal WHERE seq = ?", (job.seq,)).fetchone()
     if job.status is JobStatus.PENDING and refused is None:
         raise not_refused(job_id)
-    _move(db, job, JobEvent.REQUEUE, now_s, "requeued")
+    _advance_status(db, job, JobEvent.REQUEUE, now_s, "requeued")
     db.execute("DELETE FROM job_refusal WHERE seq = ?", (job.seq,))
     db.execute("DELETE FROM ripening WHERE seq = ?", (job.seq,))
     db.execute(
@@ -229,19 +254,21 @@ def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> Jo
     return read_job(db, job_id)
 
 
-def _rule(db: sqlite3.Connection, job_id: str, job: Held, ruling: RetryDecision, now_s: float, actor: str) -> None:
+def _apply_decision(
+    db: sqlite3.Connection, job_id: str, job: HeldJob, ruling: RetryDecision, now_s: float, actor: str
+) -> None:
     """Let a ruling happen to the job and to the attempt that ends with it."""
     if ruling.event is JobEvent.EXPIRE:
-        _move(db, job, JobEvent.EXPIRE, now_s, ruling.reason)
+        _advance_status(db, job, JobEvent.EXPIRE, now_s, ruling.reason)
         db.execute("UPDATE lease SET expired = 1 WHERE job_id = ?", (job_id,))
         enqueue(db, job.seq, now_s)
         record(db, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=ruling.reason)
         return
-    status = _move(db, job, ruling.event, now_s, ruling.reason)
+    status = _advance_status(db, job, ruling.event, now_s, ruling.reason)
     if job.leased:
         outcome = {JobEvent.FAIL: "failed", JobEvent.RETRY: "retried", JobEvent.CANCEL: "cancelled"}[ruling.event]
         _end_attempt(db, job_id, job.epoch, now_s, outcome, ruling.cause)
-        _count(db, job_id, ruling.cause)
+        _count_attempt(db, job_id, ruling.cause)
     db.execute("DELETE FROM lease WHERE job_id = ?", (job_id,))
     db.execute("DELETE FROM ready WHERE seq = ?", (job.seq,))
     db.execute("DELETE FROM ripening WHERE seq = ?", (job.seq,))
@@ -284,7 +311,7 @@ def record(db: sqlite3.Connection, at_s: float, actor: str, kind: str, subject: 
     record_sqlite(db, [Record(at_s, actor, kind, subject, body)])
 
 
-def _move(db: sqlite3.Connection, job: Held, event: JobEvent, now_s: float, reason: str) -> JobStatus:
+def _advance_status(db: sqlite3.Connection, job: HeldJob, event: JobEvent, now_s: float, reason: str) -> JobStatus:
     status = advance(job.status, event)
     if status in TERMINAL:
         db.execute("DELETE FROM job_refusal WHERE seq = ?", (job.seq,))
@@ -301,21 +328,22 @@ def _end_attempt(
     )
 
 
-def _note(db: sqlite3.Connection, hold: AttemptKey, **columns: Any) -> None:
+def _update_attempt(db: sqlite3.Connection, attempt: AttemptKey, **columns: Any) -> None:
     assigned = ", ".join(f"{column} = ?" for column in columns)
     db.execute(
-        f"UPDATE attempt SET {assigned} WHERE job_id = ? AND epoch = ?", (*columns.values(), hold.job_id, hold.epoch)
+        f"UPDATE attempt SET {assigned} WHERE job_id = ? AND epoch = ?",
+        (*columns.values(), attempt.job_id, attempt.epoch),
     )
 
 
-def _told(db: sqlite3.Connection, hold: AttemptKey, columns: str) -> Any:
+def _previous_report(db: sqlite3.Connection, attempt: AttemptKey, columns: str) -> Any:
     """What this host has said about its attempt before; None if it never had it."""
     return db.execute(
         f"SELECT {columns} FROM attempt WHERE job_id = ? AND epoch = ? AND host_id = ?",
-        (hold.job_id, hold.epoch, hold.host_id),
+        (attempt.job_id, attempt.epoch, attempt.host_id),
     ).fetchone()
 
 
-def _count(db: sqlite3.Connection, job_id: str, cause: Cause) -> None:
-    column = counted(cause)
+def _count_attempt(db: sqlite3.Connection, job_id: str, cause: Cause) -> None:
+    column = attempt_counter(cause)
     db.execute(f"UPDATE job SET {column} = {column} + 1 WHERE id = ?", (job_id,))

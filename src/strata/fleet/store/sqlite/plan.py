@@ -26,25 +26,27 @@ def apply_plan(
     _put_trainers(db, plan)
     _put_policies(db, plan)
     written = plan.new | plan.requeued | {change.job_id: change.spec for change in plan.changed}
-    classes = _classes(db, class_keys(written.values()))
+    classes = _class_ids(db, class_keys(written.values()))
     for job_id, spec in plan.new.items():
-        _add(db, job_id, spec, classes[encode(spec.requirement)], now_s, actor, declared=declared)
+        _insert_job(db, job_id, spec, classes[encode(spec.requirement)], now_s, actor, declared=declared)
         record(db, now_s, actor, "job.created", job_id, model=spec.model, mode=spec.mode)
     for change in plan.changed:
-        _change(db, change.job_id, change.spec, classes[encode(change.spec.requirement)], now_s)
+        _update_job(db, change.job_id, change.spec, classes[encode(change.spec.requirement)], now_s)
         if "trainer" in change.kinds:
-            _take_trainer(db, change.job_id)
+            _assign_trainer(db, change.job_id)
         record(db, now_s, actor, "job.changed", change.job_id, kinds=change.kinds)
     for job_id, spec in plan.requeued.items():
-        _change(db, job_id, spec, classes[encode(spec.requirement)], now_s)
+        _update_job(db, job_id, spec, classes[encode(spec.requirement)], now_s)
         requeue(db, job_id, actor, now_s)
         # What made the result that does not count made this as well.
         db.execute("UPDATE job SET checkpoint = '' WHERE id = ?", (job_id,))
-        _take_trainer(db, job_id)
+        _assign_trainer(db, job_id)
     # Only now is every job there that another one may come after.
-    _order(db, written, now_s)
+    _write_dependencies(db, written, now_s)
     if declared:
-        _adopt(db, [*plan.unchanged, *plan.requeued, *(change.job_id for change in plan.changed)], plan.orphaned)
+        _mark_declared(
+            db, [*plan.unchanged, *plan.requeued, *(change.job_id for change in plan.changed)], plan.orphaned
+        )
     # With another command, source or class, a host that could not set a job up may do so now.
     mended = ((change.job_id,) for change in plan.changed)
     db.executemany("DELETE FROM job_refusal WHERE seq = (SELECT seq FROM job WHERE id = ?)", mended)
@@ -53,7 +55,7 @@ def apply_plan(
     failpoint("fleet.apply.written")
 
 
-def _classes(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
+def _class_ids(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
     """The ids of these classes by how they are written; new ones are added."""
     found: dict[bytes, int] = {}
     for written, key in keys.items():
@@ -64,7 +66,7 @@ def _classes(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes, i
     return found
 
 
-def _add(  # noqa: PLR0913 (the columns of a job that are not in its spec)
+def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec)
     db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, now_s: float, actor: str, *, declared: bool
 ) -> None:
     db.execute(
@@ -93,7 +95,7 @@ def _add(  # noqa: PLR0913 (the columns of a job that are not in its spec)
     )
 
 
-def _change(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, now_s: float) -> None:
+def _update_job(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, now_s: float) -> None:
     db.execute(
         "UPDATE job SET spec = ?, class_id = ?, changed_at = ?, sweep = ?, priority = ?, trainer = ? WHERE id = ?",
         (
@@ -108,7 +110,7 @@ def _change(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, n
     )
 
 
-def _take_trainer(db: sqlite3.Connection, job_id: str) -> None:
+def _assign_trainer(db: sqlite3.Connection, job_id: str) -> None:
     """What its trainer's name stands for now. A result that came in since the plan was made keeps its own."""
     db.execute(
         "UPDATE job SET trainer_digest = coalesce("
@@ -118,7 +120,7 @@ def _take_trainer(db: sqlite3.Connection, job_id: str) -> None:
     )
 
 
-def _order(db: sqlite3.Connection, jobs: Mapping[str, JobSpec], now_s: float) -> None:
+def _write_dependencies(db: sqlite3.Connection, jobs: Mapping[str, JobSpec], now_s: float) -> None:
     """Write what each job comes after, and let those that wait for nothing join the queue in their present class."""
     for job_id, spec in jobs.items():
         db.execute("DELETE FROM job_after WHERE job_id = ?", (job_id,))
@@ -134,7 +136,7 @@ def _order(db: sqlite3.Connection, jobs: Mapping[str, JobSpec], now_s: float) ->
             enqueue(db, seq, now_s)
 
 
-def _adopt(db: sqlite3.Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:
+def _mark_declared(db: sqlite3.Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:
     """The manifest has these jobs from now on. An attempt from before may still end in a result that is not its own."""
     db.executemany(
         "UPDATE job SET declared = 1, orphaned = 0, checkpoint = CASE declared WHEN 1 THEN checkpoint ELSE '' END"

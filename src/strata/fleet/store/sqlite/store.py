@@ -29,25 +29,25 @@ from strata.fleet.ports import (
     JobRow,
     RefusedJob,
     Renewal,
-    Renewed,
+    RenewalResult,
 )
 from strata.fleet.store.rows import (
     ATTEMPT,
+    EXISTING_JOB,
     HOST,
     JOB,
     POLICIES,
-    PRESENT,
     REFUSED,
     TRAINERS,
-    attempt_of,
+    decode_attempt,
+    decode_existing_job,
+    decode_host,
+    decode_job,
+    decode_known_trainer,
+    decode_policies,
+    decode_refused_jobs,
+    decode_trainers,
     encode,
-    host_of,
-    job_of,
-    policies_of,
-    present_of,
-    refused_of,
-    trainer_of,
-    trainers_of,
 )
 from strata.fleet.store.sqlite import leases
 from strata.fleet.store.sqlite.claims import claim_jobs
@@ -64,7 +64,9 @@ class SqliteStore:
         await self._thread.write(lambda db: apply_plan(db, plan, actor, now_s, source=source, declared=declared))
 
     async def existing_jobs(self) -> Mapping[str, ExistingJob]:
-        return {id_: present_of(rest) for id_, *rest in await self._rows(f"SELECT id, {PRESENT} FROM job", ())}
+        return {
+            id_: decode_existing_job(rest) for id_, *rest in await self._rows(f"SELECT id, {EXISTING_JOB} FROM job", ())
+        }
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
         rows = await self._rows("SELECT id, spec FROM req_class WHERE id > ? ORDER BY id", (after_id,))
@@ -72,13 +74,13 @@ class SqliteStore:
         return [ClassRow(id=id_, requirement=decode(spec)) for id_, spec in rows]
 
     async def policies(self) -> Mapping[str, HostPolicy]:
-        return policies_of(await self._rows(POLICIES, ()))
+        return decode_policies(await self._rows(POLICIES, ()))
 
     async def trainers(self) -> Mapping[tuple[str, str], RegisteredTrainer]:
-        return trainers_of(await self._rows(TRAINERS, ()))
+        return decode_trainers(await self._rows(TRAINERS, ()))
 
     async def trainer(self, digest: str) -> TrainerSpec:
-        return trainer_of(await self._rows("SELECT spec FROM trainer WHERE digest = ?", (digest,)), digest)
+        return decode_known_trainer(await self._rows("SELECT spec FROM trainer WHERE digest = ?", (digest,)), digest)
 
     async def register_host(self, host: HostRow, actor: str) -> HostRow:
         def register(db: sqlite3.Connection) -> HostRow:
@@ -102,7 +104,7 @@ class SqliteStore:
 
     async def hosts(self) -> Sequence[HostRow]:
         select = f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id ORDER BY name, id"
-        return [host_of(row) for row in await self._rows(select, ())]
+        return [decode_host(row) for row in await self._rows(select, ())]
 
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow:
         def change(db: sqlite3.Connection) -> HostRow:
@@ -120,22 +122,24 @@ class SqliteStore:
     async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[JobLease]]:
         return await self._thread.write(lambda db: claim_jobs(db, claims, lease_s, now_s))
 
-    async def renew(self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float) -> Sequence[Renewed]:
+    async def renew(
+        self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float
+    ) -> Sequence[RenewalResult]:
         return await self._thread.write(lambda db: leases.renew(db, host_id, renewals, lease_s, now_s))
 
-    async def complete(self, hold: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow:
-        done = await self._thread.write(lambda db: leases.complete(db, hold, completion, now_s))
+    async def complete(self, attempt: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow:
+        done = await self._thread.write(lambda db: leases.complete(db, attempt, completion, now_s))
         if isinstance(done, StrataError):
             raise done
         return done
 
     async def fail(
-        self, hold: AttemptKey, failure: JobFailure, now_s: float, *, chance: float, eligible: Collection[str] = ()
+        self, attempt: AttemptKey, failure: JobFailure, now_s: float, *, chance: float, eligible: Collection[str] = ()
     ) -> JobRow:
-        return await self._thread.write(lambda db: leases.fail(db, hold, failure, now_s, chance, eligible))
+        return await self._thread.write(lambda db: leases.fail(db, attempt, failure, now_s, chance, eligible))
 
-    async def record_checkpoint(self, hold: AttemptKey, artifact: str, now_s: float) -> None:
-        await self._thread.write(lambda db: leases.record_checkpoint(db, hold, artifact, now_s))
+    async def record_checkpoint(self, attempt: AttemptKey, artifact: str, now_s: float) -> None:
+        await self._thread.write(lambda db: leases.record_checkpoint(db, attempt, artifact, now_s))
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         return await self._thread.write(lambda db: leases.cancel(db, job_id, reason, actor, now_s))
@@ -183,12 +187,12 @@ class SqliteStore:
                 where.append(f"{column} = ?")
                 values.append(getattr(wanted, column))
         select = f"SELECT {JOB} FROM job WHERE {' AND '.join(where)} ORDER BY id LIMIT ?"
-        return [job_of(row) for row in await self._rows(select, (*values, wanted.limit))]
+        return [decode_job(row) for row in await self._rows(select, (*values, wanted.limit))]
 
     async def attempts(self, job_id: str) -> Sequence[AttemptRow]:
         await self.job(job_id)
         select = f"SELECT {ATTEMPT} FROM attempt WHERE job_id = ? ORDER BY epoch"
-        return [attempt_of(row) for row in await self._rows(select, (job_id,))]
+        return [decode_attempt(row) for row in await self._rows(select, (job_id,))]
 
     async def refusals(self, job_id: str) -> Sequence[str]:
         select = "SELECT r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.id = ? ORDER BY 1"
@@ -196,7 +200,7 @@ class SqliteStore:
         return [host_id for (host_id,) in rows]
 
     async def refused_jobs(self) -> Sequence[RefusedJob]:
-        return refused_of(await self._rows(REFUSED, ()))
+        return decode_refused_jobs(await self._rows(REFUSED, ()))
 
     async def fail_refused(self, eligible: Mapping[str, Collection[str]], now_s: float) -> Sequence[JobRow]:
         return await self._thread.write(lambda db: leases.fail_refused(db, eligible, now_s))
@@ -235,7 +239,7 @@ def _host(db: sqlite3.Connection, host_id: str) -> HostRow:
     row = db.execute(f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id WHERE id = ?", (host_id,)).fetchone()
     if row is None:
         raise StrataError(Code.NOT_FOUND, f"there is no host {host_id!r}")
-    return host_of(row)
+    return decode_host(row)
 
 
 def _record_heartbeats(db: sqlite3.Connection, seen: Mapping[str, float]) -> None:
