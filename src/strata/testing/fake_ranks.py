@@ -1,9 +1,9 @@
-"""Ranks that pretend: the protocol of `strata.train.core.commands` in full, arithmetic of a toy, no torch.
+"""A fake of the ranks: the full protocol of `strata.train.core.commands`, toy arithmetic, no torch.
 
-A pretended model is one number. Every pass adds to its gradient what its datums and the number give, every step changes
-the number, and every result depends on it: an operation done twice, left out or out of order shows in all results after
-it. The conformance suite holds these ranks and the real ones to the same rules. A pass can be told to misbehave, by
-`config`: `pretend_s` takes that long, `pretend_death` kills the process, `pretend_hang` never ends.
+A fake model is one number. Every pass adds to its gradient what its datums and the number give, every step changes the
+number, and every result depends on it: an operation that is executed twice, skipped or reordered shows in all later
+results. The fake passes the same conformance suite as the real ranks. The `config` of a pass can inject faults:
+`pretend_s` takes that long, `pretend_death` kills the process, `pretend_hang` never ends.
 
 As a process: `python -m strata.testing.fake_ranks --settings FILE [--applied FILE]`.
 """
@@ -52,30 +52,30 @@ SNAPSHOT = "ranks.json"
 
 
 @dataclass
-class Pretended:
+class FakeModel:
     weight: float = 0.0
     gradient: float = 0.0
     steps: int = 0
     asleep: bool = False
 
 
-class Remembered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A snapshot: everything that later work builds on."""
+class FakeSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that later work depends on."""
 
-    models: dict[str, Pretended]
+    models: dict[str, FakeModel]
     samplers: dict[str, float]
 
 
-class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FakeWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight: float
     steps: int
 
 
 @dataclass
-class PretendedSample:
+class FakeSequence:
     sample: Sample
-    left: int
-    """Tokens that are still to come."""
+    remaining: int
+    """Tokens that are still to be sampled."""
 
 
 Single = commands.SaveState | commands.LoadState | commands.ManageModel | commands.MakeSampler
@@ -83,27 +83,27 @@ Single = commands.SaveState | commands.LoadState | commands.ManageModel | comman
 
 @dataclass
 class FakeRanks:
-    """A group of ranks as rank 0 shows it. `hear` has no side effects beyond this object and checkpoint folders."""
+    """A rank group as rank 0 presents it. `handle` has no side effects beyond this object and checkpoint folders."""
 
     settings: ServerSettings
     group: str
     applied_log: Path | None = None
-    """Every operation done is noted here, a line each: what the ranks themselves say they did."""
+    """Every executed operation is appended here, a line each."""
     generation: int = 0
     run_id: str | None = None
     applied: int = 0
-    models: dict[str, Pretended] = field(default_factory=dict)
+    models: dict[str, FakeModel] = field(default_factory=dict)
     replies: dict[int, commands.DispatchReply] = field(default_factory=dict)
     samplers: dict[str, float] = field(default_factory=dict)
-    sampling: dict[str, PretendedSample] = field(default_factory=dict)
+    sampling: dict[str, FakeSequence] = field(default_factory=dict)
     written: commands.SnapshotWritten | None = None
     outbox: list[commands.FromRank] = field(default_factory=list)
-    """What is said without being asked, after the answer."""
-    over: bool = False
-    short: bool = False
-    """There is no memory for any pass."""
+    """Messages that are sent unsolicited, after the reply."""
+    stopped: bool = False
+    out_of_memory: bool = False
+    """Every pass fails for lack of memory."""
 
-    def hear(self, message: commands.ToRank) -> commands.FromRank:
+    def handle(self, message: commands.ToRank) -> commands.FromRank:
         refusal = self._refusal(message)
         if refusal is not None:
             return commands.Fenced(self.generation, refusal)
@@ -117,9 +117,9 @@ class FakeRanks:
             case commands.Restore():
                 return self._restore(message)
             case commands.DispatchCommand():
-                return self._answer(message)
+                return self._execute_once(message)
             case commands.RankRequest():
-                self.over = isinstance(message.work, commands.Shutdown)
+                self.stopped = isinstance(message.work, commands.Shutdown)
                 return commands.HealthReply(self.generation, message.ask_id, [*range(self.settings.ranks.nproc)])
             case _:
                 assert_never(message)
@@ -152,16 +152,18 @@ class FakeRanks:
             parameters=1,
         )
 
-    def _answer(self, command: commands.DispatchCommand) -> commands.DispatchReply:
+    def _execute_once(self, command: commands.DispatchCommand) -> commands.DispatchReply:
         self.replies = {number: reply for number, reply in self.replies.items() if number > command.durable}
         if command.number > self.applied:
             started_s = time.perf_counter()
-            sampled = self._quantum(command.work) if isinstance(command.work, SamplingSlice) else None
+            sampled = self._sample_slice(command.work) if isinstance(command.work, SamplingSlice) else None
             if isinstance(command.work, commands.TakeSnapshot):
                 results: Sequence[ops.Result] = self._take_snapshot(command.number, Path(command.work.path))
                 tokens = 0
             else:
-                results, tokens = self._work(command.work) if not isinstance(command.work, SamplingSlice) else ((), 0)
+                results, tokens = (
+                    self._execute(command.work) if not isinstance(command.work, SamplingSlice) else ((), 0)
+                )
             timing = _timing(command.work, time.perf_counter() - started_s, tokens)
             self.replies[command.number] = commands.DispatchReply(
                 self.generation, command.number, results, timing, sampled
@@ -169,51 +171,54 @@ class FakeRanks:
             self.applied = command.number
         return msgspec.structs.replace(self.replies[command.number], generation=self.generation)
 
-    def _work(self, work: commands.PassCommand | commands.StepsCommand | Single) -> tuple[Sequence[ops.Result], int]:
+    def _execute(self, work: commands.PassCommand | commands.StepsCommand | Single) -> tuple[Sequence[ops.Result], int]:
         if isinstance(work, commands.PassCommand):
-            self._note(f"{item.request_id} replayed" if work.replayed else item.request_id for item in work.items)
-            if self.short:
+            self._record(f"{item.request_id} replayed" if work.replayed else item.request_id for item in work.items)
+            if self.out_of_memory:
                 return [ops.Failed("user", "out of memory", memory=True)] * len(work.items), 0
             return self._pass(work)
         if isinstance(work, commands.StepsCommand):
-            self._note(f"{each.model_id}:{each.seq_id}" for each in work.operations)
-            return [self._step(each) for each in work.operations], 0
+            self._record(f"{operation.model_id}:{operation.seq_id}" for operation in work.operations)
+            return [self._step(operation) for operation in work.operations], 0
         operation = work.operation
         name = getattr(operation, "model_id", "")
-        self._note([f"{name}:{getattr(operation, 'seq_id', type(operation).__name__)}"])
+        self._record([f"{name}:{getattr(operation, 'seq_id', type(operation).__name__)}"])
         try:
             return [self._operation(work)], 0
         except StrataError as error:
             return [ops.Failed("server", str(error))], 0
 
-    def _note(self, done: Iterable[str]) -> None:
+    def _record(self, operations: Iterable[str]) -> None:
         if self.applied_log is not None:
             with self.applied_log.open("a", encoding="utf-8") as file:
-                file.writelines(f"{self.group} {each}\n" for each in done)
+                file.writelines(f"{self.group} {operation}\n" for operation in operations)
 
     # Passes
 
     def _pass(self, work: commands.PassCommand) -> tuple[Sequence[ops.Result], int]:
         batches = [ops.decode_pass_data(item.data).datums for item in work.items]
         lengths = [[datum.length for datum in datums] for datums in batches]
-        wanted = sorted((item, datum) for item, datums in enumerate(batches) for datum in range(len(datums)))
-        placed = sorted((segment.item, segment.datum) for rank in work.rows for row in rank for segment in row)
-        if wanted != placed or len({len(rank) for rank in work.rows}) != 1:
+        expected = sorted((item, datum) for item, datums in enumerate(batches) for datum in range(len(datums)))
+        packed = sorted((segment.item, segment.datum) for rank in work.rows for row in rank for segment in row)
+        if expected != packed or len({len(rank) for rank in work.rows}) != 1:
             return [ops.Failed("server", "the rows are not those of the batch")] * len(work.items), 0
         if len(work.rows) != self.settings.ranks.nproc:
             return [ops.Failed("server", f"rows for {len(work.rows)} ranks")] * len(work.items), 0
         for item in work.items:
-            _misbehave(item)
-        # Row by row and back, as real ranks do: outputs leave in the order of the rows.
+            _inject_fault(item)
+        # Outputs are in the order of the rows, as on the real ranks, and are then unpacked.
         outputs = [
             [
-                [self._logprobs(work.items[each.item].model_id, batches[each.item][each.datum]) for each in row]
+                [
+                    self._logprobs(work.items[segment.item].model_id, batches[segment.item][segment.datum])
+                    for segment in row
+                ]
                 for row in rank
             ]
             for rank in work.rows
         ]
         ordered = unpack(work.rows, outputs)
-        results = [self._result(item, ordered[place], work) for place, item in enumerate(work.items)]
+        results = [self._result(item, ordered[number], work) for number, item in enumerate(work.items)]
         return results, sum(map(sum, lengths))
 
     def _logprobs(self, model_id: str, datum: ops.Datum) -> array.array[float]:
@@ -225,14 +230,14 @@ class FakeRanks:
         model = self.models.get(item.model_id)
         if model is None or model.asleep:
             return ops.Failed("user", f"there is no model {item.model_id!r}, or it sleeps")
-        loss = -sum(sum(each) for each in outputs)
+        loss = -sum(sum(logprobs) for logprobs in outputs)
         if not work.forward_only:
             model.gradient += loss
-        fields = [{"logprobs": ops.Dense(ops.DType.F32, (len(each),), each.tobytes())} for each in outputs]
-        result = ops.PassResult([ops.DatumOutput(each) for each in fields], {"loss:sum": loss})
+        tensors = [ops.Dense(ops.DType.F32, (len(logprobs),), logprobs.tobytes()) for logprobs in outputs]
+        result = ops.PassResult([ops.DatumOutput({"logprobs": tensor}) for tensor in tensors], {"loss:sum": loss})
         return ops.PassDone(ops.InlinePayload(ops.encode_pass_data(result)))
 
-    # Everything else
+    # Other operations
 
     def _operation(self, work: Single) -> ops.Result:
         match work:
@@ -263,28 +268,28 @@ class FakeRanks:
         if model is None:
             return ops.Failed("user", f"there is no model {operation.model_id!r}")
         if not folder.exists():
-            beside = folder.with_name(f".{folder.name}.part")
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
-            (beside / "weights.json").write_bytes(msgspec.json.encode(Weights(model.weight, model.steps)))
-            # Engines look for them before they are told of the folder.
+            temporary = folder.with_name(f".{folder.name}.part")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            (temporary / "weights.json").write_bytes(msgspec.json.encode(FakeWeights(model.weight, model.steps)))
+            # The publisher checks for these files before it pushes the folder to an engine.
             for name in ("adapter_config.json", "config.json"):
-                (beside / name).write_bytes(b"{}")
-            beside.rename(folder)
+                (temporary / name).write_bytes(b"{}")
+            temporary.rename(folder)
         return ops.WeightsSaved(f"tinker://{operation.model_id}/{operation.kind}/{operation.name}")
 
     def _load(self, operation: ops.LoadWeights, folder: Path) -> ops.Result:
         model = self.models.get(operation.model_id)
         if model is None or not (folder / "weights.json").exists():
             return ops.Failed("user", "there is no such model or checkpoint")
-        saved = msgspec.json.decode((folder / "weights.json").read_bytes(), type=Weights)
+        saved = msgspec.json.decode((folder / "weights.json").read_bytes(), type=FakeWeights)
         model.weight, model.gradient = saved.weight, 0.0
         model.steps = saved.steps if operation.optimizer else 0
         return ops.WeightsLoaded(f"tinker://{operation.run_id}/{operation.kind}/{operation.name}")
 
     def _make_sampler(self, work: commands.MakeSampler) -> ops.Result:
-        for other in work.close:
-            self.samplers.pop(other, None)
+        for evicted in work.close:
+            self.samplers.pop(evicted, None)
         operation = work.operation
         weight = 0.0
         if isinstance(operation, ops.SaveSampler):
@@ -295,7 +300,7 @@ class FakeRanks:
             file = Path(work.path) / "weights.json"
             if not file.exists():
                 return ops.Failed("user", "there is no such checkpoint")
-            weight = msgspec.json.decode(file.read_bytes(), type=Weights).weight
+            weight = msgspec.json.decode(file.read_bytes(), type=FakeWeights).weight
         self.samplers[operation.sampler_id] = weight
         return ops.SamplerOpened(operation.sampler_id)
 
@@ -305,12 +310,12 @@ class FakeRanks:
         if any(model.asleep for model in self.models.values()):
             return [ops.Failed("user", "the server sleeps")]
         failpoint("pretended.snapshot.copied")
-        data = msgspec.json.encode(Remembered(self.models, self.samplers))
-        beside = folder.with_name(f".{folder.name}.part")
-        beside.mkdir(parents=True)
-        (beside / SNAPSHOT).write_bytes(data)
+        data = msgspec.json.encode(FakeSnapshot(self.models, self.samplers))
+        temporary = folder.with_name(f".{folder.name}.part")
+        temporary.mkdir(parents=True)
+        (temporary / SNAPSHOT).write_bytes(data)
         failpoint("pretended.snapshot.before_name")
-        beside.rename(folder)
+        temporary.rename(folder)
         failpoint("pretended.snapshot.before_told")
         self.written = commands.SnapshotWritten(self.generation, number, sha256_hex(data), len(data), 0.0, 0.0)
         self.outbox.append(self.written)
@@ -322,60 +327,60 @@ class FakeRanks:
         data = file.read_bytes() if file.exists() else b""
         if sha256_hex(data) != message.digest:
             return commands.Restored(self.generation, message.number, f"{file} is not as it was written", damaged=True)
-        found = msgspec.json.decode(data, type=Remembered)
-        self.models, self.samplers, self.applied = found.models, found.samplers, message.number
-        self._note([f"restored:{message.number}"])
+        snapshot = msgspec.json.decode(data, type=FakeSnapshot)
+        self.models, self.samplers, self.applied = snapshot.models, snapshot.samplers, message.number
+        self._record([f"restored:{message.number}"])
         return commands.Restored(self.generation, message.number)
 
     # Sampling
 
-    def _quantum(self, work: SamplingSlice) -> SliceResult:
-        """Every token is a step; what is sampled follows from the prompt, the sampler and the seed."""
+    def _sample_slice(self, work: SamplingSlice) -> SliceResult:
+        """One token a step; the tokens follow from the prompt, the sampler and the seed."""
         ended: list[EndedSample] = []
-        self._note(f"{one.request_id}:added" for one in work.add)
-        for one in work.add:
-            wanted = one.sample.params.max_tokens or 1
-            if one.sample.sampler_id not in self.samplers:
-                ended.append(EndedSample(one.request_id, SampleFailed("user", "there is no such sampler")))
+        self._record(f"{added.request_id}:added" for added in work.add)
+        for added in work.add:
+            tokens = added.sample.params.max_tokens or 1
+            if added.sample.sampler_id not in self.samplers:
+                ended.append(EndedSample(added.request_id, SampleFailed("user", "there is no such sampler")))
             else:
-                self.sampling[one.request_id] = PretendedSample(one.sample, wanted)
-        gone = [each for each in work.cancel if self.sampling.pop(each, None) is not None]
-        ended += [EndedSample(each, SampleFailed("cancelled", "it was cancelled")) for each in gone]
+                self.sampling[added.request_id] = FakeSequence(added.sample, tokens)
+        cancelled = [request_id for request_id in work.cancel if self.sampling.pop(request_id, None) is not None]
+        ended += [EndedSample(each, SampleFailed("cancelled", "it was cancelled")) for each in cancelled]
         before = len(self.sampling)
         for request_id, running in list(self.sampling.items()):
-            running.left -= work.steps
-            if running.left <= 0:
+            running.remaining -= work.steps
+            if running.remaining <= 0:
                 del self.sampling[request_id]
-                ended.append(EndedSample(request_id, self._sampled(running.sample)))
+                ended.append(EndedSample(request_id, self._sample_result(running.sample)))
         left = len(self.sampling)
         return SliceResult(ended, left, left, 0, MAX_CONTEXT - left, MAX_CONTEXT, before * work.steps, 0)
 
-    def _sampled(self, sample: Sample) -> SampleResult:
+    def _sample_result(self, sample: Sample) -> SampleResult:
         prompt = array.array("i", sample.prompt)
         weight = self.samplers[sample.sampler_id]
         sequences = []
-        for place in range(sample.num_samples):
-            first = sum(prompt) + (sample.params.seed or 0) + place
+        for index in range(sample.num_samples):
+            first = sum(prompt) + (sample.params.seed or 0) + index
             tokens = array.array("i", [(first + step) % VOCABULARY for step in range(sample.params.max_tokens or 1)])
             logprobs = array.array("f", [-1.0 - weight] * len(tokens))
             sequences.append(SampledSequence(tokens.tobytes(), logprobs.tobytes(), "length"))
-        untold = 1 if sample.prompt_logprobs_last_n is None else len(prompt) - sample.prompt_logprobs_last_n
-        told = array.array("f", [*[float("nan")] * untold, *[-1.0] * (len(prompt) - untold)]).tobytes()
+        unscored = 1 if sample.prompt_logprobs_last_n is None else len(prompt) - sample.prompt_logprobs_last_n
+        scores = array.array("f", [*[float("nan")] * unscored, *[-1.0] * (len(prompt) - unscored)]).tobytes()
         return SampleResult(
             sequences,
-            told if sample.prompt_logprobs else None,
-            targets=None if sample.targets is None else _pretended_targets(sample.targets),
-            draws=_pretended_draws(sample) if sample.prompt_draws else None,
+            scores if sample.prompt_logprobs else None,
+            targets=None if sample.targets is None else _fake_targets(sample.targets),
+            draws=_fake_draws(sample) if sample.prompt_draws else None,
         )
 
     def _manage(self, work: commands.ManageModel) -> ops.Result:
         operation = work.operation
         match operation:
             case ops.CreateModel():
-                most = max(self.settings.model.max_models, self.settings.model.slots)
-                if len(self.models) >= most:
-                    return ops.Failed("user", f"the limit of {most} models is reached; unload one first")
-                self.models[operation.model_id] = Pretended()
+                limit = max(self.settings.model.max_models, self.settings.model.slots)
+                if len(self.models) >= limit:
+                    return ops.Failed("user", f"the limit of {limit} models is reached; unload one first")
+                self.models[operation.model_id] = FakeModel()
                 return ops.ModelCreated(operation.model_id)
             case ops.UnloadModel():
                 self.models.pop(operation.model_id, None)
@@ -394,10 +399,10 @@ class FakeRanks:
 
 
 def _timing(work: commands.Work, total_s: float, tokens: int) -> commands.Timing:
-    passed = isinstance(work, commands.PassCommand)
+    is_pass = isinstance(work, commands.PassCommand)
     return commands.Timing(
         total_s,
-        forward_s=total_s / 2 if passed else 0.0,
+        forward_s=total_s / 2 if is_pass else 0.0,
         backward_s=total_s / 2 if isinstance(work, commands.PassCommand) and not work.forward_only else 0.0,
         tokens=tokens,
         optimizer_s=total_s if isinstance(work, commands.StepsCommand) else 0.0,
@@ -405,18 +410,18 @@ def _timing(work: commands.Work, total_s: float, tokens: int) -> commands.Timing
     )
 
 
-def _pretended_targets(targets: Targets) -> TargetLogprobs:
-    named = array.array("i", targets.tokens)
-    return TargetLogprobs(array.array("f", [0.0 if each < 0 else -1.0 for each in named]).tobytes(), targets.layout)
+def _fake_targets(targets: Targets) -> TargetLogprobs:
+    tokens = array.array("i", targets.tokens)
+    return TargetLogprobs(array.array("f", [0.0 if token < 0 else -1.0 for token in tokens]).tobytes(), targets.layout)
 
 
-def _pretended_draws(sample: Sample) -> Draws:
+def _fake_draws(sample: Sample) -> Draws:
     length, k = sample.length - 1, sample.prompt_draws
-    tokens = array.array("i", [place % VOCABULARY for place in range(length * k)])
+    tokens = array.array("i", [number % VOCABULARY for number in range(length * k)])
     return Draws(tokens.tobytes(), array.array("f", [-1.0] * (length * k)).tobytes(), k, length)
 
 
-def _misbehave(item: PassItem) -> None:
+def _inject_fault(item: PassItem) -> None:
     if item.config.get("pretend_death"):
         os.kill(os.getpid(), signal.SIGKILL)
     if item.config.get("pretend_hang"):
@@ -426,28 +431,28 @@ def _misbehave(item: PassItem) -> None:
 
 
 def serve(ranks: FakeRanks, link: RankLink) -> None:
-    while not ranks.over:
+    while not ranks.stopped:
         message = link.receive()
         if message is not None:
-            link.send(ranks.hear(message))
+            link.send(ranks.handle(message))
             while ranks.outbox:
                 link.send(ranks.outbox.pop(0))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Ranks that pretend.")
+    parser = argparse.ArgumentParser(description="A fake of the ranks, for tests.")
     parser.add_argument("--settings", type=Path, required=True)
     parser.add_argument("--applied", type=Path)
-    parser.add_argument("--die-at", metavar="FAILPOINT", help="be killed when this place is reached")
-    parser.add_argument("--short-of-memory", action="store_true", help="have no memory for any pass")
-    given = parser.parse_args()
-    if given.die_at:
-        arm(given.die_at, kill)
-    settings = load_settings(given.settings)
+    parser.add_argument("--die-at", metavar="FAILPOINT", help="kill the process at this failpoint")
+    parser.add_argument("--short-of-memory", action="store_true", help="fail every pass for lack of memory")
+    options = parser.parse_args()
+    if options.die_at:
+        arm(options.die_at, kill)
+    settings = load_settings(options.settings)
     log.configure("json", settings.server.log_level)
     link = RankLink(settings)
     try:
-        serve(FakeRanks(settings, os.urandom(8).hex(), given.applied, short=given.short_of_memory), link)
+        serve(FakeRanks(settings, os.urandom(8).hex(), options.applied, out_of_memory=options.short_of_memory), link)
     finally:
         link.close()
     return 0

@@ -1,6 +1,6 @@
-"""As much of vLLM's server as an inference endpoint needs, without a model: it passes the suite that vLLM passes.
+"""A fake of vLLM's server, as far as an inference endpoint needs it: it passes the conformance suite that vLLM passes.
 
-What it answers follows from the bytes of the weights it was told of: two versions differ, and one is always the same.
+Its samples follow from the bytes of the loaded weights: two versions differ, and one is always the same.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _starts: Final = itertools.count(1)
 class FakeVllm:
     def __init__(self) -> None:
         self.adapters: dict[str, Path] = {}
-        self.whole = "as it was started"
-        self.asked: list[str] = []
-        """Method and path of every request, with the name that it gave."""
-        self.told = asyncio.Event()
-        """Set when it is told of weights while it is blocked."""
+        self.full_weights = "initial"
+        self.requests: list[str] = []
+        """Path of every POST, with the version that it names."""
+        self.load_requested = asyncio.Event()
+        """Set when a request to load weights arrives."""
         self.replaced = asyncio.Event()
-        """Set when a whole model has taken the place of another."""
+        """Set when a full model has been loaded."""
         self.broken = False
-        """Whether it answers requests for samples with an error."""
-        self._free = asyncio.Event()
-        self._free.set()
+        """Whether it replies to sample requests with an error."""
+        self._unblocked = asyncio.Event()
+        self._unblocked.set()
         self._started = next(_starts)
         self._paused = False
         self.url = ""
@@ -63,7 +63,7 @@ class FakeVllm:
         ]
         config = uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off", loop="asyncio")
         self._server = uvicorn.Server(config)
-        # Listening from here on: who connects before it serves waits.
+        # It listens from here on: a client that connects before it serves waits.
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server._serve([listener]))
@@ -76,19 +76,19 @@ class FakeVllm:
         await self._serving
 
     def restart(self) -> None:
-        """As if the process had died and another had taken its place."""
+        """Forget everything, as a process that died and was restarted."""
         self.adapters.clear()
-        self.whole = "as it was started"
+        self.full_weights = "initial"
         self.replaced.clear()
         self._started = next(_starts)
 
     def block(self) -> None:
-        """From now on weights are not taken, and who tells of them is not answered."""
-        self.told.clear()
-        self._free.clear()
+        """From now on requests to load weights hang."""
+        self.load_requested.clear()
+        self._unblocked.clear()
 
     def release(self) -> None:
-        self._free.set()
+        self._unblocked.set()
 
     async def _health(self, request: Request) -> Response:
         del request
@@ -106,20 +106,20 @@ class FakeVllm:
     async def _post(self, request: Request) -> Response:
         body: dict[str, Any] = json.loads(await request.body() or b"{}")
         path = request.url.path
-        self.asked.append(f"{path} {body.get('lora_name') or body.get('model') or ''}".strip())
+        self.requests.append(f"{path} {body.get('lora_name') or body.get('model') or ''}".strip())
         match path:
             case "/v1/load_lora_adapter":
                 return await self._load(body["lora_name"], Path(body["lora_path"]))
             case "/v1/unload_lora_adapter":
-                gone = self.adapters.pop(body["lora_name"], None)
-                return _error(404, "cannot be found") if gone is None else PlainTextResponse("Success")
+                adapter = self.adapters.pop(body["lora_name"], None)
+                return _error(404, "cannot be found") if adapter is None else PlainTextResponse("Success")
             case "/v1/completions":
                 return self._complete(body)
             case "/collective_rpc":
                 assert self._paused, "weights are replaced only while nothing runs"
-                self.told.set()
-                await self._free.wait()
-                self.whole = _digest(Path(body["kwargs"]["weights_path"]))
+                self.load_requested.set()
+                await self._unblocked.wait()
+                self.full_weights = _digest(Path(body["kwargs"]["weights_path"]))
                 self.replaced.set()
                 return JSONResponse({"results": [None]})
             case "/reset_prefix_cache":
@@ -129,8 +129,8 @@ class FakeVllm:
                 return JSONResponse({"status": path.strip("/")})
 
     async def _load(self, name: str, folder: Path) -> Response:
-        self.told.set()
-        await self._free.wait()
+        self.load_requested.set()
+        await self._unblocked.wait()
         if name in self.adapters:
             return _error(400, f"The lora adapter '{name}' has already been loaded")
         if not (folder / "adapter_config.json").is_file():
@@ -146,17 +146,17 @@ class FakeVllm:
             return _error(404, f"The model `{model}` does not exist.")
         if body["temperature"] == 0 and body["n"] > 1:
             return _error(400, "n must be 1 when using greedy sampling")
-        weights = self.whole if model == BASE else _digest(self.adapters[model])
-        chance = "" if body["temperature"] == 0 else f"{body['seed']}"
+        weights = self.full_weights if model == BASE else _digest(self.adapters[model])
+        seed = "" if body["temperature"] == 0 else f"{body['seed']}"
         choices = []
         for index in range(body["n"]):
             tokens, logprobs = [], []
-            for place in range(body["max_tokens"]):
-                drawn = hashlib.sha256(f"{weights} {body['prompt']} {chance} {index} {place}".encode()).digest()
-                tokens.append(int.from_bytes(drawn[:4], "big") % VOCABULARY)
-                logprobs.append(-1.0 - drawn[5] / 256)
-            told = {"index": index, "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
-            choices.append({**told, "finish_reason": "length"})
+            for position in range(body["max_tokens"]):
+                digest = hashlib.sha256(f"{weights} {body['prompt']} {seed} {index} {position}".encode()).digest()
+                tokens.append(int.from_bytes(digest[:4], "big") % VOCABULARY)
+                logprobs.append(-1.0 - digest[5] / 256)
+            choice = {"index": index, "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+            choices.append({**choice, "finish_reason": "length"})
         return JSONResponse({"model": model, "choices": choices})
 
 
@@ -165,8 +165,8 @@ def _error(status: int, message: str) -> Response:
 
 
 def _digest(folder: Path) -> str:
-    """Of the weights themselves; what else lies in the folder is about them."""
-    found = hashlib.sha256()
-    for file in sorted(each for each in folder.iterdir() if each.suffix in (".safetensors", ".json")):
-        found.update(file.read_bytes())
-    return found.hexdigest()
+    """The digest of the weights and their configuration."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".json")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -68,7 +68,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site
 def site(served: Site) -> Site:
     served.engine.release()
     served.engine.restart()
-    served.engine.asked.clear()
+    served.engine.requests.clear()
     return served
 
 
@@ -147,7 +147,7 @@ async def test_a_push_that_an_orchestrator_died_in_is_done_by_the_next_and_is_on
     engine.block()
     future = await stack.submit(ops.SyncWeights(model, 1, "one"))
     async with asyncio.timeout(30):
-        await engine.told.wait()
+        await engine.load_requested.wait()
     await stack.orchestrator.kill()
     engine.release()
     await stack.start_orchestrator()
@@ -193,7 +193,7 @@ async def test_samples_come_from_the_engine_that_has_the_weights_and_else_from_t
         return sequences(stack, await stack.result(await stack.submit(sample(sampler, seq, **params))))
 
     def completions() -> int:
-        return sum(each.startswith("/v1/completions") for each in engine.asked)
+        return sum(each.startswith("/v1/completions") for each in engine.requests)
 
     first = await ask(1)
     assert completions() == 1
@@ -206,7 +206,7 @@ async def test_samples_come_from_the_engine_that_has_the_weights_and_else_from_t
     assert by_ranks != first
     engine.restart()
     assert await ask(5) == first
-    assert engine.asked[-3:] == [
+    assert engine.requests[-3:] == [
         f"{path} {found.version}" for path in ("/v1/completions", "/v1/load_lora_adapter", "/v1/completions")
     ]
     await site.restart()
@@ -238,4 +238,4 @@ async def test_what_the_settings_allowed_once_and_not_any_more_is_not_spoken_to(
     assert not outcome.ok
     assert "not in the settings" in outcome.message
     assert not (await listed(stack))["engine"].reachable
-    assert site.engine.asked == []
+    assert site.engine.requests == []

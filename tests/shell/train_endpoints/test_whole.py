@@ -20,11 +20,11 @@ async def test_a_sample_of_older_weights_does_not_bring_them_back(tmp_path: Path
             await stack.look(messages.Done, messages.AddEndpoint("engine", engine.url, "vllm"))
             model = await site.model()
             first = await synced(stack, model, 1)
-            started, old = engine.whole, await site.sampler(model, first.path)
+            started, old = engine.full_weights, await site.sampler(model, first.path)
             before = sequences(stack, await stack.result(await stack.submit(sample(old, 1))))
             engine.restart()
             again = sequences(stack, await stack.result(await stack.submit(sample(old, 2))))
-            assert (again, engine.whole) == (before, started), "an engine that has none is told of it again"
+            assert (again, engine.full_weights) == (before, started), "an engine that has none is told of it again"
             assert isinstance(await stack.result(await stack.submit(stack.batch(model, 2, [[1, 2]]))), ops.PassDone)
             assert isinstance(await stack.result(await stack.submit(stack.step(model, 3))), ops.StepDone)
             await stack.look(messages.Done, messages.AddEndpoint("slow", other.url, "vllm"))
@@ -32,13 +32,13 @@ async def test_a_sample_of_older_weights_does_not_bring_them_back(tmp_path: Path
             engine.replaced.clear()
             pushing = await stack.submit(ops.SyncWeights(model, 4, "second"))
             async with asyncio.timeout(30):
-                await other.told.wait()
+                await other.load_requested.wait()
                 await engine.replaced.wait()
-            newer = engine.whole
+            newer = engine.full_weights
             assert newer != started
             # One endpoint has the new weights, and the push to the other goes on.
             late = sequences(stack, await stack.result(await stack.submit(sample(old, 3))))
             assert late != before
-            assert engine.whole == newer
+            assert engine.full_weights == newer
             other.release()
             assert isinstance(await stack.result(pushing), ops.WeightsSynced)

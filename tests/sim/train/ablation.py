@@ -125,7 +125,7 @@ _commit = StateStore.commit
 _release = SequenceWindow.release
 _check = SequenceWindow.check
 _dispatches = replay_reader.completed_dispatches
-_answer = FakeRanks._answer
+_answer = FakeRanks._execute_once
 _overdue = FutureStore.overdue
 _abort = decide._abort
 
@@ -137,7 +137,7 @@ SEAMS: dict[str, list[Ablation]] = {
     "what is told again is composed anew": [(rank_session, "completed_dispatches", _composed_anew)],
     "what was given up is told again": [(rank_session, "completed_dispatches", _given_up_too)],
     "ranks that start anew do not catch up": [(rank_session, "completed_dispatches", _nothing_of_old)],
-    "rank 0 does again what it has done": [(FakeRanks, "_answer", _once_more)],
+    "rank 0 does again what it has done": [(FakeRanks, "_execute_once", _once_more)],
     "a tenant may fill the queue": [(decide, "admit", _always_admitted), (sampling_slices, "admit", _always_admitted)],
     "first come, first served": [(Scheduler, "_next", _first_come)],
     "results go before their time": [(FutureStore, "overdue", _soon_overdue)],

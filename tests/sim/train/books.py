@@ -176,4 +176,4 @@ class Books:
             return ops.Failed("user", "there is no such sampler")
         ranks = SimRanks(self.settings, "judge", {}, self.world)
         ranks.samplers[sample.sampler_id] = chain.weight(self._samplers[sample.sampler_id])
-        return ops.SampleDone(ops.InlinePayload(encode_result(ranks._sampled(sample))))
+        return ops.SampleDone(ops.InlinePayload(encode_result(ranks._sample_result(sample))))

@@ -51,7 +51,7 @@ class SimRanks(FakeRanks):
         """Checkpoints and snapshots: they outlive every group."""
         self._world = world
 
-    def _work(self, work: Any) -> Done:  # noqa: PLR0911 - one arm per kind
+    def _execute(self, work: Any) -> Done:  # noqa: PLR0911 - one arm per kind
         match work:
             case commands.PassCommand():
                 return self._chained(work), 0
@@ -75,7 +75,7 @@ class SimRanks(FakeRanks):
             case commands.MakeSampler():
                 return [self._sampler(work)], 0
             case _:
-                return super()._work(work)
+                return super()._execute(work)
 
     def _take_snapshot(self, number: int, folder: Path) -> Sequence[ops.Result]:
         self.writing = number, str(folder), _encode((self.chains, self.samplers))
@@ -153,7 +153,7 @@ async def run_ranks(
     await asyncio.sleep(world.rng.expovariate(1 / trouble.start_s))
     listener = board.open_listener()
     writers: list[asyncio.Task[None]] = []
-    while not ranks.over:
+    while not ranks.stopped:
         message = await listener.receive()
         new = isinstance(message, commands.DispatchCommand | commands.Restore) and message.number > ranks.applied
         if isinstance(message, commands.DispatchCommand) and message.generation == ranks.generation:
@@ -163,7 +163,7 @@ async def run_ranks(
             if _deadly(message) or world.hurts(trouble.death / 2):
                 world.kill("ranks")
                 await asyncio.sleep(1e9)
-        reply = ranks.hear(message)
+        reply = ranks.handle(message)
         if isinstance(reply, commands.Fenced) and reply.reason.endswith("is not kept"):
             world.violated(f"{ranks.group} was asked for what it was told to forget: {reply.reason}")
         world.trace.note(f"{ranks.group} did {type(message).__name__} {ranks.applied}")
