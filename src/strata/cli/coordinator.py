@@ -1,4 +1,4 @@
-"""`strata coordinator`: run the process that keeps the workers of jobs together, and make tokens for them."""
+"""`strata coordinator`: run the coordinator of the workers of jobs, and issue or revoke their tokens."""
 
 from __future__ import annotations
 
@@ -16,24 +16,33 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _DURATION: Final = re.compile(r"(\d+)([smhd])")
 
 _config: Final = click.option(
-    "--config", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Settings, [coordinator] in TOML."
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Read settings from [coordinator] in this TOML file.",
 )
 
 
 @click.group(invoke_without_command=True)
 @_config
-@click.option("--listen", metavar="HOST:PORT", help="Where workers reach it; 127.0.0.1:7070 unless set.")
-@click.option("--database", metavar="URL", help="sqlite:PATH, or postgresql://… which several coordinators can share.")
-@click.option("--tls-certificate", metavar="FILE", help="PEM file; needed unless it listens on loopback.")
-@click.option("--tls-key", metavar="FILE", help="PEM file.")
-@click.option("--tls-client-ca", metavar="FILE", help="PEM file: let in only clients of this authority.")
-@click.option("--log-format", type=click.Choice(["json", "console"]), help="Console on a terminal unless set.")
+@click.option("--listen", metavar="HOST:PORT", help="Listen here for workers (default 127.0.0.1:7070).")
+@click.option("--database", metavar="URL", help="sqlite:PATH, or postgresql://…, which several coordinators can share.")
+@click.option(
+    "--tls-certificate", metavar="FILE", help="Server certificate, PEM; required unless it listens on loopback."
+)
+@click.option("--tls-key", metavar="FILE", help="Private key of the certificate, PEM.")
+@click.option("--tls-client-ca", metavar="FILE", help="Accept only clients with a certificate of this authority, PEM.")
+@click.option(
+    "--log-format",
+    type=click.Choice(["json", "console"]),
+    help="Format of log lines on stderr (default: console on a terminal, else json).",
+)
 @click.pass_context
 def coordinator(ctx: click.Context, /, config: Path | None, **flags: str | None) -> None:
     """Run the coordinator that keeps the workers of a job together.
 
-    Every option can stand in FILE or in the environment too (STRATA_COORDINATOR_LISTEN, …). Of several coordinators on
-    one PostgreSQL database one leads and the others stand by. SIGTERM drains it.
+    Every option can also be set in FILE or in the environment (STRATA_COORDINATOR_LISTEN, …). Of several coordinators
+    on one PostgreSQL database one leads and the others stand by. SIGTERM drains it.
     """
     if ctx.invoked_subcommand is None:
         _run(config, flags)
@@ -61,28 +70,39 @@ def _run(config: Path | None, flags: dict[str, str | None]) -> None:
 
 @coordinator.command()
 @_config
-@click.option("--job", required=True, metavar="JOB", help="The job it is for.")
-@click.option("--worker", default="", metavar="ID", help="The only worker it is for; any of the job unless set.")
-@click.option("--role", type=click.Choice(["worker", "operator"]), default="worker", show_default=True)
+@click.option("--job", required=True, metavar="JOB", help="The job that the token is for.")
 @click.option(
-    "--ttl", default="24h", show_default=True, metavar="TIME", help="How long it is good for: 90s, 30m, 24h, 7d."
+    "--worker",
+    default="",
+    metavar="ID",
+    help="The only worker that may use the token (default: any worker of the job).",
+)
+@click.option(
+    "--role",
+    type=click.Choice(["worker", "operator"]),
+    default="worker",
+    show_default=True,
+    help="What the token may do.",
+)
+@click.option(
+    "--ttl", default="24h", show_default=True, metavar="TIME", help="Time until the token expires: 90s, 30m, 24h, 7d."
 )
 @click.option(
     "--renew-for",
     default="30d",
     show_default=True,
     metavar="TIME",
-    help="How long heartbeats renew a worker's token; 0s for never.",
+    help="How long heartbeats renew a worker's token; 0s: never.",
 )
 @click.option(
-    "--id", "revoke_id", metavar="NAME", help="What to revoke it by; made up unless set, and written to stderr."
+    "--id", "revoke_id", metavar="NAME", help="Id to revoke the token by (default: a new one, printed to stderr)."
 )
 def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
     """Print a token for workers or operators of a job.
 
-    A running worker gets a new one before its own expires, for the time given by --renew-for.
+    A running worker gets a new token before its own expires, for the time given by --renew-for.
 
-    The secret comes from FILE (token_secret = { file = "…" }) or from the file named by
+    The secret is read from FILE (token_secret = { file = "…" }) or from the file named by
     STRATA_COORDINATOR_TOKEN_SECRET_FILE, never from the command line.
     """
     from strata.base.clock import SystemClock
@@ -112,7 +132,7 @@ def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
     )
     made = Tokens(secret).issue(claims)
     if revoke_id is None:
-        print_error(f"strata coordinator: token {claims.id}; 'strata coordinator revoke {claims.id}' ends it")
+        print_error(f"strata coordinator: token {claims.id}; 'strata coordinator revoke {claims.id}' revokes it")
     write(made)
 
 
@@ -120,10 +140,10 @@ def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
 @_config
 @click.argument("revoke_id", metavar="ID")
 def revoke(config: Path | None, revoke_id: str) -> None:
-    """Refuse a token and all its renewals from now on.
+    """Revoke a token and all its renewals.
 
-    Adds its id to the file that the setting revoked_tokens names; every coordinator that reads the file follows within
-    a second, and ends the streams that the token opened.
+    Adds its id to the file that the setting revoked_tokens names. Every coordinator that reads the file rejects the
+    token within a second, and ends the streams that it opened.
     """
     from strata.base.settings import load
     from strata.coord.settings import SECTION, CoordinatorSettings

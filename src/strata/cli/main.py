@@ -17,7 +17,7 @@ from strata.cli.output import print_error
 
 COMMANDS: Final[Mapping[str, CommandEntry]] = {
     "agent": CommandEntry("strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report."),
-    "apply": CommandEntry("strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and change those that differ."),
+    "apply": CommandEntry("strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and update those that differ."),
     "artifacts": CommandEntry(
         "strata.cli.fleet.artifacts:artifacts", "List and download the results and checkpoints of jobs."
     ),
@@ -37,7 +37,7 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
         "strata.cli.fleet.control:drain", "Let each HOST finish its jobs, and assign it no new ones."
     ),
     "gang": CommandEntry(
-        "strata.cli.gang.commands:gang", "Show the workers of a job, live if you like, and give them commands."
+        "strata.cli.gang.commands:gang", "Show the workers of a job, once or live, and send them commands."
     ),
     "hub": CommandEntry("strata.cli.hub:hub", "Run the hub: schedule jobs on hosts, and store their logs and results."),
     "invite": CommandEntry(
@@ -59,7 +59,7 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
     ),
     "pause": CommandEntry("strata.cli.fleet.control:pause", "Assign no new jobs to each HOST until it is resumed."),
     "reload": CommandEntry(
-        "strata.cli.fleet.apply:reload", "Apply the manifest that the hub was configured with, as it is now."
+        "strata.cli.fleet.apply:reload", "Apply the manifest in the hub's settings, as the file is now."
     ),
     "requeue": CommandEntry(
         "strata.cli.fleet.control:requeue", "Run each ended JOB again, or let excluded hosts try a pending one."

@@ -370,8 +370,8 @@ async def test_a_coordinator_that_is_not_there_is_3_with_its_address(args: tuple
     ("args", "said"),
     [
         (("-o", "json", "--watch"), "use -o jsonl"),
-        (("stop", "my-run"), "say which workers to stop, or --all"),
-        (("drain", "my-run"), "say which workers to drain, or --all"),
+        (("stop", "my-run"), "name the workers to stop, or use --all"),
+        (("drain", "my-run"), "name the workers to drain, or use --all"),
         (("stop", "my-run", "w", "--all"), "not both"),
         (("stop",), "Missing argument 'JOB'"),
         (("--address", "nowhere"), "not HOST:PORT"),

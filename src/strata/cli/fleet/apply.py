@@ -1,4 +1,4 @@
-"""`strata apply` and `strata reload`: a manifest becomes jobs, after one look at what that changes."""
+"""`strata apply` and `strata reload`: show the plan of a manifest, confirm it, and queue its jobs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from strata.fleet.client import HubClient
 
 MOST_SHOWN: Final = 10
-"""Of the changes that the caller is asked about."""
+"""How many changes the confirmation lists."""
 _REQUEUED: Final = "runs again, its result was made by another trainer or outside a manifest"
 
 
 @click.command()
 @click.argument("manifest", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--dry-run", is_flag=True, help="Show the plan and change nothing.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask before jobs that are there are changed.")
-@click.option("--wait", "waits", is_flag=True, help="Stay until every job of the manifest has ended; see strata wait.")
-@click.option("--accept", is_flag=True, help="Let results count that were made before a manifest had their job.")
-@click.option("--retrain", is_flag=True, help="Run completed jobs again whose result an earlier trainer made.")
-@click.option("--take-over", is_flag=True, help="Take the policies of [hosts.NAME] from the project that has them.")
+@click.option("-y", "--yes", is_flag=True, help="Apply changes to existing jobs without confirmation.")
+@click.option("--wait", "waits", is_flag=True, help="Wait until every job of the manifest has ended, as 'strata wait'.")
+@click.option("--accept", is_flag=True, help="Accept results of jobs that ran before a manifest named them.")
+@click.option("--retrain", is_flag=True, help="Run completed jobs again if an earlier trainer made their result.")
+@click.option("--take-over", is_flag=True, help="Take over the policies of [hosts.NAME] from another project.")
 @click.option(
     "--describe/--no-describe",
     default=None,
-    help="Run each trainer with --describe for its parameters, or none; unless set, those whose program mentions it.",
+    help="Run every trainer, or none, with --describe to check parameters (default: if its program mentions it).",
 )
 @hub_option
 @output_option
@@ -50,13 +50,14 @@ def apply(  # noqa: PLR0913 (the options of the command)
     context: str | None,
     output: Format,
 ) -> None:
-    """Queue the jobs of MANIFEST, and change those that differ.
+    """Queue the jobs of MANIFEST, and update those that differ.
 
-    Nothing is taken away: jobs that are no longer in it stay until you cancel them, and hosts that it does not name
-    keep their policies. Only trainers and jobs of the manifest's own project are changed. Jobs that wait take a changed
-    trainer; completed jobs stay as they are, unless you --retrain them. A trainer's folder that is relative to MANIFEST
-    is sent along, without what .strataignore or .gitignore names, caches, virtual environments and .env.
-    A trainer whose program mentions --describe or strata.fleet.trainer is run with --describe, in a copy of its folder,
+    Nothing is removed: jobs that are no longer in the manifest stay until you cancel them, and hosts that it does not
+    name keep their policies. Only trainers and jobs of the manifest's own project change. Pending jobs use a changed
+    trainer; completed jobs stay as they are unless you --retrain them. A trainer's folder that is relative to MANIFEST
+    is uploaded, without the files that .strataignore or .gitignore name, caches, virtual environments and .env.
+
+    A trainer whose program mentions --describe or strata.fleet.trainer is run with --describe in a copy of its folder,
     so that a misspelt parameter is found now; never in a dry run.
     """
     from strata.cli.fleet.source import prepare_manifest
@@ -70,7 +71,7 @@ def apply(  # noqa: PLR0913 (the options of the command)
         prepared.check_hyper(_schemas(prepared, trainers))
         plan = _send(client, prepared, options, dry_run=True)
         if not dry_run:
-            if _asks(plan) and not yes and sys.stdin.isatty() and sys.stderr.isatty():
+            if _needs_confirmation(plan) and not yes and sys.stdin.isatty() and sys.stderr.isatty():
                 _show_changes(plan)
                 click.confirm(f"{plan.summary}\nApply?", default=True, abort=True, err=True)
             _upload(client, prepared, trainers)
@@ -89,7 +90,7 @@ def apply(  # noqa: PLR0913 (the options of the command)
 @hub_option
 @output_option
 def reload(context: str | None, output: Format) -> None:
-    """Apply the manifest that the hub was configured with, as it is now."""
+    """Apply the manifest in the hub's settings, as the file is now."""
     with hub_client(context, timeout_s=120.0) as client:
         from strata.fleet import wire
 
@@ -135,8 +136,8 @@ def _upload(client: HubClient, prepared: PreparedManifest, trainers: dict[str, w
             print_error(f"strata: sent the source of trainer {name} ({what})")
 
 
-def _asks(plan: wire.ManifestReply) -> bool:
-    """New jobs do no harm; whoever changes what is there is asked."""
+def _needs_confirmation(plan: wire.ManifestReply) -> bool:
+    """Whether the plan needs a confirmation: it changes existing jobs."""
     return bool(plan.changed or plan.orphaned or plan.requeued)
 
 

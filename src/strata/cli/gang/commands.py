@@ -46,12 +46,19 @@ def connection_options(function: _Function) -> _Function:
     """Where the coordinator is and who we are; passed to the command together, as `given`."""
     file = click.Path(path_type=Path, dir_okay=False)
     options = (
-        click.option("--config", type=file, metavar="FILE", help="Settings, [gang] in TOML."),
-        click.option("--address", metavar="HOST:PORT", help="The coordinator; 127.0.0.1:7070 unless set."),
-        click.option("--token-file", type=file, metavar="FILE", help="A token of the job that only you can read."),
-        click.option("--tls-ca", metavar="FILE", help="PEM file: the authority of the coordinator's certificate."),
-        click.option("--tls-certificate", metavar="FILE", help="PEM file, if the coordinator asks for one."),
-        click.option("--tls-key", metavar="FILE", help="PEM file."),
+        click.option("--config", type=file, metavar="FILE", help="Read settings from [gang] in this TOML file."),
+        click.option("--address", metavar="HOST:PORT", help="Address of the coordinator (default 127.0.0.1:7070)."),
+        click.option(
+            "--token-file",
+            type=file,
+            metavar="FILE",
+            help="Read the token of the job from FILE, which only you can read.",
+        ),
+        click.option("--tls-ca", metavar="FILE", help="Certificate authority of the coordinator, PEM."),
+        click.option(
+            "--tls-certificate", metavar="FILE", help="Client certificate, PEM, if the coordinator requires one."
+        ),
+        click.option("--tls-key", metavar="FILE", help="Private key of the client certificate, PEM."),
     )
     for option in reversed(options):
         function = option(function)
@@ -60,27 +67,27 @@ def connection_options(function: _Function) -> _Function:
 
 @click.group(cls=Gang, name="gang")
 def gang() -> None:
-    """Show the workers of a job, live if you like, and give them commands.
+    """Show the workers of a job, once or live, and send them commands.
 
-    'strata gang [JOB]' is 'strata gang show [JOB]'; see 'strata gang show --help'. JOB is the job of the token, else
-    'default', unless you name it. Every option can stand in FILE or in the environment too (STRATA_GANG_ADDRESS,
+    'strata gang [JOB]' is 'strata gang show [JOB]'; see 'strata gang show --help'. Without JOB it is the job of the
+    token, else 'default'. Every option can also be set in FILE or in the environment (STRATA_GANG_ADDRESS,
     STRATA_GANG_TOKEN_FILE, …).
     """
 
 
 @gang.command()
 @click.argument("job", required=False)
-@click.option("-w", "--watch", is_flag=True, help="Follow it: a live screen, or a line for each change if piped.")
+@click.option("-w", "--watch", is_flag=True, help="Keep watching: a live screen, or a line for each change if piped.")
 @connection_options
 @output_option
 def show(job: str | None, watch: bool, output: Format, **given: Any) -> None:  # noqa: FBT001 (click's signature)
     """Show the workers of JOB and what they wait for.
 
-    Also its checkpoints, data, commands and incidents. What needs attention comes first. --watch goes on over restarts
-    of the coordinator; Ctrl-C ends it. With -o jsonl it prints the whole state after each change.
+    Also shows its checkpoints, data, commands and incidents; alerts come first. --watch continues across restarts of
+    the coordinator; Ctrl-C ends it. With -o jsonl it prints the whole state after each change.
     """
     if watch and output is Format.JSON:
-        raise click.UsageError("-o json is one document: use -o jsonl with --watch")
+        raise click.UsageError("-o json cannot be combined with --watch: use -o jsonl")
     history = 0 if output is Format.TABLE else _ALL
 
     async def look(operator: Operator) -> None:
@@ -124,27 +131,31 @@ def _show_jobs(jobs: Iterable[JobSummaryView], output: Format) -> None:
 @connection_options
 @output_option
 def list_jobs(output: Format, **given: Any) -> None:
-    """List the jobs of the coordinator: with a token, the one that it is for.
+    """List the jobs of the coordinator; with a token, only the job of that token.
 
-    STATUS is CREATED (no worker has joined), RUNNING, STOPPED (all workers are gone and data is left; those that join
-    next recover first) or FINISHED (all data is consumed; no worker joins before a reset).
+    STATUS is CREATED (no worker has joined), RUNNING, STOPPED (all workers have left and data remains; workers that
+    join next recover first) or FINISHED (all data is consumed; no worker can join before a reset).
     """
     _show_jobs(_ask(None, given, lambda operator: operator.jobs()), output)
 
 
 @gang.command()
 @click.argument("job")
-@click.option("--min", "least", type=click.IntRange(min=1), default=None, metavar="N", help="Start with N workers.")
-@click.option("--max", "most", type=click.IntRange(min=1), default=None, metavar="N", help="Take at most N workers.")
-@click.option("--param", "parameters", multiple=True, metavar="NAME=VALUE", help="A training parameter; repeatable.")
+@click.option(
+    "--min", "least", type=click.IntRange(min=1), default=None, metavar="N", help="Start when N workers have joined."
+)
+@click.option("--max", "most", type=click.IntRange(min=1), default=None, metavar="N", help="Accept at most N workers.")
+@click.option(
+    "--param", "parameters", multiple=True, metavar="NAME=VALUE", help="Set a training parameter; repeatable."
+)
 @connection_options
 @output_option
 def create(
     job: str, least: int | None, most: int | None, parameters: tuple[str, ...], output: Format, **given: Any
 ) -> None:
-    """Create JOB before its first worker joins, with settings of its own.
+    """Create JOB before its first worker joins, with its own settings.
 
-    What you do not set is as the coordinator is configured. A job that exists with the same settings is left alone.
+    Other settings have the coordinator's defaults. If JOB exists with the same settings, nothing changes.
     """
     wrong = [each for each in parameters if "=" not in each]
     if wrong:
@@ -158,10 +169,10 @@ def create(
 @connection_options
 @output_option
 def reset(job: str, output: Format, **given: Any) -> None:
-    """Begin the next run of JOB, from the beginning.
+    """Start the next run of JOB from the beginning.
 
-    No data is consumed then and no checkpoint is known; files of earlier checkpoints stay where they are. JOB must have
-    no workers: stop them first.
+    The new run has consumed no data and has no checkpoint; files of earlier checkpoints are kept. Stop the workers of
+    JOB first.
     """
     _show_jobs([_ask(job, given, lambda operator: operator.reset())], output)
 
@@ -170,7 +181,7 @@ def reset(job: str, output: Format, **given: Any) -> None:
 @click.argument("job")
 @connection_options
 def delete(job: str, **given: Any) -> None:
-    """Forget JOB. It must have no workers; files of its checkpoints stay where they are."""
+    """Delete JOB, which must have no workers. Files of its checkpoints are kept."""
     _ask(job, given, lambda operator: operator.delete())
     print_error(f"strata gang: job {job} is deleted")
 
@@ -181,8 +192,8 @@ def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
     @gang.command(name, help=text)
     @click.argument("job")
     @click.argument("workers", nargs=-1, metavar="[WORKER]...")
-    @click.option("--all", "everybody", is_flag=True, help="All workers of the job.")
-    @click.option("--reason", default="", metavar="TEXT", help="For the workers' logs.")
+    @click.option("--all", "everybody", is_flag=True, help="Send the command to all workers of the job.")
+    @click.option("--reason", default="", metavar="TEXT", help="Reason for the workers' logs.")
     @click.option(
         "--wait",
         "wait_s",
@@ -190,7 +201,7 @@ def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
         default=ANSWER_S,
         show_default=True,
         metavar="SECONDS",
-        help="How long to wait until all have acknowledged it; 101 if some have not.",
+        help="Give up after SECONDS without all acknowledgements (exit status 101).",
     )
     @connection_options
     @output_option
@@ -204,9 +215,9 @@ def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
         **given: Any,
     ) -> None:
         if workers and everybody:
-            raise click.UsageError("name workers, or say --all: not both")
+            raise click.UsageError("name workers or use --all, not both")
         if ends_work and not (workers or everybody):
-            raise click.UsageError(f"say which workers to {name}, or --all")
+            raise click.UsageError(f"name the workers to {name}, or use --all")
 
         async def tell(operator: Operator) -> bool:
             from strata.coord.core.facts import CommandKind
@@ -218,10 +229,10 @@ def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
             click.get_current_context().exit(ExitCode.UNFINISHED)
 
 
-_order("stop", "STOP", "Tell workers to end.", ends_work=True)
-_order("drain", "DRAIN", "Tell workers to finish their shards and leave.", ends_work=True)
-_order("checkpoint", "CHECKPOINT_NOW", "Tell workers to write a checkpoint now.", ends_work=False)
-_order("rebalance", "REBALANCE", "Tell workers to register again.", ends_work=False)
+_order("stop", "STOP", "Stop workers.", ends_work=True)
+_order("drain", "DRAIN", "Let workers finish their shards and leave.", ends_work=True)
+_order("checkpoint", "CHECKPOINT_NOW", "Make workers write a checkpoint now.", ends_work=False)
+_order("rebalance", "REBALANCE", "Make workers register again.", ends_work=False)
 
 
 async def _acknowledged(operator: Operator, issued: CommandReceipt, kind: str, wait_s: float, output: Format) -> bool:
