@@ -30,11 +30,18 @@ def filled(given_operations: list[tuple[str, int, int, str]]) -> tuple[Scheduler
     return scheduler, entries
 
 
+def take(scheduler: Scheduler, *, budget: int, coalesce: bool, most: int | None = None) -> tuple[QueuedOperation, ...]:
+    """Select and charge, as the machine does before it applies the facts."""
+    selection = scheduler.select(budget_tokens=budget, coalesce=coalesce, most=most)
+    scheduler.charge(selection.charges())
+    return selection.operations
+
+
 def drain(
     scheduler: Scheduler, *, coalesce: bool = False, budget: int = 4 * QUANTUM
 ) -> list[tuple[QueuedOperation, ...]]:
     ran = []
-    while chosen := scheduler.select(budget_tokens=budget, coalesce=coalesce):
+    while chosen := take(scheduler, budget=budget, coalesce=coalesce):
         for entry in chosen:
             scheduler.remove(entry.future_id)
         ran.append(chosen)
@@ -84,7 +91,7 @@ def test_two_busy_tenants_get_the_same_tokens_whatever_the_size_of_their_batches
         submit(tenant)
     served: Counter[str] = Counter()
     for _ in range(300):
-        for entry in scheduler.select(budget_tokens=0, coalesce=coalesce):
+        for entry in take(scheduler, budget=0, coalesce=coalesce):
             served[entry.tenant] += max(entry.tokens, QUANTUM // OPERATIONS_PER_QUANTUM)
             submit(entry.tenant)
             scheduler.remove(entry.future_id)
@@ -96,7 +103,7 @@ def test_a_long_session_is_not_starved_by_new_ones_of_its_own_tenant() -> None:
     scheduler.add(QueuedOperation("old", "a", "old", "kind", 50, 0))
     for number in range(1, 20):
         scheduler.add(QueuedOperation(f"new{number}", "a", f"new{number}", "kind", 50, number))
-    assert scheduler.select(budget_tokens=0, coalesce=False)[0].future_id == "old"
+    assert take(scheduler, budget=0, coalesce=False)[0].future_id == "old"
 
 
 def test_a_long_session_is_not_starved_by_tenants_that_keep_coming() -> None:
@@ -104,7 +111,7 @@ def test_a_long_session_is_not_starved_by_tenants_that_keep_coming() -> None:
     scheduler.add(QueuedOperation("old", "old", "old", "kind", 5 * QUANTUM, 0))
     for number in range(1, 200):
         scheduler.add(QueuedOperation(f"f{number}", f"new{number % 7}", f"m{number % 7}", "kind", 1, number))
-        chosen = scheduler.select(budget_tokens=0, coalesce=False)[0]
+        chosen = take(scheduler, budget=0, coalesce=False)[0]
         scheduler.remove(chosen.future_id)
         if chosen.future_id == "old":
             return
@@ -123,7 +130,7 @@ def test_who_cannot_share_a_pass_is_not_starved_by_those_who_do() -> None:
     for tenant in "ac":
         submit(tenant)
     for _ in range(4):
-        for entry in scheduler.select(budget_tokens=2 * QUANTUM, coalesce=True):
+        for entry in take(scheduler, budget=2 * QUANTUM, coalesce=True):
             if entry.future_id == "alone":
                 return
             submit(entry.tenant)
@@ -152,11 +159,10 @@ def test_what_is_foreseen_is_what_happens_if_nothing_else_comes_whenever_it_is_a
     for change, coalesce in changes:
         if change == "remove":
             scheduler.remove(entries.pop().future_id if entries else "none")
-        elif chosen := scheduler.select(budget_tokens=4 * QUANTUM, coalesce=coalesce):
+        elif chosen := (selection := scheduler.select(budget_tokens=4 * QUANTUM, coalesce=coalesce)).operations:
             check()
-            if change == "give back":
-                scheduler.refund(chosen[1:])
-                check()
+            scheduler.charge(selection.charges({chosen[0].future_id} if change == "give back" else None))
+            check()
             for entry in chosen:
                 scheduler.remove(entry.future_id)
                 check()
@@ -176,10 +182,24 @@ def test_what_is_given_back_moves_its_tenant_in_what_is_foreseen() -> None:
     scheduler, (first, along, large, later) = filled(
         [("a", 0, 10, "pass"), ("b", 0, 50, "pass"), ("a", 1, 95, ""), ("b", 1, 50, "")]
     )
-    assert scheduler.select(budget_tokens=QUANTUM, coalesce=True) == (first, along)
-    assert scheduler.forecast().order == [first, along, large, later]
-    scheduler.refund([along])
-    assert scheduler.forecast().order == [first, along, later, large]
+    selection = scheduler.select(budget_tokens=QUANTUM, coalesce=True)
+    assert selection.operations == (first, along)
+    charged, alone = copy.deepcopy(scheduler), copy.deepcopy(scheduler)
+    charged.charge(selection.charges())
+    assert charged.forecast().order == [first, along, large, later]
+    alone.charge(selection.charges({first.future_id}))
+    assert alone.forecast().order == [first, along, later, large]
+
+
+@given(operations, st.integers(0, 600), st.booleans())
+def test_selecting_changes_nothing_and_gives_the_same_again(
+    given_operations: list[tuple[str, int, int, str]], budget: int, coalesce: bool
+) -> None:
+    scheduler, _ = filled(given_operations)
+    before = scheduler.deficits()
+    first = scheduler.select(budget_tokens=budget, coalesce=coalesce)
+    assert scheduler.select(budget_tokens=budget, coalesce=coalesce) == first
+    assert scheduler.deficits() == before
 
 
 def lockstep(models: int, steps: int, late: int) -> list[tuple[QueuedOperation, ...]]:
@@ -196,7 +216,7 @@ def lockstep(models: int, steps: int, late: int) -> list[tuple[QueuedOperation, 
 
     for model in range(models - late):
         submit(model)
-    ran = [scheduler.select(budget_tokens=2 * QUANTUM, coalesce=True)]
+    ran = [take(scheduler, budget=2 * QUANTUM, coalesce=True)]
     for entry in ran[0]:
         scheduler.remove(entry.future_id)
     for model in range(models - late, models):
@@ -226,12 +246,12 @@ def test_a_pass_waits_for_the_steps_that_there_is_room_for_and_for_all_of_them_a
         scheduler.add(QueuedOperation(f"p{turn}", name, name, "forward_backward", tokens, turn + 1, "pass"))
     along = min(room // tokens, models)
     if along:
-        steps = scheduler.select(budget_tokens=1 + room, coalesce=True)
+        steps = take(scheduler, budget=1 + room, coalesce=True)
         assert len(steps) == along
         assert {entry.kind for entry in steps} == {STEP}
         for entry in steps:
             scheduler.remove(entry.future_id)
-    chosen = scheduler.select(budget_tokens=1 + room, coalesce=True)
+    chosen = take(scheduler, budget=1 + room, coalesce=True)
     assert chosen[0].future_id == "first"
     assert len(chosen) == 1 + along
 
@@ -241,5 +261,5 @@ def test_steps_that_wait_go_together_and_are_no_more_than_there_are_slots(models
     scheduler = Scheduler(QUANTUM)
     for number in range(models):
         scheduler.add(QueuedOperation(f"s{number}", f"t{number % 3}", f"m{number}", STEP, 0, number, STEP))
-    assert len(scheduler.select(budget_tokens=0, coalesce=True, most=slots)) == min(models, slots)
-    assert len(scheduler.select(budget_tokens=0, coalesce=False, most=slots)) == 1
+    assert len(take(scheduler, budget=0, coalesce=True, most=slots)) == min(models, slots)
+    assert len(take(scheduler, budget=0, coalesce=False, most=slots)) == 1

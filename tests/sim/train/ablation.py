@@ -76,11 +76,11 @@ def _always_admitted(state: TrainState, tenant: str) -> None:
     return
 
 
-def _first_come(self: Scheduler) -> QueuedOperation | None:
-    heads = [head for tenant in self._ring for head in self._heads(tenant)]
+def _first_come(self: Scheduler, account: Any) -> QueuedOperation | None:
+    heads = [head for tenant in account.ring for head in self._heads(tenant)]
     first = min(heads, key=lambda head: head.turn, default=None)
     if first is not None:
-        self._charge(first)
+        self._charge(account, first)
     return first
 
 

@@ -39,9 +39,9 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Decision:
         return sampling_slices.next_slice(state, given.at_s)
     budget = given.ranks * state.rules.max_tokens_per_row
     rules = state.rules
-    entries = state.scheduler.select(budget_tokens=budget, coalesce=rules.pack_tenants, most=rules.slots)
+    selection = state.scheduler.select(budget_tokens=budget, coalesce=rules.pack_tenants, most=rules.slots)
     chosen = []
-    for entry in entries:
+    for entry in selection.operations:
         future = state.futures.get(entry.future_id)
         assert future is not None, "the scheduler has an operation that does not exist"
         assert future.operation is not None, "the scheduler has an operation that has ended"
@@ -51,10 +51,10 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Decision:
     for each in chosen:
         obstacle = _asleep_obstacle(state, each.operation) or _obstacle(state, each, given)
         if obstacle is not None:
-            # Else a tenant whose operations cannot run would have others charged each time.
-            state.scheduler.refund(entry for entry in entries if entry.future_id != each.future_id)
+            # Only its own tenant is charged: else a tenant whose operations cannot run would have others charged.
+            charges = selection.charges(only={each.future_id})
             failed = OperationFinished(each.future_id, ops.Failed("user", obstacle), given.at_s)
-            return Decision(Done(), (failed,), (each.future_id,))
+            return Decision(Done(), (failed,), (each.future_id,), charges=charges)
     packed = _packed(state, chosen, given)
     number = state.dispatched + 1
     ids = tuple(each.future_id for each in chosen)
@@ -64,7 +64,7 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Decision:
     )
     dispatch = Dispatch(number, ids, packed.rows, path, close)
     fact = Dispatched(number, ids, packed.rows, path, close, at_s=given.at_s)
-    return Decision(Dispatching(dispatch, packed.efficiency), (fact,))
+    return Decision(Dispatching(dispatch, packed.efficiency), (fact,), charges=selection.charges())
 
 
 def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Packed:

@@ -13,6 +13,7 @@ from strata.train.core import ops
 from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.facts import Fact
 from strata.train.core.messages import Accepted, Command, Done
+from strata.train.core.scheduler import Charges
 from strata.train.core.state import Dispatch
 
 
@@ -192,3 +193,5 @@ class Decision:
     """Futures that have their result now."""
     deleted_folders: tuple[str, ...] = ()
     """Of checkpoints that were deleted: their files may be removed."""
+    charges: Charges | None = None
+    """An effect on the soft state: what the selected operations cost their tenants."""

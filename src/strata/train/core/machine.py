@@ -1,4 +1,4 @@
-"""The orchestrator as a machine on a journal: its core bound to the encoding of facts and snapshots."""
+"""The orchestrator as a machine on a journal: `decide`, `observe` and `apply` bound to the encoding of facts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_saved = msgspec.msgpack.Decoder(SavedState).decode
 
 
+def observe(state: TrainState, decision: Decision) -> None:
+    """The only writer of soft state, which no fact holds: charge the tenants of a dispatch, before its facts apply."""
+    if decision.charges is not None:
+        state.scheduler.charge(decision.charges)
+
+
 class TrainMachine:
     """Implements `strata.journal.replica.Machine`."""
 
@@ -27,8 +33,9 @@ class TrainMachine:
 
     def decide(self, state: TrainState, given: Input, now_s: float) -> tuple[Sequence[bytes], Decision]:
         del now_s  # Times are parts of the inputs: they end up in facts, and a monotonic clock means nothing there.
-        outcome = decide(state, given)
-        return [facts.encode(fact) for fact in outcome.facts], outcome
+        decision = decide(state, given)
+        observe(state, decision)
+        return [facts.encode(fact) for fact in decision.facts], decision
 
     def apply(self, state: TrainState, fact: bytes) -> TrainState:
         apply(state, facts.decode(fact))

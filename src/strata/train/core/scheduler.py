@@ -6,12 +6,15 @@ tenant waits longer because another has more sessions, and new sessions do not g
 
 Operations of different models may be coalesced into one dispatch. Each is charged to its own tenant, which may go into
 debt for it.
+
+`select` is pure: it returns the operations with their charges, and `charge` applies them. The deficit counters and the
+turn in the ring are soft state: they are in no fact, and a restart begins with fresh ones.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import Final, NamedTuple
@@ -38,6 +41,58 @@ class QueuedOperation(NamedTuple):
     """Grows in the order in which operations were enqueued."""
     batch_key: str = ""
     """Operations of different models with the same key may be coalesced into one dispatch; empty: runs alone."""
+
+
+class Charges(NamedTuple):
+    """What a selection does to the deficit counters."""
+
+    turns: int
+    """Tenants whose turn passed; each following tenant got its quantum."""
+    tokens: Mapping[str, int]
+    """By tenant."""
+
+
+class Selection(NamedTuple):
+    """The operations of the next dispatch, and what they cost."""
+
+    operations: tuple[QueuedOperation, ...]
+    turns: int
+    charged: Mapping[str, int]
+    """Tokens by future: an operation is charged its cost, or less at the limit of debt."""
+
+    def charges(self, only: Container[str] | None = None) -> Charges:
+        """Of all operations, or only of these futures if the others are not dispatched."""
+        tokens: Counter[str] = Counter()
+        for operation in self.operations:
+            if only is None or operation.future_id in only:
+                tokens[operation.tenant] += self.charged[operation.future_id]
+        return Charges(self.turns, tokens)
+
+
+class _Account:
+    """The ring and the deficit counters while a selection is made: a copy of the scheduler's."""
+
+    def __init__(self, ring: Iterable[str], deficit: Mapping[str, int], quantum: int) -> None:
+        self.ring = deque(ring)
+        self.deficit = dict(deficit)
+        self.turns = 0
+        self.charged: dict[str, int] = {}
+        self._quantum = quantum
+
+    def pass_turn(self) -> None:
+        self.ring.rotate(-1)
+        self.deficit[self.ring[0]] += self._quantum
+        self.turns += 1
+
+    def charge(self, operation: QueuedOperation, cost: int, lowest: int) -> None:
+        """Debt is bounded: else a tenant that joined while there was room would wait for it long after."""
+        before = self.deficit[operation.tenant]
+        self.deficit[operation.tenant] = max(before - cost, min(before, lowest))
+        self.charged[operation.future_id] = before - self.deficit[operation.tenant]
+
+    def refund(self, operations: Iterable[QueuedOperation]) -> None:
+        for operation in operations:
+            self.deficit[operation.tenant] += self.charged.pop(operation.future_id)
 
 
 class QueueForecast:
@@ -67,8 +122,6 @@ class Scheduler:
         """Tokens that each tenant in the ring may spend; negative is debt."""
         self._by_future: dict[str, QueuedOperation] = {}
         self._lowest = -MAX_DEBT_QUANTA * quantum_tokens
-        self._charged: dict[str, int] = {}
-        """What the last selected operations were charged."""
         self._forecast: QueueForecast | None = None
         """Cached until something changes: many clients poll in between, and it goes through the whole queue."""
 
@@ -106,39 +159,53 @@ class Scheduler:
             if had_turn and self._ring:
                 self._deficit[self._ring[0]] += self._quantum
 
-    def select(self, *, budget_tokens: int, coalesce: bool, most: int | None = None) -> tuple[QueuedOperation, ...]:
-        """The operations of the next dispatch; empty if nothing is queued. They are charged now, and stay queued until
-        they are removed.
+    def select(self, *, budget_tokens: int, coalesce: bool, most: int | None = None) -> Selection:
+        """The operations of the next dispatch; none if nothing is queued. Changes nothing: `charge` does, and they stay
+        queued until they are removed.
 
         With `coalesce`, operations of other models join as long as they fit into the budget and are no more than
         `most`; each is charged to its own tenant, and none overtakes another of its model.
         """
-        first = self._next()
+        account = _Account(self._ring, self._deficit, self._quantum)
+        operations = self._select(account, budget_tokens, len(self) if most is None else most, coalesce=coalesce)
+        return Selection(operations, account.turns, account.charged)
+
+    def _select(
+        self, account: _Account, budget_tokens: int, most: int, *, coalesce: bool
+    ) -> tuple[QueuedOperation, ...]:
+        first = self._next(account)
         if first is None:
             return ()
-        self._forecast = None
         if not coalesce or not first.batch_key:
             return (first,)
-        most = len(self) if most is None else most
-        selected = self._coalesce(first, budget_tokens, most)
+        selected = self._coalesce(account, first, budget_tokens, most)
         if first.batch_key == STEP:
             return selected
         free_tokens = budget_tokens - sum(operation.tokens for operation in selected)
-        steps = self._steps_before(first.batch_key, free_tokens, most - len(selected))
+        steps = self._steps_before(account, first.batch_key, free_tokens, most - len(selected))
         if not steps:
             return selected
-        self.refund(selected)
+        account.refund(selected)
         for step in steps:
-            self._charge(step)
+            self._charge(account, step)
         return steps
 
-    def refund(self, operations: Iterable[QueuedOperation]) -> None:
-        """Return the charge of operations that were selected last and are not dispatched."""
+    def charge(self, charges: Charges) -> None:
+        """Apply the charges of a selection, before its operations are removed."""
         self._forecast = None
-        for operation in operations:
-            self._deficit[operation.tenant] += self._charged.pop(operation.future_id)
+        for _ in range(charges.turns):
+            self._ring.rotate(-1)
+            self._deficit[self._ring[0]] += self._quantum
+        for tenant, tokens in charges.tokens.items():
+            self._deficit[tenant] -= tokens
 
-    def _coalesce(self, first: QueuedOperation, budget_tokens: int, most: int) -> tuple[QueuedOperation, ...]:
+    def deficits(self) -> list[tuple[str, int]]:
+        """The soft state: tenants in the order of their turns, each with its deficit counter."""
+        return [(tenant, self._deficit[tenant]) for tenant in self._ring]
+
+    def _coalesce(
+        self, account: _Account, first: QueuedOperation, budget_tokens: int, most: int
+    ) -> tuple[QueuedOperation, ...]:
         """The first operation and those that join it, each tenant going into debt if need be.
 
         A tenant without credit joins only if no tenant waits that cannot join: what it adds is time for all.
@@ -147,7 +214,7 @@ class Scheduler:
         free_tokens = budget_tokens - first.tokens
         candidates = [
             head
-            for head in self._eligible_heads()
+            for head in self._eligible_heads(account)
             if head.batch_key == first.batch_key and head.model_id != first.model_id
         ]
         for on_credit in (True, False):
@@ -155,25 +222,27 @@ class Scheduler:
             for head in candidates:
                 if len(selected) >= most or head.tokens > free_tokens:
                     continue
-                if on_credit and self._deficit[head.tenant] - self._cost(head) < self._lowest:
+                if on_credit and account.deficit[head.tenant] - self._cost(head) < self._lowest:
                     without_credit.append(head)
                     continue
-                self._charge(head)
+                self._charge(account, head)
                 free_tokens -= head.tokens
                 selected.append(head)
             candidates = without_credit
-            if not {operation.tenant for operation in (*selected, *candidates)}.issuperset(self._ring):
+            if not {operation.tenant for operation in (*selected, *candidates)}.issuperset(account.ring):
                 break
         return tuple(selected)
 
-    def _steps_before(self, batch_key: str, free_tokens: int, slots: int) -> tuple[QueuedOperation, ...]:
+    def _steps_before(
+        self, account: _Account, batch_key: str, free_tokens: int, slots: int
+    ) -> tuple[QueuedOperation, ...]:
         """Optimizer steps of models whose next operations could then join the coming pass, and fit into it.
 
         Passes of models that alternate with their steps would otherwise never coalesce: the first model to finish its
         step would run its pass alone. The pass waits for as many steps as it has room for, and each takes some of it.
         """
         steps: list[QueuedOperation] = []
-        for head in self._eligible_heads():
+        for head in self._eligible_heads(account):
             if len(steps) >= slots:
                 break
             queue = self._queues[head.tenant][head.model_id]
@@ -187,9 +256,9 @@ class Scheduler:
                 free_tokens -= queue[1].tokens
         return tuple(steps)
 
-    def _eligible_heads(self) -> Iterator[QueuedOperation]:
+    def _eligible_heads(self, account: _Account) -> Iterator[QueuedOperation]:
         """The first operation of each model, in the order in which they may be coalesced."""
-        for tenant in [*self._ring]:
+        for tenant in account.ring:
             yield from self._heads(tenant)
 
     def forecast(self) -> QueueForecast:
@@ -222,28 +291,23 @@ class Scheduler:
                     deficit[ring[0]] += self._quantum
         return order
 
-    def _next(self) -> QueuedOperation | None:
+    def _next(self, account: _Account) -> QueuedOperation | None:
         """The next operation by deficit round-robin, charged."""
-        while self._ring:
-            tenant = self._ring[0]
+        while account.ring:
+            tenant = account.ring[0]
             head = self._heads(tenant)[0]
-            if self._cost(head) <= self._deficit[tenant]:
-                self._charged.clear()
-                self._charge(head)
+            if self._cost(head) <= account.deficit[tenant]:
+                self._charge(account, head)
                 return head
-            self._ring.rotate(-1)
-            self._deficit[self._ring[0]] += self._quantum
+            account.pass_turn()
         return None
 
     def _heads(self, tenant: str) -> list[QueuedOperation]:
         """The first operation of each model of the tenant, oldest first."""
         return sorted((queue[0] for queue in self._queues[tenant].values()), key=lambda head: head.turn)
 
-    def _charge(self, operation: QueuedOperation) -> None:
-        """Debt is bounded: else a tenant that joined while there was room would wait for it long after."""
-        before = self._deficit[operation.tenant]
-        self._deficit[operation.tenant] = max(before - self._cost(operation), min(before, self._lowest))
-        self._charged[operation.future_id] = before - self._deficit[operation.tenant]
+    def _charge(self, account: _Account, operation: QueuedOperation) -> None:
+        account.charge(operation, self._cost(operation), self._lowest)
 
     def _cost(self, operation: QueuedOperation) -> int:
         return max(operation.tokens, self._quantum // OPERATIONS_PER_QUANTUM, 1)

@@ -1,0 +1,48 @@
+"""`decide` writes nothing: every input of simulated histories is decided twice, with the same outcome and state."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from strata.base.errors import StrataError
+from strata.train.core import machine
+from strata.train.core.decide import decide
+from strata.train.core.inputs import Decision, Input
+from strata.train.core.state import TrainState
+from tests.sim.train.scenario import run_seed
+
+SEEDS = (0, 7, 13)
+
+
+def fingerprint(state: TrainState) -> bytes:
+    """All that facts build, and the soft state beside it."""
+    return msgspec.msgpack.encode((state.save(), state.scheduler.deficits()))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_deciding_twice_gives_the_same_and_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    decided: list[type[Input]] = []
+
+    def decide_twice(state: TrainState, given: Input) -> Decision:
+        before = fingerprint(state)
+        outcomes: list[Decision | StrataError] = []
+        for _ in range(2):
+            try:
+                outcomes.append(decide(state, given))
+            except StrataError as error:
+                outcomes.append(error)
+            assert fingerprint(state) == before, given
+        first, second = outcomes
+        decided.append(type(given))
+        if isinstance(first, StrataError):
+            assert isinstance(second, StrataError), given
+            assert (second.code, second.message) == (first.code, first.message), given
+            raise first
+        assert second == first, given
+        return first
+
+    monkeypatch.setattr(machine, "decide", decide_twice)
+    outcome = run_seed(seed)
+    assert outcome.problem is None, outcome.problem
+    assert len(set(decided)) >= 5, "the histories hold too few kinds of inputs"
