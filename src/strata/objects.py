@@ -80,7 +80,7 @@ def connect(bucket: str, access: S3Access) -> S3Store:
                 "base": 2,
             },
         }
-    # Without a provider obstore looks into the environment and asks the machine's cloud by itself.
+    # Without a provider obstore reads the environment and the credentials that the cloud gives the machine.
     return S3Store(bucket, config=config, credential_provider=access.credentials, client_options=client, **options)  # type: ignore[arg-type]
 
 

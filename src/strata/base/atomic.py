@@ -163,7 +163,7 @@ def _write_new(path: Path, content: bytes | Iterable[bytes], *, mode: int, durab
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     with os.fdopen(os.open(path, flags, mode), "wb") as file:
         if hasattr(os, "fchmod"):
-            # The mode that was asked for, whatever the umask.
+            # Exactly this mode, whatever the umask.
             os.fchmod(file.fileno(), mode)
         for piece in (content,) if isinstance(content, bytes) else content:
             file.write(piece)

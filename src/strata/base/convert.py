@@ -73,7 +73,7 @@ def show(value: Any) -> str:
 
 def _parse_text(leaf: Leaf, text: str) -> Any:
     if isinstance(leaf.bare, inspect.BoolType):
-        # Text that is no boolean goes on as it is, and msgspec words the complaint like for every other type.
+        # Text that is no boolean is left to msgspec, whose error message is the same for every type.
         word = text.strip().lower()
         return word in _YES if word in _YES | _NO else text
     if isinstance(leaf.bare, _ARRAYS):

@@ -58,7 +58,7 @@ def _refused(path: str, reason: str) -> StrataError:
 
 
 def _violations(value: Any) -> Iterator[tuple[str, str]]:
-    """Only asked after a failure, so that the common case does not pay for keeping track of paths."""
+    """Called only after a failure, so that the common case does not keep track of paths."""
     waiting = [("$", value)]
     while waiting:
         path, here = waiting.pop()

@@ -170,7 +170,7 @@ def _event(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
     except (TypeError, ValueError, KeyError):
-        # A library passed arguments that do not fit its own format; the words are worth more than the complaint.
+        # A library passed arguments that do not fit its own format; its message is worth more than that error.
         return f"{record.msg} {loggable(record.args)}"
 
 

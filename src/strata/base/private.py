@@ -49,9 +49,9 @@ def private_folder(path: Path) -> Path:
 
 
 def make_private_file(path: Path) -> None:
-    """Before something is written to it: for its owner alone, also if it was not so before.
+    """Create the file, or close an existing one to other users, before anything is written to it.
 
-    What cannot be made or opened is left to whoever opens it next, who has the words for it.
+    Errors are suppressed: the caller opens the file next and reports them.
     """
     with contextlib.suppress(OSError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600))

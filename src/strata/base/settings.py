@@ -128,7 +128,7 @@ def load_explained(
     flags: Mapping[str, Any],
     aliases: Mapping[str, str] | None = None,
 ) -> LoadedSettings[T]:
-    """Like `load`, and says of every value where it comes from."""
+    """Like `load`, with the origin of every value."""
     if environ is None:
         environ = os.environ  # noqa: TID251 - this is the one place
     schema = describe(kind)
@@ -178,7 +178,7 @@ class _SettingSources:
     file: Path | None
     values: dict[_Path, _Value] = field(default_factory=dict)
     groups: set[_Path] = field(default_factory=set)
-    """Groups that somebody wrote something about: an optional one then exists."""
+    """Groups that some source mentions: an optional one then exists."""
     problems: list[str] = field(default_factory=list)
     document: toml.TomlDocument | None = None
 

@@ -142,10 +142,10 @@ class TarReader:
         block = self._read(BLOCK, may_end=True)
         if not block or not block.strip(b"\0"):
             return None
-        told = _number(block[148:156])
+        checksum = _number(block[148:156])
         others = sum(block[:148]) + sum(block[156:]) + 8 * ord(" ")
         signed = _SIGNED.unpack(block)
-        if told not in (others, sum(signed[:148]) + sum(signed[156:]) + 8 * ord(" ")):
+        if checksum not in (others, sum(signed[:148]) + sum(signed[156:]) + 8 * ord(" ")):
             raise _refusal("a header is damaged, or the archive is compressed in a way that is not known here")
         return block
 

@@ -1,7 +1,7 @@
 """TOML that knows its lines: `parse` reads with the standard library, `TomlDocument.line` says where a key was written.
 
 The standard parser validates but keeps no positions, so a second, forgiving pass finds them: it may assume that the
-text is valid TOML and only has to tell keys, strings and brackets apart. It runs at the first question about a line.
+text is valid TOML and only has to distinguish keys, strings and brackets. It runs when a line is first requested.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Scanner:
         if array:
             place.last = place.at(len(place.inner or ()), self._line)
             return place.last
-        # `[a.b]` may come before `[a]`; the header that names the table itself is the better answer.
+        # `[a.b]` may come before `[a]`; the header that names the table itself is the better match.
         place.line = self._line
         return place
 

@@ -1,7 +1,7 @@
 """Unix sockets of our servers: made for their owner alone, and connected to only where the owner can be trusted.
 
 On loopback TCP any user of a machine can take a free port and be taken for the server. A socket in a folder that only
-its owner can write to cannot be taken: whoever listens there is that owner, or root.
+its owner can write to cannot be taken: the process that listens there belongs to that owner, or to root.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def connect_unix(path: Path, timeout_s: float | None = None) -> socket.socket:
-    """FORBIDDEN if another user could be behind it: nothing has been sent by then. OSError if nobody listens."""
+    """FORBIDDEN if another user could listen there: nothing has been sent by then. OSError if no process listens."""
     with _opened(path.parent, for_reading=True) as folder:
         found = os.fstat(folder)
         _refuse_writable(path.parent, found)
@@ -141,7 +141,7 @@ def _remove_stale(path: Path, folder: int) -> None:
 
 
 def _refuse_peer(path: Path, connection: socket.socket, expected: tuple[int, ...]) -> None:
-    """By the user of the process that listens, as the kernel knows it. Systems that do not tell have the folder."""
+    """Compare the user of the listening process, as the kernel reports it; elsewhere the folder's mode counts."""
     if not hasattr(socket, "SO_PEERCRED"):
         return
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -1,7 +1,7 @@
-"""Operation histories: what clients asked, when, and what they saw, recorded from any number of threads or tasks.
+"""Operation histories: what clients requested, when, and what they saw, recorded from any number of threads or tasks.
 
 Nothing here judges a history (`linearizable.check` does), and nothing knows time, chance, threads of the system under
-test or a layer's vocabulary: the caller says what time it is.
+test or a layer's vocabulary: the caller passes the time.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ skips configurations whose every continuation is also a continuation of one that
   * unknown operations with equal inputs are used in order of invocation, since they are interchangeable;
   * of two configurations that differ only in unknown operations used, the one that used fewer is enough.
 
-What the answer means for a person, and how it is worded, is not known here.
+How a result is explained to a person is not known here.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Out_contra = TypeVar("Out_contra", contravariant=True)
 class SequentialModel(Protocol[State, In_contra, Out_contra]):
     """A sequential specification.
 
-    `step` is given what the client saw and answers with every state that may follow; none means "impossible here".
-    A deterministic model answers with at most one state, a nondeterministic one ("claims any ready job") with several,
-    and for `Unknown` it answers for all outputs at once. Had `step` enumerated (output, state) pairs instead, a claim
+    `step` is given what the client saw and returns every state that may follow; none means "impossible here".
+    A deterministic model returns at most one state, a nondeterministic one ("claims any ready job") with several,
+    and for `Unknown` it covers all outputs at once. Had `step` enumerated (output, state) pairs instead, a claim
     among 10,000 jobs would build 10,000 states to keep the one that matches; had it returned one state, neither
-    choice nor an unknown claim could be said. `outcome.allows(output)` covers both outcomes in one line.
+    choice nor an unknown claim could be expressed. `outcome.allows(output)` covers both outcomes in one line.
     """
 
     def initial(self) -> State: ...

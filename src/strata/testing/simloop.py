@@ -127,7 +127,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     @property
     def errors(self) -> list[dict[str, Any]]:
-        """Exceptions that nobody looked at: each is a finding."""
+        """Exceptions that no task retrieved: each is a finding."""
         return self._errors
 
     def run_until_complete(self, future: AnyCoroutine[T]) -> T:  # type: ignore[override]

@@ -64,7 +64,7 @@ CALM: Final = Faults(slow_message=0.0, lost=0.0, duplicated=0.0, clock_offset_s=
 
 
 class Trace:
-    """What happened, in order, as a running hash and, if asked for, as text."""
+    """What happened, in order, as a running hash and, if requested, as text."""
 
     def __init__(self, loop: SimLoop, *, keep: bool) -> None:
         self._loop = loop
@@ -215,7 +215,7 @@ class World:
             return
         for _ in range(2 if self._chance(self.faults.duplicated) else 1):
             mean_s = self.faults.slow_delay_s if self._chance(self.faults.slow_message) else self.faults.delay_s
-            # In nobody's context: a message in flight outlives its sender.
+            # In no process's context: a message in flight outlives its sender.
             self.loop.call_later(self.rng.expovariate(1 / mean_s), deliver, context=contextvars.Context())
 
     def _chance(self, probability: float) -> bool:
