@@ -114,3 +114,10 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "there.md").touch()
     text = "[a](there.md#part) [b](gone.md) ![c](x.png 't') [d](https://x.example) [e](#here) `[f](g.md)`\n[r]: no.md\n"
     assert dead_links(tmp_path / "README.md", text) == ["gone.md", "x.png", "no.md"]
+
+
+def test_every_module_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z]+(?:/[a-z0-9_]+)+\.py)`", text))
+    assert len(named) > 50
+    assert sorted(path for path in named if not (ROOT / "src" / "strata" / path).is_file()) == []
