@@ -27,7 +27,7 @@ def _any_life(job: JobState, caller: Caller) -> Member:
 def _anybodys_lease(
     job: JobState, given: NextShards, member: Member, mine: dict[int, Lease], acks: tuple[Ack, ...]
 ) -> Any:
-    everybodys = job.datasets[given.dataset_id].epoch(given.epoch).leases
+    everybodys = job.datasets[given.dataset_id].epoch(given.data_epoch).leases
     return _apply_acks(job, given, member, {**everybodys, **mine}, acks)
 
 
@@ -99,7 +99,10 @@ def _acked_leases_forgotten(job: JobState, fact: ShardAcked) -> None:
 
 def _lost_answers_stay_lost(state: CoordState, given: NextShards) -> Any:
     mine = (
-        state.jobs[given.caller.job].datasets[given.dataset_id].epoch(given.epoch).held.get(given.caller.worker_id, ())
+        state.jobs[given.caller.job]
+        .datasets[given.dataset_id]
+        .epoch(given.data_epoch)
+        .held.get(given.caller.worker_id, ())
     )
     return _next_shards(state, _replaced(given, held=tuple(mine)))
 

@@ -463,7 +463,7 @@ class History:
         given = inputs.NextShards(
             caller=worker.caller,
             dataset_id=DATASET,
-            epoch=worker.epoch,
+            data_epoch=worker.epoch,
             count=self.rng.randint(1, 2),
             acks=tuple(acks),
             held=(*worker.held, *worker.read, *worker.given_up),

@@ -115,7 +115,7 @@ class NextShards:
 
     caller: Caller
     dataset_id: str
-    epoch: int
+    data_epoch: int
     count: int = 1
     acks: tuple[Ack, ...] = ()
     held: tuple[int, ...] | None = ()

@@ -82,8 +82,8 @@ def next_shards(state: CoordState, request: NextShards) -> tuple[list[Fact], Sha
         return [], _slice(dataset.dataset, job, state.indexes_of(job.job), request)
     if len(request.acks) > MAX_COUNT:
         raise StrataError(Code.INVALID, f"{len(request.acks)} acks in one call: {MAX_COUNT} at most")
-    ledgers.check_epoch(dataset, request.epoch)
-    ledger = dataset.epoch(request.epoch)
+    ledgers.check_epoch(dataset, request.data_epoch)
+    ledger = dataset.epoch(request.data_epoch)
     indexes = state.indexes_of(job.job)
     mine = {lease_id: ledger.leases[lease_id] for lease_id in ledger.held.get(request.caller.worker_id, ())}
     acks = request.acks if request.held is not None else tuple(Ack(lease_id) for lease_id in mine)
@@ -93,14 +93,16 @@ def next_shards(state: CoordState, request: NextShards) -> tuple[list[Fact], Sha
         # Granted before, and the answer was lost: the same leases once more, not others.
         leases = tuple(_leased(indexes, dataset.dataset, lease) for lease in again)
         return facts, ShardAssignment(leases, end_of_epoch=False, stale=stale)
-    if request.epoch in dataset.finished:
+    if request.data_epoch in dataset.finished:
         return facts, ShardAssignment((), end_of_epoch=True, stale=stale)
     grants = _grants(state, job, dataset, ledger, request)
     if not grants:
         comes_back = any(isinstance(fact, ShardReturned) and not fact.quarantined for fact in facts)
         is_over = ledgers.is_exhausted(dataset.dataset, ledger) and not ledger.leases.keys() - over and not comes_back
         return facts, ShardAssignment((), end_of_epoch=is_over, stale=stale)
-    facts.append(ShardsGranted(job.job, request.dataset_id, request.epoch, request.caller.worker_id, tuple(grants)))
+    facts.append(
+        ShardsGranted(job.job, request.dataset_id, request.data_epoch, request.caller.worker_id, tuple(grants))
+    )
     leases = tuple(
         LeasedShard(
             each.lease_id,
@@ -135,7 +137,7 @@ def _apply_acks(
                 f" {until} is not a place in it",
             )
         if until > lease.until:
-            facts.append(ShardAcked(job.job, request.dataset_id, request.epoch, ack.lease_id, until))
+            facts.append(ShardAcked(job.job, request.dataset_id, request.data_epoch, ack.lease_id, until))
         if until == lease.end:
             over.add(ack.lease_id)
         elif ack.failed:
@@ -145,11 +147,11 @@ def _apply_acks(
 
 
 def _returned(job: JobState, request: NextShards, lease: Lease, reason: str) -> ShardReturned:
-    failed_before = job.datasets[request.dataset_id].epoch(request.epoch).failures.get(lease.shard, 0)
+    failed_before = job.datasets[request.dataset_id].epoch(request.data_epoch).failures.get(lease.shard, 0)
     return ShardReturned(
         job=job.job,
         dataset_id=request.dataset_id,
-        epoch=request.epoch,
+        epoch=request.data_epoch,
         lease_id=lease.lease_id,
         reason=reason or "the worker gave it back",
         quarantined=failed_before + 1 >= job.config.max_shard_failures,
@@ -161,12 +163,12 @@ def _grants(
 ) -> list[Grant]:
     """Lease ids go on from those that `observe` has counted: a repeated decision gives out the same ones."""
     indexes = state.indexes_of(job.job)
-    key = (request.dataset_id, request.epoch)
+    key = (request.dataset_id, request.data_epoch)
     picker = indexes.pickers.get(key)
     if picker is None:
         for epoch in dataset.finished:
             indexes.pickers.pop((request.dataset_id, epoch), None)
-        picker = indexes.pickers[key] = Picker(dataset.dataset, request.epoch)
+        picker = indexes.pickers[key] = Picker(dataset.dataset, request.data_epoch)
     worker_id = request.caller.worker_id
     count = max(0, min(request.count, MAX_COUNT))
     picked = picker.pick(
@@ -201,13 +203,13 @@ def _slice(dataset: Dataset, job: JobState, indexes: JobIndexes, request: NextSh
     """This rank's part of a step; a pure function, so it needs no ledger. Steps count through all epochs."""
     rank = job.ranks[request.caller.worker_id]
     part = slice_of(request.step, rank, len(job.ranks), global_batch=dataset.global_batch, n=dataset.shards)
-    if part.epoch < request.epoch:
+    if part.epoch < request.data_epoch:
         raise StrataError(
             Code.INVALID,
-            f"step {request.step} of {dataset.dataset_id!r} is in epoch {part.epoch}, before epoch {request.epoch}:"
-            " steps count through all epochs",
+            f"step {request.step} of {dataset.dataset_id!r} is in epoch {part.epoch}, before epoch"
+            f" {request.data_epoch}: steps count through all epochs",
         )
-    if part.epoch > request.epoch:
+    if part.epoch > request.data_epoch:
         return ShardAssignment((), end_of_epoch=True, stale=())
     order = order_of(dataset.dataset_id, dataset.seed, part.epoch, dataset.shards, shuffle=dataset.shuffle)
     leases: list[LeasedShard] = []

@@ -120,12 +120,12 @@ async def _ack_other_epochs(service: CoordinatorService, request: NextShards) ->
     """The core acks within one data epoch; a worker may ack the last shard of one when it requests the next."""
     job = service.state.jobs.get(request.caller.job)
     dataset = job.datasets.get(request.dataset_id) if job else None
-    if dataset is None or not request.acks or dataset.epochs.keys() <= {request.epoch}:
+    if dataset is None or not request.acks or dataset.epochs.keys() <= {request.data_epoch}:
         return request, ()
     stale: tuple[int, ...] = ()
     for epoch, acks in _by_epoch(dataset, request.caller.worker_id, request.acks).items():
-        if epoch != request.epoch:
-            stale += await _ack_only(service, replace(request, epoch=epoch, acks=acks), dataset)
+        if epoch != request.data_epoch:
+            stale += await _ack_only(service, replace(request, data_epoch=epoch, acks=acks), dataset)
             request = replace(request, acks=tuple(ack for ack in request.acks if ack not in acks))
     return request, stale
 
@@ -140,7 +140,7 @@ def _by_epoch(dataset: DatasetLedger, worker_id: str, acks: Sequence[Ack]) -> di
 
 
 async def _ack_only(service: CoordinatorService, request: NextShards, dataset: DatasetLedger) -> tuple[int, ...]:
-    ledger = dataset.epochs.get(request.epoch)
+    ledger = dataset.epochs.get(request.data_epoch)
     held = tuple(ledger.held.get(request.caller.worker_id, ())) if ledger else ()
     reply = (await service.submit(replace(request, count=0, held=held))).reply
     assert isinstance(reply, ShardAssignment)
