@@ -95,56 +95,56 @@ class Idle:
 
 @pytest.mark.attack(HTTP, "connections from every address of one IPv6 network")
 async def test_a_network_of_ipv6_counts_as_one_address(tries: Tries) -> None:
-    strangers = AnonymousConnections()
+    anonymous = AnonymousConnections()
     first = [Idle() for _ in range(1001)]
     for number, each in enumerate(first):
         tries(1)
-        assert strangers.add(each, f"2001:db8:0:1::{number:x}", 800)
-    assert len(strangers) == 100
+        assert anonymous.add(each, f"2001:db8:0:1::{number:x}", 800)
+    assert len(anonymous) == 100
     elsewhere = Idle()
-    assert strangers.add(elsewhere, "2001:db8:0:2::1", 800)
-    assert strangers.add(Idle(), "::ffff:192.0.2.1", 800)
+    assert anonymous.add(elsewhere, "2001:db8:0:2::1", 800)
+    assert anonymous.add(Idle(), "::ffff:192.0.2.1", 800)
     assert not elsewhere.ended
     for number in range(150):
-        assert strangers.add(Idle(), f"fe80::{number:x}%eth0", 800)
-    assert len(strangers) == 202
+        assert anonymous.add(Idle(), f"fe80::{number:x}%eth0", 800)
+    assert len(anonymous) == 202
 
 
 @pytest.mark.attack(HTTP, "places that are kept with requests which do not become whole")
 async def test_the_oldest_request_that_is_not_whole_gives_way(tries: Tries) -> None:
-    strangers = AnonymousConnections()
+    anonymous = AnonymousConnections()
     served, slow, fast = Idle(working=True), Idle(working=True, arriving=True), Idle(working=True, arriving=True)
     others = [Idle(working=True) for _ in range(61)]
     for each in (served, slow, fast, *others):
         tries(1)
-        assert strangers.add(each, "192.0.2.1", 200)
-    assert strangers.add(Idle(working=True), "192.0.2.1", 200)
+        assert anonymous.add(each, "192.0.2.1", 200)
+    assert anonymous.add(Idle(working=True), "192.0.2.1", 200)
     assert [each.ended for each in (served, slow, fast)] == [False, True, False]
 
 
 @pytest.mark.attack(HTTP, "connections that send nothing at all, from one address")
 async def test_an_address_has_few_places_without_credentials(tries: Tries) -> None:
-    strangers = AnonymousConnections()
+    anonymous = AnonymousConnections()
     first = [Idle() for _ in range(64)]
-    assert all(strangers.add(each, "192.0.2.1", 200) for each in first)
+    assert all(anonymous.add(each, "192.0.2.1", 200) for each in first)
     elsewhere = Idle()
-    assert strangers.add(elsewhere, "192.0.2.2", 200)
+    assert anonymous.add(elsewhere, "192.0.2.2", 200)
     first[0].working = True
     another = Idle()
-    assert strangers.add(another, "192.0.2.1", 200)
+    assert anonymous.add(another, "192.0.2.1", 200)
     assert [each.ended for each in first[:3]] == [False, True, False], "the oldest idle one gives way"
     assert not elsewhere.ended
     for each in (*first, another):
         each.working = True
-    assert not strangers.add(Idle(), "192.0.2.1", 200), "nobody who is served gives way"
+    assert not anonymous.add(Idle(), "192.0.2.1", 200), "nobody who is served gives way"
     many = [Idle() for _ in range(500)]
     for number, each in enumerate(many):
         tries(1)
-        strangers.add(each, f"198.51.100.{number}", 200)
-    assert len(strangers) == 100, "half of the places are for those who are known"
+        anonymous.add(each, f"198.51.100.{number}", 200)
+    assert len(anonymous) == 100, "half of the places are for those who are known"
     for each in (*first, another, elsewhere, *many):
-        strangers.remove(each)
-    assert len(strangers) == 0
+        anonymous.remove(each)
+    assert len(anonymous) == 0
 
 
 @pytest.mark.attack(HTTP, "a connection without credentials that stays idle")

@@ -21,7 +21,7 @@ from strata.identity.roles import CallerKind, Principal, Role
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
-SETTING: Final = 0
+LIMIT_FROM_SETTINGS: Final = 0
 """A limit of bodies that is a setting of the server."""
 Method = Literal["GET", "HEAD", "POST", "PUT", "DELETE"]
 Handler = Callable[..., Awaitable[Any]]

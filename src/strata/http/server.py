@@ -59,7 +59,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def config(
+def server_config(
     app: ASGIApp,
     protocol: type[LimitedProtocol],
     *,

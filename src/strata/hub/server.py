@@ -19,7 +19,7 @@ from strata.base.loop import every
 from strata.base.private import set_private_umask
 from strata.base.unix_socket import format_unix_address, listen_unix
 from strata.http.protocol import new_protocol
-from strata.http.server import config, listen, new_loop, serve_http, stop_on_signals, url_of
+from strata.http.server import listen, new_loop, serve_http, server_config, stop_on_signals, url_of
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
 from strata.hub.settings import HubSettings, check_exposure
 
@@ -90,7 +90,7 @@ async def serve(hub: Hub, settings: HubSettings, clock: Clock, listeners: Listen
 
 
 def _config(hub: Hub, settings: HubSettings) -> uvicorn.Config:
-    return config(
+    return server_config(
         hub.app,
         new_protocol(settings.header_s, send_s=settings.send_s),
         max_connections=settings.max_connections,

@@ -238,7 +238,7 @@ class TrainingServer:
 
     def attach(self, model_id: str) -> Model:
         """A model that another client made, with the same key, and that still lives: go on after what it has sent."""
-        found, taken = self.drive(_standing(model_id))
+        found, taken = self.drive(_model_state(model_id))
         self._samplers = itertools.count(found)
         return Model(self, model_id, taken)
 
@@ -399,7 +399,7 @@ class AsyncTrainingServer:
         return model
 
     async def attach(self, model_id: str) -> AsyncModel:
-        found, taken = await self.drive(_standing(model_id))
+        found, taken = await self.drive(_model_state(model_id))
         self._samplers = itertools.count(found)
         return AsyncModel(self, model_id, taken)
 
@@ -426,7 +426,7 @@ class AsyncTrainingServer:
         return await self.drive(operation.result(request_id, timeout_s, PROGRESS_S if report else None), report)
 
 
-def _standing(model_id: str) -> Flow[tuple[int, SequenceNumbers]]:
+def _model_state(model_id: str) -> Flow[tuple[int, SequenceNumbers]]:
     """Of a model that another client made: the first number for a sampler of its session, and those for operations."""
     model = yield from call_json(_get(f"/api/v1/models/{model_id}"))
     if model["unloaded"]:

@@ -13,7 +13,7 @@ from typing import Final
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.http.errors import HttpRefusal
-from strata.http.route import KIB, PUBLIC, RESEARCHER, SETTING, VIEWER, RawBody, RawReply, Route
+from strata.http.route import KIB, LIMIT_FROM_SETTINGS, PUBLIC, RESEARCHER, VIEWER, RawBody, RawReply, Route
 from strata.identity.roles import CallerKind
 from strata.train.api.context import ApiCall
 from strata.train.api.signed_urls import ArchiveGrant, sign_token, signed_url, token_refused, verify_token
@@ -50,7 +50,7 @@ async def locate_files(call: ApiCall) -> replies.ExternalWeights:
     archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoints / folder)
     archive.closing.close()
     urls = {name: _signed_url(call, folder, name, expires_at_s) for name, _, _ in archive.files}
-    return replies.ExternalWeights(urls=urls, expires=replies.moment(expires_at_s))
+    return replies.ExternalWeights(urls=urls, expires=replies.to_datetime(expires_at_s))
 
 
 async def _find_checkpoint(call: ApiCall) -> tuple[str, float]:
@@ -161,5 +161,5 @@ ROUTES = (
         locate_files,
         KIB,
     ),
-    Route("POST", "/api/v1/import_weights", RESEARCHER, import_adapter, SETTING, operation="archive.take"),
+    Route("POST", "/api/v1/import_weights", RESEARCHER, import_adapter, LIMIT_FROM_SETTINGS, operation="archive.take"),
 )

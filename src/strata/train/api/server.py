@@ -20,7 +20,7 @@ from strata.http.body import BodyPace
 from strata.http.budget import BodyBudget
 from strata.http.protocol import HEADER_S, new_protocol
 from strata.http.root import RootApp
-from strata.http.server import config, listen, new_loop, stop_on_signals, url_of
+from strata.http.server import listen, new_loop, server_config, stop_on_signals, url_of
 from strata.identity.authenticate import Authenticator
 from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, OrchestratorPort
 from strata.train.api.key_database import create_first_key, load_operator_token, open_key_database
@@ -107,7 +107,7 @@ async def serve_app(
     """HTTP on these sockets until `stop`, then for a moment more, for what is under way."""
     # A head that does not come gets no reply: to clients of this protocol a 408 says that a result is not there yet.
     http = new_protocol(header_s, timeout_reply=b"")
-    await server.serve_http(config(app, http, max_connections=MAX_CONNECTIONS, drain_s=DRAIN_S), listeners, stop)
+    await server.serve_http(server_config(app, http, max_connections=MAX_CONNECTIONS, drain_s=DRAIN_S), listeners, stop)
 
 
 def run(settings: ServerSettings, announce: Callable[[str], None], *, number: int = 0, port: int | None = None) -> None:

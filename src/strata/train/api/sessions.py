@@ -64,7 +64,7 @@ async def state(call: ApiCall, query: bodies.SessionQuery) -> replies.SessionSta
         sessions=[
             replies.SessionState(
                 session_id=each.session_id,
-                opened_at=replies.moment(each.opened_at_s),
+                opened_at=replies.to_datetime(each.opened_at_s),
                 finished=each.finished,
                 models=each.models,
             )

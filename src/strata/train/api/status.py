@@ -14,14 +14,14 @@ from strata.train.metrics import MEDIA_TYPE
 from strata.train.wire.timeline import TimelineReply, chrome_trace, timeline_reply
 
 
-def _everything(call: ApiCall) -> bool:
+def _sees_all_tenants(call: ApiCall) -> bool:
     """An operator sees all tenants. Everybody else sees itself, and all others in the sum."""
     return call.caller.role is not None and call.caller.role >= Role.OPERATOR
 
 
 async def show(call: ApiCall) -> status.ServerStatus:
     """What the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by name"""
-    view = await call.request(messages.DescribeStatus(_everything(call)), status.StatusView)
+    view = await call.request(messages.DescribeStatus(_sees_all_tenants(call)), status.StatusView)
     return view.status
 
 
@@ -39,7 +39,7 @@ async def trace(call: ApiCall) -> RawReply:
 
 async def metrics(call: ApiCall) -> RawReply:
     """Metrics for Prometheus; queues of other tenants as one, for operators by name"""
-    view = await call.request(messages.ReadMetrics(_everything(call)), status.MetricsView)
+    view = await call.request(messages.ReadMetrics(_sees_all_tenants(call)), status.MetricsView)
     return RawReply(view.text + call.context.requests.expose(), media_type=MEDIA_TYPE)
 
 

@@ -7,7 +7,7 @@ import asyncio
 from strata.base.errors import Code
 from strata.http.body import JSON
 from strata.http.errors import HttpRefusal
-from strata.http.route import KIB, RESEARCHER, SETTING, VIEWER, RawBody, Route
+from strata.http.route import KIB, LIMIT_FROM_SETTINGS, RESEARCHER, VIEWER, RawBody, Route
 from strata.train.api.context import ApiCall, ApiContext
 from strata.train.api.operations import operation_route
 from strata.train.core import messages, ops
@@ -69,8 +69,8 @@ async def unload_model(call: ApiCall, body: bodies.UnloadModelBody) -> ops.Unloa
 
 
 ROUTES = (
-    operation_route("/api/v1/forward_backward", RESEARCHER, forward_backward, SETTING),
-    operation_route("/api/v1/forward", RESEARCHER, forward, SETTING),
+    operation_route("/api/v1/forward_backward", RESEARCHER, forward_backward, LIMIT_FROM_SETTINGS),
+    operation_route("/api/v1/forward", RESEARCHER, forward, LIMIT_FROM_SETTINGS),
     operation_route("/api/v1/optim_step", RESEARCHER, optim_step),
     operation_route("/api/v1/create_model", RESEARCHER, create_model),
     Route("POST", "/api/v1/get_info", VIEWER, get_info),

@@ -12,7 +12,7 @@ from strata.train.wire.arrays import check_tensor, invalid_field
 from strata.train.wire.pb import tinker_pb2 as pb
 from strata.train.wire.tinker_json import TensorJson, tensor_of
 
-MOST_TARGETS: Final = 1 << 18
+MAX_TARGETS: Final = 1 << 18
 """They go into the journal with their request."""
 _FIELD: Final = "target_prompt_logprobs"
 
@@ -25,8 +25,8 @@ def targets_of(sent: TensorJson, length: int) -> Targets:
         raise invalid_field(_FIELD, f"is to be int64 of [{length - 1}, K], and is {actual}")
     check_tensor(_FIELD, tensor)
     tokens = np.frombuffer(tensor.data, "<i8")
-    if tokens.size > MOST_TARGETS:
-        raise invalid_field(_FIELD, f"names {tokens.size} tokens; at most {MOST_TARGETS} are looked up at once")
+    if tokens.size > MAX_TARGETS:
+        raise invalid_field(_FIELD, f"names {tokens.size} tokens; at most {MAX_TARGETS} are looked up at once")
     if ((tokens < -1) | (tokens >= 2**31)).any():
         raise invalid_field(_FIELD, "names what is no token; -1 stands for none")
     shape = tensor.shape[0], tensor.shape[1]

@@ -208,7 +208,7 @@ class ApiKeysReply(msgspec.Struct, frozen=True, kw_only=True):
     keys: Sequence[ApiKeyView]
 
 
-def moment(at_s: float) -> datetime.datetime:
+def to_datetime(at_s: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(at_s, datetime.UTC)
 
 
@@ -227,12 +227,12 @@ def checkpoint(found: messages.ModelCheckpointView) -> CheckpointReply:
     return CheckpointReply(
         checkpoint_id=f"{found.kind}/{found.name}",
         checkpoint_type=TYPE_OF[found.kind],
-        time=moment(found.saved_at_s),
+        time=to_datetime(found.saved_at_s),
         tinker_path=found.path,
         size_bytes=found.size,
         public=False,
         user_metadata=found.user_metadata,
-        expires_at=None if found.expires_at_s is None else moment(found.expires_at_s),
+        expires_at=None if found.expires_at_s is None else to_datetime(found.expires_at_s),
     )
 
 
@@ -260,7 +260,7 @@ def training_run(model: messages.ModelView, saved: Sequence[messages.ModelCheckp
         is_lora=model.lora is not None,
         corrupted=False,
         lora_rank=None if model.lora is None else model.lora.rank,
-        last_request_time=moment(model.last_request_at_s),
+        last_request_time=to_datetime(model.last_request_at_s),
         last_checkpoint=checkpoint(newest["weights"]) if "weights" in newest else None,
         last_sampler_checkpoint=checkpoint(newest["sampler_weights"]) if "sampler_weights" in newest else None,
         user_metadata=model.user_metadata,

@@ -32,7 +32,7 @@ from strata.train.wire.prompt_logprobs import (
 )
 from strata.train.wire.tinker_json import TensorJson, write
 
-MOST_STOPS: Final = 64
+MAX_STOPS: Final = 64
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
@@ -57,8 +57,8 @@ class SamplingParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     def to_core(self) -> SampleParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        if stop is not None and len(stop) > MOST_STOPS:
-            raise invalid_field("sampling_params.stop", f"has {len(stop)} entries; at most {MOST_STOPS} are looked for")
+        if stop is not None and len(stop) > MAX_STOPS:
+            raise invalid_field("sampling_params.stop", f"has {len(stop)} entries; at most {MAX_STOPS} are looked for")
         return SampleParams(
             max_tokens=self.max_tokens,
             seed=self.seed,
@@ -146,7 +146,7 @@ class CreateSamplingSession(StrictBody, frozen=True, kw_only=True):
 
     def operation(self, served: str) -> ops.OpenSampler:
         """`served` is the base of this server."""
-        sampler_id = sampler_of(self.session_id, self.sampling_session_seq_id)
+        sampler_id = sampler_id_of(self.session_id, self.sampling_session_seq_id)
         if self.model_path is not None:
             run_id, kind, name = tinker_path(self.model_path)
             return ops.OpenSampler(sampler_id, served, ops.SavedWeights(run_id, kind, name))
@@ -168,7 +168,7 @@ class SaveWeightsForSampler(StrictBody, frozen=True, kw_only=True):
         """Files with a name, or a sampler that lives only in memory."""
         if self.path is None and self.sampling_session_seq_id is not None:
             session_id = self.model_id.rpartition(":train:")[0]
-            sampler_id = sampler_of(session_id, self.sampling_session_seq_id)
+            sampler_id = sampler_id_of(session_id, self.sampling_session_seq_id)
             return ops.SaveSampler(self.model_id, self.seq_id, sampler_id)
         return ops.SaveWeights(
             model_id=self.model_id,
@@ -235,7 +235,7 @@ class SampleCompletions(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int
 
 
-def sampler_of(session_id: str, number: int) -> str:
+def sampler_id_of(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
 
 
@@ -277,7 +277,7 @@ def write_json(result: SampleResult) -> bytes:
         logprobs = np.frombuffer(result.prompt_logprobs, "<f4").tolist()
         reply["prompt_logprobs"] = [None if math.isnan(each) else each for each in logprobs]
     if result.top_prompt is not None:
-        reply["topk_prompt_logprobs"] = _places(result.top_prompt)
+        reply["topk_prompt_logprobs"] = _top_logprobs(result.top_prompt)
     if result.targets is not None:
         reply["target_prompt_logprobs"] = targets_to_json(result.targets)
     if result.draws is not None:
@@ -291,10 +291,10 @@ def _sequence(sequence: SampledSequence) -> dict[str, Any]:
         "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
         "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
     }
-    return fields if sequence.top is None else fields | {"topk_logprobs": _places(sequence.top)}
+    return fields if sequence.top is None else fields | {"topk_logprobs": _top_logprobs(sequence.top)}
 
 
-def _places(top: TopLogprobs) -> list[list[tuple[int, float]] | None]:
+def _top_logprobs(top: TopLogprobs) -> list[list[tuple[int, float]] | None]:
     """None where nothing was computed."""
     tokens = np.frombuffer(top.tokens, "<i4").reshape(top.length, top.k).tolist()
     logprobs = np.frombuffer(top.logprobs, "<f4").reshape(top.length, top.k).tolist()
