@@ -139,7 +139,7 @@ def _stage(
     temporary = folder / ADAPTER
     temporary.write_bytes(files[ADAPTER])
     lora = importer.examine(temporary, config, Path(settings.model.path))
-    adapter_config = importer.own_config(config, importer.layers_of(temporary), settings.model.public_name)
+    adapter_config = importer.stored_config(config, importer.layers_of(temporary), settings.model.public_name)
     temporary.unlink()
     # Idempotent: the same upload is the same run, so a client that retries makes no second one.
     content = "\n".join((tenant, name, *(sha256_hex(files[each]) for each in sorted(files))))

@@ -1,4 +1,4 @@
-"""Which layers of a model can have an adapter, by their names, what PEFT calls them, and its files."""
+"""Names: which layers of a model can have a LoRA adapter, PEFT's names for them, and the names of its files."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Final, Literal
 Kind = Literal["attn", "mlp", "unembed"]
 
 ATTENTION: Final = frozenset({"attention", "attn", "self_attention", "self_attn"})
-"""What families call the module of a layer's attention. Every linear layer inside is a projection of it."""
+"""Names of a layer's attention module in the model families. Every linear layer inside is a projection."""
 MLP: Final = frozenset(
     {
         "c_fc", "c_proj", "dense_4h_to_h", "dense_h_to_4h", "down_proj", "fc1", "fc2", "fc_in", "fc_out", "gate_proj",
         "gate_up_proj", "input_linear", "output_linear", "up_proj", "w1", "w2", "w3",
     }
 )  # fmt: skip
-"""What they call the linear layers between two attentions."""
+"""Names of the linear layers of an MLP."""
 ROUTERS: Final = frozenset({"gate", "router"})
-"""Modules that choose experts; never adapted."""
+"""Modules that route tokens to experts; never adapted."""
 HEADS: Final = frozenset({"embed_out", "lm_head", "output_projection"})
 HEAD: Final = "lm_head"
 
@@ -33,15 +33,15 @@ TOKENIZER_FILES: Final = (
     "merges.txt",
     "config.json",
 )
-"""What a folder in Hugging Face's form may have of a tokenizer; the last one says of which kind it is."""
+"""The tokenizer files that a folder in Hugging Face's format may have; the last one names the tokenizer's class."""
 PREFIX: Final = "base_model.model."
 EXPERTS: Final = ".experts"
 _FUSED: Final = {"gate_up_proj": ".base_layer", "down_proj": ""}
-"""PEFT wraps the module of all experts once for each of its two weights, the first inside the second."""
+"""PEFT wraps the module of fused experts once for each of its two weights, the first inside the second."""
 
 
 def kind_of(target: str) -> Kind | None:
-    """Which of `train_attn`, `train_mlp` and `train_unembed` a layer belongs to; None if it is never adapted."""
+    """Which of `train_attn`, `train_mlp` and `train_unembed` selects a layer; None if it is never adapted."""
     above, last = target.split(".")[:-1], target.rpartition(".")[2]
     if ATTENTION.intersection(above):
         return "attn"
@@ -51,13 +51,13 @@ def kind_of(target: str) -> Kind | None:
 
 
 def peft_layer(target: str) -> str:
-    """What PEFT calls a layer of the model."""
+    """PEFT's name of a layer of the model."""
     above, _, last = target.rpartition(".")
     return above + _FUSED[last] if above.endswith(EXPERTS) and last in _FUSED else target
 
 
 def target_of(layer: str) -> str:
-    """The layer of the model that PEFT calls so."""
+    """The layer of the model with this name in PEFT."""
     for last, inside in _FUSED.items():
         if layer.endswith(EXPERTS + inside):
             return f"{layer.removesuffix(inside)}.{last}"
