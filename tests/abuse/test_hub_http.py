@@ -17,7 +17,7 @@ from strata.base.digest import sha256_hex
 from strata.base.errors import StrataError
 from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactLimits, ArtifactManifest, check_manifest
-from strata.fleet.artifacts.paths import check_together
+from strata.fleet.artifacts.paths import check_collisions
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http.routes import ROUTES
 from strata.http.route import Content, Upload
@@ -73,9 +73,9 @@ def test_the_paths_of_a_manifest_are_compared_in_linear_time() -> None:
     def shape(n: int) -> bytes:
         return "\n".join(deep_paths(n // 24)).encode()
 
-    assert_linear(lambda raw: check_together(raw.decode().split("\n")), shape, 1 << 20, "check_together")
+    assert_linear(lambda raw: check_collisions(raw.decode().split("\n")), shape, 1 << 20, "check_together")
     began_s = time.thread_time()
-    check_together(deep_paths(30_000))
+    check_collisions(deep_paths(30_000))
     assert time.thread_time() - began_s < 10
 
 

@@ -24,7 +24,7 @@ class Cell(NamedTuple):
     style: str = ""
 
 
-class Column(NamedTuple):
+class ScreenColumn(NamedTuple):
     """A column keeps its width, unless the terminal is too narrow for all of them and it may shrink."""
 
     title: str
@@ -37,7 +37,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    columns: tuple[Column, ...]
+    columns: tuple[ScreenColumn, ...]
     rows: list[list[Cell]]
     more: str = ""
     """What the table leaves out."""

@@ -42,7 +42,7 @@ async def _serve(settings: HubSettings, clock: Clock, announce: Callable[[str], 
     stop = stop_on_signals()
     async with open_hub(settings, clock) as hub:
         with listening(settings) as listeners:
-            announce(_told(settings, listeners.url, hub.context.authority.pin))
+            announce(_announcement(settings, listeners.url, hub.context.authority.pin))
             await serve(hub, settings, clock, listeners, stop)
 
 
@@ -99,7 +99,7 @@ def _config(hub: Hub, settings: HubSettings) -> uvicorn.Config:
     )
 
 
-def _told(settings: HubSettings, url: str, pin: str) -> str:
+def _announcement(settings: HubSettings, url: str, pin: str) -> str:
     # What `strata login` asks a person to compare.
     shown = f", pin {pin}" if settings.tls.enabled else ""
     where = "" if settings.operator_token else f", operator token in {settings.data.expanduser() / TOKEN_FILE}"

@@ -23,11 +23,11 @@ async def replay(journal: Journal, stream: str, after: int = 0) -> AsyncIterator
             yield batch
 
 
-async def tail(journal: Journal, stream: str, after: int = 0, *, patience_s: float = 10.0) -> AsyncIterator[Batch]:
+async def tail(journal: Journal, stream: str, after: int = 0, *, wait_s: float = 10.0) -> AsyncIterator[Batch]:
     """Like `replay`, but waits for more at the head, for ever. GONE if a truncation overtook the reader."""
     position = after
     while True:
         async for batch in replay(journal, stream, position):
             position = batch.last
             yield batch
-        await journal.wait_for_growth(stream, position, patience_s)
+        await journal.wait_for_growth(stream, position, wait_s)

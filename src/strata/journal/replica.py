@@ -146,7 +146,7 @@ class Replica(Generic[State, Input, Effect]):
             await asyncio.wait([following])
         await self._start_leading(lead, lease_s, limits)
 
-    async def lead_until_deposed(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
+    async def lead_until_replaced(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
         """Renew the lease and take snapshots until the lead is lost; return why. Then this replica accepts no request.
 
         A leader that could not renew for a whole lease steps down by itself: a standby may be leading already.

@@ -184,7 +184,7 @@ async def test_reign_ends_when_somebody_else_leads() -> None:
     await journal.resign("counter", old.epoch)
     await leading(journal, "b")
     async with asyncio.timeout(5):
-        assert (await old.lead_until_deposed(0.06)).code is Code.STALE
+        assert (await old.lead_until_replaced(0.06)).code is Code.STALE
 
 
 async def test_reign_ends_by_itself_when_the_lease_cannot_be_renewed() -> None:
@@ -192,7 +192,7 @@ async def test_reign_ends_by_itself_when_the_lease_cannot_be_renewed() -> None:
     journal = Cut(clock)
     leader: CounterReplica = Replica(journal, "counter", Counter(), clock)
     await leader.lead("a", LEASE_S)
-    leading = asyncio.create_task(leader.lead_until_deposed(LEASE_S))
+    leading = asyncio.create_task(leader.lead_until_replaced(LEASE_S))
     await clock.advance(3 * LEASE_S)
     assert not leading.done()
     journal.away = True
@@ -268,7 +268,7 @@ async def test_a_leader_that_knows_it_is_deposed_answers_nothing() -> None:
     await journal.resign("counter", old.epoch)
     new = await leading(journal, "b")
     await new.submit(41)
-    await old.lead_until_deposed(0.06)
+    await old.lead_until_replaced(0.06)
     with pytest.raises(StrataError) as caught:
         await old.submit(0)
     assert caught.value.code is Code.STALE
@@ -330,7 +330,7 @@ async def test_a_snapshot_that_cannot_be_saved_is_not_tried_at_every_turn() -> N
     await leader.lead("a", LEASE_S)
     for _ in range(10):
         await leader.submit(1)
-    leading = asyncio.create_task(leader.lead_until_deposed(LEASE_S, snapshot_every=10))
+    leading = asyncio.create_task(leader.lead_until_replaced(LEASE_S, snapshot_every=10))
     await clock.advance(5 * LEASE_S)
     assert journal.tries == 1
     for _ in range(10):

@@ -25,7 +25,7 @@ from strata.fleet.artifacts.manifest import (
     Lineage,
     decode_manifest,
 )
-from strata.fleet.artifacts.paths import check_path, check_together
+from strata.fleet.artifacts.paths import check_collisions, check_path
 from tests.conformance.artifacts.making import manifest_of
 
 
@@ -84,7 +84,7 @@ def test_an_accepted_path_stays_inside_on_posix_and_on_windows(path: str) -> Non
 def test_paths_that_meet_where_case_is_ignored_are_refused(paths: list[str]) -> None:
     for order in (paths, paths[::-1]):
         with pytest.raises(StrataError, match="together"):
-            check_together(order)
+            check_collisions(order)
 
 
 def test_equal_content_has_an_equal_id_and_the_mode_counts() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from strata.cli.gang.format import age, alerts, changes, summary
 from strata.cli.gang.screen import screen
-from strata.cli.layout import Cell, Column, Table, fitted, render
+from strata.cli.layout import Cell, ScreenColumn, Table, fitted, render
 from strata.coord.operator import job_view
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.view import JobView
@@ -175,7 +175,9 @@ def test_of_a_thousand_workers_those_in_trouble_are_shown() -> None:
 
 
 def test_a_long_name_loses_its_middle_and_only_as_much_as_it_takes() -> None:
-    table = Table((Column("NAME", cuts=True), Column("N")), [[Cell("abcdefghijklmnopqrstuvwxyz"), Cell("1")]])
+    table = Table(
+        (ScreenColumn("NAME", cuts=True), ScreenColumn("N")), [[Cell("abcdefghijklmnopqrstuvwxyz"), Cell("1")]]
+    )
     assert fitted(table, 80).rows == table.rows
     assert fitted(table, 25).rows[0][0].text == "abcdefghij…pqrstuvwxyz"
     assert fitted(table, 5).rows[0][0].text == "abcdef…tuvwxyz"

@@ -34,7 +34,7 @@ async def main(database: str, holder: str, lease_s: float) -> None:
         replica: Replica[int, None, int] = Replica(journal, "tally", Tally(), clock)
         await replica.stand_by(holder, lease_s)
         await asyncio.gather(
-            *(count(replica) for _ in range(WIDTH)), replica.lead_until_deposed(lease_s, snapshot_every=SNAPSHOT_EVERY)
+            *(count(replica) for _ in range(WIDTH)), replica.lead_until_replaced(lease_s, snapshot_every=SNAPSHOT_EVERY)
         )
 
 

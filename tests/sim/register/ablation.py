@@ -121,7 +121,7 @@ class StubbornReplica(RegisterReplica):
     async def confirm(self) -> None:
         return
 
-    async def lead_until_deposed(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
+    async def lead_until_replaced(self, lease_s: float, *, snapshot_every: int | None = None) -> StrataError:
         await asyncio.sleep(20 * lease_s)
         return StrataError(Code.UNAVAILABLE, "enough")
 

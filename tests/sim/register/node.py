@@ -48,7 +48,7 @@ async def run_node(world: World, name: str, machine: Register, kind: type[Regist
             await replica.stand_by(world.holder(), LEASE_S, LIMITS)
             world.trace.note(f"{name} leads epoch {replica.epoch} from {replica.position}")
             world.listen(_Front(replica).answer)
-            lost = await replica.lead_until_deposed(LEASE_S, snapshot_every=SNAPSHOT_EVERY)
+            lost = await replica.lead_until_replaced(LEASE_S, snapshot_every=SNAPSHOT_EVERY)
         except StrataError as error:
             lost = error
         world.trace.note(f"{name} follows: {lost.code}")

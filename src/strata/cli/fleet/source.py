@@ -93,7 +93,7 @@ def _compile(schemas: Mapping[str, Any]) -> dict[str, HyperSchema]:
 
 
 def _schema(
-    beside: Path,
+    manifest_folder: Path,
     folder: Path | None,
     trainer: TrainerSpec,
     warn: Callable[[str], None],
@@ -105,7 +105,7 @@ def _schema(
 
     if trainer.params:
         try:
-            return json.loads((beside / trainer.params).read_text(encoding="utf-8"))
+            return json.loads((manifest_folder / trainer.params).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise StrataError(Code.INVALID, f"trainers.{trainer.name}.params: {trainer.params}: {error}") from None
     if folder is None or not folder.is_dir():

@@ -192,7 +192,7 @@ def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
     @gang.command(name, help=text)
     @click.argument("job")
     @click.argument("workers", nargs=-1, metavar="[WORKER]...")
-    @click.option("--all", "everybody", is_flag=True, help="Send the command to all workers of the job.")
+    @click.option("--all", "all_workers", is_flag=True, help="Send the command to all workers of the job.")
     @click.option("--reason", default="", metavar="TEXT", help="Reason for the workers' logs.")
     @click.option(
         "--wait",
@@ -208,24 +208,24 @@ def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
     def order(
         job: str,
         workers: tuple[str, ...],
-        everybody: bool,  # noqa: FBT001 (click's signature)
+        all_workers: bool,  # noqa: FBT001 (click's signature)
         reason: str,
         wait_s: float,
         output: Format,
         **given: Any,
     ) -> None:
-        if workers and everybody:
+        if workers and all_workers:
             raise click.UsageError("name workers or use --all, not both")
-        if ends_work and not (workers or everybody):
+        if ends_work and not (workers or all_workers):
             raise click.UsageError(f"name the workers to {name}, or use --all")
 
-        async def tell(operator: Operator) -> bool:
+        async def issue_command(operator: Operator) -> bool:
             from strata.coord.core.facts import CommandKind
 
             issued = await operator.issue(CommandKind[kind], workers, reason)
             return await _acknowledged(operator, issued, kind, wait_s, output)
 
-        if not _ask(job, given, tell):
+        if not _ask(job, given, issue_command):
             click.get_current_context().exit(ExitCode.UNFINISHED)
 
 

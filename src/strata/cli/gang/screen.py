@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from strata.cli.gang.format import NAMED, age, alerts, clock, missing_parts, names, summary
-from strata.cli.layout import Cell, Column, Screen, Table
+from strata.cli.layout import Cell, Screen, ScreenColumn, Table
 
 if TYPE_CHECKING:
     from strata.coord.view import CheckpointView, DatasetView, JobView, WorkerView
@@ -43,24 +43,24 @@ def screen(job: JobView, *, wide: bool = False, rows: int | None = None) -> Scre
 
 _LIFE_STYLE: Final = {"SUSPECT": "bold yellow", "LOST": "red", "LEFT": "dim"}
 _WORKER: Final = (
-    Column("WORKER", cuts=True),
-    Column("RANK", number=True),
-    Column("GEN", number=True),
-    Column("STATE"),
-    Column("SEEN", number=True),
-    Column("STEP", number=True),
-    Column("TIME", number=True),
-    Column("SHARDS", number=True),
+    ScreenColumn("WORKER", cuts=True),
+    ScreenColumn("RANK", number=True),
+    ScreenColumn("GEN", number=True),
+    ScreenColumn("STATE"),
+    ScreenColumn("SEEN", number=True),
+    ScreenColumn("STEP", number=True),
+    ScreenColumn("TIME", number=True),
+    ScreenColumn("SHARDS", number=True),
 )
 _WORKER_WIDE: Final = (
-    Column("HOST", cuts=True),
-    Column("ADDRESS"),
-    Column("GPUS", number=True),
-    Column("WEIGHT", number=True),
-    Column("CPU", number=True),
-    Column("MEMORY", number=True),
-    Column("GPU USE", number=True),
-    Column("SDK", cuts=True),
+    ScreenColumn("HOST", cuts=True),
+    ScreenColumn("ADDRESS"),
+    ScreenColumn("GPUS", number=True),
+    ScreenColumn("WEIGHT", number=True),
+    ScreenColumn("CPU", number=True),
+    ScreenColumn("MEMORY", number=True),
+    ScreenColumn("GPU USE", number=True),
+    ScreenColumn("SDK", cuts=True),
 )
 
 
@@ -81,7 +81,7 @@ def _workers(job: JobView, *, wide: bool, room: int | None) -> Table:
     ]
     more = " and ".join(each for each in left_out if each)
     return Table(
-        (*_WORKER, *(_WORKER_WIDE if wide else ()), Column("NOTE")),
+        (*_WORKER, *(_WORKER_WIDE if wide else ()), ScreenColumn("NOTE")),
         [_worker(job, each, wide=wide) for each in [*shown, *shown_gone]],
         f"… and {more}: -o wide shows all" if more else "",
     )
@@ -127,11 +127,11 @@ def _worker_wide(worker: WorkerView) -> list[Cell]:
 def _barriers(job: JobView, *, wide: bool) -> Table:
     return Table(
         (
-            Column("BARRIER", cuts=True),
-            Column("STEP", number=True),
-            Column("THERE"),
-            Column("OPEN", number=True),
-            Column("MISSING", folds=True),
+            ScreenColumn("BARRIER", cuts=True),
+            ScreenColumn("STEP", number=True),
+            ScreenColumn("THERE"),
+            ScreenColumn("OPEN", number=True),
+            ScreenColumn("MISSING", folds=True),
         ),
         [
             [
@@ -151,12 +151,12 @@ def _checkpoints(job: JobView, *, wide: bool) -> Table:
     committed = [each for each in job.checkpoints if each.committed]
     shown = [*open_ones, *(committed if wide else committed[:HISTORY_SHOWN])]
     columns = (
-        Column("CHECKPOINT"),
-        Column("GEN", number=True),
-        Column("PARTS"),
-        Column("SIZE", number=True),
-        Column("COMMITTED", folds=True),
-        Column("ID", cuts=True),
+        ScreenColumn("CHECKPOINT"),
+        ScreenColumn("GEN", number=True),
+        ScreenColumn("PARTS"),
+        ScreenColumn("SIZE", number=True),
+        ScreenColumn("COMMITTED", folds=True),
+        ScreenColumn("ID", cuts=True),
     )
     return Table(columns, [_checkpoint(job, each, wide=wide) for each in shown])
 
@@ -180,13 +180,13 @@ def _checkpoint(job: JobView, checkpoint: CheckpointView, *, wide: bool) -> list
 
 def _data(job: JobView) -> Table:
     columns = (
-        Column("DATASET", cuts=True),
-        Column("EPOCH", number=True),
-        Column("SHARDS DONE"),
-        Column("LEASED", number=True),
-        Column("LEFT", number=True),
-        Column("ASIDE", number=True),
-        Column("ENDED", folds=True),
+        ScreenColumn("DATASET", cuts=True),
+        ScreenColumn("EPOCH", number=True),
+        ScreenColumn("SHARDS DONE"),
+        ScreenColumn("LEASED", number=True),
+        ScreenColumn("LEFT", number=True),
+        ScreenColumn("ASIDE", number=True),
+        ScreenColumn("ENDED", folds=True),
     )
     return Table(columns, [row for each in job.datasets for row in _dataset(each)])
 
@@ -214,7 +214,12 @@ def _quarantined(job: JobView, *, wide: bool) -> Table:
     shown = found if wide else found[:HISTORY_SHOWN]
     more = len(found) - len(shown)
     return Table(
-        (Column("PUT ASIDE", cuts=True), Column("EPOCH", number=True), Column("SAMPLES"), Column("WHY", folds=True)),
+        (
+            ScreenColumn("PUT ASIDE", cuts=True),
+            ScreenColumn("EPOCH", number=True),
+            ScreenColumn("SAMPLES"),
+            ScreenColumn("WHY", folds=True),
+        ),
         [
             [
                 Cell(each.shard_id, "red"),
@@ -230,7 +235,12 @@ def _quarantined(job: JobView, *, wide: bool) -> Table:
 
 def _commands(job: JobView, *, wide: bool) -> Table:
     return Table(
-        (Column("COMMAND", number=True), Column("KIND"), Column("ISSUED"), Column("NOT ACKNOWLEDGED BY", folds=True)),
+        (
+            ScreenColumn("COMMAND", number=True),
+            ScreenColumn("KIND"),
+            ScreenColumn("ISSUED"),
+            ScreenColumn("NOT ACKNOWLEDGED BY", folds=True),
+        ),
         [
             [
                 Cell(str(each.command.command_id)),
@@ -247,11 +257,11 @@ def _incidents(job: JobView, *, wide: bool) -> Table:
     shown = job.incidents if wide else job.incidents[:HISTORY_SHOWN]
     return Table(
         (
-            Column("INCIDENT"),
-            Column("GEN", number=True),
-            Column("WHAT"),
-            Column("WHO", cuts=True),
-            Column("WHY", folds=True),
+            ScreenColumn("INCIDENT"),
+            ScreenColumn("GEN", number=True),
+            ScreenColumn("WHAT"),
+            ScreenColumn("WHO", cuts=True),
+            ScreenColumn("WHY", folds=True),
         ),
         [
             [

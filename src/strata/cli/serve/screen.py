@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from strata.cli.fleet.client import format_bytes, format_count
 from strata.cli.gang.format import age, names
-from strata.cli.layout import Cell, Column, Screen, Table
+from strata.cli.layout import Cell, Screen, ScreenColumn, Table
 
 if TYPE_CHECKING:
     from strata.train.core.status import RunningStatus, ServerStatus, TenantStatus, Timeline
@@ -19,27 +19,27 @@ NAME: Final = 16
 """Characters of a name in a sentence."""
 _QUIET: Final = ("ready", "busy")
 _TENANT: Final = (
-    Column("TENANT", cuts=True),
-    Column("WAITING", number=True),
-    Column("HELD", number=True),
-    Column("TOKENS", number=True),
-    Column("RUNNING", number=True),
-    Column("SAMPLES", number=True),
-    Column("MODELS", number=True),
-    Column("ETA", number=True),
+    ScreenColumn("TENANT", cuts=True),
+    ScreenColumn("WAITING", number=True),
+    ScreenColumn("HELD", number=True),
+    ScreenColumn("TOKENS", number=True),
+    ScreenColumn("RUNNING", number=True),
+    ScreenColumn("SAMPLES", number=True),
+    ScreenColumn("MODELS", number=True),
+    ScreenColumn("ETA", number=True),
 )
 _ENDED: Final = (
-    Column("AGO", number=True),
-    Column("OPERATION", cuts=True),
-    Column("TENANT", cuts=True),
-    Column("WAITED", number=True),
-    Column("PACK", number=True),
-    Column("FWD", number=True),
-    Column("BWD", number=True),
-    Column("OTHER", number=True),
+    ScreenColumn("AGO", number=True),
+    ScreenColumn("OPERATION", cuts=True),
+    ScreenColumn("TENANT", cuts=True),
+    ScreenColumn("WAITED", number=True),
+    ScreenColumn("PACK", number=True),
+    ScreenColumn("FWD", number=True),
+    ScreenColumn("BWD", number=True),
+    ScreenColumn("OTHER", number=True),
 )
 """What is neither forward nor backward is what the operation is called: a step of the optimizer, saving, sampling."""
-_WIDE: Final = (Column("TOKENS", number=True), Column("DISPATCH", number=True), Column("FUTURE"))
+_WIDE: Final = (ScreenColumn("TOKENS", number=True), ScreenColumn("DISPATCH", number=True), ScreenColumn("FUTURE"))
 
 
 def screen(status: ServerStatus, *, wide: bool = False, rows: int | None = None) -> Screen:
@@ -129,10 +129,10 @@ def _running(status: ServerStatus) -> str:
     first, *others = status.running
     then = f"; {len(others)} behind" if others else ""
     since = f", {took(max(status.now_s - first.since_s, 0.0))}" if first.since_s is not None else ""
-    return f"{_told(first)}{since}{then}"
+    return f"{_describe_running(first)}{since}{then}"
 
 
-def _told(running: RunningStatus) -> str:
+def _describe_running(running: RunningStatus) -> str:
     tokens = f", {running.tokens:,} tokens" if running.tokens else ""
     return f"{running.kind}{_whose(running.tenants)}{tokens}"
 

@@ -45,7 +45,7 @@ def report(state: CoordState, request: ReportCheckpoint) -> tuple[list[Fact], Ch
     worker_id, indexes = request.caller.worker_id, state.indexes_of(job.job)
     collecting = job.collecting.get(request.checkpoint_id)
     _check_step(request, committed or collecting)
-    tombstones = _tombstones(job, indexes, job.ranks[worker_id], request.part.uri)
+    tombstones = _garbage_of_rank(job, indexes, job.ranks[worker_id], request.part.uri)
     if committed is not None:
         return [], CheckpointState(committed=True, missing_ranks=(), tombstones=tombstones)
     _check(job, request)
@@ -112,7 +112,7 @@ def _check_consumed(job: JobState, request: ReportCheckpoint) -> None:
             )
 
 
-def _tombstones(job: JobState, indexes: JobIndexes, rank: int, written_now: str) -> tuple[str, ...]:
+def _garbage_of_rank(job: JobState, indexes: JobIndexes, rank: int, written_now: str) -> tuple[str, ...]:
     """The tombstones of this rank, and its share of those whose rank exists no more.
 
     Only of steps behind a committed checkpoint: a later step may be repeated, and a worker may be writing to the same

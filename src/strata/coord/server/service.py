@@ -195,14 +195,14 @@ class CoordinatorService:
                 await self._decide(replica, Tick())
                 self._refresh_interval(replica.state)
             except StrataError:
-                # A failed leader is about to be dropped; `lead_until_deposed` returns the reason.
+                # A failed leader is about to be dropped; `lead_until_replaced` returns the reason.
                 if replica.failure is None:
                     raise
 
         ticks = every(TICK_S, tick, clock=self.clock, max_backoff_s=1.0)
         ticking = asyncio.create_task(ticks, name=f"tick {self.options.stream}")
         try:
-            reason = await replica.lead_until_deposed(self.options.lease_s, snapshot_every=self.options.snapshot_every)
+            reason = await replica.lead_until_replaced(self.options.lease_s, snapshot_every=self.options.snapshot_every)
             _log.warning("leadership_lost", stream=self.options.stream, code=reason.code.value, reason=str(reason))
         finally:
             ticking.cancel()

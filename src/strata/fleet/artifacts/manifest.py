@@ -18,7 +18,7 @@ import msgspec
 from strata.base.digest import canonical_json, sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.ids import check_content_id, content_id
-from strata.fleet.artifacts.paths import check_path, check_together
+from strata.fleet.artifacts.paths import check_collisions, check_path
 
 CHUNK_BYTES: Final = 8 << 20
 EMPTY_SHA256: Final = sha256_hex(b"")
@@ -151,7 +151,7 @@ def check_manifest(manifest: ArtifactManifest, limits: ArtifactLimits) -> Artifa
                 raise StrataError(Code.INVALID, f"the chunk {chunk.digest} cannot have two sizes", path=file.path)
     if manifest.size > limits.max_bytes:
         raise StrataError(Code.INVALID, f"an artifact of {manifest.size} bytes; at most {limits.max_bytes} are allowed")
-    check_together(file.path for file in files)
+    check_collisions(file.path for file in files)
     return manifest
 
 

@@ -33,7 +33,7 @@ def check_path(path: str) -> str:
     return path
 
 
-def check_together(paths: Iterable[str]) -> None:
+def check_collisions(paths: Iterable[str]) -> None:
     """INVALID if two of these cannot lie in one folder of a file system that ignores the case of letters.
 
     One entry for each folder and file, by the entry above it and its folded name: linear in the length of all paths.

@@ -75,10 +75,10 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
             schemas = {qualified_trainer(manifest.project, name): schema for name, schema in body.schemas.items()}
             await context.schemas.put_schemas(schemas)
         await context.fleet.apply(plan, call.actor, source=manifest.source)
-    return _told(plan, applied=not body.dry_run)
+    return _manifest_reply(plan, applied=not body.dry_run)
 
 
-def _told(plan: ApplyPlan, *, applied: bool) -> wire.ManifestReply:
+def _manifest_reply(plan: ApplyPlan, *, applied: bool) -> wire.ManifestReply:
     return wire.ManifestReply(
         applied=applied,
         project=plan.project,

@@ -34,9 +34,9 @@ def fail_oversized(state: TrainState, given: RanksOutOfMemory) -> Decision:
     return Decision(Done())
 
 
-def most_likely_cause(said: Iterable[RowOutOfMemory | None]) -> RowOutOfMemory | None:
+def most_likely_cause(reports: Iterable[RowOutOfMemory | None]) -> RowOutOfMemory | None:
     """Of the reports of the ranks, the one that the group most likely died of: the other ranks ran rows too."""
-    return max((each for each in said if each is not None), key=lambda each: (each.sure, each.tokens), default=None)
+    return max((each for each in reports if each is not None), key=lambda each: (each.sure, each.tokens), default=None)
 
 
 class RowLimit:

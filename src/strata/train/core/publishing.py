@@ -165,9 +165,9 @@ def apply(state: TrainState, fact: EndpointFact) -> None:
             _begin_push(state, fact)
         case PushEnded():
             push = state.pushes.pop(fact.path)
-            told = tuple(each.endpoint for each in fact.outcomes if each.ok)
-            if told and not state.models[push.model_id].unloaded:
-                _publish(state, push, told)
+            endpoints = tuple(each.endpoint for each in fact.outcomes if each.ok)
+            if endpoints and not state.models[push.model_id].unloaded:
+                _publish(state, push, endpoints)
         case SampleRouted():
             sample = state.waiting.pop(fact.future_id)
             state.futures.dispatch(fact.future_id, 0)
@@ -191,9 +191,9 @@ def _begin_push(state: TrainState, fact: PushBegun) -> None:
         checkpoint_retention.end_save(state, future.operation.save(), fact.number, fact.at_s)
 
 
-def _publish(state: TrainState, push: Push, told: tuple[str, ...]) -> None:
+def _publish(state: TrainState, push: Push, endpoints: tuple[str, ...]) -> None:
     before = state.published.pop(push.path, None)
-    names = tuple(dict.fromkeys((*(before.endpoints if before else ()), *told)))
+    names = tuple(dict.fromkeys((*(before.endpoints if before else ()), *endpoints)))
     state.published[push.path] = Publication(push.path, push.version, push.model_id, push.seq_id, names)
     same = sorted(each.seq_id for each in state.published.values() if each.model_id == push.model_id)
     kept = set(same[-state.rules.keep_versions :])

@@ -145,7 +145,7 @@ class Orchestrator:
         handler = RequestHandler(context, lambda: self._attached)
         reaper = handler.session_reaper
         compaction = Compaction(settings, self._journal, store)
-        leadership = asyncio.create_task(replica.lead_until_deposed(settings.server.lease_s), name="leadership")
+        leadership = asyncio.create_task(replica.lead_until_replaced(settings.server.lease_s), name="leadership")
         workers = [
             *(asyncio.create_task(self._serve_requests(link, handler), name="requests") for link in api_links),
             asyncio.create_task(self._supervise_ranks(context), name="ranks"),

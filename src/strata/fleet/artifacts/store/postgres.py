@@ -242,7 +242,7 @@ async def _artifact(connection: Connection, artifact_id: str) -> Any:
 async def _commit(connection: Connection, commit: Commit, now_s: float) -> Committed:
     artifact_id = commit.manifest.id
     lineage_id = commit.lineage.id_for(artifact_id)
-    if commit.hold is not None and not await _told(connection, lineage_id):
+    if commit.hold is not None and not await _is_lineage_recorded(connection, lineage_id):
         # The lease is read once the job is locked: in one statement it would be as old as the statement.
         select = f"SELECT {rows.JOB} FROM job WHERE id = %s FOR UPDATE"
         job = await (await connection.execute(select, (commit.hold.job_id,))).fetchone()
@@ -251,7 +251,7 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
     # One commit of an artifact at a time: a row that is not there yet cannot be locked.
     await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (artifact_id,))
     await _artifact(connection, artifact_id)
-    if await _told(connection, lineage_id):
+    if await _is_lineage_recorded(connection, lineage_id):
         return Committed(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
     wanted = commit.manifest.chunks()
     slots = await _slots(connection, list(wanted), lock=True)
@@ -280,7 +280,7 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
     return Committed(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
 
 
-async def _told(connection: Connection, lineage_id: str) -> bool:
+async def _is_lineage_recorded(connection: Connection, lineage_id: str) -> bool:
     cursor = await connection.execute(
         "SELECT 1 FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id"
         " WHERE l.id = %s AND a.removed_at IS NULL",

@@ -162,7 +162,7 @@ async def fail(
         insert = "INSERT INTO job_refusal VALUES (%s, %s) ON CONFLICT DO NOTHING"
         await connection.execute(insert, (attempt.host_id, job.seq))
     cursor = await connection.execute("SELECT host_id FROM job_refusal WHERE seq = %s", (job.seq,))
-    ruling = after_failure(
+    decision = after_failure(
         failure.cause,
         job.tally,
         job.spec.budget,
@@ -171,7 +171,7 @@ async def fail(
         hosts_left=len(set(eligible) - {host for (host,) in await cursor.fetchall()}),
     )
     await _update_attempt(connection, attempt, error=failure.error, facts=encode(dict(failure.facts)))
-    await _apply_decision(connection, attempt.job_id, job, ruling, now_s, f"host:{attempt.host_id}")
+    await _apply_decision(connection, attempt.job_id, job, decision, now_s, f"host:{attempt.host_id}")
     failpoint("fleet.fail.written")
     return await read_job(connection, attempt.job_id)
 
@@ -218,8 +218,8 @@ async def expire(connection: Connection, job_id: str, now_s: float) -> JobRow | 
 async def cancel(connection: Connection, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
     job = await require_job(connection, job_id)
     if job.status is not JobStatus.CANCELLED:
-        ruling = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
-        await _apply_decision(connection, job_id, job, ruling, now_s, actor)
+        decision = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
+        await _apply_decision(connection, job_id, job, decision, now_s, actor)
     failpoint("fleet.cancel.written")
     return await read_job(connection, job_id)
 
@@ -242,29 +242,29 @@ async def requeue(connection: Connection, job_id: str, actor: str, now_s: float)
 
 
 async def _apply_decision(
-    connection: Connection, job_id: str, job: HeldJob, ruling: RetryDecision, now_s: float, actor: str
+    connection: Connection, job_id: str, job: HeldJob, decision: RetryDecision, now_s: float, actor: str
 ) -> None:
     """Let a ruling happen to the job and to the attempt that ends with it."""
-    status = await _advance_status(connection, job, ruling.event, now_s, ruling.reason)
-    if ruling.event is JobEvent.EXPIRE:
+    status = await _advance_status(connection, job, decision.event, now_s, decision.reason)
+    if decision.event is JobEvent.EXPIRE:
         await connection.execute("UPDATE lease SET expired = true WHERE job_id = %s", (job_id,))
         await enqueue(connection, [job.seq], now_s)
-        await record(connection, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=ruling.reason)
+        await record(connection, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=decision.reason)
         return
     if job.leased:
-        outcome = {JobEvent.FAIL: "failed", JobEvent.RETRY: "retried", JobEvent.CANCEL: "cancelled"}[ruling.event]
-        await _end_attempt(connection, job_id, job.epoch, now_s, outcome, ruling.cause)
-        column = attempt_counter(ruling.cause)
+        outcome = {JobEvent.FAIL: "failed", JobEvent.RETRY: "retried", JobEvent.CANCEL: "cancelled"}[decision.event]
+        await _end_attempt(connection, job_id, job.epoch, now_s, outcome, decision.cause)
+        column = attempt_counter(decision.cause)
         await connection.execute(f"UPDATE job SET {column} = {column} + 1 WHERE seq = %s", (job.seq,))
     await connection.execute("DELETE FROM lease WHERE job_id = %s", (job_id,))
     await connection.execute("DELETE FROM ready WHERE seq = %s", (job.seq,))
     await connection.execute("DELETE FROM ripening WHERE seq = %s", (job.seq,))
-    await connection.execute("UPDATE job SET not_before = %s WHERE seq = %s", (ruling.not_before_s, job.seq))
+    await connection.execute("UPDATE job SET not_before = %s WHERE seq = %s", (decision.not_before_s, job.seq))
     if status is JobStatus.PENDING:
         await enqueue(connection, [job.seq], now_s)
-    kind = {JobEvent.FAIL: "job.failed", JobEvent.RETRY: "job.retried", JobEvent.CANCEL: "job.cancelled"}[ruling.event]
-    body = {"epoch": job.epoch, "cause": ruling.cause, "reason": ruling.reason}
-    await record(connection, now_s, actor, kind, job_id, **body)
+    kinds = {JobEvent.FAIL: "job.failed", JobEvent.RETRY: "job.retried", JobEvent.CANCEL: "job.cancelled"}
+    body = {"epoch": job.epoch, "cause": decision.cause, "reason": decision.reason}
+    await record(connection, now_s, actor, kinds[decision.event], job_id, **body)
 
 
 async def enqueue(connection: Connection, seqs: Sequence[int], now_s: float) -> None:

@@ -185,7 +185,7 @@ def fail(
     if failure.cause is Cause.SETUP_ERROR:
         db.execute("INSERT OR IGNORE INTO job_refusal VALUES (?, ?)", (attempt.host_id, job.seq))
     refused = {host for (host,) in db.execute("SELECT host_id FROM job_refusal WHERE seq = ?", (job.seq,))}
-    ruling = after_failure(
+    decision = after_failure(
         failure.cause,
         job.tally,
         job.spec.budget,
@@ -194,7 +194,7 @@ def fail(
         hosts_left=len(set(eligible) - refused),
     )
     _update_attempt(db, attempt, error=failure.error, facts=encode(dict(failure.facts)))
-    _apply_decision(db, attempt.job_id, job, ruling, now_s, f"host:{attempt.host_id}")
+    _apply_decision(db, attempt.job_id, job, decision, now_s, f"host:{attempt.host_id}")
     failpoint("fleet.fail.written")
     return read_job(db, attempt.job_id)
 
@@ -230,8 +230,8 @@ def cancel(db: sqlite3.Connection, job_id: str, reason: str, actor: str, now_s: 
     job = _require_job(db, job_id)
     if job.status is JobStatus.CANCELLED:
         return read_job(db, job_id)
-    ruling = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
-    _apply_decision(db, job_id, job, ruling, now_s, actor)
+    decision = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
+    _apply_decision(db, job_id, job, decision, now_s, actor)
     failpoint("fleet.cancel.written")
     return read_job(db, job_id)
 
@@ -255,28 +255,30 @@ def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> Jo
 
 
 def _apply_decision(
-    db: sqlite3.Connection, job_id: str, job: HeldJob, ruling: RetryDecision, now_s: float, actor: str
+    db: sqlite3.Connection, job_id: str, job: HeldJob, decision: RetryDecision, now_s: float, actor: str
 ) -> None:
     """Let a ruling happen to the job and to the attempt that ends with it."""
-    if ruling.event is JobEvent.EXPIRE:
-        _advance_status(db, job, JobEvent.EXPIRE, now_s, ruling.reason)
+    if decision.event is JobEvent.EXPIRE:
+        _advance_status(db, job, JobEvent.EXPIRE, now_s, decision.reason)
         db.execute("UPDATE lease SET expired = 1 WHERE job_id = ?", (job_id,))
         enqueue(db, job.seq, now_s)
-        record(db, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=ruling.reason)
+        record(db, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=decision.reason)
         return
-    status = _advance_status(db, job, ruling.event, now_s, ruling.reason)
+    status = _advance_status(db, job, decision.event, now_s, decision.reason)
     if job.leased:
-        outcome = {JobEvent.FAIL: "failed", JobEvent.RETRY: "retried", JobEvent.CANCEL: "cancelled"}[ruling.event]
-        _end_attempt(db, job_id, job.epoch, now_s, outcome, ruling.cause)
-        _count_attempt(db, job_id, ruling.cause)
+        outcome = {JobEvent.FAIL: "failed", JobEvent.RETRY: "retried", JobEvent.CANCEL: "cancelled"}[decision.event]
+        _end_attempt(db, job_id, job.epoch, now_s, outcome, decision.cause)
+        _count_attempt(db, job_id, decision.cause)
     db.execute("DELETE FROM lease WHERE job_id = ?", (job_id,))
     db.execute("DELETE FROM ready WHERE seq = ?", (job.seq,))
     db.execute("DELETE FROM ripening WHERE seq = ?", (job.seq,))
-    db.execute("UPDATE job SET not_before = ? WHERE seq = ?", (ruling.not_before_s, job.seq))
+    db.execute("UPDATE job SET not_before = ? WHERE seq = ?", (decision.not_before_s, job.seq))
     if status is JobStatus.PENDING:
         enqueue(db, job.seq, now_s)
-    kind = {JobEvent.FAIL: "job.failed", JobEvent.RETRY: "job.retried", JobEvent.CANCEL: "job.cancelled"}[ruling.event]
-    record(db, now_s, actor, kind, job_id, epoch=job.epoch, cause=ruling.cause, reason=ruling.reason)
+    kinds = {JobEvent.FAIL: "job.failed", JobEvent.RETRY: "job.retried", JobEvent.CANCEL: "job.cancelled"}
+    record(
+        db, now_s, actor, kinds[decision.event], job_id, epoch=job.epoch, cause=decision.cause, reason=decision.reason
+    )
 
 
 def enqueue(db: sqlite3.Connection, seq: int, now_s: float) -> None:
