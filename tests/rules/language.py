@@ -13,65 +13,20 @@ ROOT: Final = Path(__file__).parents[2]
 SOURCE: Final = ROOT / "src" / "strata"
 
 REMOVED_WORDS: Final = frozenset(
-    [
-        "amnesty",
-        "anew",
-        "astray",
-        "beside",
-        "books",
-        "burial",
-        "burials",
-        "catching",
-        "condemned",
-        "courier",
-        "crew",
-        "deposed",
-        "everybody",
-        "forgiven",
-        "goodbye",
-        "grave",
-        "graves",
-        "greet",
-        "greets",
-        "greeted",
-        "greeting",
-        "hear",
-        "heard",
-        "hears",
-        "hello",
-        "hellos",
-        "herd",
-        "knock",
-        "knocks",
-        "nobody",
-        "overlook",
-        "parked",
-        "patience",
-        "patiently",
-        "reign",
-        "reigns",
-        "shelf",
-        "silence",
-        "somebody",
-        "spoiled",
-        "tell",
-        "telling",
-        "tells",
-        "together",
-        "told",
-        "tombstone",
-        "tombstones",
-        "trimming",
-        "twin",
-        "unheard",
-        "whoever",
-        "whomever",
-    ]
-)
+    {
+        "amnesty", "anew", "asking", "astray", "beside", "books", "burial", "burials", "catching", "condemned",
+        "courier", "crew", "deposed", "everybody", "forgiven", "goodbye", "grave", "graves", "greet", "greeted",
+        "greeting", "greets", "hear", "heard", "hears", "hello", "hellos", "herd", "knock", "knocks", "lent",
+        "life", "lives", "nobody", "overlook", "parked", "patience", "patiently", "quanta", "question",
+        "questions", "reign", "reigns", "ruling", "said", "saying", "says", "shelf", "silence", "somebody",
+        "spoiled", "tell", "telling", "tells", "together", "told", "tombstone", "tombstones", "trimming", "twin",
+        "unheard", "whoever", "whomever",
+    }
+)  # fmt: skip
 """Parts of a name that no module, class, function or parameter has any more. The glossary has the terms instead."""
 
 LOG_METHODS: Final = frozenset({"critical", "debug", "error", "exception", "info", "warning"})
-_EVENT: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)+")
+_EVENT: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _PART: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
@@ -116,7 +71,7 @@ def removed_words(module: str, tree: ast.Module) -> Iterator[Name]:
 
 
 def log_events(module: str, tree: ast.Module) -> Iterator[Name]:
-    """The first argument of each call of a log method; one that is not a constant is shown as it is written."""
+    """The event of each call of a log method; one that is not a constant is shown as it is written."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
             continue
@@ -124,12 +79,13 @@ def log_events(module: str, tree: ast.Module) -> Iterator[Name]:
         named = logger.id if isinstance(logger, ast.Name) else logger.attr if isinstance(logger, ast.Attribute) else ""
         if node.func.attr in LOG_METHODS and named in ("_log", "log", "logger", "_logger"):
             event = node.args[0]
-            text = str(event.value) if isinstance(event, ast.Constant) else ast.unparse(event)
-            yield Name(module, node.lineno, "log event", text)
+            for each in (event.body, event.orelse) if isinstance(event, ast.IfExp) else (event,):
+                text = str(each.value) if isinstance(each, ast.Constant) else ast.unparse(each)
+                yield Name(module, node.lineno, "log event", text)
 
 
 def is_event(text: str) -> bool:
-    """A stable identifier of at least two words that has none of the removed ones."""
+    """A stable identifier in snake_case without a removed word."""
     return _EVENT.fullmatch(text) is not None and not words(text) & REMOVED_WORDS
 
 

@@ -1,0 +1,52 @@
+"""Names and log events are in the language of docs/glossary.md, and a public class name means one thing.
+
+The lists below may only shrink: what is not found any more must be taken out, and nothing new may be put in without a
+reason that holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from tests.rules import language
+
+KEPT_NAMES: Final[Mapping[str, str]] = {
+    "strata.coord.worker.parquet.tell": "the position of a file object, as Python's `io` names it",
+}
+"""Names with a removed word, as `module.name`, and why they keep it."""
+
+KEPT_EVENTS: Final[Mapping[str, str]] = {
+    "strata.coord.worker.link": "a program that has configured no logs prints the event alone, so it names the address",
+}
+"""Log events that are no constant identifiers, by module, and why."""
+
+HOMONYMS: Final[Mapping[str, str]] = {
+    "Datum": "a datum as the public SDK takes it, and as the core carries it: one concept in two layers",
+    "Sample": "the result in the public SDK; in the core the operation, stored as `sample`",
+}
+"""Public class names of several modules, and why each of them is right."""
+
+
+def test_removed_words_stay_out_of_names() -> None:
+    found = {
+        f"{name.module}.{name.name}"
+        for module, tree in language.sources()
+        for name in language.removed_words(module, tree)
+    }
+    assert found - KEPT_NAMES.keys() == set(), "say it as docs/glossary.md does"
+    assert KEPT_NAMES.keys() - found == set(), "take these out of the list: it may only shrink"
+
+
+def test_log_events_are_stable_identifiers() -> None:
+    events = [event for module, tree in language.sources() for event in language.log_events(module, tree)]
+    assert len(events) > 100
+    wrong = {event.module: str(event) for event in events if not language.is_event(event.name)}
+    assert {module: event for module, event in wrong.items() if module not in KEPT_EVENTS} == {}
+    assert KEPT_EVENTS.keys() - wrong.keys() == set(), "take these out of the list: it may only shrink"
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    found = language.homonyms()
+    assert {name: modules for name, modules in found.items() if name not in HOMONYMS} == {}
+    assert HOMONYMS.keys() - found.keys() == set(), "take these out of the list: it may only shrink"
