@@ -101,17 +101,17 @@ def _authority(url: str, pin: str | None, file: Path | None) -> bytes | None:
     from strata.sdk.fleet import check_pin, fetch_authority, pin_of
 
     pem = file.read_bytes() if file is not None else fetch_authority(url)
-    found = pin_of(pem)
+    actual_pin = pin_of(pem)
     if pin is not None:
         check_pin(pem, pin, url)
     elif file is None:
         if not sys.stdin.isatty():
             raise StrataError(
                 Code.INVALID,
-                f"the certificate authority of {url} is not trusted yet; its pin is {found}",
+                f"the certificate authority of {url} is not trusted yet; its pin is {actual_pin}",
                 hint="compare it with the pin that the hub prints, then pass --ca-pin PIN or --ca FILE",
             )
-        print_error(f"strata: the certificate authority of {url} has the pin\n  {found}")
+        print_error(f"strata: the certificate authority of {url} has the pin\n  {actual_pin}")
         print_error("strata: the hub prints its pin when it starts, and 'strata invite' shows it")
         click.confirm("Is this the pin that the hub's operator gave you?", abort=True, err=True)
     return pem

@@ -30,7 +30,7 @@ class ScreenColumn(NamedTuple):
     title: str
     number: bool = False
     folds: bool = False
-    """May shrink: sentences go on in the next line."""
+    """May shrink: sentences continue on the next line."""
     cuts: bool = False
     """May shrink: a long name loses its middle, since names differ at the ends."""
 

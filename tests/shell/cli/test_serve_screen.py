@@ -115,7 +115,7 @@ def test_what_needs_attention_stands_in_the_second_line(ranks: RanksStatus, word
 
 def test_nothing_is_called_running_while_there_are_no_ranks() -> None:
     ranks = RanksStatus(state="starting", reason="the ranks are starting")
-    assert "nothing; the ranks will be told again of 2" in text(changed(ranks=ranks))[2]
+    assert "nothing; 2 to be replayed when ranks are attached" in text(changed(ranks=ranks))[2]
 
 
 def test_a_server_that_has_done_nothing_is_told_in_whole_sentences() -> None:

@@ -97,7 +97,7 @@ def check_hub(folder: Path, max_skew_s: float) -> Iterator[DoctorFinding]:
     try:
         with connect_to_hub(folder, timeout_s=10.0) as client:
             caller = client.call("GET", "/v1/caller", CallerReply)
-            yield ok("agent's hub", f"knows this host as {caller.name}")
+            yield ok("agent's hub", f"reachable, knows this host as {caller.name}")
             if client.ahead_s is not None:
                 clock = check_clock_skew("agent's clock", client.ahead_s, max_skew_s)
                 if clock.state is not FindingState.OK:

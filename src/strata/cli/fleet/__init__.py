@@ -1,1 +1,1 @@
-"""Commands about a fleet, for people: each asks the hub of the chosen context and prints what it says."""
+"""Commands about a fleet: each calls the hub of the current context and prints its reply."""

@@ -75,8 +75,8 @@ def _systemctl(*words: str) -> None:
         stdin=subprocess.DEVNULL,
     )
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()[-500:]
-        raise StrataError(Code.PRECONDITION, f"systemctl {words[0]} failed: {said}")
+        message = (done.stderr or done.stdout).strip()[-500:]
+        raise StrataError(Code.PRECONDITION, f"systemctl {words[0]} failed: {message}")
 
 
 def _quoted(path: Path) -> str:

@@ -115,7 +115,7 @@ def _registered(client: HubClient) -> dict[str, wire.Trainer]:
 
 
 def _schemas(prepared: PreparedManifest, trainers: dict[str, wire.Trainer]) -> dict[str, Any]:
-    """What the hub knows of the parameters of the manifest's trainers, by their plain names."""
+    """The parameter schemas of the manifest's trainers that the hub has, by their plain names."""
     from strata.fleet.core.jobspec import qualified_trainer
 
     manifest = prepared.manifest

@@ -88,11 +88,11 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
             lowest=lowest,
             limit=limit,
         )
-        found = client.call("GET", "/v1/artifacts", wire.MadeReply, query=query)
+        reply = client.call("GET", "/v1/artifacts", wire.MadeReply, query=query)
     # Without --kind all rows are results, so the column is left out to make room for the metrics.
     columns = [column for column in _LIST if column.key != "kind" or kind != "result" or output is Format.WIDE]
-    print_rows(output, columns, ((artifact_row(each), _shown(each, metric, now_s)) for each in found.artifacts))
-    if found.next is not None:
+    print_rows(output, columns, ((artifact_row(each), _shown(each, metric, now_s)) for each in reply.artifacts))
+    if reply.next is not None:
         print_error(f"strata: showing the first {limit} artifacts; use --limit for more")
 
 
@@ -150,13 +150,13 @@ def get(artifact: str, folder: Path | None, context: str | None) -> None:
         from strata.fleet.agent.hub_api import HubApi
         from strata.fleet.artifacts.files import materialise
 
-        found = _artifact(client, artifact)
-        target = folder or Path(short_id(found.id))
+        reply = _artifact(client, artifact)
+        target = folder or Path(short_id(reply.id))
         if target.exists():
             raise StrataError(Code.CONFLICT, f"{target} exists already", hint="name another FOLDER")
         hub = HubApi(client)
-        materialise(found.manifest, lambda digest, _: hub.chunk(digest, found.urls.get(digest, "")), target)
-    print_error(f"strata: {format_count(len(found.manifest.files), 'file')}, {format_bytes(found.size)}, in")
+        materialise(reply.manifest, lambda digest, _: hub.chunk(digest, reply.urls.get(digest, "")), target)
+    print_error(f"strata: {format_count(len(reply.manifest.files), 'file')}, {format_bytes(reply.size)}, in")
     write(str(target))
 
 

@@ -75,21 +75,21 @@ def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobRe
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
-    found = [
+    matches = [
         job
         for job in all_jobs(client, pages=_LABEL_PAGES)
         if text in (job.spec.label, f"{job.spec.project}/{job.spec.label}")
     ]
-    if not found:
+    if not matches:
         raise StrataError(Code.NOT_FOUND, f"there is no job {text[:100]!r}", hint="strata list")
-    found.sort(key=lambda job: -job.created_at_s)
-    if len(found) > 1:
-        first, *others = (short_id(job.id) for job in found[:5])
-        several = f"{len(found)} jobs are called {printable(text)}"
+    matches.sort(key=lambda job: -job.created_at_s)
+    if len(matches) > 1:
+        first, *others = (short_id(job.id) for job in matches[:5])
+        several = f"{len(matches)} jobs are called {printable(text)}"
         if not newest:
             raise StrataError(Code.INVALID, several, hint=f"choose one by its id: {', '.join((first, *others))}")
         print_error(f"strata: {several}; this is the newest, {first}; before it: {', '.join(others)}")
-    return client.call("GET", f"/v1/job/{found[0].id}", wire.JobReply)
+    return client.call("GET", f"/v1/job/{matches[0].id}", wire.JobReply)
 
 
 def all_jobs(client: HubClient, query: wire.JobsQuery | None = None, *, pages: int | None = None) -> Iterator[wire.Job]:

@@ -41,9 +41,9 @@ def _each_job(
 
         names = {each.id: each.name for each in all_hosts(client)}
         # All names are resolved before anything changes: a misspelt one changes nothing.
-        found = [find_job(client, text, newest=False).job for text in jobs]
+        targets = [find_job(client, text, newest=False).job for text in jobs]
         body = None if reason is None else wire.CancelRequest(reason=reason)
-        changed = [client.call("POST", f"/v1/job/{job.id}/{verb}", wire.Job, body=body) for job in found]
+        changed = [client.call("POST", f"/v1/job/{job.id}/{verb}", wire.Job, body=body) for job in targets]
     print_rows(output, _CHANGED, ((job_row(job, names), {"id": short_id(job.id)}) for job in changed))
 
 
@@ -97,8 +97,8 @@ def _each_host(hosts: tuple[str, ...], verb: str, reason: str, context: str | No
     with hub_client(context) as client:
         from strata.fleet import wire
 
-        found = [client.call("GET", host_path(text), wire.Host) for text in hosts]
+        targets = [client.call("GET", host_path(text), wire.Host) for text in hosts]
         body = wire.HostStateRequest(reason=reason)
-        changed = [client.call("POST", f"{host_path(host.id)}/{verb}", wire.Host, body=body) for host in found]
+        changed = [client.call("POST", f"{host_path(host.id)}/{verb}", wire.Host, body=body) for host in targets]
     rows = ({name: value for name, value in host_row(host, 0).items() if name != "jobs"} for host in changed)
     print_rows(output, _HOST, ((row, {}) for row in rows))

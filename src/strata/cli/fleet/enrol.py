@@ -169,8 +169,8 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
         name=name or hostname(),
         request_pem=(folder / "host.csr").read_text(),
     )
-    with tempfile.TemporaryDirectory() as beside:
-        ca = Path(beside) / "ca.pem"
+    with tempfile.TemporaryDirectory() as temporary:
+        ca = Path(temporary) / "ca.pem"
         ca.write_bytes(pem)
         with HubClient(url, tls=TlsFiles(ca=ca)) as client:
             reply = client.call("POST", "/v1/join", wire.CertificateReply, body=body)

@@ -108,12 +108,12 @@ def _failures(client: HubClient, status: str) -> list[dict[str, Any]]:
 
     tried = [job for job in all_jobs(client, wire.JobsQuery(status=(JobStatus(status),)), pages=1) if job.attempt]
     jobs = sorted(tried, key=lambda job: -job.changed_at_s)
-    found = []
+    failures = []
     for job in jobs[:FAILURES]:
         attempts = client.call("GET", f"/v1/job/{job.id}", wire.JobReply).attempts
         error = error_line(attempts[-1].error) if attempts else ""
         cause = attempts[-1].cause if attempts else None
-        found.append(
+        failures.append(
             {
                 "id": job.id,
                 "job": job.spec.label,
@@ -124,7 +124,7 @@ def _failures(client: HubClient, status: str) -> list[dict[str, Any]]:
                 "reason": job.reason,
             }
         )
-    return found
+    return failures
 
 
 @click.command("list")
@@ -211,15 +211,15 @@ def show(job: str, context: str | None, output: Format) -> None:
     with hub_client(context) as client:
         from strata.fleet import wire
 
-        found = find_job(client, job)
+        reply = find_job(client, job)
         names = {each.id: each.name for each in all_hosts(client)}
         now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
-    row = job_row(found.job, names) | {"attempts": [_attempt_row(each, names) for each in found.attempts]}
+    row = job_row(reply.job, names) | {"attempts": [_attempt_row(each, names) for each in reply.attempts]}
     if output in (Format.JSON, Format.JSONL):
         print_value(row, output)
         return
-    _show_job(found.job, now_s)
-    for attempt in found.attempts:
+    _show_job(reply.job, now_s)
+    for attempt in reply.attempts:
         _show_attempt(attempt, names, now_s)
 
 
@@ -276,7 +276,7 @@ def _attempt_row(attempt: wire.JobAttempt, hosts: Mapping[str, str]) -> dict[str
 
 def _show_attempt(attempt: wire.JobAttempt, hosts: Mapping[str, str], now_s: float) -> None:
     begun_s = attempt.started_at_s or attempt.claimed_at_s
-    outcome = attempt.outcome or "goes on"
+    outcome = attempt.outcome or "running"
     cause = f" ({attempt.cause})" if attempt.cause else ""
     took = format_duration((attempt.ended_at_s or now_s) - begun_s)
     write("")

@@ -65,8 +65,8 @@ def list_keys(context: str | None, output: Format) -> None:
     with hub_client(context) as client:
         from strata.fleet import wire
 
-        found = client.call("GET", "/v1/keys", wire.KeysReply).keys
-    print_rows(output, _KEYS, ((_row(key), _shown(key)) for key in found))
+        listed = client.call("GET", "/v1/keys", wire.KeysReply).keys
+    print_rows(output, _KEYS, ((_row(key), _shown(key)) for key in listed))
 
 
 @keys.command()
@@ -77,8 +77,8 @@ def revoke(key: str, context: str | None) -> None:
     with hub_client(context) as client:
         from strata.fleet import wire
 
-        found = [each for each in client.call("GET", "/v1/keys", wire.KeysReply).keys if each.id.startswith(key)]
-        exact = [each for each in found if each.id == key] or found
+        matches = [each for each in client.call("GET", "/v1/keys", wire.KeysReply).keys if each.id.startswith(key)]
+        exact = [each for each in matches if each.id == key] or matches
         if len(exact) != 1:
             code, word = (
                 (Code.INVALID, "several keys have an id that begins")

@@ -48,12 +48,12 @@ def logs(
     On a terminal colours are kept and other control characters are escaped. A file or a pipe gets the bytes unchanged.
     """
     with hub_client(context) as client:
-        found = find_job(client, job).job
-        if not found.attempt and not follow:
+        target = find_job(client, job).job
+        if not target.attempt and not follow:
             raise StrataError(
-                Code.NOT_FOUND, f"{found.spec.label} has not started, so it has no log", hint=f"strata why {job}"
+                Code.NOT_FOUND, f"{target.spec.label} has not started, so it has no log", hint=f"strata why {job}"
             )
-        LogFollower(client, found.id, attempt or found.attempt).run(
+        LogFollower(client, target.id, attempt or target.attempt).run(
             follow=follow, tail=tail, pinned=attempt is not None
         )
 
@@ -138,11 +138,11 @@ class LogFollower:
 
 
 def _describe_end(reply: wire.JobReply, number: int) -> str:
-    found = next((each for each in reply.attempts if each.attempt == number and each.cause), None)
-    if found is None:
+    attempt = next((each for each in reply.attempts if each.attempt == number and each.cause), None)
+    if attempt is None:
         return ""
-    error = error_line(found.error)
-    return f" ({found.cause}: {printable(error)})" if error else f" ({found.cause})"
+    error = error_line(attempt.error)
+    return f" ({attempt.cause}: {printable(error)})" if error else f" ({attempt.cause})"
 
 
 class LogPrinter:

@@ -75,8 +75,8 @@ def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -
 
     if texts:
         return [find_job(client, text).job for text in texts]
-    found = all_jobs(client, wire.JobsQuery(status=(JobStatus.COMPLETED,), sweep=sweep, model=model))
-    return sorted(found, key=lambda job: _natural(job.spec.label))
+    jobs = all_jobs(client, wire.JobsQuery(status=(JobStatus.COMPLETED,), sweep=sweep, model=model))
+    return sorted(jobs, key=lambda job: _natural(job.spec.label))
 
 
 def _natural(label: str) -> list[tuple[int, str]]:
@@ -89,7 +89,7 @@ def _varied(rows: list[dict[str, Any]]) -> dict[str, int]:
     metrics = {name for row in rows for name in row["metrics"]}
     names = dict.fromkeys(name for row in rows for name in row["hyper"] if name not in metrics)
     cells = {name: {_parameter(row["hyper"].get(name)) for row in rows} for name in names}
-    widths = {name: max(len(name), *map(len, found)) for name, found in cells.items() if len(found) > 1}
+    widths = {name: max(len(name), *map(len, values)) for name, values in cells.items() if len(values) > 1}
     return {name: width for name, width in widths.items() if width <= _MAX_PARAMETER_WIDTH}
 
 

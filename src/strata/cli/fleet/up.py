@@ -237,14 +237,14 @@ async def _warn_about_keys(hub: Hub) -> None:
     if not hub.context.owner_only:
         return
     now_s = hub.context.clock.wall_s()
-    found = [
+    keys = [
         f"{key.name} ({key.id})"
         for key in await hub.context.identity.keys()
         if key.role in FEIGNED and key.valid(now_s)
     ]
-    if found:
+    if keys:
         print_error(
-            f"strata up: the holders of these keys can submit jobs that run as you: {', '.join(found)}",
+            f"strata up: the holders of these keys can submit jobs that run as you: {', '.join(keys)}",
             hint="strata keys revoke KEY",
         )
 

@@ -31,27 +31,27 @@ def why(job: str, context: str | None, output: Format) -> None:
 
         from strata.fleet.core.why import Why
 
-        asked = find_job(client, job)
-        found = asked.job
-        answer = client.call("GET", f"/v1/job/{found.id}/why", Why)
+        reply = find_job(client, job)
+        target = reply.job
+        answer = client.call("GET", f"/v1/job/{target.id}/why", Why)
     if output in (Format.JSON, Format.JSONL):
         print_value(
-            {"id": found.id, "job": found.spec.label, "status": found.status} | msgspec.to_builtins(answer), output
+            {"id": target.id, "job": target.spec.label, "status": target.status} | msgspec.to_builtins(answer), output
         )
     else:
-        _show_why(asked, answer)
-    if found.status == "pending" and not answer.schedulable:
+        _show_why(reply, answer)
+    if target.status == "pending" and not answer.schedulable:
         click.get_current_context().exit(ExitCode.UNSCHEDULABLE)
 
 
-def _show_why(asked: wire.JobReply, answer: Why) -> None:
+def _show_why(reply: wire.JobReply, answer: Why) -> None:
     from strata.fleet.core.job import TERMINAL
 
-    job = asked.job
+    job = reply.job
     label = printable(job.spec.label)
     if job.status in TERMINAL:
         write(f"{label} {_ENDED[job.status]}{f': {printable(job.reason)}' if job.reason else ''}")
-        error = error_line(asked.attempts[-1].error) if asked.attempts else ""
+        error = error_line(reply.attempts[-1].error) if reply.attempts else ""
         if error and job.status == "failed":
             write(wrap_text(error, "  ", "    "))
             write(f"  full log: strata logs {label}")
@@ -61,7 +61,7 @@ def _show_why(asked: wire.JobReply, answer: Why) -> None:
         write(wrap_text(f"{obstacle.what}: {obstacle.detail}", "  ", "    "))
         if obstacle.fix:
             write(wrap_text(f"fix: {obstacle.fix}", "    ", "      "))
-    error = error_line(asked.attempts[-1].error) if asked.attempts and job.status == "pending" else ""
+    error = error_line(reply.attempts[-1].error) if reply.attempts and job.status == "pending" else ""
     if error:
         write(wrap_text(f"last error: {error}", "  ", "    "))
     if answer.eligible_hosts:

@@ -44,7 +44,7 @@ _WIDE: Final = (ScreenColumn("TOKENS", number=True), ScreenColumn("DISPATCH", nu
 
 def screen(status: ServerStatus, *, wide: bool = False, rows: int | None = None) -> Screen:
     """`rows`: how high it may be; then there are fewer of those that ended."""
-    lines = [Cell(_head(status), "bold"), *_trouble(status), *map(Cell, _sentences(status))]
+    lines = [Cell(_head(status), "bold"), *_alerts(status), *map(Cell, _sentences(status))]
     most = len(status.tenants) if rows is None else TENANTS
     left_out = len(status.tenants) - most
     more = f"… and {left_out} more: -o wide shows all" if left_out > 0 else ""
@@ -95,13 +95,13 @@ def _parameters(number: int) -> str:
     return format_count(number, "parameter")
 
 
-def _trouble(status: ServerStatus) -> list[Cell]:
+def _alerts(status: ServerStatus) -> list[Cell]:
     ranks = status.ranks
-    found = [] if ranks.state in _QUIET else [Cell(f"! {ranks.reason}", "bold red")]
+    alerts = [] if ranks.state in _QUIET else [Cell(f"! {ranks.reason}", "bold red")]
     if ranks.state == "ready" and len(ranks.answered) < ranks.size:
         missing = sorted(set(range(ranks.size)) - set(ranks.answered))
-        found.append(Cell(f"! no answer from rank {names([str(each) for each in missing])}", "bold red"))
-    return found
+        alerts.append(Cell(f"! no answer from rank {names([str(each) for each in missing])}", "bold red"))
+    return alerts
 
 
 def _sentences(status: ServerStatus) -> list[str]:
@@ -125,7 +125,7 @@ def _running(status: ServerStatus) -> str:
     if not status.running:
         return "nothing"
     if not status.ranks.size:
-        return f"nothing; the ranks will be told again of {len(status.running)}"
+        return f"nothing; {len(status.running)} to be replayed when ranks are attached"
     first, *others = status.running
     then = f"; {len(others)} behind" if others else ""
     since = f", {took(max(status.now_s - first.since_s, 0.0))}" if first.since_s is not None else ""
@@ -138,7 +138,7 @@ def _describe_running(running: RunningStatus) -> str:
 
 
 def _whose(tenants: Sequence[str]) -> str:
-    """As long as a line of 80 columns has room for."""
+    """Cut to fit a line of 80 columns."""
     if len(tenants) != 1:
         return f" of {len(tenants)} tenants" if tenants else ""
     name = _name(tenants[0])
@@ -155,7 +155,7 @@ def _recoveries(status: ServerStatus) -> str:
 def _snapshot(status: ServerStatus) -> str:
     snapshot = status.snapshot
     if snapshot is None:
-        return "none yet: ranks that start anew do everything again"
+        return "none yet: restarted ranks replay everything"
     parts = [f"of dispatch {snapshot.number}", f"{snapshot.behind} changes since"]
     if snapshot.at_s is not None:
         parts.insert(1, f"{age((status.now_s - snapshot.at_s) * 1000)} old")

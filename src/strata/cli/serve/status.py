@@ -46,8 +46,8 @@ def status(*, server: str | None, watch: bool, key_file: Path | None, context: s
         if watch:
             _follow(_poll(client), output)
         else:
-            found = _fetch_status(client)
-            print_once(found, screen(found, wide=output is Format.WIDE), output)
+            current = _fetch_status(client)
+            print_once(current, screen(current, wide=output is Format.WIDE), output)
 
 
 def _fetch_status(client: HubClient) -> ServerStatus:
@@ -69,12 +69,12 @@ def _poll(client: HubClient) -> Iterator[ServerStatus | StrataError]:
     while True:
         time.sleep(EVERY_S)
         try:
-            found: ServerStatus | StrataError = _fetch_status(client)
+            current: ServerStatus | StrataError = _fetch_status(client)
         except StrataError as error:
             if error.code not in TRANSIENT:
                 raise
-            found = error
-        yield found
+            current = error
+        yield current
 
 
 def _follow(statuses: Iterator[ServerStatus | StrataError], output: Format) -> None:
@@ -83,18 +83,18 @@ def _follow(statuses: Iterator[ServerStatus | StrataError], output: Format) -> N
         _live(statuses, to, wide=output is Format.WIDE)
         return
     before, away = "", False
-    for found in statuses:
-        if isinstance(found, StrataError):
+    for current in statuses:
+        if isinstance(current, StrataError):
             if not away:
-                print_error(f"strata serve: lost the connection: {found.message}; trying again")
+                print_error(f"strata serve: lost the connection: {current.message}; trying again")
             away = True
             continue
         if away:
             print_error("strata serve: connected again")
         away = False
-        text = to_json(found, indent=False) if output is Format.JSONL else line(found)
+        text = to_json(current, indent=False) if output is Format.JSONL else line(current)
         if text != before:
-            write(text if output is Format.JSONL else f"{_time(found)} {printable(text)}")
+            write(text if output is Format.JSONL else f"{_time(current)} {printable(text)}")
         before = text
 
 
@@ -103,15 +103,15 @@ def _live(statuses: Iterator[ServerStatus | StrataError], to: Console, *, wide: 
 
     last: ServerStatus | None = None
     with Live(console=to, auto_refresh=False, vertical_overflow="ellipsis") as live:
-        for found in statuses:
-            if isinstance(found, StrataError):
-                head = Cell(f"NOT CONNECTED: {found.message}", "bold white on red")
+        for current in statuses:
+            if isinstance(current, StrataError):
+                head = Cell(f"NOT CONNECTED: {current.message}", "bold white on red")
             else:
-                last, head = found, Cell(f"{_time(found)}  Ctrl-C ends", "dim")
+                last, head = current, Cell(f"{_time(current)}  Ctrl-C ends", "dim")
             shown = Screen([], []) if last is None else screen(last, wide=wide, rows=to.height - 1)
             live.update(render(shown, to.width, before=[head]), refresh=True)
 
 
-def _time(found: ServerStatus) -> str:
-    now_ms = int(found.now_s * 1000)
+def _time(current: ServerStatus) -> str:
+    now_ms = int(current.now_s * 1000)
     return clock(now_ms, now_ms)

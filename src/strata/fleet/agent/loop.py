@@ -236,8 +236,10 @@ class Agent:
     def _pause_claims(self, disk_full: str, local_use: str) -> None:
         """Reasons, empty if they do not apply; without a reason claims resume."""
         reason = disk_full or local_use
-        if reason != self._claims_paused:
-            _log.info("claims_paused" if reason else "claims_resumed", reason=reason)
+        if reason and reason != self._claims_paused:
+            _log.info("claims_paused", reason=reason)
+        elif self._claims_paused and not reason:
+            _log.info("claims_resumed")
         self._claims_paused = reason
         if not reason:
             self._changed.set()

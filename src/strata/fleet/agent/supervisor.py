@@ -4,7 +4,7 @@ The supervisor outlives the agent, so the next agent finds everything in files. 
 library alone, to start fast and stay small: `python -I -S supervisor.py FOLDER`. In FOLDER:
 
     waiter.json   what to run; written by the agent
-    waiter.lock   held while the supervisor lives: that is how the agent knows
+    waiter.lock   held while the supervisor lives; the agent checks it
     pid.json      supervisor and child, written once: a second supervisor for the same attempt exits
     log           what the child and its descendants wrote, bounded; the end is always kept
     stop.json     {"grace_s": …} from the agent: end the child. It may be written again with less grace
@@ -131,7 +131,7 @@ class ChildMonitor:
         return {"stopped": stopped, "timed_out": timed_out}
 
     def _requested_grace_s(self, sigterm: threading.Event) -> float | None:
-        """None: nobody has requested a stop."""
+        """None: no stop was requested."""
         try:
             return float(json.loads(self._stop_file.read_bytes())["grace_s"])
         except (FileNotFoundError, ValueError, KeyError):
@@ -265,7 +265,7 @@ def _before_exec() -> Callable[[], None]:
 
     def prepare() -> None:
         if prctl is not None:
-            # The child dies with a killed supervisor: nobody else would learn how it ended.
+            # The child dies with a killed supervisor: no other process would learn how it ended.
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
             # The kernel's OOM killer takes the job and not the agent.
