@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from bench.interleave import interleave
 from bench.report import Report
 from strata.train.core.ops import LoraConfig
-from strata.train.core.sampling import AddedSample, Sample, SampleParams, SampleResult, SamplingSlice
+from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SampleResult, SamplingSlice
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, targets_of
 from strata.train.runner.model.base import BaseModel
@@ -93,10 +93,10 @@ async def cases(report: Report, base: BaseModel, ranks: RankGroup, bare: Any, tu
         ("sample.tokens.adapters", own, "8 requests with 8 adapters beside none"),
     ):
 
-        async def ours(samples: Sequence[Sample] = samples) -> float:
+        async def ours(samples: Sequence[SampleOperation] = samples) -> float:
             return sampled(sampler, samples)
 
-        async def one_by_one(samples: Sequence[Sample] = samples) -> float:
+        async def one_by_one(samples: Sequence[SampleOperation] = samples) -> float:
             return generated(bare, samples)
 
         found = await interleave(ours, one_by_one, turns.rounds)
@@ -118,12 +118,12 @@ def _adapter(base: BaseModel, number: int) -> Adapter:
     return adapter
 
 
-def _sample(sampler_id: str, number: int, length: int, tokens: int) -> Sample:
+def _sample(sampler_id: str, number: int, length: int, tokens: int) -> SampleOperation:
     prompt = np.random.default_rng(number).integers(4, 256, length).astype("<i4").tobytes()
-    return Sample(sampler_id, number, prompt, SampleParams(max_tokens=tokens, seed=number, end_tokens=False))
+    return SampleOperation(sampler_id, number, prompt, SampleParams(max_tokens=tokens, seed=number, end_tokens=False))
 
 
-def sampled(sampler: SamplingEngine, samples: Sequence[Sample]) -> float:
+def sampled(sampler: SamplingEngine, samples: Sequence[SampleOperation]) -> float:
     started = time.perf_counter()
     scatter = sampler.scatter()
     add = [AddedSample(str(number), sample) for number, sample in enumerate(samples)]
@@ -140,7 +140,7 @@ def sampled(sampler: SamplingEngine, samples: Sequence[Sample]) -> float:
     return tokens / (time.perf_counter() - started)
 
 
-def generated(model: Any, samples: Sequence[Sample]) -> float:
+def generated(model: Any, samples: Sequence[SampleOperation]) -> float:
     started = time.perf_counter()
     tokens = 0
     for sample in samples:
@@ -149,7 +149,7 @@ def generated(model: Any, samples: Sequence[Sample]) -> float:
     return tokens / (time.perf_counter() - started)
 
 
-def generated_together(model: Any, samples: Sequence[Sample]) -> float:
+def generated_together(model: Any, samples: Sequence[SampleOperation]) -> float:
     started = time.perf_counter()
     tokens = _generate(model, torch.tensor([_tokens(sample) for sample in samples]), samples[0])
     assert tokens == _wanted(samples)
@@ -157,7 +157,7 @@ def generated_together(model: Any, samples: Sequence[Sample]) -> float:
 
 
 @torch.inference_mode()
-def _generate(model: Any, ids: torch.Tensor, sample: Sample) -> int:
+def _generate(model: Any, ids: torch.Tensor, sample: SampleOperation) -> int:
     found = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -169,9 +169,9 @@ def _generate(model: Any, ids: torch.Tensor, sample: Sample) -> int:
     return int(found.shape[0] * (found.shape[1] - ids.shape[1]))
 
 
-def _tokens(sample: Sample) -> list[int]:
+def _tokens(sample: SampleOperation) -> list[int]:
     return [int(token) for token in np.frombuffer(sample.prompt, "<i4")]
 
 
-def _wanted(samples: Sequence[Sample]) -> int:
+def _wanted(samples: Sequence[SampleOperation]) -> int:
     return sum(sample.params.max_tokens or 0 for sample in samples)

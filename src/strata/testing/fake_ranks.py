@@ -34,9 +34,9 @@ from strata.train.core.pack import unpack
 from strata.train.core.sampling import (
     Draws,
     EndedSample,
-    Sample,
     SampledSequence,
     SampleFailed,
+    SampleOperation,
     SampleResult,
     SamplingSlice,
     SliceResult,
@@ -73,7 +73,7 @@ class FakeWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass
 class FakeSequence:
-    sample: Sample
+    sample: SampleOperation
     remaining: int
     """Tokens that are still to be sampled."""
 
@@ -355,7 +355,7 @@ class FakeRanks:
         left = len(self.sampling)
         return SliceResult(ended, left, left, 0, MAX_CONTEXT - left, MAX_CONTEXT, before * work.steps, 0)
 
-    def _sample_result(self, sample: Sample) -> SampleResult:
+    def _sample_result(self, sample: SampleOperation) -> SampleResult:
         prompt = array.array("i", sample.prompt)
         weight = self.samplers[sample.sampler_id]
         sequences = []
@@ -415,7 +415,7 @@ def _fake_targets(targets: Targets) -> TargetLogprobs:
     return TargetLogprobs(array.array("f", [0.0 if token < 0 else -1.0 for token in tokens]).tobytes(), targets.layout)
 
 
-def _fake_draws(sample: Sample) -> Draws:
+def _fake_draws(sample: SampleOperation) -> Draws:
     length, k = sample.length - 1, sample.prompt_draws
     tokens = array.array("i", [number % VOCABULARY for number in range(length * k)])
     return Draws(tokens.tobytes(), array.array("f", [-1.0] * (length * k)).tobytes(), k, length)

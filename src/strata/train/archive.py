@@ -20,7 +20,7 @@ from strata.train.checkpoints import checkpoint
 
 MEDIA_TYPE: Final = "application/x-tar"
 OPTIMIZER: Final = "optimizer"
-"""How the names of files begin that hold the state of the optimizer; whoever wants the weights has no use for them."""
+"""Prefix of the files with optimizer state, which are no part of an exported checkpoint."""
 SHARD: Final = "shard-"
 MEMBERS: Final = 16
 _BLOCK: Final = 512

@@ -11,8 +11,8 @@ import pytest
 from strata.train.core import commands, ops
 from strata.train.core.sampling import (
     AddedSample,
-    Sample,
     SampleFailed,
+    SampleOperation,
     SampleParams,
     SampleResult,
     SamplingSlice,
@@ -207,7 +207,9 @@ def floats(tensor: ops.Dense) -> list[float]:
 
 def added(name: str, sampler: str, tokens: int = 6) -> AddedSample:
     prompt = array.array("i", [5, 6, 7]).tobytes()
-    return AddedSample(name, Sample(sampler, 0, prompt, SampleParams(max_tokens=tokens, seed=3, end_tokens=False)))
+    return AddedSample(
+        name, SampleOperation(sampler, 0, prompt, SampleParams(max_tokens=tokens, seed=3, end_tokens=False))
+    )
 
 
 async def sampling(speaker: Speaker, *quanta: SamplingSlice) -> list[SliceResult]:

@@ -17,7 +17,7 @@ from strata.train.core.inputs import (
     RanksAttached,
 )
 from strata.train.core.messages import OpenSession, SubmitOperation
-from strata.train.core.sampling import Sample, SampleParams
+from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import LORA, Server, forward_backward
 
@@ -40,7 +40,7 @@ class Shared(Server):
 
     def sample(self, tenant: str) -> None:
         self.asked += 1
-        wanted = Sample(f"{tenant}:sample:0", self.asked, b"abcd", SampleParams(max_tokens=4))
+        wanted = SampleOperation(f"{tenant}:sample:0", self.asked, b"abcd", SampleParams(max_tokens=4))
         self.ask(ClientCommand(tenant, SubmitOperation(wanted), self.now_s))
 
     def quantum(self) -> Dispatch:

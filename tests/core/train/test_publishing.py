@@ -11,7 +11,7 @@ from strata.train.core import ops
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import ClientCommand, CompletePush, CompleteRouted, RequeueRouted, RouteSamples
 from strata.train.core.messages import AddEndpoint, RemoveEndpoint, SubmitOperation
-from strata.train.core.sampling import Layout, Sample, SampleParams, Targets
+from strata.train.core.sampling import Layout, SampleOperation, SampleParams, Targets
 from tests.core.train.servers import TENANT, Server, step
 
 DONE = ops.SampleDone(ops.InlinePayload(b"sampled"))
@@ -52,7 +52,7 @@ class Endpoints(Server):
         return sampler
 
     def sample(self, sampler: str, seq: int = 0, **params: Any) -> str:
-        wanted = Sample(sampler, seq, b"abcd", SampleParams(**({"max_tokens": 8} | params)))
+        wanted = SampleOperation(sampler, seq, b"abcd", SampleParams(**({"max_tokens": 8} | params)))
         return self.accept(wanted)[0]
 
     def route(self) -> dict[str, str]:
@@ -206,7 +206,7 @@ def test_what_is_asked_beside_the_tokens_is_for_the_ranks(more: dict[str, Any]) 
     server = Endpoints()
     server.save(1)
     server.push("a", "b")
-    server.accept(Sample(server.sampler("w1"), 1, b"abcd", SampleParams(max_tokens=8), **more))
+    server.accept(SampleOperation(server.sampler("w1"), 1, b"abcd", SampleParams(max_tokens=8), **more))
     assert server.route() == {}
     assert server.dispatch() is not None
 

@@ -11,8 +11,8 @@ from strata.train.core.sampling import (
     MAX_RESULT_BYTES,
     Draws,
     Layout,
-    Sample,
     SampledSequence,
+    SampleOperation,
     SampleParams,
     SampleResult,
     TargetLogprobs,
@@ -26,8 +26,8 @@ from strata.train.core.sampling import (
 LONG = 32_768
 
 
-def asked(prompt: int = 8, **fields: Any) -> Sample:
-    return Sample("sampler", 0, bytes(4 * prompt), SampleParams(), **fields)
+def asked(prompt: int = 8, **fields: Any) -> SampleOperation:
+    return SampleOperation("sampler", 0, bytes(4 * prompt), SampleParams(), **fields)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def asked(prompt: int = 8, **fields: Any) -> Sample:
         (asked(LONG, topk_prompt_logprobs=20, prompt_draws=20, num_samples=16, topk_sample_logprobs=20), 4096),
     ],
 )
-def test_what_clients_usually_ask_for_can_be_answered(sample: Sample, tokens: int) -> None:
+def test_what_clients_usually_ask_for_can_be_answered(sample: SampleOperation, tokens: int) -> None:
     check_result_size(sample, tokens)
 
 
@@ -55,7 +55,9 @@ def test_what_clients_usually_ask_for_can_be_answered(sample: Sample, tokens: in
         (asked(num_samples=1024), LONG, "num_samples 1024, up to 32768 tokens each"),
     ],
 )
-def test_an_answer_that_could_fill_the_memory_is_refused_in_words(sample: Sample, tokens: int, said: str) -> None:
+def test_an_answer_that_could_fill_the_memory_is_refused_in_words(
+    sample: SampleOperation, tokens: int, said: str
+) -> None:
     with pytest.raises(StrataError, match=said) as refused:
         check_result_size(sample, tokens)
     assert refused.value.code is Code.INVALID

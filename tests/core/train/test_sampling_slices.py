@@ -19,7 +19,7 @@ from strata.train.core.inputs import (
     RanksAttached,
 )
 from strata.train.core.messages import AbortOperation, FinishSession, OpenSession, SubmitOperation
-from strata.train.core.sampling import Sample, SampleParams
+from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import TENANT, Server, step
 
@@ -77,8 +77,8 @@ class Sampling(Server):
         return found.status
 
 
-def wanted(sampler_id: str, seq: int = 0, prompt: bytes = b"abcd") -> Sample:
-    return Sample(sampler_id, seq, prompt, SampleParams(max_tokens=8))
+def wanted(sampler_id: str, seq: int = 0, prompt: bytes = b"abcd") -> SampleOperation:
+    return SampleOperation(sampler_id, seq, prompt, SampleParams(max_tokens=8))
 
 
 def test_requests_wait_for_their_sampler_and_go_in_one_quantum_and_end_in_another() -> None:

@@ -6,7 +6,7 @@ from strata.train.core import ops
 from strata.train.core.inputs import ClientCommand, RanksAttached
 from strata.train.core.messages import QueueState, SubmitOperation
 from strata.train.core.overview import running_dispatches, tenant_rows
-from strata.train.core.sampling import Sample, SampleParams
+from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.core.scheduler import QueuedOperation
 from strata.train.core.state import Dispatch
 from strata.train.core.throughput import ThroughputEstimate, describe_wait
@@ -41,7 +41,7 @@ def with_a_quantum_at_the_ranks() -> tuple[Server, list[str]]:
         ClientCommand(TENANT, SubmitOperation(ops.OpenSampler(sampler, "tiny"), f"session-{TENANT}"), server.now_s)
     )
     server.answer(dispatched(server), [ops.SamplerOpened(sampler)])
-    server.accept(Sample(sampler, 0, b"abcd", SampleParams(max_tokens=8)))
+    server.accept(SampleOperation(sampler, 0, b"abcd", SampleParams(max_tokens=8)))
     quantum = dispatched(server)
     assert quantum.quantum is not None
     assert quantum.future_ids

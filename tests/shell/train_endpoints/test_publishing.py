@@ -15,7 +15,7 @@ from strata.base.errors import Code
 from strata.testing.fake_vllm import FakeVllm
 from strata.testing.ports import port_of, reserve_port
 from strata.train.core import messages, ops
-from strata.train.core.sampling import Sample, SampleParams, SampleResult, decode_result
+from strata.train.core.sampling import SampleOperation, SampleParams, SampleResult, decode_result
 from strata.train.payload import Payloads
 from tests.shell.train_orchestrator.stacks import Stack, running
 
@@ -83,8 +83,8 @@ async def synced(stack: Stack, model: str, seq: int, *names: str) -> ops.Weights
     return result
 
 
-def sample(sampler: str, seq: int, **params: float) -> Sample:
-    return Sample(sampler, seq, PROMPT, SampleParams(max_tokens=4, seed=7, **params), num_samples=2)  # type: ignore[arg-type]
+def sample(sampler: str, seq: int, **params: float) -> SampleOperation:
+    return SampleOperation(sampler, seq, PROMPT, SampleParams(max_tokens=4, seed=7, **params), num_samples=2)  # type: ignore[arg-type]
 
 
 def sequences(stack: Stack, result: ops.Result) -> SampleResult:
@@ -135,7 +135,7 @@ async def test_an_endpoint_that_hangs_does_not_hold_up_training(site: Site) -> N
         assert isinstance(await stack.result(await stack.submit(stack.step(model, seq))), ops.StepDone)
     told = await stack.watch(waiting)
     assert isinstance(told, messages.QueuePosition)
-    assert "endpoints are being told" in told.reason
+    assert "being pushed to the inference endpoints" in told.reason
     site.engine.release()
     result = await stack.result(waiting)
     assert isinstance(result, ops.WeightsSynced)

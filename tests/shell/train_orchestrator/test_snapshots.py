@@ -14,7 +14,7 @@ from strata.journal.open import open_journal
 from strata.journal.port import StreamStatus
 from strata.journal.replay import replay
 from strata.train.core import facts, messages, ops
-from strata.train.core.sampling import Sample, SampleParams, decode_result
+from strata.train.core.sampling import SampleOperation, SampleParams, decode_result
 from tests.shell.train_orchestrator.stacks import Stack, running
 from tests.shell.train_orchestrator.test_failpoints import OF_SNAPSHOTS
 
@@ -218,7 +218,7 @@ async def test_samplers_in_memory_live_on_when_the_ranks_start_anew_from_a_snaps
 async def sample(stack: Stack, sampler: str, seq: int) -> object:
     prompt = array.array("i", [1, 2, 3]).tobytes()
     params = SampleParams(max_tokens=4, seed=3, end_tokens=False)
-    done = await stack.result(await stack.submit(Sample(sampler, seq, prompt, params)))
+    done = await stack.result(await stack.submit(SampleOperation(sampler, seq, prompt, params)))
     assert isinstance(done, ops.SampleDone)
     assert isinstance(done.payload, ops.InlinePayload)
     return decode_result(done.payload.data)

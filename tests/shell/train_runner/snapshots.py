@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from strata.base import failpoint
 from strata.train.core import commands, ops
-from strata.train.core.sampling import AddedSample, Sample, SampleParams, SamplingSlice, SliceResult
+from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SamplingSlice, SliceResult
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
@@ -107,7 +107,9 @@ def go_on(driver: Driver) -> dict[str, torch.Tensor]:
     prompt = array.array("i", [5, 6, 7, 8]).tobytes()
     params = SampleParams(max_tokens=6, seed=1, end_tokens=False)
     driver.number += 1
-    quantum = SamplingSlice(8, [AddedSample("copy:0", Sample("copy", 0, prompt, params, prompt_logprobs=True))])
+    quantum = SamplingSlice(
+        8, [AddedSample("copy:0", SampleOperation("copy", 0, prompt, params, prompt_logprobs=True))]
+    )
     reply = driver.say(commands.DispatchCommand(driver.generation, driver.number, quantum, driver.number - 1))
     assert isinstance(reply, commands.DispatchReply)
     assert isinstance(reply.sampled, SliceResult)

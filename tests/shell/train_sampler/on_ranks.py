@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from strata.train.core.ops import LoraConfig
-from strata.train.core.sampling import Sample, SampleResult
+from strata.train.core.sampling import SampleOperation, SampleResult
 from strata.train.runner.collectives import RankGroup
 from tests.shell.train_sampler.stage import BASE, Stage, ask, base_of, greedy, logprobs_in, prompt_of, tokens_in
 
@@ -37,7 +37,7 @@ def whole(stage: Stage) -> None:
 
 def play(stage: Stage) -> Found:
     """Requests of several samplers come quantum by quantum, with training in between; one is cancelled."""
-    samples: dict[str, Sample] = {}
+    samples: dict[str, SampleOperation] = {}
     for number in range(9):
         sampler_id = (BASE, "one", "two")[number % 3]
         prompt = prompt_of(number, 3 + 7 * number)

@@ -15,8 +15,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import (
     AddedSample,
-    Sample,
     SampledSequence,
+    SampleOperation,
     SampleOutcome,
     SampleParams,
     SampleResult,
@@ -56,7 +56,7 @@ class Stage:
     def quantum(
         self,
         steps: int,
-        add: Mapping[str, Sample] | None = None,
+        add: Mapping[str, SampleOperation] | None = None,
         cancel: Sequence[str] = (),
         *,
         eager: bool = False,
@@ -103,7 +103,7 @@ class Stage:
                 local(parameter).sub_(local(parameter.grad), alpha=1e-3)
                 parameter.grad = None
 
-    def all(self, samples: Mapping[str, Sample], steps: int = 8) -> dict[str, SampleOutcome]:
+    def all(self, samples: Mapping[str, SampleOperation], steps: int = 8) -> dict[str, SampleOutcome]:
         """Quantum after quantum, until all of these have ended."""
         done = self.quantum(steps, samples)
         for _ in range(2000):
@@ -112,7 +112,7 @@ class Stage:
             done = self.quantum(steps)
         raise AssertionError(f"{done.requests} requests never ended")
 
-    def one(self, sample: Sample) -> SampleResult:
+    def one(self, sample: SampleOperation) -> SampleResult:
         found = self.all({"one": sample})["one"]
         assert isinstance(found, SampleResult), found
         return found
@@ -128,13 +128,13 @@ def prompt_of(seed: int, length: int) -> bytes:
     return np.random.default_rng(seed).integers(4, 260, length).astype("<i4").tobytes()
 
 
-def ask(prompt: bytes, sampler_id: str = BASE, *, seq_id: int = 0, num: int = 1, **options: Any) -> Sample:
+def ask(prompt: bytes, sampler_id: str = BASE, *, seq_id: int = 0, num: int = 1, **options: Any) -> SampleOperation:
     """Fields of the sample and of its parameters side by side."""
-    own = {name: options.pop(name) for name in list(options) if name in Sample.__struct_fields__}
-    return Sample(sampler_id, seq_id, prompt, SampleParams(**options), num_samples=num, **own)
+    own = {name: options.pop(name) for name in list(options) if name in SampleOperation.__struct_fields__}
+    return SampleOperation(sampler_id, seq_id, prompt, SampleParams(**options), num_samples=num, **own)
 
 
-def greedy(prompt: bytes, sampler_id: str = BASE, tokens: int = 12, **options: Any) -> Sample:
+def greedy(prompt: bytes, sampler_id: str = BASE, tokens: int = 12, **options: Any) -> SampleOperation:
     return ask(prompt, sampler_id, temperature=0.0, max_tokens=tokens, **options)
 
 

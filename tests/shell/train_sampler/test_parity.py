@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strata.train.core.ops import LoraConfig
-from strata.train.core.sampling import MISSING_LOGPROB, Layout, Sample, SampleParams, SampleResult, Targets
+from strata.train.core.sampling import MISSING_LOGPROB, Layout, SampleOperation, SampleParams, SampleResult, Targets
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.trained import local
 from tests.shell.train_sampler.stage import (
@@ -214,7 +214,7 @@ def test_many_adapters_in_one_batch_are_each_as_if_merged_into_the_weights(
         stage.sampler.open_adapter(key, adapter)
         theirs[key] = Reference.load(models / name, adapter)
         adapter.flat.zero_()
-    samples: dict[str, Sample] = {}
+    samples: dict[str, SampleOperation] = {}
     for number in range(3):
         for key in theirs:
             samples[f"{key} {number}"] = greedy(prompt_of(number, 4 + 9 * number), key, 16, end_tokens=False)

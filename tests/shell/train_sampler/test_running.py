@@ -11,7 +11,7 @@ import torch
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
-from strata.train.core.sampling import Layout, Sample, SampleFailed, SampleResult, Targets
+from strata.train.core.sampling import Layout, SampleFailed, SampleOperation, SampleResult, Targets
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter, Span, targets_of
 from strata.train.runner.model.base import BaseModel
@@ -34,7 +34,7 @@ from tests.shell.train_sampler.stage import (
 CLOSE = 2e-4
 
 
-def crowd(count: int, tokens: int = 15) -> dict[str, Sample]:
+def crowd(count: int, tokens: int = 15) -> dict[str, SampleOperation]:
     return {
         f"crowd {number}": ask(prompt_of(100 + number, 3 + 5 * number), max_tokens=tokens + number, seq_id=number)
         for number in range(count)
@@ -282,7 +282,7 @@ def test_the_context_is_the_limit_when_no_other_is_given(stage: Stage) -> None:
     ],
 )
 def test_a_request_that_cannot_work_fails_by_itself(
-    sample: Sample, said: str, llama: BaseModel, ranks: RankGroup
+    sample: SampleOperation, said: str, llama: BaseModel, ranks: RankGroup
 ) -> None:
     stage = Stage(llama, ranks, cached_tokens=256)
     stage.sampler.open_base(BASE)

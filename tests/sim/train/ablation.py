@@ -30,10 +30,10 @@ Ablation = tuple[Any, str, Callable[..., Any]]
 
 
 def _not_awaited(kind: type[DispatchNext | SubmitOperation]) -> Callable[..., Any]:
-    async def commit(self: StateStore, given: Input) -> Decision:
-        if not isinstance(given.command if isinstance(given, ClientCommand) else given, kind):
-            return await _commit(self, given)
-        decision, durable = self.submit_nowait(given)
+    async def commit(self: StateStore, request: Input) -> Decision:
+        if not isinstance(request.command if isinstance(request, ClientCommand) else request, kind):
+            return await _commit(self, request)
+        decision, durable = self.submit_nowait(request)
         if durable is not None:
             durable.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         return decision
@@ -92,7 +92,7 @@ def _given_up_while_it_runs(state: TrainState, tenant: str, command: AbortOperat
     found = find_future(state, tenant, command.future_id)
     if found.status not in OPEN or not isinstance(found.operation, ops.Sequenced):
         return _abort(state, tenant, command, at_s)
-    result = ops.Failed("cancelled", "given up by the client")
+    result = ops.Failed("cancelled", "cancelled by the client")
     return Decision(Done(), (OperationFinished(command.future_id, result, at_s),), (command.future_id,))
 
 
@@ -100,7 +100,7 @@ async def _at_once(self: RequestHandler) -> None:
     return
 
 
-def _same_as_before(state: TrainState, given: RanksAttached) -> Decision:
+def _same_as_before(state: TrainState, request: RanksAttached) -> Decision:
     return Decision(Done())
 
 
@@ -130,38 +130,38 @@ _overdue = FutureStore.overdue
 _abort = decide._abort
 
 SEAMS: dict[str, list[Ablation]] = {
-    "ranks are told what is not durable": [(StateStore, "commit", _not_awaited(DispatchNext))],
-    "clients hear of what is not durable": [(StateStore, "commit", _not_awaited(SubmitOperation))],
-    "operations of a model run as they come": [(SequenceWindow, "release", _as_they_come)],
-    "a number may be used for two operations": [(SequenceWindow, "check", _any_content)],
-    "what is told again is composed anew": [(rank_session, "completed_dispatches", _composed_anew)],
-    "what was given up is told again": [(rank_session, "completed_dispatches", _given_up_too)],
-    "ranks that start anew do not catch up": [(rank_session, "completed_dispatches", _nothing_of_old)],
-    "rank 0 does again what it has done": [(FakeRanks, "_execute_once", _once_more)],
+    "dispatches are sent before they are durable": [(StateStore, "commit", _not_awaited(DispatchNext))],
+    "operations are acknowledged before they are durable": [(StateStore, "commit", _not_awaited(SubmitOperation))],
+    "operations of a model run out of sequence": [(SequenceWindow, "release", _as_they_come)],
+    "a sequence number may be used for two operations": [(SequenceWindow, "check", _any_content)],
+    "replayed dispatches are composed again": [(rank_session, "completed_dispatches", _composed_anew)],
+    "failed dispatches are replayed": [(rank_session, "completed_dispatches", _given_up_too)],
+    "new ranks do not replay": [(rank_session, "completed_dispatches", _nothing_of_old)],
+    "rank 0 applies a dispatch twice": [(FakeRanks, "_execute_once", _once_more)],
     "a tenant may fill the queue": [(decide, "admit", _always_admitted), (sampling_slices, "admit", _always_admitted)],
     "first come, first served": [(Scheduler, "_next", _first_come)],
-    "results go before their time": [(FutureStore, "overdue", _soon_overdue)],
-    "what runs can be given up": [
+    "results expire before their TTL": [(FutureStore, "overdue", _soon_overdue)],
+    "running operations can be cancelled": [
         (decide, "_abort", _given_up_while_it_runs),
         (future, "SAMPLES_ONLY", frozenset()),  # type: ignore[list-item]
     ],
-    "a failure is told before it is durable": [(RequestHandler, "_wait_durable", _at_once)],
-    "samples that died with their ranks are not begun again": [(sampling_slices, "attach_ranks", _same_as_before)],
-    "anybody may ask for any result": [(request_handler, "find_future", _anybodys)],
-    "ranks are spoken to whatever they did": [
+    "a failure is sent before it is durable": [(RequestHandler, "_wait_durable", _at_once)],
+    "samples of lost ranks are not started again": [(sampling_slices, "attach_ranks", _same_as_before)],
+    "any tenant may read any result": [(request_handler, "find_future", _anybodys)],
+    "diverged ranks are used": [
         (Orchestrator, "_quarantine", _not_quarantined),
         (Orchestrator, "_validate_group", _fine),
     ],
-    "what waited at a snapshot is forgotten": [(rank_session, "pending_operations", _nothing_pending)],
+    "operations that were pending at a snapshot are lost": [(rank_session, "pending_operations", _nothing_pending)],
 }
 EVERY = [*SEAMS]
 SHOWN_BY = {
-    "rank 0 does again what it has done": 11,
+    "rank 0 applies a dispatch twice": 11,
     "a tenant may fill the queue": 5,
     "first come, first served": 8,
-    "what runs can be given up": 16,
-    "results go before their time": 1,
-    "samples that died with their ranks are not begun again": 21,
+    "running operations can be cancelled": 16,
+    "results expire before their TTL": 1,
+    "samples of lost ranks are not started again": 21,
 }
 """The first seed that showed it when it was looked for last; 0 for the others."""
 

@@ -9,7 +9,7 @@ from strata.journal.memory import Appended, Frame, MemoryJournal
 from strata.journal.port import Batch
 from strata.train.core import commands, facts, ops
 from strata.train.core.future import OperationFuture
-from strata.train.core.sampling import Sample
+from strata.train.core.sampling import SampleOperation
 from strata.train.core.scheduler import OPERATIONS_PER_QUANTUM
 from strata.train.core.state import Rules, queued_operation
 from tests.sim.train.wires import TrainWorld
@@ -113,7 +113,7 @@ class Audit:
             self._world.violated(f"{fact.future_id} was accepted twice")
         self.accepted[fact.future_id] = fact
         operation = fact.operation
-        if isinstance(operation, Sample):
+        if isinstance(operation, SampleOperation):
             return
         self._pending[fact.tenant] += 1
         # One of each model that others of it wait for always comes in. A model comes with its first checkpoint and goes
@@ -175,7 +175,7 @@ class Audit:
         if future_id in self.results:
             self._world.violated(f"{future_id} was dispatched after its end")
         operation = fact.operation
-        if isinstance(operation, Sample):
+        if isinstance(operation, SampleOperation):
             return
         if future_id in self.number_of:
             self._world.violated(f"{future_id} was dispatched twice")
@@ -218,7 +218,7 @@ class Audit:
             self._gone(future_id)
             # A turn was spent on it, and on whatever would have gone along.
             self._excuse()
-        elif future_id not in self.number_of and not isinstance(fact.operation, Sample):
+        elif future_id not in self.number_of and not isinstance(fact.operation, SampleOperation):
             self._pending[fact.tenant] -= 1
 
 

@@ -13,8 +13,8 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
 from strata.train.core.messages import OrchestratorRequest
-from strata.train.core.sampling import Sample, SampleParams
-from tests.sim.train.books import Books, Entry
+from strata.train.core.sampling import SampleOperation, SampleParams
+from tests.sim.train.expected_state import ExpectedResult, ExpectedState
 from tests.sim.train.wires import TrainWorld
 
 RETRIED: Final = frozenset({Code.UNAVAILABLE, Code.EXHAUSTED, Code.DEADLINE})
@@ -27,9 +27,9 @@ decode_output: Final = msgspec.msgpack.Decoder(messages.Output).decode
 class Caller:
     """One tenant's way to the server: asks until there is an answer, at one API server or another."""
 
-    def __init__(self, world: TrainWorld, books: Books, apis: Sequence[str], tenant: str) -> None:
+    def __init__(self, world: TrainWorld, expected: ExpectedState, apis: Sequence[str], tenant: str) -> None:
         self.world = world
-        self.books = books
+        self.expected = expected
         self.tenant = tenant
         self._apis = apis
 
@@ -68,7 +68,7 @@ class Caller:
         if not isinstance(output, messages.Accepted):
             self.world.violated(f"{str(operation)[:90]} was answered {output}")
             return ""
-        self.books.accepted(output.future_id, self.tenant, operation)
+        self.expected.accepted(output.future_id, self.tenant, operation)
         return output.future_id
 
     async def result(self, future_id: str) -> ops.Result | None:
@@ -78,22 +78,24 @@ class Caller:
             output = await self.look(messages.WatchFuture(future_id, wait_s), wait_s)
             match output:
                 case messages.FutureResult():
-                    self.books.told(future_id, output.result)
+                    self.expected.told(future_id, output.result)
                     return output.result
                 case messages.QueuePosition():
                     await asyncio.sleep(self.rng.uniform(0.0, 0.2))
-                case messages.ErrorResponse(Code.GONE) if self.books.may_be_gone(future_id):
+                case messages.ErrorResponse(Code.GONE) if self.expected.may_be_gone(future_id):
                     return None
                 case _:
                     self.world.violated(f"a question for the result of {future_id} was answered {output}")
                     return None
 
     async def abort(self, future_id: str) -> None:
-        self.books.entries[future_id].may_cancel = True
+        self.expected.entries[future_id].may_cancel = True
         output = await self.look(messages.AbortOperation(future_id))
         fine = isinstance(output, messages.Done) or (
             isinstance(output, messages.ErrorResponse)
-            and (output.code is Code.PRECONDITION or (output.code is Code.GONE and self.books.may_be_gone(future_id)))
+            and (
+                output.code is Code.PRECONDITION or (output.code is Code.GONE and self.expected.may_be_gone(future_id))
+            )
         )
         if not fine:
             self.world.violated(f"giving up {future_id} was answered {output}")
@@ -114,7 +116,7 @@ class Session:
     def __init__(self, caller: Caller, name: str, stranger: Caller) -> None:
         self._caller = caller
         self._world = caller.world
-        self._books = caller.books
+        self._expected = caller.expected
         self._stranger = stranger
         self.session_id = name
         self.model_id = f"{name}:train:0"
@@ -148,7 +150,7 @@ class Session:
         future_id = await caller.send(operation)
         if not future_id:
             return
-        entry = self._books.entries[future_id]
+        entry = self._expected.entries[future_id]
         entry.may_fail = isinstance(operation, ops.MalformedOperation)
         chance = self.rng.random()
         if chance < 0.15:
@@ -170,7 +172,7 @@ class Session:
         if await self._caller.send(operation) != future_id:
             self._world.violated(f"{future_id} sent again has another future")
 
-    async def _otherwise(self, operation: ops.Sequenced, entry: Entry) -> None:
+    async def _otherwise(self, operation: ops.Sequenced, entry: ExpectedResult) -> None:
         """The same number with other content."""
         other = ops.OptimStep(operation.model_id, operation.seq_id, ops.AdamParams(learning_rate=0.123))
         output = await self._caller.add(other)
@@ -181,22 +183,22 @@ class Session:
         await asyncio.sleep(self.rng.expovariate(1 / 0.3))
         prompt = array.array("i", [self.rng.randrange(90) for _ in range(self.rng.randint(1, 5))]).tobytes()
         params = SampleParams(max_tokens=self.rng.choice([1, 40, 200]), seed=number)
-        sample = Sample(sampler_id, number, prompt, params)
+        sample = SampleOperation(sampler_id, number, prompt, params)
         output = await self._caller.add(sample)
         if not isinstance(output, messages.Accepted):
             # A sampler that could not be made makes room for others.
             missing = isinstance(output, messages.ErrorResponse) and output.code is Code.NOT_FOUND
-            if not missing or not isinstance(self._books.audit.results.get(made_by), ops.Failed):
+            if not missing or not isinstance(self._expected.audit.results.get(made_by), ops.Failed):
                 self._world.violated(f"sample {number} of {sampler_id} was answered {output}")
             return
-        self._books.accepted(output.future_id, self._caller.tenant, sample)
+        self._expected.accepted(output.future_id, self._caller.tenant, sample)
         if self.rng.random() < 0.2:
             await self._caller.abort(output.future_id)
         await self._caller.result(output.future_id)
 
     async def unload(self) -> None:
         """After which nothing of the model is accepted any more; what a gap holds is given up."""
-        for future_id, entry in self._books.entries.items():
+        for future_id, entry in self._expected.entries.items():
             if future_id.startswith(f"{self.model_id}:"):
                 entry.may_cancel = True
         await self._caller.result(await self._caller.send(ops.UnloadModel(self.model_id)))

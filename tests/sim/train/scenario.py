@@ -34,8 +34,8 @@ from strata.train.settings import (
 )
 from tests.sim.train import ablation
 from tests.sim.train.audit import Audit, audited
-from tests.sim.train.books import Books
 from tests.sim.train.clients import ROW_TOKENS, Caller, Session
+from tests.sim.train.expected_state import ExpectedState
 from tests.sim.train.links import Board, SimClient, SimLinks
 from tests.sim.train.ranks import Trouble, run_ranks
 from tests.sim.train.wires import TrainWorld
@@ -150,7 +150,7 @@ class Scenario:
         self.settings = settings_for(self.plan)
         rules = rules_of(self.settings)
         self.audit = Audit(self.world, rules, self.settings.ranks.nproc)
-        self.books = Books(self.world, self.audit, self.settings, 2 * faults.clock_offset_s)
+        self.expected = ExpectedState(self.world, self.audit, self.settings, 2 * faults.clock_offset_s)
         self.journal = audited(self.audit)
         self.disk: dict[str, bytes] = {}
         self.asked = 0
@@ -191,7 +191,7 @@ class Scenario:
         cutting.cancel()
         done, _ = await asyncio.wait([working], timeout=CONVERGES_S)
         if not done:
-            open_ones = [each for each, entry in self.books.entries.items() if entry.result is None]
+            open_ones = [each for each, entry in self.expected.entries.items() if entry.result is None]
             return f"not done {CONVERGES_S} s after everything healed; without result: {open_ones}"
         working.result()
         return await self._look_again()
@@ -286,7 +286,7 @@ class Scenario:
 
     async def _work(self) -> None:
         plan, rng = self.plan, self.world.rng
-        callers = [Caller(self.world, self.books, APIS, tenant) for tenant in TENANTS]
+        callers = [Caller(self.world, self.expected, APIS, tenant) for tenant in TENANTS]
         tasks = []
         for number in range(plan.sessions):
             caller, stranger = rng.sample(callers, 2)
@@ -344,13 +344,13 @@ class Scenario:
 
     async def _look_again(self) -> str | None:
         """Results are what they were, as long as was promised, and gone after that."""
-        callers = {tenant: Caller(self.world, self.books, APIS, tenant) for tenant in TENANTS}
-        for future_id, entry in self.books.entries.items():
+        callers = {tenant: Caller(self.world, self.expected, APIS, tenant) for tenant in TENANTS}
+        for future_id, entry in self.expected.entries.items():
             await callers[entry.tenant].result(future_id)
         if self.plan.ttl_s > 1000:
             return None
-        await asyncio.sleep(self.plan.ttl_s + self.books.clock_error_s + EXPIRE_S)
-        for future_id, entry in self.books.entries.items():
+        await asyncio.sleep(self.plan.ttl_s + self.expected.clock_error_s + EXPIRE_S)
+        for future_id, entry in self.expected.entries.items():
             output = await callers[entry.tenant].look(messages.WatchFuture(future_id, 0.0))
             if not isinstance(output, messages.ErrorResponse) or output.code is not Code.GONE:
                 return f"long after its time, {future_id} was answered {output}"
@@ -370,11 +370,11 @@ def _run_seed(seed: int) -> Outcome:
         problem = scenario.run()
     except Exception as error:  # noqa: BLE001 - whatever breaks in a simulated process is a finding of this seed
         problem = f"a process failed: {error.__cause__ or error!r}"
-    problem = (world.violations[0] if world.violations else None) or problem or scenario.books.judge()
+    problem = (world.violations[0] if world.violations else None) or problem or scenario.expected.judge()
     return Outcome(
         seed=seed,
         trace=world.trace.digest(),
-        operations=len(scenario.books.entries),
+        operations=len(scenario.expected.entries),
         dispatches=len(scenario.audit.dispatched),
         problem=problem,
     )

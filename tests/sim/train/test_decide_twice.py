@@ -24,22 +24,22 @@ def fingerprint(state: TrainState) -> bytes:
 def test_deciding_twice_gives_the_same_and_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     decided: list[type[Input]] = []
 
-    def decide_twice(state: TrainState, given: Input) -> Decision:
+    def decide_twice(state: TrainState, request: Input) -> Decision:
         before = fingerprint(state)
         outcomes: list[Decision | StrataError] = []
         for _ in range(2):
             try:
-                outcomes.append(decide(state, given))
+                outcomes.append(decide(state, request))
             except StrataError as error:
                 outcomes.append(error)
-            assert fingerprint(state) == before, given
+            assert fingerprint(state) == before, request
         first, second = outcomes
-        decided.append(type(given))
+        decided.append(type(request))
         if isinstance(first, StrataError):
-            assert isinstance(second, StrataError), given
-            assert (second.code, second.message) == (first.code, first.message), given
+            assert isinstance(second, StrataError), request
+            assert (second.code, second.message) == (first.code, first.message), request
             raise first
-        assert second == first, given
+        assert second == first, request
         return first
 
     monkeypatch.setattr(machine, "decide", decide_twice)

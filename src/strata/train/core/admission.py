@@ -11,27 +11,27 @@ def admit(state: TrainState, tenant: str) -> None:
     """Admit an operation. EXHAUSTED if the queue, or the share of the tenant, is full."""
     rules, pending = state.rules, state.futures.pending()
     if pending >= rules.max_pending:
-        raise _over_quota(f"{pending} operations are waiting, which is all that may")
+        raise _over_quota(f"the queue is full: {pending} operations are waiting")
     own = state.futures.pending(tenant)
     if own >= rules.tenant_quota:
-        raise _over_quota(f"{own} operations of {tenant} are waiting, which is all that may")
+        raise _over_quota(f"the quota of {tenant} is full: {own} operations are waiting")
 
 
 def admit_sample(state: TrainState, tenant: str) -> None:
     waiting, quota = state.waiting, state.rules.sample_quota
     if len(waiting) >= state.rules.max_pending_samples:
-        raise _over_quota(f"{len(waiting)} requests wait to be sampled, which is all that may")
+        raise _over_quota(f"the queue is full: {len(waiting)} requests wait to be sampled")
     # Counted only when the whole queue is longer than the quota.
     own = len(waiting) if len(waiting) < quota else sum(state.futures.tenant_of(each) == tenant for each in waiting)
     if own >= quota:
-        raise _over_quota(f"{own} requests of {tenant} wait to be sampled, which is all that may")
+        raise _over_quota(f"the quota of {tenant} is full: {own} requests wait to be sampled")
 
 
 def admit_model(state: TrainState, tenant: str) -> None:
     most = state.rules.max_models_per_tenant
     if most is not None and sum(model.tenant == tenant for model in resident_models(state)) >= most:
         raise StrataError(
-            Code.PRECONDITION, f"{tenant} has {most} models, which is all that it may", hint="unload one first"
+            Code.PRECONDITION, f"the quota of {tenant} is full: it has {most} models", hint="unload one first"
         )
 
 

@@ -31,7 +31,7 @@ from strata.train.core.facts import (
     SnapshotRejected,
 )
 from strata.train.core.future import OPEN, OperationFuture
-from strata.train.core.sampling import Sample
+from strata.train.core.sampling import SampleOperation
 from strata.train.core.sequence import SequenceWindow
 from strata.train.core.state import (
     ClientSession,
@@ -81,7 +81,7 @@ def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901, PLR0912 - one a
 
 def _accept(state: TrainState, fact: OperationAccepted) -> None:
     operation = fact.operation
-    of_server = ops.Sleep | ops.Wake | ops.OpenSampler | Sample
+    of_server = ops.Sleep | ops.Wake | ops.OpenSampler | SampleOperation
     model_id = "" if isinstance(operation, of_server) else operation.model_id
     state.futures.add(OperationFuture(fact.future_id, fact.tenant, model_id, fact.digest, operation, fact.at_s))
     match operation:
@@ -92,7 +92,7 @@ def _accept(state: TrainState, fact: OperationAccepted) -> None:
             path = operation.weights.path if operation.weights else None
             _add_sampler(state, fact, operation.sampler_id, operation.base_model, path)
             _enqueue(state, fact.future_id)
-        case Sample():
+        case SampleOperation():
             state.turns += 1
             state.waiting[fact.future_id] = operation
             future = state.futures.get(fact.future_id)
@@ -165,7 +165,7 @@ def _dispatch(state: TrainState, fact: Dispatched) -> None:  # noqa: C901 - one 
                 state.samplers[operation.sampler_id].folder = fact.path
             case ops.SaveSampler() | ops.OpenSampler():
                 state.samplers[operation.sampler_id].status = SamplerStatus.OPEN
-            case Sample():
+            case SampleOperation():
                 state.sampling[future_id] = state.waiting.pop(future_id)
             case ops.Sleep() | ops.Wake():
                 state.asleep = isinstance(operation, ops.Sleep)
@@ -211,7 +211,7 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) 
             _fail_sampler(state, operation.sampler_id, dispatched=future.number > 0)
         case ops.Sleep() | ops.Wake() if isinstance(result, ops.Failed):
             state.asleep = isinstance(operation, ops.Wake)
-        case Sample():
+        case SampleOperation():
             _finish_sample(state, future_id, result)
         case _:
             pass

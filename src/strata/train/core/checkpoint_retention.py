@@ -115,13 +115,13 @@ def expired(checkpoint: ModelCheckpoint, now_s: float) -> bool:
     return checkpoint.expires_at_s is not None and checkpoint.expires_at_s <= now_s
 
 
-def delete_expired(state: TrainState, given: DeleteExpiredCheckpoints) -> Decision:
+def delete_expired(state: TrainState, request: DeleteExpiredCheckpoints) -> Decision:
     """Delete all beyond their TTL, and those that are not among the newest of their run and kind."""
     in_flight = {each.path for each in state.dispatches.values() if each.path}
     facts: dict[CheckpointKey, CheckpointDeleted] = {}
     for key, checkpoint in state.checkpoints.items():
         # Without its files a load in flight would fail, and succeed in a replay that saves the checkpoint again.
-        if expired(checkpoint, given.at_s) and checkpoint.path not in in_flight and not _is_initial(checkpoint):
+        if expired(checkpoint, request.at_s) and checkpoint.path not in in_flight and not _is_initial(checkpoint):
             facts[key] = _deleted(checkpoint, EXPIRED)
     if state.rules.keep_checkpoints is not None:
         in_use = in_flight | state.pushes.keys() | state.published.keys()

@@ -58,7 +58,7 @@ from strata.train.core.messages import (
     SetCheckpointTtl,
     SubmitOperation,
 )
-from strata.train.core.sampling import Sample
+from strata.train.core.sampling import SampleOperation
 from strata.train.core.sequence import SequenceCheck
 from strata.train.core.state import INITIAL, ClientSession, ModelRecord, TrainState, future_id_of, is_name
 from strata.train.core.views import find_future, find_model, find_session
@@ -67,42 +67,42 @@ from strata.train.core.views import find_future, find_model, find_session
 _canonical: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
-def decide(state: TrainState, given: Input) -> Decision:  # noqa: C901, PLR0911, PLR0912 - one arm per input
-    match given:
+def decide(state: TrainState, request: Input) -> Decision:  # noqa: C901, PLR0911, PLR0912 - one arm per input
+    match request:
         case ClientCommand():
-            return _decide_command(state, given)
+            return _decide_command(state, request)
         case DispatchNext():
-            return dispatching.dispatch_next(state, given)
+            return dispatching.dispatch_next(state, request)
         case CompleteDispatch():
-            return _complete_dispatch(state, given)
+            return _complete_dispatch(state, request)
         case CompleteSlice():
-            return sampling_slices.complete_slice(state, given)
+            return sampling_slices.complete_slice(state, request)
         case CompleteSnapshotCopy():
-            return snapshots.snapshot_copied(state, given)
+            return snapshots.snapshot_copied(state, request)
         case CommitSnapshot():
-            return snapshots.commit_snapshot(state, given)
+            return snapshots.commit_snapshot(state, request)
         case RejectSnapshot():
-            return snapshots.reject_snapshot(state, given)
+            return snapshots.reject_snapshot(state, request)
         case RanksAttached():
-            return sampling_slices.attach_ranks(state, given)
+            return sampling_slices.attach_ranks(state, request)
         case RanksOutOfMemory():
-            return memory.fail_oversized(state, given)
+            return memory.fail_oversized(state, request)
         case FailDispatch():
-            return _fail_dispatch(state, given)
+            return _fail_dispatch(state, request)
         case DeleteExpiredCheckpoints():
-            return checkpoint_retention.delete_expired(state, given)
+            return checkpoint_retention.delete_expired(state, request)
         case ExpireResults():
             rules = state.rules
-            until_s = state.futures.overdue(given.at_s, ttl_s=rules.result_ttl_s, keep=rules.max_kept_results)
+            until_s = state.futures.overdue(request.at_s, ttl_s=rules.result_ttl_s, keep=rules.max_kept_results)
             return Decision(Done(), () if until_s is None else (ResultsExpired(until_s),))
         case CompletePush() | RouteSamples() | CompleteRouted() | RequeueRouted():
-            return publishing.decide(state, given)
+            return publishing.decide(state, request)
         case _:
-            assert_never(given)
+            assert_never(request)
 
 
-def _decide_command(state: TrainState, given: ClientCommand) -> Decision:  # noqa: PLR0911 - one arm per command
-    tenant, command, at_s = given.tenant, given.command, given.at_s
+def _decide_command(state: TrainState, request: ClientCommand) -> Decision:  # noqa: PLR0911 - one arm per command
+    tenant, command, at_s = request.tenant, request.command, request.at_s
     match command:
         case SubmitOperation():
             return _submit(state, tenant, command, at_s)
@@ -181,7 +181,7 @@ def _submit(state: TrainState, tenant: str, command: SubmitOperation, at_s: floa
         case ops.OpenSampler():
             fact = _accepted(state, tenant, operation, at_s)
             return sampling_slices.accept_sampler(state, fact, operation, command.session_id)
-        case Sample():
+        case SampleOperation():
             return sampling_slices.accept_sample(state, _accepted(state, tenant, operation, at_s), operation)
         case ops.LoadWeights() if operation.seq_id == 0:
             return _accept_initial_load(state, tenant, operation, at_s)
@@ -290,41 +290,41 @@ def _unload(state: TrainState, model: ModelRecord, at_s: float) -> tuple[list[Fa
     return facts, cancelled
 
 
-def _complete_dispatch(state: TrainState, given: CompleteDispatch) -> Decision:
-    dispatch = state.dispatches.get(given.number)
+def _complete_dispatch(state: TrainState, request: CompleteDispatch) -> Decision:
+    dispatch = state.dispatches.get(request.number)
     if dispatch is None:
         return Decision(Done())
-    results: Sequence[ops.Result] = given.results
+    results: Sequence[ops.Result] = request.results
     if len(results) != len(dispatch.future_ids):
         wrong = f"the ranks gave {len(results)} results for {len(dispatch.future_ids)} operations"
         results = [ops.Failed("server", wrong)] * len(dispatch.future_ids)
-    push = publishing.push_after_save(state, dispatch, results, given.at_s)
+    push = publishing.push_after_save(state, dispatch, results, request.at_s)
     if push is not None and push.future_id:
         # The future ends when the push to the endpoints is complete.
         return Decision(Done(), (push,))
     facts = tuple(
-        OperationFinished(future_id, result, given.at_s)
+        OperationFinished(future_id, result, request.at_s)
         for future_id, result in zip(dispatch.future_ids, results, strict=True)
     )
     return Decision(Done(), facts if push is None else (*facts, push), tuple(dispatch.future_ids))
 
 
-def _fail_dispatch(state: TrainState, given: FailDispatch) -> Decision:
-    dispatch = state.dispatches.get(given.number)
+def _fail_dispatch(state: TrainState, request: FailDispatch) -> Decision:
+    dispatch = state.dispatches.get(request.number)
     if dispatch is None:
         return Decision(Done())
     ended = dispatch.future_ids if dispatch.quantum is None else state.sampling
-    return Decision(Done(), (DispatchFailed(given.number, given.reason, given.at_s),), tuple(ended))
+    return Decision(Done(), (DispatchFailed(request.number, request.reason, request.at_s),), tuple(ended))
 
 
 def _abort(state: TrainState, tenant: str, command: AbortOperation, at_s: float) -> Decision:
     future = find_future(state, tenant, command.future_id)
-    is_sample = isinstance(future.operation, Sample)
+    is_sample = isinstance(future.operation, SampleOperation)
     if future.status is FutureStatus.DISPATCHED and not is_sample:
-        raise StrataError(Code.PRECONDITION, "it is running already and cannot be given up any more")
+        raise StrataError(Code.PRECONDITION, "it is running already and cannot be cancelled any more")
     if future.status not in OPEN:
         return Decision(Done())
     if not is_sample and not isinstance(future.operation, ops.Sequenced):
-        raise StrataError(Code.PRECONDITION, f"{future.kind} cannot be given up: others rely on it")
+        raise StrataError(Code.PRECONDITION, f"{future.kind} cannot be cancelled: others rely on it")
     result = ops.Failed("cancelled", command.reason)
     return Decision(Done(), (OperationFinished(command.future_id, result, at_s),), (command.future_id,))

@@ -29,15 +29,15 @@ class _Chosen(NamedTuple):
     tenant: str
 
 
-def dispatch_next(state: TrainState, given: DispatchNext) -> Decision:
+def dispatch_next(state: TrainState, request: DispatchNext) -> Decision:
     """One dispatch, or the failure of one operation that cannot be dispatched, or nothing."""
     if len(state.dispatches) >= state.rules.max_running:
         return Decision(Done())
-    if snapshots.due_reason(state, given.at_s) is not None:
-        return snapshots.begin_snapshot(state, given.at_s)
+    if snapshots.due_reason(state, request.at_s) is not None:
+        return snapshots.begin_snapshot(state, request.at_s)
     if sampling_slices.wants_slice(state) and not (state.last_was_slice and len(state.scheduler)):
-        return sampling_slices.next_slice(state, given.at_s)
-    budget = given.ranks * state.rules.max_tokens_per_row
+        return sampling_slices.next_slice(state, request.at_s)
+    budget = request.ranks * state.rules.max_tokens_per_row
     rules = state.rules
     selection = state.scheduler.select(budget_tokens=budget, coalesce=rules.pack_tenants, most=rules.slots)
     chosen = []
@@ -49,13 +49,13 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Decision:
     if not chosen:
         return Decision(Done())
     for each in chosen:
-        obstacle = _asleep_obstacle(state, each.operation) or _obstacle(state, each, given)
+        obstacle = _asleep_obstacle(state, each.operation) or _obstacle(state, each, request)
         if obstacle is not None:
             # Only its own tenant is charged: else a tenant whose operations cannot run would have others charged.
             charges = selection.charges(only={each.future_id})
-            failed = OperationFinished(each.future_id, ops.Failed("user", obstacle), given.at_s)
+            failed = OperationFinished(each.future_id, ops.Failed("user", obstacle), request.at_s)
             return Decision(Done(), (failed,), (each.future_id,), charges=charges)
-    packed = _packed(state, chosen, given)
+    packed = _packed(state, chosen, request)
     number = state.dispatched + 1
     ids = tuple(each.future_id for each in chosen)
     path = _path(state, chosen[0].operation)
@@ -63,16 +63,16 @@ def dispatch_next(state: TrainState, given: DispatchNext) -> Decision:
         sampling_slices.samplers_to_evict(state) or () if isinstance(chosen[0].operation, _SAMPLER_OPERATIONS) else ()
     )
     dispatch = Dispatch(number, ids, packed.rows, path, close)
-    fact = Dispatched(number, ids, packed.rows, path, close, at_s=given.at_s)
+    fact = Dispatched(number, ids, packed.rows, path, close, at_s=request.at_s)
     return Decision(Dispatching(dispatch, packed.efficiency), (fact,), charges=selection.charges())
 
 
-def _packed(state: TrainState, chosen: list[_Chosen], given: DispatchNext) -> Packed:
+def _packed(state: TrainState, chosen: list[_Chosen], request: DispatchNext) -> Packed:
     items = [each.operation.lengths for each in chosen if isinstance(each.operation, ops.ForwardBackward)]
     if not items:
         return Packed((), 1.0)
-    capacity = min(state.rules.max_tokens_per_row, given.row_tokens or state.rules.max_tokens_per_row)
-    return pack(items, ranks=given.ranks, max_tokens_per_row=capacity, max_context=given.max_context)
+    capacity = min(state.rules.max_tokens_per_row, request.row_tokens or state.rules.max_tokens_per_row)
+    return pack(items, ranks=request.ranks, max_tokens_per_row=capacity, max_context=request.max_context)
 
 
 def _asleep_obstacle(state: TrainState, operation: ops.Operation) -> str | None:
@@ -80,27 +80,27 @@ def _asleep_obstacle(state: TrainState, operation: ops.Operation) -> str | None:
     return ops.ASLEEP if state.asleep and not isinstance(operation, ops.WHILE_ASLEEP) else None
 
 
-def _obstacle(state: TrainState, chosen: _Chosen, given: DispatchNext) -> str | None:
+def _obstacle(state: TrainState, chosen: _Chosen, request: DispatchNext) -> str | None:
     """Why this operation cannot be dispatched."""
     operation = chosen.operation
     match operation:
         case ops.MalformedOperation():
             return operation.message
         case ops.ForwardBackward():
-            return _pack_obstacle(operation, given)
+            return _pack_obstacle(operation, request)
         case ops.SaveWeights() | ops.SyncWeights():
             return publishing.unknown_endpoint(state, operation) or _save_obstacle(state, publishing.as_save(operation))
         case ops.LoadWeights():
-            return _load_obstacle(state, operation, chosen.tenant, given.at_s)
+            return _load_obstacle(state, operation, chosen.tenant, request.at_s)
         case ops.SaveSampler() | ops.OpenSampler():
             return _sampler_obstacle(state, operation, chosen.tenant)
         case _:
             return None
 
 
-def _pack_obstacle(operation: ops.ForwardBackward, given: DispatchNext) -> str | None:
+def _pack_obstacle(operation: ops.ForwardBackward, request: DispatchNext) -> str | None:
     try:
-        check_lengths([operation.lengths], given.max_context, given.row_tokens)
+        check_lengths([operation.lengths], request.max_context, request.row_tokens)
     except StrataError as error:
         return error.message
     return None

@@ -11,7 +11,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.sampling import Sample
+from strata.train.core.sampling import SampleOperation
 
 
 class FutureStatus(StrEnum):
@@ -172,7 +172,7 @@ class FutureStore:
     def _move(self, future_id: str, event: FutureEvent) -> OperationFuture:
         future = self._futures[future_id]
         after = NEXT.get((future.status, event))
-        if (future.status, event) in SAMPLES_ONLY and not isinstance(future.operation, Sample):
+        if (future.status, event) in SAMPLES_ONLY and not isinstance(future.operation, SampleOperation):
             after = None
         if after is None:
             raise StrataError(Code.INTERNAL, f"{future_id} is {future.status}: it cannot {event}")
@@ -184,7 +184,7 @@ class FutureStore:
 
 
 def _queued(future: OperationFuture) -> bool:
-    return future.status is FutureStatus.PENDING and not isinstance(future.operation, Sample)
+    return future.status is FutureStatus.PENDING and not isinstance(future.operation, SampleOperation)
 
 
 def _inline_bytes(future: OperationFuture) -> int:

@@ -31,9 +31,9 @@ class TrainMachine:
     def initial(self) -> TrainState:
         return TrainState(self._rules)
 
-    def decide(self, state: TrainState, given: Input, now_s: float) -> tuple[Sequence[bytes], Decision]:
+    def decide(self, state: TrainState, request: Input, now_s: float) -> tuple[Sequence[bytes], Decision]:
         del now_s  # Times are parts of the inputs: they end up in facts, and a monotonic clock means nothing there.
-        decision = decide(state, given)
+        decision = decide(state, request)
         observe(state, decision)
         return [facts.encode(fact) for fact in decision.facts], decision
 

@@ -22,15 +22,15 @@ NEAR_LIMIT: Final = 0.8
 """A row of this share of the measured limit may well have been too long."""
 
 
-def fail_oversized(state: TrainState, given: RanksOutOfMemory) -> Decision:
+def fail_oversized(state: TrainState, request: RanksOutOfMemory) -> Decision:
     """Fail the operation whose row was too long. No fact if the row was of another dispatch: the cause is unknown."""
-    dispatch = state.dispatches.get(given.number)
+    dispatch = state.dispatches.get(request.number)
     for future_id in dispatch.future_ids if dispatch is not None else ():
         future = state.futures.get(future_id)
         operation = future.operation if future is not None else None
-        if isinstance(operation, ops.ForwardBackward) and operation.model_id == given.exhausted.model_id:
-            result = ops.Failed("user", describe_out_of_memory(given.exhausted), memory=True)
-            return Decision(Done(), (OperationFinished(future_id, result, given.at_s),), (future_id,))
+        if isinstance(operation, ops.ForwardBackward) and operation.model_id == request.exhausted.model_id:
+            result = ops.Failed("user", describe_out_of_memory(request.exhausted), memory=True)
+            return Decision(Done(), (OperationFinished(future_id, result, request.at_s),), (future_id,))
     return Decision(Done())
 
 

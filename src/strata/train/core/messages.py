@@ -74,7 +74,7 @@ class SubmitOperation(_Request, frozen=True, tag="submit_operation"):
 class AbortOperation(_FutureRequest, frozen=True, tag="abort"):
     """Cancel an operation that has not been dispatched, or a sample."""
 
-    reason: str = "given up by the client"
+    reason: str = "cancelled by the client"
 
 
 class OpenSession(_SessionRequest, frozen=True, tag="open_session"):

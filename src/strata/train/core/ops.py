@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from strata.train.core.sampling import Sample
+from strata.train.core.sampling import SampleOperation
 
 WeightsKind = Literal["weights", "sampler_weights", "external_weights"]
 """Weights and optimizer state to resume training from; weights to sample from; weights to export."""
@@ -276,7 +276,7 @@ Sequenced = (
     | MalformedOperation
 )
 """Operations of one model, which run strictly in the order of their `seq_id`."""
-Operation = Sequenced | CreateModel | UnloadModel | Sleep | Wake | OpenSampler | Sample
+Operation = Sequenced | CreateModel | UnloadModel | Sleep | Wake | OpenSampler | SampleOperation
 WHILE_ASLEEP: Final = (Sleep, Wake, UnloadModel, AbortGradients)
 """Operations that wake the ranks or only release something: a model whose unload failed would keep its slot."""
 ASLEEP: Final = "the server sleeps; wake it first"

@@ -24,7 +24,7 @@ from strata.train.core.facts import (
 from strata.train.core.future import OPEN
 from strata.train.core.inputs import CompletePush, CompleteRouted, Decision, RequeueRouted, RouteSamples
 from strata.train.core.messages import AddEndpoint, Done, RemoveEndpoint
-from strata.train.core.sampling import Sample
+from strata.train.core.sampling import SampleOperation
 from strata.train.core.state import Dispatch, InferenceEndpoint, Publication, Push, TrainState, is_name
 
 MAX_ENDPOINTS: Final = 64
@@ -39,21 +39,23 @@ def version_of(model_id: str, seq_id: int) -> str:
     return f"{model_id.replace(':', '-')}-v{seq_id}"
 
 
-def decide(state: TrainState, given: PublishingInput) -> Decision:
-    match given:
+def decide(state: TrainState, request: PublishingInput) -> Decision:
+    match request:
         case CompletePush():
-            return _complete_push(state, given)
+            return _complete_push(state, request)
         case RouteSamples():
-            return _route(state, given.limit)
+            return _route(state, request.limit)
         case CompleteRouted():
             # A sample that was cancelled meanwhile has its result already.
-            if given.future_id not in state.routed:
+            if request.future_id not in state.routed:
                 return Decision(Done())
-            return Decision(Done(), (OperationFinished(given.future_id, given.result, given.at_s),), (given.future_id,))
+            return Decision(
+                Done(), (OperationFinished(request.future_id, request.result, request.at_s),), (request.future_id,)
+            )
         case RequeueRouted():
-            return Decision(Done(), (SampleReturned(given.future_id),) if given.future_id in state.routed else ())
+            return Decision(Done(), (SampleReturned(request.future_id),) if request.future_id in state.routed else ())
         case _:
-            assert_never(given)
+            assert_never(request)
 
 
 def add_endpoint(state: TrainState, command: AddEndpoint, at_s: float) -> Decision:
@@ -66,7 +68,7 @@ def add_endpoint(state: TrainState, command: AddEndpoint, at_s: float) -> Decisi
     if existing is not None and existing.address == command.address:
         return Decision(Done())
     if existing is None and len(state.endpoints) >= MAX_ENDPOINTS:
-        raise StrataError(Code.EXHAUSTED, f"there are {MAX_ENDPOINTS} inference endpoints, which is all that may be")
+        raise StrataError(Code.EXHAUSTED, f"there are {MAX_ENDPOINTS} inference endpoints, which is the limit")
     return Decision(Done(), (EndpointAdded(command.name, command.url, command.address, command.engine, at_s),))
 
 
@@ -104,22 +106,22 @@ def push_after_save(
     )
 
 
-def _complete_push(state: TrainState, given: CompletePush) -> Decision:
-    push = state.pushes.get(given.path)
+def _complete_push(state: TrainState, request: CompletePush) -> Decision:
+    push = state.pushes.get(request.path)
     if push is None:
         return Decision(Done())
-    ended: list[Fact] = [PushEnded(given.path, given.outcomes, given.at_s)]
+    ended: list[Fact] = [PushEnded(request.path, request.outcomes, request.at_s)]
     future = state.futures.get(push.future_id)
     if future is None or future.status not in OPEN or not isinstance(future.operation, ops.SyncWeights):
         return Decision(Done(), tuple(ended))
     weights = future.operation.save()
     path = ops.SavedWeights(weights.model_id, weights.kind, weights.name).path
-    result = ops.WeightsSynced(path, push.version, given.outcomes)
-    ended.append(OperationFinished(push.future_id, result, given.at_s))
+    result = ops.WeightsSynced(path, push.version, request.outcomes)
+    ended.append(OperationFinished(push.future_id, result, request.at_s))
     return Decision(Done(), tuple(ended), (push.future_id,))
 
 
-def routable(state: TrainState, future_id: str, sample: Sample) -> str | None:
+def routable(state: TrainState, future_id: str, sample: SampleOperation) -> str | None:
     """The endpoint that this sample is routed to; None: the ranks sample it.
 
     Engines return the log probability of the model itself. That equals the promised one only for an unmodified

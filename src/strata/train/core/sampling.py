@@ -54,7 +54,7 @@ class Targets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Layout
 
 
-class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sample"):
+class SampleOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sample"):
     """Continue a prompt, `num_samples` times. A sampler's weights never change; its requests have no order."""
 
     sampler_id: str
@@ -149,14 +149,14 @@ _PAIR: Final = 8
 """Bytes of a token with its log-probability."""
 
 
-def result_bytes(sample: Sample, tokens: int) -> int:
+def result_bytes(sample: SampleOperation, tokens: int) -> int:
     """The size of the result of a request if each of its samples has so many tokens."""
     sampled = sample.num_samples * tokens * _PAIR * (1 + sample.topk_sample_logprobs)
     per_place = _PAIR * (sample.topk_prompt_logprobs + sample.prompt_draws) + (4 if sample.prompt_logprobs else 0)
     return sampled + sample.length * per_place + (0 if sample.targets is None else len(sample.targets.tokens))
 
 
-def check_result_size(sample: Sample, tokens: int) -> None:
+def check_result_size(sample: SampleOperation, tokens: int) -> None:
     """INVALID if the result could exceed `MAX_RESULT_BYTES` when each sample has at most so many tokens."""
     size = result_bytes(sample, tokens)
     if size > MAX_RESULT_BYTES:
@@ -170,7 +170,7 @@ def check_result_size(sample: Sample, tokens: int) -> None:
 
 class AddedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str
-    sample: Sample
+    sample: SampleOperation
     share: str = ""
     """Fair-share key of the slots: the samples of one tenant have the same."""
 

@@ -16,7 +16,7 @@ from strata.train.core.facts import Dispatched, Fact, OperationAccepted, Operati
 from strata.train.core.future import OperationFuture
 from strata.train.core.inputs import CompleteSlice, Decision, Dispatching, RanksAttached
 from strata.train.core.messages import Accepted, Done
-from strata.train.core.sampling import Sample, SlicePlan
+from strata.train.core.sampling import SampleOperation, SlicePlan
 from strata.train.core.state import Dispatch, SamplerStatus, TrainState
 from strata.train.core.views import find_sampler, find_session
 
@@ -38,7 +38,7 @@ def accept_sampler(state: TrainState, fact: OperationAccepted, operation: ops.Op
     return Decision(Accepted(fact.future_id, ""), (fact,))
 
 
-def accept_sample(state: TrainState, fact: OperationAccepted, sample: Sample) -> Decision:
+def accept_sample(state: TrainState, fact: OperationAccepted, sample: SampleOperation) -> Decision:
     existing = state.futures.get(fact.future_id)
     if existing is not None and existing.tenant == fact.tenant:
         return _same_or_conflict(existing, fact, f"sample {sample.seq_id} of {sample.sampler_id!r}")
@@ -63,7 +63,7 @@ def wants_slice(state: TrainState) -> bool:
     )
 
 
-def _ready(state: TrainState, future_id: str, sample: Sample) -> bool:
+def _ready(state: TrainState, future_id: str, sample: SampleOperation) -> bool:
     sampler = state.samplers.get(sample.sampler_id)
     if sampler is not None and sampler.status is SamplerStatus.COMING:
         return False
@@ -88,7 +88,7 @@ def next_slice(state: TrainState, at_s: float) -> Decision:
     return Decision(Dispatching(dispatch, 1.0), (Dispatched(number, tuple(added), quantum=plan),))
 
 
-def _is_open(state: TrainState, sample: Sample) -> bool:
+def _is_open(state: TrainState, sample: SampleOperation) -> bool:
     sampler = state.samplers.get(sample.sampler_id)
     return sampler is not None and sampler.status is SamplerStatus.OPEN
 
@@ -111,20 +111,20 @@ def _select_fairly(state: TrainState, future_ids: Iterable[str]) -> list[str]:
     return [future_id for _, future_id in places[:room]]
 
 
-def complete_slice(state: TrainState, given: CompleteSlice) -> Decision:
-    if given.number not in state.dispatches:
+def complete_slice(state: TrainState, request: CompleteSlice) -> Decision:
+    if request.number not in state.dispatches:
         return Decision(Done())
     # A sample that was cancelled meanwhile has its result already.
-    ended = {future_id: result for future_id, result in given.ended if future_id in state.sampling}
-    if not given.left:
+    ended = {future_id: result for future_id, result in request.ended if future_id in state.sampling}
+    if not request.left:
         lost = ops.Failed("server", "the ranks do not know of this request any more")
         ended |= {future_id: lost for future_id in state.sampling if future_id not in ended}
-    facts: list[Fact] = [OperationFinished(future_id, result, given.at_s) for future_id, result in ended.items()]
-    return Decision(Done(), (*facts, SliceEnded(given.number)), tuple(ended))
+    facts: list[Fact] = [OperationFinished(future_id, result, request.at_s) for future_id, result in ended.items()]
+    return Decision(Done(), (*facts, SliceEnded(request.number)), tuple(ended))
 
 
-def attach_ranks(state: TrainState, given: RanksAttached) -> Decision:
-    return Decision(Done(), () if given.group == state.group else (RanksRenewed(given.group),))
+def attach_ranks(state: TrainState, request: RanksAttached) -> Decision:
+    return Decision(Done(), () if request.group == state.group else (RanksRenewed(request.group),))
 
 
 def open_obstacle(state: TrainState, operation: ops.OpenSampler, tenant: str) -> str | None:

@@ -24,13 +24,13 @@ from strata.train.core.facts import (
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import CommitSnapshot, CompleteSnapshotCopy, Decision, Dispatching, RejectSnapshot
 from strata.train.core.messages import Done
-from strata.train.core.sampling import Sample
+from strata.train.core.sampling import SampleOperation
 from strata.train.core.state import Dispatch, ModelSnapshot, SnapshotBacklog, TrainState
 
 KEEP: Final = 2
 MAX_BACKOFF_DOUBLINGS: Final = 6
 """Exponential backoff stops to double after so many failures in a row."""
-_READ_ONLY: Final = (ops.SaveWeights, ops.SyncWeights, ops.Sleep, ops.Wake, ops.MalformedOperation, Sample)
+_READ_ONLY: Final = (ops.SaveWeights, ops.SyncWeights, ops.Sleep, ops.Wake, ops.MalformedOperation, SampleOperation)
 
 
 def due_reason(state: TrainState, at_s: float) -> str | None:
@@ -56,34 +56,34 @@ def begin_snapshot(state: TrainState, at_s: float) -> Decision:
     return Decision(Dispatching(dispatch, 1.0), (Dispatched(number, (), path=name, snapshot=True, at_s=at_s),))
 
 
-def snapshot_copied(state: TrainState, given: CompleteSnapshotCopy) -> Decision:
+def snapshot_copied(state: TrainState, request: CompleteSnapshotCopy) -> Decision:
     """The ranks have copied all models and write the copy, or could not."""
-    if given.number not in state.dispatches:
+    if request.number not in state.dispatches:
         return Decision(Done())
-    if given.trouble is not None:
-        return Decision(Done(), (SnapshotAbandoned(given.number, given.trouble),))
-    return Decision(Done(), (SnapshotCopied(given.number),))
+    if request.trouble is not None:
+        return Decision(Done(), (SnapshotAbandoned(request.number, request.trouble),))
+    return Decision(Done(), (SnapshotCopied(request.number),))
 
 
-def commit_snapshot(state: TrainState, given: CommitSnapshot) -> Decision:
+def commit_snapshot(state: TrainState, request: CommitSnapshot) -> Decision:
     """Not before every dispatch up to it has results: no replay from the snapshot would produce them."""
     taking = state.snapshotting
-    if taking is None or taking.number != given.number or state.settled_through < given.number:
+    if taking is None or taking.number != request.number or state.settled_through < request.number:
         return Decision(Done())
-    if given.trouble is not None:
-        return Decision(Done(), (SnapshotAbandoned(given.number, given.trouble),))
+    if request.trouble is not None:
+        return Decision(Done(), (SnapshotAbandoned(request.number, request.trouble),))
     fact = SnapshotCommitted(
-        given.number, taking.name, given.digest, given.at_s, given.size, given.held_s, given.written_s
+        request.number, taking.name, request.digest, request.at_s, request.size, request.held_s, request.written_s
     )
     return Decision(Done(), (fact,))
 
 
-def reject_snapshot(state: TrainState, given: RejectSnapshot) -> Decision:
+def reject_snapshot(state: TrainState, request: RejectSnapshot) -> Decision:
     """The last recovery point is never dropped, damaged or not: an operator may be able to repair it."""
     known = [each.number for each in state.snapshots]
-    if given.number not in known or (len(known) == 1 and state.truncated_through):
+    if request.number not in known or (len(known) == 1 and state.truncated_through):
         return Decision(Done())
-    return Decision(Done(), (SnapshotRejected(given.number, given.reason),))
+    return Decision(Done(), (SnapshotRejected(request.number, request.reason),))
 
 
 def recovery_point(state: TrainState, refused: Set[int]) -> ModelSnapshot | None:
@@ -132,7 +132,7 @@ def record_dispatch(state: TrainState, fact: Dispatched, operations: list[ops.Op
             for each in state.futures
             if each.status is FutureStatus.PENDING
             and each.operation is not None
-            and not isinstance(each.operation, Sample)
+            and not isinstance(each.operation, SampleOperation)
         }
         state.snapshotting = ModelSnapshot(fact.number, fact.path, pending=pending, since=state.snapshot_backlog)
         state.snapshot_backlog = SnapshotBacklog()

@@ -11,7 +11,7 @@ import msgspec
 from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.future import FutureStatus, FutureStore, OperationFuture
-from strata.train.core.sampling import Sample, SlicePlan
+from strata.train.core.sampling import SampleOperation, SlicePlan
 from strata.train.core.scheduler import QueuedOperation, Scheduler
 from strata.train.core.sequence import SequenceWindow
 
@@ -229,9 +229,9 @@ class TrainState:
         self.turns = saved.turns
         self.server_operations = saved.server_operations
         self.samplers = {each.sampler_id: each for each in saved.samplers}
-        self.waiting: dict[str, Sample] = {}
+        self.waiting: dict[str, SampleOperation] = {}
         """Samples that are not dispatched, in the order of acceptance."""
-        self.sampling: dict[str, Sample] = {}
+        self.sampling: dict[str, SampleOperation] = {}
         """Samples at the ranks."""
         self.cancelled_samples = set(saved.cancels)
         """Samples that a client cancelled while they ran; the next slice cancels them at the ranks."""
@@ -239,7 +239,7 @@ class TrainState:
         self.pushes = {each.path: each for each in saved.pushes}
         self.published = {each.path: each for each in saved.published}
         """The newest of each model, oldest first."""
-        self.routed: dict[str, tuple[str, Sample]] = {}
+        self.routed: dict[str, tuple[str, SampleOperation]] = {}
         """Samples that were routed to an endpoint: its name, and the sample."""
         self.unroutable = set(saved.unroutable)
         """Samples that an endpoint failed to answer: the ranks sample them."""
@@ -261,9 +261,9 @@ class TrainState:
         """The journal is truncated up to this dispatch: there is a snapshot of it or a later one. 0: it is complete."""
         self.scheduler = Scheduler(rules.max_tokens_per_row)
         for future in sorted(self.futures, key=lambda each: each.turn):
-            if isinstance(future.operation, Sample) and future.future_id in saved.routed:
+            if isinstance(future.operation, SampleOperation) and future.future_id in saved.routed:
                 self.routed[future.future_id] = saved.routed[future.future_id], future.operation
-            elif isinstance(future.operation, Sample):
+            elif isinstance(future.operation, SampleOperation):
                 queue = self.waiting if future.status is FutureStatus.PENDING else self.sampling
                 queue[future.future_id] = future.operation
             elif future.status is FutureStatus.PENDING and future.turn:
@@ -390,7 +390,7 @@ def future_id_of(operation: ops.Operation, server_operations: int) -> str:
             return f"op:{server_operations + 1}"
         case ops.OpenSampler():
             return f"{operation.sampler_id}:open"
-        case Sample():
+        case SampleOperation():
             return f"{operation.sampler_id}:{operation.seq_id}"
         case ops.LoadWeights() if operation.seq_id == 0:
             return f"{operation.model_id}:{INITIAL_LOAD}"

@@ -7,7 +7,7 @@ from typing import Final
 
 from strata.train.core.future import FutureStatus, OperationFuture
 from strata.train.core.messages import QueuePosition, QueueState
-from strata.train.core.sampling import Sample
+from strata.train.core.sampling import SampleOperation
 from strata.train.core.scheduler import QueuedOperation
 from strata.train.core.state import TrainState
 from strata.train.core.views import tokens_of
@@ -57,10 +57,12 @@ def describe_wait(
     """The queue position of a future that has not ended, its ETA, and what runs now."""
     if not attached:
         return QueuePosition(QueueState.PAUSED_CAPACITY, "the ranks are starting")
-    if isinstance(future.operation, Sample):
+    if isinstance(future.operation, SampleOperation):
         return _describe_sample(state, future)
     if any(push.future_id == future.future_id for push in state.pushes.values()):
-        return QueuePosition(QueueState.ACTIVE, "the weights are saved, and the inference endpoints are being told")
+        return QueuePosition(
+            QueueState.ACTIVE, "the weights are saved, and are being pushed to the inference endpoints"
+        )
     if future.status is FutureStatus.DISPATCHED:
         first = future.number == min(state.dispatches)
         return QueuePosition(QueueState.ACTIVE, "running" if first else f"next at the ranks, {_running(state)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import Sample, SampleResult
+from strata.train.core.sampling import SampleOperation, SampleResult
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Engine(Protocol):
         """Unload a version. Idempotent: one that is not loaded is no error."""
         ...
 
-    async def sample(self, version: ModelVersion, sample: Sample, seed: int) -> SampleResult:
+    async def sample(self, version: ModelVersion, sample: SampleOperation, seed: int) -> SampleResult:
         """Sample from exactly this version. NOT_FOUND if it is not loaded, UNSUPPORTED if the engine cannot."""
         ...
 

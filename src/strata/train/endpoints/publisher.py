@@ -21,7 +21,7 @@ from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
 from strata.train.core.inputs import CompletePush, CompleteRouted, Decision, Input, RequeueRouted, RouteSamples
-from strata.train.core.sampling import Sample, SampleResult, encode_result
+from strata.train.core.sampling import SampleOperation, SampleResult, encode_result
 from strata.train.core.state import InferenceEndpoint, Publication, Push, TrainState
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import Engine, ModelVersion, stale_versions
@@ -174,7 +174,7 @@ class Publisher:
 
     # Samples
 
-    async def _sample(self, future_id: str, endpoint: str, sample: Sample) -> None:
+    async def _sample(self, future_id: str, endpoint: str, sample: SampleOperation) -> None:
         try:
             result = await self._sample_from(future_id, endpoint, sample)
             stored = await self._store_result(ops.SampleDone(ops.InlinePayload(encode_result(result))))
@@ -185,7 +185,7 @@ class Publisher:
         assert isinstance(stored, ops.SampleDone)
         await self._store.commit(CompleteRouted(future_id, stored, self._store.clock.wall_s()))
 
-    async def _sample_from(self, future_id: str, endpoint: str, sample: Sample) -> SampleResult:
+    async def _sample_from(self, future_id: str, endpoint: str, sample: SampleOperation) -> SampleResult:
         """A restarted engine has lost the weights: they are loaded again, and the request is retried once."""
         state = self._store.state
         sampler = state.samplers.get(sample.sampler_id)

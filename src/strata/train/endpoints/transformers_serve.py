@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import Sample
+from strata.train.core.sampling import SampleOperation
 from strata.train.endpoints.client import EngineClient, engine_error
 from strata.train.endpoints.engine import ModelVersion
 from strata.train.settings import InferenceSettings
@@ -67,7 +67,7 @@ class TransformersEngine:
         if name in await asyncio.to_thread(lambda: list(_names(self._published))):
             await asyncio.to_thread(shutil.rmtree, self._published / name)
 
-    async def sample(self, version: ModelVersion, sample: Sample, seed: int) -> NoReturn:
+    async def sample(self, version: ModelVersion, sample: SampleOperation, seed: int) -> NoReturn:
         del version, sample, seed
         raise StrataError(Code.UNSUPPORTED, "transformers serve gives no log probabilities")
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import Sample, SampledSequence, SampleResult
+from strata.train.core.sampling import SampledSequence, SampleOperation, SampleResult
 from strata.train.endpoints.client import EngineClient, EngineReply, engine_error
 from strata.train.endpoints.engine import ModelVersion
 from strata.train.settings import InferenceSettings
@@ -117,7 +117,7 @@ class VllmEngine:
         if reply.status not in (200, 404):
             raise engine_error(reply, "unload_lora_adapter")
 
-    async def sample(self, version: ModelVersion, sample: Sample, seed: int) -> SampleResult:
+    async def sample(self, version: ModelVersion, sample: SampleOperation, seed: int) -> SampleResult:
         model = version.name
         if version.full:
             await self._check_full(version)
@@ -150,7 +150,7 @@ class VllmEngine:
         return rest.partition(b"\n")[0].decode("ascii", "replace")[:64]
 
 
-def request(model: str, sample: Sample, seed: int) -> dict[str, Any]:
+def request(model: str, sample: SampleOperation, seed: int) -> dict[str, Any]:
     params = sample.params
     return {
         "model": model,
@@ -170,7 +170,7 @@ def request(model: str, sample: Sample, seed: int) -> dict[str, Any]:
     }
 
 
-def result(completion: _Completion, model: str, sample: Sample) -> SampleResult:
+def result(completion: _Completion, model: str, sample: SampleOperation) -> SampleResult:
     """UNAVAILABLE unless the reply has every requested number, from the requested weights."""
     choices = sorted(completion.choices, key=lambda choice: choice.index)
     wanted = 1 if sample.params.temperature == 0 else sample.num_samples

@@ -167,8 +167,8 @@ class RankSession:
             store.dispatchable.clear()
             now_s = store.clock.wall_s()
             model = self._attached.model
-            given = DispatchNext(ranks, model.max_context, now_s, self._rows.of(model.row_tokens))
-            decision = await store.commit(given)
+            request = DispatchNext(ranks, model.max_context, now_s, self._rows.of(model.row_tokens))
+            decision = await store.commit(request)
             if isinstance(decision.reply, Dispatching):
                 failpoint("train.orchestrator.dispatch_durable")
                 await self._send(*self._with_operations(decision.reply.dispatch))
@@ -340,7 +340,7 @@ class RankSession:
         failpoint("train.orchestrator.snapshot_heard")
         if written.trouble is not None:
             _log.error("model_snapshot_failed", number=written.number, reason=written.trouble)
-        given = CommitSnapshot(
+        request = CommitSnapshot(
             written.number,
             written.digest,
             written.size,
@@ -349,7 +349,7 @@ class RankSession:
             store.clock.wall_s(),
             written.trouble,
         )
-        decision, _ = store.submit_nowait(given)
+        decision, _ = store.submit_nowait(request)
         if decision.facts and written.trouble is None:
             _log.info(
                 "model_snapshot_committed",

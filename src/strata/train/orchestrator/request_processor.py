@@ -14,8 +14,8 @@ from strata.train.core import commands, ops
 from strata.train.core.pack import redistribute
 from strata.train.core.sampling import (
     AddedSample,
-    Sample,
     SampleFailed,
+    SampleOperation,
     SampleOutcome,
     SamplingSlice,
     SlicePlan,
@@ -63,7 +63,7 @@ class RequestProcessor:
                 return commands.LoadState(operation, path)
             case ops.SaveSampler() | ops.OpenSampler():
                 return commands.MakeSampler(operation, path, dispatch.close)
-            case ops.ForwardBackward() | ops.OptimStep() | ops.MalformedOperation() | Sample():
+            case ops.ForwardBackward() | ops.OptimStep() | ops.MalformedOperation() | SampleOperation():
                 raise AssertionError(f"{type(operation).__name__} is not dispatched alone")
             case _:
                 return commands.ManageModel(operation)
@@ -111,7 +111,7 @@ def _sampling_slice(
 ) -> SamplingSlice:
     added = []
     for future_id, operation, tenant in zip(dispatch.future_ids, operations, tenants, strict=True):
-        assert isinstance(operation, Sample), f"{future_id} is no sample"
+        assert isinstance(operation, SampleOperation), f"{future_id} is no sample"
         added.append(AddedSample(future_id, operation, tenant))
     return SamplingSlice(plan.steps, added, plan.cancel, plan.eager)
 

@@ -53,7 +53,7 @@ class StateStore:
     def leader_epoch(self) -> int:
         return self._replica.epoch
 
-    def submit_nowait(self, given: Input) -> tuple[Decision, asyncio.Future[int] | None]:
+    def submit_nowait(self, request: Input) -> tuple[Decision, asyncio.Future[int] | None]:
         """Decide an input and apply its facts now; the future is done when the facts are durable.
 
         Requests that wait for a result are woken now. A result of the ranks may be sent at once, because rank 0 keeps
@@ -62,7 +62,7 @@ class StateStore:
         """
         settled: list[int] = []
         decided_at_s = self.clock.monotonic_s()
-        decision, durable = self._replica.submit_nowait(given, lambda _: self._on_committed(settled, decided_at_s))
+        decision, durable = self._replica.submit_nowait(request, lambda _: self._on_committed(settled, decided_at_s))
         # Recorded now: by the time these facts are durable, the state may hold results that are not.
         settled.append(self.state.settled_through)
         for future_id in decision.ended:
@@ -78,9 +78,9 @@ class StateStore:
             self.snapshot_committed.set()
         return decision, durable
 
-    async def commit(self, given: Input) -> Decision:
+    async def commit(self, request: Input) -> Decision:
         """Decide an input and return when its facts are durable."""
-        decision, durable = self.submit_nowait(given)
+        decision, durable = self.submit_nowait(request)
         if durable is not None:
             await durable
         return decision

@@ -14,8 +14,8 @@ from strata.train.core import messages, ops
 from strata.train.core.completion_log import CLIENT_BLOCK
 from strata.train.core.sampling import (
     MISSING_LOGPROB,
-    Sample,
     SampledSequence,
+    SampleOperation,
     SampleParams,
     SampleResult,
     TopLogprobs,
@@ -87,7 +87,7 @@ class SampleRequest(StrictBody, frozen=True, kw_only=True):
     prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     record_stability_info: bool | None = None
 
-    def operation(self) -> Sample:
+    def operation(self) -> SampleOperation:
         if self.sampling_session_id is None or self.seq_id is None:
             raise invalid_field("sampling_session_id", "a sample needs a sampling session and a sequence number")
         if self.record_stability_info:
@@ -99,7 +99,7 @@ class SampleRequest(StrictBody, frozen=True, kw_only=True):
             raise invalid_field(
                 "prompt_logprobs_last_n", f"needs prompt_logprobs, and is 1 to {length - 1} for this prompt"
             )
-        return Sample(
+        return SampleOperation(
             sampler_id=self.sampling_session_id,
             seq_id=self.seq_id,
             prompt=prompt,

@@ -54,10 +54,10 @@ class SessionReaper:
         now_s = self._clock.monotonic_s()
         state = self._store.state
         self._track_gaps(state, now_s)
-        for given in [*self._stalled_operations(state, now_s), *self._idle_sessions(state, now_s)]:
-            event = "session_expired" if isinstance(given.command, FinishSession) else "held_operation_expired"
-            _log.warning(event, tenant=given.tenant, name=given.command.subject)
-            await self._store.commit(given)
+        for request in [*self._stalled_operations(state, now_s), *self._idle_sessions(state, now_s)]:
+            event = "session_expired" if isinstance(request.command, FinishSession) else "held_operation_expired"
+            _log.warning(event, tenant=request.tenant, name=request.command.subject)
+            await self._store.commit(request)
 
     def _track_gaps(self, state: TrainState, now_s: float) -> None:
         held = {model_id: model.line.released for model_id, model in state.models.items() if model.line.held}

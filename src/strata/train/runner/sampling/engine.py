@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import Sample
+from strata.train.core.sampling import SampleOperation
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.model.base import DTYPES, BaseModel
@@ -71,7 +71,7 @@ class SamplingEngine:
         """For rank 0, which distributes requests over the ranks."""
         return SampleScatter(self._ranks.size, self.cost, self.limits.requests)
 
-    def cost(self, sample: Sample) -> int:
+    def cost(self, sample: SampleOperation) -> int:
         """The tokens that each sequence of a request reserves; an error if the request cannot be sampled."""
         if sample.sampler_id not in self._samplers:
             raise StrataError(Code.NOT_FOUND, f"there is no sampler {sample.sampler_id!r}")

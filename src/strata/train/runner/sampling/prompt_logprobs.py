@@ -13,7 +13,7 @@ from strata.train.core.sampling import (
     MISSING_LOGPROB,
     Draws,
     Layout,
-    Sample,
+    SampleOperation,
     TargetLogprobs,
     Targets,
     TopLogprobs,
@@ -61,7 +61,7 @@ def compute_prompt_logprobs(model: InferenceModel, group: SequenceGroup, hidden:
 class _PromptScores:
     """Log probabilities of the prompt's own tokens, and of the likeliest at each position, from the row `first` on."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: SampleOperation) -> None:
         last = sample.prompt_logprobs_last_n
         self.first = 0 if last is None else sample.length - 1 - last
         self._k = sample.topk_prompt_logprobs
@@ -118,7 +118,7 @@ def row_starts(layout: Layout) -> torch.Tensor:
 class _PromptDraws:
     """Alternative tokens drawn at each position of the prompt."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: SampleOperation) -> None:
         self._k = sample.prompt_draws
         self._temperature = sample.params.temperature
         self._greedy = is_greedy(sample.params)

@@ -10,7 +10,7 @@ import msgspec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import Sample, check_result_size
+from strata.train.core.sampling import SampleOperation, check_result_size
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.sampling.kv_cache import slot_length
 from strata.train.runner.sampling.sequences import Decode, tokens_from
@@ -43,7 +43,7 @@ class RequestValidator:
         self._path = base.settings.model
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
-    def check(self, sample: Sample) -> None:
+    def check(self, sample: SampleOperation) -> None:
         params = sample.params
         _require(1 <= sample.num_samples <= MAX_SAMPLES, f"num_samples must be 1 to {MAX_SAMPLES}")
         _require(len(sample.prompt) % 4 == 0 and sample.length > 0, "the prompt has no tokens")
@@ -71,14 +71,14 @@ class RequestValidator:
         _require(needed <= self._cached, f"it needs {needed} cached tokens, and a rank has room for {self._cached}")
         check_result_size(sample, self.limit(sample))
 
-    def limit(self, sample: Sample) -> int:
+    def limit(self, sample: SampleOperation) -> int:
         """The most tokens of each sample."""
         wanted = sample.params.max_tokens
         if wanted is None:
             return min(self._max_context, self._cached) - sample.length
         return min(wanted, self._max_context - sample.length)
 
-    def slot_length(self, sample: Sample) -> int:
+    def slot_length(self, sample: SampleOperation) -> int:
         """The tokens that each sequence reserves in the KV cache. The last token that is sampled need not be cached."""
         return slot_length(sample.length + self.limit(sample) - 1, min(self._max_context, self._cached))
 

@@ -16,9 +16,9 @@ from strata.base.errors import StrataError
 from strata.train.core.sampling import (
     AddedSample,
     EndedSample,
-    Sample,
     SampledSequence,
     SampleFailed,
+    SampleOperation,
     SampleOutcome,
     SampleResult,
     SamplingSlice,
@@ -32,7 +32,7 @@ class RankSequences(msgspec.Struct, frozen=True, array_like=True):
     """A request's sequences that a rank is to start."""
 
     request_id: str
-    sample: Sample
+    sample: SampleOperation
     indices: Sequence[int]
     """Which of the request's samples run on this rank."""
     prompt: bool
@@ -71,7 +71,7 @@ decode_slice_result: Final = msgspec.msgpack.Decoder(RankSliceResult).decode
 
 @dataclass
 class _Request:
-    sample: Sample
+    sample: SampleOperation
     ranks: Mapping[int, Sequence[int]]
     cost: int
     """Tokens that each sequence reserves in the KV cache."""
@@ -90,7 +90,7 @@ class SampleScatter:
     `cost` returns the tokens that a sequence of a request reserves, or raises why the request cannot be sampled.
     """
 
-    def __init__(self, ranks: int, cost: Callable[[Sample], int], max_requests: int) -> None:
+    def __init__(self, ranks: int, cost: Callable[[SampleOperation], int], max_requests: int) -> None:
         self._cost = cost
         self._max_requests = max_requests
         self._load = [0] * ranks

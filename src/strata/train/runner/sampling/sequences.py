@@ -9,7 +9,7 @@ from typing import Final, Literal
 import numpy as np
 import torch
 
-from strata.train.core.sampling import MISSING_LOGPROB, Sample, SampledSequence, TopLogprobs
+from strata.train.core.sampling import MISSING_LOGPROB, SampledSequence, SampleOperation, TopLogprobs
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.sampling.kv_cache import KVPool
 from strata.train.runner.sampling.sampling_ops import SeededRng, is_greedy
@@ -59,7 +59,7 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
 
-def rng_name(sample: Sample) -> str:
+def rng_name(sample: SampleOperation) -> str:
     seed = sample.params.seed
     return f"{sample.sampler_id}/{sample.seq_id}" if seed is None else f"seed/{seed}"
 
@@ -69,7 +69,7 @@ class SequenceGroup:
     """A client's request, with those of its sequences that run on this rank."""
 
     request_id: str
-    sample: Sample
+    sample: SampleOperation
     prompt: torch.Tensor
     adapter: Adapter | None
     limit: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from strata.train.core import ops
-from strata.train.core.sampling import Sample, encode_result
+from strata.train.core.sampling import SampleOperation, encode_result
 from strata.train.core.state import INITIAL
 from strata.train.settings import ServerSettings
 from tests.sim.train import chain
@@ -15,7 +15,7 @@ from tests.sim.train.wires import TrainWorld
 
 
 @dataclass
-class Entry:
+class ExpectedResult:
     tenant: str
     operation: ops.Operation
     accepted_s: float
@@ -27,18 +27,18 @@ class Entry:
 
 
 @dataclass
-class Books:
+class ExpectedState:
     world: TrainWorld
     audit: Audit
     settings: ServerSettings
     clock_error_s: float
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, ExpectedResult] = field(default_factory=dict)
 
-    def accepted(self, future_id: str, tenant: str, operation: ops.Operation) -> Entry:
+    def accepted(self, future_id: str, tenant: str, operation: ops.Operation) -> ExpectedResult:
         self.audit.heard(future_id)
         entry = self.entries.get(future_id)
         if entry is None:
-            entry = self.entries[future_id] = Entry(tenant, operation, self.world.loop.time())
+            entry = self.entries[future_id] = ExpectedResult(tenant, operation, self.world.loop.time())
         elif entry.operation != operation:
             self.world.violated(f"{future_id} was given out for two operations")
         return entry
@@ -87,11 +87,11 @@ class Books:
     def _made(self, future_id: str) -> bool:
         return not isinstance(self.audit.results.get(future_id), ops.Failed)
 
-    def _check(self, future_id: str, entry: Entry) -> str | None:
+    def _check(self, future_id: str, entry: ExpectedResult) -> str | None:
         result, operation = entry.result, entry.operation
         if isinstance(result, ops.Failed):
             return self._check_failure(future_id, entry, result)
-        if isinstance(operation, Sample):
+        if isinstance(operation, SampleOperation):
             expected: object = self._sampled(operation)
         elif isinstance(operation, ops.Sequenced):
             expected = self._replayed(future_id, operation)
@@ -101,7 +101,7 @@ class Books:
             None if result == expected else f"{future_id} was told {result}, and one after the other gives {expected}"
         )
 
-    def _check_failure(self, future_id: str, entry: Entry, failure: ops.Failed) -> str | None:
+    def _check_failure(self, future_id: str, entry: ExpectedResult, failure: ops.Failed) -> str | None:
         number = self.audit.number_of.get(future_id, 0)
         match failure.category:
             case "cancelled" if entry.may_cancel:
@@ -110,7 +110,7 @@ class Books:
                 return None
             case "server" if number in self.audit.given_up:
                 return None
-            case "server" if isinstance(entry.operation, Sample) and self._quantum_given_up():
+            case "server" if isinstance(entry.operation, SampleOperation) and self._quantum_given_up():
                 return None
             case _:
                 return f"{future_id} failed ({failure.category}: {failure.message}) for no reason"
@@ -122,7 +122,7 @@ class Books:
         match operation:
             case ops.LoadWeights():
                 return (operation.run_id, operation.kind, operation.name) not in self._saved
-            case Sample():
+            case SampleOperation():
                 return operation.sampler_id not in self._samplers
             case _:
                 return False
@@ -171,7 +171,7 @@ class Books:
             self._now[operation.model_id] = after
         return ops.PassDone(ops.InlinePayload(after))
 
-    def _sampled(self, sample: Sample) -> ops.Result:
+    def _sampled(self, sample: SampleOperation) -> ops.Result:
         if sample.sampler_id not in self._samplers:
             return ops.Failed("user", "there is no such sampler")
         ranks = SimRanks(self.settings, "judge", {}, self.world)
