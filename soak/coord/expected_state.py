@@ -1,7 +1,7 @@
-"""What the workers of a campaign were told, kept outside of the coordinator and compared with its promises.
+"""The expected state of a campaign: the replies to its workers, recorded outside of the coordinator and checked.
 
-A worker writes down every lease it was given and every ack that was confirmed. No worker of these campaigns dies, so a
-sample belongs to one of them from the grant to the ack, and after the ack to nobody for the rest of the epoch.
+A worker records every granted lease and every confirmed ack. No worker of these campaigns dies, so a sample belongs to
+one of them from the grant to the ack, and after the ack to none for the rest of the epoch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Epoch:
     acked: bytearray
     """By sample, how often its ack was confirmed."""
     holder: dict[int, str] = field(default_factory=dict)
-    """By sample, who has it."""
+    """By sample, the worker that holds it."""
     confirmed: int = 0
     """Shards."""
 
@@ -44,7 +44,7 @@ class ExpectedState:
         self.problems.append(what)
 
     def summary(self) -> list[str]:
-        """The problems, as many as anybody would read."""
+        """The first problems, and the number of the others."""
         more = len(self.problems) - MOST_NAMED
         return [*self.problems[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
 
@@ -76,7 +76,7 @@ class ExpectedState:
         self.problem(f"the ack of lease {lease_id} by {worker_id} in epoch {epoch} was refused: it held the lease")
 
     def close(self, epoch: int, workers: int) -> None:
-        """Everybody is through: each sample was acked, and everybody was released."""
+        """The epoch is over: check that each sample was acked and each worker released."""
         found = self._of(epoch)
         missing = found.acked.count(0)
         if missing:

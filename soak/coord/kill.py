@@ -46,7 +46,7 @@ class Kill:
     """Of a kill from outside: how long after the last one."""
     arm: Arm | None
     down_s: float = 0.0
-    """How long nobody may start the coordinator again."""
+    """How long the coordinator stays down before its restart."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Outcome:
     """First answer after each kill from which the coordinator came back as it should."""
     everywhere_s: list[float] = field(default_factory=list)
     slow_s: list[float] = field(default_factory=list)
-    """The same after kills that hit while nobody led, or with a wait before the restart: no limit holds for these."""
+    """The same after kills while no coordinator led, or with a wait before the restart: no limit holds for these."""
     in_barrier: list[int] = field(default_factory=list)
     moments: dict[str, int] = field(default_factory=dict)
     confirmed: int = 0
@@ -103,7 +103,7 @@ class Campaign:
         self._pool = pool
         self._kills = kills
         self._dead_twice = False
-        """Killed again before anybody was answered."""
+        """Killed again before any worker got a reply."""
         self.outcome = Outcome()
 
     async def run(self, tell: Callable[[Outcome], None]) -> Outcome:
@@ -175,7 +175,7 @@ class Campaign:
         else:
             await asyncio.sleep(kill.backoff_s)
             until_s = time.monotonic() + FIRES_S
-            # Between two epochs nobody waits in a barrier or nobody reads: a kill shows more a moment later.
+            # Between two epochs no worker waits in a barrier or none reads: a kill shows more a moment later.
             while not (self._pool.waiting and self._pool.reading) and time.monotonic() < until_s:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         victim = await self._leader()
@@ -188,7 +188,7 @@ class Campaign:
                 if each.runs and await each.is_leading():
                     return each
             await asyncio.sleep(0.05)
-        raise TimeoutError(f"nobody leads: {self._coordinators[0].log}")
+        raise TimeoutError(f"no coordinator leads: {self._coordinators[0].log}")
 
     async def _back(self, kill: Kill, died_s: float) -> bool:
         """Wait for an answer; False if the one that should give it was killed before it could."""
@@ -224,7 +224,7 @@ class Campaign:
             return task.result()
         task.cancel()
         if sum(each.runs for each in self._coordinators) == alive:
-            self._pool.expected.problem(f"nobody {what} within {within_s:g} s")
+            self._pool.expected.problem(f"no worker {what} within {within_s:g} s")
         return None
 
     async def _check_job(self, confirmed: int, epoch: int) -> None:

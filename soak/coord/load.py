@@ -1,4 +1,4 @@
-"""Ten thousand workers at once, and a thousand on a machine without a free core: nobody is cancelled or evicted."""
+"""Ten thousand workers at once, and a thousand on a machine without a free core: no call is cancelled, none evicted."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ async def _stampede(load: LoadGenerator, workers: int, taken: dict[str, list[flo
 
 
 async def _one_generation(load: LoadGenerator, workers: int, began_s: float) -> int:
-    """The generation that has everybody; a large job may form a smaller one first."""
+    """The generation with all workers; a large job may form a smaller one first."""
     while time.monotonic() < began_s + PATIENCE_S:
         job = await load.job()
         if job.world_size == workers:

@@ -59,7 +59,7 @@ class Coordinator:
         self._process: asyncio.subprocess.Process | None = None
         self._dying: asyncio.Task[float] | None = None
         self.crashes: list[str] = []
-        """Ends that nobody asked for: all but SIGKILL, our own or at a failpoint."""
+        """Unexpected exits: all but SIGKILL, by the campaign or at a failpoint."""
 
     @property
     def pid(self) -> int:
@@ -108,7 +108,7 @@ class Coordinator:
         await self._until(health_pb2.HealthCheckResponse.SERVING)
 
     async def stands_by(self) -> None:
-        """It listens and does not lead; or it leads already, if nobody else does."""
+        """It listens and does not lead; or it leads already, if no other does."""
         await self._until(health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING)
 
     async def is_leading(self) -> bool:

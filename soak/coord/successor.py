@@ -55,7 +55,7 @@ class Successor:
                 return shard
 
     async def finish(self, dataset: str, step: int) -> None:
-        """Ack everything, meet at a barrier with whoever else there is, and commit a checkpoint of it."""
+        """Ack everything, meet at a barrier with the other members, and commit a checkpoint of it."""
         await self.catch_up()
         held = self._held.pop(dataset, [])
         request = pb.ShardRequest(
@@ -78,7 +78,7 @@ class Successor:
         await self._call("ReportCheckpoint", part)
 
     async def register_other(self, worker_id: str, incarnation: str) -> None:
-        """A second life of the doomed one, in the same generation as everybody."""
+        """A second incarnation of the doomed worker, in the same generation as all others."""
         while True:
             other = pb.WorkerInfo(worker_id=worker_id, incarnation=incarnation)
             config: pb.WorkerConfig = await self._call("RegisterWorker", other)
@@ -87,7 +87,7 @@ class Successor:
                 return
 
     async def dismiss(self, worker_id: str) -> None:
-        """If it is still a member, it goes; then everybody is in one generation again."""
+        """If it is still a member, it leaves; then all workers are in one generation again."""
         try:
             await self._call("LeaveWorker", pb.LeaveWorkerRequest(worker_id=worker_id))
         except StrataError as error:

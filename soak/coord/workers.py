@@ -1,7 +1,7 @@
-"""Logical workers on the real wire: they register, stay attached, beat, read and ack shards, and meet at barriers.
+"""Logical workers on the real wire: they register, attach, send heartbeats, read and ack shards, and meet at barriers.
 
 Each has the coroutines and the messages that a process of its own would have; some share a connection, as the workers
-of one host might. The calls are those of the SDK's link, so patience and the search for whoever leads are too.
+of one host might. The calls are those of the SDK's link, and so are retries and failover.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WorkerPlan:
 
 @dataclass
 class Outage:
-    """Since when nobody answers, and who was answered again since."""
+    """Since when no coordinator replies, and which channels got a reply since."""
 
     since_s: float
     first_s: float | None = None
@@ -121,7 +121,7 @@ class WorkerPool:
         return found.job
 
     async def join(self) -> None:
-        """Everybody, in one generation, with a dataset; then they work."""
+        """All workers join one generation and register a dataset; then they work."""
         await asyncio.gather(*(self._register(worker) for worker in self.workers))
         while True:
             config = await self._register(self.workers[0])
@@ -139,11 +139,11 @@ class WorkerPool:
         await self._call(first.channel, "AckDataset", dataset, SHORT)
         for worker in self.workers:
             worker.generation = self.generation
-            self._tasks += [self._start(worker, self._attach), self._start(worker, self._beat)]
+            self._tasks += [self._start(worker, self._attach), self._start(worker, self._heartbeat_loop)]
         self._training = [self._start(worker, self._train) for worker in self.workers]
 
     async def finish(self, within_s: float) -> int:
-        """Let everybody end the epoch and meet a last time; how many epochs there were."""
+        """Let all workers end the epoch and meet a last time; how many epochs there were."""
         self._last_epoch = max(worker.epoch for worker in self.workers)
         _, stuck = await asyncio.wait(self._training, timeout=within_s)
         if stuck:
@@ -163,12 +163,12 @@ class WorkerPool:
 
     # What a worker does
 
-    def _start(self, worker: LogicalWorker, life: Callable[[LogicalWorker], Awaitable[None]]) -> asyncio.Task[None]:
+    def _start(self, worker: LogicalWorker, work: Callable[[LogicalWorker], Awaitable[None]]) -> asyncio.Task[None]:
         async def live() -> None:
             try:
-                await life(worker)
+                await work(worker)
             except StrataError as error:
-                self.expected.problem(f"{worker.worker_id} in {life.__name__}: {error.code.value}: {error.message}")
+                self.expected.problem(f"{worker.worker_id} in {work.__name__}: {error.code.value}: {error.message}")
 
         return asyncio.create_task(live())
 
@@ -195,7 +195,7 @@ class WorkerPool:
             await asyncio.sleep(min(REATTACH_S, link.backoff_s(attempt)))
             attempt += 1
 
-    async def _beat(self, worker: LogicalWorker) -> None:
+    async def _heartbeat_loop(self, worker: LogicalWorker) -> None:
         await asyncio.sleep(self._rng.uniform(0, self.interval_s))
         while True:
             beat = pb.HeartbeatRequest(
@@ -262,7 +262,7 @@ class WorkerPool:
 
     def _same_generation(self, worker: LogicalWorker, generation: int) -> None:
         if generation != self.generation:
-            self.expected.problem(f"{worker.worker_id} heard of generation {generation}: somebody was evicted")
+            self.expected.problem(f"{worker.worker_id} was told of generation {generation}: a worker was evicted")
 
     async def _call(self, channel: int, name: str, request: Any, within: Deadline) -> Any:
         sent_s = 0.0

@@ -23,7 +23,7 @@ from soak.trials import CampaignRequest, CampaignResult, OnProgress, spread_s
 from strata.coord.pb import coordinator_pb2 as pb
 
 WITHIN_S: Final = {signal.SIGKILL: 1.0, signal.SIGSTOP: 5.0}
-"""From the signal to the moment when somebody else has the shard."""
+"""From the signal to the moment when another worker has the shard."""
 ANSWER_S: Final = 60.0
 _SETTINGS: Final = {"STRATA_COORDINATOR_JOB_SETTLE_S": "0.1"}
 

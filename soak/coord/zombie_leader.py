@@ -101,7 +101,7 @@ async def _freeze(both: list[Coordinator], pool: WorkerPool, tally: Tally, numbe
     tally.refused += code == "UNAVAILABLE"
     until_s = time.monotonic() + CoordinatorSettings().lease_s
     while leading := await leader.is_leading():
-        # It learns at its next renewal that somebody else does.
+        # It learns at its next renewal that another one does.
         if time.monotonic() > until_s:
             break
     if leading:

@@ -214,14 +214,14 @@ def _why(error: StrataError) -> str:
 
 
 def job_view(message: pb.JobState) -> JobView:
-    return msgspec.convert(plain(message), JobView)
+    return msgspec.convert(message_to_dict(message), JobView)
 
 
 def summary_view(message: pb.JobSummary) -> JobSummaryView:
-    return msgspec.convert(plain(message), JobSummaryView)
+    return msgspec.convert(message_to_dict(message), JobSummaryView)
 
 
-def plain(message: Message) -> dict[str, Any]:
+def message_to_dict(message: Message) -> dict[str, Any]:
     """Every field, also those that are 0 or empty; one that may be absent and is, is None."""
     return {field.name: _value(message, field) for field in message.DESCRIPTOR.fields}
 
@@ -239,7 +239,7 @@ def _value(message: Message, field: Descriptor) -> Any:
 
 def _single(value: Any, field: Descriptor) -> Any:
     if field.message_type is not None:
-        return plain(value)
+        return message_to_dict(value)
     if field.enum_type is not None:
         return _name(field.enum_type, value)
     return value

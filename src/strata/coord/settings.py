@@ -50,7 +50,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_exposure(settings: CoordinatorSettings) -> None:
-    """Refuse to be reached from other machines in the clear, or by anybody who likes."""
+    """Reject an address that other machines reach in the clear, or without tokens."""
     if is_loopback_address(settings.listen):
         return
     if settings.tls is None:

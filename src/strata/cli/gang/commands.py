@@ -90,7 +90,7 @@ def show(job: str | None, watch: bool, output: Format, **given: Any) -> None:  #
         raise click.UsageError("-o json cannot be combined with --watch: use -o jsonl")
     history = 0 if output is Format.TABLE else _ALL
 
-    async def look(operator: Operator) -> None:
+    async def show_job(operator: Operator) -> None:
         if not watch:
             state = await operator.job(history)
             print_once(state, screen(state, wide=output is Format.WIDE), output)
@@ -100,7 +100,7 @@ def show(job: str | None, watch: bool, output: Format, **given: Any) -> None:  #
         async with aclosing(operator.watch(history)) as states:
             await follow(states, output)
 
-    _ask(job, given, look)
+    _ask(job, given, show_job)
 
 
 _ALL: Final = 1_000
@@ -187,7 +187,7 @@ def delete(job: str, **given: Any) -> None:
 
 
 def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
-    """Add a command that tells workers to do `kind`. One that ends work takes no silence for an answer to "who"."""
+    """Add a subcommand that sends `kind` to workers. One that ends work needs names or --all."""
 
     @gang.command(name, help=text)
     @click.argument("job")

@@ -44,7 +44,7 @@ class Picker:
     ) -> list[tuple[ShardRange, bool]]:
         """Up to `count` ranges for a worker, and whether each is fresh.
 
-        `buckets` says which ones it owns, if asked; with another `version` of the placement everybody is asked again.
+        `buckets` returns the ones it owns; with another `version` of the placement it is called again for every worker.
         """
         self._undo_unused(ledger)
         if version != self._version:

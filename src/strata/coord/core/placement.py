@@ -4,8 +4,8 @@ Ownership is affinity, not truth: a worker reads its own buckets first, and the 
 
 **Shares.** A worker of weight w has a fair share of f = buckets * w / (sum of weights). Weights count in millionths, so
 that the limits are exact integers: cap = ceil((1 + bound) * f), low = floor((1 - bound) * f). Nobody ever owns more
-than its cap. From scratch everybody owns at least its low, and whoever joins or gains weight beside others who stay as
-they are gets floor(f). Nothing moves for the sake of low alone, so that a loss moves what the lost worker had and
+than its cap. From scratch every worker owns at least its low, and one that joins or gains weight while the others stay
+as they are gets floor(f). Nothing moves for the sake of low alone, so that a loss moves what the lost worker had and
 nothing else. A worker of weight 0 owns nothing.
 
 **Preference.** A pair of bucket and worker has a cost, -ln(u) / w, where u in (0, 1) comes from a hash of both; the
@@ -14,9 +14,9 @@ logarithm is made of additions, multiplications and divisions, which IEEE 754 ro
 differ in the last bit from one processor to another, and then two coordinators would place differently.
 
 **Change.** A bucket stays where it is unless (1) its worker is gone, (2) its worker owns more than its cap: the
-costliest are shed, or (3) somebody joined or gained weight and has less than floor(f): it takes the buckets where it
+costliest are shed, or (3) a worker joined or gained weight and has less than floor(f): it takes the buckets where it
 beats the owner by most, and no owner gives below its low. Free buckets go to newcomers up to floor(f) first and then
-to anybody up to its cap, in rounds: each asks for its cheapest worker with room, and a worker grants its cheapest
+to any worker up to its cap, in rounds: each asks for its cheapest worker with room, and a worker grants its cheapest
 requests. Where that would mean too many pairs, workers are put into groups by their names, and a bucket first chooses a
 group by the weights in it and then a worker of that group, both in the same way.
 
@@ -154,7 +154,7 @@ def place(
     bound: float = DEFAULT_BOUND,
     scheme: Scheme = Scheme.RENDEZVOUS,
 ) -> tuple[BucketAssignment, Moves]:
-    """An owner for every bucket, and what moved. Refused if nobody can own them: then keep the previous assignment."""
+    """An owner for every bucket, and what moved. Raises if no worker can own them: keep the previous assignment."""
     if buckets < 1 or buckets & (buckets - 1):
         raise StrataError(Code.INVALID, f"the number of buckets must be a power of two, not {buckets}")
     if previous is not None and previous.buckets != buckets:
@@ -182,7 +182,7 @@ def _members(weights: Mapping[str, float]) -> dict[str, int]:
             )
     members = {worker: max(1, round(weights[worker] * _MILLION)) for worker in sorted(weights) if weights[worker] > 0}
     if not members:
-        raise StrataError(Code.PRECONDITION, "no worker has a weight above 0, so nobody can own the buckets")
+        raise StrataError(Code.PRECONDITION, "no worker has a weight above 0, so none can own the buckets")
     if len(members) > MAX_WORKERS:
         raise StrataError(Code.INVALID, f"{len(members)} workers are more than the {MAX_WORKERS} of one assignment")
     return members
@@ -207,14 +207,14 @@ def _rendezvous_owners(members: Mapping[str, int], before: Ints, newcomers: Ints
     limits = _limits(len(before), list(members.values()), bound)
     draft = Draft(before.copy(), members)
     shed = draft.shed(limits.cap)
-    everybody = np.arange(len(members))
+    all_members = np.arange(len(members))
     free = left = np.flatnonzero(draft.owners < 0)
     if len(newcomers) < len(members):
         left = draft.grant(left, newcomers, limits.fair)
-    if draft.is_large(left, everybody):
-        # First everybody's low, so that few have to take it from others, one by one.
-        left = draft.grant(left, everybody, limits.low)
-    left = draft.grant(left, everybody, limits.cap)
+    if draft.is_large(left, all_members):
+        # First the low of every worker, so that few have to take it from others, one by one.
+        left = draft.grant(left, all_members, limits.low)
+    left = draft.grant(left, all_members, limits.cap)
     assert not len(left), "the caps add up to at least the number of buckets"
     for worker in np.flatnonzero(draft.loads < limits.low):
         draft.take(int(worker), int(limits.low[worker]), free, limits.low)

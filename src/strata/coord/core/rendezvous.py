@@ -42,7 +42,7 @@ class Draft:
         self._held_at = self._cost(np.arange(len(owners)), owners)
 
     def shed(self, cap: Ints) -> int:
-        """Frees the costliest buckets of everybody who is over its cap; how many."""
+        """Frees the costliest buckets of every worker that is over its cap; how many."""
         over = np.append(self.loads > cap, False)
         buckets = np.flatnonzero(over[self.owners])
         owners = self.owners[buckets]
@@ -56,7 +56,7 @@ class Draft:
         return len(buckets) * len(workers) > _PAIRS_AT_ONCE
 
     def grant(self, buckets: Ints, workers: Ints, limit: Ints) -> Ints:
-        """Gives free buckets to workers that have room below their limit; what is left when nobody has."""
+        """Gives free buckets to workers that have room below their limit; what is left when none has."""
         workers = workers[self.loads[workers] < limit[workers]]
         if self.is_large(buckets, workers):
             return self._grant_by_groups(buckets, workers, limit)
@@ -74,7 +74,7 @@ class Draft:
     def _grant_by_groups(self, buckets: Ints, workers: Ints, limit: Ints) -> Ints:
         """First each bucket chooses a group, by the room and the weights in it, then a worker of that group."""
         count = 1 << (int(np.sqrt(len(workers))) - 1).bit_length()
-        # By name: whoever else comes or goes, a worker is in the same group as long as there are as many groups.
+        # By name: whichever others join or leave, a worker is in the same group as long as there are as many groups.
         group_of = (self._worker_keys[workers] % np.uint64(count)).astype(np.int64)
         room = np.bincount(group_of, (limit - self.loads)[workers], count).astype(np.int64)
         weights = np.bincount(group_of, self._weights[workers], count).astype(np.float64)
@@ -86,7 +86,7 @@ class Draft:
         return np.concatenate(left)
 
     def take(self, worker: int, up_to: int, buckets: Ints, low: Ints) -> None:
-        """Moves buckets of others to a worker, first where it beats the owner by most; nobody gives below its low."""
+        """Moves buckets of others to a worker, first where it beats the owner by most; no owner gives below its low."""
         spare = np.maximum(self.loads - low, 0)
         spare[worker] = 0
         buckets = buckets[spare[self.owners[buckets]] > 0]
@@ -112,7 +112,7 @@ class Draft:
         self._held_at[buckets] = self._cost(buckets, workers)
 
     def _cost(self, buckets: Ints, workers: Ints) -> Floats:
-        """The cost of each bucket to the worker beside it; meaningless where that is nobody."""
+        """The cost of each bucket to the worker beside it; meaningless where there is none."""
         words = self._bucket_keys[buckets] ^ self._worker_keys[workers]
         return _minus_log(words) / self._weights[workers]
 

@@ -76,7 +76,7 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_s3() -> S3Settings:
-    """From the environment. A session token belongs to the keys it came with, and is nobody else's."""
+    """From the environment. A session token belongs to the keys that it came with."""
     found = load_explained(S3Settings, section=SECTION, file=None, flags={}, aliases=ALIASES)
     of_aws = {name: found.origin(name).name in ALIASES for name in ("access_key", "session_token")}
     if of_aws["session_token"] and not of_aws["access_key"]:

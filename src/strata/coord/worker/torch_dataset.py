@@ -10,7 +10,7 @@
 **A sample counts when `consumed` is called after it was handed out**, not when it was read and not when it was taken:
 a batch that was taken and never trained on is handed out again. So a checkpoint between two steps says of each lease
 exactly how far the model has learnt from it, and `worker.checkpoint` reports that by itself; `position` is the same for
-whoever reports another way.
+programs that report in another way.
 
 An iteration may end before the epoch does, because a loader gives out its last, smaller batch only when there is
 nothing more to read, and what this worker has taken cannot be acked before it was trained on. Iterate again until
