@@ -1,4 +1,4 @@
-"""docs/glossary.md names modules that exist, and defines each term once."""
+"""docs/glossary.md defines each term once; it and the other documents name modules and files that exist."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from collections import Counter
 
 from tests.rules.language import ROOT, sources
+
+RECORDS = {"CHANGELOG.md", "docs/proof.md"}
+"""They tell what was so at the time."""
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 ROWS = [line.strip("|").split("|") for line in GLOSSARY.splitlines() if line.startswith("| ")]
@@ -24,3 +27,20 @@ def test_every_term_is_defined_once_in_a_sentence() -> None:
     assert [term for term, times in terms.items() if times > 1] == []
     meanings = [row[1].strip() for row in TERMS]
     assert all(meaning.endswith(".") for meaning in meanings)
+
+
+def test_documents_name_modules_and_files_that_exist() -> None:
+    modules = {module for module, _ in sources()}
+    missing = set()
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
+        name = str(path.relative_to(ROOT))
+        if name in RECORDS:
+            continue
+        text = path.read_text(encoding="utf-8")
+        named = set(re.findall(r"`(strata(?:\.[a-z_0-9]+)+)", text))
+        missing |= {(name, each) for each in named if not {each, each.rpartition(".")[0]} & modules}
+        files = {
+            each.rstrip("./") for each in re.findall(r"(?<![\w/])((?:src/strata|tests|soak|bench)/[\w./-]+)", text)
+        }
+        missing |= {(name, file) for file in files if not (ROOT / file).exists()}
+    assert missing == set()

@@ -40,6 +40,7 @@ def test_removed_words_stay_out_of_names() -> None:
 
 def test_log_events_are_stable_identifiers() -> None:
     events = [event for module, tree in language.sources() for event in language.log_events(module, tree)]
+    print(f"{len(events)} log events in {len({event.module for event in events})} modules")
     assert len(events) > 100
     wrong = {event.module: str(event) for event in events if not language.is_event(event.name)}
     assert {module: event for module, event in wrong.items() if module not in KEPT_EVENTS} == {}
@@ -48,5 +49,6 @@ def test_log_events_are_stable_identifiers() -> None:
 
 def test_a_public_class_name_means_one_thing() -> None:
     found = language.homonyms()
+    print(f"{len(found)} names of public classes mean two things")
     assert {name: modules for name, modules in found.items() if name not in HOMONYMS} == {}
     assert HOMONYMS.keys() - found.keys() == set(), "take these out of the list: it may only shrink"
