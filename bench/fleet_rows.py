@@ -101,11 +101,11 @@ async def sqlite_store(path: Path, jobs: int, classes: int = 1) -> SqliteStore:
 
 async def postgres_store(url: str, jobs: int, classes: int = 1) -> PostgresStore:
     connections = Connections(url, 8, FILL_S, what="bench", by_index=True)
-    async with connections.use() as connection:
+    async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     async with connections.transaction() as connection:
         await _fill_postgres(connection, jobs, classes)
-    async with connections.use() as connection:
+    async with connections.acquire() as connection:
         await connection.execute("VACUUM ANALYZE")
     store = PostgresStore(connections)
     await _hosts(store)

@@ -73,7 +73,7 @@ async def test_the_id_of_a_key_is_not_the_key(site: Running, tries: Tries) -> No
 @pytest.mark.attack(AREA, "expired admin key")
 async def test_an_expired_key_opens_nothing(site: Running, tries: Tries) -> None:
     made = await made_key(site, valid_s=0.001)
-    site.hub.context.authenticator.forget()
+    site.hub.context.authenticator.invalidate()
     await assert_all(await site.client(Authorization=f"Bearer {made.secret}"), 401, tries, CLOSED)
 
 

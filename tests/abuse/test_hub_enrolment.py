@@ -79,7 +79,7 @@ async def test_a_used_invite_certifies_no_more_after_the_first_renewal(site: Run
     token = await invited(site)
     assert (await join(site, token, "berta", request)).status_code == 200
     host = next(each for each in await site.hub.context.identity.hosts() if each.name == "berta")
-    await site.hub.context.identity.certified(host.id, 9e9, f"host:{host.id}", 1.0)
+    await site.hub.context.identity.record_certificate(host.id, 9e9, f"host:{host.id}", 1.0)
     assert refused(await join(site, token, "berta", request)) == (403, "forbidden")
     assert (await client.get("/v1/caller")).status_code == 200
     del key
@@ -153,7 +153,7 @@ async def test_the_certificate_of_a_revoked_host_is_of_no_use(site: Running, tmp
     _, client, _ = await joined(site, tmp_path, "anna")
     assert (await client.get("/v1/caller")).status_code == 200
     assert (await (await site.operator()).post("/v1/host/anna/revoke")).status_code in (200, 204)
-    site.hub.context.authenticator.forget()
+    site.hub.context.authenticator.invalidate()
     assert refused(await client.get("/v1/caller"))[0] == 403
     assert refused(await client.post("/v1/certificate/renew", json={"request_pem": new_key()[1]}))[0] == 403
 

@@ -29,7 +29,7 @@ ROOMS: Final = (
     Room("what `strata apply` changes, creates and leaves alone", "fleet.core.plan", "plan"),
     Room("a column of the job table in SQLite", "fleet.store.sqlite.tables", "COMPONENT"),
     Room("an HTTP route on the hub", "fleet.http.routes", "ROUTES"),
-    Room("which artifacts are kept", "fleet.artifacts.retention", "choose"),
+    Room("which artifacts are kept", "fleet.artifacts.retention", "choose_retained"),
     Room("a webhook is retried", "hub.webhooks", "WebhookDispatcher"),
     Room("the agent's retry backoff", "fleet.agent.retry", "BACKOFF"),
     Room("a job's process is killed with its descendants", "fleet.agent.supervisor", "ChildMonitor._kill_descendants"),

@@ -1,9 +1,10 @@
 """The append-only event table that the components of one database share: who changed what, when.
 
-An event is written in the transaction of the change it tells, so there is neither a change without its event nor an
-event without its change. It is the audit log and the feed of dashboards and webhooks at once. A reader goes on from a
-cursor and never misses a row: PostgreSQL gives numbers before it commits, so they appear out of order; therefore the
-cursor counts transactions, and the rows of a transaction are held back while an older one may still commit.
+An event is written in the transaction of its change (transactional outbox), so there is neither a change without its
+event nor an event without its change. The table is the audit log and the feed of dashboards and webhooks at once. A
+reader resumes from a cursor and never misses a row: PostgreSQL assigns numbers before it commits, so rows appear out of
+order; therefore the cursor counts transactions, and the rows of a transaction are held back while an older one may
+still commit.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ coalesce(
    WHERE (tx, seq) > (split_part(cursor, '.', 1)::bigint, split_part(cursor, '.', 2)::bigint)),
   (SELECT max(seq) FROM event), 0)
 """
-"""In PostgreSQL: the number after which `cursor` goes on where transactions count no more, since the events move to
-another server or to SQLite. What was under way at once with it may be told again, and nothing is skipped."""
+"""In PostgreSQL: the event number after which `cursor` resumes when the events are migrated to another server or to
+SQLite, where the transaction numbers do not count. Events of concurrent transactions may be repeated, none is
+skipped."""
 
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode

@@ -1,4 +1,4 @@
-"""Tables that know their version: each component has numbered steps, and a database says how many it has taken.
+"""Schema migrations: each component has numbered steps, and the database stores how many were applied.
 
 A component is a package with tables of its own (`fleet`, `identity`); several share one database, so that one backup
 holds them all. A step is never edited once released: the next change is the next step.
@@ -27,7 +27,7 @@ class Component:
     steps: tuple[LiteralString, ...]
     """Step n brings version n-1 to version n."""
 
-    def due(self, version: int) -> Sequence[LiteralString]:
+    def pending_steps(self, version: int) -> Sequence[LiteralString]:
         if version > len(self.steps):
             raise StrataError(
                 Code.UNSUPPORTED,
@@ -45,7 +45,7 @@ class SqliteComponents:
     def __init__(self, components: Sequence[Component]) -> None:
         self._components = components
 
-    def recognise(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
+    def check_file(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
         if create and is_empty(db):
             return
         versions = _sqlite_versions(db)
@@ -53,11 +53,11 @@ class SqliteComponents:
             raise StrataError(
                 Code.CONFLICT, f"{path} is not a database of Strata", hint="give the file of one, or a new one"
             )
-        sealed = seal_of(db)
+        sealed = read_seal(db)
         if sealed is not None:
             raise StrataError(Code.CONFLICT, f"{path} is not to be served from: {sealed}")
         for component in self._components:
-            component.due(versions.get(component.name, 0))
+            component.pending_steps(versions.get(component.name, 0))
 
     def upgrade(self, db: sqlite3.Connection) -> None:
         # PostgreSQL has it; steps that give rows an identity need it.
@@ -68,7 +68,7 @@ class SqliteComponents:
         )
         versions = _sqlite_versions(db)
         for component in self._components:
-            for step in component.due(versions.get(component.name, 0)):
+            for step in component.pending_steps(versions.get(component.name, 0)):
                 run_script(db, step)
             db.execute(
                 "INSERT INTO strata_schema VALUES (?, ?) ON CONFLICT DO UPDATE SET version = excluded.version",
@@ -78,7 +78,7 @@ class SqliteComponents:
 
 
 def seal(db: sqlite3.Connection, why: str) -> None:
-    """Let nobody open this file as a database in use: it is a backup, or what it held has moved elsewhere."""
+    """Mark this file so that no hub serves from it: it is a backup, or it was migrated to another database."""
     db.execute("CREATE TABLE IF NOT EXISTS strata_sealed (why TEXT NOT NULL) STRICT")
     db.execute("INSERT INTO strata_sealed VALUES (?)", (why,))
 
@@ -87,7 +87,7 @@ def unseal(db: sqlite3.Connection) -> None:
     db.execute("DROP TABLE IF EXISTS strata_sealed")
 
 
-def seal_of(db: sqlite3.Connection) -> str | None:
+def read_seal(db: sqlite3.Connection) -> str | None:
     """Why this file is sealed, or None."""
     if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'strata_sealed'").fetchone():
         return None
@@ -114,7 +114,7 @@ async def upgrade_postgres(connection: Any, components: Sequence[Component], *, 
             )
         versions = dict(await (await connection.execute("SELECT component, version FROM strata_schema")).fetchall())
         for component in components:
-            for step in component.due(versions.get(component.name, 0)):
+            for step in component.pending_steps(versions.get(component.name, 0)):
                 await connection.execute(step)
             await connection.execute(
                 "INSERT INTO strata_schema VALUES (%s, %s)"

@@ -1,4 +1,4 @@
-"""A handful of connections to PostgreSQL that fail fast and come back at once.
+"""A small pool of connections to PostgreSQL that fail fast and reconnect at once.
 
 A pool that backs off for seconds after an outage, and a driver that cancels politely, both outlast our leases. Here a
 call has a deadline; one that misses it loses its connection, closed without a handshake; the next call opens another.
@@ -21,7 +21,7 @@ from psycopg.waiting import wait_async
 from strata.base.errors import Code, StrataError
 
 _CONNECT_S: Final = 5
-_LOOK_S: Final = 1.0
+_WAKE_S: Final = 1.0
 """How often a call that waits for a result polls. The driver's own default is to spin."""
 _FEW: Final = 1000
 
@@ -29,20 +29,20 @@ _FEW: Final = 1000
 class _Connection(psycopg.AsyncConnection[Any]):
     """A cancelled call ends at once and closes its connection; it does not wait for the server to confirm."""
 
-    _kept: psycopg.AsyncCursor[Any] | None = None
+    _reused_cursor: psycopg.AsyncCursor[Any] | None = None
 
     async def rows(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """By one cursor that is reused: a new one would look up the format of every type again."""
-        if self._kept is None:
-            self._kept = self.cursor(binary=True)
-        await self._kept.execute(statement, values, prepare=True)
-        rows = await self._kept.fetchall()
+        if self._reused_cursor is None:
+            self._reused_cursor = self.cursor(binary=True)
+        await self._reused_cursor.execute(statement, values, prepare=True)
+        rows = await self._reused_cursor.fetchall()
         if len(rows) > _FEW:
             # A cursor keeps its last result in memory.
-            self._kept = None
+            self._reused_cursor = None
         return rows
 
-    async def wait(self, gen: Any, interval: float = _LOOK_S, *limit: Any, **named_limit: Any) -> Any:
+    async def wait(self, gen: Any, interval: float = _WAKE_S, *limit: Any, **named_limit: Any) -> Any:
         try:
             return await wait_async(gen, self.pgconn.socket, interval, *limit, **named_limit)
         except asyncio.CancelledError:
@@ -73,13 +73,13 @@ class Connections:
     async def run(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """The rows of one statement, which commits by itself."""
         with self._translated():
-            async with self.use() as connection:
+            async with self.acquire() as connection:
                 return await connection.rows(statement, values)
 
     async def write(self, statement: str, values: Mapping[str, Any]) -> int:
         """How many rows one statement changed; it commits by itself."""
         with self._translated():
-            async with self.use() as connection:
+            async with self.acquire() as connection:
                 cursor = await connection.execute(statement, values, prepare=True)
                 return cursor.rowcount
 
@@ -90,7 +90,7 @@ class Connections:
         `call_s` is the deadline of one that is known to take long.
         """
         with self._translated():
-            async with self.use(call_s) as connection, connection.transaction():
+            async with self.acquire(call_s) as connection, connection.transaction():
                 yield connection
 
     @asynccontextmanager
@@ -100,7 +100,7 @@ class Connections:
         Answers are there when the block has ended. What is sent in a pipeline is one transaction by itself.
         """
         with self._translated():
-            async with self.use() as connection, connection.pipeline():
+            async with self.acquire() as connection, connection.pipeline():
                 yield connection
 
     @contextmanager
@@ -108,10 +108,10 @@ class Connections:
         try:
             yield
         except (psycopg.Error, TimeoutError) as error:
-            raise failed(error, f"the {self._what} did not answer") from error
+            raise to_strata_error(error, f"the {self._what} did not answer") from error
 
     @asynccontextmanager
-    async def use(self, call_s: float | None = None) -> AsyncIterator[_Connection]:
+    async def acquire(self, call_s: float | None = None) -> AsyncIterator[_Connection]:
         """A connection for one statement, given back if nothing went wrong. TimeoutError after the deadline."""
         async with asyncio.timeout(call_s or self._call_s) as deadline, self._slots:
             if self._closed:
@@ -122,7 +122,7 @@ class Connections:
                 yield connection
                 whole = True
             except StrataError:
-                # A refusal of ours: the transaction was rolled back, and nothing is wrong with the connection.
+                # An error of our own: the transaction was rolled back, and the connection is healthy.
                 whole = not connection.closed
                 raise
             except asyncio.CancelledError:
@@ -134,7 +134,7 @@ class Connections:
                 else:
                     await connection.close()
                     if not left:
-                        # What broke one connection has most likely broken all that stand idle.
+                        # The cause has most likely broken all idle connections too.
                         await self._drop_idle()
 
     async def close(self) -> None:
@@ -153,7 +153,7 @@ class Connections:
             tcp_user_timeout=round(self._call_s * 1000),
         )
         try:
-            # A role or database may have this off by default; a reply before the flush would break the first promise.
+            # A role or database may have this off by default; an acknowledged write must be durable.
             await connection.execute("SET synchronous_commit = on")
             await connection.execute("SET idle_in_transaction_session_timeout = '10s'")
             if self._by_index:
@@ -201,7 +201,7 @@ async def check_durable(connection: psycopg.AsyncConnection[Any]) -> None:
         )
 
 
-def failed(error: Exception, what: str) -> StrataError:
+def to_strata_error(error: Exception, what: str) -> StrataError:
     if isinstance(error, pg_errors.DataCorrupted | pg_errors.IndexCorrupted):
         return StrataError(Code.CORRUPT, f"PostgreSQL reports damaged data: {error}")
     if isinstance(error, pg_errors.InsufficientPrivilege | pg_errors.InvalidPassword):
@@ -218,6 +218,6 @@ def _one_line(error: Exception) -> str:
 
 
 def display_address(url: str) -> str:
-    """Where it is, without user or password."""
+    """The address for messages, without user or password."""
     parts = urlsplit(url)
     return f"{parts.hostname or 'local socket'}:{parts.port or 5432}{parts.path}"

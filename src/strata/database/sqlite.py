@@ -1,4 +1,4 @@
-"""The one thread that owns the one SQLite connection: it runs queued jobs and commits whole groups of them at once."""
+"""The one thread that owns the SQLite connection: it runs queued functions with group commit."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from strata.base.private import make_private_file
 T = TypeVar("T")
 
 _SHARED_WAIT_S: Final = 5.0
-"""How long another process may be at a write."""
+"""Busy timeout: how long another process may hold the write lock."""
 _GROUP: Final = 1024
-"""Jobs that share a commit at most, so that the first of them does not wait for ever."""
+"""Functions per commit at most, so that the first of them does not wait too long."""
 
 
 class SqliteSchema(Protocol):
-    """What a file has to be before it is used, and how it becomes that."""
+    """Checks that a file is ours before it is used, and upgrades its tables."""
 
     what: str
     """What messages call the file: `journal`, `database`."""
 
-    def recognise(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
+    def check_file(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
         """Raise unless this file is ours, or empty and to be created. Nothing may be written yet."""
 
     def upgrade(self, db: sqlite3.Connection) -> None:
@@ -72,7 +72,7 @@ class SqliteThread:
         self._next: _Job | None = None
         self._broken: StrataError | None = None
         self._stopped = False
-        self._thread = threading.Thread(target=self._serve, name=f"{schema.what} {path.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name=f"{schema.what} {path.name}", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -120,8 +120,8 @@ class SqliteThread:
         self._queue.put(_Job(run, writes, alone, reply))
         return await reply
 
-    def _serve(self) -> None:
-        # From here on the opener may stop waiting, but it gets a result or an error all the same.
+    def _run_thread(self) -> None:
+        # From here on the opener may be cancelled, but the future gets a result or an error all the same.
         self.opened.set_running_or_notify_cancel()
         try:
             db = _connect(self._path, self._schema, create=self._create, shared=self._shared)
@@ -168,11 +168,11 @@ class SqliteThread:
                 failpoint("database.sqlite.after_commit")
         except sqlite3.Error as error:
             _roll_back(db)
-            failure = self._failed(error)
+            failure = self._to_error(error)
             return [_Done(job, None, failure) for job in jobs]
         return done
 
-    def _failed(self, error: sqlite3.Error) -> StrataError:
+    def _to_error(self, error: sqlite3.Error) -> StrataError:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             return StrataError(
                 Code.UNAVAILABLE,
@@ -266,7 +266,7 @@ def _connect(path: Path, schema: SqliteSchema, *, create: bool, shared: bool) ->
 
 def _prepare(db: sqlite3.Connection, path: Path, schema: SqliteSchema, *, create: bool, shared: bool) -> None:
     db.execute(f"PRAGMA locking_mode = {'NORMAL' if shared else 'EXCLUSIVE'}")
-    schema.recognise(db, path, create=create)
+    schema.check_file(db, path, create=create)
     # Exclusive before WAL keeps the WAL's index in this process's memory, with no file to share.
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")

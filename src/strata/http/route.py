@@ -40,9 +40,9 @@ class Access:
         if self.public or (self.host and caller.kind is CallerKind.HOST):
             return
         if self.role is None:
-            caller.need_host()
+            caller.require_host()
         else:
-            caller.need(self.role)
+            caller.require_role(self.role)
 
     def __str__(self) -> str:
         if self.public:

@@ -1,4 +1,4 @@
-"""A backup of a whole hub as a folder: what it cannot do without, and if asked for, what jobs have made.
+"""Backup and restore of a whole hub as a folder: what it needs to run, and on request the results of jobs.
 
 backup.json        when, by which version, and the digest of each of the first four
 hub.db             the database, sealed: jobs, hosts, keys, which chunks make up which artifact
@@ -6,8 +6,9 @@ ca/ca.key ca.pem   the authority: with another one every host would have to join
 operator.token
 artifacts/ streams/   chunks and logs, only if asked for: they can be large, and any tool that copies files does
 
-A SQLite file in use is open to one process alone. Whoever wants a copy while a hub runs leaves a request in the hub's
-data folder, which only the hub's user can write to, and the hub makes the copy. PostgreSQL has `pg_dump` for its part.
+A SQLite file in use is open to one process alone. While a hub runs, a backup is requested by a file in the hub's data
+folder, which only the hub's user can write to, and the hub copies the database (`online_backup`). PostgreSQL has
+`pg_dump`.
 """
 
 from __future__ import annotations

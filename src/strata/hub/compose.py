@@ -16,9 +16,9 @@ from strata.base.private import require_private_folder
 from strata.base.secret import Secret, read_secret
 from strata.base.unix_socket import format_unix_address
 from strata.fleet.artifacts.disk import DiskChunks
+from strata.fleet.artifacts.maintenance import apply_retention, collect_garbage, scrub
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
-from strata.fleet.artifacts.upkeep import collect, retain, scrub
 from strata.fleet.http.context import HubContext
 from strata.fleet.http.feed import GAP_S, Feed
 from strata.fleet.http.routes import application
@@ -108,10 +108,10 @@ def operator_token(data: Path) -> Secret:
 
 
 def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: ServerCertificate | None) -> Sequence[Loop]:
-    async def collect_garbage() -> None:
+    async def keep_and_collect() -> None:
         if settings.retention is not None:
-            await retain(context.artifacts, settings.retention, "hub", dry_run=False)
-        await collect(context.artifacts, dry_run=False)
+            await apply_retention(context.artifacts, settings.retention, "hub", dry_run=False)
+        await collect_garbage(context.artifacts, dry_run=False)
 
     async def scrub_some() -> None:
         await scrub(context.artifacts, max_bytes=SCRUB_BYTES, bytes_per_s=SCRUB_BYTES_PER_S)
@@ -123,7 +123,7 @@ def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: Serv
     loops = [
         Loop(interval_s=TICK_S, run_once=context.fleet.tick, max_backoff_s=TICK_S),
         Loop(interval_s=GAP_S, run_once=context.feed.run_once, max_backoff_s=TICK_S),
-        Loop(interval_s=HOUR_S, run_once=collect_garbage),
+        Loop(interval_s=HOUR_S, run_once=keep_and_collect),
         Loop(interval_s=HOUR_S, run_once=scrub_some),
         Loop(interval_s=HOUR_S, run_once=renew_certificate),
     ]

@@ -1,7 +1,7 @@
-"""A POST to somewhere else, on behalf of whoever wrote the settings: only to where it may go.
+"""Sends an outbound POST for a webhook, only to permitted addresses (protection against SSRF).
 
-The name is resolved once, every address it has is judged, and the connection goes to that very address: a name that
-means something else a moment later changes nothing. Redirects are not followed.
+The name is resolved once, every address of it is checked, and the connection goes to that very address: DNS rebinding
+changes nothing. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ANSWER: Final = 65_536
 
 
 class WebhookTarget:
-    """Where to send to: https, or http to a loopback address that is explicitly allowed."""
+    """The URL of a webhook: https, or http to a loopback address that is explicitly allowed."""
 
     def __init__(self, url: str, allow: Sequence[str] = ()) -> None:
         parts = urlsplit(url)
@@ -62,7 +62,7 @@ class WebhookTarget:
 
 
 def post(target: WebhookTarget, body: bytes, headers: Mapping[str, str], context: ssl.SSLContext | None = None) -> int:
-    """The status of the answer. Blocking: for a thread."""
+    """The status of the response. Blocking: call it in a thread."""
     address = target.resolve()
     connection = http.client.HTTPConnection(target.host, target.port, timeout=TIMEOUT_S)
     try:

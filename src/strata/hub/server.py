@@ -79,10 +79,10 @@ async def serve(hub: Hub, settings: HubSettings, clock: Clock, listeners: Listen
 
     try:
         await serve_http(_config(hub, settings), listeners.sockets, stop, leaving=leaving)
-        # What was heard since the last tick would be forgotten otherwise.
+        # Heartbeats since the last tick would be lost otherwise.
         with contextlib.suppress(StrataError):
             await hub.context.fleet.flush_heartbeats()
-        _log.info("stopped")
+        _log.info("hub_stopped")
     finally:
         for task in looping:
             task.cancel()

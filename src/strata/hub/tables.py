@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from strata.base.errors import Code, StrataError
 from strata.database import events
-from strata.database.migrations import Component, SqliteComponents, seal_of, upgrade_postgres
+from strata.database.migrations import Component, SqliteComponents, read_seal, upgrade_postgres
 from strata.database.sqlite import SqliteThread
-from strata.fleet.artifacts.ports import Index
+from strata.fleet.artifacts.ports import ArtifactIndex
 from strata.fleet.artifacts.store import tables as artifact_tables
 from strata.fleet.artifacts.store.sqlite import SqliteIndex
 from strata.fleet.ports import Store
@@ -45,7 +45,7 @@ SQLITE: Final = (
 class Tables:
     fleet: Store
     identity: IdentityStore
-    index: Index
+    index: ArtifactIndex
     cursors: cursor_store.CursorStore
     newest_event: Callable[[], Awaitable[str]]
     copy: Callable[[Path, float], Awaitable[int]] | None = None
@@ -150,11 +150,11 @@ class ReadOnlySchema:
 
     what = "database"
 
-    def recognise(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
+    def check_file(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
         del create
         if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'strata_schema'").fetchone():
             raise StrataError(Code.CONFLICT, f"{path} is not a database of Strata")
-        sealed = seal_of(db)
+        sealed = read_seal(db)
         if sealed is not None:
             raise StrataError(Code.CONFLICT, f"{path} is not to be served from: {sealed}")
 
@@ -184,4 +184,4 @@ async def postgres_versions(url: str) -> Mapping[str, int]:
 
 def outdated_components(versions: Mapping[str, int], components: Sequence[Component]) -> list[str]:
     """What the next start of a hub would upgrade; UNSUPPORTED if the tables are newer than this version."""
-    return [each.name for each in components if each.due(versions.get(each.name, 0))]
+    return [each.name for each in components if each.pending_steps(versions.get(each.name, 0))]

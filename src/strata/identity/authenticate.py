@@ -1,4 +1,4 @@
-"""From what a request carries to who is calling. The one place that decides it, for every server."""
+"""Authenticates a request: from its credentials to its principal. Every server uses this one function."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from strata.identity.ports import ApiKey, HostIdentity, IdentityStore
 from strata.identity.roles import OPERATOR, CallerKind, Principal
 from strata.identity.tokens import Bearer, check_strength, read_bearer, same_hash
 
-REMEMBERED_S: Final = 1.0
-"""A row is asked for again after this time: so long may a revoked key still be taken."""
-_REMEMBERED: Final = 10_000
+CACHE_TTL_S: Final = 1.0
+"""Rows are cached for this time: a key that another process revoked may be accepted for so long."""
+_CACHE_ROWS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What one request carries; all may be absent, and the strongest present one counts."""
+    """The credentials of one request; all may be absent, and the strongest one counts."""
 
     bearer: str = ""
     operator_token: str = ""
@@ -40,7 +40,7 @@ class Authenticator:
         self._rows: dict[tuple[str, str], tuple[float, ApiKey | HostIdentity]] = {}
 
     async def identify(self, credentials: Credentials) -> Principal:
-        """Who calls; UNAUTHENTICATED when nothing it carries is ours."""
+        """The principal; UNAUTHENTICATED if no credential is known."""
         if credentials.certificate_der and self._authority is not None:
             host_id = self._authority.host_of(credentials.certificate_der, self._clock.wall_s())
             return await self._live_host(host_id)
@@ -54,12 +54,12 @@ class Authenticator:
             raise _unauthenticated(present=bool(credentials.bearer or credentials.operator_token))
         return await (self._key(bearer) if bearer.kind == "tml" else self._host_secret(bearer))
 
-    def forget(self) -> None:
-        """Ask for every row again: after a revocation through this process it takes effect at once."""
+    def invalidate(self) -> None:
+        """Drop the cached rows, so that a revocation by this process takes effect at once."""
         self._rows.clear()
 
     async def _key(self, bearer: Bearer) -> Principal:
-        row = await self._remembered("key", bearer.id)
+        row = await self._cached_row("key", bearer.id)
         if not isinstance(row, ApiKey) or not same_hash(row.secret_hash, bearer.secret_hash):
             raise _unauthenticated(present=True)
         if not row.valid(self._clock.wall_s()):
@@ -67,7 +67,7 @@ class Authenticator:
         return Principal(CallerKind.KEY, row.id, row.role)
 
     async def _host_secret(self, bearer: Bearer) -> Principal:
-        row = await self._remembered("host", bearer.id)
+        row = await self._cached_row("host", bearer.id)
         if (
             not isinstance(row, HostIdentity)
             or not row.secret_hash
@@ -77,7 +77,7 @@ class Authenticator:
         return await self._live_host(bearer.id)
 
     async def _live_host(self, host_id: str) -> Principal:
-        row = await self._remembered("host", host_id)
+        row = await self._cached_row("host", host_id)
         if not isinstance(row, HostIdentity):
             raise _unauthenticated(present=True)
         if row.revoked_at_s is not None:
@@ -86,16 +86,16 @@ class Authenticator:
             )
         return Principal(CallerKind.HOST, row.id, None)
 
-    async def _remembered(self, what: str, id_: str) -> ApiKey | HostIdentity | None:
+    async def _cached_row(self, what: str, id_: str) -> ApiKey | HostIdentity | None:
         now_s = self._clock.monotonic_s()
         found = self._rows.get((what, id_))
-        if found is not None and now_s - found[0] < REMEMBERED_S:
+        if found is not None and now_s - found[0] < CACHE_TTL_S:
             return found[1]
         row = await (self._store.key(id_) if what == "key" else self._store.host(id_))
         if row is None:
-            # Unknown ids are not remembered: anybody can invent any number of them.
+            # Unknown ids are not cached: an attacker can send any number of them.
             return None
-        if len(self._rows) >= _REMEMBERED:
+        if len(self._rows) >= _CACHE_ROWS:
             self._rows.clear()
         self._rows[what, id_] = (now_s, row)
         return row

@@ -1,8 +1,8 @@
 """The internal certificate authority: one root key, server certificates for hubs, short client certificates for hosts.
 
-Keys are ECDSA on P-256, which every TLS library of the last ten years takes. A host makes its own key and sends a
-signing request, of which only the public key is used: name, lifetime and purpose are ours to say. There is no
-revocation list: a host certificate lives for a day, and whether its host is still welcome is asked of the database.
+Keys are ECDSA on P-256, which every TLS library of the last ten years supports. A host creates its own key and sends a
+certificate signing request, of which only the public key is used: the authority sets name, lifetime and purpose. There
+is no revocation list: a host certificate is valid for a day, and the database says whether its host was revoked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_REQUEST: Final = 16_384
 
 
 @dataclass(frozen=True)
-class Issued:
+class IssuedCertificate:
     certificate_pem: bytes
     until_s: float
 
@@ -118,7 +118,7 @@ class Authority:
         signed = builder.sign(self._key, hashes.SHA256())
         return signed.public_bytes(serialization.Encoding.PEM), private_pem(key)
 
-    def issue_host(self, host_id: str, request_pem: bytes, now_s: float) -> Issued:
+    def issue_host(self, host_id: str, request_pem: bytes, now_s: float) -> IssuedCertificate:
         """A client certificate for the key of this request, which has to be signed with it."""
         lifetime = datetime.timedelta(hours=HOST_HOURS)
         uri = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(_HOST_URI + host_id)])
@@ -128,7 +128,9 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
         )
         signed = builder.sign(self._key, hashes.SHA256())
-        return Issued(signed.public_bytes(serialization.Encoding.PEM), signed.not_valid_after_utc.timestamp())
+        return IssuedCertificate(
+            signed.public_bytes(serialization.Encoding.PEM), signed.not_valid_after_utc.timestamp()
+        )
 
     def host_of(self, certificate_der: bytes, now_s: float) -> str:
         """The host a certificate speaks for; UNAUTHENTICATED unless we signed it, for this use, and it is in time."""

@@ -1,4 +1,4 @@
-"""How a machine becomes a host: an invitation, a signing request, a certificate for a day, and its renewal."""
+"""Enrolment of a host: an invitation, a certificate signing request, a certificate for a day, and its renewal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.base.secret import Secret
-from strata.identity.ca import Authority, Issued, key_digest
+from strata.identity.ca import Authority, IssuedCertificate, key_digest
 from strata.identity.ports import ApiKey, HostIdentity, IdentityStore, Invite
 from strata.identity.roles import Principal, Role
 from strata.identity.tokens import (
@@ -30,7 +30,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
 @dataclass(frozen=True)
 class Enrolled:
     host: HostIdentity
-    certificate: Issued
+    certificate: IssuedCertificate
 
 
 class Enrollment:
@@ -49,7 +49,7 @@ class Enrollment:
         labels: tuple[str, ...] = (),
         valid_s: float = INVITE_S,
     ) -> JoinToken:
-        by.need(Role.OPERATOR)
+        by.require_role(Role.OPERATOR)
         if name:
             _check_name(name)
         secret, id_, now_s = new_secret(), new_id(), self._clock.wall_s()
@@ -63,9 +63,9 @@ class Enrollment:
         host = await self._store.enroll(invite_id, hash_secret(secret), host, self._clock.wall_s())
         return Enrolled(host, await self._certify(host.id, request_pem, f"invite:{invite_id}"))
 
-    async def renew(self, by: Principal, request_pem: bytes) -> Issued:
+    async def renew(self, by: Principal, request_pem: bytes) -> IssuedCertificate:
         """A new certificate for the calling host, for the key it enrolled with."""
-        host_id = by.need_host()
+        host_id = by.require_host()
         host = await self._store.host(host_id)
         if host is None or host.public_key != key_digest(request_pem):
             raise StrataError(Code.FORBIDDEN, "a certificate is renewed for the key the host enrolled with")
@@ -82,10 +82,10 @@ class Enrollment:
         secret_hash = "" if secret is None else hash_secret(secret)
         return HostIdentity(self._ids.new("host"), name, public_key, self._clock.wall_s(), secret_hash=secret_hash)
 
-    async def _certify(self, host_id: str, request_pem: bytes, actor: str) -> Issued:
+    async def _certify(self, host_id: str, request_pem: bytes, actor: str) -> IssuedCertificate:
         issued = self._authority.issue_host(host_id, request_pem, self._clock.wall_s())
         # Recorded before it is handed out: a revoked host gets none.
-        await self._store.certified(host_id, issued.until_s, actor, self._clock.wall_s())
+        await self._store.record_certificate(host_id, issued.until_s, actor, self._clock.wall_s())
         return issued
 
 
@@ -100,7 +100,7 @@ async def make_key(
     store: IdentityStore, clock: Clock, by: Principal, *, name: str, role: Role, valid_s: float | None = None
 ) -> tuple[ApiKey, str]:
     """A new API key and its text, which is told only here."""
-    by.need(Role.ADMIN)
+    by.require_role(Role.ADMIN)
     secret, now_s = new_secret(), clock.wall_s()
     expires_at_s = None if valid_s is None else now_s + valid_s
     key = ApiKey(new_key_id(privileged=role > Role.RESEARCHER), name, role, hash_secret(secret), now_s, expires_at_s)

@@ -85,7 +85,7 @@ class IdentityStore(Protocol):
 
     async def hosts(self) -> Sequence[HostIdentity]: ...
 
-    async def certified(self, host_id: str, until_s: float, actor: str, now_s: float) -> None:
+    async def record_certificate(self, host_id: str, until_s: float, actor: str, now_s: float) -> None:
         """A certificate was issued. Refused with FORBIDDEN for a revoked host, in the same transaction."""
 
     async def revoke_host(self, host_id: str, reason: str, actor: str, now_s: float) -> None: ...

@@ -52,10 +52,10 @@ class PostgresIdentity:
 
     async def key(self, id_: str) -> ApiKey | None:
         found = await self._connections.run(f"SELECT {rows.KEY} FROM identity_key WHERE id = %(id)s", {"id": id_})
-        return rows.key_of(found[0]) if found else None
+        return rows.decode_key(found[0]) if found else None
 
     async def keys(self) -> Sequence[ApiKey]:
-        return [rows.key_of(row) for row in await self._all("identity_key", rows.KEY, "made_at")]
+        return [rows.decode_key(row) for row in await self._all("identity_key", rows.KEY, "made_at")]
 
     async def revoke_key(self, id_: str, actor: str, now_s: float) -> None:
         await self._revoke("key", id_, actor, now_s)
@@ -68,7 +68,7 @@ class PostgresIdentity:
             await record_postgres(connection, [record])
 
     async def invites(self) -> Sequence[Invite]:
-        return [rows.invite_of(row) for row in await self._all("identity_invite", rows.INVITE, "made_at")]
+        return [rows.decode_invite(row) for row in await self._all("identity_invite", rows.INVITE, "made_at")]
 
     async def revoke_invite(self, id_: str, actor: str, now_s: float) -> None:
         await self._revoke("invite", id_, actor, now_s)
@@ -76,7 +76,7 @@ class PostgresIdentity:
     async def enroll(self, invite_id: str, secret_hash: str, host: HostIdentity, now_s: float) -> HostIdentity:
         async with self._connections.transaction() as connection:
             row = await _one(connection, "identity_invite", rows.INVITE, invite_id)
-            found = None if row is None else rows.invite_of(row)
+            found = None if row is None else rows.decode_invite(row)
             invite = rows.check_invite(found, secret_hash, host, now_s)
             wanted = replace(host, pool=invite.pool, labels=invite.labels)
             settled = await _add_host(connection, wanted, f"invite:{invite_id}", invite)
@@ -91,15 +91,15 @@ class PostgresIdentity:
 
     async def host(self, id_: str) -> HostIdentity | None:
         found = await self._connections.run(f"SELECT {rows.HOST} FROM identity_host WHERE id = %(id)s", {"id": id_})
-        return rows.host_of(found[0]) if found else None
+        return rows.decode_host(found[0]) if found else None
 
     async def hosts(self) -> Sequence[HostIdentity]:
-        return [rows.host_of(row) for row in await self._all("identity_host", rows.HOST, "enrolled_at")]
+        return [rows.decode_host(row) for row in await self._all("identity_host", rows.HOST, "enrolled_at")]
 
-    async def certified(self, host_id: str, until_s: float, actor: str, now_s: float) -> None:
+    async def record_certificate(self, host_id: str, until_s: float, actor: str, now_s: float) -> None:
         async with self._connections.transaction() as connection:
             row = await _one(connection, "identity_host", rows.HOST, host_id)
-            host = rows.check_certifiable(None if row is None else rows.host_of(row), host_id)
+            host = rows.check_certifiable(None if row is None else rows.decode_host(row), host_id)
             update = "UPDATE identity_host SET certificate_until = %s WHERE id = %s"
             await connection.execute(update, (until_s, host_id))
             if not actor.startswith(rows.BY_INVITE):
@@ -116,7 +116,7 @@ class PostgresIdentity:
             table = f"identity_{what}"
             row = await _one(connection, table, "revoked_at", id_)
             if row is None:
-                raise rows.missing(what, id_)
+                raise rows.not_found(what, id_)
             if row[0] is not None:
                 return
             because = ", revoked_because = %(reason)s" if what == "host" else ""
@@ -142,7 +142,7 @@ async def _add_host(connection: Any, host: HostIdentity, actor: str, invite: Inv
         f"SELECT {rows.HOST} FROM identity_host WHERE name = %s AND revoked_at IS NULL", (host.name,)
     )
     row = await cursor.fetchone()
-    settled = rows.settle_host(host, None if row is None else rows.host_of(row), invite)
+    settled = rows.resolve_enrolled_host(host, None if row is None else rows.decode_host(row), invite)
     if settled is not None:
         return settled
     insert = f"INSERT INTO identity_host ({rows.HOST}) VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"

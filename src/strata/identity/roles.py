@@ -1,4 +1,4 @@
-"""Who a caller is and what it may do. Roles of people are ordered; a host has none and may only act as itself."""
+"""Principals and their roles (authorization). Roles of people are ordered; a host has none and acts only as itself."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Principal:
         """How events name the caller."""
         return f"{self.kind}:{self.id}" if self.id else str(self.kind)
 
-    def need(self, role: Role) -> None:
+    def require_role(self, role: Role) -> None:
         if self.role is None or self.role < role:
             have = "a host" if self.role is None else f"the role {self.role.name.lower()}"
             raise StrataError(Code.FORBIDDEN, f"this needs the role {role.name.lower()}; the caller has {have}")
 
-    def need_host(self) -> str:
+    def require_host(self) -> str:
         """The id of the calling host."""
         if self.kind is not CallerKind.HOST:
             raise StrataError(Code.FORBIDDEN, "only an enrolled host may do this", hint="strata join")
@@ -60,4 +60,4 @@ class Principal:
 
 
 OPERATOR = Principal(CallerKind.OPERATOR, "", Role.ADMIN)
-"""Whoever has the hub's operator token."""
+"""The caller with the hub's operator token."""

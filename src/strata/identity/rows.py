@@ -20,7 +20,7 @@ HOST: Final = (
 )
 
 
-def key_of(row: Sequence[Any]) -> ApiKey:
+def decode_key(row: Sequence[Any]) -> ApiKey:
     id_, name, role, *rest = row
     return ApiKey(id_, name, Role(role), *rest)
 
@@ -29,7 +29,7 @@ def key_row(key: ApiKey) -> tuple[Any, ...]:
     return (key.id, key.name, int(key.role), key.secret_hash, key.made_at_s, key.expires_at_s, key.revoked_at_s)
 
 
-def invite_of(row: Sequence[Any]) -> Invite:
+def decode_invite(row: Sequence[Any]) -> Invite:
     id_, secret_hash, made_at_s, expires_at_s, pool, labels, *rest = row
     return Invite(id_, secret_hash, made_at_s, expires_at_s, pool, tuple(json.loads(labels)), *rest)
 
@@ -48,7 +48,7 @@ def invite_row(invite: Invite) -> tuple[Any, ...]:
     )
 
 
-def host_of(row: Sequence[Any]) -> HostIdentity:
+def decode_host(row: Sequence[Any]) -> HostIdentity:
     id_, name, public_key, enrolled_at_s, pool, labels, *rest = row
     return HostIdentity(id_, name, public_key, enrolled_at_s, pool, tuple(json.loads(labels)), *rest)
 
@@ -82,7 +82,7 @@ def check_invite(invite: Invite | None, secret_hash: str, host: HostIdentity, no
     return invite
 
 
-def settle_host(
+def resolve_enrolled_host(
     wanted: HostIdentity, namesake: HostIdentity | None, invite: Invite | None = None
 ) -> HostIdentity | None:
     """The host that is there already, or None when `wanted` is to be added; `namesake` is the live host so named."""
@@ -102,11 +102,11 @@ def settle_host(
 
 def check_certifiable(host: HostIdentity | None, host_id: str) -> HostIdentity:
     if host is None:
-        raise missing("host", host_id)
+        raise not_found("host", host_id)
     if host.revoked_at_s is not None:
         raise StrataError(Code.FORBIDDEN, f"the host {host.name} was revoked: {host.revoked_because}")
     return host
 
 
-def missing(what: str, id_: str) -> StrataError:
+def not_found(what: str, id_: str) -> StrataError:
     return StrataError(Code.NOT_FOUND, f"there is no {what} {id_!r}")

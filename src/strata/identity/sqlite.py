@@ -51,10 +51,10 @@ class SqliteIdentity:
 
     async def key(self, id_: str) -> ApiKey | None:
         row = await self._thread.read(lambda db: _one(db, "identity_key", rows.KEY, id_))
-        return None if row is None else rows.key_of(row)
+        return None if row is None else rows.decode_key(row)
 
     async def keys(self) -> Sequence[ApiKey]:
-        return [rows.key_of(row) for row in await self._all("identity_key", rows.KEY, "made_at")]
+        return [rows.decode_key(row) for row in await self._all("identity_key", rows.KEY, "made_at")]
 
     async def revoke_key(self, id_: str, actor: str, now_s: float) -> None:
         await self._revoke("key", id_, actor, now_s)
@@ -68,7 +68,7 @@ class SqliteIdentity:
         await self._thread.write(add)
 
     async def invites(self) -> Sequence[Invite]:
-        return [rows.invite_of(row) for row in await self._all("identity_invite", rows.INVITE, "made_at")]
+        return [rows.decode_invite(row) for row in await self._all("identity_invite", rows.INVITE, "made_at")]
 
     async def revoke_invite(self, id_: str, actor: str, now_s: float) -> None:
         await self._revoke("invite", id_, actor, now_s)
@@ -76,7 +76,7 @@ class SqliteIdentity:
     async def enroll(self, invite_id: str, secret_hash: str, host: HostIdentity, now_s: float) -> HostIdentity:
         def take(db: sqlite3.Connection) -> HostIdentity:
             row = _one(db, "identity_invite", rows.INVITE, invite_id)
-            found = None if row is None else rows.invite_of(row)
+            found = None if row is None else rows.decode_invite(row)
             invite = rows.check_invite(found, secret_hash, host, now_s)
             wanted = replace(host, pool=invite.pool, labels=invite.labels)
             settled = _add_host(db, wanted, f"invite:{invite_id}", invite)
@@ -92,9 +92,9 @@ class SqliteIdentity:
         return await self._thread.read(lambda db: _host(db, id_))
 
     async def hosts(self) -> Sequence[HostIdentity]:
-        return [rows.host_of(row) for row in await self._all("identity_host", rows.HOST, "enrolled_at")]
+        return [rows.decode_host(row) for row in await self._all("identity_host", rows.HOST, "enrolled_at")]
 
-    async def certified(self, host_id: str, until_s: float, actor: str, now_s: float) -> None:
+    async def record_certificate(self, host_id: str, until_s: float, actor: str, now_s: float) -> None:
         def note(db: sqlite3.Connection) -> None:
             host = rows.check_certifiable(_host(db, host_id), host_id)
             db.execute("UPDATE identity_host SET certificate_until = ? WHERE id = ?", (until_s, host_id))
@@ -113,7 +113,7 @@ class SqliteIdentity:
         def revoke(db: sqlite3.Connection) -> None:
             table = f"identity_{what}"
             if _one(db, table, "id", id_) is None:
-                raise rows.missing(what, id_)
+                raise rows.not_found(what, id_)
             because = ", revoked_because = :reason" if what == "host" else ""
             changed = db.execute(
                 f"UPDATE {table} SET revoked_at = :now{because} WHERE id = :id AND revoked_at IS NULL",
@@ -136,14 +136,14 @@ def _one(db: sqlite3.Connection, table: str, columns: str, id_: str) -> Any:
 
 def _host(db: sqlite3.Connection, id_: str) -> HostIdentity | None:
     row = _one(db, "identity_host", rows.HOST, id_)
-    return None if row is None else rows.host_of(row)
+    return None if row is None else rows.decode_host(row)
 
 
 def _add_host(db: sqlite3.Connection, host: HostIdentity, actor: str, invite: Invite | None = None) -> HostIdentity:
     row = db.execute(
         f"SELECT {rows.HOST} FROM identity_host WHERE name = ? AND revoked_at IS NULL", (host.name,)
     ).fetchone()
-    settled = rows.settle_host(host, None if row is None else rows.host_of(row), invite)
+    settled = rows.resolve_enrolled_host(host, None if row is None else rows.decode_host(row), invite)
     if settled is not None:
         return settled
     db.execute(f"INSERT INTO identity_host ({rows.HOST}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows.host_row(host))

@@ -1,4 +1,4 @@
-"""The three texts that prove who somebody is: an API key, the secret of a host on loopback, and a join token.
+"""The three bearer credentials: an API key, the secret of a host on loopback, and a join token.
 
 `tml-ID-SECRET`, `hst-ID-SECRET`, `fj1.CA_SHA256.ID.SECRET`. The id finds the row; the row keeps a hash of the secret.
 A secret has 160 random bits, so a plain SHA-256 of it cannot be reversed by guessing, and costs nothing per request.
@@ -28,7 +28,7 @@ _JOIN: Final = re.compile(r"fj1\.([0-9a-f]{64})\.([0-9a-f]{12})\.([0-9a-f]{40})"
 
 @dataclass(frozen=True)
 class Bearer:
-    """What came in an Authorization header, split."""
+    """The parsed bearer token of an Authorization header."""
 
     kind: str
     id: str
@@ -63,7 +63,7 @@ def same_hash(one: str, other: str) -> bool:
 
 
 def check_strength(token: Secret) -> Secret:
-    """INVALID for an operator token that could be guessed; nobody else can tell how it was chosen."""
+    """INVALID for an operator token that could be guessed: a person may have chosen it."""
     text = token.reveal()
     if len(text) < _FEWEST_CHARACTERS or len(set(text)) < _FEWEST_DIFFERENT:
         raise StrataError(

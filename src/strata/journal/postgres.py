@@ -15,7 +15,7 @@ import psycopg
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.database.postgres import Connections, check_durable, display_address, failed
+from strata.database.postgres import Connections, check_durable, display_address, to_strata_error
 from strata.journal import postgres_sql as sql
 from strata.journal.batch import checked_snapshot, checksum_of, pack, unpack
 from strata.journal.port import (
@@ -56,10 +56,10 @@ class PostgresJournal:
         """`call_s` bounds every call: keep it below the leases this journal is used with."""
         journal = cls(Connections(url, connections, call_s, what="journal"), clock)
         try:
-            async with journal._connections.use() as connection:
+            async with journal._connections.acquire() as connection:
                 await _prepare(connection, create=create)
         except (psycopg.Error, TimeoutError) as error:
-            raise failed(error, f"the journal at {display_address(url)} cannot be opened") from error
+            raise to_strata_error(error, f"the journal at {display_address(url)} cannot be opened") from error
         except BaseException:
             await journal.close()
             raise

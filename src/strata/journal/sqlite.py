@@ -57,7 +57,7 @@ CREATE TABLE journal_snapshot (
 class _Schema:
     what = "journal"
 
-    def recognise(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
+    def check_file(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
         version = _version(db)
         if version == 0 and not (create and is_empty(db)):
             raise StrataError(

@@ -15,7 +15,7 @@ from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.objects import ObjectChunks
-from strata.fleet.artifacts.ports import ChunkStore, Index
+from strata.fleet.artifacts.ports import ArtifactIndex, ChunkStore
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.artifacts.store import tables
 from strata.fleet.artifacts.store.postgres import PostgresIndex
@@ -53,7 +53,7 @@ async def chunks(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 @pytest.fixture(params=["sqlite disk", "postgres s3"])
 async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
     database, bytes_in = request.param.split()
-    index: Index
+    index: ArtifactIndex
     fleet: Store
     async with AsyncExitStack() as stack:
         if database == "sqlite":
@@ -64,7 +64,7 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         else:
             connections = Connections(request.getfixturevalue("postgres_url"), 8, 5.0, what="hub")
             stack.push_async_callback(connections.close)
-            async with connections.use() as connection:
+            async with connections.acquire() as connection:
                 await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT, tables.POSTGRES])
             index, fleet = PostgresIndex(connections), PostgresStore(connections)
         chunks = await open_chunks(request, bytes_in, tmp_path)

@@ -21,7 +21,7 @@ from strata.fleet.artifacts.manifest import (
     ArtifactManifest,
     Lineage,
 )
-from strata.fleet.artifacts.ports import ChunkStore, Committed, Index
+from strata.fleet.artifacts.ports import ArtifactIndex, ChunkStore, CommitResult
 from strata.fleet.artifacts.service import Artifacts, once
 from strata.fleet.ports import AttemptKey, JobCompletion, Store
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, marker
@@ -39,7 +39,7 @@ class Place:
     """Everything of one hub: the artifacts, what is under them, and the fleet in the same database."""
 
     artifacts: Artifacts
-    index: Index
+    index: ArtifactIndex
     chunks: ChunkStore
     clock: ManualClock
     fleet: Store
@@ -100,12 +100,12 @@ async def send(place: Place, files: Mapping[str, bytes], owner: str = OWNER) -> 
 
 async def upload(
     place: Place, files: Mapping[str, bytes], lineage: Lineage = RESULT, hold: AttemptKey | None = None
-) -> Committed:
+) -> CommitResult:
     manifest = await send(place, files)
     return await place.artifacts.commit(manifest, lineage, f"host:{OWNER}", hold=hold)
 
 
-async def complete(place: Place, files: Mapping[str, bytes], lineage: Lineage = RESULT) -> Committed:
+async def complete(place: Place, files: Mapping[str, bytes], lineage: Lineage = RESULT) -> CommitResult:
     """The result of a job of its own, which it completes."""
     number = next(_jobs)
     await add_host(place.fleet)

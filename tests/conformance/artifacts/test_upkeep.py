@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 
 from strata.base.errors import Code
-from strata.fleet.artifacts import upkeep
+from strata.fleet.artifacts import maintenance
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.retention import RetentionPolicy
@@ -38,16 +38,22 @@ async def test_a_dry_run_changes_nothing_and_tells_what_the_real_run_does(place:
     await place.artifacts.remove(done.artifact_id, "old", "operator")
     await place.clock.advance(GRACE_S)
     for _ in range(2):
-        told = await upkeep.collect(place.artifacts)
+        told = await maintenance.collect_garbage(place.artifacts)
         assert {chunk.digest for chunk in told.condemned} == TOGETHER
         assert told.erased == []
     assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {ChunkState.STORED}
-    assert {chunk.digest for chunk in (await upkeep.collect(place.artifacts, dry_run=False)).condemned} == TOGETHER
-    assert (await upkeep.collect(place.artifacts, dry_run=False)).erased == [], "a grace lies between the two"
+    assert {
+        chunk.digest for chunk in (await maintenance.collect_garbage(place.artifacts, dry_run=False)).condemned
+    } == TOGETHER
+    assert (await maintenance.collect_garbage(place.artifacts, dry_run=False)).erased == [], (
+        "a grace lies between the two"
+    )
     await place.clock.advance(GRACE_S)
-    assert {chunk.digest for chunk in (await upkeep.collect(place.artifacts)).erased} == TOGETHER
+    assert {chunk.digest for chunk in (await maintenance.collect_garbage(place.artifacts)).erased} == TOGETHER
     assert all([await place.chunks.has(digest) for digest in TOGETHER])
-    assert {chunk.digest for chunk in (await upkeep.collect(place.artifacts, dry_run=False)).erased} == TOGETHER
+    assert {
+        chunk.digest for chunk in (await maintenance.collect_garbage(place.artifacts, dry_run=False)).erased
+    } == TOGETHER
     assert not any([await place.chunks.has(digest) for digest in TOGETHER])
     assert await place.index.slots(list(TOGETHER)) == {}
     assert (await upload(place, FILES)).new
@@ -59,7 +65,7 @@ async def test_what_an_artifact_needs_is_never_collected(place: Place) -> None:
     await place.artifacts.remove(gone.artifact_id, "old", "operator")
     for _ in range(4):
         await place.clock.advance(GRACE_S)
-        await upkeep.collect(place.artifacts, dry_run=False)
+        await maintenance.collect_garbage(place.artifacts, dry_run=False)
     assert await content_of(place, kept.artifact_id) == FILES
     assert not await place.chunks.has(chunk_of(b"alone").digest)
 
@@ -68,24 +74,24 @@ async def test_an_upload_that_began_before_a_collection_keeps_its_chunks(place: 
     await send(place, FILES)
     await place.clock.advance(GRACE_S)
     # The chunks are doomed when another upload wants them: asking for them is enough.
-    await upkeep.collect(place.artifacts, dry_run=False)
+    await maintenance.collect_garbage(place.artifacts, dry_run=False)
     assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {ChunkState.DOOMED}
     await place.clock.advance(GRACE_S / 20)
     plan = await place.artifacts.plan(manifest_of(FILES).chunks(), OWNER)
     assert plan.missing == []
     await place.clock.advance(GRACE_S - 1)
-    assert (await upkeep.collect(place.artifacts, dry_run=False)).erased == []
+    assert (await maintenance.collect_garbage(place.artifacts, dry_run=False)).erased == []
     done = await place.artifacts.commit(manifest_of(FILES), RESULT, "host:a")
     await place.clock.advance(10 * GRACE_S)
-    await upkeep.collect(place.artifacts, dry_run=False)
-    await upkeep.collect(place.artifacts, dry_run=False)
+    await maintenance.collect_garbage(place.artifacts, dry_run=False)
+    await maintenance.collect_garbage(place.artifacts, dry_run=False)
     assert await content_of(place, done.artifact_id) == FILES
 
 
 async def test_a_commit_rescues_chunks_that_are_doomed(place: Place) -> None:
     await send(place, FILES)
     await place.clock.advance(GRACE_S)
-    await upkeep.collect(place.artifacts, dry_run=False)
+    await maintenance.collect_garbage(place.artifacts, dry_run=False)
     await place.artifacts.commit(manifest_of(FILES), RESULT, "host:a")
     assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {ChunkState.STORED}
 
@@ -96,7 +102,7 @@ async def test_collections_racing_uploads_never_take_a_committed_chunk(place: Pl
         files = {"same": FILES["a"], "own": noise(3000, seed=turn)}
         await send(place, files)
         await place.clock.advance(GRACE_S)
-        await upkeep.collect(place.artifacts, dry_run=False)
+        await maintenance.collect_garbage(place.artifacts, dry_run=False)
         await place.clock.advance(GRACE_S)
 
         async def try_upload(files: dict[str, bytes] = files) -> str | None:
@@ -110,7 +116,10 @@ async def test_collections_racing_uploads_never_take_a_committed_chunk(place: Pl
             return None
 
         results = await asyncio.gather(
-            try_upload(), upkeep.collect(place.artifacts, dry_run=False), try_upload(), return_exceptions=True
+            try_upload(),
+            maintenance.collect_garbage(place.artifacts, dry_run=False),
+            try_upload(),
+            return_exceptions=True,
         )
         assert [each for each in results if isinstance(each, BaseException)] == []
         artifact_id = results[0]
@@ -122,7 +131,7 @@ async def test_collections_racing_uploads_never_take_a_committed_chunk(place: Pl
 async def test_a_chunk_that_is_being_erased_cannot_be_put_until_it_is_gone(place: Place) -> None:
     await send(place, FILES)
     await place.clock.advance(GRACE_S)
-    await upkeep.collect(place.artifacts, dry_run=False)
+    await maintenance.collect_garbage(place.artifacts, dry_run=False)
     await place.clock.advance(GRACE_S)
     slots = await place.index.erase(place.clock.wall_s() - GRACE_S, 10)
     assert {slot.digest for slot in slots} == TOGETHER
@@ -132,7 +141,9 @@ async def test_a_chunk_that_is_being_erased_cannot_be_put_until_it_is_gone(place
     assert stale.code is Code.CONFLICT
     assert (await refusal(place.artifacts.commit(manifest_of(FILES), RESULT, "h"))).code is Code.PRECONDITION
     # Whoever began to erase is gone; the next collection ends it.
-    assert {chunk.digest for chunk in (await upkeep.collect(place.artifacts, dry_run=False)).erased} == TOGETHER
+    assert {
+        chunk.digest for chunk in (await maintenance.collect_garbage(place.artifacts, dry_run=False)).erased
+    } == TOGETHER
     assert (await upload(place, FILES)).new
 
 
@@ -140,7 +151,7 @@ async def test_a_put_that_outlasted_its_row_is_told_to_send_again(place: Place) 
     reserved = (await place.index.reserve([chunk_of(FILES["a"]).digest], 0.0, stale_after_s=100))[
         chunk_of(FILES["a"]).digest
     ]
-    await upkeep.collect(place.artifacts, dry_run=False)
+    await maintenance.collect_garbage(place.artifacts, dry_run=False)
     await send(place, FILES)
     assert (await refusal(place.index.stored([reserved], 1.0))).code is Code.CONFLICT
 
@@ -159,9 +170,9 @@ async def test_retention_keeps_the_latest_the_best_and_what_is_needed(place: Pla
     tuned = Lineage(kind=ArtifactKind.RESULT, model="other", parents=(ids[2],))
     other = (await upload(place, {"f": b"tuned"}, tuned)).artifact_id
     policy = RetentionPolicy(keep_last=1, keep_best=1, metric="auc", min_age_s=60)
-    assert (await upkeep.retain(place.artifacts, policy, "hub")).dropped == {}, "all are new"
+    assert (await maintenance.apply_retention(place.artifacts, policy, "hub")).dropped == {}, "all are new"
     await place.clock.advance(61)
-    choice = await upkeep.retain(place.artifacts, policy, "hub")
+    choice = await maintenance.apply_retention(place.artifacts, policy, "hub")
     assert set(choice.dropped) == {ids[3], ids[4]}
     assert {id_: why.split(":")[0].split(" of ")[0] for id_, why in choice.kept.items()} == {
         point.artifact_id: "checkpoint",
@@ -171,7 +182,7 @@ async def test_retention_keeps_the_latest_the_best_and_what_is_needed(place: Pla
         ids[5]: "one",
         other: "one",
     }
-    done = await upkeep.retain(place.artifacts, policy, "hub", dry_run=False)
+    done = await maintenance.apply_retention(place.artifacts, policy, "hub", dry_run=False)
     assert set(done.dropped) == {ids[3], ids[4]}
     assert (await refusal(place.artifacts.open(ids[3]))).code is Code.GONE
     left = {row.artifact_id for row in await place.index.lineages(LineageFilter())}
@@ -194,10 +205,10 @@ async def test_scrubbing_finds_damage_and_loss_and_goes_on_where_it_stopped(plac
     await place.chunks.delete(lost.digest)
     await place.clock.advance(100)
 
-    async def scrub(max_bytes: int) -> upkeep.Scrubbed:
-        return await upkeep.scrub(place.artifacts, max_bytes=max_bytes, bytes_per_s=1e9, every_s=50)
+    async def scrub(max_bytes: int) -> maintenance.ScrubResult:
+        return await maintenance.scrub(place.artifacts, max_bytes=max_bytes, bytes_per_s=1e9, every_s=50)
 
-    async def driven(max_bytes: int) -> upkeep.Scrubbed:
+    async def driven(max_bytes: int) -> maintenance.ScrubResult:
         task = asyncio.ensure_future(scrub(max_bytes))
         while not task.done():
             await place.clock.advance(1e-6)
@@ -221,7 +232,7 @@ async def test_scrubbing_keeps_to_its_speed(place: Place) -> None:
     await upload(place, {str(number): noise(1000, seed=number) for number in range(20)})
     await place.clock.advance(100)
     started_s = place.clock.monotonic_s()
-    task = asyncio.ensure_future(upkeep.scrub(place.artifacts, max_bytes=10**9, bytes_per_s=1000.0, every_s=50))
+    task = asyncio.ensure_future(maintenance.scrub(place.artifacts, max_bytes=10**9, bytes_per_s=1000.0, every_s=50))
     while not task.done():
         await place.clock.advance(0.25)
         await asyncio.wait([task], timeout=0.001)

@@ -40,6 +40,6 @@ async def postgres_store(postgres_url: str) -> AsyncIterator[Store]:
 
 async def open_postgres(url: str) -> Store:
     connections = Connections(url, 8, 5.0, what="hub")
-    async with connections.use() as connection:
+    async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     return PostgresStore(connections)

@@ -58,13 +58,13 @@ async def upgraded_sqlite(path: Path) -> Store:
 
 async def upgraded_postgres(url: str) -> Store:
     connections = Connections(url, 8, 5.0, what="hub")
-    async with connections.use() as connection:
+    async with connections.acquire() as connection:
         before = older(postgres_tables.COMPONENT, BEFORE_NUMBERS)
         await upgrade_postgres(connection, [events.POSTGRES, before])
     async with connections.transaction() as connection:
         for statement, values in _ROWS:
             await connection.execute(statement.format(mark="%s", yes="true", no="false"), values)
-    async with connections.use() as connection:
+    async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     return PostgresStore(connections)
 

@@ -24,7 +24,7 @@ async def opened(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         await thread.close()
         return
     connections = Connections(request.getfixturevalue("postgres_url"), 8, 5.0, what="hub")
-    async with connections.use() as connection:
+    async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres.COMPONENT])
     yield postgres.PostgresIdentity(connections), lambda after, limit: events.read_postgres(connections, after, limit)
     await connections.close()

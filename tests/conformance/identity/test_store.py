@@ -93,12 +93,12 @@ async def test_a_used_invitation_ends_with_its_time_its_revocation_or_the_first_
 ) -> None:
     await store.add_invite(INVITE, "operator")
     host = await store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1001.0)
-    await store.certified(host.id, 5000.0, f"invite:{INVITE.id}", 1001.0)
+    await store.record_certificate(host.id, 5000.0, f"invite:{INVITE.id}", 1001.0)
     await store.enroll(INVITE.id, INVITE.secret_hash, HOST, 1002.0)
     if ends == "revoked":
         await store.revoke_invite(INVITE.id, "operator", 1003.0)
     elif ends == "renewed":
-        await store.certified(host.id, 6000.0, f"host:{host.id}", 1003.0)
+        await store.record_certificate(host.id, 6000.0, f"host:{host.id}", 1003.0)
     now_s = 9999.0 if ends == "expired" else 1004.0
     refused = await refusal(store.enroll(INVITE.id, INVITE.secret_hash, HOST, now_s))
     assert refused.code is Code.FORBIDDEN
@@ -143,12 +143,12 @@ async def test_a_name_belongs_to_one_live_host(store: IdentityStore) -> None:
 
 async def test_a_revoked_host_gets_no_certificate(store: IdentityStore) -> None:
     await store.add_host(HOST, "hub")
-    await store.certified(HOST.id, 5000.0, "hub", 1001.0)
+    await store.record_certificate(HOST.id, 5000.0, "hub", 1001.0)
     found = await store.host(HOST.id)
     assert found is not None
     assert found.certificate_until_s == 5000.0
     await store.revoke_host(HOST.id, "stolen", "operator", 1002.0)
-    refused = await refusal(store.certified(HOST.id, 9000.0, "hub", 1003.0))
+    refused = await refusal(store.record_certificate(HOST.id, 9000.0, "hub", 1003.0))
     assert refused.code is Code.FORBIDDEN
     assert "stolen" in refused.message
 

@@ -13,7 +13,7 @@ import pytest
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.fleet.artifacts import upkeep
+from strata.fleet.artifacts import maintenance
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import Artifacts
 from tests.shell.artifacts.upload_process import GRACE_S, files_of, open_artifacts, scrub, upload
@@ -78,7 +78,7 @@ async def heal(artifacts: Artifacts) -> None:
         except StrataError as error:
             if error.code is not Code.UNAVAILABLE:
                 raise
-            await upkeep.collect(artifacts, dry_run=False)
+            await maintenance.collect_garbage(artifacts, dry_run=False)
 
 
 @pytest.mark.parametrize("failpoint", failpoints())
@@ -109,7 +109,7 @@ async def test_the_rests_of_a_crash_are_collected_once_the_grace_is_over(tmp_pat
         for _ in range(3):
             # Files bear real times, and this clock began in the past.
             await artifacts.clock.advance(3e8 + GRACE_S)  # type: ignore[attr-defined]
-            await upkeep.collect(artifacts, dry_run=False)
+            await maintenance.collect_garbage(artifacts, dry_run=False)
         assert list(partial.iterdir()) == []
         assert await artifacts.index.slots(digests) == {}
         assert list((tmp_path / "artifacts/chunks").glob("*/*")) == []

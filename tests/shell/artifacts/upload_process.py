@@ -19,7 +19,7 @@ from strata.base.failpoint import arm, kill
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
-from strata.fleet.artifacts import upkeep
+from strata.fleet.artifacts import maintenance
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.manifest import (
     CHUNK_BYTES,
@@ -77,7 +77,7 @@ async def upload(artifacts: Artifacts, turn: int) -> str:
 async def scrub(artifacts: Artifacts) -> None:
     assert isinstance(artifacts.clock, ManualClock)
     await artifacts.clock.advance(1)
-    await upkeep.scrub(artifacts, max_bytes=1 << 40, bytes_per_s=float("inf"), every_s=0)
+    await maintenance.scrub(artifacts, max_bytes=1 << 40, bytes_per_s=float("inf"), every_s=0)
 
 
 async def main(folder: Path, turns: int) -> None:
@@ -95,7 +95,7 @@ async def main(folder: Path, turns: int) -> None:
             await damage(artifacts, folder, turn)
             for _ in range(2):
                 await artifacts.clock.advance(GRACE_S)
-                await upkeep.collect(artifacts, dry_run=False)
+                await maintenance.collect_garbage(artifacts, dry_run=False)
 
 
 async def damage(artifacts: Artifacts, folder: Path, turn: int) -> None:

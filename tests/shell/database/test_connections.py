@@ -25,7 +25,7 @@ async def connections(postgres_url: str) -> AsyncIterator[Connections]:
 
 async def backends(connections: Connections) -> set[int]:
     """Of both connections, opened if need be."""
-    async with connections.use() as one, connections.use() as other:
+    async with connections.acquire() as one, connections.acquire() as other:
         found = [await (await each.execute(PID)).fetchone() for each in (one, other)]
     return {row[0] for row in found if row}
 

@@ -84,20 +84,20 @@ async def postgres_tables(connections: Connections) -> list[Any]:
 
 
 async def test_postgres_takes_the_steps_it_lacks_and_refuses_a_newer_version(connections: Connections) -> None:
-    async with connections.use() as connection:
+    async with connections.acquire() as connection:
         await upgrade_postgres(connection, [ONE])
         await upgrade_postgres(connection, [ONE_LATER, OTHER])
         await upgrade_postgres(connection, [ONE_LATER, OTHER])
     assert await postgres_tables(connections) == ["first", "second", "strata_schema", "third"]
     with pytest.raises(StrataError, match="this Strata knows 1"):
-        async with connections.use() as connection:
+        async with connections.acquire() as connection:
             await upgrade_postgres(connection, [ONE])
 
 
 async def test_postgres_takes_no_part_of_an_upgrade_whose_step_fails(connections: Connections) -> None:
-    async with connections.use() as connection:
+    async with connections.acquire() as connection:
         await upgrade_postgres(connection, [ONE])
     with pytest.raises(Exception, match="already exists"):
-        async with connections.use() as connection:
+        async with connections.acquire() as connection:
             await upgrade_postgres(connection, [ONE_LATER, BROKEN])
     assert await postgres_tables(connections) == ["first", "strata_schema"]

@@ -14,7 +14,7 @@ from strata.database.sqlite import SqliteThread
 class Table:
     what = "database"
 
-    def recognise(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
+    def check_file(self, db: sqlite3.Connection, path: Path, *, create: bool) -> None:
         """Any file will do."""
 
     def upgrade(self, db: sqlite3.Connection) -> None:

@@ -30,7 +30,7 @@ async def open_sqlite(path: Path) -> SqliteStore:
 
 async def open_postgres(url: str) -> PostgresStore:
     connections = Connections(url, 8, 5.0, what="hub")
-    async with connections.use() as connection:
+    async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     return PostgresStore(connections)
 

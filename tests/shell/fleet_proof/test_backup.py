@@ -64,7 +64,7 @@ async def thread(tmp_path: Path) -> AsyncIterator[SqliteThread]:
 @pytest.fixture
 async def connections(postgres_url: str) -> AsyncIterator[Connections]:
     opened = Connections(postgres_url, 4, 60.0, what="hub")
-    async with opened.use() as connection:
+    async with opened.acquire() as connection:
         await upgrade_postgres(connection, POSTGRES)
     yield opened
     await opened.close()

@@ -81,7 +81,7 @@ async def test_an_older_postgres_database_gives_its_jobs_the_digests_of_their_tr
     connections = Connections(postgres_url, 4, 60.0, what="hub")
     before = Component("fleet", postgres_tables.COMPONENT.steps[:BEFORE])
     try:
-        async with connections.use() as connection:
+        async with connections.acquire() as connection:
             await upgrade_postgres(connection, (events.POSTGRES, before))
             for statement, values in statements("%s", "true", "false"):
                 await connection.execute(statement, values)

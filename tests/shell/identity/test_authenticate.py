@@ -18,7 +18,7 @@ from strata.base.secret import Secret
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
-from strata.identity.authenticate import REMEMBERED_S, Authenticator, Credentials
+from strata.identity.authenticate import CACHE_TTL_S, Authenticator, Credentials
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment, make_key
 from strata.identity.roles import OPERATOR, CallerKind, Principal, Role
@@ -82,9 +82,9 @@ async def test_a_key_has_its_role_until_it_is_revoked_or_expires(site: Site) -> 
     key, text = await make_key(site.store, site.clock, OPERATOR, name="laptop", role=Role.RESEARCHER, valid_s=100)
     principal = await site.who.identify(Credentials(bearer=text))
     assert (principal.kind, principal.role, principal.actor) == (CallerKind.KEY, Role.RESEARCHER, f"key:{key.id}")
-    principal.need(Role.VIEWER)
+    principal.require_role(Role.VIEWER)
     with pytest.raises(StrataError, match="needs the role operator"):
-        principal.need(Role.OPERATOR)
+        principal.require_role(Role.OPERATOR)
     await site.clock.advance(101)
     assert "expired" in (await site.refused(Credentials(bearer=text))).message
     forged = text[:-1] + ("0" if text[-1] != "0" else "1")
@@ -95,7 +95,7 @@ async def test_a_revocation_takes_effect_within_the_time_a_row_is_remembered(sit
     key, text = await make_key(site.store, site.clock, OPERATOR, name="laptop", role=Role.VIEWER)
     await site.who.identify(Credentials(bearer=text))
     await site.store.revoke_key(key.id, "operator", site.clock.wall_s())
-    await site.clock.advance(REMEMBERED_S)
+    await site.clock.advance(CACHE_TTL_S)
     assert "revoked" in (await site.refused(Credentials(bearer=text))).message
 
 
@@ -114,7 +114,7 @@ async def test_a_joined_host_is_known_by_its_certificate_and_renews_it(site: Sit
     with pytest.raises(StrataError, match="the key the host enrolled with"):
         await site.enrollment.renew(principal, request())
     with pytest.raises(StrataError, match="needs the role viewer"):
-        principal.need(Role.VIEWER)
+        principal.require_role(Role.VIEWER)
 
 
 async def test_a_revoked_host_is_refused_although_its_certificate_lives_on(site: Site) -> None:

@@ -1,4 +1,4 @@
-"""Chunks as files of a folder: written beside, verified while written, made durable, and only then given their name.
+"""Chunk store on disk: a chunk is written to a temporary file, verified, synced, and only then renamed.
 
     chunks/ab/ab12…    a chunk; the folders 00 to ff are made when the store is opened
     partial/…          what is being written, and what came of puts that broke off, under digest and owner

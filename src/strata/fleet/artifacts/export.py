@@ -59,7 +59,7 @@ async def index_lines(artifacts: Artifacts) -> AsyncIterator[bytes]:
         wanted = replace(wanted, before_seq=page[-1].seq)
 
 
-def place(row: LineageRow) -> str:
+def export_path(row: LineageRow) -> str:
     """Where the bundle of a result lies in the export."""
     made = row.lineage
     name = f"{_UNSAFE.sub('-', made.model) or 'model'}_{_UNSAFE.sub('-', made.mode) or 'default'}"
@@ -72,7 +72,7 @@ async def find(artifacts: Artifacts, path: str) -> str:
     if parts is not None:
         wanted = LineageFilter(artifact_ids=[f"artifact1_{parts['sha256']}"], kind=ArtifactKind.RESULT, completed=True)
         for row in await artifacts.index.lineages(wanted):
-            if place(row) == path:
+            if export_path(row) == path:
                 return row.artifact_id
     raise StrataError(Code.NOT_FOUND, f"there is no bundle {path[:200]!r}", hint="index.jsonl has their paths")
 
@@ -124,7 +124,7 @@ def _line(row: LineageRow) -> IndexLine:
     return IndexLine(
         artifact=row.artifact_id,
         sha256=row.artifact_id.rpartition("_")[2],
-        path=place(row),
+        path=export_path(row),
         model=made.model,
         mode=made.mode,
         job_id=made.job_id,

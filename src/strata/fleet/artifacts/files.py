@@ -1,4 +1,4 @@
-"""A folder becomes a manifest, and a manifest a folder: the agent's side. Standard library and `strata.base` only.
+"""Converts a folder to a manifest and back, on the agent's side. Standard library and `strata.base` only.
 
 Both directions trust nobody: a folder is read without following links, and a manifest is checked again before anything
 of it is written, so that no hub can make a host write outside the folder it chose.

@@ -1,4 +1,4 @@
-"""Which artifact is meant: the latest or the best of a model, and where an artifact came from."""
+"""Queries of the lineage: the latest or the best artifact of a model, and the ancestry of an artifact."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.manifest import ArtifactKind, check_artifact_id
-from strata.fleet.artifacts.ports import Index, LineageFilter, LineageRow
+from strata.fleet.artifacts.ports import ArtifactIndex, LineageFilter, LineageRow
 
 
-async def latest(index: Index, model: str, mode: str = "", *, kind: ArtifactKind = ArtifactKind.RESULT) -> LineageRow:
+async def latest(
+    index: ArtifactIndex, model: str, mode: str = "", *, kind: ArtifactKind = ArtifactKind.RESULT
+) -> LineageRow:
     """An empty mode is any mode. Of results only those that completed their jobs, of checkpoints those of attempts."""
     wanted = LineageFilter(
         model=model,
@@ -22,7 +24,7 @@ async def latest(index: Index, model: str, mode: str = "", *, kind: ArtifactKind
     return await _first(index, wanted)
 
 
-async def best(index: Index, model: str, metric: str, mode: str = "", *, lowest: bool = False) -> LineageRow:
+async def best(index: ArtifactIndex, model: str, metric: str, mode: str = "", *, lowest: bool = False) -> LineageRow:
     """The result of a completed job with the highest, or lowest, figure; of equals the latest."""
     order = LineageFilter(
         model=model,
@@ -36,7 +38,7 @@ async def best(index: Index, model: str, metric: str, mode: str = "", *, lowest:
     return await _first(index, order)
 
 
-async def ancestry(index: Index, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
+async def ancestry(index: ArtifactIndex, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
     """Where it came from, and what that came from, and so on: each record once, nearest first."""
     found: dict[str, LineageRow] = {}
     seen: set[str] = set()
@@ -51,13 +53,13 @@ async def ancestry(index: Index, artifact_id: str, *, limit: int = 1000) -> Sequ
     return list(found.values())[:limit]
 
 
-async def descendants(index: Index, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
+async def descendants(index: ArtifactIndex, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
     """What was made from it directly."""
     wanted = LineageFilter(parent=check_artifact_id(artifact_id), removed=True, limit=limit)
     return await index.lineages(wanted)
 
 
-async def _first(index: Index, wanted: LineageFilter) -> LineageRow:
+async def _first(index: ArtifactIndex, wanted: LineageFilter) -> LineageRow:
     found = await index.lineages(wanted)
     if not found:
         by = f" with the metric {wanted.metric}" if wanted.metric else ""

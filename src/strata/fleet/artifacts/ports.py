@@ -1,9 +1,9 @@
-"""What artifacts ask of a place for bytes and of a database: two ports, each with two adapters and one suite of tests.
+"""The ports of artifacts to chunk storage and to the database: each has two adapters and one conformance suite.
 
 `ChunkStore` holds bytes under their digest, on disk (`disk`) or in object storage (`objects`). Whatever lies there was
-verified before it became visible, so a part of a chunk can never be read. `Index` knows which chunks there are, which
-artifacts need them and where those came from (`sqlite`, `postgres`). Each of its methods is one transaction, with the
-events of what it changed. Time is an argument; the hub's clock counts.
+verified before it became visible, so a part of a chunk can never be read. `ArtifactIndex` knows which chunks there are,
+which artifacts need them and where those came from (`sqlite`, `postgres`). Each of its methods is one transaction, with
+the events of what it changed. Time is an argument; the hub's clock counts.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class LineageRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class CommitResult:
     artifact_id: str
     lineage_id: str
     new: bool
@@ -139,7 +139,7 @@ class LineageFilter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class StorageUsage:
     artifacts: int
     chunks: int
     bytes: int
@@ -158,14 +158,14 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class GarbageCollected:
     """What a collection did, or would do."""
 
     condemned: Sequence[ArtifactChunk] = field(default=())
     erased: Sequence[ArtifactChunk] = field(default=())
 
 
-class Index(Protocol):
+class ArtifactIndex(Protocol):
     """Unknown ids raise NOT_FOUND, removed artifacts GONE."""
 
     async def reserve(self, digests: Sequence[str], now_s: float, *, stale_after_s: float) -> Mapping[str, Slot]:
@@ -183,7 +183,7 @@ class Index(Protocol):
     async def damaged(self, digest: str, reason: str, now_s: float) -> None:
         """Its bytes are wrong or gone: it is missing from now on."""
 
-    async def commit(self, commit: Commit, now_s: float) -> Committed:
+    async def commit(self, commit: Commit, now_s: float) -> CommitResult:
         """The artifact, its references and its lineage, if every chunk is there with the right size.
 
         PRECONDITION names the chunks that are missing. The same commit again gets the same answer, also when the
@@ -233,6 +233,6 @@ class Index(Protocol):
 
     async def checked(self, slots: Sequence[Slot], now_s: float) -> None: ...
 
-    async def usage(self) -> Usage: ...
+    async def usage(self) -> StorageUsage: ...
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]: ...

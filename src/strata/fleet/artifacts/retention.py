@@ -1,4 +1,4 @@
-"""What is kept: a pure choice over the lineage, with a reason for each, so that a dry run reads like the real one."""
+"""Retention: decides by the lineage which artifacts are kept, with a reason for each, for dry runs and real ones."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RetentionChoice:
     kept: Mapping[str, str]
     """Artifact to the reason it is kept for."""
     dropped: Mapping[str, int]
     """Artifact to the `seq` of its newest lineage that was looked at."""
 
 
-def choose(rows: Sequence[LineageRow], referenced: Mapping[str, str], policy: RetentionPolicy, now_s: float) -> Choice:
+def choose_retained(
+    rows: Sequence[LineageRow], referenced: Mapping[str, str], policy: RetentionPolicy, now_s: float
+) -> RetentionChoice:
     """`rows` is the whole lineage of what is not removed."""
     newest = sorted(rows, key=lambda row: -row.seq)
     kept: dict[str, str] = {}
@@ -60,7 +62,7 @@ def choose(rows: Sequence[LineageRow], referenced: Mapping[str, str], policy: Re
     for row in newest:
         if row.artifact_id not in kept:
             dropped.setdefault(row.artifact_id, row.seq)
-    return Choice(kept, dropped)
+    return RetentionChoice(kept, dropped)
 
 
 def _by_number(newest: Sequence[LineageRow], policy: RetentionPolicy) -> Iterable[tuple[str, str]]:

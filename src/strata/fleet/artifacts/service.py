@@ -34,11 +34,11 @@ from strata.fleet.artifacts.manifest import (
     check_sha256,
 )
 from strata.fleet.artifacts.ports import (
+    ArtifactIndex,
     ArtifactRow,
     ChunkStore,
     Commit,
-    Committed,
-    Index,
+    CommitResult,
     Signer,
     Slot,
 )
@@ -82,7 +82,7 @@ class Artifacts:
 
     def __init__(
         self,
-        index: Index,
+        index: ArtifactIndex,
         chunks: ChunkStore,
         clock: Clock,
         *,
@@ -125,7 +125,7 @@ class Artifacts:
         *,
         hold: AttemptKey | None = None,
         owner: str = "",
-    ) -> Committed:
+    ) -> CommitResult:
         """PRECONDITION with the list `missing` while chunks are. `owner` as in `plan`, if signed URLs were used.
 
         With a hold, the lineage's job, epoch and host are those of the hold, whatever the sender wrote.
@@ -135,7 +135,7 @@ class Artifacts:
 
     async def put_blob(
         self, sha256: str, body: AsyncIterable[bytes], lineage: Lineage, actor: str, *, hold: AttemptKey | None = None
-    ) -> Committed:
+    ) -> CommitResult:
         """One opaque file, verified as a whole and never opened: an artifact with the one file `bundle.tar.zst`.
 
         Memory holds one chunk of it. What was sent before is not stored again, but has to be sent again to be checked.
@@ -301,7 +301,7 @@ class Artifacts:
         owner: str,
         *,
         blob: str = "",
-    ) -> Committed:
+    ) -> CommitResult:
         if hold is not None:
             lineage = msgspec.structs.replace(lineage, job_id=hold.job_id, epoch=hold.epoch, host_id=hold.host_id)
         if self.chunks.signer is not None and owner:

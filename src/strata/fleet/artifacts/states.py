@@ -1,4 +1,4 @@
-"""The life of a chunk in the index, as one table; what is absent is illegal.
+"""The states of a chunk in the index, as one transition table; what is absent is illegal.
 
 Bytes and rows live in two places, so each step that touches the bytes has a row that says so before and after. The row
 goes ahead of the bytes when they come and stays behind when they go: bytes without a row cannot be.
@@ -12,20 +12,20 @@ from typing import Final
 
 class ChunkState(StrEnum):
     INCOMING = "incoming"
-    """Somebody has said they will send it."""
+    """A client has announced to upload it."""
     STORED = "stored"
     """Whole, verified and durable in the chunk store."""
     DOOMED = "doomed"
-    """Stored, but nothing refers to it; it goes unless somebody wants it within the grace."""
+    """Garbage: stored, but unreferenced; it is deleted unless an upload reserves it within the grace period."""
     DELETING = "deleting"
-    """Its bytes are being removed. Nobody may write it until that is done."""
+    """Its bytes are being deleted. No upload may write it until that is done."""
     DAMAGED = "damaged"
-    """Its bytes were found wrong or gone. Sending it again heals every artifact that has it."""
+    """Its bytes were found corrupt or missing. Uploading it again repairs every artifact that has it."""
 
 
 class ChunkEvent(StrEnum):
     RESERVE = "reserve"
-    """Somebody wants to send it or relies on it."""
+    """A client wants to upload it or relies on it."""
     STORE = "store"
     """Its bytes are in the store."""
     CONDEMN = "condemn"
@@ -45,7 +45,7 @@ NEXT: Final[dict[tuple[ChunkState, ChunkEvent], ChunkState]] = {
     (ChunkState.DOOMED, ChunkEvent.STORE): ChunkState.STORED,
     (ChunkState.DOOMED, ChunkEvent.ERASE): ChunkState.DELETING,
     (ChunkState.DOOMED, ChunkEvent.DAMAGE): ChunkState.DAMAGED,
-    # Whoever removed it may have died halfway: the next one removes it again.
+    # A collector may have crashed halfway: the next one deletes it again.
     (ChunkState.DELETING, ChunkEvent.ERASE): ChunkState.DELETING,
     (ChunkState.DAMAGED, ChunkEvent.RESERVE): ChunkState.DAMAGED,
     (ChunkState.DAMAGED, ChunkEvent.STORE): ChunkState.STORED,

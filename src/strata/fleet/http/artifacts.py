@@ -12,7 +12,7 @@ from strata.base.failpoint import failpoint
 from strata.fleet import wire
 from strata.fleet.artifacts import export, lookup
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
-from strata.fleet.artifacts.ports import Committed, LineageFilter, LineageRow
+from strata.fleet.artifacts.ports import CommitResult, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_artifact_id
 from strata.fleet.ports import AttemptKey
@@ -238,7 +238,7 @@ async def _attempted(context: HubContext, given: Lineage, held: AttemptKey) -> L
     return msgspec.structs.replace(given, model=spec.model, mode=spec.mode, code=code[:256], data=spec.data[:256])
 
 
-def _committed(done: Committed) -> wire.CommitReply:
+def _committed(done: CommitResult) -> wire.CommitReply:
     return wire.CommitReply(artifact_id=done.artifact_id, lineage_id=done.lineage_id, new=done.new)
 
 

@@ -112,4 +112,4 @@ async def resolve_host(call: HubCall) -> HostRow:
 
 def own_hold(call: HubCall, job_id: str, epoch: int) -> AttemptKey:
     """The hold of the calling host on an attempt. The host comes from the credentials, never from a message."""
-    return AttemptKey(call.caller.need_host(), job_id, epoch)
+    return AttemptKey(call.caller.require_host(), job_id, epoch)

@@ -47,7 +47,7 @@ async def revoke(call: HubCall, body: wire.HostStateRequest) -> None:
     host_id = await _enrolled(context, call)
     reason = body.reason or "revoked"
     await context.identity.revoke_host(host_id, reason, call.actor, context.clock.wall_s())
-    context.authenticator.forget()
+    context.authenticator.invalidate()
     # A claim that waits was let in before; only the state of the host, in the claim's own transaction, stops it.
     if any(host.id == host_id for host in await context.fleet.hosts()):
         await context.fleet.set_host_state(host_id, "left", reason, call.actor)

@@ -7,7 +7,7 @@ from strata.base.secret import Secret
 from strata.fleet import wire
 from strata.fleet.http.context import HubCall, HubContext
 from strata.http.route import RawReply
-from strata.identity.ca import Issued
+from strata.identity.ca import IssuedCertificate
 from strata.identity.enroll import make_key
 from strata.identity.ports import ApiKey
 from strata.identity.roles import CallerKind, Role
@@ -31,7 +31,7 @@ async def renew(call: HubCall, body: wire.RenewRequest) -> wire.CertificateReply
     """A new certificate for the calling host, for the key it enrolled with."""
     context = call.context
     issued = await context.enrollment.renew(call.caller, body.request_pem.encode())
-    host = await context.identity.host(call.caller.need_host())
+    host = await context.identity.host(call.caller.require_host())
     assert host is not None, "it was just certified"
     return _certified(context, host.id, host.name, issued)
 
@@ -127,10 +127,10 @@ async def revoke_key(call: HubCall) -> None:
     """End a key."""
     context = call.context
     await context.identity.revoke_key(call.path["id"], call.actor, context.clock.wall_s())
-    context.authenticator.forget()
+    context.authenticator.invalidate()
 
 
-def _certified(context: HubContext, host_id: str, name: str, issued: Issued) -> wire.CertificateReply:
+def _certified(context: HubContext, host_id: str, name: str, issued: IssuedCertificate) -> wire.CertificateReply:
     return wire.CertificateReply(
         host_id=host_id,
         name=name,

@@ -28,7 +28,7 @@ _STOP: Final = {
 async def register(call: HubCall, body: wire.RegisterRequest) -> wire.RegisterReply:
     """Say what this host is; again whenever that has changed."""
     context = call.context
-    identity = await context.identity.host(call.caller.need_host())
+    identity = await context.identity.host(call.caller.require_host())
     if identity is None:
         raise StrataError(Code.NOT_FOUND, "this host is not enrolled", hint="strata join")
     row = await context.fleet.register(
@@ -57,7 +57,7 @@ async def register(call: HubCall, body: wire.RegisterRequest) -> wire.RegisterRe
 async def claim(call: HubCall, body: wire.ClaimRequest) -> wire.ClaimReply:
     """Ask for jobs this host may take, and wait for some."""
     context = call.context
-    host_id = call.caller.need_host()
+    host_id = call.caller.require_host()
     leases = await context.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots)
     if not leases and body.wait_s:
         waiting = context.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots, wait_s=body.wait_s)
@@ -101,16 +101,16 @@ async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
 async def leave(call: HubCall) -> None:
     """This host goes for good: it gets no more jobs, and its credentials end."""
     context = call.context
-    host_id = call.caller.need_host()
+    host_id = call.caller.require_host()
     registered = {host.id for host in await context.fleet.hosts()}
     if host_id in registered:
         await context.fleet.set_host_state(host_id, "left", "it left", call.actor)
     await context.identity.revoke_host(host_id, "it left", call.actor, context.clock.wall_s())
-    context.authenticator.forget()
+    context.authenticator.invalidate()
 
 
 async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]) -> Sequence[wire.LeaseVerdict]:
-    renewed = await context.fleet.renew(call.caller.need_host(), renewals)
+    renewed = await context.fleet.renew(call.caller.require_host(), renewals)
     now_s = context.fleet.now_s()
     return [_verdict(each, now_s) for each in renewed]
 

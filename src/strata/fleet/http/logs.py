@@ -47,7 +47,7 @@ async def _append(
     context: HubContext, call: HubCall, name: Name, body: Upload, query: wire.PieceQuery
 ) -> wire.PieceReply:
     job_id = await resolve_job_id(call)
-    host_id = call.caller.need_host()
+    host_id = call.caller.require_host()
     if await context.attempts.host(context.fleet.store, job_id, query.epoch) != host_id:
         # An attempt of another host gets the same reply as none.
         raise StrataError(Code.NOT_FOUND, f"this host has no attempt of {job_id} with the epoch {query.epoch}")

@@ -22,7 +22,7 @@ from strata.base.atomic import rename_file
 from strata.base.errors import Code, StrataError
 from strata.database.events import POSITION, record_postgres, record_sqlite
 from strata.database.events import EventRecord as Record
-from strata.database.migrations import Component, SqliteComponents, seal, seal_of, unseal
+from strata.database.migrations import Component, SqliteComponents, read_seal, seal, unseal
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.job import JobEvent, sources, target
 
@@ -102,7 +102,7 @@ def restore_sqlite(backup: Path, path: Path, components: Sequence[Component], no
             db.execute("BEGIN IMMEDIATE")
             unseal(db)
             schema = SqliteComponents(components)
-            schema.recognise(db, backup, create=False)
+            schema.check_file(db, backup, create=False)
             schema.upgrade(db)
             fence_sqlite(db, now_s)
             db.execute("COMMIT")
@@ -151,7 +151,7 @@ def _open_backup(path: Path) -> sqlite3.Connection:
         raise StrataError(Code.NOT_FOUND, f"there is no backup at {path}")
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
     try:
-        sealed = seal_of(db)
+        sealed = read_seal(db)
     except BaseException:
         db.close()
         raise

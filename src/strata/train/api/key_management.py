@@ -27,7 +27,7 @@ async def listed(call: ApiCall) -> replies.ApiKeysReply:
 async def revoke(call: ApiCall) -> None:
     """End a key."""
     await call.context.identity.revoke_key(call.path["id"], call.caller.actor, call.context.clock.wall_s())
-    call.context.authenticator.forget()
+    call.context.authenticator.invalidate()
 
 
 def _shown(key: ApiKey) -> replies.ApiKeyView:

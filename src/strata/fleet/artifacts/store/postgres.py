@@ -14,7 +14,15 @@ from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.database.postgres import Connections
 from strata.fleet.artifacts.manifest import ArtifactChunk
-from strata.fleet.artifacts.ports import ArtifactRow, Commit, Committed, LineageFilter, LineageRow, Slot, Usage
+from strata.fleet.artifacts.ports import (
+    ArtifactRow,
+    Commit,
+    CommitResult,
+    LineageFilter,
+    LineageRow,
+    Slot,
+    StorageUsage,
+)
 from strata.fleet.artifacts.states import ChunkEvent, ChunkState, among, becomes
 from strata.fleet.artifacts.store import rows
 
@@ -66,7 +74,7 @@ class PostgresIndex:
 
     async def slots(self, digests: Sequence[str]) -> Mapping[str, Slot]:
         found = await self._connections.run(_SELECT_SLOTS, {"digests": list(digests)})
-        return {slot.digest: slot for slot in map(rows.slot_of, found)}
+        return {slot.digest: slot for slot in map(rows.decode_slot, found)}
 
     async def stored(self, slots: Sequence[Slot], now_s: float) -> None:
         async with self._connections.transaction() as connection:
@@ -74,7 +82,7 @@ class PostgresIndex:
             for slot in slots:
                 found = there.get(slot.digest)
                 if found is None or found.number != slot.number or found.state is ChunkState.DELETING:
-                    raise rows.overtaken(slot.digest)
+                    raise rows.chunk_overtaken(slot.digest)
             await connection.execute(
                 f"UPDATE artifact_chunk c SET state = {becomes(ChunkEvent.STORE)}, size = s.size, wanted_at = %(now)s,"
                 " checked_at = %(now)s FROM unnest(%(numbers)s::bigint[], %(sizes)s::bigint[]) AS s (number, size)"
@@ -96,7 +104,7 @@ class PostgresIndex:
             if changed.rowcount:
                 await record_postgres(connection, [Record(now_s, "hub", "chunk.damaged", digest, {"reason": reason})])
 
-    async def commit(self, commit: Commit, now_s: float) -> Committed:
+    async def commit(self, commit: Commit, now_s: float) -> CommitResult:
         async with self._connections.transaction() as connection:
             return await _commit(connection, commit, now_s)
 
@@ -104,7 +112,7 @@ class PostgresIndex:
         found = await self._connections.run(
             f"SELECT {rows.ARTIFACT} FROM artifact WHERE id = %(id)s", {"id": artifact_id}
         )
-        return rows.artifact_of(found[0] if found else None, artifact_id)
+        return rows.decode_artifact(found[0] if found else None, artifact_id)
 
     async def blob(self, sha256: str) -> str:
         found = await self._connections.run(
@@ -126,7 +134,7 @@ class PostgresIndex:
 
     async def lineages(self, wanted: LineageFilter) -> Sequence[LineageRow]:
         query, values = rows.lineage_query(wanted, lambda name: f"%({name})s", "= ANY(%(ids)s)")
-        return [rows.lineage_of(row) for row in await self._connections.run(query, values)]
+        return [rows.decode_lineage(row) for row in await self._connections.run(query, values)]
 
     async def referenced(self) -> Mapping[str, str]:
         return dict(await self._connections.run(rows.REFERENCED, {}))
@@ -134,7 +142,7 @@ class PostgresIndex:
     async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float) -> None:
         async with self._connections.transaction() as connection:
             row = await _artifact(connection, artifact_id)
-            if rows.artifact_of(row, artifact_id).pinned != reason:
+            if rows.decode_artifact(row, artifact_id).pinned != reason:
                 await connection.execute("UPDATE artifact SET pinned = %s WHERE id = %s", (reason, artifact_id))
                 kind = "artifact.pinned" if reason else "artifact.unpinned"
                 await record_postgres(connection, [Record(now_s, actor, kind, artifact_id, {"reason": reason})])
@@ -188,7 +196,7 @@ class PostgresIndex:
             f" WHERE number IN (SELECT number {_ERASABLE} {_LOCKED}) RETURNING {rows.SLOT}",
             {"before": before_s, "limit": limit},
         )
-        return [rows.slot_of(row) for row in found]
+        return [rows.decode_slot(row) for row in found]
 
     async def erased(self, slots: Sequence[Slot]) -> None:
         await self._connections.write(
@@ -202,7 +210,7 @@ class PostgresIndex:
             " ORDER BY checked_at, number LIMIT %(limit)s",
             {"before": before_s, "limit": limit},
         )
-        return [rows.slot_of(row) for row in found]
+        return [rows.decode_slot(row) for row in found]
 
     async def checked(self, slots: Sequence[Slot], now_s: float) -> None:
         await self._connections.write(
@@ -211,7 +219,7 @@ class PostgresIndex:
             {"now": now_s, "numbers": [slot.number for slot in slots]},
         )
 
-    async def usage(self) -> Usage:
+    async def usage(self) -> StorageUsage:
         ((artifacts,),) = await self._connections.run("SELECT count(*) FROM artifact WHERE removed_at IS NULL", {})
         ((chunks, size, damaged),) = await self._connections.run(
             f"SELECT count(*) FILTER (WHERE state IN {among(ChunkEvent.DAMAGE)}),"
@@ -219,7 +227,7 @@ class PostgresIndex:
             f" count(*) FILTER (WHERE state = '{ChunkState.DAMAGED}') FROM artifact_chunk",
             {},
         )
-        return Usage(artifacts=artifacts, chunks=chunks, bytes=size, damaged=damaged)
+        return StorageUsage(artifacts=artifacts, chunks=chunks, bytes=size, damaged=damaged)
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_postgres(self._connections, after, limit, subject=subject)
@@ -227,11 +235,11 @@ class PostgresIndex:
 
 async def _slots(connection: Connection, digests: Sequence[str], *, lock: bool = False) -> dict[str, Slot]:
     cursor = await connection.execute(f"{_SELECT_SLOTS} {'FOR UPDATE' if lock else ''}", {"digests": list(digests)})
-    return {slot.digest: slot for slot in map(rows.slot_of, await cursor.fetchall())}
+    return {slot.digest: slot for slot in map(rows.decode_slot, await cursor.fetchall())}
 
 
 def _chunks(found: Sequence[Any]) -> list[ArtifactChunk]:
-    return [ArtifactChunk(slot.digest, slot.size) for slot in map(rows.slot_of, found)]
+    return [ArtifactChunk(slot.digest, slot.size) for slot in map(rows.decode_slot, found)]
 
 
 async def _artifact(connection: Connection, artifact_id: str) -> Any:
@@ -239,7 +247,7 @@ async def _artifact(connection: Connection, artifact_id: str) -> Any:
     return await (await connection.execute(select, (artifact_id,))).fetchone()
 
 
-async def _commit(connection: Connection, commit: Commit, now_s: float) -> Committed:
+async def _commit(connection: Connection, commit: Commit, now_s: float) -> CommitResult:
     artifact_id = commit.manifest.id
     lineage_id = commit.lineage.id_for(artifact_id)
     if commit.hold is not None and not await _is_lineage_recorded(connection, lineage_id):
@@ -247,12 +255,12 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
         select = f"SELECT {rows.JOB} FROM job WHERE id = %s FOR UPDATE"
         job = await (await connection.execute(select, (commit.hold.job_id,))).fetchone()
         lease = await connection.execute("SELECT 1 FROM lease WHERE job_id = %s", (commit.hold.job_id,))
-        rows.check_hold(job, commit.hold, leased=bool(lease.rowcount))
+        rows.check_attempt(job, commit.hold, leased=bool(lease.rowcount))
     # One commit of an artifact at a time: a row that is not there yet cannot be locked.
     await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (artifact_id,))
     await _artifact(connection, artifact_id)
     if await _is_lineage_recorded(connection, lineage_id):
-        return Committed(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
+        return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
     wanted = commit.manifest.chunks()
     slots = await _slots(connection, list(wanted), lock=True)
     rows.check_chunks(wanted, slots.values())
@@ -277,7 +285,7 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
             "INSERT INTO artifact_blob VALUES (%s, %s) ON CONFLICT DO NOTHING", (commit.blob, artifact_id)
         )
     await record_postgres(connection, [rows.committed(commit, artifact_id, lineage_id, now_s)])
-    return Committed(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
+    return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
 
 
 async def _is_lineage_recorded(connection: Connection, lineage_id: str) -> bool:

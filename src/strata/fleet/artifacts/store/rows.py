@@ -34,12 +34,12 @@ _manifest: Final = msgspec.json.Decoder(ArtifactManifest).decode
 _lineage: Final = msgspec.json.Decoder(Lineage).decode
 
 
-def slot_of(row: Sequence[Any]) -> Slot:
+def decode_slot(row: Sequence[Any]) -> Slot:
     number, digest, state, size = row
     return Slot(number, digest, ChunkState(state), size)
 
 
-def artifact_of(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow:
+def decode_artifact(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow:
     if row is None:
         raise unknown_artifact(artifact_id)
     id_, manifest, size, committed, pinned, removed = row
@@ -48,7 +48,7 @@ def artifact_of(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow:
     return ArtifactRow(id=id_, manifest=_manifest(manifest), size=size, committed_at_s=committed, pinned=pinned)
 
 
-def lineage_of(row: Sequence[Any]) -> LineageRow:
+def decode_lineage(row: Sequence[Any]) -> LineageRow:
     id_, seq, artifact_id, size, committed, body, pinned, removed, actor, project, trainer_digest = row
     return LineageRow(
         id=id_,
@@ -73,14 +73,14 @@ def unknown_blob(sha256: str) -> StrataError:
     return StrataError(Code.NOT_FOUND, f"there is no blob {sha256[:100]!r}")
 
 
-def overtaken(digest: str) -> StrataError:
+def chunk_overtaken(digest: str) -> StrataError:
     return StrataError(Code.CONFLICT, f"the chunk {digest} was removed while it was sent", hint="send it again")
 
 
 JOB: Final = "status, epoch, host_id"
 
 
-def check_hold(job: Sequence[Any] | None, hold: AttemptKey, *, leased: bool) -> None:
+def check_attempt(job: Sequence[Any] | None, hold: AttemptKey, *, leased: bool) -> None:
     """From `JOB`: the attempt may still write, or STALE. `leased`: the job's lease row is there."""
     if job is None:
         raise unknown_job(hold.job_id)

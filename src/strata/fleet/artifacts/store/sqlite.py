@@ -16,7 +16,15 @@ from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.database.sqlite import SqliteThread
 from strata.fleet.artifacts.manifest import ArtifactChunk
-from strata.fleet.artifacts.ports import ArtifactRow, Commit, Committed, LineageFilter, LineageRow, Slot, Usage
+from strata.fleet.artifacts.ports import (
+    ArtifactRow,
+    Commit,
+    CommitResult,
+    LineageFilter,
+    LineageRow,
+    Slot,
+    StorageUsage,
+)
 from strata.fleet.artifacts.states import ChunkEvent, ChunkState, among, becomes
 from strata.fleet.artifacts.store import rows
 
@@ -66,7 +74,7 @@ class SqliteIndex:
             for slot in slots:
                 found = there.get(slot.digest)
                 if found is None or found.number != slot.number or found.state is ChunkState.DELETING:
-                    raise rows.overtaken(slot.digest)
+                    raise rows.chunk_overtaken(slot.digest)
             db.executemany(
                 f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.STORE)}, size = ?,"
                 " wanted_at = ?, checked_at = ?"
@@ -88,11 +96,11 @@ class SqliteIndex:
 
         await self._thread.write(damage)
 
-    async def commit(self, commit: Commit, now_s: float) -> Committed:
+    async def commit(self, commit: Commit, now_s: float) -> CommitResult:
         return await self._thread.write(lambda db: _commit(db, commit, now_s))
 
     async def artifact(self, artifact_id: str) -> ArtifactRow:
-        return rows.artifact_of(await self._thread.read(lambda db: _artifact(db, artifact_id)), artifact_id)
+        return rows.decode_artifact(await self._thread.read(lambda db: _artifact(db, artifact_id)), artifact_id)
 
     async def blob(self, sha256: str) -> str:
         found = await self._rows("SELECT artifact_id FROM artifact_blob WHERE sha256 = ?", (sha256,))
@@ -113,14 +121,14 @@ class SqliteIndex:
         query, values = rows.lineage_query(wanted, lambda name: f":{name}", _LISTED)
         if "ids" in values:
             values["ids"] = _json(values["ids"])
-        return [rows.lineage_of(row) for row in await self._rows(query, values)]
+        return [rows.decode_lineage(row) for row in await self._rows(query, values)]
 
     async def referenced(self) -> Mapping[str, str]:
         return dict(await self._rows(rows.REFERENCED, ()))
 
     async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float) -> None:
         def change(db: Db) -> None:
-            if rows.artifact_of(_artifact(db, artifact_id), artifact_id).pinned != reason:
+            if rows.decode_artifact(_artifact(db, artifact_id), artifact_id).pinned != reason:
                 db.execute("UPDATE artifact SET pinned = ? WHERE id = ?", (reason, artifact_id))
                 kind = "artifact.pinned" if reason else "artifact.unpinned"
                 record_sqlite(db, [Record(now_s, actor, kind, artifact_id, {"reason": reason})])
@@ -157,7 +165,7 @@ class SqliteIndex:
                 f" WHERE number IN (SELECT number {_ERASABLE}) RETURNING {rows.SLOT}",
                 {"before": before_s, "limit": limit},
             ).fetchall()
-            return [rows.slot_of(row) for row in found]
+            return [rows.decode_slot(row) for row in found]
 
         return await self._thread.write(take)
 
@@ -176,7 +184,7 @@ class SqliteIndex:
             " ORDER BY checked_at, number LIMIT ?",
             (before_s, limit),
         )
-        return [rows.slot_of(row) for row in found]
+        return [rows.decode_slot(row) for row in found]
 
     async def checked(self, slots: Sequence[Slot], now_s: float) -> None:
         def note(db: Db) -> None:
@@ -186,7 +194,7 @@ class SqliteIndex:
 
         await self._thread.write(note)
 
-    async def usage(self) -> Usage:
+    async def usage(self) -> StorageUsage:
         ((artifacts,),) = await self._rows("SELECT count(*) FROM artifact WHERE removed_at IS NULL", ())
         ((chunks, size, damaged),) = await self._rows(
             f"SELECT count(*) FILTER (WHERE state IN {among(ChunkEvent.DAMAGE)}),"
@@ -194,7 +202,7 @@ class SqliteIndex:
             f" count(*) FILTER (WHERE state = '{ChunkState.DAMAGED}') FROM artifact_chunk",
             (),
         )
-        return Usage(artifacts=artifacts, chunks=chunks, bytes=size, damaged=damaged)
+        return StorageUsage(artifacts=artifacts, chunks=chunks, bytes=size, damaged=damaged)
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_sqlite(self._thread, after, limit, subject=subject)
@@ -211,18 +219,18 @@ def _slots(db: Db, digests: Sequence[str]) -> dict[str, Slot]:
     found = db.execute(
         f"SELECT {rows.SLOT} FROM artifact_chunk WHERE digest IN (SELECT value FROM json_each(?))", (_json(digests),)
     )
-    return {slot.digest: slot for slot in map(rows.slot_of, found)}
+    return {slot.digest: slot for slot in map(rows.decode_slot, found)}
 
 
 def _chunks(found: Sequence[Any]) -> list[ArtifactChunk]:
-    return [ArtifactChunk(slot.digest, slot.size) for slot in map(rows.slot_of, found)]
+    return [ArtifactChunk(slot.digest, slot.size) for slot in map(rows.decode_slot, found)]
 
 
 def _artifact(db: Db, artifact_id: str) -> Any:
     return db.execute(f"SELECT {rows.ARTIFACT} FROM artifact WHERE id = ?", (artifact_id,)).fetchone()
 
 
-def _commit(db: Db, commit: Commit, now_s: float) -> Committed:
+def _commit(db: Db, commit: Commit, now_s: float) -> CommitResult:
     artifact_id = commit.manifest.id
     lineage_id = commit.lineage.id_for(artifact_id)
     told = db.execute(
@@ -231,11 +239,11 @@ def _commit(db: Db, commit: Commit, now_s: float) -> Committed:
         (lineage_id,),
     ).fetchone()
     if told:
-        return Committed(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
+        return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
     if commit.hold is not None:
         job = db.execute(f"SELECT {rows.JOB} FROM job WHERE id = ?", (commit.hold.job_id,)).fetchone()
         lease = db.execute("SELECT 1 FROM lease WHERE job_id = ?", (commit.hold.job_id,)).fetchone()
-        rows.check_hold(job, commit.hold, leased=lease is not None)
+        rows.check_attempt(job, commit.hold, leased=lease is not None)
     wanted = commit.manifest.chunks()
     slots = _slots(db, list(wanted))
     rows.check_chunks(wanted, slots.values())
@@ -254,7 +262,7 @@ def _commit(db: Db, commit: Commit, now_s: float) -> Committed:
     if commit.blob:
         db.execute("INSERT OR IGNORE INTO artifact_blob VALUES (?, ?)", (commit.blob, artifact_id))
     record_sqlite(db, [rows.committed(commit, artifact_id, lineage_id, now_s)])
-    return Committed(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
+    return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
 
 
 def _insert_lineage(db: Db, commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> None:

@@ -15,8 +15,8 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.artifacts.manifest import ArtifactChunk
-from strata.fleet.artifacts.ports import Collected, LineageFilter, LineageRow, Slot
-from strata.fleet.artifacts.retention import Choice, RetentionPolicy, choose
+from strata.fleet.artifacts.ports import GarbageCollected, LineageFilter, LineageRow, Slot
+from strata.fleet.artifacts.retention import RetentionChoice, RetentionPolicy, choose_retained
 from strata.fleet.artifacts.service import Artifacts
 
 _PAGE: Final = 1000
@@ -25,10 +25,12 @@ _SCRUB_PAGE: Final = 16
 DRY_RUN_SHOWS: Final = 100_000
 
 
-async def retain(artifacts: Artifacts, policy: RetentionPolicy, actor: str, *, dry_run: bool = True) -> Choice:
+async def apply_retention(
+    artifacts: Artifacts, policy: RetentionPolicy, actor: str, *, dry_run: bool = True
+) -> RetentionChoice:
     """Remove what the policy does not keep. What was committed again or became needed meanwhile stays."""
     now_s = artifacts.clock.wall_s()
-    choice = choose(await _lineage(artifacts), await artifacts.index.referenced(), policy, now_s)
+    choice = choose_retained(await _lineage(artifacts), await artifacts.index.referenced(), policy, now_s)
     if dry_run:
         return choice
     removed: dict[str, int] = {}
@@ -39,15 +41,15 @@ async def retain(artifacts: Artifacts, policy: RetentionPolicy, actor: str, *, d
         except StrataError as error:
             if error.code is not Code.PRECONDITION:
                 raise
-    return Choice(choice.kept, removed)
+    return RetentionChoice(choice.kept, removed)
 
 
-async def collect(artifacts: Artifacts, *, dry_run: bool = True) -> Collected:
+async def collect_garbage(artifacts: Artifacts, *, dry_run: bool = True) -> GarbageCollected:
     """Doom and erase what is due; the dry run tells what that would be, up to a hundred thousand chunks of each."""
     now_s = artifacts.clock.wall_s()
     before_s = now_s - artifacts.grace_s
     if dry_run:
-        return Collected(
+        return GarbageCollected(
             condemned=await artifacts.index.condemnable(before_s, DRY_RUN_SHOWS),
             erased=await artifacts.index.erasable(before_s, DRY_RUN_SHOWS),
         )
@@ -62,11 +64,11 @@ async def collect(artifacts: Artifacts, *, dry_run: bool = True) -> Collected:
     while chunks := await artifacts.index.condemn(before_s, now_s, _PAGE):
         condemned += chunks
     await artifacts.chunks.tidy(before_s)
-    return Collected(condemned=condemned, erased=erased)
+    return GarbageCollected(condemned=condemned, erased=erased)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scrubbed:
+class ScrubResult:
     chunks: int
     bytes: int
     damaged: Sequence[str]
@@ -76,7 +78,7 @@ class Scrubbed:
 
 async def scrub(
     artifacts: Artifacts, *, max_bytes: int, bytes_per_s: float, every_s: float = 30 * 24 * 3600.0
-) -> Scrubbed:
+) -> ScrubResult:
     """Read chunks again that were not read for `every_s`, the longest unread first, at no more than this speed.
 
     Where it stopped is in the index with each chunk, so the next call, or the next process, goes on from there.
@@ -88,7 +90,7 @@ async def scrub(
     while size < max_bytes:
         slots = await artifacts.index.least_checked(due_before_s, _SCRUB_PAGE)
         if not slots:
-            return Scrubbed(chunks=chunks, bytes=size, damaged=damaged, done=True)
+            return ScrubResult(chunks=chunks, bytes=size, damaged=damaged, done=True)
         for slot in slots:
             if not await _sound(artifacts, slot):
                 damaged.append(slot.digest)
@@ -97,7 +99,7 @@ async def scrub(
             ahead_s = size / bytes_per_s - (clock.monotonic_s() - started_s)
             if ahead_s > 0:
                 await clock.sleep(ahead_s)
-    return Scrubbed(chunks=chunks, bytes=size, damaged=damaged, done=False)
+    return ScrubResult(chunks=chunks, bytes=size, damaged=damaged, done=False)
 
 
 async def _sound(artifacts: Artifacts, slot: Slot) -> bool:
