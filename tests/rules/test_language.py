@@ -23,7 +23,6 @@ KEPT_EVENTS: Final[Mapping[str, str]] = {
 
 HOMONYMS: Final[Mapping[str, str]] = {
     "Datum": "a datum as the public SDK takes it, and as the core carries it: one concept in two layers",
-    "Sample": "the result in the public SDK; in the core the operation, stored as `sample`",
 }
 """Public class names of several modules, and why each of them is right."""
 
