@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM
 from bench.interleave import interleave
 from bench.report import Report
 from bench.train_bare import LAYERS
-from bench.train_orders import BETAS, EPS, LORA_ALPHA, MODEL, RATE, Server, Tokens
 from bench.train_processes import served
+from bench.train_protocol import BETAS, EPS, LORA_ALPHA, MODEL, RATE, Server, Tokens
 from bench.train_wire import Wire
 from strata.train.runner.model.tiny import TinyModel, make
 

@@ -1,11 +1,11 @@
-"""The built-in sampler beside Hugging Face's `generate`, on a small random model, one rank: `python -m bench sampling`.
+"""The built-in sampler against Hugging Face's `generate`, on a tiny random model, one rank: `python -m bench sampling`.
 
-- `sample.tokens`: eight requests at once, drawn at temperature 1, by quanta as an orchestrator sends them. Bare is
-  `generate` of the same requests one by one, and also draws.
-- `sample.tokens.many`: 32 requests of mixed lengths where 16 run at once, the others waiting for a place.
-- `sample.tokens.adapters`: eight requests, each with an adapter of its own; bare has no adapter at all.
-- `sample.tokens.padded`: the eight requests beside one `generate` of all of them as one batch, which they fill evenly:
-  the best case of that side, for which nobody asked for a goal.
+- `sample.tokens`: eight requests at once, sampled at temperature 1, in time slices as an orchestrator sends them. Bare
+  is `generate` of the same requests one by one, which samples too.
+- `sample.tokens.many`: 32 requests of mixed lengths where 16 run at once; the others wait for a slot of the KV cache.
+- `sample.tokens.adapters`: eight requests, each with its own adapter; bare has no adapter at all.
+- `sample.tokens.padded`: the eight requests against one `generate` of all of them as one batch of equal lengths: the
+  best case of that side. It has no goal.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Many tenants at once, each with an adapter and an API key of its own: `python -m bench tenants`.
 
-Every server runs as `strata serve` starts it, with two ranks, and all stay alive for the whole run and take turns. In a
-step all tenants together bring the same documents, cut into as many operations as there are tenants; each tenant makes
-a step of its optimizer of its own. All steps are handed in before the first is waited for.
+Every server runs as `strata serve` starts it, with two ranks, and all stay alive for the whole run and alternate. In a
+step all tenants together submit the same documents, partitioned into as many operations as there are tenants; each
+tenant makes its own optimizer step. All steps are submitted before waiting for the first.
 
-- `tenants.N`: tokens of N tenants whose operations share passes, beside one tenant that brings the same documents in
-  one operation. The ratio is what is left of the speed when the work belongs to N instead of one.
-- `narrow.8`: the same for eight with adapters of a small rank. Those of the others are, all together, larger than the
-  base of the quick run, and summing and stepping them is work that one tenant has not.
-- `slices.N`: the same N tenants beside the same N on a server that gives each operation a pass of its own, one after
-  the other (`limits.pack_tenants = false`).
-- `snapshots`: eight tenants on a server that takes a snapshot of all models every so many dispatches, beside the same
-  without. The note says how many were taken: far more often than the settings would have it unless changed.
+- `tenants.N`: tokens of N tenants whose operations share passes, against one tenant that submits the same documents in
+  one operation. The ratio is the speed that remains when the work belongs to N tenants instead of one.
+- `narrow.8`: the same for eight with adapters of a small LoRA rank. The adapters of the other cases are together larger
+  than the base of the quick run, and all-reducing and stepping them is work that one tenant does not have.
+- `slices.N`: the same N tenants against the same N on a server that gives each operation its own pass, one after the
+  other (`limits.pack_tenants = false`).
+- `snapshots`: eight tenants on a server that takes a snapshot of all models every few dispatches, against the same
+  without. The note has the number of snapshots: far more than with the default settings.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import psutil  # type: ignore[import-untyped]
 
 from bench.interleave import interleave
 from bench.report import Report
-from bench.train_orders import LORA_RANK, MODEL, Server, Tokens, Work, draw
 from bench.train_processes import served
+from bench.train_protocol import LORA_RANK, MODEL, Server, Tokens, Work, draw
 from bench.train_wire import Wire
 from strata.train.api.key_database import TOKEN_FILE
 from strata.train.runner.model.tiny import TinyModel, make

@@ -1,17 +1,17 @@
-"""The training server beside the engine under it: `python -m bench train`.
+"""The training server against a bare torch loop: `python -m bench train`.
 
-The server runs as `strata serve` starts it: API server, orchestrator with its journal, ranks under torchrun. Beside it
-runs a plain torchrun loop (`bench.train_bare`) with as many ranks of the same model. Both stay alive for the whole run
-and take turns, so that only one of them computes at a time. Files lie under the system's temporary directory; point
-TMPDIR at the disk that is to be measured.
+The server runs as `strata serve` starts it: API server, orchestrator with its journal, ranks under torchrun. A bare
+torchrun loop (`bench.train_bare`) runs as many ranks of the same model. Both stay alive for the whole run and
+alternate, so that only one of them computes at a time. Files are in the system's temporary directory; set TMPDIR to the
+disk that is to be measured.
 
-- `op.latency`: an operation that computes nothing (throw away gradients), handed in over HTTP and waited for. Bare is a
-  message to rank 0, a broadcast to all ranks, a sum over them and the answer. The ratio is bare by ours, so higher is
-  better. Asked for is that ours adds at most 5 ms: that is the limit in the line, and as a ratio its goal.
-- `op.pass`: the same with a forward and backward over one token on both sides. Nothing is asked of it: what the ranks
-  compute varies by more than what the server may add.
-- `sft.tokens`: fine-tuning with every step handed in before the first is waited for, by a client that does next to
-  nothing (`bench.train_wire`). `sft.tinker` is the same with the `tinker` SDK, in a process of its own.
+- `op.latency`: an operation that computes nothing (discard gradients), submitted over HTTP until its result is there.
+  Bare is a message to rank 0, a broadcast to all ranks, an all-reduce and the reply. The ratio is bare by ours, so
+  higher is better. The goal is that ours adds at most 5 ms: that is the limit in the line, and as a ratio its goal.
+- `op.pass`: the same with a forward and backward over one token on both sides. It has no goal: what the ranks compute
+  varies by more than what the server may add.
+- `sft.tokens`: fine-tuning with every step submitted before waiting for the first, by a minimal client
+  (`bench.train_wire`). `sft.tinker` is the same with the `tinker` SDK, in its own process.
 - `packing`, `decode`: see `bench.train_packing` and `bench.train_decode`.
 """
 
@@ -30,11 +30,11 @@ from bench import train_decode, train_packing
 from bench.interleave import Comparison, Side, interleave
 from bench.percentiles import percentile
 from bench.report import Report
-from bench.train_orders import Found, Order, Tokens, Work, load
 from bench.train_processes import Sides, sides, tinker_client
+from bench.train_protocol import BenchCommand, BenchResult, Tokens, Work, load
 from bench.train_wire import Wire
 
-Client = Callable[[Order], Awaitable[Found]]
+Client = Callable[[BenchCommand], Awaitable[BenchResult]]
 
 MAY_ADD_MS: Final = 5.0
 SFT_GOAL: Final = 0.97
@@ -96,12 +96,12 @@ async def operations(report: Report, both: Sides, turns: Turns) -> None:
         report.progress("operations that compute nothing")
         bare, rounds = both.bare, turns.operation_rounds
         found = await one_by_one(
-            empty, lambda: bare.carry_out(Order(kind="empty")), count=turns.operations, rounds=rounds
+            empty, lambda: bare.carry_out(BenchCommand(kind="empty")), count=turns.operations, rounds=rounds
         )
         found.add(report, "op.latency", f"{both.work.ranks} ranks", judged=True)
         report.progress("passes over one token")
         found = await one_by_one(
-            one_token, lambda: bare.carry_out(Order(kind="pass")), count=turns.passes, rounds=rounds
+            one_token, lambda: bare.carry_out(BenchCommand(kind="pass")), count=turns.passes, rounds=rounds
         )
         note = f"{both.work.ranks} ranks, {both.parameters / 1e6:.1f} M parameters"
         found.add(report, "op.pass", note, judged=False)
@@ -149,10 +149,10 @@ async def fine_tuning(report: Report, both: Sides, turns: Turns) -> None:
     note = f"{both.parameters / 1e6:.1f} M parameters, {work.training}, {work.step_tokens} tokens a step"
     batches = load(both.batches)
     report.progress(f"fine-tuning, {note}")
-    untrained = await asyncio.to_thread(both.bare.carry_out, Order(kind="train", steps=turns.steps))
+    untrained = await asyncio.to_thread(both.bare.carry_out, BenchCommand(kind="train", steps=turns.steps))
     with closing(await asyncio.to_thread(Wire, both.server, work.training)) as wire:
 
-        async def by_wire(order: Order) -> Found:
+        async def by_wire(order: BenchCommand) -> BenchResult:
             return await asyncio.to_thread(train, wire, order, batches)
 
         found, cpu = await in_turns(both, by_wire, turns, untrained)
@@ -163,17 +163,17 @@ async def fine_tuning(report: Report, both: Sides, turns: Turns) -> None:
         report.add("sft.tinker", "tokens/s", found, goal=SFT_GOAL, note=f"{cpu}; by the tinker SDK")
 
 
-async def in_turns(both: Sides, ours: Client, turns: Turns, untrained: Found) -> tuple[Comparison, str]:
+async def in_turns(both: Sides, ours: Client, turns: Turns, untrained: BenchResult) -> tuple[Comparison, str]:
     """The first turn of ours warms it up, and shows that both sides do the same: from the same start the same loss.
 
     With the rates comes a word about the processor time of both, client and loop left out: on a machine that others
     use it says more than the time on the clock.
     """
     tokens = turns.steps * both.work.step_tokens
-    first = await ours(Order(kind="train", steps=turns.steps))
+    first = await ours(BenchCommand(kind="train", steps=turns.steps))
     if not math.isclose(first.loss, untrained.loss, rel_tol=SAME_LOSS):
         raise RuntimeError(f"both sides should have the same loss: ours is {first.loss}, the other {untrained.loss}")
-    order = Order(kind="train", first=turns.steps, steps=turns.steps)
+    order = BenchCommand(kind="train", first=turns.steps, steps=turns.steps)
     cpu_s: dict[Side, float] = {"ours": 0.0, "bare": 0.0}
 
     async def turn(side: Side, act: Client) -> float:
@@ -182,7 +182,7 @@ async def in_turns(both: Sides, ours: Client, turns: Turns, untrained: Found) ->
         cpu_s[side] += both.cpu_s(side) - before_s
         return tokens / found.seconds
 
-    async def by_loop(order: Order) -> Found:
+    async def by_loop(order: BenchCommand) -> BenchResult:
         return await asyncio.to_thread(both.bare.carry_out, order)
 
     found = await interleave(
@@ -191,7 +191,7 @@ async def in_turns(both: Sides, ours: Client, turns: Turns, untrained: Found) ->
     return found, f"{cpu_s['ours'] / cpu_s['bare']:.2f} of its processor time"
 
 
-def train(wire: Wire, order: Order, batches: Tokens) -> Found:
+def train(wire: Wire, order: BenchCommand, batches: Tokens) -> BenchResult:
     started = perf_counter()
     passes, steps = [], []
     for number in range(order.first, order.first + order.steps):
@@ -200,4 +200,4 @@ def train(wire: Wire, order: Order, batches: Tokens) -> Found:
     losses = [wire.loss(each) for each in passes]
     for each in steps:
         wire.result(each)
-    return Found(seconds=perf_counter() - started, loss=losses[0])
+    return BenchResult(seconds=perf_counter() - started, loss=losses[0])

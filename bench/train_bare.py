@@ -1,10 +1,9 @@
 """A plain torchrun loop, for comparison: `torchrun … -m bench.train_bare --model DIR --batches FILE --endpoint URL`.
 
 Nothing here is ours: the model as transformers loads it, adapters by PEFT, `fully_shard` on every block of the base,
-torch's AdamW, batches that lie in memory. Documents of a row have one length, so a row is a batch of (documents,
-tokens) and plain causal attention does: no mask, no padding, the fastest that the engine can do with it. Rank 0 waits
-for orders on a ZMQ socket and hands them to the others with one broadcast, so that the loop can take turns with the
-server under test.
+torch's AdamW, batches in memory. The documents of a row have one length, so a row is a batch of (documents, tokens) and
+causal attention suffices: no mask, no padding, the fastest that torch can do. Rank 0 receives commands on a ZMQ socket
+and broadcasts them to the other ranks, so that the loop can alternate with the server under test.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from bench.train_orders import BETAS, EPS, LORA_ALPHA, LORA_RANK, RATE, Found, Order, Tokens, load
+from bench.train_protocol import BETAS, EPS, LORA_ALPHA, LORA_RANK, RATE, BenchCommand, BenchResult, Tokens, load
 
 KINDS: Final = ("empty", "pass", "train", "end")
 LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -82,7 +81,7 @@ class Loop:
         return loss.detach()
 
 
-def carry_out(loop: Loop, order: Order, batches: Sequence[torch.Tensor]) -> Found:
+def carry_out(loop: Loop, order: BenchCommand, batches: Sequence[torch.Tensor]) -> BenchResult:
     match order.kind:
         case "empty":
             dist.all_reduce(torch.zeros(1))
@@ -93,16 +92,16 @@ def carry_out(loop: Loop, order: Order, batches: Sequence[torch.Tensor]) -> Foun
             losses = [
                 loop.step(batches[number % len(batches)]) for number in range(order.first, order.first + order.steps)
             ]
-            return Found(seconds=perf_counter() - started, loss=losses[0])
+            return BenchResult(seconds=perf_counter() - started, loss=losses[0])
         case "end":
             pass
-    return Found()
+    return BenchResult()
 
 
 def lead(loop: Loop, batches: Sequence[torch.Tensor], endpoint: str) -> None:
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.bind(endpoint)
-        decode, going = msgspec.msgpack.Decoder(Order).decode, True
+        decode, going = msgspec.msgpack.Decoder(BenchCommand).decode, True
         while going:
             order = decode(socket.recv())
             dist.broadcast(torch.tensor([KINDS.index(order.kind), order.first, order.steps]), 0)
@@ -115,7 +114,7 @@ def follow(loop: Loop, batches: Sequence[torch.Tensor]) -> None:
     while going:
         dist.broadcast(told, 0)
         kind, first, steps = told.tolist()
-        order = Order(kind=KINDS[kind], first=first, steps=steps)
+        order = BenchCommand(kind=KINDS[kind], first=first, steps=steps)
         carry_out(loop, order, batches)
         going = order.kind != "end"
 

@@ -1,12 +1,12 @@
-"""Packing beside the token bound: how much of what the ranks compute are tokens somebody asked for.
+"""Packing efficiency: the share of the tokens that the ranks compute which belong to a request.
 
 Lengths are drawn, with a fixed seed, from the histogram of Wikipedia as BERT was pretrained on it, published with
 "Efficient Sequence Packing without Cross-contamination" (Krell et al., arXiv:2107.02027): 16.3 million sequences of 5
 to 512 tokens, 256 on average, almost a quarter of them cut off at 512. Here it is in steps of 32 tokens.
 
-`packing` has rows of 512 tokens as in that publication, so that many datums fill a row alone and few fit beside them;
-`packing.batch` has the rows a server has unless told otherwise, and a batch that is small for so many ranks. What is
-counted is the time of the ranks: they meet in every row, so each waits for the longest row beside its own.
+`packing` has rows of 512 tokens as in that publication, so that many datums fill a row alone and few fit next to them;
+`packing.batch` has the default rows of a server, and a batch that is small for so many ranks. What is counted is the
+time of the ranks: they synchronise in every row, so each waits for the longest row of all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes of `bench train`: our server as the command line starts it, the plain loop, and a `tinker` client."""
+"""The processes of `bench train`: the server as the command line starts it, the bare loop, and a `tinker` client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import zmq
 
 from bench.interleave import Side
-from bench.train_orders import MODEL, Found, Order, Server, Work, draw, save
+from bench.train_protocol import MODEL, BenchCommand, BenchResult, Server, Work, draw, save
 from strata.train.api.key_database import KEY_FILE
 from strata.train.api.server import ADDRESS_FILE
 from strata.train.runner.model.tiny import TinyModel, make
@@ -57,9 +57,9 @@ class Bare:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._decode = msgspec.msgpack.Decoder(Found).decode
+        self._decode = msgspec.msgpack.Decoder(BenchResult).decode
 
-    def carry_out(self, order: Order) -> Found:
+    def carry_out(self, order: BenchCommand) -> BenchResult:
         self._socket.send(msgspec.msgpack.encode(order))
         if not self._socket.poll(ANSWER_MS):
             raise RuntimeError("the plain loop does not answer")
@@ -72,7 +72,7 @@ class TinkerClient:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def carry_out(self, order: Order) -> Found:
+    async def carry_out(self, order: BenchCommand) -> BenchResult:
         sent, answers = self._process.stdin, self._process.stdout
         assert sent is not None
         assert answers is not None
@@ -81,7 +81,7 @@ class TinkerClient:
         line = await answers.readline()
         if not line:
             raise RuntimeError("the client died; see above")
-        return msgspec.json.decode(line, type=Found)
+        return msgspec.json.decode(line, type=BenchResult)
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ async def sides(work: Work) -> AsyncIterator[Sides]:
             _connected(endpoint) as bare,
         ):
             server = await _until(serving, folder / "ours.log", lambda: _address(folder / "d"))
-            ready = asyncio.create_task(asyncio.to_thread(bare.carry_out, Order(kind="empty")))
+            ready = asyncio.create_task(asyncio.to_thread(bare.carry_out, BenchCommand(kind="empty")))
             await _until(looping, folder / "bare.log", lambda: ready.done() or None)
             yield Sides(work, parameters, batches, server, bare, {"ours": serving.pid, "bare": looping.pid})
-            await asyncio.to_thread(bare.carry_out, Order(kind="end"))
+            await asyncio.to_thread(bare.carry_out, BenchCommand(kind="end"))
     finally:
         await asyncio.to_thread(shutil.rmtree, folder)
 

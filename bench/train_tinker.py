@@ -1,6 +1,6 @@
 """The `tinker` SDK as a client of the bench: `python -m bench.train_tinker --url URL --batches FILE`.
 
-Takes orders as lines of JSON and answers in lines of JSON. The SDK finds its key in the environment.
+Reads commands as lines of JSON and writes results as lines of JSON. The SDK finds its key in the environment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import tinker
 from tinker import types
 
-from bench.train_orders import BETAS, EPS, LORA_RANK, MODEL, RATE, Found, Order, Tokens, load
+from bench.train_protocol import BETAS, EPS, LORA_RANK, MODEL, RATE, BenchCommand, BenchResult, Tokens, load
 
 ADAM = types.AdamParams(learning_rate=RATE, beta1=BETAS[0], beta2=BETAS[1], eps=EPS)
 
@@ -25,8 +25,8 @@ def datum(document: Tokens) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(document[:-1].tolist()), loss_fn_inputs=inputs)
 
 
-def train(model: tinker.TrainingClient, order: Order, batches: list[list[types.Datum]]) -> Found:
-    """Every step is handed in before the first is waited for, as the SDK's own documents recommend."""
+def train(model: tinker.TrainingClient, order: BenchCommand, batches: list[list[types.Datum]]) -> BenchResult:
+    """Submit every step before waiting for the first, as the SDK's own documents recommend."""
     started = perf_counter()
     passes, steps = [], []
     for number in range(order.first, order.first + order.steps):
@@ -35,7 +35,7 @@ def train(model: tinker.TrainingClient, order: Order, batches: list[list[types.D
     losses = [float(each.result().metrics["loss:sum"]) for each in passes]
     for each in steps:
         each.result()
-    return Found(seconds=perf_counter() - started, loss=losses[0])
+    return BenchResult(seconds=perf_counter() - started, loss=losses[0])
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     service = tinker.ServiceClient(base_url=given.url)
     model = service.create_lora_training_client(base_model=MODEL, rank=LORA_RANK, seed=1)
     for line in sys.stdin.buffer:
-        found = train(model, msgspec.json.decode(line, type=Order), batches)
+        found = train(model, msgspec.json.decode(line, type=BenchCommand), batches)
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
         sys.stdout.flush()
 

@@ -1,6 +1,6 @@
-"""A client of the training server that is hardly there: one connection, our own wire format, nothing beside it.
+"""A minimal client of the training server: one connection, the native wire format, and nothing else.
 
-What it measures is the server. A client that people use costs time of its own, which `bench.train_tinker` shows.
+It measures the server. The cost of a real client shows in `bench.train_tinker`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from bench.train_orders import BETAS, EPS, LORA_ALPHA, LORA_RANK, MODEL, RATE, Server, Tokens
+from bench.train_protocol import BETAS, EPS, LORA_ALPHA, LORA_RANK, MODEL, RATE, Server, Tokens
 from strata.train.core import ops
 from strata.train.wire import native
 
@@ -23,7 +23,7 @@ WAIT_S: Final = 600.0
 
 
 class Wire:
-    """One model. Operations are numbered and handed in at once; results are asked for afterwards."""
+    """One model. Operations are numbered and submitted at once; results are retrieved afterwards."""
 
     def __init__(self, server: Server, training: str, rank: int = LORA_RANK) -> None:
         address = urlsplit(server.url)

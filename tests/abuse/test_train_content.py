@@ -24,8 +24,8 @@ from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.wire import tinker
 from tests.shell.train_api.test_protocol import BASE, Server, served
-from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import Driver, batch, datum, dense, logprobs_of
+from tests.shell.train_runner.single_rank import driver_of, one_rank
 
 pytestmark = pytest.mark.timeout(120)
 AREA: Final = "training server: content"

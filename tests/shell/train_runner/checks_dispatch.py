@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from strata.train.core import commands, ops
+from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.checks_lora import trained
 from tests.shell.train_runner.driver import Driver, apart_by, batch, outcome, packed
-from tests.shell.train_runner.found import Check, Found
 
 
 def _pass(driver: Driver, model: str) -> commands.PassCommand:

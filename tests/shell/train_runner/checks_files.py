@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from strata.train.core import commands, ops
+from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.checks_lora import LARGER, SMALL, trained
 from tests.shell.train_runner.driver import Driver, apart_by, batch, logprobs_of
-from tests.shell.train_runner.found import Check, Found
 
 
 def steps_are_those_of_adamw(driver: Driver, found: Found) -> None:

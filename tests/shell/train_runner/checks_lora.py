@@ -11,6 +11,7 @@ import torch
 from strata.train.core import commands, ops
 from strata.train.runner.checkpoint.formats import to_peft
 from tests.shell.train_runner import reference
+from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.driver import (
     Driver,
     apart,
@@ -25,7 +26,6 @@ from tests.shell.train_runner.driver import (
     outcome,
     packed,
 )
-from tests.shell.train_runner.found import Check, Found
 
 SMALL = ops.LoraConfig(rank=4, alpha=8.0, seed=1)
 LARGER = ops.LoraConfig(rank=8, alpha=8.0, seed=2)

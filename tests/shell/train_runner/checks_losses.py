@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from strata.train.core import ops
+from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.checks_lora import CLOSE, trained
+from tests.shell.train_runner.detached_formulas import held_fixed
 from tests.shell.train_runner.driver import Driver, apart_by, array_of, datum, dense, logprobs_of, loss_of
 from tests.shell.train_runner.formulas import CONFIGS, FORMULAS, Array
-from tests.shell.train_runner.found import Check, Found
-from tests.shell.train_runner.stopped import held_fixed
 
 
 def sampled(driver: Driver, model: str, seed: int, length: int) -> ops.Datum:

@@ -28,7 +28,7 @@ from strata.train.runner.sampling.inference_model import InferenceModel
 from strata.train.runner.sampling.self_check import verify_decode_matches_training
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner import tiny_families
-from tests.shell.train_runner.alone import one_rank
+from tests.shell.train_runner.single_rank import one_rank
 
 DOCUMENT: Final = Path(__file__).parents[3] / "docs" / "families.md"
 BEGIN: Final = "<!-- families: begin -->"

@@ -12,7 +12,7 @@ from strata.base.failpoint import arm, kill
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import ops
-from tests.shell.train_runner.saved import contents
+from tests.shell.train_runner.numbered_checkpoints import contents
 
 
 def save(folder: Path, number: int) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 import pytest
 
 from strata.base.settings import process_environment
-from tests.shell.train_runner.saved import found, left_over
+from tests.shell.train_runner.numbered_checkpoints import found, left_over
 
 ROOT: Final = Path(__file__).parents[3]
 CHECKPOINTS: Final = ROOT / "src/strata/train/checkpoints"

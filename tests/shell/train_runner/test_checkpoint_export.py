@@ -22,8 +22,8 @@ from strata.train.runner.checkpoint.export import export
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner import reference, tiny_families
-from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import VOCABULARY, Driver, batch, logprobs_of
+from tests.shell.train_runner.single_rank import driver_of, one_rank
 
 CLOSE: Final = 2e-4
 """How far the log-probabilities may be apart: float32, added in another order."""

@@ -11,9 +11,9 @@ import pytest
 
 from strata.base import failpoint
 from strata.base.errors import StrataError
+from tests.shell.train_runner.numbered_checkpoints import found, left_over
 from tests.shell.train_runner.power import Event, Recorder, build, cuts
 from tests.shell.train_runner.save_process import save
-from tests.shell.train_runner.saved import found, left_over
 
 NAME: Final = Path("checkpoints") / "run" / "weights" / "mine"
 """Below the folder of the server, which was there before it."""

@@ -23,8 +23,8 @@ from strata.train.checkpoints.files import HEADER_LIMIT, CheckpointFile
 from strata.train.core import ops
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
-from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import Driver, apart_by, batch
+from tests.shell.train_runner.single_rank import driver_of, one_rank
 
 LORA: Final = ops.LoraConfig(rank=4, alpha=8.0, seed=1)
 SHARD: Final = "shard-00001-model-00001-of-00001.safetensors"

@@ -23,8 +23,8 @@ from strata.train.core import commands, ops
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
-from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import Driver, apart_by, batch
+from tests.shell.train_runner.single_rank import driver_of, one_rank
 
 ROOT: Final = Path(__file__).parents[3]
 

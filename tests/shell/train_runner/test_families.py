@@ -27,8 +27,8 @@ from strata.train.runner.model.trained import LoraModel
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner import family_table, tiny_families
-from tests.shell.train_runner.alone import one_rank
 from tests.shell.train_runner.driver import apart_by
+from tests.shell.train_runner.single_rank import one_rank
 from tests.shell.train_sampler.stage import BASE, Stage, greedy, tokens_in
 
 TABLE: Final = family_table.rows(family_table.DOCUMENT.read_text(encoding="utf-8"))

@@ -12,9 +12,9 @@ import torch
 from strata.train.core import commands, ops
 from strata.train.runner.model.memory import _cached_bytes, is_out_of_memory
 from strata.train.runner.model.tiny import TinyModel, make
-from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import datum
-from tests.shell.train_runner.exhausted import LONG, Outcome
+from tests.shell.train_runner.low_memory import LONG, Outcome
+from tests.shell.train_runner.single_rank import driver_of, one_rank
 from tests.support.torchrun import run_on_ranks
 
 LONGEST_S: Final = 200
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(LONGEST_S + 20)
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     out = tmp_path_factory.mktemp("exhausted") / "out"
-    run_on_ranks("tests.shell.train_runner.exhausted", 2, str(out), within_s=LONGEST_S)
+    run_on_ranks("tests.shell.train_runner.low_memory", 2, str(out), within_s=LONGEST_S)
     return msgspec.msgpack.decode(out.read_bytes(), type=Outcome)
 
 

@@ -13,8 +13,8 @@ import torch
 from strata.train.core import commands, ops
 from strata.train.runner.model.offload import OffloadedModel
 from strata.train.runner.model.tiny import TinyModel, make
-from tests.shell.train_runner.alone import driver_of, one_rank
 from tests.shell.train_runner.driver import Driver, batch, logprobs_of, outcome
+from tests.shell.train_runner.single_rank import driver_of, one_rank
 
 MODELS = [f"m{number}" for number in range(5)]
 WAIT_S = 60.0

@@ -48,7 +48,7 @@ def test_a_snapshot_of_two_ranks_is_restored_by_one(training: str, folder: Path)
 
 def test_a_writer_that_is_killed_anywhere_leaves_a_whole_snapshot_or_none(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.shell.train_runner.dying", str(tmp_path)],
+        [sys.executable, "-m", "tests.shell.train_runner.snapshot_crash", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

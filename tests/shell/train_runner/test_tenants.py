@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strata.train.runner.model.tiny import TinyModel, make
-from tests.shell.train_runner.alone import driver_of, one_rank
-from tests.shell.train_runner.tenancy import TENANTS, Composition, Quick, independent, settle
+from tests.shell.train_runner.shared_passes import TENANTS, Composition, Quick, independent, settle
+from tests.shell.train_runner.single_rank import driver_of, one_rank
 
 EXAMPLES = 25
 

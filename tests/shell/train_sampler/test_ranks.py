@@ -19,7 +19,7 @@ from strata.train.core.sampling import (
 )
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.sampling.scatter import RankSliceResult, SampleScatter
-from tests.shell.train_sampler.on_ranks import scenes
+from tests.shell.train_sampler.rank_process import scenes
 from tests.shell.train_sampler.stage import ask, prompt_of
 from tests.support.torchrun import run_on_ranks
 
@@ -29,7 +29,7 @@ LONGEST_S: Final = 200
 @pytest.mark.timeout(LONGEST_S + 60)
 def test_two_ranks_sample_what_one_does(models: Path, ranks: RankGroup, tmp_path: Path) -> None:
     out = tmp_path / "two.json"
-    run_on_ranks("tests.shell.train_sampler.on_ranks", 2, str(models), str(out), within_s=LONGEST_S)
+    run_on_ranks("tests.shell.train_sampler.rank_process", 2, str(models), str(out), within_s=LONGEST_S)
     two: dict[str, Any] = msgspec.json.decode(out.read_bytes())
     one = scenes(models, ranks)
     assert one.keys() == two.keys() == {"adapted", "whole"}

@@ -1,1 +1,1 @@
-"""Inference engines beside the server: told of new weights, and asked for samples of them."""
+"""Inference endpoints: engines to which new weights are published and samples are routed."""

@@ -1,6 +1,6 @@
-"""Small random models in Hugging Face's form, with a tokenizer of their own: for tests, benchmarks and first steps.
+"""Small random models in Hugging Face's format, with their own tokenizer: for tests, benchmarks and first steps.
 
-Nothing is fetched: the weights are drawn from a seed and the tokenizer is trained on a text that is in this file.
+Nothing is downloaded: the weights are drawn from a seed and the tokenizer is trained on a text that is in this file.
 The same arguments give the same bytes.
 """
 
@@ -75,7 +75,7 @@ def make(folder: Path, tiny: TinyModel) -> int:
     if folder.exists() and any(folder.iterdir()):
         raise StrataError(Code.CONFLICT, f"{folder} is not empty")
     tokenizer = train_tokenizer(tiny.vocabulary)
-    # The seed is of the whole process: put back what was there, since somebody else may depend on it.
+    # The seed is global to the process: restore it, because other code may depend on it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tiny.seed)
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

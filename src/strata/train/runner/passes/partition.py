@@ -78,44 +78,44 @@ class PartitionedPass(msgspec.Struct, frozen=True):
     tokens: int
 
 
-def partition_pass(whole: commands.PassCommand, ranks: int) -> PartitionedPass:
+def partition_pass(command: commands.PassCommand, ranks: int) -> PartitionedPass:
     """The rows of each rank. The orchestrator has packed them; a packing that is not sound fails the whole pass."""
     contents: list[Sequence[ops.Datum]] = []
     failures: list[ItemFailure] = []
-    for number, item in enumerate(whole.items):
+    for number, item in enumerate(command.items):
         try:
             contents.append(decode_pass_data(item.data).datums)
         except StrataError as error:
             contents.append(())
             failures.append(ItemFailure(number, -1, error.code, error.message))
-    _check_packing(whole, contents, {failure.item for failure in failures}, ranks)
-    items = [RankPassItem(item.model_id, item.loss, item.config) for item in whole.items]
+    _check_packing(command, contents, {failure.item for failure in failures}, ranks)
+    items = [RankPassItem(item.model_id, item.loss, item.config) for item in command.items]
     of_ranks = [
         RankPass(
-            whole.forward_only,
+            command.forward_only,
             items,
             [
                 [
-                    PackedDatum(place.item, place.datum, contents[place.item][place.datum])
-                    for place in row
-                    if contents[place.item]
+                    PackedDatum(segment.item, segment.datum, contents[segment.item][segment.datum])
+                    for segment in row
+                    if contents[segment.item]
                 ]
                 for row in rows
             ],
-            whole.replayed,
+            command.replayed,
         )
-        for rows in whole.rows
+        for rows in command.rows
     ]
     tokens = sum(datum.length for datums in contents for datum in datums)
     return PartitionedPass(of_ranks, failures, [len(datums) for datums in contents], tokens)
 
 
 def _check_packing(
-    whole: commands.PassCommand, contents: Sequence[Sequence[ops.Datum]], undecoded: set[int], ranks: int
+    command: commands.PassCommand, contents: Sequence[Sequence[ops.Datum]], undecoded: set[int], ranks: int
 ) -> None:
-    if len(whole.rows) != ranks or len({len(rows) for rows in whole.rows}) != 1:
+    if len(command.rows) != ranks or len({len(rows) for rows in command.rows}) != 1:
         raise StrataError(Code.INTERNAL, f"the pass does not have equally many rows for each of {ranks} ranks")
-    packed = Counter((place.item, place.datum) for rows in whole.rows for row in rows for place in row)
+    packed = Counter((segment.item, segment.datum) for rows in command.rows for row in rows for segment in row)
     expected = {(item, datum) for item, datums in enumerate(contents) for datum in range(len(datums))}
     if {place for place in packed if place[0] not in undecoded} != expected or any(n > 1 for n in packed.values()):
         raise StrataError(Code.INTERNAL, "the rows of the pass do not hold each datum once")

@@ -11,8 +11,8 @@ import torch
 
 from strata.train.core import commands, ops
 from strata.train.core.pack import pack
+from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.driver import Driver, Layout, batch, datum, logprobs_of, outcome
-from tests.shell.train_runner.found import Check, Found
 
 CLOSE_LOGPROBS: Final = 1e-4
 CLOSE_GRADIENTS: Final = 2e-5

@@ -1,4 +1,4 @@
-"""The numerical kit on one rank and on two, each group started once by the engine's own launcher."""
+"""The numerical checks on one rank and on two, each group started once by the engine's own launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_kit(folder: Path, name: str, ranks: int, *options: str) -> dict[str, Any]:
     out = folder / f"{name}.json"
-    run_on_ranks("tests.shell.train_runner.kit", ranks, str(out), *options, within_s=LONGEST_S)
+    run_on_ranks("tests.shell.train_runner.numerics", ranks, str(out), *options, within_s=LONGEST_S)
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found
 

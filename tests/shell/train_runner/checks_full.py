@@ -6,6 +6,7 @@ import numpy as np
 
 from strata.train.core import commands, ops
 from tests.shell.train_runner import reference
+from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.driver import (
     Driver,
     apart,
@@ -17,7 +18,6 @@ from tests.shell.train_runner.driver import (
     on_last,
     tokens_of,
 )
-from tests.shell.train_runner.found import Check, Found
 
 
 def losses_and_gradients_are_those_of_hugging_face(driver: Driver, found: Found) -> None:

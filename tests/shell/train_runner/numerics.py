@@ -1,4 +1,4 @@
-"""Runs every check of the numerical kit on the ranks of one group: `torchrun … -m tests.shell.train_runner.kit OUT`.
+"""Runs every numerical check on the ranks of one group: `torchrun … -m tests.shell.train_runner.numerics OUT`.
 
 One start serves all checks, since starting costs more than they do. Rank 0 drives; the others follow its commands. What
 each check found goes into one file: nothing, or what failed, and numbers to compare with those of other groups.
@@ -23,16 +23,23 @@ from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
-from tests.shell.train_runner import checks_dispatch, checks_files, checks_lora, checks_losses, checks_whole, tenancy
+from tests.shell.train_runner import (
+    checks_dispatch,
+    checks_files,
+    checks_full,
+    checks_lora,
+    checks_losses,
+    shared_passes,
+)
+from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.driver import Driver, Memory
-from tests.shell.train_runner.found import Check, Found
 
 GENERAL: Sequence[Check] = (
     *checks_lora.CHECKS,
     *checks_losses.CHECKS,
     *checks_files.CHECKS,
     *checks_dispatch.CHECKS,
-    *tenancy.CHECKS,
+    *shared_passes.CHECKS,
 )
 
 
@@ -50,12 +57,12 @@ def main(out: Path, *, once_more: bool) -> None:
     thrifty: dict[str, object] = {"activation_checkpointing": True, "logits_bytes": 4 * 512 * 7}
     stages: Sequence[tuple[str, dict[str, object], Sequence[Check]]] = (
         ("llama", {}, GENERAL),
-        ("llama", {"training": "full"}, checks_whole.CHECKS),
+        ("llama", {"training": "full"}, checks_full.CHECKS),
         ("llama", thrifty, checks_lora.SAME_NUMBERS),
         ("llama", {"dtype": "bfloat16"}, checks_lora.ROUGHLY),
         ("qwen3", {}, checks_lora.PARITY),
         ("qwen3_moe", {}, checks_lora.PARITY),
-        ("qwen3_moe", {"training": "full"}, checks_whole.PARITY),
+        ("qwen3_moe", {"training": "full"}, checks_full.PARITY),
     )
     if once_more:
         stages = (("llama", {}, (checks_lora.the_same_again_is_the_same_bits,)),)

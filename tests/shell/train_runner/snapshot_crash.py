@@ -1,4 +1,4 @@
-"""Writers of a snapshot that are killed at every place on the way: `python -m tests.shell.train_runner.dying FOLDER`.
+"""Snapshot writers killed at every failpoint: `python -m tests.shell.train_runner.snapshot_crash FOLDER`.
 
 Two writers stand for two ranks. A child for each place runs them and is killed there; what it leaves on the disk is a
 snapshot that is whole, or none. Prints a line for each place.

@@ -1,4 +1,4 @@
-"""The same scenes on any number of ranks: `torchrun … -m tests.shell.train_sampler.on_ranks MODELS OUT`.
+"""The same scenes on any number of ranks: `torchrun … -m tests.shell.train_sampler.rank_process MODELS OUT`.
 
 What was sampled goes into one file, to be compared with what another number of ranks samples.
 """

@@ -1,4 +1,4 @@
-"""Two ranks of which the second has hardly any memory left: `torchrun … -m tests.shell.train_runner.exhausted OUT`."""
+"""Two ranks of which the second has hardly any memory left: `torchrun … -m tests.shell.train_runner.low_memory OUT`."""
 
 from __future__ import annotations
 
