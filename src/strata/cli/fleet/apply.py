@@ -13,7 +13,7 @@ from strata.cli.fleet.wait import print_not_cancelled, wait_for
 from strata.cli.output import Format, output_option, print_error, printable, write
 
 if TYPE_CHECKING:
-    from strata.cli.fleet.source import PreparedManifest
+    from strata.cli.fleet.prepare import PreparedManifest
     from strata.fleet import wire
     from strata.fleet.client import HubClient
 
@@ -60,7 +60,7 @@ def apply(  # noqa: PLR0913 (the options of the command)
     A trainer whose program mentions --describe or strata.fleet.trainer is run with --describe in a copy of its folder,
     so that a misspelt parameter is found now; never in a dry run.
     """
-    from strata.cli.fleet.source import prepare_manifest
+    from strata.cli.fleet.prepare import prepare_manifest
 
     prepared = prepare_manifest(
         manifest, lambda line: print_error(f"strata: {line}"), describe=describe, dry_run=dry_run

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.ignoring import Ignored, read_ignored
+from strata.cli.fleet.ignore_rules import IgnoreRules, read_ignore_rules
 
 MAX_BYTES: Final = 48 << 20
 """A source is code. A host fetches it whole, in one reply."""
@@ -39,7 +39,7 @@ class Bundle:
 
 
 def make_bundle(folder: Path) -> Bundle:
-    paths = sorted(_walk(folder, "", read_ignored(folder)))
+    paths = sorted(_walk(folder, "", read_ignore_rules(folder)))
     if not paths:
         raise StrataError(Code.INVALID, f"{folder} has no file to run")
     sizes = {path: (folder / path).lstat().st_size for path in paths}
@@ -57,7 +57,7 @@ def make_bundle(folder: Path) -> Bundle:
     return Bundle(made.getvalue(), len(paths))
 
 
-def _walk(folder: Path, prefix: str, ignored: Ignored) -> Iterator[str]:
+def _walk(folder: Path, prefix: str, ignored: IgnoreRules) -> Iterator[str]:
     with os.scandir(folder / prefix) as entries:
         for entry in entries:
             path = f"{prefix}{entry.name}"

@@ -50,7 +50,7 @@ class _Patterns:
 
 
 @dataclass(frozen=True)
-class Ignored:
+class IgnoreRules:
     """For the entries of one folder, those that count most first."""
 
     above: str
@@ -66,30 +66,30 @@ class Ignored:
         verdicts = (each.verdict(self.above + path, folder=folder) for each in self.patterns)
         return next((verdict for verdict in verdicts if verdict is not None), False)
 
-    def below(self, top: Path, path: str) -> Ignored:
+    def below(self, top: Path, path: str) -> IgnoreRules:
         """For the entries of the folder `path`, which ends with /."""
         found = _read(top / path / GITIGNORE, self.above + path) if self.nested else None
-        return self if found is None else Ignored(self.above, (found, *self.patterns), self.nested)
+        return self if found is None else IgnoreRules(self.above, (found, *self.patterns), self.nested)
 
 
-def read_ignored(folder: Path) -> Ignored:
+def read_ignore_rules(folder: Path) -> IgnoreRules:
     own = _read(folder / STRATAIGNORE, "")
     if own is not None:
-        return Ignored("", (own,), nested=False)
+        return IgnoreRules("", (own,), nested=False)
     top = _repository(folder)
     if top is None:
-        return Ignored("", tuple(_some(_read(folder / GITIGNORE, ""))), nested=True)
+        return IgnoreRules("", tuple(_some(_read(folder / GITIGNORE, ""))), nested=True)
     above = folder.resolve().relative_to(top).as_posix()
     steps = [] if above == "." else above.split("/")
     found = [*_some(_read(_common(top / ".git") / "info" / "exclude", "")), *_some(_read(top / GITIGNORE, ""))]
     for number in range(1, len(steps) + 1):
         here = "/".join(steps[:number])
-        around = Ignored("", tuple(reversed(found)), nested=True)
+        around = IgnoreRules("", tuple(reversed(found)), nested=True)
         if around.covers(here, folder=True):
             # A folder that git does not look into is sent by itself.
-            return Ignored("", tuple(_some(_read(folder / GITIGNORE, ""))), nested=True)
+            return IgnoreRules("", tuple(_some(_read(folder / GITIGNORE, ""))), nested=True)
         found += _some(_read(top / here / GITIGNORE, f"{here}/"))
-    return Ignored(f"{above}/" if steps else "", tuple(reversed(found)), nested=True)
+    return IgnoreRules(f"{above}/" if steps else "", tuple(reversed(found)), nested=True)
 
 
 def _repository(folder: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""What of a manifest is on this machine: folders to send, and trainers to ask for their parameters."""
+"""Prepares a manifest on this machine: parses it, describes its trainers, and bundles their folders for upload."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _schema(
     from strata.fleet.trainer.describe import FLAG
 
     warn(f"asking trainer {trainer.name} for its parameters: {' '.join(trainer.command)} {FLAG}")
-    found, problem = _described(folder, trainer)
+    found, problem = _describe_in_copy(folder, trainer)
     if problem:
         warn(f"trainer {trainer.name}: its parameters are not checked now, only when it runs: {problem}")
     return found
@@ -143,17 +143,17 @@ def _mentions(path: Path) -> bool:
     return any(mark in text for mark in _MARKS)
 
 
-def _described(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
+def _describe_in_copy(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
     """The JSON Schema that the trainer prints for `--describe` in a copy of its folder, or why there is none."""
     with tempfile.TemporaryDirectory(prefix="strata-describe-") as copy:
         try:
             make_bundle(folder).unpack(Path(copy))
         except StrataError as error:
             return None, error.message
-        return _ask(Path(copy), trainer)
+        return _run_describe(Path(copy), trainer)
 
 
-def _ask(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
+def _run_describe(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
     import json
 
     from strata.base.settings import process_environment
