@@ -41,13 +41,13 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():
             self.servers.append(
                 await loop.create_server(
-                    self._connected, sock=listener, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=handshake_s
+                    self._new_connection, sock=listener, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=handshake_s
                 )
             )
         for listener in self._unix:
-            self.servers.append(await loop.create_unix_server(self._connected, sock=listener, backlog=BACKLOG))
+            self.servers.append(await loop.create_unix_server(self._new_connection, sock=listener, backlog=BACKLOG))
 
-    def _connected(self) -> asyncio.Protocol:
+    def _new_connection(self) -> asyncio.Protocol:
         protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )

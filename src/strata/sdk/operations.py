@@ -40,7 +40,7 @@ class Datum:
         for name, values in {**named, **self.more}.items():
             if values is not None:
                 inputs[name] = _dense(values, "f", ops.DType.F32)
-        return ops.Datum(tokens=_packed(self.tokens, "i"), inputs=inputs)
+        return ops.Datum(tokens=_to_bytes(self.tokens, "i"), inputs=inputs)
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,10 @@ def _floats(dense: ops.Dense) -> array.array[float]:
 
 
 def _dense(values: Numbers, typecode: str, dtype: ops.DType) -> ops.Dense:
-    return ops.Dense(dtype, (len(values),), _packed(values, typecode))
+    return ops.Dense(dtype, (len(values),), _to_bytes(values, typecode))
 
 
-def _packed(values: Numbers, typecode: str) -> bytes:
+def _to_bytes(values: Numbers, typecode: str) -> bytes:
     try:
         return _native(array.array(typecode, values)).tobytes()
     except (TypeError, OverflowError) as error:

@@ -211,14 +211,14 @@ class TrainingServer:
         self.session_id = ""
 
     def __enter__(self) -> Self:
-        self.session_id = self.drive(_opened())
+        self.session_id = self.drive(_open_session())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.drive(_finished(self.session_id, error))
+            self.drive(_finish_session(self.session_id, error))
         finally:
             self._http.close()
 
@@ -373,14 +373,14 @@ class AsyncTrainingServer:
         self.session_id = ""
 
     async def __aenter__(self) -> Self:
-        self.session_id = await self.drive(_opened())
+        self.session_id = await self.drive(_open_session())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self.drive(_finished(self.session_id, error))
+            await self.drive(_finish_session(self.session_id, error))
         finally:
             await self._http.aclose()
 
@@ -446,12 +446,12 @@ def _get(path: str) -> SendRequest:
     return SendRequest("GET", path, b"", {"Accept": "application/json"})
 
 
-def _opened() -> Flow[str]:
+def _open_session() -> Flow[str]:
     session = yield from call_json(post("/api/v1/create_session", {"tags": ["strata"], "sdk_version": "strata"}))
     return str(session["session_id"])
 
 
-def _finished(session_id: str, error: BaseException | None) -> Flow[None]:
+def _finish_session(session_id: str, error: BaseException | None) -> Flow[None]:
     reason = {"type": "success" if error is None else "errored"}
     detail = None if error is None else type(error).__name__
     yield from call_json(post(f"/api/v1/sessions/{session_id}/finish", {"reason": reason, "detail": detail}))

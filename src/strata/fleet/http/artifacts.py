@@ -54,27 +54,27 @@ async def commit(call: HubCall, body: wire.CommitRequest) -> wire.CommitReply:
     """Make an artifact of chunks that are there; a host's checkpoint is what the next attempt resumes from."""
     context = call.context
     held = _hold(call, body.job_id, body.epoch)
-    lineage = _personal(body.lineage) if held is None else await _attempted(context, body.lineage, held)
+    lineage = _personal_lineage(body.lineage) if held is None else await _attempt_lineage(context, body.lineage, held)
     done = await context.artifacts.commit(body.manifest, lineage, call.actor, hold=held, owner=call.actor)
     if held is not None and lineage.kind is ArtifactKind.CHECKPOINT:
         failpoint("fleet.checkpoint.before")
         await context.fleet.record_checkpoint(held, done.artifact_id)
-    return _committed(done)
+    return _commit_reply(done)
 
 
 async def put_model(call: HubCall, body: Upload, query: wire.BlobQuery) -> wire.CommitReply:
     """A result as one opaque file; its id is the SHA-256 of its bytes."""
     context = call.context
     held = own_hold(call, query.job_id, query.epoch)
-    lineage = await _attempted(context, Lineage(kind=ArtifactKind.RESULT), held)
-    return _committed(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
+    lineage = await _attempt_lineage(context, Lineage(kind=ArtifactKind.RESULT), held)
+    return _commit_reply(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
 
 
 async def put_source(call: HubCall, body: Upload) -> wire.CommitReply:
     """The source of a trainer as one opaque file; its id is the SHA-256 of its bytes."""
     context = call.context
     lineage = Lineage(kind=ArtifactKind.SOURCE)
-    return _committed(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor))
+    return _commit_reply(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor))
 
 
 async def get_model(call: HubCall) -> RawReply:
@@ -118,19 +118,21 @@ async def listed(call: HubCall, query: wire.ArtifactsQuery) -> wire.MadeReply:
     )
     rows = await context.artifacts.index.lineages(wanted)
     more = rows[-1].seq if len(rows) == query.limit and not query.metric else None
-    return wire.MadeReply(artifacts=tuple(map(_made, rows)), next=more)
+    return wire.MadeReply(artifacts=tuple(map(_made_reply, rows)), next=more)
 
 
 async def latest(call: HubCall, query: wire.LatestQuery) -> wire.Made:
     """The newest artifact of a model."""
     context = call.context
-    return _made(await lookup.latest(context.artifacts.index, query.model, query.mode, kind=query.kind))
+    return _made_reply(await lookup.latest(context.artifacts.index, query.model, query.mode, kind=query.kind))
 
 
 async def best(call: HubCall, query: wire.BestQuery) -> wire.Made:
     """The result of a model with the highest, or lowest, figure."""
     context = call.context
-    return _made(await lookup.best(context.artifacts.index, query.model, query.metric, query.mode, lowest=query.lowest))
+    return _made_reply(
+        await lookup.best(context.artifacts.index, query.model, query.metric, query.mode, lowest=query.lowest)
+    )
 
 
 async def show(call: HubCall) -> wire.ArtifactReply:
@@ -152,7 +154,7 @@ async def ancestry(call: HubCall) -> wire.MadeReply:
     """Where an artifact came from, and what that came from."""
     context = call.context
     rows = await lookup.ancestry(context.artifacts.index, await resolve_artifact_id(call))
-    return wire.MadeReply(artifacts=tuple(map(_made, rows)))
+    return wire.MadeReply(artifacts=tuple(map(_made_reply, rows)))
 
 
 async def file(call: HubCall, query: wire.FileQuery) -> RawReply:
@@ -215,7 +217,7 @@ def _hold(call: HubCall, job_id: str | None, epoch: int | None) -> AttemptKey | 
     return own_hold(call, job_id, epoch)
 
 
-def _personal(given: Lineage) -> Lineage:
+def _personal_lineage(given: Lineage) -> Lineage:
     """What a person may say of an upload: nothing that attributes it to a job or a host."""
     if given.kind is not ArtifactKind.SOURCE:
         raise StrataError(
@@ -226,7 +228,7 @@ def _personal(given: Lineage) -> Lineage:
     return msgspec.structs.replace(given, job_id="", epoch=0, host_id="")
 
 
-async def _attempted(context: HubContext, given: Lineage, held: AttemptKey) -> Lineage:
+async def _attempt_lineage(context: HubContext, given: Lineage, held: AttemptKey) -> Lineage:
     """What was trained, with which code and on which data is what the job says, whatever its host writes."""
     if given.kind is ArtifactKind.SOURCE:
         raise StrataError(Code.FORBIDDEN, "an attempt has results and checkpoints; sources come from people")
@@ -238,11 +240,11 @@ async def _attempted(context: HubContext, given: Lineage, held: AttemptKey) -> L
     return msgspec.structs.replace(given, model=spec.model, mode=spec.mode, code=code[:256], data=spec.data[:256])
 
 
-def _committed(done: CommitResult) -> wire.CommitReply:
+def _commit_reply(done: CommitResult) -> wire.CommitReply:
     return wire.CommitReply(artifact_id=done.artifact_id, lineage_id=done.lineage_id, new=done.new)
 
 
-def _made(row: LineageRow) -> wire.Made:
+def _made_reply(row: LineageRow) -> wire.Made:
     return wire.Made(
         artifact_id=row.artifact_id,
         lineage_id=row.id,

@@ -14,13 +14,13 @@ from strata.fleet.ports import HostRow
 async def listed(call: HubCall) -> wire.HostsReply:
     """All hosts that ever registered."""
     context = call.context
-    return wire.HostsReply(hosts=tuple(_shown(context, row) for row in await context.fleet.hosts()))
+    return wire.HostsReply(hosts=tuple(_host_reply(context, row) for row in await context.fleet.hosts()))
 
 
 async def show(call: HubCall) -> wire.Host:
     """One host, by id or name."""
     context = call.context
-    return _shown(context, await resolve_host(call))
+    return _host_reply(context, await resolve_host(call))
 
 
 async def drain(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
@@ -44,7 +44,7 @@ async def resume(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
 async def revoke(call: HubCall, body: wire.HostStateRequest) -> None:
     """End its credentials: it is refused from now on, and its jobs go to others when their leases run out."""
     context = call.context
-    host_id = await _enrolled(context, call)
+    host_id = await _resolve_enrolled_host(context, call)
     reason = body.reason or "revoked"
     await context.identity.revoke_host(host_id, reason, call.actor, context.clock.wall_s())
     context.authenticator.invalidate()
@@ -59,10 +59,10 @@ async def _set(
     row = await resolve_host(call)
     if row.state == "left":
         raise StrataError(Code.PRECONDITION, f"{row.name} has left", hint="it comes back with strata join")
-    return _shown(context, await context.fleet.set_host_state(row.id, state, reason, call.actor))
+    return _host_reply(context, await context.fleet.set_host_state(row.id, state, reason, call.actor))
 
 
-async def _enrolled(context: HubContext, call: HubCall) -> str:
+async def _resolve_enrolled_host(context: HubContext, call: HubCall) -> str:
     """Also a host that never registered has credentials that can be ended."""
     text = call.path["id"]
     hosts = await context.identity.hosts()
@@ -72,7 +72,7 @@ async def _enrolled(context: HubContext, call: HubCall) -> str:
     return matches[0]
 
 
-def _shown(context: HubContext, row: HostRow) -> wire.Host:
+def _host_reply(context: HubContext, row: HostRow) -> wire.Host:
     ago_s = max(0.0, context.fleet.now_s() - row.seen_at_s)
     presence: Literal["online", "suspect", "offline"] = "online"
     if ago_s > max(SUSPECT_S, context.fleet.settings.stale_after_s):

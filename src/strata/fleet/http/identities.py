@@ -24,7 +24,7 @@ async def join(call: HubCall, body: wire.JoinRequest) -> wire.CertificateReply:
     context = call.context
     secret = Secret(body.secret)
     enrolled = await context.enrollment.join(body.invite_id, secret, body.name, body.request_pem.encode())
-    return _certified(context, enrolled.host.id, enrolled.host.name, enrolled.certificate)
+    return _certificate_reply(context, enrolled.host.id, enrolled.host.name, enrolled.certificate)
 
 
 async def renew(call: HubCall, body: wire.RenewRequest) -> wire.CertificateReply:
@@ -33,7 +33,7 @@ async def renew(call: HubCall, body: wire.RenewRequest) -> wire.CertificateReply
     issued = await context.enrollment.renew(call.caller, body.request_pem.encode())
     host = await context.identity.host(call.caller.require_host())
     assert host is not None, "it was just certified"
-    return _certified(context, host.id, host.name, issued)
+    return _certificate_reply(context, host.id, host.name, issued)
 
 
 async def add_local(call: HubCall, body: wire.LocalHostRequest) -> wire.LocalHostReply:
@@ -114,13 +114,13 @@ async def add_key(call: HubCall, body: wire.HubKeyRequest) -> wire.HubKeyReply:
     key, text = await make_key(
         context.identity, context.clock, call.caller, name=body.name, role=role, valid_s=body.valid_s
     )
-    return wire.HubKeyReply(key=_shown(key), secret=text)
+    return wire.HubKeyReply(key=_key_reply(key), secret=text)
 
 
 async def keys(call: HubCall) -> wire.KeysReply:
     """All keys; never their secrets."""
     context = call.context
-    return wire.KeysReply(keys=tuple(map(_shown, await context.identity.keys())))
+    return wire.KeysReply(keys=tuple(map(_key_reply, await context.identity.keys())))
 
 
 async def revoke_key(call: HubCall) -> None:
@@ -130,7 +130,7 @@ async def revoke_key(call: HubCall) -> None:
     context.authenticator.invalidate()
 
 
-def _certified(context: HubContext, host_id: str, name: str, issued: IssuedCertificate) -> wire.CertificateReply:
+def _certificate_reply(context: HubContext, host_id: str, name: str, issued: IssuedCertificate) -> wire.CertificateReply:
     return wire.CertificateReply(
         host_id=host_id,
         name=name,
@@ -140,7 +140,7 @@ def _certified(context: HubContext, host_id: str, name: str, issued: IssuedCerti
     )
 
 
-def _shown(key: ApiKey) -> wire.HubKey:
+def _key_reply(key: ApiKey) -> wire.HubKey:
     name: wire.RoleName = _NAMES[key.role]
     return wire.HubKey(
         id=key.id,

@@ -30,7 +30,7 @@ async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
         )
     )
     following = rows[-1].id if len(rows) == query.limit else ""
-    return wire.JobsReply(jobs=tuple(map(shown, rows)), next=following)
+    return wire.JobsReply(jobs=tuple(map(job_reply, rows)), next=following)
 
 
 async def show(call: HubCall) -> wire.JobReply:
@@ -39,7 +39,7 @@ async def show(call: HubCall) -> wire.JobReply:
     job_id = await resolve_job_id(call)
     row = await context.fleet.store.job(job_id)
     attempts = await context.fleet.store.attempts(job_id)
-    return wire.JobReply(job=shown(row), attempts=tuple(map(_attempt, attempts)))
+    return wire.JobReply(job=job_reply(row), attempts=tuple(map(_attempt, attempts)))
 
 
 async def why(call: HubCall) -> Why:
@@ -74,7 +74,7 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     if new:
         plan = ApplyPlan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen)
         await context.fleet.apply(plan, call.actor, source="submitted", declared=False)
-    return wire.SubmitReply(job=shown(await context.fleet.store.job(job_id)), new=new)
+    return wire.SubmitReply(job=job_reply(await context.fleet.store.job(job_id)), new=new)
 
 
 async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
@@ -82,7 +82,7 @@ async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
     context = call.context
     job_id = await resolve_job_id(call)
     await _check_may_end(context, call, job_id)
-    return shown(await context.fleet.cancel(job_id, body.reason, call.actor))
+    return job_reply(await context.fleet.cancel(job_id, body.reason, call.actor))
 
 
 async def requeue(call: HubCall) -> wire.Job:
@@ -90,7 +90,7 @@ async def requeue(call: HubCall) -> wire.Job:
     context = call.context
     job_id = await resolve_job_id(call)
     await _check_may_end(context, call, job_id)
-    return shown(await context.fleet.requeue(job_id, call.actor))
+    return job_reply(await context.fleet.requeue(job_id, call.actor))
 
 
 async def _check_may_end(context: HubContext, call: HubCall, job_id: str) -> None:
@@ -106,7 +106,7 @@ async def _check_may_end(context: HubContext, call: HubCall, job_id: str) -> Non
         )
 
 
-def shown(row: JobRow) -> wire.Job:
+def job_reply(row: JobRow) -> wire.Job:
     return wire.Job(
         id=row.id,
         status=row.status,

@@ -14,7 +14,7 @@ from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_job_id
-from strata.fleet.http.jobs import shown
+from strata.fleet.http.jobs import job_reply
 from strata.fleet.http.long_poll import until_disconnect
 from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, JobFailure, JobLease, Renewal, RenewalResult
 from strata.identity.ports import HostIdentity
@@ -62,7 +62,7 @@ async def claim(call: HubCall, body: wire.ClaimRequest) -> wire.ClaimReply:
     if not leases and body.wait_s:
         waiting = context.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots, wait_s=body.wait_s)
         leases = await until_disconnect(call, context.stopping, waiting)
-    return wire.ClaimReply(leases=tuple(_given(context, lease) for lease in leases))
+    return wire.ClaimReply(leases=tuple(_lease_reply(context, lease) for lease in leases))
 
 
 async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.HeartbeatsReply:
@@ -85,9 +85,9 @@ async def complete(call: HubCall, body: wire.CompleteRequest) -> wire.Job:
     context = call.context
     job_id = await resolve_job_id(call)
     held = own_hold(call, job_id, body.epoch)
-    artifact = await _uploaded(context, body.artifact, held)
+    artifact = await _resolve_upload(context, body.artifact, held)
     done = JobCompletion(artifact=artifact, metrics=body.metrics, facts=body.facts)
-    return shown(await context.fleet.complete(held, done))
+    return job_reply(await context.fleet.complete(held, done))
 
 
 async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
@@ -95,7 +95,7 @@ async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
     context = call.context
     job_id = await resolve_job_id(call)
     failure = JobFailure(cause=body.cause, error=body.error, facts=body.facts)
-    return shown(await context.fleet.fail(own_hold(call, job_id, body.epoch), failure))
+    return job_reply(await context.fleet.fail(own_hold(call, job_id, body.epoch), failure))
 
 
 async def leave(call: HubCall) -> None:
@@ -125,7 +125,7 @@ def _verdict(renewed: RenewalResult, now_s: float) -> wire.LeaseVerdict:
     )
 
 
-def _given(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
+def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
     return wire.LeaseGiven(
         job_id=lease.job_id,
         epoch=lease.epoch,
@@ -137,7 +137,7 @@ def _given(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
     )
 
 
-async def _uploaded(context: HubContext, artifact: str, held: AttemptKey) -> str:
+async def _resolve_upload(context: HubContext, artifact: str, held: AttemptKey) -> str:
     """The artifact by its id, also when it is named as the blob it was uploaded as. It is of this attempt."""
     if not artifact:
         return ""

@@ -84,16 +84,16 @@ class ApiCall(HttpCall[ApiContext]):
 
     async def request(self, message: messages.Command | messages.Query, kind: type[T]) -> T:
         """The response to a command or a query that does not wait."""
-        return _expected(await self._exchange(message, 0.0), kind)
+        return _expect(await self._exchange(message, 0.0), kind)
 
     async def watch(self, future_id: str, wait_s: float) -> messages.FutureResult | messages.QueuePosition:
         """The result of an operation, or where it stands when the time is over."""
         output = await self._exchange(messages.WatchFuture(future_id, wait_s), wait_s)
-        return output if isinstance(output, messages.QueuePosition) else _expected(output, messages.FutureResult)
+        return output if isinstance(output, messages.QueuePosition) else _expect(output, messages.FutureResult)
 
     async def watch_samples(self, watch: messages.WatchSamples) -> messages.SamplesEnded:
         """Samples of one sampler that ended meanwhile, none if the time is over."""
-        return _expected(await self._exchange(watch, watch.wait_s), messages.SamplesEnded)
+        return _expect(await self._exchange(watch, watch.wait_s), messages.SamplesEnded)
 
     async def _exchange(self, message: messages.Command | messages.Query, wait_s: float) -> messages.Output:
         request = OrchestratorRequest(secrets.token_hex(12), await self.context.tenant(self.caller), message)
@@ -103,7 +103,7 @@ class ApiCall(HttpCall[ApiContext]):
         return output
 
 
-def _expected(output: messages.Output, kind: type[T]) -> T:
+def _expect(output: messages.Output, kind: type[T]) -> T:
     if not isinstance(output, kind):
         raise StrataError(Code.INTERNAL, f"the orchestrator replied with {type(output).__name__}")
     return output

@@ -37,13 +37,13 @@ async def retrieve(call: ApiCall, body: bodies.RetrieveFutureBody) -> RawReply:
         )
         return RawReply(msgspec.json.encode(waiting), 408)
     if isinstance(outcome.result, ops.SampleDone):
-        return await asyncio.to_thread(_sampled, call, outcome.result)
+        return await asyncio.to_thread(_sample_reply, call, outcome.result)
     if not isinstance(outcome.result, ops.PassDone):
         return RawReply(tinker_json.write_result(outcome.result))
-    return await asyncio.to_thread(_passed, call, outcome.result)
+    return await asyncio.to_thread(_pass_reply, call, outcome.result)
 
 
-def _passed(call: ApiCall, done: ops.PassDone) -> RawReply:
+def _pass_reply(call: ApiCall, done: ops.PassDone) -> RawReply:
     accepted = call.headers.get("accept", "")
     content = call.context.payloads.read(done.payload)
     if native.MEDIA_TYPE in accepted:
@@ -57,7 +57,7 @@ def _passed(call: ApiCall, done: ops.PassDone) -> RawReply:
     return RawReply(tinker_json.write_output(result))
 
 
-def _sampled(call: ApiCall, done: ops.SampleDone) -> RawReply:
+def _sample_reply(call: ApiCall, done: ops.SampleDone) -> RawReply:
     try:
         result = decode_result(call.context.payloads.read(done.payload))
     except msgspec.MsgspecError as error:

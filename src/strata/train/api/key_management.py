@@ -16,12 +16,12 @@ async def add(call: ApiCall, body: bodies.ApiKeyBody) -> replies.ApiKeyReply:
     key, text = await make_key(
         context.identity, context.clock, call.caller, name=body.name, role=Role.named(body.role), valid_s=body.valid_s
     )
-    return replies.ApiKeyReply(key=_shown(key), secret=text)
+    return replies.ApiKeyReply(key=_key_view(key), secret=text)
 
 
 async def listed(call: ApiCall) -> replies.ApiKeysReply:
     """All keys; never their secrets."""
-    return replies.ApiKeysReply(keys=[_shown(key) for key in await call.context.identity.keys()])
+    return replies.ApiKeysReply(keys=[_key_view(key) for key in await call.context.identity.keys()])
 
 
 async def revoke(call: ApiCall) -> None:
@@ -30,7 +30,7 @@ async def revoke(call: ApiCall) -> None:
     call.context.authenticator.invalidate()
 
 
-def _shown(key: ApiKey) -> replies.ApiKeyView:
+def _key_view(key: ApiKey) -> replies.ApiKeyView:
     return replies.ApiKeyView(
         id=key.id,
         name=key.name,

@@ -92,7 +92,7 @@ async def set_ttl(call: ApiCall, body: bodies.CheckpointTtlBody) -> None:
 
 async def publish(call: ApiCall) -> None:
     """Refused with 403: checkpoints are for their owner alone."""
-    await _described(call)
+    await _describe_checkpoint(call)
     raise StrataError(
         Code.FORBIDDEN, "checkpoints of this server are for their owner alone", hint="send an archive of it"
     )
@@ -100,10 +100,10 @@ async def publish(call: ApiCall) -> None:
 
 async def unpublish(call: ApiCall) -> None:
     """Nothing is ever public here, so there is nothing to do."""
-    await _described(call)
+    await _describe_checkpoint(call)
 
 
-async def _described(call: ApiCall) -> messages.ModelCheckpointView:
+async def _describe_checkpoint(call: ApiCall) -> messages.ModelCheckpointView:
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
     return await call.request(
         messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView

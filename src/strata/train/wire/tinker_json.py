@@ -71,12 +71,12 @@ _tensors: Final = msgspec.json.Decoder(TensorJson)
 
 def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.MalformedOperation:
     """INVALID is raised only if not even the key of the operation can be read."""
-    head = _decoded(_heads, body, "")
+    head = _decode(_heads, body, "")
     key = OperationKey.of(head.model_id, head.seq_id)
     try:
         if (count := body.count(b",")) > MAX_NUMBERS:
             raise invalid_field("data", f"has {count} values; a batch in JSON takes at most {MAX_NUMBERS}")
-        decoded = _decoded(_bodies, body, "")
+        decoded = _decode(_bodies, body, "")
         batch = decoded.forward_input if forward_only else decoded.forward_backward_input
         if batch is None:
             raise invalid_field("forward_input" if forward_only else "forward_backward_input", "is missing")
@@ -89,7 +89,7 @@ def read_pass(body: bytes, *, forward_only: bool) -> PassRequest | ops.Malformed
 
 
 def _datum(path: str, raw: msgspec.Raw) -> ops.Datum:
-    datum = _decoded(_datums, raw, path)
+    datum = _decode(_datums, raw, path)
     tokens: list[int] = []
     for index, chunk in enumerate(datum.model_input.chunks):
         if chunk.type != "encoded_text":
@@ -97,28 +97,28 @@ def _datum(path: str, raw: msgspec.Raw) -> ops.Datum:
             raise invalid_field(where, f"this server trains on tokens, not on {chunk.type[:80]}")
         tokens += chunk.tokens
     inputs = {name: _tensor(f"{path}.loss_fn_inputs.{name}", each) for name, each in datum.loss_fn_inputs.items()}
-    return ops.Datum(tokens=_packed(f"{path}.model_input", tokens, DType.I32), inputs=inputs)
+    return ops.Datum(tokens=_to_bytes(f"{path}.model_input", tokens, DType.I32), inputs=inputs)
 
 
 def _tensor(path: str, raw: msgspec.Raw) -> ops.Tensor:
-    return tensor_of(path, _decoded(_tensors, raw, path))
+    return tensor_of(path, _decode(_tensors, raw, path))
 
 
 def tensor_of(path: str, tensor: TensorJson) -> ops.Tensor:
     dtype = _DTYPES[tensor.dtype]
-    data = _packed(path, tensor.data, dtype)
+    data = _to_bytes(path, tensor.data, dtype)
     if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
         if tensor.sparse_crow_indices is not None or tensor.sparse_col_indices is not None:
             raise invalid_field(path, "sparse_crow_indices and sparse_col_indices go together")
         return ops.Dense(dtype, tuple(tensor.shape) if tensor.shape else (len(tensor.data),), data)
     if tensor.shape is None or len(tensor.shape) != 2:
         raise invalid_field(path, f"a sparse array is a matrix; its shape is {tensor.shape}")
-    crow = _packed(f"{path}.sparse_crow_indices", tensor.sparse_crow_indices, DType.I64)
-    col = _packed(f"{path}.sparse_col_indices", tensor.sparse_col_indices, DType.I64)
+    crow = _to_bytes(f"{path}.sparse_crow_indices", tensor.sparse_crow_indices, DType.I64)
+    col = _to_bytes(f"{path}.sparse_col_indices", tensor.sparse_col_indices, DType.I64)
     return ops.Sparse(dtype, (tensor.shape[0], tensor.shape[1]), data, crow, col)
 
 
-def _packed(path: str, values: Sequence[float], dtype: DType) -> bytes:
+def _to_bytes(path: str, values: Sequence[float], dtype: DType) -> bytes:
     """The numbers as bytes. A fraction, or a number that the type cannot hold, is refused, not rounded."""
     array = np.asarray(values) if values else np.empty(0)
     if dtype is DType.F32:
@@ -133,7 +133,7 @@ def _packed(path: str, values: Sequence[float], dtype: DType) -> bytes:
     return packed.tobytes()
 
 
-def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, path: str) -> T:
+def _decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, path: str) -> T:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
