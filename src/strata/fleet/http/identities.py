@@ -130,7 +130,9 @@ async def revoke_key(call: HubCall) -> None:
     context.authenticator.invalidate()
 
 
-def _certificate_reply(context: HubContext, host_id: str, name: str, issued: IssuedCertificate) -> wire.CertificateReply:
+def _certificate_reply(
+    context: HubContext, host_id: str, name: str, issued: IssuedCertificate
+) -> wire.CertificateReply:
     return wire.CertificateReply(
         host_id=host_id,
         name=name,
