@@ -69,9 +69,9 @@ RACE_S = 2.0
 PEAK = """
 import contextlib, pathlib, sys
 from strata.base.errors import StrataError
-from strata.base.tar import TarReader, decompressed
+from strata.base.tar import TarReader, decompress_stream
 with contextlib.suppress(StrataError):
-    list(TarReader(decompressed(sys.stdin.buffer)))
+    list(TarReader(decompress_stream(sys.stdin.buffer)))
 print(pathlib.Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 """
 HONEST = "print(1)"

@@ -121,3 +121,21 @@ def test_every_module_that_the_architecture_names_exists() -> None:
     named = set(re.findall(r"`([a-z]+(?:/[a-z0-9_]+)+\.py)`", text))
     assert len(named) > 50
     assert sorted(path for path in named if not (ROOT / "src" / "strata" / path).is_file()) == []
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    missing = []
+    for document in documents():
+        if document.name == "CHANGELOG.md":
+            continue
+        for line in document.read_text(encoding="utf-8").splitlines():
+            files = [ROOT / name for name in re.findall(r"`(tests/[\w/]+\.py)`", line)]
+            missing += [f"{document.name}: {file.relative_to(ROOT)}" for file in files if not file.is_file()]
+            text = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+            if files:
+                missing += [
+                    f"{document.name}: {name} in {files[0].relative_to(ROOT)}"
+                    for name in re.findall(r"`(test_\w+)`", line)
+                    if f"def {name}(" not in text
+                ]
+    assert missing == []
