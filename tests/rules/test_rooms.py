@@ -66,7 +66,11 @@ ROOMS: Final = (
     Room("how log probabilities are computed", "train.runner.passes.logprobs", "GatherLogprobs"),
     Room("the parameters of AdamW", "train.runner.passes.optimizer", "Optimizer"),
     Room("an adapter leaves the device because others are used", "train.runner.lora.slots", "Slots"),
-    Room("a sequence is admitted when the KV cache has room", "train.runner.sampling.batch", "RunningBatch._admit"),
+    Room(
+        "a sequence is admitted when the KV cache has room",
+        "train.runner.sampling.continuous_batching",
+        "RunningBatch._admit",
+    ),
     Room("temperature, top-k and top-p", "train.runner.sampling.sampling_ops", "sample_tokens"),
 )
 

@@ -8,7 +8,7 @@ from prometheus_client import Counter, generate_latest
 from starlette.types import Scope
 
 from strata.http.root import ROUTE
-from strata.train.metrics import PREFIX, new_registry
+from strata.train.metrics_registry import PREFIX, new_registry
 
 NO_ROUTE: Final = "none"
 

@@ -10,7 +10,7 @@ from strata.http.route import KIB, OPERATOR, VIEWER, RawReply, Route
 from strata.identity.roles import Role
 from strata.train.api.context import ApiCall
 from strata.train.core import messages, status
-from strata.train.metrics import MEDIA_TYPE
+from strata.train.metrics_registry import MEDIA_TYPE
 from strata.train.wire.timeline import TimelineReply, chrome_trace, timeline_reply
 
 

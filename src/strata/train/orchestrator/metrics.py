@@ -18,7 +18,7 @@ from strata.train.core.ops import ForwardBackward, InlinePayload
 from strata.train.core.state import TrainState
 from strata.train.core.status import ServerStatus, SnapshotStatus, Timeline
 from strata.train.core.timeline import Rate, Timelines
-from strata.train.metrics import PREFIX, new_registry
+from strata.train.metrics_registry import PREFIX, new_registry
 
 _TIMES_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 KEEP_TIMELINES: Final = 1_000

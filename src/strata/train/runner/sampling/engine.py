@@ -15,7 +15,7 @@ from strata.train.core.sampling import SampleOperation
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.model.base import DTYPES, BaseModel
-from strata.train.runner.sampling.batch import RunningBatch, SliceOutcomes
+from strata.train.runner.sampling.continuous_batching import RunningBatch, SliceOutcomes
 from strata.train.runner.sampling.inference_model import InferenceModel, gather_weights
 from strata.train.runner.sampling.kv_cache import KVCache
 from strata.train.runner.sampling.request_validator import RequestValidator, SamplerLimits
