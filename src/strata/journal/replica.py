@@ -309,6 +309,10 @@ class Replica(Generic[State, Input, Effect]):
         except StrataError as error:
             _log.warning("snapshot_failed", stream=self._stream, code=error.code.value, reason=str(error))
 
+    def check_capacity(self) -> None:
+        """Raise EXHAUSTED if the append queue is full, as `submit_nowait` would."""
+        self._require_writer().check_capacity()
+
     def _require_writer(self) -> Writer:
         if self._writer is None:
             raise StrataError(Code.UNAVAILABLE, f"this process does not lead stream {self._stream!r}")

@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from strata.base.errors import Code, StrataError
 from strata.coord.core.barriers import MAX_OPEN
 from strata.coord.core.facts import JobConfig
+from strata.coord.core.inputs import Tick
 from strata.coord.pb import coordinator_pb2 as pb
+from strata.journal.writer import Writer
 from tests.shell.coord.running import Running, as_worker, in_process, refused, register, trailing
 
 Status = grpc.StatusCode
@@ -180,3 +183,21 @@ async def test_who_does_not_lead_is_unavailable() -> None:
             error = await refused(call)
             assert error.code() is Status.UNAVAILABLE
             assert int(trailing(error)["strata-retry-after-ms"]) > 0
+
+
+async def test_a_request_that_a_full_append_queue_refuses_leaves_no_trace_in_soft_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with in_process() as running:
+        state = running.service.state_if_leading()
+        assert state is not None
+        monkeypatch.setattr(Writer, "check_capacity", _refuse)
+        ticked_s = state.ticked_s
+        with pytest.raises(StrataError) as caught:
+            await running.service.submit(Tick())
+        assert caught.value.code is Code.EXHAUSTED
+        assert state.ticked_s == ticked_s
+
+
+def _refuse(_writer: Writer) -> None:
+    raise StrataError(Code.EXHAUSTED, "the queue is full")

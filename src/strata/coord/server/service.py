@@ -274,6 +274,9 @@ class CoordinatorService:
         self, replica: CoordReplica, request: Input, *, settle: bool = True
     ) -> tuple[Outcome, asyncio.Future[int] | None]:
         """Observe, decide, apply and enqueue in one turn of the loop, so that no other request comes in between."""
+        if settle:
+            # A request that is refused because the queue is full must leave no trace in soft state either.
+            replica.check_capacity()
         now_s = self.clock.monotonic_s()
         observe(replica.state, request, now_s)
         on_commit = partial(self._on_committed, replica, request)

@@ -84,7 +84,8 @@ class CheckpointGc:
             await asyncio.to_thread(shutil.rmtree, doomed, ignore_errors=True)
 
     def _unneeded(self, folders: Sequence[str]) -> list[str]:
-        if not self._store.replayed:
+        # Most commands delete nothing, and what is retained takes a look at every checkpoint.
+        if not folders or not self._store.replayed:
             return []
         state = self._store.state
         retained = retained_folders(state) | self._arriving
