@@ -20,6 +20,9 @@ from hypothesis import settings
 from strata.base.errors import StrataError
 from strata.testing.postgres import PostgresDatabases, PostgresServer
 
+# Tests start processes while gRPC has threads here: its handlers of fork() can end the child before it is a program.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # noqa: TID251
+
 # A machine that is busy with other things is no finding; what hangs, pytest-timeout ends.
 settings.register_profile("strata", deadline=None)
 settings.load_profile("strata")

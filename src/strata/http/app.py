@@ -75,6 +75,8 @@ class RouteApp:
             with budget.budget.reserve(owner) as reservation:
                 arguments |= await self._reader.read_body(receive, headers, reservation)
                 reply = await route.handler(call, **arguments)
+        # Nothing counts the body any more, so it must not outlive its reservation while a slow client reads the reply.
+        del arguments
         if serving.before_reply is not None:
             serving.before_reply(route)
         await to_response(reply)(scope, receive, send)

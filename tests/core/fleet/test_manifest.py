@@ -289,6 +289,10 @@ def received(text: str, change: Callable[[Any], object] = lambda value: None) ->
     return msgspec.convert(value, JobManifest)
 
 
+ALWAYS: Final = {"days": [0, 1, 2, 3, 4, 5, 6], "start_min": 540, "end_min": 540}
+"""Covers every minute of every day: the parser refuses it."""
+
+
 def first(value: Any) -> Any:
     return next(iter(value["jobs"].values()))
 
@@ -310,7 +314,10 @@ def test_a_resolved_manifest_is_valid_as_a_value() -> None:
         (lambda value: first(value).update(sweep="../x"), "jobs.m-default.name: expected a name"),
         (lambda value: first(value).update(hyper={"epochs": 2**60}), "jobs.m-default.hyper.epochs: the integer is"),
         (lambda value: first(value).update(hyper={"epochs": "x" * 70_000}), "jobs.m-default.hyper: it takes"),
+        (lambda value: [job.update(name="n") for job in value["jobs"].values()], 'jobs.n.name: "n" is the name of'),
+        (lambda value: first(value).update(split_recipe=[1]), "jobs.m-default.split_recipe: expected a string or"),
         (lambda value: value["hosts"]["desk"].update(name="pi"), "hosts.desk: its name is 'pi'"),
+        (lambda value: value["hosts"]["desk"].update(quiet_hours=[ALWAYS]), "hosts.desk.quiet_hours: a window needs"),
         (lambda value: value["trainers"]["t"].update(name="u"), "trainers.t: its name is 'u'"),
         (lambda value: value["trainers"]["t"].update(command=[]), "trainers.t: a trainer has a command and"),
         (lambda value: value["trainers"]["t"].update(directory="/x"), "trainers.t: a trainer has a command and"),
@@ -333,6 +340,12 @@ def test_the_hub_checks_hyper_parameters_against_the_schema_it_has() -> None:
     schema = HyperSchema({"type": "object", "properties": {"epochs": {"maximum": 2}}})
     with pytest.raises(StrataError, match=r'm.toml: jobs."s/1".hyper.epochs: expected at most 2, found 3'):
         validate_manifest(received(VALUE), {"t": schema})
+
+
+def test_a_value_that_is_no_exact_json_is_not_compared_with_the_schema() -> None:
+    schema = HyperSchema({"type": "object", "properties": {"epochs": {"multipleOf": 0.5}}})
+    with pytest.raises(StrataError, match="the integer is"):
+        validate_manifest(received(VALUE, lambda value: first(value).update(hyper={"epochs": 10**400})), {"t": schema})
 
 
 KEYS: Final = (

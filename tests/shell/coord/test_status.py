@@ -189,7 +189,7 @@ async def test_a_request_that_a_full_append_queue_refuses_leaves_no_trace_in_sof
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with in_process() as running:
-        state = running.service.state_if_leading()
+        state = running.service.state_if_leading
         assert state is not None
         monkeypatch.setattr(Writer, "check_capacity", _refuse)
         ticked_s = state.ticked_s

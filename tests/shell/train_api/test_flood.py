@@ -70,4 +70,5 @@ async def test_a_flood_by_several_keys_is_refused_in_words_and_another_key_waits
             told.stop.set()
             await asyncio.gather(*floods)
         assert max(waits) <= MOST < FLOODING * QUOTA
-        assert all(f"{QUOTA} operations of key:flood-" in each for each in told.refused)
+        assert all("the quota of key:flood-" in each for each in told.refused)
+        assert all(f" is full: {QUOTA} operations are waiting" in each for each in told.refused)

@@ -107,11 +107,16 @@ def validate_manifest(manifest: JobManifest, schemas: Mapping[str, HyperSchema])
     for name, host in manifest.hosts.items():
         if host.name != name:
             problems.add(("hosts", name), f"its name is {host.name!r}")
+        if any(not hours.days or hours.start_min == hours.end_min for hours in host.quiet_hours):
+            problems.add(("hosts", name, "quiet_hours"), "a window needs a day, and an end other than its start")
     if len(manifest.jobs) > MAX_JOBS:
         problems.add((), f"it has {len(manifest.jobs)} jobs, and at most {MAX_JOBS} are allowed")
+    named: dict[str, str] = {}
     for job_id, job in manifest.jobs.items():
-        _validate_job(problems, manifest, job_id, job)
-        if not problems.many and job.trainer in schemas:
+        if job.name and named.setdefault(job.name, job_id) != job_id:
+            problems.add(("jobs", job.label, "name"), f'"{job.name}" is the name of another job already')
+        is_json = _validate_job(problems, manifest, job_id, job)
+        if is_json and not problems.many and job.trainer in schemas:
             for finding in check_hyper(schemas[job.trainer], job.hyper):
                 problems.add(("jobs", job.label, "hyper", *finding.path), finding.message)
     problems.raise_any()
@@ -133,7 +138,8 @@ def _validate_trainer(problems: Problems, name: str, trainer: TrainerSpec) -> No
             problems.add((*place, "env", variable), problem)
 
 
-def _validate_job(problems: Problems, manifest: JobManifest, job_id: str, job: JobSpec) -> None:
+def _validate_job(problems: Problems, manifest: JobManifest, job_id: str, job: JobSpec) -> bool:
+    """Whether its free values are plain JSON, so that they can be compared with a schema."""
     place = ("jobs", job.label)
     trainer = manifest.trainers.get(job.trainer)
     if job.project != manifest.project:
@@ -148,12 +154,15 @@ def _validate_job(problems: Problems, manifest: JobManifest, job_id: str, job: J
     ]
     for at, problem in misfits:
         problems.add(at, problem)
+    if not isinstance(job.split_recipe, str | dict | None):
+        problems.add((*place, "split_recipe"), "expected a string or a table")
     if trainer is None:
         problems.add((*place, "trainer"), f'there is no trainer "{job.trainer}"')
     elif (job.code, job.data) != trainer.digests_for(job.retrain_on):
         problems.add((*place, "retrain_on"), "code and data are not the digests of its trainer")
     elif not misfits:
         _validate_id(problems, place, job_id, job)
+    return not misfits
 
 
 def _validate_id(problems: Problems, place: tuple[str, str], job_id: str, job: JobSpec) -> None:

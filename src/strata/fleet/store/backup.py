@@ -51,7 +51,7 @@ _FENCE: Final = (
 _INVITES: Final = "UPDATE identity_invite SET revoked_at = {now} WHERE used_by = '' AND revoked_at IS NULL"
 """An invitation that was used since the backup would be good for a second host."""
 
-_CURSORS: Final = f"UPDATE hub_cursor SET cursor = '0.' || {POSITION} WHERE cursor <> ''"
+_CURSORS: Final = f"UPDATE hub_cursor SET cursor = '0.' || {POSITION} WHERE cursor <> '' AND name <> 'health'"
 """The cursors of the readers of the feed: the same position, where transactions count from 0 again."""
 
 

@@ -16,7 +16,7 @@ import msgspec
 from strata.base.atomic import sync_folder, sync_tree
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.objects import Bucket, S3Access, connect, static_credentials
+from strata.objects import Bucket, S3Access, connect, static_credentials, translate_errors
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.files import CheckpointFile, is_allowed_name
 from strata.train.settings import CheckpointSettings
@@ -84,7 +84,8 @@ class CheckpointStore:
         stored = await self._bucket.open(key)
         if stored is None:
             raise StrataError(Code.CORRUPT, f"{key} is missing in the object store")
-        with to.open("wb") as opened:
+        # A disk that is full for a while is UNAVAILABLE like the store, and retried.
+        with translate_errors(key), to.open("wb") as opened:
             async for piece in stored.stream():
                 size += len(piece)
                 if size > expected.size:
