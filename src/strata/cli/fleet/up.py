@@ -184,6 +184,7 @@ async def _run_agent(settings: AgentSettings, serving: asyncio.Task[None]) -> No
     from strata.base.settings import process_environment
     from strata.fleet.agent import environment, identity
     from strata.fleet.agent.file_lock import try_lock
+    from strata.fleet.agent.loop import handle_signals
     from strata.fleet.agent.start import check_host, probe_capability
 
     folder = private_folder(settings.state_folder)
@@ -199,6 +200,8 @@ async def _run_agent(settings: AgentSettings, serving: asyncio.Task[None]) -> No
             raise StrataError(Code.PRECONDITION, f"the self-test of this machine failed: {'; '.join(failed)}")
         probed = await asyncio.to_thread(probe_capability, settings, allowed)
         agent = _agent(settings, client, allowed, probed.capability)
+        # Before it says that it is ready: from then on Ctrl-C has to end it in order.
+        handle_signals(agent)
         _print_ready(settings, identity.load_membership(folder).name, probed.capability)
         await _until_stopped(agent, serving)
     finally:
@@ -220,9 +223,6 @@ def _agent(settings: AgentSettings, client: HubClient, allowed: dict[str, str], 
 async def _until_stopped(agent: Agent, serving: asyncio.Task[None]) -> None:
     import asyncio
 
-    from strata.fleet.agent.loop import handle_signals
-
-    handle_signals(agent)
     working = asyncio.create_task(agent.run())
     await asyncio.wait([working, serving], return_when=asyncio.FIRST_COMPLETED)
     if not working.done():
