@@ -48,7 +48,7 @@ CHECKS: Final[Mapping[str, Sequence[str]]] = {
 """What each extra must be able to do, beside `pip check`."""
 SERVERS: Final[Mapping[str, tuple[str, str]]] = {
     "hub": ("strata up", "ready"),
-    "coordinator": ("strata coordinator --listen 127.0.0.1:0 --database sqlite:coord.db", "leading"),
+    "coordinator": ("strata coordinator --listen 127.0.0.1:0 --database sqlite:coord.db", "leadership_acquired"),
 }
 """A server that must start from the wheel, and what it prints when it serves."""
 LICENCES: Final = re.compile(

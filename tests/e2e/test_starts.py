@@ -24,7 +24,11 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT: Final = Path(__file__).parents[2]
 LONGEST_S: Final = 300.0
-SERVERS: Final = {"strata up": "ready", "strata coordinator": "leading", "strata serve server.toml": "strata serve: "}
+SERVERS: Final = {
+    "strata up": "ready",
+    "strata coordinator": "leadership_acquired",
+    "strata serve server.toml": "strata serve: ",
+}
 """The commands that keep their terminal, and what each prints when it serves."""
 API_PORT: Final = "5555"
 
