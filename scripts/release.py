@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,15 +87,19 @@ def check_tree() -> str:
     return f"version {current}, nothing uncommitted"
 
 
+def run_build(source: Path, target: Path, *options: str) -> None:
+    """Build with the time of the commit in place of the clock's, so that every build has the same bytes."""
+    env = {**os.environ, "SOURCE_DATE_EPOCH": run("git", "log", "-1", "--format=%ct").strip()}
+    run(sys.executable, "-m", "hatchling", "build", *options, "-d", target, cwd=source, env=env)
+
+
 def build(folder: Path) -> dict[str, bytes]:
     """Wheel and sdist of the committed tree, built in a new place."""
     source = folder / "source"
     source.mkdir(parents=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", source], input=archive, check=True)
-    committed_s = run("git", "log", "-1", "--format=%ct").strip()
-    env = {**os.environ, "SOURCE_DATE_EPOCH": committed_s}
-    run(sys.executable, "-m", "hatchling", "build", "-d", folder / "dist", cwd=source, env=env)
+    run_build(source, folder / "dist")
     return {file.name: file.read_bytes() for file in (folder / "dist").iterdir()}
 
 
@@ -108,8 +113,7 @@ def check_build() -> str:
         unpacked = Path(first) / "sdist"
         unpacked.mkdir()
         subprocess.run(["tar", "-xz", "-C", unpacked, "--strip-components=1"], input=built[sdist], check=True)
-        env = {**os.environ, "SOURCE_DATE_EPOCH": run("git", "log", "-1", "--format=%ct").strip()}
-        run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", unpacked / "dist", cwd=unpacked, env=env)
+        run_build(unpacked, unpacked / "dist", "-t", "wheel")
         if (unpacked / "dist" / wheel).read_bytes() != built[wheel]:
             raise ReleaseError("the wheel built from the sdist differs from the wheel built from the tree")
     DIST.mkdir(exist_ok=True)
@@ -150,7 +154,7 @@ def python_of(series: str) -> str:
 def install(folder: Path, series: str, extra: str) -> Path:
     run(UV, "venv", "--quiet", "--python", python_of(series), "--seed", folder)
     wanted = f"{wheel_file()}[{extra}]" if extra else str(wheel_file())
-    packages = [TORCH, wanted] if extra == "train" else [wanted]
+    packages = [TORCH, wanted] if extra in ("train", "all") else [wanted]
     # pip and not uv: of torch it takes the build that the machine's index offers first.
     pip = (folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
     run(*pip, "install", "--quiet", *packages)
@@ -172,10 +176,14 @@ def start_and_stop(command: Sequence[str], until: str, folder: Path, env: Mappin
     ) as server:
         assert server.stdout is not None
         printed = []
+        # Also ends the reading of a server that prints nothing.
+        overdue = threading.Timer(READY_S, server.kill)
+        overdue.start()
         for line in server.stdout:
             printed.append(line)
-            if until in line or time.monotonic() - began_s > READY_S:
+            if until in line:
                 break
+        overdue.cancel()
         took_s = time.monotonic() - began_s
         server.send_signal(signal.SIGINT)
         printed.append(server.communicate(timeout=READY_S)[0])

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from tests.shell.fleet_agent.waiting import eventually
 
+ROOT: Final = Path(__file__).parents[2]
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 _LISTEN: Final = "0A"
 """The state of a listening socket in /proc/net/tcp."""
@@ -139,6 +140,32 @@ class Agent(Program):
 
     def __init__(self, folder: Path, state: Path) -> None:
         super().__init__(folder, "agent", "--state", str(state), STRATA_AGENT_MIN_FREE_GIB="0")
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel of this checkout."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
+    subprocess.run([*pip, "--no-build-isolation", "--wheel-dir", folder, ROOT], check=True)
+    (wheel,) = folder.glob("strata_train-*.whl")
+    return wheel
+
+
+def newcomer_environment(folder: Path) -> dict[str, str]:
+    """Of a person who has a Python and no Strata yet.
+
+    Settings of ours and not HOME, which pip reads as well. A port of its own: somebody may have a hub running here.
+    """
+    environ = clean_environment() | {
+        "STRATA_CLIENT_CONFIG_HOME": str(folder / "config"),
+        "STRATA_CLIENT_DATA_HOME": str(folder / "data"),
+        "STRATA_HUB_LISTEN": "127.0.0.1:0",
+        "STRATA_HUB_KEEP_FREE_BYTES": "0",
+        "STRATA_AGENT_MIN_FREE_GIB": "0",
+        "COLUMNS": "80",
+        "PATH": f"{Path(sys.base_prefix) / 'bin'}:{os.defpath}",
+    }
+    environ.pop("VIRTUAL_ENV", None)
+    return environ
 
 
 def clean_environment() -> dict[str, str]:

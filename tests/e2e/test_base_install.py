@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-import sys
 import time
 import venv
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.e2e.blocks import play, problems
+from tests.e2e.machines import ROOT, build_wheel
 
 pytestmark = pytest.mark.timeout(300)
 
-ROOT: Final = Path(__file__).parents[2]
 MOST_DISTRIBUTIONS: Final = 12
 SLOWEST_START_S: Final = 0.3
 ABSENT: Final = {"torch", "grpcio", "fastapi", "starlette", "psycopg"}
@@ -77,9 +76,7 @@ def base_requirements(wheel: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Install:
     folder = tmp_path_factory.mktemp("base")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    checked(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT)
-    (wheel,) = folder.glob("strata_train-*.whl")
+    wheel = build_wheel(folder)
 
     pins = folder / "base.txt"
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")

@@ -6,11 +6,9 @@ Versions are the newest of the index, as a person gets them.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Final
 import pytest
 
 from tests.e2e.blocks import Ran, Step, blocks, steps
-from tests.e2e.machines import clean_environment
+from tests.e2e.machines import newcomer_environment
 from tests.e2e.terminal import Terminal
 
 pytestmark = pytest.mark.timeout(400)
@@ -47,17 +45,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     folder = tmp_path_factory.mktemp("quickstart")
     checkout(folder / "strata")
     data = folder / "data"
-    # Settings of ours and not HOME, which pip reads as well. A port of its own: somebody may have a hub running here.
-    environ = clean_environment() | {
-        "STRATA_CLIENT_CONFIG_HOME": str(folder / "config"),
-        "STRATA_CLIENT_DATA_HOME": str(data),
-        "STRATA_HUB_LISTEN": "127.0.0.1:0",
-        "STRATA_HUB_KEEP_FREE_BYTES": "0",
-        "STRATA_AGENT_MIN_FREE_GIB": "0",
-        "COLUMNS": "80",
-        "PATH": f"{Path(sys.base_prefix) / 'bin'}:{os.defpath}",
-    }
-    environ.pop("VIRTUAL_ENV", None)
+    environ = newcomer_environment(folder)
     todo = [steps(block.body) for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "console"]
     with Terminal(folder, environ) as first, Terminal(folder, environ) as second:
         began_s = time.monotonic()

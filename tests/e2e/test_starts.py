@@ -5,10 +5,7 @@ Versions are the newest of the index, as a person gets them. Only the ports diff
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -17,12 +14,11 @@ import pytest
 
 from strata.testing.ports import port_of, reserve_port
 from tests.e2e.blocks import Step, blocks, matches, steps
-from tests.e2e.machines import clean_environment
+from tests.e2e.machines import ROOT, build_wheel, newcomer_environment
 from tests.e2e.terminal import Terminal
 
 pytestmark = pytest.mark.timeout(600)
 
-ROOT: Final = Path(__file__).parents[2]
 LONGEST_S: Final = 300.0
 SERVERS: Final = {
     "strata up": "ready",
@@ -35,10 +31,7 @@ API_PORT: Final = "5555"
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dist")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
-    subprocess.run([*pip, "--no-build-isolation", "--wheel-dir", folder, ROOT], check=True)
-    return folder
+    return build_wheel(tmp_path_factory.mktemp("dist")).parent
 
 
 def section(number: int) -> str:
@@ -48,23 +41,14 @@ def section(number: int) -> str:
 
 
 def environment(folder: Path, dist: Path, port: str) -> dict[str, str]:
-    environ = clean_environment() | {
+    return newcomer_environment(folder) | {
         "PIP_FIND_LINKS": str(dist),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "STRATA_CLIENT_CONFIG_HOME": str(folder / "config"),
-        "STRATA_CLIENT_DATA_HOME": str(folder / "data"),
-        "STRATA_HUB_LISTEN": "127.0.0.1:0",
-        "STRATA_HUB_KEEP_FREE_BYTES": "0",
-        "STRATA_AGENT_MIN_FREE_GIB": "0",
         "STRATA_COORDINATOR_LISTEN": f"127.0.0.1:{port}",
         "STRATA_WORKER_ADDRESS": f"127.0.0.1:{port}",
         "STRATA_GANG_ADDRESS": f"127.0.0.1:{port}",
         "STRATA_SERVER_PORT": port,
-        "COLUMNS": "80",
-        "PATH": f"{Path(sys.base_prefix) / 'bin'}:{os.defpath}",
     }
-    environ.pop("VIRTUAL_ENV", None)
-    return environ
 
 
 def problem(step: Step, output: str, status: int) -> str | None:

@@ -74,7 +74,7 @@ def apply(  # noqa: PLR0913 (the options of the command)
             if _needs_confirmation(plan) and not yes and sys.stdin.isatty() and sys.stderr.isatty():
                 _show_changes(plan)
                 click.confirm(f"{plan.summary}\nApply?", default=True, abort=True, err=True)
-            # Asked again: while the question stood, another apply may have replaced a trainer and its source.
+            # Fetched again: while the confirmation was open, another apply may have replaced a trainer and its source.
             _upload(client, prepared, _registered(client))
             plan = _send(client, prepared, options, dry_run=False)
         _show(plan, prepared, output, applied=not dry_run)
