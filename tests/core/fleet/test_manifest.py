@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.hyper import HyperSchema
+from strata.fleet.core.jobspec import parse_quiet_hours
 from strata.fleet.core.manifest import JobManifest, parse_manifest, validate_manifest
-from strata.fleet.core.manifest_tables import parse_quiet_hours
 from strata.fleet.core.plan import plan
 from strata.fleet.core.problems import MAX_LISTED
 from tests.core.fleet.jobs import TRAINER, json_values
@@ -257,6 +257,9 @@ def test_the_trainers_can_be_seen_although_the_rest_is_wrong() -> None:
         ("foo 10:00-12:00", None),
         ("", None),
         ("1:2:3-4:00", None),
+        ("10:00", None),
+        ("10:60-11:00", None),
+        ("23:00-24:01", None),
     ],
 )
 def test_quiet_hours_are_written_as_people_write_them(text: str, shown: str | None) -> None:

@@ -15,6 +15,7 @@ A change of these rules needs a new version in the prefix. Ids are in databases,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -30,6 +31,8 @@ MAX_PRIORITY: Final = 1_000_000
 DEFAULT_PROJECT: Final = "default"
 """The project of a manifest that names none, and of jobs that were submitted one by one."""
 DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_DAY_MIN: Final = 24 * 60
+_CLOCK: Final = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Attempts = Annotated[int, msgspec.Meta(ge=1, le=1000)]
@@ -206,6 +209,13 @@ class QuietHours(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_min: Annotated[int, msgspec.Meta(ge=0, le=1439)]
     end_min: Annotated[int, msgspec.Meta(ge=0, le=1440)]
 
+    @property
+    def problem(self) -> str:
+        """Why these are no hours; empty if they are."""
+        if not self.days or self.start_min in (self.end_min, _DAY_MIN):
+            return "a window needs a day, and an end other than its start"
+        return ""
+
     def covers(self, day: int, minute: int) -> bool:
         if self.start_min < self.end_min:
             return day in self.days and self.start_min <= minute < self.end_min
@@ -214,6 +224,38 @@ class QuietHours(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         days = "" if len(self.days) == 7 else ",".join(DAYS[day] for day in self.days) + " "
         return f"{days}{_clock(self.start_min)}-{_clock(self.end_min)}"
+
+
+def parse_quiet_hours(text: str) -> QuietHours | None:
+    """`22:00-07:00`, or with days before it: `mon-fri 09:00-17:30`, `sat,sun 00:00-24:00`; None if it is neither."""
+    words = text.lower().split()
+    if len(words) not in (1, 2):
+        return None
+    days = _days(words[0]) if len(words) == 2 else tuple(range(7))
+    start, _, end = words[-1].partition("-")
+    start_min, end_min = _minute(start), _minute(end)
+    if start_min is None or end_min is None:
+        return None
+    hours = QuietHours(days, start_min, end_min)
+    return None if hours.problem else hours
+
+
+def _days(text: str) -> tuple[int, ...]:
+    days: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if first not in DAYS or (dash and last not in DAYS):
+            return ()
+        start = DAYS.index(first)
+        length = (DAYS.index(last) - start) % 7 if dash else 0
+        days.update((start + step) % 7 for step in range(length + 1))
+    return tuple(sorted(days))
+
+
+def _minute(text: str) -> int | None:
+    clock = _CLOCK.fullmatch(text)
+    minute = int(clock[1]) * 60 + int(clock[2]) if clock else _DAY_MIN + 1
+    return minute if minute <= _DAY_MIN else None
 
 
 def _clock(minute: int) -> str:

@@ -21,9 +21,9 @@ from strata.base import toml
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobId, JobSpec, TrainerSpec, check_trainer
-from strata.fleet.core.manifest_jobs import MAX_JOBS, ManifestContext, check_hyper, read_jobs
+from strata.fleet.core.manifest_jobs import MAX_JOBS, ManifestContext, check_free_values, check_hyper, read_jobs
 from strata.fleet.core.manifest_tables import env_problem, read_hosts, read_trainers
-from strata.fleet.core.problems import Problems, json_problems, read_fields
+from strata.fleet.core.problems import Problems, fits, read_fields
 from strata.fleet.core.requirement import Name
 
 MAX_BYTES: Final = 16 * 1024 * 1024
@@ -105,20 +105,14 @@ def validate_manifest(manifest: JobManifest, schemas: Mapping[str, HyperSchema])
     for name, trainer in manifest.trainers.items():
         _validate_trainer(problems, name, trainer)
     for name, host in manifest.hosts.items():
-        if host.name != name:
-            problems.add(("hosts", name), f"its name is {host.name!r}")
-        if any(not hours.days or hours.start_min == hours.end_min for hours in host.quiet_hours):
-            problems.add(("hosts", name, "quiet_hours"), "a window needs a day, and an end other than its start")
+        _validate_host(problems, name, host)
     if len(manifest.jobs) > MAX_JOBS:
         problems.add((), f"it has {len(manifest.jobs)} jobs, and at most {MAX_JOBS} are allowed")
     named: dict[str, str] = {}
     for job_id, job in manifest.jobs.items():
         if job.name and named.setdefault(job.name, job_id) != job_id:
             problems.add(("jobs", job.label, "name"), f'"{job.name}" is the name of another job already')
-        is_json = _validate_job(problems, manifest, job_id, job)
-        if is_json and not problems.many and job.trainer in schemas:
-            for finding in check_hyper(schemas[job.trainer], job.hyper):
-                problems.add(("jobs", job.label, "hyper", *finding.path), finding.message)
+        _validate_job(problems, manifest, job_id, job, schemas.get(job.trainer))
     problems.raise_any()
 
 
@@ -138,31 +132,38 @@ def _validate_trainer(problems: Problems, name: str, trainer: TrainerSpec) -> No
             problems.add((*place, "env", variable), problem)
 
 
-def _validate_job(problems: Problems, manifest: JobManifest, job_id: str, job: JobSpec) -> bool:
-    """Whether its free values are plain JSON, so that they can be compared with a schema."""
+def _validate_host(problems: Problems, name: str, host: HostSpec) -> None:
+    if host.name != name:
+        problems.add(("hosts", name), f"its name is {host.name!r}")
+    problems.add_all((("hosts", name, "quiet_hours"), hours.problem) for hours in host.quiet_hours if hours.problem)
+
+
+def _validate_job(
+    problems: Problems, manifest: JobManifest, job_id: str, job: JobSpec, schema: HyperSchema | None
+) -> None:
     place = ("jobs", job.label)
-    trainer = manifest.trainers.get(job.trainer)
     if job.project != manifest.project:
         problems.add((*place, "project"), f"it is of project {job.project!r}, the manifest of {manifest.project!r}")
-    try:
-        msgspec.convert(job.name, _JobName)
-        msgspec.convert(job.sweep or "sweep", Name)
-    except msgspec.ValidationError:
+    if not fits(job.name, _JobName) or not fits(job.sweep or "sweep", Name):
         problems.add((*place, "name"), "expected a name of letters, digits, dots, - and _, at most 64 of them")
-    misfits = [
-        misfit for key in ("hyper", "split_recipe") for misfit in json_problems(getattr(job, key), (*place, key))
-    ]
-    for at, problem in misfits:
-        problems.add(at, problem)
+    no_json = check_free_values(problems, place, {"hyper": job.hyper, "split_recipe": job.split_recipe})
     if not isinstance(job.split_recipe, str | dict | None):
         problems.add((*place, "split_recipe"), "expected a string or a table")
+    trainer = manifest.trainers.get(job.trainer)
     if trainer is None:
         problems.add((*place, "trainer"), f'there is no trainer "{job.trainer}"')
     elif (job.code, job.data) != trainer.digests_for(job.retrain_on):
         problems.add((*place, "retrain_on"), "code and data are not the digests of its trainer")
-    elif not misfits:
+    elif not no_json:
         _validate_id(problems, place, job_id, job)
-    return not misfits
+    if not no_json:
+        _validate_hyper(problems, place, job, schema)
+
+
+def _validate_hyper(problems: Problems, place: tuple[str, str], job: JobSpec, schema: HyperSchema | None) -> None:
+    if schema is not None and not problems.many:
+        findings = check_hyper(schema, job.hyper)
+        problems.add_all(((*place, "hyper", *finding.path), finding.message) for finding in findings)
 
 
 def _validate_id(problems: Problems, place: tuple[str, str], job_id: str, job: JobSpec) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,10 +11,11 @@ import msgspec
 from strata.base.errors import StrataError
 from strata.base.suggest import did_you_mean
 from strata.fleet.core.hyper import HyperFinding, HyperSchema
-from strata.fleet.core.jobspec import JobSpec, TrainerSpec, find_cycle
+from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec, find_cycle
 from strata.fleet.core.problems import (
     KeyPath,
     Problems,
+    fits,
     json_problems,
     kinds_of,
     read_fields,
@@ -38,7 +39,7 @@ from strata.fleet.core.sweep_plan import (
 MAX_JOBS: Final = 200_000
 
 _NEEDS: Final = kinds_of(Needs)
-_OWN: Final = kinds_of(JobSpec, without=("needs", "code", "data", "sweep", "project"))
+_OWN: Final = kinds_of(JobSpec, without=("needs", "after", "code", "data", "sweep", "project"))
 _JOB: Final[dict[str, Any]] = (
     _OWN | _NEEDS | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "workers": int}
 )
@@ -109,24 +110,33 @@ def _job(context: ManifestContext, place: KeyPath, table: dict[str, Any], kinds:
     fields = read_fields(problems, place, table, kinds, required=("model",))
     if fields.pop("workers", 1) != 1:
         problems.add((*place, "workers"), "a job on several hosts at once is not supported yet; it has to be 1")
-    misfits = [each for key in ("hyper", "split_recipe") for each in json_problems(table.get(key), (*place, key))]
-    for at, problem in misfits:
-        problems.add(at, problem)
+    no_json = check_free_values(problems, place, table)
     trainer = _trainer(context, place, fields.get("trainer"), given="trainer" in table)
-    if kinds is _JOB and "hyper" not in {at[len(place)] for at, _ in misfits}:
-        for finding in _hyper_findings(context, trainer, fields.get("hyper", {})):
-            problems.add((*place, "hyper", *finding.path), finding.message)
-    needs = {key: fields.pop(key) for key in _NEEDS if key in fields}
-    for key in ("after", "grid", "random"):
-        fields.pop(key, None)
+    if kinds is _JOB and "hyper" not in no_json:
+        findings = _hyper_findings(context, trainer, fields.get("hyper", {}))
+        problems.add_all(((*place, "hyper", *finding.path), finding.message) for finding in findings)
     if len(problems) > before or trainer is None:
         return None
-    retrain_on = fields.get("retrain_on", context.retrain_on)
+    return _job_spec(context, trainer, fields)
+
+
+def check_free_values(problems: Problems, place: KeyPath, values: Mapping[str, Any]) -> frozenset[str]:
+    """The names of those free values of a job that are no plain JSON, which is a problem then."""
+    misfits = {key: [*json_problems(values.get(key), (*place, key))] for key in ("hyper", "split_recipe")}
+    for each in misfits.values():
+        problems.add_all(each)
+    return frozenset(key for key, each in misfits.items() if each)
+
+
+def _job_spec(context: ManifestContext, trainer: str, fields: Mapping[str, Any]) -> JobSpec:
+    own = {key: value for key, value in fields.items() if key in _OWN}
+    own["needs"] = Needs(**{key: value for key, value in fields.items() if key in _NEEDS})
+    own["project"], own["trainer"] = context.project, trainer
+    own["retrain_on"] = fields.get("retrain_on", context.retrain_on)
     declared = context.trainers.get(trainer)
     if declared is not None:
-        fields["code"], fields["data"] = declared.digests_for(retrain_on)
-    own = {"project": context.project, "trainer": trainer, "retrain_on": retrain_on, "needs": Needs(**needs)}
-    return JobSpec(**fields | own)
+        own["code"], own["data"] = declared.digests_for(own["retrain_on"])
+    return JobSpec(**own)
 
 
 def _trainer(context: ManifestContext, place: KeyPath, name: str | None, *, given: bool) -> str | None:
@@ -205,20 +215,42 @@ def _read_sweep(context: ManifestContext, read: _JobTable, place: KeyPath, table
         _note_unread(read, table)
         return
     sweep = base.name or "sweep"
-    if not _register_name(problems, read, place, sweep):
-        return
+    if _register_name(problems, read, place, sweep):
+        _add_points(context, read, place, table, msgspec.structs.replace(base, sweep=sweep), points)
+
+
+def _add_points(
+    context: ManifestContext,
+    read: _JobTable,
+    place: KeyPath,
+    table: Mapping[str, Any],
+    base: JobSpec,
+    points: Sequence[Point],
+) -> None:
+    problems = context.problems
     for number, point in enumerate(points):
         seed = point.get(SEED_AXIS, base.seed)
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        if not _is_seed(seed):
             problems.add((*place, "grid" if "grid" in table else "random"), f"{seed!r} is no seed: it is at least 0")
             return
         hyper = with_point(base.hyper, point)
-        for finding in _hyper_findings(context, base.trainer, hyper):
-            axis = next((name for name in point if finding.path[: name.count(".") + 1] == tuple(name.split("."))), None)
-            inside = _axis_place(table, axis) if axis else ("hyper", *finding.path)
-            problems.add((*place, *inside), finding.message)
-        job = msgspec.structs.replace(base, name=f"{sweep}/{number}", sweep=sweep, hyper=hyper, seed=seed)
+        findings = _hyper_findings(context, base.trainer, hyper)
+        problems.add_all(((*place, *_point_place(table, point, each)), each.message) for each in findings)
+        job = msgspec.structs.replace(base, name=f"{base.sweep}/{number}", hyper=hyper, seed=seed)
         _add_job(context, read, place, job, table.get("after", ()))
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _point_place(table: Mapping[str, Any], point: Point, finding: HyperFinding) -> KeyPath:
+    """Where in the sweep the value stands that a finding is about: in an axis, or in its `hyper`."""
+    for axis in point:
+        steps = tuple(axis.split("."))
+        if finding.path[: len(steps)] == steps:
+            return _axis_place(table, axis)
+    return ("hyper", *finding.path)
 
 
 def _axis_place(table: Mapping[str, Any], axis: str) -> KeyPath:
@@ -231,24 +263,27 @@ def _points(problems: Problems, place: KeyPath, table: dict[str, Any]) -> Iterat
     if len(given) != 1:
         problems.add(place, "expected exactly one of grid, random")
         return
-    for at, problem in json_problems(table[given[0]], (*place, given[0])):
-        problems.add(at, problem)
+    kind = given[0]
+    misfit = next(json_problems(table[kind], (*place, kind)), None)
+    if misfit:
+        problems.add(*misfit)
         return
-    try:
-        values = {given[0]: msgspec.convert(table[given[0]], _SWEEP[given[0]])}
-    except msgspec.ValidationError:
+    if not fits(table[kind], _SWEEP[kind]):
         return  # reported with the other fields
+    sweep = msgspec.convert(table[kind], _SWEEP[kind])
+    if _has_misplaced_axis(problems, place, table, sweep if kind == "grid" else sweep.space):
+        return
+    yield from (_grid if kind == "grid" else _random)(problems, (*place, kind), sweep)
+
+
+def _has_misplaced_axis(problems: Problems, place: KeyPath, table: Mapping[str, Any], axes: Collection[str]) -> bool:
     hyper = table.get("hyper")
-    axes = values["grid"] if "grid" in values else values["random"].space
     for axis in axes:
         misplaced = axis_problem(hyper if isinstance(hyper, dict) else {}, axis, axes)
         if misplaced:
             problems.add((*place, *_axis_place(table, axis)), misplaced)
-            return
-    if "grid" in values:
-        yield from _grid(problems, (*place, "grid"), values["grid"])
-    else:
-        yield from _random(problems, (*place, "random"), values["random"])
+            return True
+    return False
 
 
 def _grid(problems: Problems, place: KeyPath, axes: dict[str, list[Any]]) -> Iterator[Point]:
@@ -277,11 +312,7 @@ def _random(problems: Problems, place: KeyPath, sweep: RandomSweep) -> Iterator[
 
 def _ordered(problems: Problems, read: _JobTable) -> dict[str, JobSpec]:
     """The jobs with `after` as ids. A name stands for all jobs that answer to it; a full id may be of another file."""
-    for place, written in read.references:
-        for index, name in enumerate(written):
-            if not _resolve_name(read, name) and name not in read.unread:
-                known = sorted({*read.taken, *read.labelled, *read.unread})
-                problems.add((*place, index), f'there is no job "{name}"{did_you_mean(name, known)}')
+    _check_references(problems, read)
     before = {
         job: tuple(each for name in written for each in _resolve_name(read, name))
         for job, written in read.after.items()
@@ -293,12 +324,16 @@ def _ordered(problems: Problems, read: _JobTable) -> dict[str, JobSpec]:
     return {identity: msgspec.structs.replace(job, after=before[identity]) for identity, job in read.jobs.items()}
 
 
+def _check_references(problems: Problems, read: _JobTable) -> None:
+    for place, written in read.references:
+        for index, name in enumerate(written):
+            if not _resolve_name(read, name) and name not in read.unread:
+                known = sorted({*read.taken, *read.labelled, *read.unread})
+                problems.add((*place, index), f'there is no job "{name}"{did_you_mean(name, known)}')
+
+
 def _resolve_name(read: _JobTable, name: str) -> list[str]:
-    return read.named.get(name) or read.labelled.get(name) or ([name] if _is_id(name) else [])
-
-
-def _is_id(text: str) -> bool:
-    return text.startswith("job1_") and len(text) == 69 and frozenset("0123456789abcdef").issuperset(text[5:])
+    return read.named.get(name) or read.labelled.get(name) or ([name] if fits(name, JobId) else [])
 
 
 def _describe_place(problems: Problems, place: KeyPath) -> str:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-import msgspec
-
-from strata.fleet.core.jobspec import DAYS, DataSource, HostSpec, QuietHours, Text, TrainerSpec
-from strata.fleet.core.problems import KeyPath, Problems, describe_value, kinds_of, read_fields, table_at
+from strata.fleet.core.jobspec import Bundle, Commit, DataSource, HostSpec, Text, TrainerSpec, parse_quiet_hours
+from strata.fleet.core.problems import KeyPath, Problems, describe_value, fits, kinds_of, read_fields, table_at
 from strata.fleet.core.requirement import Label, Name
 
 _SOURCES: Final = ("directory", "git", "bundle")
 _TRAINER: Final = kinds_of(TrainerSpec, without=("name", "data")) | {"data": dict[Label, Text | DataSource]}
 _HOST: Final = kinds_of(HostSpec, without=("name", "quiet_hours")) | {"quiet_hours": tuple[Text, ...]}
 _SECRET_WORDS: Final = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "APIKEY", "PRIVATE_KEY")
-_HEX: Final = frozenset("0123456789abcdef")
-_MINUTES: Final = 24 * 60
 
 
 def read_trainers(problems: Problems, value: Any) -> dict[str, TrainerSpec]:
@@ -44,23 +40,22 @@ def _check_source(problems: Problems, place: KeyPath, table: dict[str, Any]) -> 
     if len(given) != 1:
         at = (*place, given[1]) if given else place
         problems.add(at, f"expected exactly one of {', '.join(_SOURCES)}, to say where the source comes from")
-    commit = table.get("commit")
-    if "git" in table and commit is None:
-        problems.add((*place, "git"), "commit is required with git: a branch would be another code tomorrow")
-    if commit is not None and "git" not in table:
-        problems.add((*place, "commit"), "there is no git repository it could be of")
-    if isinstance(commit, str) and not (len(commit) in (40, 64) and _HEX.issuperset(commit)):
-        problems.add((*place, "commit"), f"expected the full hash of a commit, found {describe_value(commit)}")
+    _check_commit(problems, place, table)
     bundle = table.get("bundle")
-    if isinstance(bundle, str) and bundle and not _is_bundle(bundle):
+    if isinstance(bundle, str) and not fits(bundle, Bundle):
         problems.add(
             (*place, "bundle"), f"expected the digest or the artifact of an upload, found {describe_value(bundle)}"
         )
 
 
-def _is_bundle(text: str) -> bool:
-    digest = text.removeprefix("artifact1_") if text.startswith("artifact1_") else text.removeprefix("sha256:")
-    return len(digest) == 64 and _HEX.issuperset(digest)
+def _check_commit(problems: Problems, place: KeyPath, table: dict[str, Any]) -> None:
+    commit = table.get("commit")
+    if "git" in table and commit is None:
+        problems.add((*place, "git"), "commit is required with git: a branch would be another code tomorrow")
+    if commit is not None and "git" not in table:
+        problems.add((*place, "commit"), "there is no git repository it could be of")
+    if isinstance(commit, str) and not (commit and fits(commit, Commit)):
+        problems.add((*place, "commit"), f"expected the full hash of a commit, found {describe_value(commit)}")
 
 
 def _check_env(problems: Problems, place: KeyPath, env: Any) -> None:
@@ -100,47 +95,11 @@ def read_hosts(problems: Problems, value: Any) -> dict[str, HostSpec]:
     return hosts
 
 
-def parse_quiet_hours(text: str) -> QuietHours | None:
-    """`22:00-07:00`, or with days before it: `mon-fri 09:00-17:30`, `sat,sun 00:00-24:00`; None if it is neither."""
-    words = text.lower().split()
-    if len(words) not in (1, 2):
-        return None
-    days = _days(words[0]) if len(words) == 2 else tuple(range(7))
-    start, dash, end = words[-1].partition("-")
-    start_min, end_min = _minute(start), _minute(end)
-    if not days or not dash or start_min is None or end_min is None or start_min in (end_min, _MINUTES):
-        return None
-    return QuietHours(days, start_min, end_min)
-
-
-def _days(text: str) -> tuple[int, ...]:
-    days: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if first not in DAYS or (dash and last not in DAYS):
-            return ()
-        start = DAYS.index(first)
-        length = (DAYS.index(last) - start) % 7 if dash else 0
-        days.update((start + step) % 7 for step in range(length + 1))
-    return tuple(sorted(days))
-
-
-def _minute(text: str) -> int | None:
-    hour, colon, minute = text.partition(":")
-    digits = hour.isascii() and hour.isdecimal() and minute.isascii() and minute.isdecimal()
-    if not colon or not digits or len(hour) > 2 or len(minute) != 2 or int(minute) > 59:
-        return None
-    total = int(hour) * 60 + int(minute)
-    return total if total <= _MINUTES else None
-
-
 def _named_tables(problems: Problems, section: str, value: Any) -> Iterator[tuple[str, KeyPath, dict[str, Any]]]:
     """The tables `[section.NAME]`; a name that is none is a problem."""
     for name, inner in (table_at(problems, (section,), value) or {}).items():
         place = (section, name)
-        try:
-            msgspec.convert(name, Name)
-        except msgspec.ValidationError:
+        if not fits(name, Name):
             problems.add(place, "expected a name of letters, digits, dots, - and _, at most 64 of them")
             continue
         table = table_at(problems, place, inner)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -129,24 +130,30 @@ class ApplyPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def summary(self) -> str:
         """One line for a person, as in `+3 new  ~1 priority  =10 unchanged`, with what is orphaned at the end."""
-        parts = [f"+{len(self.new)} new"] if self.new else []
         counted = Counter(kind for change in self.changed for kind in change.kinds)
-        parts += [f"~{counted[kind]} {kind}" for kind in KINDS if counted[kind] and kind != "trainer"]
-        parts += self._trainer_parts()
-        parts += [f"~{len(self.requeued)} requeued"] if self.requeued else []
-        parts += [f"~{_count(len(self.hosts), 'host')}"] if self.hosts else []
-        parts += [f"={len(self.unchanged)} unchanged"] if self.unchanged else []
-        parts += [f"={len(self.outdated)} of an earlier trainer, kept"] if self.outdated else []
-        # U+2212: it is as wide as the plus above it.
-        parts += [f"\N{MINUS SIGN}{len(self.orphaned)} orphaned, kept"] if self.orphaned else []
-        return "  ".join(parts) or "nothing declared, nothing there"
+        parts = [
+            _part("+", len(self.new), "new"),
+            *(_part("~", counted[kind], kind) for kind in KINDS if kind != "trainer"),
+            self._trainer_part(),
+            _part("~", len(self.requeued), "requeued"),
+            _part("~", len(self.hosts), "host" if len(self.hosts) == 1 else "hosts"),
+            _part("=", len(self.unchanged), "unchanged"),
+            _part("=", len(self.outdated), "of an earlier trainer, kept"),
+            # U+2212: it is as wide as the plus above it.
+            _part("\N{MINUS SIGN}", len(self.orphaned), "orphaned, kept"),
+        ]
+        return "  ".join(filter(None, parts)) or "nothing declared, nothing there"
 
-    def _trainer_parts(self) -> list[str]:
+    def _trainer_part(self) -> str:
         if not self.trainers:
-            return [f"~{_count(self.takers, 'job')} of another trainer"] if self.takers else []
+            return f"~{_count(self.takers, 'job')} of another trainer" if self.takers else ""
         take = "takes" if self.takers == 1 else "take"
         taken = f" ({_count(self.takers, 'queued job')} {take} it)" if self.takers else ""
-        return [f"~{_count(len(self.trainers), 'trainer')}{taken}"]
+        return f"~{_count(len(self.trainers), 'trainer')}{taken}"
+
+
+def _part(sign: str, number: int, what: str) -> str:
+    return f"{sign}{number} {what}" if number else ""
 
 
 def plan(
@@ -162,10 +169,36 @@ def plan(
     _check_order(manifest, jobs)
     _check_owners(manifest, jobs, hosts, options)
     digests = {name: _digest(spec, trainers.get(name)) for name, spec in manifest.trainers.items()}
-    changed: list[JobChange] = []
-    unchanged: list[str] = []
-    requeued: dict[str, JobSpec] = {}
-    outdated: list[str] = []
+    compared = _compare_jobs(manifest, jobs, digests, options)
+    return ApplyPlan(
+        project=manifest.project,
+        new={job_id: spec for job_id, spec in manifest.jobs.items() if job_id not in jobs},
+        changed=tuple(compared.changed),
+        unchanged=tuple(compared.unchanged),
+        orphaned=_orphaned(manifest, jobs),
+        trainers={name: spec for name, spec in manifest.trainers.items() if not _same(spec, trainers.get(name))},
+        seen={name: trainers[name].digest if name in trainers else "" for name in manifest.trainers},
+        requeued=compared.requeued,
+        outdated=tuple(compared.outdated),
+        hosts=_policies(manifest, hosts, options),
+        take_over=options.take_over,
+    )
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """The jobs of a manifest that are there already. The fields are those of the plan."""
+
+    changed: list[JobChange] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    requeued: dict[str, JobSpec] = field(default_factory=dict)
+    outdated: list[str] = field(default_factory=list)
+
+
+def _compare_jobs(
+    manifest: JobManifest, jobs: Mapping[str, ExistingJob], digests: Mapping[str, str], options: ApplyOptions
+) -> _Comparison:
+    compared = _Comparison()
     for job_id, spec in manifest.jobs.items():
         here = jobs.get(job_id)
         if here is None:
@@ -173,30 +206,18 @@ def plan(
         digest = digests.get(spec.trainer, here.trainer)
         if here.status is JobStatus.COMPLETED:
             if _runs_again(here, digest, options):
-                requeued[job_id] = spec
+                compared.requeued[job_id] = spec
                 continue
             if here.trainer != digest:
-                outdated.append(job_id)
+                compared.outdated.append(job_id)
             change = _change(job_id, here, msgspec.structs.replace(spec, trainer=here.spec.trainer), here.trainer)
         else:
             change = _change(job_id, here, spec, digest)
         if change is None:
-            unchanged.append(job_id)
+            compared.unchanged.append(job_id)
         else:
-            changed.append(change)
-    return ApplyPlan(
-        project=manifest.project,
-        new={job_id: spec for job_id, spec in manifest.jobs.items() if job_id not in jobs},
-        changed=tuple(changed),
-        unchanged=tuple(unchanged),
-        orphaned=_orphaned(manifest, jobs),
-        trainers={name: spec for name, spec in manifest.trainers.items() if not _same(spec, trainers.get(name))},
-        seen={name: trainers[name].digest if name in trainers else "" for name in manifest.trainers},
-        requeued=requeued,
-        outdated=tuple(outdated),
-        hosts=_policies(manifest, hosts, options),
-        take_over=options.take_over,
-    )
+            compared.changed.append(change)
+    return compared
 
 
 def _runs_again(here: ExistingJob, digest: str, options: ApplyOptions) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import isfinite
 from typing import Any, Final
 
@@ -36,6 +36,10 @@ class Problems:
     def add(self, place: KeyPath, message: str) -> None:
         line = self._document.line(place) or 0
         self._found[line, f"{self._document.where(place)}: {dotted(place)}: {message}"] = None
+
+    def add_all(self, findings: Iterable[tuple[KeyPath, str]]) -> None:
+        for place, message in findings:
+            self.add(place, message)
 
     def line(self, place: KeyPath) -> int | None:
         return self._document.line(place)
@@ -111,6 +115,14 @@ def read_fields(
         if key not in table:
             problems.add(place, f"{key} is required")
     return values
+
+
+def fits(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def kinds_of(struct: type[msgspec.Struct], *, without: Collection[str] = ()) -> dict[str, Any]:
