@@ -37,7 +37,7 @@ from bench.report import Report
 from bench.train_processes import served
 from bench.train_protocol import LORA_RANK, MODEL, Server, Tokens, Work, draw
 from bench.train_wire import Wire
-from strata.train.api.key_database import TOKEN_FILE
+from strata.train.api.keys import TOKEN_FILE
 from strata.train.runner.model.tiny import TinyModel, make
 
 TENANTS: Final = (1, 2, 4, 8, 16)

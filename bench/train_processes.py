@@ -19,7 +19,7 @@ import zmq
 
 from bench.interleave import Side
 from bench.train_protocol import MODEL, BenchCommand, BenchResult, Server, Work, draw, save
-from strata.train.api.key_database import KEY_FILE
+from strata.train.api.keys import KEY_FILE
 from strata.train.api.server import ADDRESS_FILE
 from strata.train.runner.model.tiny import TinyModel, make
 

@@ -16,7 +16,7 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.agent.unpack import UnpackLimits, unpack
 from strata.fleet.artifacts.files import materialise, scan
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactManifest
-from strata.train.archive import read_members
+from strata.train.checkpoints.archive import read_members
 from tests.support.archives import pax_archive
 
 AREA = "agent: sources and results"

@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import save
 
+from strata.train.api.archive import ArchiveGrant, sign_token
 from strata.train.api.routes import ROUTES
-from strata.train.api.signed_urls import ArchiveGrant, sign_token
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import ops
 from strata.train.peft.importer import stage

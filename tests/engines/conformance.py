@@ -48,7 +48,7 @@ async def files_that_are_gone_are_refused_and_the_engine_lives_on(case: Case) ->
 
 
 async def what_is_let_go_of_is_gone_and_the_other_stays(case: Case) -> None:
-    """Not of whole models, of which there is one at a time."""
+    """Not of models of full fine-tunes, of which there is one at a time."""
     engine = case.engine
     await engine.load_version(case.first)
     await engine.load_version(case.second)

@@ -222,7 +222,7 @@ def test_a_whole_model_takes_the_bases_place(
             trainee.learn(TEXT, 3, rate=3e-3)
             synced = trainee.sync()
             path = synced["path"]
-            print(f"\npush of a whole model: {only(synced)['seconds'] * 1e3:.1f} ms")
+            print(f"\npush of a full fine-tune: {only(synced)['seconds'] * 1e3:.1f} ms")
             answers.append(asked(engine, model="tiny"))
             assert answers[-1] == greedy(load(trainee.folder(path)), PROMPT, TOKENS)
         assert len({tuple(each) for each in (before, *answers)}) == 3
@@ -230,6 +230,6 @@ def test_a_whole_model_takes_the_bases_place(
         drawn = trainee.sample(sampler, PROMPT, 8, max_tokens=64, seed=3)
         assert requests(engine) > count
         found = trainee.gap(PROMPT, drawn)
-        print(f"gap between trainer and vLLM, whole model: {told(found)}")
+        print(f"gap between trainer and vLLM, full fine-tune: {told(found)}")
         assert 0 < found["max"] < SAME
         whole.http.close()

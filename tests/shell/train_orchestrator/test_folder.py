@@ -10,8 +10,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.private import require_private_folder
-from strata.train.folder import lock_folder
-from strata.train.launch.launcher import run_launcher
+from strata.train.launch.launcher import lock_folder, run_launcher
 from strata.train.settings import ServerSettings, load_settings
 
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint of a whole model, writes it again, trains on and writes that: `torchrun … reshard MODEL FOLDER`.
+"""Reads a checkpoint of a full fine-tune, writes it again, trains on, writes that: `torchrun … reshard MODEL FOLDER`.
 
 The checkpoint is `one` in FOLDER; it becomes `two` and then `trained`. Each rank writes down what was unpickled
 meanwhile. At the end the last rank is killed in the midst of saving over `trained`.

@@ -15,11 +15,11 @@ from strata.base.settings import process_environment
 from tests.shell.train_runner.numbered_checkpoints import found, left_over
 
 ROOT: Final = Path(__file__).parents[3]
-CHECKPOINTS: Final = ROOT / "src/strata/train/checkpoints"
+CHECKPOINT: Final = ROOT / "src/strata/train/checkpoints/checkpoint.py"
 
 
 def failpoints() -> list[str]:
-    source = "".join(file.read_text(encoding="utf-8") for file in CHECKPOINTS.glob("*.py"))
+    source = CHECKPOINT.read_text(encoding="utf-8")
     return sorted(set(re.findall(r'failpoint\("([^"]+)"\)', source)))
 
 

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from strata.base.digest import file_digest
 from strata.base.errors import StrataError
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.checkpoint import MANIFEST, CheckpointManifest
-from strata.train.checkpoints.files import HEADER_LIMIT, CheckpointFile
+from strata.train.checkpoints.checkpoint import HEADER_LIMIT, MANIFEST, CheckpointFile, CheckpointManifest
 from strata.train.core import ops
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
@@ -41,7 +40,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 
 @pytest.fixture(scope="module")
 def drivers(ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Driver]:
-    """Of an adapter and of a whole model, each trained a little and saved as `good`."""
+    """Of an adapter and of a full fine-tune, each trained a little and saved as `good`."""
     folder = tmp_path_factory.mktemp("refusals")
     make(folder / "llama", TinyModel(family="llama", seed=0))
     made = {

@@ -1,4 +1,4 @@
-"""Snapshots of adapters and of a whole model, by two ranks and read by one."""
+"""Snapshots of adapters and of a full fine-tune, by two ranks and read by one."""
 
 from __future__ import annotations
 

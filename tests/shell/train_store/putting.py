@@ -13,7 +13,7 @@ from obstore.store import S3Store
 
 from strata.base import failpoint
 from strata.objects import Bucket
-from strata.train.store.objects import CheckpointStore
+from strata.train.checkpoints.object_store import CheckpointStore
 
 if __name__ == "__main__":
     name, action, folder, bucket = sys.argv[1:]

@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.train.archive import read_members
+from strata.train.checkpoints.archive import read_members
 
 LONG: Final = 1 << 22
 

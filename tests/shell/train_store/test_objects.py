@@ -22,11 +22,11 @@ from strata.objects import Bucket
 from strata.testing.s3 import S3Server
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
+from strata.train.checkpoints.object_store import CheckpointStore
 from strata.train.core import messages, ops
 from strata.train.orchestrator.maintenance.replication import CheckpointReplicator
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
-from strata.train.store.objects import CheckpointStore
 from tests.shell.train_orchestrator.leaders import RUN, leading, with_a_model
 from tests.shell.train_orchestrator.stacks import running
 

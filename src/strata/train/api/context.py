@@ -1,4 +1,4 @@
-"""What the handlers of the API server work with: the link to the orchestrator, payloads, keys, and one request.
+"""What the handlers of the API server work with: orchestrator, payloads, keys, request metrics, and one request.
 
 Nothing here remembers a client: any API server can take any request.
 """
@@ -9,27 +9,56 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
+from prometheus_client import Counter, generate_latest
+from starlette.types import Scope
+
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
 from strata.http.budget import BodyBudget
+from strata.http.root import ROUTE
 from strata.http.route import HttpCall
 from strata.identity.authenticate import Authenticator
 from strata.identity.ports import IdentityStore
 from strata.identity.roles import CallerKind, Principal
-from strata.train.api.request_metrics import RequestMetrics
 from strata.train.core import messages, ops
 from strata.train.core.messages import OrchestratorRequest
+from strata.train.metrics_registry import PREFIX, new_registry
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings
 
+NO_ROUTE: Final = "none"
 T = TypeVar("T", bound=messages.Output)
+
 
 REPLY_TIMEOUT_S: Final = 10.0
 """How long the orchestrator may take for a reply that waits for nothing; then the client is told to retry."""
 _NAMES: Final = 10_000
+
+
+class RequestMetrics:
+    """`number` is this server's among the API servers of a machine: any of them may be scraped."""
+
+    def __init__(self, number: int = 0) -> None:
+        self._server = str(number)
+        self._registry = new_registry()
+        self._replies = Counter(
+            f"{PREFIX}http_requests_total",
+            "Requests that this API server answered, of callers it knows",
+            ("server", "method", "route", "status"),
+            registry=self._registry,
+        )
+
+    def expose(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def count(self, scope: Scope, status: int) -> None:
+        """Count a reply under its route. All paths that are none are one label, so clients cannot make new labels."""
+        route = scope.get(ROUTE)
+        method = NO_ROUTE if route is None else scope["method"]
+        self._replies.labels(self._server, method, route or NO_ROUTE, status).inc()
 
 
 class OrchestratorPort(Protocol):

@@ -21,18 +21,16 @@ from strata.http.route import KIB, MIB, VIEWER, Access, Route
 from strata.train.api import (
     archive,
     futures,
-    inference,
-    key_management,
+    keys,
     sampling,
     service,
     sessions,
-    status,
     tokenizer,
     training,
     weights,
 )
 from strata.train.api.context import ApiCall, ApiContext
-from strata.train.archive import MEDIA_TYPE
+from strata.train.checkpoints.archive import MEDIA_TYPE
 from strata.train.wire import native, tinker
 
 DOCUMENT_PATH: Final = "/openapi.json"
@@ -76,9 +74,7 @@ ROUTES: Final = with_document(
         *archive.ROUTES,
         *weights.ROUTES,
         *tokenizer.ROUTES,
-        *inference.ROUTES,
-        *key_management.ROUTES,
-        *status.ROUTES,
+        *keys.ROUTES,
     ),
     DOCUMENT_PATH,
     VIEWER,

@@ -1,13 +1,16 @@
-"""Routes of sampling: samplers, and samples drawn from them."""
+"""Routes of sampling: samplers, samples drawn from them, and the inference engines that sample beside the ranks.
+
+Engines are for operators: an engine serves the weights it gets to all its clients.
+"""
 
 from __future__ import annotations
 
-from strata.http.route import KIB, MIB, RESEARCHER, VIEWER, Route
+from strata.http.route import KIB, MIB, OPERATOR, RESEARCHER, VIEWER, Route
 from strata.train.api.context import ApiCall
-from strata.train.api.operations import operation_route
+from strata.train.api.futures import operation_route
 from strata.train.core import messages, ops
 from strata.train.core.sampling import check_result_size
-from strata.train.wire import sampling
+from strata.train.wire import bodies, replies, sampling
 from strata.train.wire.arrays import invalid_field
 
 
@@ -36,7 +39,9 @@ async def create_session(call: ApiCall, body: sampling.CreateSamplingSession) ->
     model = call.context.settings.model
     operation = body.operation(model.base_model)
     if operation.weights is None and model.training == "full":
-        raise invalid_field("base_model", "the whole model is trained here: its base is not kept beside it")
+        raise invalid_field(
+            "base_model", "this server does full fine-tunes: the base model is not kept beside the model"
+        )
     await call.submit(operation, body.session_id)
     return sampling.SamplingSession(sampling_session_id=operation.sampler_id)
 
@@ -55,10 +60,37 @@ async def show(call: ApiCall) -> sampling.SamplerReply:
     )
 
 
+async def add_endpoint(call: ApiCall, body: bodies.AddEndpointBody) -> replies.EndpointAddedReply:
+    """Add an engine that gets new weights, at a URL that the settings allow."""
+    request = body.to_request()
+    await call.request(request, messages.Done)
+    return replies.EndpointAddedReply(name=request.name)
+
+
+async def remove_endpoint(call: ApiCall, body: bodies.RemoveEndpointBody) -> None:
+    """Tell an engine of nothing more; what it has, it keeps."""
+    await call.request(messages.RemoveEndpoint(body.name), messages.Done)
+
+
+async def list_endpoints(call: ApiCall) -> replies.EndpointsReply:
+    """The engines, whether they are reachable, and which weights they have."""
+    return replies.endpoints_of(await call.request(messages.ListEndpoints(), messages.EndpointList))
+
+
+async def sync_weights(call: ApiCall, body: bodies.SyncWeightsBody) -> ops.SyncWeights:
+    """Save a model's weights for sampling and publish them to the engines."""
+    del call
+    return body.operation()
+
+
 ROUTES = (
     Route("POST", "/api/v1/asample", RESEARCHER, sample, 16 * MIB),
     operation_route("/api/v1/save_weights_for_sampler", RESEARCHER, save_for_sampler),
     Route("POST", "/api/v1/create_sampling_session", RESEARCHER, create_session, 16 * KIB),
     Route("POST", "/api/v1/join_sampling_session", RESEARCHER, join_session, 4 * KIB),
     Route("GET", "/api/v1/samplers/{sampler_id}", VIEWER, show, KIB),
+    Route("POST", "/add_inference_endpoint", OPERATOR, add_endpoint, 16 * KIB, operation="inference.add"),
+    Route("POST", "/remove_inference_endpoint", OPERATOR, remove_endpoint, 4 * KIB, operation="inference.remove"),
+    Route("GET", "/list_inference_endpoints", OPERATOR, list_endpoints, KIB, operation="inference.listed"),
+    operation_route("/api/v1/sync_inference_weights", OPERATOR, sync_weights, 16 * KIB, operation="inference.sync"),
 )

@@ -22,9 +22,8 @@ from strata.http.protocol import HEADER_S, new_protocol
 from strata.http.root import RootApp
 from strata.http.server import listen, new_loop, server_config, stop_on_signals, url_of
 from strata.identity.authenticate import Authenticator
-from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, OrchestratorPort
-from strata.train.api.key_database import create_first_key, load_operator_token, open_key_database
-from strata.train.api.request_metrics import RequestMetrics
+from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, OrchestratorPort, RequestMetrics
+from strata.train.api.keys import create_first_key, load_operator_token, open_key_database
 from strata.train.api.routes import application
 from strata.train.link.api import OrchestratorClient
 from strata.train.link.sockets import publish_address

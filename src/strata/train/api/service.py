@@ -1,14 +1,20 @@
-"""Routes of the server itself: client configuration, capabilities, health, sleep and wake-up."""
+"""Routes of the server itself: client configuration, capabilities, health, status, metrics, traces, sleep."""
 
 from __future__ import annotations
+
+import asyncio
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.http.route import KIB, MIB, OPERATOR, PUBLIC, VIEWER, RawReply, Route
+from strata.identity.roles import Role
 from strata.train.api.context import ApiCall
 from strata.train.core import messages, ops
+from strata.train.core.status import MetricsView, ServerStatus, StatusView, TimelinesView, TimelineView
+from strata.train.metrics_registry import MEDIA_TYPE
 from strata.train.wire import bodies, replies
+from strata.train.wire.timeline import TimelineReply, chrome_trace, timeline_reply
 
 
 async def client_config(call: ApiCall, body: bodies.ClientConfigBody) -> replies.ClientConfigReply:
@@ -84,6 +90,35 @@ async def _manage(call: ApiCall, operation: ops.Sleep | ops.Wake) -> RawReply:
     return RawReply(msgspec.json.encode(outcome.result))
 
 
+def _sees_all_tenants(call: ApiCall) -> bool:
+    """An operator sees all tenants. Everybody else sees itself, and all others in the sum."""
+    return call.caller.role is not None and call.caller.role >= Role.OPERATOR
+
+
+async def status(call: ApiCall) -> ServerStatus:
+    """What the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by name"""
+    view = await call.request(messages.DescribeStatus(_sees_all_tenants(call)), StatusView)
+    return view.status
+
+
+async def timeline(call: ApiCall) -> TimelineReply:
+    """When an operation was where: held, queued, packed, at the ranks; 410 once that is not kept any longer"""
+    request = messages.DescribeTimeline(call.path["request_id"])
+    return timeline_reply((await call.request(request, TimelineView)).timeline)
+
+
+async def trace(call: ApiCall) -> RawReply:
+    """The same of all operations that it is kept of, as a trace for Perfetto"""
+    view = await call.request(messages.ListTimelines(), TimelinesView)
+    return RawReply(await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(view.timelines))))
+
+
+async def metrics(call: ApiCall) -> RawReply:
+    """Metrics for Prometheus; queues of other tenants as one, for operators by name"""
+    view = await call.request(messages.ReadMetrics(_sees_all_tenants(call)), MetricsView)
+    return RawReply(view.text + call.context.requests.expose(), media_type=MEDIA_TYPE)
+
+
 ROUTES = (
     Route("POST", "/api/v1/client/config", VIEWER, client_config),
     Route("POST", "/api/v1/client/dynamic_config", VIEWER, dynamic_config),
@@ -94,4 +129,8 @@ ROUTES = (
     Route("POST", "/api/v1/telemetry", VIEWER, telemetry, 4 * MIB),
     Route("POST", "/sleep", OPERATOR, sleep),
     Route("POST", "/wake_up", OPERATOR, wake_up),
+    Route("GET", "/api/v1/status", VIEWER, status, KIB, operation="status.show"),
+    Route("GET", "/api/v1/futures/{request_id}/timeline", VIEWER, timeline, KIB, operation="status.timeline"),
+    Route("GET", "/api/v1/trace", OPERATOR, trace, KIB, operation="status.trace"),
+    Route("GET", "/metrics", VIEWER, metrics, KIB, operation="status.metrics"),
 )

@@ -9,7 +9,7 @@ from strata.http.body import JSON
 from strata.http.errors import HttpRefusal
 from strata.http.route import KIB, LIMIT_FROM_SETTINGS, RESEARCHER, VIEWER, RawBody, Route
 from strata.train.api.context import ApiCall, ApiContext
-from strata.train.api.operations import operation_route
+from strata.train.api.futures import operation_route
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, native, replies, tinker, tinker_json
 

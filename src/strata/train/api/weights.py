@@ -7,7 +7,7 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.http.route import KIB, RESEARCHER, VIEWER, Route
 from strata.train.api.context import ApiCall
-from strata.train.api.operations import operation_route
+from strata.train.api.futures import operation_route
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 

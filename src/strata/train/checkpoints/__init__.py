@@ -1,4 +1,4 @@
-"""Checkpoints as they lie on the disk: what may be in one, how it comes to be there whole, how it is believed.
+"""Checkpoints: folders on the disk, tar archives, and copies in object storage.
 
 Ranks write them; API server and orchestrator read, keep and remove them. So nothing here may need torch.
 """

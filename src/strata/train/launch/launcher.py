@@ -8,10 +8,13 @@ not notice; ranks that restart restore the last snapshot, and the orchestrator r
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -21,12 +24,13 @@ from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.base.private import require_private_folder, set_private_umask
 from strata.base.settings import process_environment
-from strata.train.folder import lock_folder
 from strata.train.launch.preflight import check_memory, check_model
 from strata.train.launch.supervised_process import EVENTS, ProcessCommand, SupervisedProcess
 from strata.train.link.keys import make_keys, read_keys
 from strata.train.settings import ServerSettings, check_exposure
 
+LOCK: Final = "launcher.lock"
+"""In the data folder: one launcher at a time."""
 FREE_PORT: Final = "another process may have that port; server.port = 0 takes a free one"
 STOP_S: Final = 15.0
 """How long each process may take to end."""
@@ -257,3 +261,22 @@ def api_server_command(
 
 def _without(environment: Mapping[str, str], names: frozenset[str] | set[str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in names}
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock the folder until this process ends, whatever kills it: two launchers would replace each other's sockets.
+
+    The descriptor is not inherited: children that outlive their launcher do not keep the next one out.
+    """
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StrataError(
+                Code.CONFLICT, f"another server runs in {folder}", hint="give each one a server.data of its own"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)

@@ -331,7 +331,7 @@ def rules_of(settings: ServerSettings) -> Rules:
         quantum_steps=settings.sampling.quantum_steps,
         push=settings.inference.push,
         route=settings.inference.sample,
-        # An engine has one whole model at a time.
+        # An engine has one model of full fine-tunes at a time.
         keep_versions=1 if settings.model.training == "full" else settings.inference.keep,
         snapshot_dispatches=settings.snapshots.every_dispatches,
         snapshot_s=settings.snapshots.every_s,

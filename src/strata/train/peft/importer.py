@@ -18,7 +18,7 @@ import numpy as np
 
 from strata.base.errors import Code, StrataError
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.files import read_header
+from strata.train.checkpoints.checkpoint import read_header
 from strata.train.core import ops
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, EXPERTS, HEAD, PREFIX, Kind, kind_of, target_of
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import ops
+from strata.train.core import messages, ops
 from strata.train.core.ops import MAX_NAME
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
@@ -324,3 +324,33 @@ def metadata_as_text(metadata: Mapping[str, Any] | None) -> Mapping[str, str]:
         name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
         for name, value in (metadata or {}).items()
     }
+
+
+class AddEndpointBody(StrictBody, frozen=True, kw_only=True):
+    url: Text
+    engine: Literal["vllm", "transformers"] = "vllm"
+    name: Name | None = None
+    """Host and port unless given."""
+
+    def to_request(self) -> messages.AddEndpoint:
+        location = self.url.partition("://")[2].rstrip("/")
+        name = self.name if self.name is not None else "".join(each if each.isalnum() else "-" for each in location)
+        return messages.AddEndpoint(name.strip("-")[:128] if self.name is None else name, self.url, self.engine)
+
+
+class RemoveEndpointBody(StrictBody, frozen=True, kw_only=True):
+    name: Name
+
+
+class SyncWeightsBody(StrictBody, frozen=True, kw_only=True):
+    model_id: Name
+    seq_id: Seq
+    name: Name | None = None
+    """Of the saved weights; after the sequence number unless given."""
+    endpoints: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] = ()
+    """All of them unless given."""
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
+
+    def operation(self) -> ops.SyncWeights:
+        name = checkpoint_name(self.name) if self.name is not None else f"sync-{self.seq_id}"
+        return ops.SyncWeights(self.model_id, self.seq_id, name, self.endpoints, self.ttl_seconds)

@@ -265,3 +265,27 @@ def training_run(model: messages.ModelView, saved: Sequence[messages.ModelCheckp
         last_sampler_checkpoint=checkpoint(newest["sampler_weights"]) if "sampler_weights" in newest else None,
         user_metadata=model.user_metadata,
     )
+
+
+class EndpointReply(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    url: str
+    address: str
+    engine: str
+    added_at_s: float
+    reachable: bool
+    message: str
+    versions: Sequence[str]
+    published: Sequence[str]
+
+
+class EndpointsReply(msgspec.Struct, frozen=True, kw_only=True):
+    endpoints: Sequence[EndpointReply]
+
+
+class EndpointAddedReply(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+
+
+def endpoints_of(found: messages.EndpointList) -> EndpointsReply:
+    return EndpointsReply(endpoints=[EndpointReply(**msgspec.structs.asdict(each)) for each in found.endpoints])

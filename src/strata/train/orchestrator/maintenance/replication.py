@@ -17,7 +17,7 @@ from strata.train.orchestrator.state_store import StateStore
 from strata.train.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from strata.train.store.objects import CheckpointStore
+    from strata.train.checkpoints.object_store import CheckpointStore
 
 _log = log.get(__name__)
 
@@ -94,7 +94,7 @@ def open_replicator(settings: ServerSettings, store: StateStore) -> CheckpointRe
     if not settings.checkpoint.storage:
         return None
     # The object-store client is an optional extra: a server without object storage runs without it.
-    from strata.train.store.objects import open_store
+    from strata.train.checkpoints.object_store import open_store
 
     objects = open_store(settings.checkpoint, settings.server.name)
     return CheckpointReplicator(store, objects, settings.checkpoints, settings.fetched)

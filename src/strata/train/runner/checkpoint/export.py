@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from strata.base.atomic import new_folder
 from strata.base.errors import Code, StrataError
-from strata.train.archive import published
 from strata.train.checkpoints import checkpoint
+from strata.train.checkpoints.archive import published
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core.ops import LoraConfig
 from strata.train.peft import importer

@@ -16,8 +16,7 @@ import torch
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.checkpoints.files import CheckpointFile, sync_and_digest
+from strata.train.checkpoints.checkpoint import CheckpointFile, CheckpointManifest, sync_and_digest
 from strata.train.core import ops
 from strata.train.runner.checkpoint import formats, shards
 from strata.train.runner.collectives import RankGroup

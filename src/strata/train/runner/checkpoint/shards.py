@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from strata.base.errors import Code, StrataError
-from strata.train.checkpoints.files import read_header
+from strata.train.checkpoints.checkpoint import read_header
 
 SHARDS: Final = "shard-*.safetensors"
 SHARDING: Final = "DCP_SHARDING_INFO"

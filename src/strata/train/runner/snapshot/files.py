@@ -27,7 +27,7 @@ from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.train.checkpoints.files import CheckpointFile, check_header, file_digests, sync_and_digest
+from strata.train.checkpoints.checkpoint import CheckpointFile, check_header, file_digests, sync_and_digest
 from strata.train.core import ops
 
 FORMAT: Final = 1

@@ -1,6 +1,7 @@
-"""Opens the database of API keys: a SQLite file of the server's own, or a database it shares with a hub.
+"""API keys: the database they lie in, and the routes that make, list and revoke them.
 
-`strata.identity.authenticate` verifies keys; `key_management` has the routes that make and revoke them.
+The database is a SQLite file of the server's own, or one that it shares with a hub. The routes have the paths of a hub:
+`strata keys` works with either. `strata.identity.authenticate` verifies keys.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from strata.base.secret import Secret, read_secret
 from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.sqlite import SqliteThread
+from strata.http.route import ADMIN, KIB, Route
 from strata.identity import sqlite as identity_sqlite
 from strata.identity.enroll import make_key
-from strata.identity.ports import IdentityStore
+from strata.identity.ports import ApiKey, IdentityStore
 from strata.identity.roles import OPERATOR, Role
+from strata.train.api.context import ApiCall
+from strata.train.wire import bodies, replies
 
 TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
 KEY_FILE: Final = "api.key"
@@ -81,3 +85,41 @@ async def create_first_key(store: IdentityStore, clock: Clock, data: Path) -> No
     if not path.exists() and not await store.keys():
         _, text = await make_key(store, clock, OPERATOR, name="local", role=Role.RESEARCHER)
         write_file(path, f"{text}\n".encode())
+
+
+async def add(call: ApiCall, body: bodies.ApiKeyBody) -> replies.ApiKeyReply:
+    """An API key; its text is in this reply and nowhere else."""
+    context = call.context
+    key, text = await make_key(
+        context.identity, context.clock, call.caller, name=body.name, role=Role.named(body.role), valid_s=body.valid_s
+    )
+    return replies.ApiKeyReply(key=_key_view(key), secret=text)
+
+
+async def listed(call: ApiCall) -> replies.ApiKeysReply:
+    """All keys; never their secrets."""
+    return replies.ApiKeysReply(keys=[_key_view(key) for key in await call.context.identity.keys()])
+
+
+async def revoke(call: ApiCall) -> None:
+    """End a key."""
+    await call.context.identity.revoke_key(call.path["id"], call.caller.actor, call.context.clock.wall_s())
+    call.context.authenticator.invalidate()
+
+
+def _key_view(key: ApiKey) -> replies.ApiKeyView:
+    return replies.ApiKeyView(
+        id=key.id,
+        name=key.name,
+        role=key.role.name.lower(),
+        made_at_s=key.made_at_s,
+        expires_at_s=key.expires_at_s,
+        revoked_at_s=key.revoked_at_s,
+    )
+
+
+ROUTES = (
+    Route("POST", "/v1/keys", ADMIN, add, 4 * KIB, operation="keys.add"),
+    Route("GET", "/v1/keys", ADMIN, listed, KIB, operation="keys.listed"),
+    Route("POST", "/v1/key/{id}/revoke", ADMIN, revoke, KIB, operation="keys.revoke"),
+)

@@ -78,7 +78,7 @@ def published(folder: Path) -> list[str]:
     if any(name.startswith(SHARD) for name in names):
         raise StrataError(
             Code.PRECONDITION,
-            "a whole model that training goes on from is kept in shards",
+            "the checkpoint of a full fine-tune that training continues from is kept in shards",
             hint="save it with save_weights_for_sampler",
         )
     return [name for name in names if name != checkpoint.MANIFEST and not name.startswith((OPTIMIZER, "."))]

@@ -18,7 +18,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.objects import Bucket, S3Access, connect, static_credentials, translate_errors
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.files import CheckpointFile, is_allowed_name
+from strata.train.checkpoints.checkpoint import CheckpointFile, is_allowed_name
 from strata.train.settings import CheckpointSettings
 
 

@@ -1,1 +1,0 @@
-"""Checkpoints in object storage, beside the folder of the server."""
