@@ -59,12 +59,16 @@ def assign_gpus(
     """
     if slots <= 1 or not gpus:
         return None
-    wanted = needs.min_gpus or (1 if needs.require_cuda or needs.min_vram_gib > 0 or needs.prefer_cuda else 0)
     # A GPU that is sold as 24 GiB reports a little less, so matching has rounded already.
     use = [sum(number in devices for devices in held) for number in range(len(gpus))]
     fits = [number for number, gpu in enumerate(gpus) if gpu.vram_bytes >= (needs.min_vram_gib - 0.5) * 1024**3]
     fits.sort(key=lambda number: (use[number], number))
-    return tuple(sorted(fits[:wanted]))
+    return tuple(sorted(fits[: _wanted_gpus(needs)]))
+
+
+def _wanted_gpus(needs: Needs) -> int:
+    one = needs.require_cuda or needs.prefer_cuda or needs.min_vram_gib > 0
+    return needs.min_gpus or int(one)
 
 
 def _run_nvidia_smi(args: list[str], environ: Mapping[str, str]) -> tuple[str, str]:

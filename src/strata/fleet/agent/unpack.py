@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.base.tar import TarKind, TarReader, decompress_stream
+from strata.base.tar import TarKind, TarMember, TarReader, decompress_stream
 
 MAX_UNPACKED: Final = 8 << 30
 MAX_MEMBERS: Final = 500_000
@@ -59,17 +59,22 @@ def _unpack(tar: TarReader, folder: Path, limits: UnpackLimits) -> None:
             )
         name = _relative_path(member.name)
         links.pop(name, None)
-        if member.kind is TarKind.FOLDER:
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        elif member.kind is TarKind.LINK:
+        if member.kind is TarKind.LINK:
             links[name] = member.target
-        elif member.kind is TarKind.FILE:
-            _write(tar.pieces(), folder / name, executable=bool(member.mode & 0o100))
         elif linked is not None:
             _copy(linked, folder / name)
         else:
-            raise _rejected(member.name, "it is neither a file nor a folder nor a link")
+            _unpack_member(tar, member, folder / name)
     _create_links(folder, links, any_link=limits.any_link)
+
+
+def _unpack_member(tar: TarReader, member: TarMember, path: Path) -> None:
+    if member.kind is TarKind.FOLDER:
+        path.mkdir(parents=True, exist_ok=True)
+    elif member.kind is TarKind.FILE:
+        _write(tar.pieces(), path, executable=bool(member.mode & 0o100))
+    else:
+        raise _rejected(member.name, "it is neither a file nor a folder nor a link")
 
 
 def _relative_path(name: str) -> PurePosixPath:

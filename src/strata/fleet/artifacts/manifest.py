@@ -8,7 +8,7 @@ lineage, and one artifact may have several, when two runs ended in the same bits
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Final, Literal
@@ -138,6 +138,14 @@ def check_manifest(manifest: ArtifactManifest, limits: ArtifactLimits) -> Artifa
         raise StrataError(Code.INVALID, f"a manifest of {len(files)} files; 1 to {limits.max_files} are allowed")
     if sum(len(file.path) for file in files) > limits.max_path_characters:
         raise StrataError(Code.INVALID, f"all paths of a manifest have at most {limits.max_path_characters} characters")
+    _check_files(files)
+    if manifest.size > limits.max_bytes:
+        raise StrataError(Code.INVALID, f"an artifact of {manifest.size} bytes; at most {limits.max_bytes} are allowed")
+    check_collisions(file.path for file in files)
+    return manifest
+
+
+def _check_files(files: Sequence[ArtifactFile]) -> None:
     sizes: dict[str, int] = {}
     before = ""
     for file in files:
@@ -149,10 +157,6 @@ def check_manifest(manifest: ArtifactManifest, limits: ArtifactLimits) -> Artifa
         for chunk in file.sized_chunks():
             if sizes.setdefault(chunk.digest, chunk.size) != chunk.size:
                 raise StrataError(Code.INVALID, f"the chunk {chunk.digest} cannot have two sizes", path=file.path)
-    if manifest.size > limits.max_bytes:
-        raise StrataError(Code.INVALID, f"an artifact of {manifest.size} bytes; at most {limits.max_bytes} are allowed")
-    check_collisions(file.path for file in files)
-    return manifest
 
 
 def _check_chunks(file: ArtifactFile) -> None:

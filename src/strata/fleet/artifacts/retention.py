@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Literal
 
 import msgspec
 
-from strata.fleet.artifacts.manifest import ArtifactKind
+from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import LineageRow
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -46,15 +47,8 @@ def choose_retained(
     """`rows` is the whole lineage of what is not removed."""
     newest = sorted(rows, key=lambda row: -row.seq)
     kept: dict[str, str] = {}
-    for row in newest:
-        if row.pinned:
-            kept.setdefault(row.artifact_id, f"pinned: {row.pinned}")
-        elif row.committed_at_s > now_s - policy.min_age_s:
-            kept.setdefault(row.artifact_id, "new")
-    for artifact_id, why in referenced.items():
-        if why == "checkpoint" or policy.keep_job_results:
-            kept.setdefault(artifact_id, f"{why} of a job")
-    for artifact_id, why in _by_number(newest, policy):
+    reasons = (_by_row(newest, policy, now_s), _by_job(referenced, policy), _by_number(newest, policy))
+    for artifact_id, why in chain.from_iterable(reasons):
         kept.setdefault(artifact_id, why)
     if policy.keep_parents:
         _keep_parents(rows, kept)
@@ -65,34 +59,54 @@ def choose_retained(
     return RetentionChoice(kept, dropped)
 
 
-def _by_number(newest: Sequence[LineageRow], policy: RetentionPolicy) -> Iterable[tuple[str, str]]:
-    results = _grouped(row for row in newest if row.lineage.kind is ArtifactKind.RESULT)
-    for group in results.values():
-        for row in _distinct(group)[: policy.keep_last]:
-            yield row.artifact_id, "one of the latest"
-        if policy.metric:
-            sign = -1.0 if policy.best == "max" else 1.0
-            measured = [row for row in group if policy.metric in row.lineage.metrics]
-            measured.sort(key=lambda row: (sign * row.lineage.metrics[policy.metric], -row.seq))
-            for row in _distinct(measured)[: policy.keep_best]:
-                yield row.artifact_id, f"one of the best by {policy.metric}"
-    by_job: dict[str, list[LineageRow]] = {}
+_Reasons = Iterator[tuple[str, str]]
+"""Artifacts, each with a reason to keep it. The first reason counts."""
+
+
+def _by_row(newest: Sequence[LineageRow], policy: RetentionPolicy, now_s: float) -> _Reasons:
     for row in newest:
-        if row.lineage.kind is ArtifactKind.CHECKPOINT:
-            by_job.setdefault(row.lineage.job_id, []).append(row)
-    for group in by_job.values():
-        for row in _distinct(group)[: policy.keep_checkpoints]:
-            yield row.artifact_id, "one of the last checkpoints"
-    sources = [row for row in newest if row.lineage.kind is ArtifactKind.SOURCE]
-    for row in _distinct(sources)[: policy.keep_sources]:
-        yield row.artifact_id, "one of the latest sources"
+        if row.pinned:
+            yield row.artifact_id, f"pinned: {row.pinned}"
+        elif row.committed_at_s > now_s - policy.min_age_s:
+            yield row.artifact_id, "new"
 
 
-def _grouped(rows: Iterable[LineageRow]) -> dict[tuple[str, str], list[LineageRow]]:
-    groups: dict[tuple[str, str], list[LineageRow]] = {}
+def _by_job(referenced: Mapping[str, str], policy: RetentionPolicy) -> _Reasons:
+    for artifact_id, why in referenced.items():
+        if why == "checkpoint" or policy.keep_job_results:
+            yield artifact_id, f"{why} of a job"
+
+
+def _by_number(newest: Sequence[LineageRow], policy: RetentionPolicy) -> _Reasons:
+    for group in _groups(newest, ArtifactKind.RESULT, lambda lineage: (lineage.model, lineage.mode)):
+        yield from _first(group, policy.keep_last, "one of the latest")
+        if policy.metric:
+            yield from _first(_best_first(group, policy), policy.keep_best, f"one of the best by {policy.metric}")
+    for group in _groups(newest, ArtifactKind.CHECKPOINT, lambda lineage: lineage.job_id):
+        yield from _first(group, policy.keep_checkpoints, "one of the last checkpoints")
+    for group in _groups(newest, ArtifactKind.SOURCE, lambda _: None):
+        yield from _first(group, policy.keep_sources, "one of the latest sources")
+
+
+def _groups(
+    rows: Sequence[LineageRow], kind: ArtifactKind, key: Callable[[Lineage], Hashable]
+) -> Iterable[list[LineageRow]]:
+    groups: dict[Hashable, list[LineageRow]] = {}
     for row in rows:
-        groups.setdefault((row.lineage.model, row.lineage.mode), []).append(row)
-    return groups
+        if row.lineage.kind is kind:
+            groups.setdefault(key(row.lineage), []).append(row)
+    return groups.values()
+
+
+def _best_first(rows: Sequence[LineageRow], policy: RetentionPolicy) -> list[LineageRow]:
+    sign = -1.0 if policy.best == "max" else 1.0
+    measured = [row for row in rows if policy.metric in row.lineage.metrics]
+    return sorted(measured, key=lambda row: (sign * row.lineage.metrics[policy.metric], -row.seq))
+
+
+def _first(rows: Sequence[LineageRow], number: int, why: str) -> _Reasons:
+    for row in _distinct(rows)[:number]:
+        yield row.artifact_id, why
 
 
 def _distinct(rows: Sequence[LineageRow]) -> list[LineageRow]:

@@ -94,19 +94,25 @@ def _object(
     for name in schema.get("required", ()):
         if name not in value:
             yield HyperFinding(path, f"{name} is required")
-    # Where alternatives or references follow, each of them is closed with the names of this one; here it is too early.
-    later = any(word in schema for word in ("anyOf", "oneOf", "allOf", "$ref"))
-    known = _NO_NAMES if later or around is None else around | properties.keys()
-    more = schema.get("additionalProperties")
     for name, inner in value.items():
         if name in properties:
             yield from _check(walk, properties[name], inner, (*path, name), _NO_NAMES)
+        elif (more := schema.get("additionalProperties")) is None:
+            known = _closing_names(schema, around)
+            if known and name not in known:
+                yield _unknown(path, name, known)
         elif more is False:
             yield _unknown(path, name, properties)
-        elif more is not None:
+        else:
             yield from _check(walk, more, inner, (*path, name), _NO_NAMES)
-        elif known and name not in known:
-            yield _unknown(path, name, known)
+
+
+def _closing_names(schema: Mapping[str, Any], around: frozenset[str] | None) -> frozenset[str]:
+    """The only names that an object may have by this schema; none: it is open, or it is closed elsewhere."""
+    # Where alternatives or references follow, each of them is closed with the names of this one; here it is too early.
+    if around is None or any(word in schema for word in ("anyOf", "oneOf", "allOf", "$ref")):
+        return _NO_NAMES
+    return around.union(schema.get("properties", ()))
 
 
 def _unknown(path: Path, name: str, known: Any) -> HyperFinding:
@@ -126,18 +132,22 @@ def _combined(
     walk: _Walk, schema: Mapping[str, Any], value: Any, path: Path, around: frozenset[str] | None
 ) -> Iterator[HyperFinding]:
     own = None if around is None or "additionalProperties" in schema else around | schema.get("properties", {}).keys()
-    together = [*schema.get("allOf", ())]
+    parts = [*schema.get("allOf", ())]
     if "$ref" in schema:
-        together.append(resolve(walk.root, schema["$ref"]))
-    if together:
-        # An object is closed against all that its parts know together, unless one of them speaks of additional ones.
-        open_ = any(isinstance(each, dict) and "additionalProperties" in each for each in together)
-        names = None if own is None or open_ else own.union(*(_names(walk.root, each, _NO_NAMES) for each in together))
-        for each in together:
-            yield from _check(walk, each, value, path, names)
+        parts.append(resolve(walk.root, schema["$ref"]))
+    names = _joint_names(walk.root, parts, own)
+    for each in parts:
+        yield from _check(walk, each, value, path, names)
     for word in ("anyOf", "oneOf"):
         if word in schema:
             yield from _alternatives(walk, schema[word], value, path, own, only_one=word == "oneOf")
+
+
+def _joint_names(root: Any, parts: list[Any], own: frozenset[str] | None) -> frozenset[str] | None:
+    """An object is closed against all that its parts know together, unless one of them speaks of additional ones."""
+    if own is None or any(isinstance(each, dict) and "additionalProperties" in each for each in parts):
+        return None
+    return own.union(*(_names(root, each, _NO_NAMES) for each in parts))
 
 
 def _alternatives(
@@ -145,18 +155,19 @@ def _alternatives(
 ) -> Iterator[HyperFinding]:
     outcomes = [list(_check(walk, each, value, path, around)) for each in schemas]
     fitting = sum(not findings for findings in outcomes)
-    if fitting == 1 or (fitting and not only_one):
-        return
-    if fitting:
+    if not fitting:
+        yield from _closest(outcomes, path)
+    elif fitting > 1 and only_one:
         yield HyperFinding(path, f"fits {fitting} of the alternatives, and only one is allowed: {shown(value)}")
-        return
-    # The alternative whose complaints are deepest is the one that was meant; of plain types none is, so name them all.
+
+
+def _closest(outcomes: list[list[HyperFinding]], path: Path) -> list[HyperFinding]:
+    """The alternative whose complaints are deepest is the one that was meant; of plain types none is: name them all."""
     best = max(outcomes, key=lambda findings: (min(len(each.path) for each in findings), -len(findings)))
-    if any(each.path == path for each in best) and len(outcomes) > 1:
-        here = [finding.message for findings in outcomes for finding in findings if finding.path == path]
-        yield HyperFinding(path, " or ".join(dict.fromkeys(here)))
-    else:
-        yield from best
+    if len(outcomes) == 1 or all(each.path != path for each in best):
+        return best
+    here = [finding.message for findings in outcomes for finding in findings if finding.path == path]
+    return [HyperFinding(path, " or ".join(dict.fromkeys(here)))]
 
 
 def _names(root: Any, schema: Any, seen: frozenset[str]) -> frozenset[str]:

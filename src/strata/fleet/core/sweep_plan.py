@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
-from math import exp, log
+from math import exp, inf, log
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -47,15 +47,16 @@ Point = dict[str, Any]
 
 def range_problem(space: Range) -> str | None:
     """Why nothing can be drawn from it; None if something can."""
-    given = [name for name in ("uniform", "log_uniform", "integer", "choice") if getattr(space, name) is not None]
+    given = {name: value for name, value in msgspec.structs.asdict(space).items() if value is not None}
     if len(given) != 1:
-        return "expected exactly one of uniform, log_uniform, integer, choice"
-    if space.choice is not None:
-        return None if space.choice else "choice is empty"
-    low, high = space.uniform or space.log_uniform or space.integer or (0, 0)
-    if not low <= high < float("inf") or low == float("-inf"):
+        return f"expected exactly one of {', '.join(space.__struct_fields__)}"
+    kind, values = given.popitem()
+    if kind == "choice":
+        return None if values else "choice is empty"
+    low, high = values
+    if not -inf < low <= high < inf:
         return "expected [low, high] with low at most high, both finite"
-    if space.log_uniform and low <= 0:
+    if kind == "log_uniform" and low <= 0:
         return "log_uniform needs a low end above 0"
     return None
 

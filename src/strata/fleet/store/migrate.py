@@ -129,14 +129,7 @@ def _sqlite_columns(db: sqlite3.Connection) -> dict[str, tuple[str, ...]]:
 async def _common_tables(connection: Any, there: Mapping[str, tuple[str, ...]]) -> list[_Table]:
     """The tables of both, those first that others refer to."""
     await connection.execute("SELECT pg_advisory_xact_lock(%s)", (SCHEMA_LOCK,))
-    cursor = await connection.execute(
-        "SELECT table_name, column_name, data_type FROM information_schema.columns"
-        " WHERE table_schema = current_schema() ORDER BY table_name, ordinal_position"
-    )
-    here: dict[str, dict[str, str]] = {}
-    for name, column, kind in await cursor.fetchall():
-        if name not in _SKIPPED and _CLOCKED.get(name) != column:
-            here.setdefault(name, {})[column] = kind
+    here = await _postgres_columns(connection)
     differing = {name for name in here.keys() | there.keys() if set(here.get(name, ())) != set(there.get(name, ()))}
     if differing:
         raise StrataError(
@@ -144,18 +137,35 @@ async def _common_tables(connection: Any, there: Mapping[str, tuple[str, ...]]) 
             f"the two databases have different tables: {', '.join(sorted(differing))}",
             hint="open both with the same version of Strata first",
         )
+    tables = []
+    for name in await _dependency_order(connection, here):
+        truths = (place for place, column in enumerate(there[name]) if here[name][column] == "boolean")
+        tables.append(_Table(name, there[name], frozenset(truths)))
+    return tables
+
+
+async def _postgres_columns(connection: Any) -> dict[str, dict[str, str]]:
+    """The tables, each with its columns and their types."""
+    cursor = await connection.execute(
+        "SELECT table_name, column_name, data_type FROM information_schema.columns"
+        " WHERE table_schema = current_schema() ORDER BY table_name, ordinal_position"
+    )
+    tables: dict[str, dict[str, str]] = {}
+    for name, column, kind in await cursor.fetchall():
+        if name not in _SKIPPED and _CLOCKED.get(name) != column:
+            tables.setdefault(name, {})[column] = kind
+    return tables
+
+
+async def _dependency_order(connection: Any, names: Iterable[str]) -> list[str]:
     cursor = await connection.execute(
         "SELECT conrelid::regclass::text, confrelid::regclass::text FROM pg_constraint"
         " WHERE contype = 'f' AND connamespace = current_schema()::regnamespace"
     )
-    needs: dict[str, set[str]] = {name: set() for name in here}
+    needs: dict[str, set[str]] = {name: set() for name in names}
     for name, needed in await cursor.fetchall():
         needs[name].add(needed)
-    return [
-        _Table(name, columns, frozenset(n for n, column in enumerate(columns) if here[name][column] == "boolean"))
-        for name in TopologicalSorter(needs).static_order()
-        for columns in [there[name]]
-    ]
+    return list(TopologicalSorter(needs).static_order())
 
 
 async def _require_empty(connection: Any, tables: Iterable[_Table]) -> None:

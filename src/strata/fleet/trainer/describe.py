@@ -87,24 +87,27 @@ def _action(action: argparse.Action) -> dict[str, Any]:
 
 
 def _argument(action: argparse.Action) -> dict[str, Any]:
-    if action.choices is not None:
-        item: dict[str, Any] = {"enum": [_to_json(choice) for choice in action.choices]}
-    elif action.type is None or (isinstance(action.type, type) and issubclass(action.type, PurePath)):
-        item = {"type": "string"}
-    elif action.type in (int, float, str):
-        item = dict(_PLAIN[action.type])
-    else:
-        # A converter of the trainer's own: its values are unknown, so only the name is checked.
-        item = {}
     many = action.nargs in ("*", "+") or isinstance(action.nargs, int)
     if not many and not isinstance(action, argparse._AppendAction):
-        return item
-    schema: dict[str, Any] = {"type": "array", "items": item}
+        return _value(action)
+    schema: dict[str, Any] = {"type": "array", "items": _value(action)}
     if isinstance(action.nargs, int):
         schema |= {"minItems": action.nargs, "maxItems": action.nargs}
     elif action.nargs == "+":
         schema["minItems"] = 1
     return schema
+
+
+def _value(action: argparse.Action) -> dict[str, Any]:
+    """One value of an argument."""
+    if action.choices is not None:
+        return {"enum": [_to_json(choice) for choice in action.choices]}
+    if action.type is None or (isinstance(action.type, type) and issubclass(action.type, PurePath)):
+        return {"type": "string"}
+    if action.type in (int, float, str):
+        return dict(_PLAIN[action.type])
+    # A converter of the trainer's own: its values are unknown, so only the name is checked.
+    return {}
 
 
 def describe_dataclass(cls: type) -> dict[str, Any]:
@@ -186,4 +189,4 @@ def _to_json(value: Any) -> Any:
         return {str(key): _to_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_to_json(each) for each in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import msgspec
@@ -157,34 +158,28 @@ def new_lineage(commit: Commit, artifact_id: str, lineage_id: str, now_s: float)
 
 
 def lineage_query(wanted: LineageFilter, mark: Callable[[str], str], listed: str) -> tuple[str, dict[str, Any]]:
-    """`mark` writes a parameter the way of the database, `listed` tests membership in the parameter `ids`."""
-    values: dict[str, Any] = {"limit": wanted.limit}
+    """`mark` writes a parameter the way of the database, `listed` tests membership in the parameter `artifact_ids`."""
+    equal = {column: f"l.{column} = {mark(column)}" for column in ("job_id", "model", "mode", "kind")}
+    conditions = {
+        "a.removed_at IS NULL": not wanted.removed,
+        f"j.status = '{JobStatus.COMPLETED}' AND j.artifact = l.artifact_id AND t.outcome = 'completed'": (
+            wanted.completed
+        ),
+        "t.job_id IS NOT NULL": wanted.attempted,
+        **{condition: getattr(wanted, column) for column, condition in equal.items()},
+        f"l.artifact_id {listed}": wanted.artifact_ids,
+        f"l.seq IN (SELECT lineage FROM artifact_parent WHERE parent = {mark('parent')})": wanted.parent,
+        f"l.seq < {mark('before_seq')}": not wanted.metric,
+    }
     tables = (
         "artifact_lineage l JOIN artifact a ON a.id = l.artifact_id LEFT JOIN job j ON j.id = l.job_id"
         " LEFT JOIN attempt t ON t.job_id = l.job_id AND t.epoch = l.epoch"
     )
-    where = [] if wanted.removed else ["a.removed_at IS NULL"]
-    if wanted.completed:
-        where.append(f"j.status = '{JobStatus.COMPLETED}' AND j.artifact = l.artifact_id AND t.outcome = 'completed'")
-    if wanted.attempted:
-        where.append("t.job_id IS NOT NULL")
-    for column in ("job_id", "model", "mode", "kind"):
-        if getattr(wanted, column):
-            where.append(f"l.{column} = {mark(column)}")
-            values[column] = getattr(wanted, column)
-    if wanted.artifact_ids:
-        where.append(f"l.artifact_id {listed}")
-        values["ids"] = list(wanted.artifact_ids)
-    if wanted.parent:
-        where.append(f"l.seq IN (SELECT lineage FROM artifact_parent WHERE parent = {mark('parent')})")
-        values["parent"] = wanted.parent
+    order = "l.seq DESC"
     if wanted.metric:
         tables += f" JOIN artifact_metric m ON m.lineage = l.seq AND m.name = {mark('metric')}"
-        values["metric"] = wanted.metric
         order = f"m.value {'DESC' if wanted.best == 'max' else 'ASC'}, l.seq DESC"
-    else:
-        where.append(f"l.seq < {mark('before_seq')}")
-        values["before_seq"] = wanted.before_seq
-        order = "l.seq DESC"
-    test = f" WHERE {' AND '.join(where)}" if where else ""
-    return f"SELECT {LINEAGE} FROM {tables}{test} ORDER BY {order} LIMIT {mark('limit')}", values
+    where = " AND ".join(condition for condition, asked in conditions.items() if asked)
+    test = f" WHERE {where}" if where else ""
+    query = f"SELECT {LINEAGE} FROM {tables}{test} ORDER BY {order} LIMIT {mark('limit')}"
+    return query, asdict(wanted) | {"artifact_ids": list(wanted.artifact_ids)}

@@ -28,7 +28,7 @@ from strata.fleet.artifacts.ports import (
 from strata.fleet.artifacts.states import ChunkEvent, ChunkState, among, becomes
 from strata.fleet.artifacts.store import rows
 
-_LISTED: Final = "IN (SELECT value FROM json_each(:ids))"
+_LISTED: Final = "IN (SELECT value FROM json_each(:artifact_ids))"
 _UNREFERENCED: Final = "NOT EXISTS (SELECT 1 FROM artifact_ref WHERE chunk = number)"
 _CONDEMNABLE: Final = (
     f"FROM artifact_chunk WHERE state IN {among(ChunkEvent.CONDEMN)} AND wanted_at <= :before AND {_UNREFERENCED}"
@@ -119,8 +119,7 @@ class SqliteIndex:
 
     async def lineages(self, wanted: LineageFilter) -> Sequence[LineageRow]:
         query, values = rows.lineage_query(wanted, lambda name: f":{name}", _LISTED)
-        if "ids" in values:
-            values["ids"] = _json(values["ids"])
+        values["artifact_ids"] = _json(values["artifact_ids"])
         return [rows.decode_lineage(row) for row in await self._rows(query, values)]
 
     async def referenced(self) -> Mapping[str, str]:

@@ -24,12 +24,7 @@ async def apply_plan(
     connection: Connection, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool
 ) -> None:
     await connection.execute("SELECT pg_advisory_xact_lock(%s)", (PLAN_LOCK,))
-    cursor = await connection.execute("SELECT id FROM job WHERE id = ANY(%s) LIMIT 1", (list(plan.new),))
-    there = await cursor.fetchone()
-    if there is not None:
-        raise outdated_plan(there[0])
-    cursor = await connection.execute("SELECT name, digest FROM trainer_name WHERE project = %s", (plan.project,))
-    plan.check_trainers(dict(await cursor.fetchall()))
+    await _check_current(connection, plan)
     changed = plan.requeued | {change.job_id: change.spec for change in plan.changed}
     takers = [*plan.requeued, *(change.job_id for change in plan.changed if "trainer" in change.kinds)]
     needed = {needed for spec in [*plan.new.values(), *changed.values()] for needed in spec.after}
@@ -52,12 +47,26 @@ async def apply_plan(
     await connection.execute(
         "DELETE FROM job_refusal USING job WHERE job.seq = job_refusal.seq AND id = ANY(%s)", (list(changed),)
     )
-    told = [Record(now_s, actor, "job.created", id_, {"model": s.model, "mode": s.mode}) for id_, s in plan.new.items()]
-    told += [Record(now_s, actor, "job.changed", each.job_id, {"kinds": each.kinds}) for each in plan.changed]
-    await record_postgres(connection, told)
+    await _record_jobs(connection, plan, actor, now_s)
     if not plan.empty:
         await record(connection, now_s, actor, "manifest.applied", source, summary=plan.summary())
     failpoint("fleet.apply.written")
+
+
+async def _check_current(connection: Connection, plan: ApplyPlan) -> None:
+    """CONFLICT when a job or a trainer is there that was not when this was planned."""
+    cursor = await connection.execute("SELECT id FROM job WHERE id = ANY(%s) LIMIT 1", (list(plan.new),))
+    there = await cursor.fetchone()
+    if there is not None:
+        raise outdated_plan(there[0])
+    cursor = await connection.execute("SELECT name, digest FROM trainer_name WHERE project = %s", (plan.project,))
+    plan.check_trainers(dict(await cursor.fetchall()))
+
+
+async def _record_jobs(connection: Connection, plan: ApplyPlan, actor: str, now_s: float) -> None:
+    told = [Record(now_s, actor, "job.created", id_, {"model": s.model, "mode": s.mode}) for id_, s in plan.new.items()]
+    told += [Record(now_s, actor, "job.changed", each.job_id, {"kinds": each.kinds}) for each in plan.changed]
+    await record_postgres(connection, told)
 
 
 async def _lock_dependencies(connection: Connection, needed: set[str], requeued: Iterable[str]) -> None:

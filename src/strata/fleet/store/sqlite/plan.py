@@ -17,12 +17,7 @@ from strata.fleet.store.sqlite.leases import enqueue, record, requeue
 def apply_plan(
     db: sqlite3.Connection, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool
 ) -> None:
-    for job_id in plan.new:
-        if db.execute("SELECT 1 FROM job WHERE id = ?", (job_id,)).fetchone():
-            raise outdated_plan(job_id)
-    plan.check_trainers(
-        dict(db.execute("SELECT name, digest FROM trainer_name WHERE project = ?", (plan.project,)).fetchall())
-    )
+    _check_current(db, plan)
     _put_trainers(db, plan)
     _put_policies(db, plan)
     written = plan.new | plan.requeued | {change.job_id: change.spec for change in plan.changed}
@@ -53,6 +48,16 @@ def apply_plan(
     if not plan.empty:
         record(db, now_s, actor, "manifest.applied", source, summary=plan.summary())
     failpoint("fleet.apply.written")
+
+
+def _check_current(db: sqlite3.Connection, plan: ApplyPlan) -> None:
+    """CONFLICT when a job or a trainer is there that was not when this was planned."""
+    for job_id in plan.new:
+        if db.execute("SELECT 1 FROM job WHERE id = ?", (job_id,)).fetchone():
+            raise outdated_plan(job_id)
+    plan.check_trainers(
+        dict(db.execute("SELECT name, digest FROM trainer_name WHERE project = ?", (plan.project,)).fetchall())
+    )
 
 
 def _class_ids(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
