@@ -18,7 +18,7 @@ from strata.journal.memory import MemoryJournal
 from strata.journal.port import Journal
 from strata.journal.postgres import PostgresJournal
 from strata.journal.replay import replay
-from strata.journal.replica import Replica
+from strata.journal.replica import Machine, Replica
 from strata.journal.sqlite import SqliteJournal
 
 STREAM: Final = "replay"
@@ -34,7 +34,7 @@ class Turns:
     facts: int
 
 
-class Counting:
+class Counting(Machine[int, bytes, None]):
     """The least a machine can do: its state is how many facts it has seen."""
 
     def initial(self) -> int:

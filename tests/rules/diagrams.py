@@ -18,7 +18,6 @@ import msgspec
 
 from strata.base.errors import StrataError
 from strata.coord.core.apply import apply
-from strata.coord.core.decide import decide
 from strata.coord.core.facts import (
     BarrierDecided,
     CheckpointPart,
@@ -49,8 +48,7 @@ from strata.coord.core.inputs import (
     ResetJob,
     Tick,
 )
-from strata.coord.core.machine import CoordMachine
-from strata.coord.core.observe import observe, observe_outcome
+from strata.coord.core.machine import CoordMachine, decide
 from strata.coord.core.state import CoordState, JobState
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "coordinator.md"
@@ -123,9 +121,9 @@ _MACHINE: Final = CoordMachine()
 
 
 def _decide(state: CoordState, given: Input, now_s: float) -> tuple[Fact, ...]:
-    observe(state, given, now_s)
+    _MACHINE.observe(state, given, now_s)
     outcome = decide(state, given, now_s)
-    observe_outcome(state, given, outcome, now_s)
+    _MACHINE.observe_outcome(state, given, outcome, now_s)
     return outcome.facts
 
 

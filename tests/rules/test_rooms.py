@@ -34,7 +34,7 @@ ROOMS: Final = (
     Room("the agent's retry backoff", "fleet.agent.retry", "BACKOFF"),
     Room("a job's process is killed with its descendants", "fleet.agent.supervisor", "ChildMonitor._kill_descendants"),
     # The coordinator of gang-scheduled training.
-    Room("a worker is evicted because it is silent", "coord.core.members", "evict_expired"),
+    Room("a worker is evicted because it is silent", "coord.core.liveness", "evict_expired"),
     Room("a barrier times out", "coord.core.barriers", "time_out"),
     Room("a slow worker counts as a straggler", "coord.core.stragglers", "judge"),
     Room("the order of samples in an epoch", "coord.core.permutation", "Order"),

@@ -24,21 +24,29 @@ _log = log.get(__name__)
 
 State = TypeVar("State")
 Input_contra = TypeVar("Input_contra", contravariant=True)
-Effect_co = TypeVar("Effect_co", covariant=True)
 Input = TypeVar("Input")
 Effect = TypeVar("Effect")
 
 
-class Machine(Protocol[State, Input_contra, Effect_co]):
-    """A core bound to its encoding. No clock, no chance, no I/O inside; facts leave and enter as bytes."""
+class Machine(Protocol[State, Input_contra, Effect]):
+    """A core bound to its encoding. No clock, no chance, no I/O inside; facts leave and enter as bytes.
+
+    `now_s` is this process's monotonic clock: for measuring how long something takes, never for a fact. Soft state is
+    what no fact holds; a machine without any inherits the two methods that write it.
+    """
 
     def initial(self) -> State: ...
 
-    def decide(self, state: State, request: Input_contra, now_s: float) -> tuple[Sequence[bytes], Effect_co]:
-        """The facts and the effect for the caller. Must not change the state that facts build.
+    def observe(self, state: State, request: Input_contra, now_s: float) -> None:
+        """A request arrived, and the journal has room for its facts: record in soft state what it says by itself."""
+        del state, request, now_s
 
-        `now_s` is this process's monotonic clock: for measuring how long something takes, never for a fact.
-        """
+    def observe_outcome(self, state: State, request: Input_contra, effect: Effect, now_s: float) -> None:
+        """A request was decided, and its facts are about to be applied: record in soft state what follows from it."""
+        del state, request, effect, now_s
+
+    def decide(self, state: State, request: Input_contra, now_s: float) -> tuple[Sequence[bytes], Effect]:
+        """The facts, and the effect for the caller. It writes nothing, neither soft state nor what facts build."""
         ...
 
     def apply(self, state: State, fact: bytes) -> State:
@@ -257,16 +265,20 @@ class Replica(Generic[State, Input, Effect]):
 
         The future belongs to the caller; None if there is nothing to wait for. `on_commit` is called with the effect
         after its facts are committed, even if the caller was cancelled; never for a request without facts. It must not
-        raise. Not to `settle` is for a machine whose `decide` writes nothing and whose effect, if there are no facts,
-        contains committed values only: then there is no future, and a full queue does not matter.
+        raise. Not to `settle` is for an effect that, if there are no facts, contains committed values only: then there
+        is no future, and a full queue does not matter. Else a full queue refuses the request before it is observed.
         """
         writer = self._require_writer()
         if settle:
             writer.check_capacity()
-        facts, effect = self._machine.decide(self._state, request, self._clock.monotonic_s())
+        machine, now_s = self._machine, self._clock.monotonic_s()
+        machine.observe(self._state, request, now_s)
+        facts, effect = machine.decide(self._state, request, now_s)
         if not facts:
+            machine.observe_outcome(self._state, request, effect, now_s)
             return effect, writer.settling() if settle else None
         durable = writer.submit(facts, None if on_commit is None else partial(on_commit, effect))
+        machine.observe_outcome(self._state, request, effect, now_s)
         self._apply_own(writer, facts)
         failpoint("journal.replica.before_commit")
         return effect, durable
@@ -309,9 +321,9 @@ class Replica(Generic[State, Input, Effect]):
         except StrataError as error:
             _log.warning("snapshot_failed", stream=self._stream, code=error.code.value, reason=str(error))
 
-    def check_capacity(self) -> None:
-        """Raise EXHAUSTED if the append queue is full, as `submit_nowait` would."""
-        self._require_writer().check_capacity()
+    def observe(self, request: Input) -> None:
+        """Record a request that needs no decision."""
+        self._machine.observe(self._state, request, self._clock.monotonic_s())
 
     def _require_writer(self) -> Writer:
         if self._writer is None:

@@ -32,7 +32,6 @@ from strata.coord.core.inputs import (
     Tick,
 )
 from strata.coord.core.machine import CoordMachine, decode_fact
-from strata.coord.core.observe import observe, observe_outcome
 from strata.coord.core.state import CoordState, JobIndexes, JobState, SoftState
 
 JOB: Final = "job"
@@ -59,11 +58,11 @@ class Job:
     # Any input
 
     def submit(self, given: Input) -> Outcome:
-        observe(self.state, given, self.now_s)
+        self.machine.observe(self.state, given, self.now_s)
         facts, outcome = self.machine.decide(self.state, given, self.now_s)
+        self.machine.observe_outcome(self.state, given, outcome, self.now_s)
         for fact in facts:
             self.state = self.machine.apply(self.state, fact)
-        observe_outcome(self.state, given, outcome, self.now_s)
         self.journal += facts
         return outcome
 

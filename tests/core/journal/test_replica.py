@@ -11,14 +11,15 @@ from strata.base.clock import ManualClock, SystemClock
 from strata.base.errors import Code, StrataError
 from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Batch, Journal, Snapshot
-from strata.journal.replica import Replica
+from strata.journal.replica import Machine, Replica
+from strata.journal.writer import WriterLimits
 from strata.testing.world import CALM, World
 from tests.support.turns import turns
 
 LEASE_S = 60.0
 
 
-class Counter:
+class Counter(Machine[int, int, int]):
     """Adds what it is given; a fact is the amount. Zero asks for the total and is no fact."""
 
     def initial(self) -> int:
@@ -291,6 +292,53 @@ async def test_a_fact_that_cannot_be_applied_ends_the_leader() -> None:
         with pytest.raises(StrataError) as caught:
             await attempt
         assert caught.value.code is Code.INTERNAL
+
+
+class Watched(Counter):
+    """Writes down when the replica calls it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def observe(self, state: int, given: int, now_s: float) -> None:
+        del now_s
+        self.calls.append(f"observe {given} at {state}")
+
+    def decide(self, state: int, given: int, now_s: float) -> tuple[Sequence[bytes], int]:
+        self.calls.append(f"decide {given} at {state}")
+        return super().decide(state, given, now_s)
+
+    def observe_outcome(self, state: int, given: int, effect: int, now_s: float) -> None:
+        del given, now_s
+        self.calls.append(f"outcome {effect} at {state}")
+
+
+async def test_a_request_is_observed_once_before_its_decision_and_once_before_its_facts_are_applied() -> None:
+    machine = Watched()
+    leader: CounterReplica = Replica(MemoryJournal(SystemClock()), "counter", machine, SystemClock())
+    await leader.lead("a", LEASE_S)
+    await leader.submit(2)
+    await leader.submit(0)
+    leader.observe(7)
+    assert machine.calls == [
+        *("observe 2 at 0", "decide 2 at 0", "outcome 2 at 0"),
+        *("observe 0 at 2", "decide 0 at 2", "outcome 2 at 2"),
+        "observe 7 at 2",
+    ]
+
+
+async def test_a_request_that_a_full_queue_refuses_is_not_observed() -> None:
+    machine = Watched()
+    leader: CounterReplica = Replica(MemoryJournal(SystemClock()), "counter", machine, SystemClock())
+    await leader.lead("a", LEASE_S, WriterLimits(max_pending=1))
+    _, durable = leader.submit_nowait(1)
+    seen = list(machine.calls)
+    with pytest.raises(StrataError) as caught:
+        leader.submit_nowait(2)
+    assert caught.value.code is Code.EXHAUSTED
+    assert machine.calls == seen
+    assert durable is not None
+    await durable
 
 
 class Slow(MemoryJournal):

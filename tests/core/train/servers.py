@@ -52,7 +52,9 @@ class Server:
         self.max_context = 1_000
 
     def ask(self, given: Input) -> Decision:
+        self.machine.observe(self.state, given, 0.0)
         encoded, outcome = self.machine.decide(self.state, given, 0.0)
+        self.machine.observe_outcome(self.state, given, outcome, 0.0)
         for fact in encoded:
             self.state = self.machine.apply(self.state, fact)
         self.journal += encoded

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from strata.journal.replica import Machine
 
-class Tally:
+
+class Tally(Machine[int, None, int]):
     def initial(self) -> int:
         return 0
 

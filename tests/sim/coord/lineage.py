@@ -31,7 +31,6 @@ from strata.coord.core.facts import (
 )
 from strata.coord.core.inputs import Ack, Caller, HeartbeatReply, Outcome, Recovery, ShardAssignment
 from strata.coord.core.machine import CoordMachine, decode_fact
-from strata.coord.core.observe import observe, observe_outcome
 from strata.coord.core.state import CoordState
 
 JOB = "job"
@@ -73,11 +72,11 @@ class Coordinator:
         self.state = self._start()
 
     def ask(self, given: inputs.Input) -> Outcome:
-        observe(self.state, given, self.now_s)
+        self.machine.observe(self.state, given, self.now_s)
         facts, outcome = self.machine.decide(self.state, given, self.now_s)
+        self.machine.observe_outcome(self.state, given, outcome, self.now_s)
         for fact in facts:
             self.state = self.machine.apply(self.state, fact)
-        observe_outcome(self.state, given, outcome, self.now_s)
         self.facts += facts
         self.ends.append(len(self.facts))
         return outcome

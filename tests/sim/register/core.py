@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from strata.journal.replica import Machine
 from strata.testing.register_model import Add, CompareAndSet, Read, RegisterInput, Value, Write
 
 
@@ -46,7 +47,7 @@ _decode_fact = msgspec.msgpack.Decoder(Changed).decode
 _decode_state = msgspec.msgpack.Decoder(State).decode
 
 
-class Register:
+class Register(Machine[State, Request, Reply | None]):
     def initial(self) -> State:
         return State({}, {})
 

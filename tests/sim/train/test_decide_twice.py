@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
 from strata.base.errors import StrataError
-from strata.train.core import machine
-from strata.train.core.decide import decide
 from strata.train.core.inputs import Decision, Input
+from strata.train.core.machine import TrainMachine
 from strata.train.core.state import TrainState
 from tests.sim.train.scenario import run_seed
 
@@ -23,13 +24,16 @@ def fingerprint(state: TrainState) -> bytes:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_deciding_twice_gives_the_same_and_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     decided: list[type[Input]] = []
+    decide = TrainMachine.decide
 
-    def decide_twice(state: TrainState, request: Input) -> Decision:
+    def decide_twice(
+        machine: TrainMachine, state: TrainState, request: Input, now_s: float
+    ) -> tuple[Sequence[bytes], Decision]:
         before = fingerprint(state)
-        outcomes: list[Decision | StrataError] = []
+        outcomes: list[tuple[Sequence[bytes], Decision] | StrataError] = []
         for _ in range(2):
             try:
-                outcomes.append(decide(state, request))
+                outcomes.append(decide(machine, state, request, now_s))
             except StrataError as error:
                 outcomes.append(error)
             assert fingerprint(state) == before, request
@@ -42,7 +46,7 @@ def test_deciding_twice_gives_the_same_and_changes_nothing(seed: int, monkeypatc
         assert second == first, request
         return first
 
-    monkeypatch.setattr(machine, "decide", decide_twice)
+    monkeypatch.setattr(TrainMachine, "decide", decide_twice)
     outcome = run_seed(seed)
     assert outcome.problem is None, outcome.problem
     assert len(set(decided)) >= 5, "the histories hold too few kinds of inputs"

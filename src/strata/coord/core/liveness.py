@@ -1,6 +1,6 @@
-"""Liveness: when each member was last heard from, the heartbeat interval, and the timeout after which a member expires.
+"""Liveness: heartbeats, when each member was last heard from, and the eviction of members that expired.
 
-The functions that write are called by `observe`; the others only read.
+The functions under "Writers" are called by the machine's `observe`; the others only read.
 """
 
 from __future__ import annotations
@@ -8,11 +8,16 @@ from __future__ import annotations
 from math import ceil
 from typing import Final
 
-from strata.coord.core.inputs import Caller
-from strata.coord.core.state import CoordState, JobState, SoftState
+from strata.base.errors import Code, StrataError
+from strata.coord.core import straggler_policy
+from strata.coord.core.facts import CommandAcked, Fact, ShardAcked, WorkerLost
+from strata.coord.core.inputs import Caller, Heartbeat, HeartbeatReply
+from strata.coord.core.state import CoordState, JobState, PendingCommand, SoftState, StepProgress
 
 GRACE_BEATS: Final = 2
 """Intervals beyond the timeout that members known from the journal get when a process begins to lead."""
+RECONNECT_GRACE_S: Final = 0.5
+"""How long a broken presence stream may take to come back."""
 
 
 def interval_s(state: CoordState, job: JobState) -> float:
@@ -35,7 +40,85 @@ def is_current(state: CoordState, caller: Caller) -> bool:
     return member is not None and caller.incarnation in ("", member.worker.incarnation)
 
 
-def expired(job: JobState, soft: SoftState, since_s: float) -> list[str]:
+def heartbeat(state: CoordState, request: Heartbeat) -> tuple[list[Fact], HeartbeatReply]:
+    worker_id = request.caller.worker_id
+    job = _job_of_member(state, request.caller)
+    facts: list[Fact] = [
+        CommandAcked(job.job, command_id, worker_id)
+        for command_id in dict.fromkeys(request.acked_commands)
+        if _waits_for(job.commands.get(command_id), worker_id)
+    ]
+    commands = tuple(
+        command
+        for command in job.commands.values()
+        if _waits_for(command, worker_id) and command.command_id not in request.acked_commands
+    )
+    if request.failed:
+        facts += evict(job, state.soft_of(job.job), worker_id, "error")
+    return facts, HeartbeatReply(job.generation, commands)
+
+
+def _job_of_member(state: CoordState, caller: Caller) -> JobState:
+    """Unlike other calls, a heartbeat of an unknown worker means that this coordinator lost it: it has to rejoin."""
+    job = state.jobs.get(caller.job)
+    member = job.members.get(caller.worker_id) if job else None
+    if job is not None and member is not None:
+        if caller.incarnation not in ("", member.worker.incarnation):
+            raise replaced(caller.worker_id)
+        return job
+    if job is not None and caller.worker_id in job.evicted:
+        raise evicted(job, caller.worker_id)
+    raise StrataError(
+        Code.NOT_FOUND, f"worker {caller.worker_id!r} is unknown", hint="register again", reason="unknown-worker"
+    )
+
+
+def _waits_for(command: PendingCommand | None, worker_id: str) -> bool:
+    return command is not None and worker_id in command.waiting
+
+
+def evicted(job: JobState, worker_id: str) -> StrataError:
+    return StrataError(
+        Code.NOT_FOUND,
+        f"worker {worker_id!r} was evicted from job {job.job!r}",
+        hint="register again",
+        reason="evicted",
+    )
+
+
+def replaced(worker_id: str) -> StrataError:
+    return StrataError(
+        Code.STALE,
+        f"this incarnation of worker {worker_id!r} is over: another one has registered",
+        hint="stop; only one process may use a worker id",
+        reason="stale-incarnation",
+    )
+
+
+# Eviction
+
+
+def expired(job: JobState, soft: SoftState, timeout_s: float, now_s: float) -> dict[str, str]:
+    """By worker, why it is to be evicted: a broken presence stream, silence, or a stop command that it ignores."""
+    broken = [worker for worker, since_s in soft.disconnected_at_s.items() if now_s - since_s >= RECONNECT_GRACE_S]
+    causes = dict.fromkeys(broken, "connection lost")
+    for worker_id in _timed_out(job, soft, now_s - timeout_s):
+        causes.setdefault(worker_id, f"silent for {timeout_s:g} s")
+    for worker_id, reason in straggler_policy.ignored_stops(job, soft, timeout_s, now_s).items():
+        causes.setdefault(worker_id, f"did not stop when told to: {reason}")
+    return causes
+
+
+def evict_expired(job: JobState, soft: SoftState, timeout_s: float, now_s: float) -> list[Fact]:
+    return [
+        fact
+        for worker_id, cause in expired(job, soft, timeout_s, now_s).items()
+        if worker_id in job.members
+        for fact in evict(job, soft, worker_id, cause)
+    ]
+
+
+def _timed_out(job: JobState, soft: SoftState, since_s: float) -> list[str]:
     """The members that were not heard from since then and have no call open."""
     found = [worker_id for worker_id in _silent(soft, since_s) if not _has_open_call(job, soft, worker_id)]
     # The grace period ends for all of them together.
@@ -62,7 +145,64 @@ def _has_open_call(job: JobState, soft: SoftState, worker_id: str) -> bool:
     return member is not None and (worker_id, member.worker.incarnation) in soft.open_calls
 
 
+def evict(job: JobState, soft: SoftState, worker_id: str, cause: str) -> list[Fact]:
+    """What the worker last reported as read is consumed: only the rest of its leases is handed out again."""
+    facts = _ack_progress(job, worker_id, dict(soft.read_until.get(worker_id, ())))
+    return [*facts, lost(job, worker_id, cause)]
+
+
+def lost(job: JobState, worker_id: str, cause: str) -> WorkerLost:
+    return WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)
+
+
+def _ack_progress(job: JobState, worker_id: str, read_until: dict[int, int]) -> list[Fact]:
+    if not read_until:
+        return []
+    return [
+        ShardAcked(job.job, dataset_id, epoch, lease_id, until)
+        for dataset_id, dataset in job.datasets.items()
+        for epoch, ledger in dataset.epochs.items()
+        for lease_id in ledger.held.get(worker_id, ())
+        if ledger.leases[lease_id].until < (until := read_until.get(lease_id, 0)) <= ledger.leases[lease_id].end
+    ]
+
+
 # Writers
+
+
+def observe_plain_heartbeat(  # noqa: PLR0913, PLR0917 - an object for each heartbeat would cost as much as the rest
+    state: CoordState,
+    job_id: str,
+    worker_id: str,
+    incarnation: str,
+    progress: StepProgress | None,
+    read_until: tuple[tuple[int, int], ...] | None,
+    now_s: float,
+) -> bool:
+    """Record the heartbeat of a current member whose job has no open command; False, and nothing recorded: any other.
+
+    Nearly every heartbeat is such a one. `decide` would find nothing to do, so the reply needs no decision.
+    """
+    job = state.jobs.get(job_id)
+    member = job.members.get(worker_id) if job else None
+    if job is None or member is None or job.commands or incarnation not in ("", member.worker.incarnation):
+        return False
+    observe_heartbeat(state.writable_soft(job_id), worker_id, progress, read_until, now_s)
+    return True
+
+
+def observe_heartbeat(
+    soft: SoftState,
+    worker_id: str,
+    progress: StepProgress | None,
+    read_until: tuple[tuple[int, int], ...] | None,
+    now_s: float,
+) -> None:
+    if progress is not None:
+        soft.stragglers.progress[worker_id] = (progress, now_s)
+    if read_until is not None:
+        soft.read_until[worker_id] = read_until
+    touch_presence(soft, worker_id, now_s)
 
 
 def touch(soft: SoftState, worker_id: str, now_s: float) -> None:

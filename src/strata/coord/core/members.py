@@ -1,4 +1,4 @@
-"""Membership: registration, heartbeats, eviction, and the forming of generations."""
+"""Membership: jobs are created, workers register and leave, generations form. Eviction is in `liveness`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ from math import inf
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import lifecycle, liveness, straggler_policy
+from strata.coord.core import lifecycle, liveness
 from strata.coord.core.facts import (
-    CommandAcked,
     Fact,
     GenerationFormed,
     JobConfig,
     JobCreated,
     RanksListed,
-    ShardAcked,
     WorkerJoined,
-    WorkerLost,
     parts_of,
 )
 from strata.coord.core.inputs import (
     Caller,
     CreateJob,
-    Heartbeat,
-    HeartbeatReply,
     Leave,
     RankAssignment,
     Register,
@@ -34,8 +29,6 @@ from strata.coord.core.state import CoordState, JobState, Member, SoftState
 
 MAX_SETTLE_PERIODS: Final = 25
 """A generation is formed after so many times `settle_s` even if members still come and go."""
-RECONNECT_GRACE_S: Final = 0.5
-"""How long a broken presence stream may take to come back."""
 
 
 def job_of(state: CoordState, caller: Caller) -> JobState:
@@ -50,30 +43,12 @@ def member_of(job: JobState, caller: Caller) -> Member:
     member = job.members.get(caller.worker_id)
     if member is None:
         if caller.worker_id in job.evicted:
-            raise _evicted(job, caller.worker_id)
+            raise liveness.evicted(job, caller.worker_id)
         raise _unregistered(caller)
     if caller.incarnation not in ("", member.worker.incarnation):
         # Not NOT_FOUND: this incarnation would register again, and the two would replace each other for ever.
-        raise _replaced(caller.worker_id)
+        raise liveness.replaced(caller.worker_id)
     return member
-
-
-def _evicted(job: JobState, worker_id: str) -> StrataError:
-    return StrataError(
-        Code.NOT_FOUND,
-        f"worker {worker_id!r} was evicted from job {job.job!r}",
-        hint="register again",
-        reason="evicted",
-    )
-
-
-def _replaced(worker_id: str) -> StrataError:
-    return StrataError(
-        Code.STALE,
-        f"this incarnation of worker {worker_id!r} is over: another one has registered",
-        hint="stop; only one process may use a worker id",
-        reason="stale-incarnation",
-    )
 
 
 def _unregistered(caller: Caller) -> StrataError:
@@ -184,43 +159,14 @@ def register(state: CoordState, request: Register) -> list[Fact]:
         facts.append(JobCreated(request.job, JobConfig()))
     member = job.members.get(request.worker.worker_id) if job else None
     if job is not None and request.worker.incarnation in job.fenced.get(request.worker.worker_id, ()):
-        raise _replaced(request.worker.worker_id)
+        raise liveness.replaced(request.worker.worker_id)
     if member is not None:
         if member.worker.incarnation == request.worker.incarnation:
             return facts
         assert job is not None
-        facts += _evict(job, state.soft_of(request.job), request.worker.worker_id, "replaced")
+        facts += liveness.evict(job, state.soft_of(request.job), request.worker.worker_id, "replaced")
     recover_first = job is not None and job.has_progress and not request.worker.elastic
     return [*facts, WorkerJoined(request.job, request.worker, recover_first)]
-
-
-def heartbeat(state: CoordState, request: Heartbeat) -> tuple[list[Fact], HeartbeatReply]:
-    job = state.jobs.get(request.caller.job)
-    if job is None or request.caller.worker_id not in job.members:
-        # Unlike other calls: a heartbeat of an unknown worker means that this coordinator lost it; it has to rejoin.
-        if job is not None and request.caller.worker_id in job.evicted:
-            raise _evicted(job, request.caller.worker_id)
-        raise StrataError(
-            Code.NOT_FOUND,
-            f"worker {request.caller.worker_id!r} is unknown",
-            hint="register again",
-            reason="unknown-worker",
-        )
-    member_of(job, request.caller)
-    worker_id = request.caller.worker_id
-    facts: list[Fact] = [
-        CommandAcked(job.job, command_id, worker_id)
-        for command_id in dict.fromkeys(request.acked_commands)
-        if command_id in job.commands and worker_id in job.commands[command_id].waiting
-    ]
-    commands = tuple(
-        command
-        for command in job.commands.values()
-        if worker_id in command.waiting and command.command_id not in request.acked_commands
-    )
-    if request.failed:
-        facts += _evict(job, state.soft_of(job.job), worker_id, "error")
-    return facts, HeartbeatReply(job.generation, commands)
 
 
 def leave(state: CoordState, request: Leave) -> list[Fact]:
@@ -229,29 +175,9 @@ def leave(state: CoordState, request: Leave) -> list[Fact]:
         return []
     member_of(job, request.caller)
     # A worker that leaves has acked what should count: its last progress report counts no more.
-    facts: list[Fact] = [_lost(job, request.caller.worker_id, request.cause)]
+    facts: list[Fact] = [liveness.lost(job, request.caller.worker_id, request.cause)]
     is_last = request.finished and len(job.members) == 1
     return [*facts, *lifecycle.finish(job)] if is_last else facts
-
-
-def expired(job: JobState, soft: SoftState, timeout_s: float, now_s: float) -> dict[str, str]:
-    """By worker, why it is to be evicted: a broken presence stream, silence, or a stop command that it ignores."""
-    broken = [worker for worker, since_s in soft.disconnected_at_s.items() if now_s - since_s >= RECONNECT_GRACE_S]
-    causes = dict.fromkeys(broken, "connection lost")
-    for worker_id in liveness.expired(job, soft, now_s - timeout_s):
-        causes.setdefault(worker_id, f"silent for {timeout_s:g} s")
-    for worker_id, reason in straggler_policy.ignored_stops(job, soft, timeout_s, now_s).items():
-        causes.setdefault(worker_id, f"did not stop when told to: {reason}")
-    return causes
-
-
-def evict_expired(job: JobState, soft: SoftState, timeout_s: float, now_s: float) -> list[Fact]:
-    return [
-        fact
-        for worker_id, cause in expired(job, soft, timeout_s, now_s).items()
-        if worker_id in job.members
-        for fact in _evict(job, soft, worker_id, cause)
-    ]
 
 
 def form_if_settled(job: JobState, soft: SoftState, now_s: float) -> list[Fact]:
@@ -274,26 +200,4 @@ def form_generation(job: JobState, members: Sequence[str]) -> list[Fact]:
     return [
         *(RanksListed(job.job, names) for names in first),
         GenerationFormed(job.job, job.generation + 1, last),
-    ]
-
-
-def _evict(job: JobState, soft: SoftState, worker_id: str, cause: str) -> list[Fact]:
-    """What the worker last reported as read is consumed: only the rest of its leases is handed out again."""
-    facts = _ack_progress(job, worker_id, dict(soft.read_until.get(worker_id, ())))
-    return [*facts, _lost(job, worker_id, cause)]
-
-
-def _lost(job: JobState, worker_id: str, cause: str) -> WorkerLost:
-    return WorkerLost(job.job, worker_id, job.members[worker_id].worker.incarnation, cause)
-
-
-def _ack_progress(job: JobState, worker_id: str, read_until: dict[int, int]) -> list[Fact]:
-    if not read_until:
-        return []
-    return [
-        ShardAcked(job.job, dataset_id, epoch, lease_id, until)
-        for dataset_id, dataset in job.datasets.items()
-        for epoch, ledger in dataset.epochs.items()
-        for lease_id in ledger.held.get(worker_id, ())
-        if ledger.leases[lease_id].until < (until := read_until.get(lease_id, 0)) <= ledger.leases[lease_id].end
     ]

@@ -13,7 +13,7 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core.inputs import Caller, Heartbeat, HeartbeatReply, Outcome
-from strata.coord.core.observe import observe_plain_heartbeat
+from strata.coord.core.liveness import observe_plain_heartbeat
 from strata.coord.core.state import PendingCommand, StepProgress
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.grpc_handler import MAX_BATCH, STATUS_OF, number

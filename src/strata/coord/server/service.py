@@ -46,7 +46,6 @@ from strata.coord.core.inputs import (
     Tick,
 )
 from strata.coord.core.machine import CoordMachine
-from strata.coord.core.observe import observe, observe_outcome
 from strata.coord.core.state import CoordState
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.telemetry import JobTelemetry
@@ -242,9 +241,9 @@ class CoordinatorService:
 
     def observe(self, request: Input) -> None:
         """Record a request that needs no decision, while this process leads."""
-        state = self.state_if_leading
-        if state is not None:
-            observe(state, request, self.clock.monotonic_s())
+        replica = self._replica
+        if replica is not None and replica.failure is None:
+            replica.observe(request)
 
     def open_call(self, caller: Caller) -> OpenCall:
         """For a `with` statement: while a call of a worker waits here, the worker is alive even if it sends nothing."""
@@ -274,15 +273,8 @@ class CoordinatorService:
         self, replica: CoordReplica, request: Input, *, settle: bool = True
     ) -> tuple[Outcome, asyncio.Future[int] | None]:
         """Observe, decide, apply and enqueue in one turn of the loop, so that no other request comes in between."""
-        if settle:
-            # A request that is refused because the queue is full must leave no trace in soft state either.
-            replica.check_capacity()
-        now_s = self.clock.monotonic_s()
-        observe(replica.state, request, now_s)
         on_commit = partial(self._on_committed, replica, request)
-        outcome, durable = replica.submit_nowait(request, on_commit, settle=settle)
-        observe_outcome(replica.state, request, outcome, now_s)
-        return outcome, durable
+        return replica.submit_nowait(request, on_commit, settle=settle)
 
     async def _committed(self, replica: CoordReplica, outcome: Outcome, durable: asyncio.Future[int] | None) -> Outcome:
         try:

@@ -1,4 +1,4 @@
-"""The orchestrator as a machine on a journal: `decide`, `observe` and `apply` bound to the encoding of facts."""
+"""The orchestrator as a machine on a journal: its core bound to the encoding of facts and snapshots."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_saved = msgspec.msgpack.Decoder(SavedState).decode
 
 
-def observe(state: TrainState, decision: Decision) -> None:
-    """The only writer of soft state, which no fact holds: charge the tenants of a dispatch, before its facts apply."""
-    if decision.charges is not None:
-        state.scheduler.charge(decision.charges)
-
-
 class TrainMachine:
     """Implements `strata.journal.replica.Machine`."""
 
@@ -31,10 +25,18 @@ class TrainMachine:
     def initial(self) -> TrainState:
         return TrainState(self._rules)
 
+    def observe(self, state: TrainState, request: Input, now_s: float) -> None:
+        """A request alone changes no soft state: only a dispatch does, by its outcome."""
+
+    def observe_outcome(self, state: TrainState, request: Input, decision: Decision, now_s: float) -> None:
+        """The only writer of soft state: charge the tenants of a dispatch, before its facts remove their operations."""
+        del request, now_s
+        if decision.charges is not None:
+            state.scheduler.charge(decision.charges)
+
     def decide(self, state: TrainState, request: Input, now_s: float) -> tuple[Sequence[bytes], Decision]:
         del now_s  # Times are parts of the inputs: they end up in facts, and a monotonic clock means nothing there.
         decision = decide(state, request)
-        observe(state, decision)
         return [facts.encode(fact) for fact in decision.facts], decision
 
     def apply(self, state: TrainState, fact: bytes) -> TrainState:
