@@ -57,6 +57,11 @@ LICENCES: Final = re.compile(
     re.IGNORECASE,
 )
 """Licences that allow Strata to depend on a distribution. Weak copyleft is fine: nothing is copied or linked."""
+LICENCE_FIELDS: Final = """
+import importlib.metadata, json
+print(json.dumps({each.metadata["Name"]: each.metadata["License"] for each in importlib.metadata.distributions()}))
+"""
+"""Prints the field `License` of each distribution: the bill of materials leaves it out."""
 
 
 class ReleaseError(Exception):
@@ -223,17 +228,21 @@ def check_materials() -> str:
         file = DIST / f"strata_train-{version()}.cdx.json"
         options = ("--output-reproducible", "--of", "JSON", "-o", file, "--pyproject", ROOT / "pyproject.toml")
         run(*tool, "environment", *options, python)
-    components = json.loads(file.read_text("utf-8"))["components"]
+        fields = json.loads(run(python, "-c", LICENCE_FIELDS))
+    bill = json.loads(file.read_text("utf-8"))
     rows, unclear = [], []
-    for component in sorted(components, key=lambda each: str(each["name"]).lower()):
+    for component in sorted(bill["components"], key=lambda each: str(each["name"]).lower()):
+        if not component.get("licenses") and fields.get(component["name"]):
+            component["licenses"] = [{"license": {"name": fields[component["name"]]}}]
         licence = "; ".join(licences_of(component)) or "not declared"
         rows.append(f"| {component['name']} | {component['version']} | {licence} |\n")
         if not LICENCES.search(licence) and component["name"] not in ("pip", "setuptools"):
             unclear.append(f"{component['name']}: {licence}")
+    file.write_text(json.dumps(bill, indent=2, sort_keys=True) + "\n", "utf-8")
     (DIST / "LICENCES.md").write_text("| distribution | version | licence |\n|---|---|---|\n" + "".join(rows), "utf-8")
     if unclear:
         raise ReleaseError("licences that nobody has looked at: " + ", ".join(unclear))
-    return f"{len(components)} components, all licences allowed"
+    return f"{len(bill['components'])} components, all licences allowed"
 
 
 def licences_of(component: Mapping[str, object]) -> Iterator[str]:
