@@ -62,16 +62,22 @@ def fitted(table: Table, width: int) -> Table:
     ]
     over = sum(widths) + GAP * (len(widths) - 1) - width
     over -= sum(max(0, widths[at] - FOLDED) for at, column in enumerate(table.columns) if column.folds)
-    limits: dict[int, int] = {}
-    for at in sorted(range(len(widths)), key=lambda at: -widths[at]):
-        if over > 0 and table.columns[at].cuts and widths[at] > SHORTEST:
-            limits[at] = max(SHORTEST, widths[at] - over)
-            over -= widths[at] - limits[at]
+    limits = _cut_widths(table.columns, widths, over)
     rows = [
         [Cell(_cut(cell.text, limits[at]), cell.style) if at in limits else cell for at, cell in enumerate(row)]
         for row in table.rows
     ]
     return Table(table.columns, rows, table.more)
+
+
+def _cut_widths(columns: Sequence[ScreenColumn], widths: Sequence[int], over: int) -> dict[int, int]:
+    """The new widths of the columns to cut, so that the table loses `over` characters."""
+    limits: dict[int, int] = {}
+    for at in sorted(range(len(widths)), key=lambda at: -widths[at]):
+        if over > 0 and columns[at].cuts and widths[at] > SHORTEST:
+            limits[at] = max(SHORTEST, widths[at] - over)
+            over -= widths[at] - limits[at]
+    return limits
 
 
 def _cut(text: str, limit: int) -> str:

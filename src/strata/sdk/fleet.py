@@ -108,10 +108,10 @@ def current_context(settings: ClientSettings) -> ClientContext:
     """What the settings and the contexts say together."""
     there = read_contexts(settings)
     name = settings.context or ("" if settings.url else there.current)
-    if name and name not in there.contexts:
-        raise _unknown(name, there)
     if name:
-        context = there.contexts[name]
+        context = there.contexts.get(name)
+        if context is None:
+            raise _unknown(name, there)
         return msgspec.structs.replace(context, url=settings.url or context.url)
     if not settings.url:
         raise StrataError(

@@ -59,35 +59,44 @@ def status(context: str | None, output: Format) -> None:
 
         counts = client.call("GET", "/v1/status", wire.StatusReply)
         hosts = all_hosts(client)
-        failed = _failures(client, "failed") if counts.by_status.get("failed") else []
-        retried = _failures(client, "pending") if counts.by_status.get("pending") else []
-    by_status = {name: counts.by_status.get(name, 0) for name in STATUSES}
+        by_status = {name: counts.by_status.get(name, 0) for name in STATUSES}
+        failed = _failures(client, "failed", by_status)
+        retried = _failures(client, "pending", by_status)
     if output in (Format.JSON, Format.JSONL):
         shown = [{"id": host.id, "name": host.name, "state": host.state, "presence": host.presence} for host in hosts]
         value = {"jobs": by_status, "ready": counts.ready, "hosts": shown, "failed": failed, "retried": retried}
         value["version"] = counts.version
         print_value(value, output)
         return
-    total = sum(by_status.values())
-    parts = [f"{number} {name}" for name, number in by_status.items() if number]
-    write(f"{format_count(total, 'job')}: {', '.join(parts)}" if parts else "no jobs yet: strata apply MANIFEST")
-    here = [host for host in hosts if host.state != "left"]
-    write(
-        f"{format_count(len(here), 'host')}: {', '.join(map(_describe_host, here))}"
-        if here
-        else "no hosts yet: strata invite"
-    )
+    write(_count_jobs(by_status))
+    write(_count_hosts(hosts))
     if failed:
-        write("")
-        rows = [(row, {"id": short_id(row["id"]), "failed": _qualified(row)}) for row in failed]
-        print_rows(output, _FAILED, rows)
+        _print_failures(output, _FAILED, failed)
         if by_status["failed"] > len(failed):
             write(f"and {by_status['failed'] - len(failed)} more: strata list --status failed")
     if retried:
-        write("")
-        print_rows(output, _RETRIED, [(row, {"id": short_id(row["id"]), "waits": _qualified(row)}) for row in retried])
+        _print_failures(output, _RETRIED, retried)
     if by_status["pending"] and not by_status["running"] + by_status["claimed"]:
         print_error("strata: no job is running; 'strata why JOB' explains what a pending job waits for")
+
+
+def _count_jobs(by_status: Mapping[str, int]) -> str:
+    parts = [f"{number} {name}" for name, number in by_status.items() if number]
+    if not parts:
+        return "no jobs yet: strata apply MANIFEST"
+    return f"{format_count(sum(by_status.values()), 'job')}: {', '.join(parts)}"
+
+
+def _count_hosts(hosts: Iterable[wire.Host]) -> str:
+    here = [_describe_host(host) for host in hosts if host.state != "left"]
+    return f"{format_count(len(here), 'host')}: {', '.join(here)}" if here else "no hosts yet: strata invite"
+
+
+def _print_failures(output: Format, columns: tuple[Column, ...], failures: Iterable[dict[str, Any]]) -> None:
+    """After an empty line. The second column is the job."""
+    write("")
+    job = columns[1].key
+    print_rows(output, columns, [(row, {"id": short_id(row["id"]), job: _qualified(row)}) for row in failures])
 
 
 def _describe_host(host: wire.Host) -> str:
@@ -101,8 +110,10 @@ def _qualified(row: Mapping[str, Any]) -> str:
     return row["job"] if row["project"] == DEFAULT_PROJECT else f"{row['project']}/{row['job']}"
 
 
-def _failures(client: HubClient, status: str) -> list[dict[str, Any]]:
+def _failures(client: HubClient, status: str, by_status: Mapping[str, int]) -> list[dict[str, Any]]:
     """The last errors of jobs that failed, or that wait for another attempt."""
+    if not by_status[status]:
+        return []
     from strata.fleet import wire
     from strata.fleet.core.job import JobStatus
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -57,16 +57,9 @@ def metrics(  # noqa: PLR0913 (the options of the command)
             return
         chosen = _chosen(client, jobs, sweep, model)
         rows = [_compared(client, job) for job in chosen]
-        swept = len({job.spec.sweep for job in chosen}) == 1 and bool(chosen[0].spec.sweep)
     if sort:
-        known = [row for row in rows if sort in row["metrics"]]
-        if not known and rows:
-            names = sorted({name for row in rows for name in row["metrics"]})
-            raise StrataError(
-                Code.NOT_FOUND, f"no job has a metric {sort!r}", hint=f"metrics of these jobs: {', '.join(names)}"
-            )
-        rows = sorted(known, key=lambda row: row["metrics"][sort], reverse=not lowest)
-    _show(rows, sort, _varied(rows) if swept else {}, output)
+        rows = _sorted(rows, sort, lowest=lowest)
+    _show(rows, sort, _varied(rows) if _are_one_sweep(chosen) else {}, output)
 
 
 def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -> list[wire.Job]:
@@ -79,6 +72,24 @@ def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -
     return sorted(jobs, key=lambda job: _natural(job.spec.label))
 
 
+def _are_one_sweep(jobs: Sequence[wire.Job]) -> bool:
+    return len({job.spec.sweep for job in jobs}) == 1 and bool(jobs[0].spec.sweep)
+
+
+def _sorted(rows: list[dict[str, Any]], metric: str, *, lowest: bool) -> list[dict[str, Any]]:
+    """The rows that have the metric, the best first."""
+    known = [row for row in rows if metric in row["metrics"]]
+    if rows and not known:
+        names = ", ".join(sorted(_reported(rows)))
+        raise StrataError(Code.NOT_FOUND, f"no job has a metric {metric!r}", hint=f"metrics of these jobs: {names}")
+    return sorted(known, key=lambda row: row["metrics"][metric], reverse=not lowest)
+
+
+def _reported(rows: Iterable[dict[str, Any]]) -> Counter[str]:
+    """The metrics of the rows, and how many rows have each."""
+    return Counter(name for row in rows for name in row["metrics"])
+
+
 def _natural(label: str) -> list[tuple[int, str]]:
     """So that search/9 comes before search/10."""
     return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", label)]
@@ -86,7 +97,7 @@ def _natural(label: str) -> list[tuple[int, str]]:
 
 def _varied(rows: list[dict[str, Any]]) -> dict[str, int]:
     """The parameters in which the rows differ, with their widths, if they are short enough to be columns."""
-    metrics = {name for row in rows for name in row["metrics"]}
+    metrics = _reported(rows)
     names = dict.fromkeys(name for row in rows for name in row["hyper"] if name not in metrics)
     cells = {name: {_parameter(row["hyper"].get(name)) for row in rows} for name in names}
     widths = {name: max(len(name), *map(len, values)) for name, values in cells.items() if len(values) > 1}
@@ -146,18 +157,25 @@ def _over_time(client: HubClient, job: wire.Job, output: Format) -> None:
 
 
 def _show(rows: list[dict[str, Any]], sort: str, varied: dict[str, int], output: Format) -> None:
-    counts = Counter(name for row in rows for name in row["metrics"])
+    counts = _reported(rows)
     names = sorted(counts, key=lambda name: (name != sort, -counts[name], name))
-    room = WIDTH - 12 - min(26, max((len(row["job"]) for row in rows), default=0))
-    room -= sum(width + 2 for width in varied.values())
-    shown: list[str] = []
-    for name in names:
-        room -= max(len(name), 6) + 2
-        if output is Format.WIDE or (room >= 0 and len(shown) < MAX_METRICS) or not shown:
-            shown.append(name)
-    columns = [Column("id"), Column("job", cut=26), *(Column(name, number=True) for name in (*varied, *shown))]
+    if output is not Format.WIDE:
+        job_width = min(26, max((len(row["job"]) for row in rows), default=0))
+        names = _fitting(names, WIDTH - 12 - job_width - sum(width + 2 for width in varied.values()))
+    columns = [Column("id"), Column("job", cut=26), *(Column(name, number=True) for name in (*varied, *names))]
     columns += [Column("hyper", wide=True), Column("status", wide=True)]
     print_rows(output, columns, ((row, _cells(row, varied)) for row in rows))
+
+
+def _fitting(names: list[str], room: int) -> list[str]:
+    """The metrics that fit into so many characters: the first one always, and no more than MAX_METRICS."""
+    shown = names[:1]
+    room -= sum(max(len(name), 6) + 2 for name in shown)
+    for name in names[1:]:
+        room -= max(len(name), 6) + 2
+        if room >= 0 and len(shown) < MAX_METRICS:
+            shown.append(name)
+    return shown
 
 
 def _cells(row: dict[str, Any], varied: Iterable[str]) -> dict[str, str]:

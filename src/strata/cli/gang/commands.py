@@ -18,7 +18,7 @@ from strata.cli.output import Column, Format, Rows, output_option, print_error
 
 if TYPE_CHECKING:
     from strata.coord.operator import CommandReceipt, Operator, OperatorSettings
-    from strata.coord.view import JobSummaryView
+    from strata.coord.view import JobSummaryView, WorkerView
 
 T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -264,13 +264,17 @@ def _answers(state: object, issued: CommandReceipt) -> dict[str, str]:
     waiting = {
         worker for each in state.commands if each.command.command_id == issued.command_id for worker in each.waiting_for
     }
-    found: dict[str, str] = {}
-    for worker_id in issued.worker_ids:
-        worker = state.worker(worker_id)
-        gone = worker is None or worker.is_gone
-        liveness = (worker.liveness if worker else None) or "LOST"
-        found[worker_id] = "waiting" if worker_id in waiting else liveness.lower() if gone else "acknowledged"
-    return found
+    return {
+        worker_id: "waiting" if worker_id in waiting else _answer(state.worker(worker_id))
+        for worker_id in issued.worker_ids
+    }
+
+
+def _answer(worker: WorkerView | None) -> str:
+    """Of a worker that the command does not wait for."""
+    if worker is None:
+        return "lost"
+    return (worker.liveness or "LOST").lower() if worker.is_gone else "acknowledged"
 
 
 def _ask(job: str | None, given: dict[str, Any], use: Callable[[Operator], Awaitable[T]]) -> T:

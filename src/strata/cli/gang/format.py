@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from strata.coord.view import BarrierView, CheckpointView, DatasetView, IncidentView, JobView
+    from strata.coord.view import BarrierView, CheckpointView, DatasetView, IncidentView, JobView, WorkerView
 
 LONG_MS: Final = 30_000
 """A barrier that is open, or a command that is unanswered, for longer than this is worth a look."""
@@ -46,18 +46,27 @@ def names(some: Sequence[str], most: int | None = NAMED) -> str:
 def summary(job: JobView) -> str:
     """The line that a person who knows nothing yet reads first."""
     alive = sum(each.liveness == "ALIVE" for each in job.members)
-    steps = [each.step for each in job.members if each.step is not None]
     parts = [
-        *([] if job.status in (None, "RUNNING") else [job.status.lower()]),
-        *([f"run {job.run}"] if job.run > 1 else []),
+        "" if job.status in (None, "RUNNING") else job.status.lower(),
+        f"run {job.run}" if job.run > 1 else "",
         f"generation {job.generation}" if job.generation else "no generation yet",
         f"{alive} of {len(job.members)} workers alive",
+        _step_range(job),
+        _newest_checkpoint(job),
     ]
-    if steps:
-        parts.append(f"step {max(steps)}" if len(set(steps)) == 1 else f"steps {min(steps)} to {max(steps)}")
-    committed = [each for each in job.checkpoints if each.committed]
-    parts.append(f"checkpoint at step {committed[0].manifest.step}" if committed else "no checkpoint")
-    return f"{job.job_id}: {', '.join(parts)}"
+    return f"{job.job_id}: {', '.join(filter(None, parts))}"
+
+
+def _step_range(job: JobView) -> str:
+    steps = {each.step for each in job.members if each.step is not None}
+    if not steps:
+        return ""
+    return f"step {max(steps)}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
+
+
+def _newest_checkpoint(job: JobView) -> str:
+    committed = next((each for each in job.checkpoints if each.committed), None)
+    return "no checkpoint" if committed is None else f"checkpoint at step {committed.manifest.step}"
 
 
 def alerts(job: JobView) -> list[str]:
@@ -74,12 +83,7 @@ def alerts(job: JobView) -> list[str]:
         for each in job.datasets
         if each.quarantined
     ]
-    found += [
-        f"command {each.command.command_id} {each.command.kind} is not acknowledged by {names(each.waiting_for, FEW)}"
-        for each in job.commands
-        if each.issued_at_unix_ms and job.observed_at_unix_ms - each.issued_at_unix_ms >= LONG_MS
-    ]
-    return found
+    return [*found, *_command_alerts(job)]
 
 
 def _suspect_alerts(job: JobView) -> list[str]:
@@ -122,6 +126,14 @@ def _barrier_alert(barrier: BarrierView) -> str:
     )
 
 
+def _command_alerts(job: JobView) -> list[str]:
+    return [
+        f"command {each.command.command_id} {each.command.kind} is not acknowledged by {names(each.waiting_for, FEW)}"
+        for each in job.commands
+        if each.issued_at_unix_ms and job.observed_at_unix_ms - each.issued_at_unix_ms >= LONG_MS
+    ]
+
+
 def missing_parts(job: JobView, checkpoint: CheckpointView, most: int | None = NAMED) -> str:
     """Who has not reported, by name."""
     return names([job.at_rank(rank) for rank in checkpoint.missing_ranks], most)
@@ -150,17 +162,23 @@ def _worker_changes(before: JobView, after: JobView) -> Iterator[str]:
     known = {each.worker_id: each for each in before.workers}
     for each in after.workers:
         was = known.get(each.worker_id)
-        if not each.is_gone and (was is None or was.is_gone):
-            yield f"{each.worker_id} joined{f' on {each.hostname}' if each.hostname else ''}"
-        elif was is None or each.liveness != was.liveness:
-            yield f"{each.worker_id} {_LIVES.get(each.liveness or '', 'is unknown')}: {each.liveness_reason}"
-        elif each.incarnation != was.incarnation:
-            yield f"{each.worker_id} was replaced by a new process"
+        presence = _presence_change(was, each)
+        if presence:
+            yield f"{each.worker_id} {presence}"
         if each.status is not None and each.status != (was.status if was else None):
             yield f"{each.worker_id} is {each.status}"
 
 
-_LIVES: Final = {"ALIVE": "is back", "SUSPECT": "may be gone", "LOST": "was lost", "LEFT": "left"}
+def _presence_change(was: WorkerView | None, now: WorkerView) -> str:
+    """Empty if the same process is as alive as before."""
+    if not now.is_gone and (was is None or was.is_gone):
+        return f"joined on {now.hostname}" if now.hostname else "joined"
+    if was is None or now.liveness != was.liveness:
+        return f"{_LIVENESS.get(now.liveness or '', 'is unknown')}: {now.liveness_reason}"
+    return "was replaced by a new process" if now.incarnation != was.incarnation else ""
+
+
+_LIVENESS: Final = {"ALIVE": "is back", "SUSPECT": "may be gone", "LOST": "was lost", "LEFT": "left"}
 
 
 def _generation_changes(before: JobView, after: JobView) -> Iterator[str]:

@@ -41,7 +41,8 @@ def screen(job: JobView, *, wide: bool = False, rows: int | None = None) -> Scre
     return Screen(lines, [table for table in (workers, *others) if table.rows])
 
 
-_LIFE_STYLE: Final = {"SUSPECT": "bold yellow", "LOST": "red", "LEFT": "dim"}
+_LIVENESS_STYLE: Final = {"SUSPECT": "bold yellow", "LOST": "red", "LEFT": "dim"}
+_STATUS_STYLE: Final = {"ERROR": "bold red"}
 _WORKER: Final = (
     ScreenColumn("WORKER", cuts=True),
     ScreenColumn("RANK", number=True),
@@ -65,47 +66,62 @@ _WORKER_WIDE: Final = (
 
 
 def _workers(job: JobView, *, wide: bool, room: int | None) -> Table:
-    there = list(job.members)
+    members = list(job.members)
     gone = [each for each in job.workers if each.is_gone]
     # The coordinator lists those that are gone oldest first and keeps thousands.
     shown_gone = gone if wide else gone[-GONE_SHOWN:]
-    shown = there
-    if room is not None and len(there) + len(shown_gone) > room:
+    shown = members
+    if room is not None and len(members) + len(shown_gone) > room:
         shown_gone = shown_gone[-1:]
-        troubled = sorted(there, key=lambda each: each.liveness == "ALIVE" and each.rank is not None)
-        chosen = {each.worker_id for each in troubled[: max(1, room - len(shown_gone))]}
-        shown = [each for each in there if each.worker_id in chosen]
-    left_out = [
-        f"{len(there) - len(shown)} more workers" if len(there) > len(shown) else "",
-        f"{len(gone) - len(shown_gone)} that are gone" if len(gone) > len(shown_gone) else "",
-    ]
-    more = " and ".join(each for each in left_out if each)
+        shown = _most_troubled(members, max(1, room - len(shown_gone)))
     return Table(
         (*_WORKER, *(_WORKER_WIDE if wide else ()), ScreenColumn("NOTE")),
         [_worker(job, each, wide=wide) for each in [*shown, *shown_gone]],
-        f"… and {more}: -o wide shows all" if more else "",
+        _left_out(len(members) - len(shown), len(gone) - len(shown_gone)),
     )
 
 
+def _most_troubled(members: Sequence[WorkerView], count: int) -> list[WorkerView]:
+    """Workers that are not alive or have no rank before all others; in the order of `members`."""
+    ordered = sorted(members, key=lambda each: each.liveness == "ALIVE" and each.rank is not None)
+    chosen = {each.worker_id for each in ordered[:count]}
+    return [each for each in members if each.worker_id in chosen]
+
+
+def _left_out(members: int, gone: int) -> str:
+    parts = [f"{members} more workers"] if members else []
+    parts += [f"{gone} that are gone"] if gone else []
+    return f"… and {' and '.join(parts)}: -o wide shows all" if parts else ""
+
+
 def _worker(job: JobView, worker: WorkerView, *, wide: bool) -> list[Cell]:
-    style = _LIFE_STYLE.get(worker.liveness or "", "")
-    note = "waiting" if worker.rank is None else ""
-    if worker.liveness != "ALIVE":
-        note = (worker.liveness or "?").lower()
-        # Why stands among what needs attention and in the incidents; here it would take the room of the name.
-        note += f": {worker.liveness_reason}" if wide else ""
-    state = worker.status or ("-" if worker.is_gone else "?")
+    style = _LIVENESS_STYLE.get(worker.liveness or "", "")
+    present = not worker.is_gone
     cells = [
         Cell(worker.worker_id, style),
         Cell(_number(worker.rank)),
         Cell(_number(job.generation if worker.rank is not None else None)),
-        Cell(state, "bold red" if state == "ERROR" else "" if worker.is_gone else "cyan"),
-        Cell("-" if worker.is_gone else age(worker.silent_ms), style),
+        _worker_state(worker),
+        Cell(age(worker.silent_ms) if present else "-", style),
         Cell(_number(worker.step)),
         Cell("-" if worker.step_time_ms is None else _duration(worker.step_time_ms)),
-        Cell("-" if worker.is_gone else str(worker.leased_shards)),
+        Cell(_number(worker.leased_shards if present else None)),
     ]
-    return [*cells, *(_worker_wide(worker) if wide else ()), Cell(note, style)]
+    return [*cells, *(_worker_wide(worker) if wide else ()), Cell(_worker_note(worker, wide=wide), style)]
+
+
+def _worker_state(worker: WorkerView) -> Cell:
+    if worker.is_gone:
+        return Cell(worker.status or "-", _STATUS_STYLE.get(worker.status or "", ""))
+    return Cell(worker.status or "?", _STATUS_STYLE.get(worker.status or "", "cyan"))
+
+
+def _worker_note(worker: WorkerView, *, wide: bool) -> str:
+    if worker.liveness == "ALIVE":
+        return "waiting" if worker.rank is None else ""
+    liveness = (worker.liveness or "?").lower()
+    # Why stands among what needs attention and in the incidents; here it would take the room of the name.
+    return f"{liveness}: {worker.liveness_reason}" if wide else liveness
 
 
 def _worker_wide(worker: WorkerView) -> list[Cell]:
