@@ -26,7 +26,7 @@ from strata.base.errors import StrataError
 from strata.base.secret import Secret
 from strata.cli.main import run
 from strata.fleet.client import HubClient
-from strata.sdk.adapters import import_adapter
+from strata.sdk.checkpoints import import_adapter
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_api.processes import Processes, serving

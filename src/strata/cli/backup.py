@@ -110,7 +110,7 @@ def move(*, target: str, config: Path | None, data: str | None, database: str | 
         )
     settings = load_hub_settings(config, data, database)
     from strata.base.clock import SystemClock
-    from strata.hub.migrate import migrate_database
+    from strata.hub.backup import migrate_database
 
     source = settings.database or f"sqlite:{settings.data.expanduser() / 'hub.db'}"
     moved = asyncio.run(migrate_database(source, target, SystemClock().wall_s()))

@@ -89,7 +89,7 @@ def import_(adapter: Path, name: str, server: str | None, key_file: Path | None,
     load_state, create_training_client_from_state or create_sampling_client. The checkpoint belongs to the owner of the
     key. Importing the same adapter again gives the same checkpoint.
     """
-    from strata.sdk.adapters import import_adapter
+    from strata.sdk.checkpoints import import_adapter
 
     with connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S) as client:
         write(import_adapter(client, adapter, name))

@@ -1,4 +1,6 @@
-"""Backup and restore of a whole hub as a folder: what it needs to run, and on request the results of jobs.
+"""A hub's data: backup and restore as a folder, and the move of its database between SQLite and PostgreSQL.
+
+The folder holds what the hub needs to run, and on request the results of jobs.
 
 backup.json        when, by which version, and the digest of each of the first four
 hub.db             the database, sealed: jobs, hosts, keys, which chunks make up which artifact
@@ -27,11 +29,20 @@ import msgspec
 from strata import __version__
 from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.errors import Code, StrataError
+from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.sqlite import SqliteThread
 from strata.fleet.store.backup import backup_sqlite, fence_postgres, require_absent, restore_sqlite
+from strata.fleet.store.migrate import MigratedRows, to_postgres, to_sqlite
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.online_backup import request_backup
-from strata.hub.tables import SQLITE, ReadOnlySchema, is_postgres, postgres_connections, upgrade_existing
+from strata.hub.tables import (
+    SQLITE,
+    ReadOnlySchema,
+    is_postgres,
+    postgres_components,
+    postgres_connections,
+    upgrade_existing,
+)
 
 DATABASE: Final = "hub.db"
 NOTE: Final = "backup.json"
@@ -52,7 +63,11 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def sqlite_path(data: Path, database: str) -> Path:
-    return Path(database.removeprefix("sqlite:")) if database else data / DATABASE
+    return _file_of(database) if database else data / DATABASE
+
+
+def _file_of(database: str) -> Path:
+    return Path(database.removeprefix("sqlite:"))
 
 
 def back_up(data: Path, database: str, target: Path, now_s: float, *, large: bool) -> Note:
@@ -221,3 +236,42 @@ def _digest(path: Path) -> str:
         while block := file.read(_BLOCK):
             made.update(block)
     return made.hexdigest()
+
+
+async def migrate_database(source: str, target: str, now_s: float) -> MigratedRows:
+    """`sqlite:PATH` and `postgresql://…`, either way round. No hub may use either meanwhile."""
+    if is_postgres(source) == is_postgres(target):
+        raise StrataError(Code.INVALID, "a database moves from SQLite to PostgreSQL, or from PostgreSQL to SQLite")
+    if is_postgres(target):
+        thread = await SqliteThread.open(_file_of(source), SqliteComponents(SQLITE), create=False)
+        try:
+            async with postgres_connections(target) as connections:
+                async with connections.transaction() as connection:
+                    await upgrade_postgres(connection, postgres_components())
+                return await to_postgres(thread, connections, now_s)
+        finally:
+            await thread.close()
+    path = _file_of(target)
+    require_absent(path)
+    return await _move_to_sqlite(source, path)
+
+
+async def _move_to_sqlite(source: str, path: Path) -> MigratedRows:
+    """The file gets its name when it is whole."""
+    beside = path.with_name(f"{path.name}.partial")
+    beside.unlink(missing_ok=True)
+    try:
+        async with postgres_connections(source) as connections:
+            await upgrade_existing(connections)
+            thread = await SqliteThread.open(beside, SqliteComponents(SQLITE))
+            try:
+                moved = await to_sqlite(connections, thread)
+            finally:
+                # Closing it brings the write-ahead log home, so the one file is all there is.
+                await thread.close()
+        beside.chmod(0o600)
+        beside.rename(path)
+    finally:
+        for leftover in (beside, Path(f"{beside}-wal")):
+            leftover.unlink(missing_ok=True)
+    return moved

@@ -27,7 +27,6 @@ from strata.fleet.streams import AttemptStreams
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
 from strata.http.root import RootApp, RootLimits
-from strata.hub.certificates import ServerCertificate
 from strata.hub.disk import CHECK_S, DiskGuard
 from strata.hub.online_backup import INTERVAL_S, OnlineBackup
 from strata.hub.outbound import WebhookTarget
@@ -35,7 +34,7 @@ from strata.hub.settings import BucketSettings, HubSettings
 from strata.hub.tables import Tables, open_tables
 from strata.hub.webhooks import WebhookDispatcher
 from strata.identity.authenticate import Authenticator
-from strata.identity.ca import Authority
+from strata.identity.ca import Authority, ServerCertificate, own_names
 from strata.identity.enroll import Enrollment
 
 HOUR_S: Final = 3600.0
@@ -68,9 +67,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
     require_private_folder(data, "the hub's files")
     authority = Authority.load_or_create(data / "ca", "hub", clock.wall_s())
     token = settings.operator_token or operator_token(data)
-    tls = None
-    if settings.tls.enabled:
-        tls = ServerCertificate(authority, data / "ca", settings.tls, settings.listen, clock.wall_s())
+    tls = _server_certificate(settings, authority, data / "ca", clock.wall_s()) if settings.tls.enabled else None
     async with open_tables(settings.database or f"sqlite:{data / 'hub.db'}") as tables:
         chunks = await _chunks(settings, data)
         context = HubContext(
@@ -97,6 +94,13 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             yield Hub(context=context, app=application(context), tls=tls, loops=loops)
         finally:
             await chunks.close()
+
+
+def _server_certificate(settings: HubSettings, authority: Authority, folder: Path, now_s: float) -> ServerCertificate:
+    certificate, key = settings.tls.certificate, settings.tls.key
+    files = None if certificate is None or key is None else (certificate, key)
+    names = settings.tls.names or own_names(settings.listen)
+    return ServerCertificate(authority, folder, names, now_s, files=files)
 
 
 def operator_token(data: Path) -> Secret:

@@ -11,6 +11,8 @@ import datetime
 import hashlib
 import ipaddress
 import os
+import socket
+import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from strata.base.atomic import create_file
+from strata.base.atomic import create_file, write_file
 from strata.base.errors import Code, StrataError
 
 ROOT_DAYS: Final = 3650
@@ -32,6 +34,8 @@ _BACKDATE: Final = datetime.timedelta(minutes=10)
 """A host whose clock is a little behind must not see a certificate from the future."""
 _HOST_URI: Final = "strata://host/"
 _MAX_REQUEST: Final = 16_384
+_DAY_S: Final = 86_400.0
+_WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 - recognised, not bound
 
 
 @dataclass(frozen=True)
@@ -252,3 +256,56 @@ def new_signing_request() -> tuple[bytes, bytes]:
     key = ec.generate_private_key(ec.SECP256R1())
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
     return private_pem(key), request.public_bytes(serialization.Encoding.PEM)
+
+
+class ServerCertificate:
+    """How a server shows who it is, and hosts may show theirs: TLS with a certificate of its own authority.
+
+    `context` serves; `renew` puts a fresh certificate into it while it does. `files` are the certificate and the key of
+    another authority, if the server is to show that one.
+    """
+
+    def __init__(
+        self,
+        authority: Authority,
+        folder: Path,
+        names: Sequence[str],
+        now_s: float,
+        *,
+        files: tuple[Path, Path] | None = None,
+    ) -> None:
+        self._authority = authority
+        self._folder = folder
+        self._names = names
+        self._files = files
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.verify_mode = ssl.CERT_OPTIONAL
+        self.context.load_verify_locations(cadata=authority.certificate_pem.decode())
+        self.context.set_alpn_protocols(["http/1.1"])
+        self._issued_at_s = float("-inf")
+        self.renew(now_s)
+
+    def renew(self, now_s: float) -> None:
+        """When a third of its life is over; connections that are open keep theirs."""
+        if now_s - self._issued_at_s < SERVER_DAYS * _DAY_S / 3:
+            return
+        certificate, key = self._files or (self._issue(now_s),) * 2
+        try:
+            self.context.load_cert_chain(certificate, key)
+        except (OSError, ssl.SSLError) as error:
+            raise StrataError(Code.INVALID, f"the certificate {certificate} cannot be used: {error}") from error
+        self._issued_at_s = now_s
+
+    def _issue(self, now_s: float) -> Path:
+        certificate_pem, key_pem = self._authority.issue_server(self._names, now_s)
+        place = self._folder / "server.pem"
+        write_file(place, key_pem + certificate_pem)
+        return place
+
+
+def own_names(listen: str) -> Sequence[str]:
+    """The names under which this machine reaches what listens there."""
+    host = listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    names = [*([] if host in _WILDCARDS else [host]), socket.gethostname(), "localhost", "127.0.0.1", "::1"]
+    return list(dict.fromkeys(names))

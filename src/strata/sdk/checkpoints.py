@@ -1,7 +1,9 @@
-"""Files of a training server on a machine that does not have its disk: checkpoints, and the tokenizer of its model."""
+"""Files of a training server on a machine that does not have its disk: checkpoints, adapters, and its tokenizer."""
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -16,6 +18,8 @@ from strata.train.peft.layers import ADAPTER_CONFIG, TOKENIZER_FILES
 
 SCHEME: Final = "tinker://"
 KINDS: Final = ("weights", "sampler_weights")
+ADAPTER_FILES: Final = (ADAPTER_CONFIG, "adapter_model.safetensors")
+PICKLED: Final = "adapter_model.bin"
 
 
 class _Urls(msgspec.Struct, frozen=True):
@@ -24,6 +28,14 @@ class _Urls(msgspec.Struct, frozen=True):
 
 class _Supported(msgspec.Struct, frozen=True):
     model_name: str
+
+
+class _ImportQuery(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _Imported(msgspec.Struct, frozen=True):
+    path: str
 
 
 class _Capabilities(msgspec.Struct, frozen=True):
@@ -79,9 +91,29 @@ def fetch_adapter(client: HubClient, path: str, out: Path) -> None:
     def fill(part: Path) -> None:
         fetch_checkpoint(client, path, part)
         if not (part / ADAPTER_CONFIG).exists():
-            raise StrataError(Code.INVALID, f"{path} is a whole model, no adapter", hint="use --format hf")
+            raise StrataError(Code.INVALID, f"{path} is a full fine-tune, no adapter", hint="use --format hf")
 
     _make(out, fill)
+
+
+def import_adapter(client: HubClient, folder: Path, name: str) -> str:
+    """The path of the checkpoint that the server makes of the folder, which PEFT saved. Repeating it is safe."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for file in ADAPTER_FILES:
+            try:
+                archive.add(folder / file, file)
+            except OSError as error:
+                pickled = (folder / PICKLED).exists() and not (folder / ADAPTER_FILES[1]).exists()
+                raise StrataError(
+                    Code.NOT_FOUND,
+                    f"cannot read {folder / file}: {error.strerror}",
+                    hint="pickled weights are never read: save it with safe_serialization=True" if pickled else None,
+                ) from error
+    reply = client.request(
+        "POST", "/api/v1/import_weights", packed.getvalue(), "application/x-tar", _ImportQuery(name), timeout_s=None
+    )
+    return msgspec.json.decode(reply.content, type=_Imported).path
 
 
 def _make(out: Path, fill: Callable[[Path], None]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 
 from strata.cli.backup import hub_location_options
-from strata.cli.doctor import agent, client, hub, machine
+from strata.cli.doctor import hub, machine
 from strata.cli.doctor.findings import DoctorFinding, FindingState
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.client import hub_option
@@ -49,10 +49,10 @@ def doctor(
 def _run_checks(
     config: Path | None, data: str | None, database: str | None, state: str | None, context: str | None
 ) -> Iterator[DoctorFinding]:
-    yield from machine.check()
-    yield from client.check(context)
-    yield from agent.check(state)
-    yield from hub.check(config, data, database)
+    yield from machine.check_install()
+    yield from hub.check_context(context)
+    yield from machine.check_agent(state)
+    yield from hub.check_data(config, data, database)
 
 
 class _FindingPrinter:

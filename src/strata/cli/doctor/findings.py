@@ -53,7 +53,7 @@ def check_private(check: str, paths: Sequence[Path]) -> DoctorFinding:
     """Whether only the owner can read those of the paths that exist."""
     import os
 
-    existing = [path for path in paths if path.exists()]
+    existing = list(filter(Path.exists, paths))
     if os.name != "posix":
         return warning(
             check, "not checked: this system has no POSIX permissions", "make sure that only you can read them"

@@ -13,7 +13,7 @@ import click
 from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.client import error_line, find_job, hub_client, hub_option
-from strata.cli.fleet.pending_reasons import PendingReasons
+from strata.cli.fleet.why import PendingReasons
 from strata.cli.output import print_error, printable
 
 if TYPE_CHECKING:
@@ -73,17 +73,21 @@ class LogFollower:
     def run(self, *, follow: bool, tail: int | None = None, pinned: bool = False) -> None:
         if tail is not None and self._attempt:
             self._print_tail(tail)
-        while True:
+        more = True
+        while more:
             try:
-                if self._attempt and not self._print_piece(FOLLOW_S if follow else 0.0, follow=follow):
-                    continue
-                if not follow or pinned or not self._next_attempt():
-                    break
+                more = self._advance(follow=follow, pinned=pinned)
             except StrataError as error:
                 if not follow or error.code is not Code.UNAVAILABLE:
                     raise
                 self._wait(error.message)
         self._out.close()
+
+    def _advance(self, *, follow: bool, pinned: bool) -> bool:
+        """Print the next piece, or go to the next attempt. Whether there may be more."""
+        if self._attempt and not self._print_piece(FOLLOW_S if follow else 0.0, follow=follow):
+            return True
+        return follow and not pinned and self._next_attempt()
 
     def _print_piece(self, wait_s: float, *, follow: bool) -> bool:
         """Whether the log has ended."""

@@ -13,7 +13,7 @@ import click
 from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.client import all_hosts, error_line, find_job, hub_client, hub_option
-from strata.cli.fleet.pending_reasons import POLL_EVERY_S, PendingReasons
+from strata.cli.fleet.why import POLL_EVERY_S, PendingReasons
 from strata.cli.output import print_error, printable
 
 if TYPE_CHECKING:
@@ -153,16 +153,19 @@ class _Watch:
         self._progress()
 
     def _print_end(self, reply: wire.JobReply) -> None:
-        last = reply.attempts[-1] if reply.attempts else None
-        if last is not None and last.host_id not in self._hosts:
-            self._hosts = {host.id: host.name for host in all_hosts(self._client)}
-        where = f" on {self._hosts.get(last.host_id, last.host_id)}" if last else ""
-        took = ""
-        if last and last.ended_at_s is not None:
-            took = f" in {last.ended_at_s - (last.started_at_s or last.claimed_at_s):.1f}s"
-        error = f": {error_line(last.error) or reply.job.reason}" if last and reply.job.status == "failed" else ""
+        end = ""
+        if reply.attempts:
+            last = reply.attempts[-1]
+            end = f" on {self._host_name(last.host_id)}{_describe_duration(last)}"
+            if reply.job.status == "failed":
+                end += f": {error_line(last.error) or reply.job.reason}"
         self.clear()
-        print_error(f"{reply.job.status:9}  {reply.job.spec.label}{where}{took}{error}")
+        print_error(f"{reply.job.status:9}  {reply.job.spec.label}{end}")
+
+    def _host_name(self, host_id: str) -> str:
+        if host_id not in self._hosts:
+            self._hosts = {host.id: host.name for host in all_hosts(self._client)}
+        return self._hosts.get(host_id, host_id)
 
     def _counted(self) -> str:
         counts = Counter(self._states.values())
@@ -200,3 +203,9 @@ class _Watch:
             return False
         self._changed_at_s = time.monotonic()
         return not any(self._client.call("GET", f"/v1/job/{job_id}/why", Why).schedulable for job_id in rest)
+
+
+def _describe_duration(attempt: wire.JobAttempt) -> str:
+    if attempt.ended_at_s is None:
+        return ""
+    return f" in {attempt.ended_at_s - (attempt.started_at_s or attempt.claimed_at_s):.1f}s"

@@ -1,19 +1,26 @@
-"""`strata why`: why a job is not running, host by host, or how it ended."""
+"""`strata why`: why a job is not running, or how it ended; and the same in passing, for a job that a command awaits."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.client import error_line, find_job, hub_client, hub_option, print_value, wrap_text
-from strata.cli.output import Format, output_option, printable, write
+from strata.cli.output import Format, output_option, print_error, printable, write
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from strata.fleet import wire
+    from strata.fleet.client import HubClient
     from strata.fleet.core.why import Why
 
+PRINT_AFTER_S: Final = 3.0
+"""How long a job must be pending before its reason is printed."""
+POLL_EVERY_S: Final = 3.0
 _ENDED: Final = {"completed": "is completed", "failed": "has failed", "cancelled": "was cancelled"}
 
 
@@ -47,24 +54,73 @@ def why(job: str, context: str | None, output: Format) -> None:
 def _show_why(reply: wire.JobReply, answer: Why) -> None:
     from strata.fleet.core.job import TERMINAL
 
-    job = reply.job
+    error = error_line(reply.attempts[-1].error) if reply.attempts else ""
+    if reply.job.status in TERMINAL:
+        _show_end(reply.job, error)
+    else:
+        _show_obstacles(reply.job, error, answer)
+
+
+def _show_end(job: wire.Job, error: str) -> None:
     label = printable(job.spec.label)
-    if job.status in TERMINAL:
-        write(f"{label} {_ENDED[job.status]}{f': {printable(job.reason)}' if job.reason else ''}")
-        error = error_line(reply.attempts[-1].error) if reply.attempts else ""
-        if error and job.status == "failed":
-            write(wrap_text(error, "  ", "    "))
-            write(f"  full log: strata logs {label}")
-        return
-    write(f"{label} is {job.status}: {printable(answer.headline)}")
+    write(f"{label} {_ENDED[job.status]}{f': {printable(job.reason)}' if job.reason else ''}")
+    if error and job.status == "failed":
+        write(wrap_text(error, "  ", "    "))
+        write(f"  full log: strata logs {label}")
+
+
+def _show_obstacles(job: wire.Job, error: str, answer: Why) -> None:
+    write(f"{printable(job.spec.label)} is {job.status}: {printable(answer.headline)}")
     for obstacle in answer.obstacles:
         write(wrap_text(f"{obstacle.what}: {obstacle.detail}", "  ", "    "))
         if obstacle.fix:
             write(wrap_text(f"fix: {obstacle.fix}", "    ", "      "))
-    error = error_line(reply.attempts[-1].error) if reply.attempts and job.status == "pending" else ""
-    if error:
+    if error and job.status == "pending":
         write(wrap_text(f"last error: {error}", "  ", "    "))
     if answer.eligible_hosts:
         write(wrap_text(f"eligible: {', '.join(answer.eligible_hosts)}", "  ", "    "))
     if len(answer.nearest_fix) > 1:
         write(wrap_text(f"what {answer.nearest_host} lacks: {'; '.join(answer.nearest_fix)}", "  ", "    "))
+
+
+class PendingReasons:
+    """Prints why a job that a command waits for is pending: after a moment, and again when the reason changes.
+
+    `before` is called before each line.
+    """
+
+    def __init__(self, client: HubClient, before: Callable[[], None] = lambda: None) -> None:
+        self._client = client
+        self._before = before
+        self._waiting = ""
+        self._since_s = 0.0
+        self._queried_at_s = 0.0
+        self._printed: tuple[str, ...] = ()
+
+    def on_pending(self, job_id: str, label: str) -> None:
+        """Call repeatedly while this job is pending."""
+        now_s = time.monotonic()
+        if self._waiting != job_id:
+            self._waiting, self._since_s, self._printed = job_id, now_s, ()
+        if now_s - self._since_s < PRINT_AFTER_S or now_s - self._queried_at_s < POLL_EVERY_S:
+            return
+        from strata.fleet.core.why import Why
+
+        self._queried_at_s = now_s
+        answer = self._client.call("GET", f"/v1/job/{job_id}/why", Why)
+        # Without the details: the remaining time of a backoff differs every time.
+        reasons = (str(answer.schedulable), *(each.what for each in answer.obstacles))
+        if reasons != self._printed:
+            self._printed = reasons
+            self._before()
+            print_error(
+                f"strata: {printable(label)} is pending: {printable(summarize(answer))}", hint=f"strata why {label}"
+            )
+
+    def on_running(self) -> None:
+        self._waiting = ""
+
+
+def summarize(answer: Why) -> str:
+    details = [each.detail for each in answer.obstacles[:2] if each.detail != answer.headline]
+    return "; ".join([answer.headline, *details])

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import click
 
+from strata.base.errors import Code, StrataError
+from strata.cli.gang.format import clock
 from strata.cli.groups import DefaultGroup
-from strata.cli.output import print_error
-from strata.cli.serve.status import status
+from strata.cli.layout import Cell, Screen, console, print_once, render, to_json
+from strata.cli.output import Format, output_option, print_error, printable, write
+from strata.cli.serve.screen import line, screen
+from strata.cli.training_server import connect_server, context_option, key_file_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from strata.fleet.client import HubClient
+    from strata.train.core.status import ServerStatus
+
+EVERY_S: Final = 1.0
+ANSWER_S: Final = 15.0
+TRANSIENT: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE, Code.EXHAUSTED})
+"""Transient errors: a watch continues across restarts of the server."""
 
 
 class Serve(DefaultGroup):
@@ -24,9 +42,6 @@ def serve() -> None:
 
     'strata serve CONFIG' is 'strata serve run CONFIG'; see 'strata serve run --help'.
     """
-
-
-serve.add_command(status)
 
 
 @serve.command()
@@ -61,3 +76,96 @@ def run(config: Path, *, make_keys: bool) -> None:
     model = settings.model.base_model
     ranks = f"{settings.ranks.nproc} ranks" if settings.ranks.mode == "auto" else "ranks started elsewhere"
     run_launcher(settings, config, lambda where: print_error(f"strata serve: {where}, model {model}, {ranks}"))
+
+
+@serve.command()
+@click.argument("server", required=False, metavar="[URL|CONFIG]")
+@click.option("-w", "--watch", is_flag=True, help="Keep watching: a live screen, or a line for each change if piped.")
+@key_file_option
+@context_option
+@output_option
+def status(*, server: str | None, watch: bool, key_file: Path | None, context: str | None, output: Format) -> None:
+    """Show what a training server does, who waits for it, and what ended last.
+
+    The server is the one at URL, or the one on this machine with the settings file CONFIG; default is the current
+    context. With an operator's key all tenants are shown, with any other key its own tenant and the sum of the others.
+    """
+    if watch and output is Format.JSON:
+        raise click.UsageError("-o json cannot be combined with --watch: use -o jsonl")
+    with connect_server(server, key_file, context, own="operator.token", timeout_s=ANSWER_S) as client:
+        if watch:
+            _follow(_poll(client), output)
+        else:
+            current = _fetch_status(client)
+            print_once(current, screen(current, wide=output is Format.WIDE), output)
+
+
+def _fetch_status(client: HubClient) -> ServerStatus:
+    from strata.train.core.status import ServerStatus
+
+    try:
+        return client.call("GET", "/api/v1/status", ServerStatus)
+    except StrataError as error:
+        if error.code is Code.NOT_FOUND:
+            raise StrataError(
+                error.code, "there is no training server at this address", hint="a hub? then use 'strata status'"
+            ) from error
+        raise
+
+
+def _poll(client: HubClient) -> Iterator[ServerStatus | StrataError]:
+    """Poll for ever. The first call must succeed; later a server that is away may come back."""
+    yield _fetch_status(client)
+    while True:
+        time.sleep(EVERY_S)
+        try:
+            current: ServerStatus | StrataError = _fetch_status(client)
+        except StrataError as error:
+            if error.code not in TRANSIENT:
+                raise
+            current = error
+        yield current
+
+
+def _follow(statuses: Iterator[ServerStatus | StrataError], output: Format) -> None:
+    to = console()
+    if output is not Format.JSONL and to.is_terminal and not to.is_dumb_terminal:
+        _live(statuses, to, wide=output is Format.WIDE)
+    else:
+        _print_changes(statuses, output)
+
+
+def _print_changes(statuses: Iterator[ServerStatus | StrataError], output: Format) -> None:
+    before, away = "", False
+    for current in statuses:
+        if isinstance(current, StrataError):
+            if not away:
+                print_error(f"strata serve: lost the connection: {current.message}; trying again")
+            away = True
+            continue
+        if away:
+            print_error("strata serve: connected again")
+        away = False
+        text = to_json(current, indent=False) if output is Format.JSONL else line(current)
+        if text != before:
+            write(text if output is Format.JSONL else f"{_time(current)} {printable(text)}")
+        before = text
+
+
+def _live(statuses: Iterator[ServerStatus | StrataError], to: Console, *, wide: bool) -> None:
+    from rich.live import Live
+
+    last: ServerStatus | None = None
+    with Live(console=to, auto_refresh=False, vertical_overflow="ellipsis") as live:
+        for current in statuses:
+            if isinstance(current, StrataError):
+                head = Cell(f"NOT CONNECTED: {current.message}", "bold white on red")
+            else:
+                last, head = current, Cell(f"{_time(current)}  Ctrl-C ends", "dim")
+            shown = Screen([], []) if last is None else screen(last, wide=wide, rows=to.height - 1)
+            live.update(render(shown, to.width, before=[head]), refresh=True)
+
+
+def _time(current: ServerStatus) -> str:
+    now_ms = int(current.now_s * 1000)
+    return clock(now_ms, now_ms)
