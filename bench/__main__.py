@@ -24,8 +24,9 @@ BENCHES: Final = {
     "train": "operations and fine-tuning through the training server beside a plain torchrun loop",
     "weights": "checkpoints of the training server beside bare safetensors and torch.distributed.checkpoint",
 }
-"""Each is a module `bench.NAME` with `async def run(report: Report, *, quick: bool) -> None`, and perhaps with the
-`loop_factory` of what it measures."""
+"""Each is a module `bench.NAME`, or `bench.NAME.cases` of a package, with
+`async def run(report: Report, *, quick: bool) -> None`, and perhaps with the `loop_factory` of what it measures."""
+PACKAGES: Final = ("coordinator", "fleet", "journal", "train")
 
 Run = Callable[..., Coroutine[Any, Any, None]]
 
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--json-only", action="store_true", help="no table and no progress on stderr")
     given = parser.parse_args()
     report = Report(given.name, quiet=given.json_only)
-    bench = importlib.import_module(f"bench.{given.name}")
+    bench = importlib.import_module(f"bench.{given.name}.cases" if given.name in PACKAGES else f"bench.{given.name}")
     run: Run = bench.run
     with asyncio.Runner(loop_factory=getattr(bench, "loop_factory", None)) as runner:
         runner.run(run(report, quick=given.quick))

@@ -36,10 +36,10 @@ from transformers import AutoModelForCausalLM
 
 from bench.interleave import interleave
 from bench.report import Report
-from bench.train_bare import LAYERS
-from bench.train_processes import served
-from bench.train_protocol import BETAS, EPS, LORA_ALPHA, MODEL, RATE, Server, Tokens
-from bench.train_wire import Wire
+from bench.train.bare import LAYERS
+from bench.train.processes import served
+from bench.train.protocol import BETAS, EPS, LORA_ALPHA, MODEL, RATE, Server, Tokens
+from bench.train.wire import Wire
 from strata.train.runner.model.tiny import TinyModel, make
 
 RANKS: Final = (4, 64)

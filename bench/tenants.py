@@ -34,9 +34,9 @@ import psutil  # type: ignore[import-untyped]
 
 from bench.interleave import interleave
 from bench.report import Report
-from bench.train_processes import served
-from bench.train_protocol import LORA_RANK, MODEL, Server, Tokens, Work, draw
-from bench.train_wire import Wire
+from bench.train.processes import served
+from bench.train.protocol import LORA_RANK, MODEL, Server, Tokens, Work, draw
+from bench.train.wire import Wire
 from strata.train.api.keys import TOKEN_FILE
 from strata.train.runner.model.tiny import TinyModel, make
 

@@ -1,8 +1,7 @@
-"""Clients that are no hosts: an operator who queues and cancels jobs, a listener of the feed, a webhook receiver."""
+"""Clients that are no hosts: an operator who queues and cancels jobs, and a listener of the feed."""
 
 from __future__ import annotations
 
-import http.server
 import random
 import threading
 import time
@@ -169,30 +168,3 @@ class Listener:
                 return
             time.sleep(0.2)
         self.expected.problem(f"the feed did not catch up within {within_s:g} s")
-
-
-class Receiver:
-    """Of a webhook: remembers the cursors it was sent, in order."""
-
-    def __init__(self) -> None:
-        self.got: list[str] = []
-        receiver = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.got.append(self.headers["X-Strata-Delivery"])
-                self.send_response(204)
-                self.end_headers()
-
-            def log_message(self, format: str, *args: object) -> None: ...
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/hook"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

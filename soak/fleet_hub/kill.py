@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from soak.fleet_hub.clients import Receiver
 from soak.fleet_hub.expected_state import ExpectedState
 from soak.fleet_hub.workers import LEASE_S, SEEDS_PER_TRIAL, Outcome, Workers, settings
 from soak.hub_process import ROOT, STRATA, ArmedFailpoint, HubProcess
 from soak.trials import CampaignRequest, CampaignResult, Database, OnProgress, seeded_random, spread_s
+from strata.testing.webhook_receiver import WebhookReceiver
 
 ROUND: Final = 20
 FIRES_S: Final = 15.0
@@ -151,7 +151,7 @@ async def run(
     program: Sequence[str] = (STRATA,),
 ) -> CampaignResult:
     """`kills` other than the next ones of the schedule, and a `program` that lacks a safeguard, are for tests."""
-    receiver = Receiver()
+    receiver = WebhookReceiver()
     database = ask.url if ask.database == "postgres" else ""
     hub = HubProcess(ask.folder, database=database, config=settings(ask.folder, receiver), program=program)
     workers = Workers(hub, receiver, ask.workers, seeded_random(ask.first), ask.first * SEEDS_PER_TRIAL)

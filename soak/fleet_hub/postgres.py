@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
-from soak.fleet_hub.clients import Receiver
 from soak.fleet_hub.expected_state import ExpectedState
 from soak.fleet_hub.workers import LEASE_S, SEEDS_PER_TRIAL, Outcome, Workers, settings
 from soak.hub_process import HubProcess
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
 from strata.testing.postgres import PostgresServer
 from strata.testing.proxy import ChaosProxy
+from strata.testing.webhook_receiver import WebhookReceiver
 
 ROUND: Final = 5
 LIMIT_S: Final = 5.0
@@ -141,7 +141,7 @@ class Campaign:
 
 async def run(ask: CampaignRequest, tell: OnProgress, *, per_round: int = ROUND) -> CampaignResult:
     """With a server of its own, since it is killed."""
-    receiver = Receiver()
+    receiver = WebhookReceiver()
     with PostgresServer() as server:
         url = server.create_database()
         async with ChaosProxy("127.0.0.1", server.port) as proxy:

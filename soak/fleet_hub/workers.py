@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from soak.fleet_hub import audit
-from soak.fleet_hub.clients import Listener, Operator, Receiver
+from soak.fleet_hub.clients import Listener, Operator
 from soak.fleet_hub.expected_state import ExpectedState
 from soak.fleet_hub.hosts import HOLDER, HostBehaviour, SimulatedHost
 from soak.hub_process import HubProcess
 from soak.trials import CampaignResult
 from strata.base.secret import Secret
 from strata.fleet import wire
+from strata.testing.webhook_receiver import WebhookReceiver
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ class Outcome:
         raise NotImplementedError
 
 
-def settings(folder: Path, receiver: Receiver) -> Path:
+def settings(folder: Path, receiver: WebhookReceiver) -> Path:
     """The settings file of the hub, for settings that no environment variable can hold."""
     path = folder / "hub.toml"
     kinds = ", ".join(f'"{kind}"' for kind in HOOK_KINDS)
@@ -56,7 +57,9 @@ def settings(folder: Path, receiver: Receiver) -> Path:
 class Workers:
     """All clients of the hub under test: they join once the hub answers, and work until they are closed."""
 
-    def __init__(self, hub: HubProcess, receiver: Receiver, hosts: int, rng: random.Random, first_seed: int) -> None:
+    def __init__(
+        self, hub: HubProcess, receiver: WebhookReceiver, hosts: int, rng: random.Random, first_seed: int
+    ) -> None:
         self._hub = hub
         self._count = hosts
         self._rng = rng
@@ -147,7 +150,7 @@ class Workers:
             audit.audit(client, expected, self.host_ids, events)
             audit.check_feed(client, expected, events, cursor)
             wanted = [event.cursor for event in events if event.kind in HOOK_KINDS]
-            audit.check_webhook(expected, wanted, self.receiver.got)
+            audit.check_webhook(expected, wanted, self.receiver.cursors)
         self._since = (listener.cursor, len(listener.events))
         expected.close_round()
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from bench.coordinator_hashes import hashed, jump, jump_owners, maglev_owners, next_prime, slots_of, without
-from bench.coordinator_placement import balance, moved
+from bench.coordinator.hashes import hashed, jump, jump_owners, maglev_owners, next_prime, slots_of, without
+from bench.coordinator.placement import balance, moved
 
 KEYS = [hashed(f"key-{number}") for number in range(2_000)]
 WEIGHTS = {"a": 1, "b": 2, "c": 4, "d": 8}

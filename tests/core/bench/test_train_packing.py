@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from bench.train_packing import LONGEST, lengths, spent
+from bench.train.packing import LONGEST, lengths, spent
 from strata.train.core.commands import Row, Segment
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import ipaddress
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,52 +16,14 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.hub.outbound import WebhookTarget
 from strata.hub.settings import Webhook
 from strata.hub.webhooks import WebhookDispatcher, sign
+from strata.testing.webhook_receiver import WebhookReceiver
 from tests.shell.fleet_http.running import Running, running
 
 SECRET = Secret("a secret of both")
 
 
-class Receiver:
-    """A receiver that can be told to fail."""
-
-    def __init__(self) -> None:
-        self.got: list[tuple[dict[str, str], bytes]] = []
-        self.answers: list[int] = []
-        self.location = ""
-        receiver = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
-                self.send_response(receiver.answers.pop(0) if receiver.answers else 204)
-                if receiver.location:
-                    self.send_header("Location", receiver.location)
-                self.end_headers()
-
-            def log_message(self, format: str, *args: object) -> None: ...
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/hook?token=x"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def events(self) -> list[wire.FeedEvent]:
-        return [msgspec.json.decode(body, type=wire.FeedEvent) for _, body in self.got]
-
-
-@contextmanager
-def receiver() -> Iterator[Receiver]:
-    started = Receiver()
-    try:
-        yield started
-    finally:
-        started.close()
+def events(receiver: WebhookReceiver) -> list[wire.FeedEvent]:
+    return [msgspec.json.decode(each.body, type=wire.FeedEvent) for each in receiver.deliveries]
 
 
 def dispatcher(site: Running, url: str, *kinds: str, allow: tuple[str, ...] = ("127.0.0.0/8",)) -> WebhookDispatcher:
@@ -82,24 +40,24 @@ def dispatcher(site: Running, url: str, *kinds: str, allow: tuple[str, ...] = ("
 
 
 async def test_events_are_posted_signed_and_in_order(site: Running) -> None:
-    with receiver() as other:
+    with WebhookReceiver() as other:
         hook = dispatcher(site, other.url, "job.*")
         await site.add(JobSpec(model="before"))
         await hook.run_once()
         ids = [(await site.add(JobSpec(model="m", seed=n)))[0] for n in range(5)]
         await site.with_role("viewer")
         await hook.run_once()
-        assert [event.subject for event in other.events()] == ids
-        headers, body = other.got[0]
+        assert [event.subject for event in events(other)] == ids
+        headers, body = other.deliveries[0]
         assert headers["x-strata-signature"] == sign(SECRET, headers["x-strata-timestamp"], body)
         assert headers["x-strata-signature"] != sign(Secret("other"), headers["x-strata-timestamp"], body)
-        assert headers["x-strata-delivery"] == other.events()[0].cursor
+        assert headers["x-strata-delivery"] == events(other)[0].cursor
         await hook.run_once()
-        assert len(other.got) == 5
+        assert len(other.deliveries) == 5
 
 
 async def test_a_receiver_that_fails_gets_the_event_again_and_none_is_skipped(site: Running) -> None:
-    with receiver() as other:
+    with WebhookReceiver() as other:
         hook = dispatcher(site, other.url, "job.created")
         await hook.run_once()
         ids = [(await site.add(JobSpec(model="m", seed=n)))[0] for n in range(3)]
@@ -109,11 +67,11 @@ async def test_a_receiver_that_fails_gets_the_event_again_and_none_is_skipped(si
         assert error.value.code is Code.UNAVAILABLE
         # A new process goes on where the old one stopped.
         await dispatcher(site, other.url, "job.created").run_once()
-        assert [event.subject for event in other.events()] == [ids[0], ids[1], ids[1], ids[2]]
+        assert [event.subject for event in events(other)] == [ids[0], ids[1], ids[1], ids[2]]
 
 
 async def test_a_redirect_is_not_followed(site: Running) -> None:
-    with receiver() as other, receiver() as inside:
+    with WebhookReceiver() as other, WebhookReceiver() as inside:
         hook = dispatcher(site, other.url)
         await hook.run_once()
         await site.add(JobSpec(model="m"))
@@ -121,11 +79,11 @@ async def test_a_redirect_is_not_followed(site: Running) -> None:
         for _ in range(3):
             with pytest.raises(StrataError):
                 await hook.run_once()
-        assert inside.got == []
+        assert inside.deliveries == []
 
 
 async def test_the_hub_delivers_by_itself(tmp_path: Path) -> None:
-    with receiver() as other:
+    with WebhookReceiver() as other:
         hook = Webhook(url=other.url, secret=SECRET, kinds=("job.created",), allow=("127.0.0.0/8",))
         async with running(tmp_path / "hub", webhooks=(hook,)) as site:
             records = site.hub.context.schemas
@@ -136,9 +94,9 @@ async def test_the_hub_delivers_by_itself(tmp_path: Path) -> None:
                 while not await _cursors(records):
                     await asyncio.sleep(0)
                 (job_id,) = await site.add(JobSpec(model="m"))
-                while not other.got:
+                while not other.deliveries:
                     await asyncio.sleep(0)
-            assert [event.subject for event in other.events()] == [job_id]
+            assert [event.subject for event in events(other)] == [job_id]
 
 
 async def _cursors(records: object) -> list[object]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from bench.coordinator_hashes import jump_owners, maglev_owners, slots_of, without
+from bench.coordinator.hashes import jump_owners, maglev_owners, slots_of, without
 from bench.interleave import Comparison
 from bench.report import Report
 from strata.coord.core.facts import DEFAULT_BUCKETS

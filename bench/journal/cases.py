@@ -10,17 +10,17 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from bench import journal_append, journal_read
+from bench.journal import append, read
 from bench.report import Report
 from strata.testing.postgres import PostgresServer
 
 QUICK: Final = (
-    journal_append.Turns(rounds=16, facts=12_800, lone_appends=50),
-    journal_read.Turns(rounds=2, facts=1_000_000),
+    append.Turns(rounds=16, facts=12_800, lone_appends=50),
+    read.Turns(rounds=2, facts=1_000_000),
 )
 LONG: Final = (
-    journal_append.Turns(rounds=40, facts=51_200, lone_appends=200),
-    journal_read.Turns(rounds=10, facts=1_000_000),
+    append.Turns(rounds=40, facts=51_200, lone_appends=200),
+    read.Turns(rounds=10, facts=1_000_000),
 )
 
 
@@ -28,12 +28,12 @@ async def run(report: Report, *, quick: bool) -> None:
     appends, replays = QUICK if quick else LONG
     with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder:
         report.progress("appends to SQLite")
-        await journal_append.sqlite(report, Path(folder), appends)
+        await append.sqlite(report, Path(folder), appends)
         report.progress("replay from SQLite and memory")
-        await journal_read.sqlite(report, Path(folder), replays)
-        await journal_read.memory(report, replays)
+        await read.sqlite(report, Path(folder), replays)
+        await read.memory(report, replays)
     with PostgresServer() as server:
         report.progress("appends to PostgreSQL")
-        await journal_append.postgres(report, server.create_database(), appends)
+        await append.postgres(report, server.create_database(), appends)
         report.progress("replay from PostgreSQL")
-        await journal_read.postgres(report, server.create_database(), replays)
+        await read.postgres(report, server.create_database(), replays)

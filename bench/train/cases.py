@@ -1,7 +1,7 @@
 """The training server against a bare torch loop: `python -m bench train`.
 
 The server runs as `strata serve` starts it: API server, orchestrator with its journal, ranks under torchrun. A bare
-torchrun loop (`bench.train_bare`) runs as many ranks of the same model. Both stay alive for the whole run and
+torchrun loop (`bench.train.bare`) runs as many ranks of the same model. Both stay alive for the whole run and
 alternate, so that only one of them computes at a time. Files are in the system's temporary directory; set TMPDIR to the
 disk that is to be measured.
 
@@ -11,8 +11,8 @@ disk that is to be measured.
 - `op.pass`: the same with a forward and backward over one token on both sides. It has no goal: what the ranks compute
   varies by more than what the server may add.
 - `sft.tokens`: fine-tuning with every step submitted before waiting for the first, by a minimal client
-  (`bench.train_wire`). `sft.tinker` is the same with the `tinker` SDK, in its own process.
-- `packing`, `decode`: see `bench.train_packing` and `bench.train_decode`.
+  (`bench.train.wire`). `sft.tinker` is the same with the `tinker` SDK, in its own process.
+- `packing`, `decode`: see `bench.train.packing` and `bench.train.decode`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from statistics import median
 from time import perf_counter
 from typing import Final
 
-from bench import train_decode, train_packing
 from bench.interleave import Comparison, Side, interleave
 from bench.percentiles import percentile
 from bench.report import Report
-from bench.train_processes import Sides, sides, tinker_client
-from bench.train_protocol import BenchCommand, BenchResult, Tokens, Work, load
-from bench.train_wire import Wire
+from bench.train import decode, packing
+from bench.train.processes import Sides, sides, tinker_client
+from bench.train.protocol import BenchCommand, BenchResult, Tokens, Work, load
+from bench.train.wire import Wire
 
 Client = Callable[[BenchCommand], Awaitable[BenchResult]]
 
@@ -70,8 +70,8 @@ LONG: Final = Turns(
 
 async def run(report: Report, *, quick: bool) -> None:
     turns = QUICK if quick else LONG
-    train_packing.run(report, batches=turns.packing_batches)
-    await train_decode.run(report, rounds=turns.decode_rounds)
+    packing.run(report, batches=turns.packing_batches)
+    await decode.run(report, rounds=turns.decode_rounds)
     report.progress("both groups of ranks start")
     async with sides(SMALL) as both:
         await operations(report, both, turns)

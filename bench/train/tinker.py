@@ -1,4 +1,4 @@
-"""The `tinker` SDK as a client of the bench: `python -m bench.train_tinker --url URL --batches FILE`.
+"""The `tinker` SDK as a client of the bench: `python -m bench.train.tinker --url URL --batches FILE`.
 
 Reads commands as lines of JSON and writes results as lines of JSON. The SDK finds its key in the environment.
 """
@@ -15,7 +15,7 @@ import msgspec
 import tinker
 from tinker import types
 
-from bench.train_protocol import BETAS, EPS, LORA_RANK, MODEL, RATE, BenchCommand, BenchResult, Tokens, load
+from bench.train.protocol import BETAS, EPS, LORA_RANK, MODEL, RATE, BenchCommand, BenchResult, Tokens, load
 
 ADAM = types.AdamParams(learning_rate=RATE, beta1=BETAS[0], beta2=BETAS[1], eps=EPS)
 

@@ -1,4 +1,4 @@
-"""A plain torchrun loop, for comparison: `torchrun … -m bench.train_bare --model DIR --batches FILE --endpoint URL`.
+"""A plain torchrun loop, for comparison: `torchrun … -m bench.train.bare --model DIR --batches FILE --endpoint URL`.
 
 Nothing here is ours: the model as transformers loads it, adapters by PEFT, `fully_shard` on every block of the base,
 torch's AdamW, batches in memory. The documents of a row have one length, so a row is a batch of (documents, tokens) and
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from bench.train_protocol import BETAS, EPS, LORA_ALPHA, LORA_RANK, RATE, BenchCommand, BenchResult, Tokens, load
+from bench.train.protocol import BETAS, EPS, LORA_ALPHA, LORA_RANK, RATE, BenchCommand, BenchResult, Tokens, load
 
 KINDS: Final = ("empty", "pass", "train", "end")
 LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import zmq
 
 from bench.interleave import Side
-from bench.train_protocol import MODEL, BenchCommand, BenchResult, Server, Work, draw, save
+from bench.train.protocol import MODEL, BenchCommand, BenchResult, Server, Work, draw, save
 from strata.train.api.keys import KEY_FILE
 from strata.train.api.server import ADDRESS_FILE
 from strata.train.runner.model.tiny import TinyModel, make
@@ -113,7 +113,7 @@ async def sides(work: Work) -> AsyncIterator[Sides]:
         settings.write_text(SETTINGS.format(folder=folder, name=MODEL, work=work), encoding="utf-8")
         endpoint = f"ipc://{folder}/bare"
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={work.ranks}")
-        loop = ("-m", "bench.train_bare", "--model", str(folder / "model"), "--training", work.training)
+        loop = ("-m", "bench.train.bare", "--model", str(folder / "model"), "--training", work.training)
         async with (
             _process(STRATA, "serve", str(settings), log=folder / "ours.log") as serving,
             _process(
@@ -141,7 +141,7 @@ async def served(folder: Path, settings: str) -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def tinker_client(of: Sides) -> AsyncIterator[TinkerClient]:
-    command = (sys.executable, "-m", "bench.train_tinker", "--url", of.server.url, "--batches", str(of.batches))
+    command = (sys.executable, "-m", "bench.train.tinker", "--url", of.server.url, "--batches", str(of.batches))
     process = await asyncio.create_subprocess_exec(
         *command,
         # A key is a secret: not in the arguments, which everybody on the machine can read.

@@ -18,8 +18,8 @@ import httpx
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from bench.fleet_load import Beats, Claims, Hold, Host
-from bench.fleet_rows import fill
+from bench.fleet.load import Beats, Claims, Hold, Host
+from bench.fleet.rows import fill
 from bench.interleave import Comparison, Measure, interleave
 from bench.load_process import STRATA, Clients, started
 from bench.report import Report
@@ -50,14 +50,14 @@ async def run(report: Report, name: str, folder: Path, database: str, turns: Tur
         # The hosts of this machine use its Unix socket, and so do those of the empty route.
         address = str(data / SOCKET)
         hosts = await _enrol(address, data)
-        async with started(sys.executable, "-m", "bench.fleet_load", settings=_QUIET) as process:
+        async with started(sys.executable, "-m", "bench.fleet.load", settings=_QUIET) as process:
             load = Clients(process)
             await load.carry_out(Hold(address, hosts, LEASES))
             claim_size = (await load.carry_out(Claims(address, hosts, 0.2)))[1]
             beat_size = (await load.carry_out(Beats(address, hosts[:1], 0.2)))[1]
             bare = str(folder / f"bare-{name}.sock")
             sizes = (bare, f"/v1/job/claim={claim_size:.0f}", f"/v1/heartbeats={beat_size:.0f}")
-            async with _server(sys.executable, "-m", "bench.fleet_bare", last=sizes) as (_, bare_pid):
+            async with _server(sys.executable, "-m", "bench.fleet.bare", last=sizes) as (_, bare_pid):
                 await _compare(report, name, load, (address, bare), hosts, turns)
                 found = Comparison([_rss_mib(pid)], [_rss_mib(bare_pid)], "lower")
                 note = f"after all this; {HOSTS} hosts; bare: the process of the empty route"

@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import Final
 
 from bench.interleave import Comparison, Measure, interleave
-from bench.journal_append import make_facts, open_writer
-from bench.journal_bare import BarePostgres, BareSqlite
+from bench.journal.append import make_facts, open_writer
+from bench.journal.bare import BarePostgres, BareSqlite
 from bench.report import Report
 from strata.base.clock import SystemClock
 from strata.journal.memory import MemoryJournal

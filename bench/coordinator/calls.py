@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from bench.coordinator_orders import Batches, Define, Heartbeats, Join, Offered, Order, Shards, Teach
-from bench.coordinator_processes import Process
+from bench.coordinator.orders import Batches, Define, Heartbeats, Join, Offered, Order, Shards, Teach
+from bench.coordinator.processes import Process
 from bench.interleave import Comparison, Measure, interleave
 from bench.load_process import Clients
 from bench.report import Report

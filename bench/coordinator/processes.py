@@ -37,7 +37,7 @@ class Process:
 
 @asynccontextmanager
 async def clients() -> AsyncIterator[Clients]:
-    async with started(sys.executable, "-m", "bench.coordinator_load", settings={}) as process:
+    async with started(sys.executable, "-m", "bench.coordinator.load", settings={}) as process:
         yield Clients(process)
 
 
@@ -51,7 +51,7 @@ async def ours(database: str) -> AsyncIterator[Process]:
 
 @asynccontextmanager
 async def bare() -> AsyncIterator[Process]:
-    async with _listening((sys.executable, "-m", "bench.coordinator_bare"), {}) as server:
+    async with _listening((sys.executable, "-m", "bench.coordinator.bare"), {}) as server:
         yield server
 
 

@@ -1,6 +1,6 @@
 """The bare side of `bench fleet` over HTTP: an empty Starlette route under the hub's own uvicorn settings.
 
-It reads the body and answers with as many bytes as the hub would: `python -m bench.fleet_bare HOST:PORT PATH=BYTES …`.
+It reads the body and answers with as many bytes as the hub would: `python -m bench.fleet.bare HOST:PORT PATH=BYTES …`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import grpc
 import msgspec
 import uvloop
 
-from bench.coordinator_bare import TEACH
-from bench.coordinator_orders import Batches, Define, Heartbeats, Join, Meet, Offered, Order, Shards, Teach
+from bench.coordinator.bare import TEACH
+from bench.coordinator.orders import Batches, Define, Heartbeats, Join, Meet, Offered, Order, Shards, Teach
 from bench.load_process import Figures
 from bench.percentiles import percentile
 from strata.coord.pb import coordinator_pb2 as pb

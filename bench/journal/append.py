@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any, Final
 
 from bench.interleave import Comparison, Measure, interleave
-from bench.journal_bare import BarePostgres, BareSqlite
+from bench.journal.bare import BarePostgres, BareSqlite
 from bench.report import Report
 from strata.base.clock import SystemClock
 from strata.journal.port import Journal

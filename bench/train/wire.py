@@ -1,6 +1,6 @@
 """A minimal client of the training server: one connection, the native wire format, and nothing else.
 
-It measures the server. The cost of a real client shows in `bench.train_tinker`.
+It measures the server. The cost of a real client shows in `bench.train.tinker`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from bench.train_protocol import BETAS, EPS, LORA_ALPHA, LORA_RANK, MODEL, RATE, Server, Tokens
+from bench.train.protocol import BETAS, EPS, LORA_ALPHA, LORA_RANK, MODEL, RATE, Server, Tokens
 from strata.train.core import ops
 from strata.train.wire import native
 

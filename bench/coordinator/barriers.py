@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.coordinator_calls import BATCH
-from bench.coordinator_orders import Define, Join, Meet, Teach
-from bench.coordinator_processes import Process, both, clients
+from bench.coordinator.calls import BATCH
+from bench.coordinator.orders import Define, Join, Meet, Teach
+from bench.coordinator.processes import Process, both, clients
 from bench.interleave import Comparison, Measure, interleave
 from bench.load_process import Clients
 from bench.percentiles import percentile

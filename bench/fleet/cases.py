@@ -34,8 +34,8 @@ from typing import Final
 
 import uvloop
 
-from bench import fleet_http
-from bench.fleet_rows import HOSTS, RARE, BarePostgres, BareSqlite, postgres_store, sqlite_store
+from bench.fleet import hub_http
+from bench.fleet.rows import HOSTS, RARE, BarePostgres, BareSqlite, postgres_store, sqlite_store
 from bench.interleave import Comparison, Measure, interleave
 from bench.percentiles import percentile
 from bench.report import Report
@@ -63,14 +63,14 @@ class Turns:
     rounds: int
     claims: int
     """Of one client in one turn."""
-    http: fleet_http.Turns
+    http: hub_http.Turns
 
 
 QUICK: Final = Turns(
-    {"sqlite": 100_000, "postgres": 100_000}, rounds=8, claims=60, http=fleet_http.Turns(4, 0.7, jobs=100_000)
+    {"sqlite": 100_000, "postgres": 100_000}, rounds=8, claims=60, http=hub_http.Turns(4, 0.7, jobs=100_000)
 )
 LONG: Final = Turns(
-    {"sqlite": 1_000_000, "postgres": 10_000_000}, rounds=20, claims=100, http=fleet_http.Turns(10, 2.0, jobs=400_000)
+    {"sqlite": 1_000_000, "postgres": 10_000_000}, rounds=20, claims=100, http=hub_http.Turns(10, 2.0, jobs=400_000)
 )
 
 
@@ -124,10 +124,10 @@ async def measure(report: Report, turns: Turns) -> None:
         report.progress("claims from SQLite")
         await _sqlite(report, folder, turns)
         report.progress("a hub on SQLite")
-        await fleet_http.run(report, "sqlite", folder, f"sqlite:{folder / 'hub.db'}", turns.http)
+        await hub_http.run(report, "sqlite", folder, f"sqlite:{folder / 'hub.db'}", turns.http)
         with PostgresServer() as server:
             report.progress("a hub on PostgreSQL")
-            await fleet_http.run(report, "postgres", folder, server.create_database(), turns.http)
+            await hub_http.run(report, "postgres", folder, server.create_database(), turns.http)
             report.progress("claims from PostgreSQL")
             await _postgres(report, server, turns)
 

@@ -11,32 +11,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from bench import coordinator_barriers, coordinator_calls, coordinator_placement
-from bench.coordinator_processes import both, clients
+from bench.coordinator import barriers, calls, placement
+from bench.coordinator.processes import both, clients
 from bench.report import Report
 from strata.testing.postgres import PostgresServer
 
 QUICK: Final = (
-    coordinator_calls.Turns(rounds=6, seconds=0.6, offered_s=1.2),
-    coordinator_barriers.Turns(rounds={100: 12, 1_000: 8, 10_000: 2}, joins=1),
+    calls.Turns(rounds=6, seconds=0.6, offered_s=1.2),
+    barriers.Turns(rounds={100: 12, 1_000: 8, 10_000: 2}, joins=1),
 )
 LONG: Final = (
-    coordinator_calls.Turns(rounds=20, seconds=2.0, offered_s=5.0),
-    coordinator_barriers.Turns(rounds={100: 100, 1_000: 40, 10_000: 6}, joins=3),
+    calls.Turns(rounds=20, seconds=2.0, offered_s=5.0),
+    barriers.Turns(rounds={100: 100, 1_000: 40, 10_000: 6}, joins=3),
 )
 
 
 async def run(report: Report, *, quick: bool) -> None:
-    calls, barriers = QUICK if quick else LONG
-    coordinator_placement.run(report)
+    call_turns, barrier_turns = QUICK if quick else LONG
+    placement.run(report)
     with tempfile.TemporaryDirectory(prefix="strata-bench-") as folder:
         async with clients() as load, both(f"sqlite:{Path(folder) / 'calls.db'}") as (ours, bare):
-            bench = coordinator_calls.Calls(report, load, ours, bare, calls)
+            bench = calls.Calls(report, load, ours, bare, call_turns)
             await bench.heartbeats()
             await bench.shards("shards.ack")
         with PostgresServer() as server:
             async with clients() as load, both(server.create_database()) as (ours, bare):
-                fewer = replace(calls, rounds=max(3, calls.rounds // 2))
-                bench = coordinator_calls.Calls(report, load, ours, bare, fewer)
+                fewer = replace(call_turns, rounds=max(3, call_turns.rounds // 2))
+                bench = calls.Calls(report, load, ours, bare, fewer)
                 await bench.shards("shards.ack.postgres")
-        await coordinator_barriers.run(report, Path(folder), barriers)
+        await barriers.run(report, Path(folder), barrier_turns)

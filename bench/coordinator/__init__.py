@@ -1,0 +1,1 @@
+"""The coordinator beside a bare gRPC server."""

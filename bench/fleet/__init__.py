@@ -1,0 +1,1 @@
+"""The fleet beside bare databases and an empty route."""

@@ -1,0 +1,1 @@
+"""The journal beside the bare database drivers."""

@@ -1,0 +1,1 @@
+"""The training server beside a plain torchrun loop."""
