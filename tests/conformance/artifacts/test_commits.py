@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from strata.base.errors import Code
-from strata.fleet.artifacts import lookup
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import once
@@ -134,13 +133,13 @@ async def test_the_latest_and_the_best_are_found_by_model_and_mode(place: Place)
     # Uploaded, but no job was completed with it.
     await upload(place, {"f": b"claimed"}, msgspec.structs.replace(RESULT, metrics={"auc": 1.0}))
     await upload(place, {"f": b"kept"}, Lineage(kind=ArtifactKind.CHECKPOINT, model="gbt", metrics={"auc": 1.0}))
-    assert (await lookup.latest(place.index, "gbt")).artifact_id == done["c"].artifact_id
-    assert (await lookup.best(place.index, "gbt", "auc", "oracle")).artifact_id == done["b"].artifact_id
-    assert (await lookup.best(place.index, "gbt", "auc", lowest=True)).artifact_id == done["a"].artifact_id
-    for unknown in (lookup.latest(place.index, "gbt", "real"), lookup.best(place.index, "gbt", "loss")):
+    assert (await place.artifacts.latest("gbt")).artifact_id == done["c"].artifact_id
+    assert (await place.artifacts.best("gbt", "auc", "oracle")).artifact_id == done["b"].artifact_id
+    assert (await place.artifacts.best("gbt", "auc", lowest=True)).artifact_id == done["a"].artifact_id
+    for unknown in (place.artifacts.latest("gbt", "real"), place.artifacts.best("gbt", "loss")):
         assert (await refusal(unknown)).code is Code.NOT_FOUND
     await place.artifacts.remove(done["b"].artifact_id, "bad", "operator")
-    assert (await lookup.best(place.index, "gbt", "auc", "oracle")).artifact_id == done["c"].artifact_id
+    assert (await place.artifacts.best("gbt", "auc", "oracle")).artifact_id == done["c"].artifact_id
 
 
 async def test_a_result_is_one_only_while_its_job_is_completed_with_it(place: Place) -> None:
@@ -151,14 +150,14 @@ async def test_a_result_is_one_only_while_its_job_is_completed_with_it(place: Pl
     done = await upload(place, {"f": b"1"}, scored, hold(lease))
     checkpoint = msgspec.structs.replace(RESULT, kind=ArtifactKind.CHECKPOINT)
     await upload(place, {"f": b"2"}, checkpoint)
-    for early in (lookup.latest(place.index, "gbt"), lookup.best(place.index, "gbt", "auc")):
+    for early in (place.artifacts.latest("gbt"), place.artifacts.best("gbt", "auc")):
         assert (await refusal(early)).code is Code.NOT_FOUND
-    assert (await refusal(lookup.latest(place.index, "gbt", kind=ArtifactKind.CHECKPOINT))).code is Code.NOT_FOUND
+    assert (await refusal(place.artifacts.latest("gbt", kind=ArtifactKind.CHECKPOINT))).code is Code.NOT_FOUND
     await place.fleet.complete(hold(lease), JobCompletion(artifact=done.artifact_id), 1.0)
-    found = await lookup.latest(place.index, "gbt")
+    found = await place.artifacts.latest("gbt")
     assert (found.artifact_id, found.by, found.project) == (done.artifact_id, "host:host_a", "default")
     await place.fleet.requeue(lease.job_id, "operator", 2.0)
-    assert (await refusal(lookup.latest(place.index, "gbt"))).code is Code.NOT_FOUND
+    assert (await refusal(place.artifacts.latest("gbt"))).code is Code.NOT_FOUND
 
 
 async def test_lineage_is_walked_to_its_roots_even_through_what_was_removed(place: Place) -> None:
@@ -168,10 +167,12 @@ async def test_lineage_is_walked_to_its_roots_even_through_what_was_removed(plac
         place, {"f": b"tuned"}, Lineage(kind=ArtifactKind.RESULT, parents=(base.artifact_id, source.artifact_id))
     )
     await place.artifacts.remove(base.artifact_id, "old", "operator")
-    walked = [row.artifact_id for row in await lookup.ancestry(place.index, tuned.artifact_id)]
+    walked = [row.artifact_id for row in await place.artifacts.ancestry(tuned.artifact_id)]
     assert walked[0] == tuned.artifact_id
     assert set(walked[1:]) == {base.artifact_id, source.artifact_id}
-    made = [row.artifact_id for row in await lookup.descendants(place.index, source.artifact_id)]
+    made = [
+        row.artifact_id for row in await place.index.lineages(LineageFilter(parent=source.artifact_id, removed=True))
+    ]
     assert made == [tuned.artifact_id, base.artifact_id]
 
 
@@ -230,7 +231,7 @@ async def test_what_cannot_be_a_chunk_is_refused_before_anything_is_stored(
     assert (await refusal(place.artifacts.plan({digest: size}, OWNER))).code is Code.INVALID
     put = place.artifacts.put_chunk(ArtifactChunk(digest, size), once(b"x"), OWNER)
     assert (await refusal(put)).code is Code.INVALID
-    assert await place.index.condemnable(9e9, 10) == await place.index.erasable(9e9, 10) == []
+    assert await place.index.unused(9e9, 10) == await place.index.erasable(9e9, 10) == []
 
 
 async def test_an_upload_that_was_sent_before_needs_nothing_sent_again(place: Place) -> None:

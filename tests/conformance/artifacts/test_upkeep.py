@@ -39,11 +39,11 @@ async def test_a_dry_run_changes_nothing_and_tells_what_the_real_run_does(place:
     await place.clock.advance(GRACE_S)
     for _ in range(2):
         told = await maintenance.collect_garbage(place.artifacts)
-        assert {chunk.digest for chunk in told.condemned} == TOGETHER
+        assert {chunk.digest for chunk in told.marked} == TOGETHER
         assert told.erased == []
     assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {ChunkState.STORED}
     assert {
-        chunk.digest for chunk in (await maintenance.collect_garbage(place.artifacts, dry_run=False)).condemned
+        chunk.digest for chunk in (await maintenance.collect_garbage(place.artifacts, dry_run=False)).marked
     } == TOGETHER
     assert (await maintenance.collect_garbage(place.artifacts, dry_run=False)).erased == [], (
         "a grace lies between the two"
@@ -73,9 +73,9 @@ async def test_what_an_artifact_needs_is_never_collected(place: Place) -> None:
 async def test_an_upload_that_began_before_a_collection_keeps_its_chunks(place: Place) -> None:
     await send(place, FILES)
     await place.clock.advance(GRACE_S)
-    # The chunks are doomed when another upload wants them: asking for them is enough.
+    # The chunks are to be deleted when another upload wants them: asking for them is enough.
     await maintenance.collect_garbage(place.artifacts, dry_run=False)
-    assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {ChunkState.DOOMED}
+    assert {slot.state for slot in (await place.index.slots(list(TOGETHER))).values()} == {ChunkState.TO_DELETE}
     await place.clock.advance(GRACE_S / 20)
     plan = await place.artifacts.plan(manifest_of(FILES).chunks(), OWNER)
     assert plan.missing == []
@@ -88,7 +88,7 @@ async def test_an_upload_that_began_before_a_collection_keeps_its_chunks(place: 
     assert await content_of(place, done.artifact_id) == FILES
 
 
-async def test_a_commit_rescues_chunks_that_are_doomed(place: Place) -> None:
+async def test_a_commit_keeps_chunks_that_are_to_be_deleted(place: Place) -> None:
     await send(place, FILES)
     await place.clock.advance(GRACE_S)
     await maintenance.collect_garbage(place.artifacts, dry_run=False)

@@ -1,8 +1,9 @@
 """What keeps the store small and sound: retention, collection and scrubbing. Each has a run that only tells.
 
 Collection is in two steps, a grace apart. A chunk that nothing refers to and nobody has asked for within the grace is
-doomed; one that is still doomed a grace later is erased. An upload asks for its chunks before it sends them, which
-rescues what is doomed and protects the rest, so it can only lose a chunk by taking longer than the grace to commit.
+marked to be deleted; one that is still marked a grace later is erased. An upload asks for its chunks before it sends
+them, which removes the mark and protects the rest, so it can only lose a chunk by taking longer than the grace to
+commit.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ async def apply_retention(
 
 
 async def collect_garbage(artifacts: Artifacts, *, dry_run: bool = True) -> GarbageCollected:
-    """Doom and erase what is due; the dry run tells what that would be, up to a hundred thousand chunks of each."""
+    """Mark and erase what is due; the dry run tells what that would be, up to a hundred thousand chunks of each."""
     now_s = artifacts.clock.wall_s()
     before_s = now_s - artifacts.grace_s
     if dry_run:
         return GarbageCollected(
-            condemned=await artifacts.index.condemnable(before_s, DRY_RUN_SHOWS),
+            marked=await artifacts.index.unused(before_s, DRY_RUN_SHOWS),
             erased=await artifacts.index.erasable(before_s, DRY_RUN_SHOWS),
         )
     erased: list[ArtifactChunk] = []
@@ -60,11 +61,11 @@ async def collect_garbage(artifacts: Artifacts, *, dry_run: bool = True) -> Garb
         failpoint("artifacts.collect.before_erased")
         await artifacts.index.erased(slots)
         erased += [ArtifactChunk(slot.digest, slot.size) for slot in slots]
-    condemned: list[ArtifactChunk] = []
-    while chunks := await artifacts.index.condemn(before_s, now_s, _PAGE):
-        condemned += chunks
+    marked: list[ArtifactChunk] = []
+    while chunks := await artifacts.index.mark_unused(before_s, now_s, _PAGE):
+        marked += chunks
     await artifacts.chunks.tidy(before_s)
-    return GarbageCollected(condemned=condemned, erased=erased)
+    return GarbageCollected(marked=marked, erased=erased)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

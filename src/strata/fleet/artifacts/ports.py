@@ -161,7 +161,7 @@ class Commit:
 class GarbageCollected:
     """What a collection did, or would do."""
 
-    condemned: Sequence[ArtifactChunk] = field(default=())
+    marked: Sequence[ArtifactChunk] = field(default=())
     erased: Sequence[ArtifactChunk] = field(default=())
 
 
@@ -169,7 +169,7 @@ class ArtifactIndex(Protocol):
     """Unknown ids raise NOT_FOUND, removed artifacts GONE."""
 
     async def reserve(self, digests: Sequence[str], now_s: float, *, stale_after_s: float) -> Mapping[str, Slot]:
-        """A row for each, and nobody removes them for a while: what was doomed is wanted again.
+        """A row for each, and nobody removes them for a while: what was to be deleted is wanted again.
 
         A row that was wanted less than `stale_after_s` ago is left as it is, so that asking twice costs one write.
         """
@@ -214,16 +214,16 @@ class ArtifactIndex(Protocol):
         With `upto_seq`, False and unchanged if it was committed again since that lineage. Removed before: False.
         """
 
-    async def condemnable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
-        """What `condemn` would take."""
+    async def unused(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
+        """What `mark_unused` would take."""
 
-    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[ArtifactChunk]:
-        """Doom stored chunks that nothing refers to and nobody has wanted since."""
+    async def mark_unused(self, before_s: float, now_s: float, limit: int) -> Sequence[ArtifactChunk]:
+        """Mark stored chunks that nothing refers to and nobody has wanted since: they are to be deleted."""
 
     async def erasable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]: ...
 
     async def erase(self, before_s: float, limit: int) -> Sequence[Slot]:
-        """Take rows that were doomed, never arrived or stayed damaged since, unreferenced: their bytes may go now."""
+        """Take rows that were marked, never arrived or stayed damaged since, unreferenced: their bytes may go now."""
 
     async def erased(self, slots: Sequence[Slot]) -> None:
         """Their bytes are gone, and so are the rows."""

@@ -1,4 +1,6 @@
-"""Artifacts come in and go out: what is missing, chunks, commits, verified reads. No HTTP here.
+"""Artifacts come in and go out: what is missing, chunks, commits, verified reads, and which is the latest or best.
+
+No HTTP here.
 
 An upload asks for its `plan`, sends what is missing and commits. Each step can be repeated, and after an interruption
 the plan names what is still missing and how much of a chunk is there already. The manifest is committed last, in one
@@ -26,6 +28,7 @@ from strata.fleet.artifacts.manifest import (
     CHUNK_BYTES,
     ArtifactChunk,
     ArtifactFile,
+    ArtifactKind,
     ArtifactLimits,
     ArtifactManifest,
     Lineage,
@@ -39,6 +42,8 @@ from strata.fleet.artifacts.ports import (
     ChunkStore,
     Commit,
     CommitResult,
+    LineageFilter,
+    LineageRow,
     Signer,
     Slot,
 )
@@ -230,6 +235,53 @@ class Artifacts:
 
     async def remove(self, artifact_id: str, reason: str, actor: str) -> bool:
         return await self.index.remove(check_artifact_id(artifact_id), reason, actor, self.clock.wall_s())
+
+    async def latest(self, model: str, mode: str = "", *, kind: ArtifactKind = ArtifactKind.RESULT) -> LineageRow:
+        """An empty mode is any mode. Of results those that completed their jobs, of checkpoints those of attempts."""
+        wanted = LineageFilter(
+            model=model,
+            mode=mode,
+            kind=kind,
+            completed=kind is ArtifactKind.RESULT,
+            attempted=kind is ArtifactKind.CHECKPOINT,
+            limit=1,
+        )
+        return await self._first_lineage(wanted)
+
+    async def best(self, model: str, metric: str, mode: str = "", *, lowest: bool = False) -> LineageRow:
+        """The result of a completed job with the highest, or lowest, figure; of equals the latest."""
+        wanted = LineageFilter(
+            model=model,
+            mode=mode,
+            kind=ArtifactKind.RESULT,
+            metric=metric,
+            best="min" if lowest else "max",
+            completed=True,
+            limit=1,
+        )
+        return await self._first_lineage(wanted)
+
+    async def ancestry(self, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
+        """Where it came from, and what that came from, and so on: each record once, nearest first."""
+        found: dict[str, LineageRow] = {}
+        seen: set[str] = set()
+        asked = [check_artifact_id(artifact_id)]
+        while asked and len(found) < limit:
+            seen.update(asked)
+            layer = await self.index.lineages(LineageFilter(artifact_ids=asked, removed=True, limit=limit))
+            found.update({row.id: row for row in layer})
+            asked = sorted({parent for row in layer for parent in row.lineage.parents} - seen)
+        if not found:
+            raise StrataError(Code.NOT_FOUND, f"there is no artifact {artifact_id}")
+        return list(found.values())[:limit]
+
+    async def _first_lineage(self, wanted: LineageFilter) -> LineageRow:
+        found = await self.index.lineages(wanted)
+        if not found:
+            by = f" with the metric {wanted.metric}" if wanted.metric else ""
+            message = f"there is no {wanted.kind} of {wanted.model} {wanted.mode}".rstrip() + by
+            raise StrataError(Code.NOT_FOUND, message)
+        return found[0]
 
     async def _reserve(self, digests: Sequence[str]) -> Mapping[str, Slot]:
         # A tenth of the grace: whoever asks again soon after costs no write, and still has nine tenths before him.

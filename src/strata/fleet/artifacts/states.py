@@ -15,7 +15,7 @@ class ChunkState(StrEnum):
     """A client has announced to upload it."""
     STORED = "stored"
     """Whole, verified and durable in the chunk store."""
-    DOOMED = "doomed"
+    TO_DELETE = "doomed"  # the spelling of stored rows
     """Garbage: stored, but unreferenced; it is deleted unless an upload reserves it within the grace period."""
     DELETING = "deleting"
     """Its bytes are being deleted. No upload may write it until that is done."""
@@ -28,7 +28,8 @@ class ChunkEvent(StrEnum):
     """A client wants to upload it or relies on it."""
     STORE = "store"
     """Its bytes are in the store."""
-    CONDEMN = "condemn"
+    MARK = "mark"
+    """Nothing refers to it: it is to be deleted."""
     ERASE = "erase"
     DAMAGE = "damage"
 
@@ -39,12 +40,12 @@ NEXT: Final[dict[tuple[ChunkState, ChunkEvent], ChunkState]] = {
     (ChunkState.INCOMING, ChunkEvent.ERASE): ChunkState.DELETING,
     (ChunkState.STORED, ChunkEvent.RESERVE): ChunkState.STORED,
     (ChunkState.STORED, ChunkEvent.STORE): ChunkState.STORED,
-    (ChunkState.STORED, ChunkEvent.CONDEMN): ChunkState.DOOMED,
+    (ChunkState.STORED, ChunkEvent.MARK): ChunkState.TO_DELETE,
     (ChunkState.STORED, ChunkEvent.DAMAGE): ChunkState.DAMAGED,
-    (ChunkState.DOOMED, ChunkEvent.RESERVE): ChunkState.STORED,
-    (ChunkState.DOOMED, ChunkEvent.STORE): ChunkState.STORED,
-    (ChunkState.DOOMED, ChunkEvent.ERASE): ChunkState.DELETING,
-    (ChunkState.DOOMED, ChunkEvent.DAMAGE): ChunkState.DAMAGED,
+    (ChunkState.TO_DELETE, ChunkEvent.RESERVE): ChunkState.STORED,
+    (ChunkState.TO_DELETE, ChunkEvent.STORE): ChunkState.STORED,
+    (ChunkState.TO_DELETE, ChunkEvent.ERASE): ChunkState.DELETING,
+    (ChunkState.TO_DELETE, ChunkEvent.DAMAGE): ChunkState.DAMAGED,
     # A collector may have crashed halfway: the next one deletes it again.
     (ChunkState.DELETING, ChunkEvent.ERASE): ChunkState.DELETING,
     (ChunkState.DAMAGED, ChunkEvent.RESERVE): ChunkState.DAMAGED,
@@ -52,7 +53,7 @@ NEXT: Final[dict[tuple[ChunkState, ChunkEvent], ChunkState]] = {
     (ChunkState.DAMAGED, ChunkEvent.ERASE): ChunkState.DELETING,
 }
 
-PRESENT: Final = frozenset({ChunkState.STORED, ChunkState.DOOMED})
+PRESENT: Final = frozenset({ChunkState.STORED, ChunkState.TO_DELETE})
 """The bytes are there and were verified."""
 
 

@@ -10,7 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet import wire
-from strata.fleet.artifacts import export, lookup
+from strata.fleet.artifacts import export
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import CommitResult, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
@@ -124,15 +124,13 @@ async def listed(call: HubCall, query: wire.ArtifactsQuery) -> wire.MadeReply:
 async def latest(call: HubCall, query: wire.LatestQuery) -> wire.Made:
     """The newest artifact of a model."""
     context = call.context
-    return _made_reply(await lookup.latest(context.artifacts.index, query.model, query.mode, kind=query.kind))
+    return _made_reply(await context.artifacts.latest(query.model, query.mode, kind=query.kind))
 
 
 async def best(call: HubCall, query: wire.BestQuery) -> wire.Made:
     """The result of a model with the highest, or lowest, figure."""
     context = call.context
-    return _made_reply(
-        await lookup.best(context.artifacts.index, query.model, query.metric, query.mode, lowest=query.lowest)
-    )
+    return _made_reply(await context.artifacts.best(query.model, query.metric, query.mode, lowest=query.lowest))
 
 
 async def show(call: HubCall) -> wire.ArtifactReply:
@@ -153,7 +151,7 @@ async def show(call: HubCall) -> wire.ArtifactReply:
 async def ancestry(call: HubCall) -> wire.MadeReply:
     """Where an artifact came from, and what that came from."""
     context = call.context
-    rows = await lookup.ancestry(context.artifacts.index, await resolve_artifact_id(call))
+    rows = await context.artifacts.ancestry(await resolve_artifact_id(call))
     return wire.MadeReply(artifacts=tuple(map(_made_reply, rows)))
 
 

@@ -30,8 +30,8 @@ Connection = Any
 """A psycopg connection: only the adapters of `strata.database` know its type."""
 
 _UNREFERENCED: Final = "NOT EXISTS (SELECT 1 FROM artifact_ref WHERE chunk = number)"
-_CONDEMNABLE: Final = (
-    f"FROM artifact_chunk WHERE state IN {among(ChunkEvent.CONDEMN)} AND wanted_at <= %(before)s AND {_UNREFERENCED}"
+_UNUSED: Final = (
+    f"FROM artifact_chunk WHERE state IN {among(ChunkEvent.MARK)} AND wanted_at <= %(before)s AND {_UNREFERENCED}"
     " ORDER BY wanted_at, number LIMIT %(limit)s"
 )
 _ERASABLE: Final = (
@@ -65,7 +65,7 @@ class PostgresIndex:
                     f"UPDATE artifact_chunk SET wanted_at = %(now)s, state = {becomes(ChunkEvent.RESERVE)}"
                     " WHERE number IN (SELECT number FROM artifact_chunk WHERE digest = ANY(%(digests)s)"
                     f" AND state IN {among(ChunkEvent.RESERVE)}"
-                    f" AND (wanted_at <= %(stale)s OR state = '{ChunkState.DOOMED}')"
+                    f" AND (wanted_at <= %(stale)s OR state = '{ChunkState.TO_DELETE}')"
                     " ORDER BY digest FOR UPDATE)",
                     {"now": now_s, "digests": missing, "stale": now_s - stale_after_s},
                 )
@@ -170,17 +170,17 @@ class PostgresIndex:
             )
             return True
 
-    async def condemnable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
+    async def unused(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
         return _chunks(
-            await self._connections.run(f"SELECT {rows.SLOT} {_CONDEMNABLE}", {"before": before_s, "limit": limit})
+            await self._connections.run(f"SELECT {rows.SLOT} {_UNUSED}", {"before": before_s, "limit": limit})
         )
 
-    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[ArtifactChunk]:
+    async def mark_unused(self, before_s: float, now_s: float, limit: int) -> Sequence[ArtifactChunk]:
         # A commit that came between changed `wanted_at`, which is compared again once the row is locked.
         return _chunks(
             await self._connections.run(
-                f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.CONDEMN)}, wanted_at = %(now)s"
-                f" WHERE number IN (SELECT number {_CONDEMNABLE} {_LOCKED}) RETURNING {rows.SLOT}",
+                f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.MARK)}, wanted_at = %(now)s"
+                f" WHERE number IN (SELECT number {_UNUSED} {_LOCKED}) RETURNING {rows.SLOT}",
                 {"now": now_s, "before": before_s, "limit": limit},
             )
         )

@@ -30,8 +30,8 @@ from strata.fleet.artifacts.store import rows
 
 _LISTED: Final = "IN (SELECT value FROM json_each(:artifact_ids))"
 _UNREFERENCED: Final = "NOT EXISTS (SELECT 1 FROM artifact_ref WHERE chunk = number)"
-_CONDEMNABLE: Final = (
-    f"FROM artifact_chunk WHERE state IN {among(ChunkEvent.CONDEMN)} AND wanted_at <= :before AND {_UNREFERENCED}"
+_UNUSED: Final = (
+    f"FROM artifact_chunk WHERE state IN {among(ChunkEvent.MARK)} AND wanted_at <= :before AND {_UNREFERENCED}"
     " ORDER BY wanted_at, number LIMIT :limit"
 )
 _ERASABLE: Final = (
@@ -58,7 +58,7 @@ class SqliteIndex:
                 " ON CONFLICT (digest) DO UPDATE"
                 f" SET wanted_at = excluded.wanted_at, state = {becomes(ChunkEvent.RESERVE)}"
                 f" WHERE state IN {among(ChunkEvent.RESERVE)}"
-                f" AND (wanted_at <= :stale OR state = '{ChunkState.DOOMED}')",
+                f" AND (wanted_at <= :stale OR state = '{ChunkState.TO_DELETE}')",
                 {"now": now_s, "digests": listed, "stale": now_s - stale_after_s},
             )
             return _slots(db, digests)
@@ -139,20 +139,20 @@ class SqliteIndex:
     ) -> bool:
         return await self._thread.write(lambda db: _remove(db, artifact_id, reason, actor, now_s, upto_seq))
 
-    async def condemnable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
-        return _chunks(await self._rows(f"SELECT {rows.SLOT} {_CONDEMNABLE}", {"before": before_s, "limit": limit}))
+    async def unused(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
+        return _chunks(await self._rows(f"SELECT {rows.SLOT} {_UNUSED}", {"before": before_s, "limit": limit}))
 
-    async def condemn(self, before_s: float, now_s: float, limit: int) -> Sequence[ArtifactChunk]:
-        def doom(db: Db) -> Sequence[ArtifactChunk]:
+    async def mark_unused(self, before_s: float, now_s: float, limit: int) -> Sequence[ArtifactChunk]:
+        def mark(db: Db) -> Sequence[ArtifactChunk]:
             return _chunks(
                 db.execute(
-                    f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.CONDEMN)}, wanted_at = :now"
-                    f" WHERE number IN (SELECT number {_CONDEMNABLE}) RETURNING {rows.SLOT}",
+                    f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.MARK)}, wanted_at = :now"
+                    f" WHERE number IN (SELECT number {_UNUSED}) RETURNING {rows.SLOT}",
                     {"now": now_s, "before": before_s, "limit": limit},
                 ).fetchall()
             )
 
-        return await self._thread.write(doom)
+        return await self._thread.write(mark)
 
     async def erasable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
         return _chunks(await self._rows(f"SELECT {rows.SLOT} {_ERASABLE}", {"before": before_s, "limit": limit}))
