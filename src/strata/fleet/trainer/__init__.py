@@ -19,8 +19,7 @@ default.
 from __future__ import annotations
 
 from strata.fleet.trainer.describe import describe_argparse, describe_dataclass, describe_pydantic, handle_describe
-from strata.fleet.trainer.job_context import assigned, hyper, new_checkpoint, output_folder, resume_from
-from strata.fleet.trainer.reporting import progress, report
+from strata.fleet.trainer.job import assigned, hyper, new_checkpoint, output_folder, progress, report, resume_from
 
 __all__ = [
     "assigned",
