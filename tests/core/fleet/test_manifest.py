@@ -17,7 +17,8 @@ from strata.fleet.core.plan import plan
 from strata.fleet.core.problems import MAX_LISTED
 from tests.core.fleet.jobs import TRAINER, json_values
 
-EXAMPLE: Final = Path(__file__).parents[3] / "etc" / "training_manifest.toml.example"
+ROOT: Final = Path(__file__).parents[3]
+EXAMPLE: Final = ROOT / "etc" / "training_manifest.toml.example"
 
 SCHEMA: Final = HyperSchema(
     {
@@ -65,6 +66,12 @@ def test_the_example_is_a_manifest() -> None:
     labels = {spec.label: identity for identity, spec in manifest.jobs.items()}
     assert manifest.jobs[labels["transformer-realistic"]].after == (labels["base"],)
     assert plan(manifest, {}, trainers={}, hosts={}).summary() == "+36 new  ~1 trainer  ~2 hosts"
+
+
+def test_the_manifest_on_the_page_of_the_fleet_can_be_read() -> None:
+    page = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    manifest = parse_manifest(page.partition("```toml\n")[2].partition("```")[0], "fleet.md").resolve()
+    assert [job.label for job in manifest.jobs.values()] == ["mlp-oracle", *(f"rates/{number}" for number in range(6))]
 
 
 def test_all_problems_are_reported_at_once_with_file_line_and_suggestion() -> None:
