@@ -16,11 +16,11 @@ from bench.interleave import Comparison, Measure, interleave
 from bench.journal.bare import BarePostgres, BareSqlite
 from bench.report import Report
 from strata.base.clock import SystemClock
+from strata.journal.group_commit import Writer
 from strata.journal.port import Journal
 from strata.journal.postgres import PostgresJournal
 from strata.journal.replay import replay
 from strata.journal.sqlite import SqliteJournal
-from strata.journal.writer import Writer
 
 FACT_BYTES: Final = 200
 BATCH_GOAL: Final = 0.8

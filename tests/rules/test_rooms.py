@@ -40,7 +40,7 @@ ROOMS: Final = (
     Room("the order of samples in an epoch", "coord.core.permutation", "Order"),
     Room("a heartbeat is received", "coord.server.heartbeat", "HeartbeatHandler"),
     # Shared below the layers.
-    Room("appends of many callers become one commit", "journal.writer", "Writer._commit"),
+    Room("appends of many callers become one commit", "journal.group_commit", "Writer._commit"),
     Room("an API key is verified, in the hub and in the training server", "identity.authenticate", "Authenticator"),
     Room("a file is replaced so that a crash leaves the old or the new one", "base.atomic", "write_file"),
     Room("the exit status of a command for an error", "cli.exit_codes", "EXIT_CODE_OF"),

@@ -116,14 +116,18 @@ class Operator:
                 failure = StrataError(Code.UNAVAILABLE, f"nothing was heard of it for {SILENT_S:g} s")
             else:
                 failure = StrataError(Code.UNAVAILABLE, "it ended the connection")
-            if failure.code not in (Code.UNAVAILABLE, Code.EXHAUSTED):
-                raise self._explained(failure)
-            if until_s is not None and self._clock.monotonic_s() > until_s:
+            if not self._may_pass(failure, until_s):
                 raise self._explained(failure)
             attempt += 1
             yield ConnectionLost(_why(failure), attempt)
             self._link.fail_over(index)
             await self._clock.sleep(self._link.backoff_s(attempt))
+
+    def _may_pass(self, failure: StrataError, until_s: float | None) -> bool:
+        """Whether to connect again: always to a coordinator that was reached once."""
+        if failure.code not in (Code.UNAVAILABLE, Code.EXHAUSTED):
+            return False
+        return until_s is None or self._clock.monotonic_s() <= until_s
 
     async def issue(self, kind: CommandKind, workers: tuple[str, ...], reason: str) -> CommandReceipt:
         """No workers: all members. Retried if the reply got lost; the request id makes it idempotent."""

@@ -18,7 +18,7 @@ from zlib import crc32
 import msgspec
 
 from strata.base.clock import Clock
-from strata.journal.batch import pack
+from strata.journal.encoding import pack
 from strata.journal.port import (
     PAGE_BYTES,
     Batch,

@@ -17,7 +17,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.database.postgres import Connections, check_durable, display_address, to_strata_error
 from strata.journal import postgres_sql as sql
-from strata.journal.batch import checked_snapshot, checksum_of, pack, unpack
+from strata.journal.encoding import checked_snapshot, checksum_of, pack, unpack
 from strata.journal.port import (
     PAGE_BYTES,
     Batch,

@@ -15,9 +15,9 @@ from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.journal.group_commit import Writer, WriterLimits
 from strata.journal.port import Batch, Journal, Lead, Snapshot
 from strata.journal.replay import replay, tail
-from strata.journal.writer import Writer, WriterLimits
 
 _RETRY_S: Final = 0.2
 _log = log.get(__name__)
@@ -164,9 +164,7 @@ class Replica(Generic[State, Input, Effect]):
         renewed_s = self._clock.monotonic_s()
         try:
             while writer.failure is None:
-                since = max(self._snapshot_at, self._snapshot_tried_at)
-                due = snapshot_every is not None and self._position - since >= snapshot_every
-                if due and (saving is None or saving.done()):
+                if self._is_snapshot_due(snapshot_every) and (saving is None or saving.done()):
                     saving = asyncio.get_running_loop().create_task(self._try_snapshot())
                 if await self._renew(writer.lead, lease_s):
                     renewed_s = self._clock.monotonic_s()
@@ -181,6 +179,10 @@ class Replica(Generic[State, Input, Effect]):
                 saving.cancel()
         assert writer.failure is not None
         return writer.failure
+
+    def _is_snapshot_due(self, snapshot_every: int | None) -> bool:
+        since = max(self._snapshot_at, self._snapshot_tried_at)
+        return snapshot_every is not None and self._position - since >= snapshot_every
 
     async def _renew(self, lead: Lead, lease_s: float) -> bool:
         """Whether the lease was extended; raises when it can never be again."""

@@ -17,7 +17,7 @@ from typing import Final, Self
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.database.sqlite import SqliteThread, is_empty, run_script
-from strata.journal.batch import checked_snapshot, checksum_of, pack, unpack
+from strata.journal.encoding import checked_snapshot, checksum_of, pack, unpack
 from strata.journal.port import (
     PAGE_BYTES,
     Batch,

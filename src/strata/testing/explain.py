@@ -6,7 +6,7 @@ out, the reader gets a larger picture, never a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Generic
@@ -107,18 +107,25 @@ def shrink(
             effort.find([*fewer, *repair]) is SearchResult.ORDER for repair in repairs
         )
 
+    return sorted([*_smallest(rest, same_failure), *kept], key=began)
+
+
+def _smallest(
+    rest: list[Operation[In, Out]], suffices: Callable[[list[Operation[In, Out]]], bool]
+) -> list[Operation[In, Out]]:
+    """Drop pieces, ever smaller ones, as long as what is left suffices; then no single operation can be dropped."""
     size = max(len(rest) // 2, 1)
     while True:
         before = len(rest)
         at = 0
         while at < len(rest):
             fewer = rest[:at] + rest[at + size :]
-            if same_failure(fewer):
+            if suffices(fewer):
                 rest = fewer
             else:
                 at += size
         if size == 1 and len(rest) == before:
-            return sorted([*rest, *kept], key=began)
+            return rest
         size = max(size // 2, 1)
 
 

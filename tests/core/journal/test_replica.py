@@ -9,10 +9,10 @@ import pytest
 
 from strata.base.clock import ManualClock, SystemClock
 from strata.base.errors import Code, StrataError
+from strata.journal.group_commit import WriterLimits
 from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Batch, Journal, Snapshot
 from strata.journal.replica import Machine, Replica
-from strata.journal.writer import WriterLimits
 from strata.testing.world import CALM, World
 from tests.support.turns import turns
 

@@ -9,8 +9,8 @@ import pytest
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.journal.group_commit import Writer
 from strata.journal.postgres import PostgresJournal
-from strata.journal.writer import Writer
 from strata.testing.ports import reserve_port
 from strata.testing.postgres import PostgresServer
 from strata.testing.proxy import ChaosProxy

@@ -24,11 +24,11 @@ def _any_life(job: JobState, caller: Caller) -> Member:
     return _member_of(job, Caller(caller.job, caller.worker_id, "", caller.generation))
 
 
-def _anybodys_lease(
-    job: JobState, given: NextShards, member: Member, mine: dict[int, Lease], acks: tuple[Ack, ...]
-) -> Any:
+def _anybodys_lease(job: JobState, given: NextShards, member: Member, mine: dict[int, Lease]) -> Any:
     everybodys = job.datasets[given.dataset_id].epoch(given.data_epoch).leases
-    return _apply_acks(job, given, member, {**everybodys, **mine}, acks)
+    if given.held is None:
+        given = _replaced(given, held=(), acks=tuple(map(Ack, mine)))
+    return _decide_acks(job, given, member, {**everybodys, **mine})
 
 
 def _rest_from_the_start(state: EpochLedger, lease_id: int, *, failed: bool = False) -> None:
@@ -113,7 +113,7 @@ def _replaced(given: NextShards, **changes: Any) -> NextShards:
 
 _settled_member = members.settled_member
 _member_of = members.member_of
-_apply_acks = shards._apply_acks
+_decide_acks = shards._decide_acks
 _position = ledger.position
 _rewind = ledger.rewind
 _apply_to_job = applying._apply_to_job
@@ -128,7 +128,7 @@ EVERY: dict[str, list[Ablation]] = {
         (shards, "check_recovered", _anybody_starts),
     ],
     "a life that is over may speak": [(members, "member_of", _any_life)],
-    "anybody may ack any lease": [(shards, "_apply_acks", _anybodys_lease)],
+    "anybody may ack any lease": [(shards, "_decide_acks", _anybodys_lease)],
     "a lost worker's shard is read again from its start": [(ledger, "give_back", _rest_from_the_start)],
     "a lost worker keeps its leases": [(ledger, "give_back_all", _leases_stay)],
     "later acks leak into a checkpoint": [(ledger, "late_part", _nothing_late)],

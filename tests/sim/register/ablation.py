@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.journal.group_commit import Writer, WriterLimits
 from strata.journal.memory import HEADER, Frame, Led, MemoryJournal, StreamLog, decode_frame
 from strata.journal.port import Batch, Lead
-from strata.journal.writer import Writer, WriterLimits
 from tests.sim.register.core import Register, Reply, Request
 from tests.sim.register.node import RegisterReplica
 

@@ -7,9 +7,9 @@ import asyncio
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.journal.group_commit import WriterLimits
 from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
-from strata.journal.writer import WriterLimits
 from strata.testing.history import History
 from strata.testing.register_model import Add, CompareAndSet, Read, RegisterInput, Value, Write
 from strata.testing.remote_journal import RemoteJournal, serve

@@ -270,12 +270,7 @@ def _recover(job: JobState, fact: Recovered) -> None:
         job.checkpoints = [each for each in job.checkpoints if each.checkpoint_id != fact.bad_checkpoint_id]
     checkpoint = job.checkpoint(fact.checkpoint_id)
     if checkpoint is not None:
-        # Checkpoints committed after it belong to an abandoned lineage.
-        at = job.checkpoints.index(checkpoint)
-        gone = job.checkpoints[at + 1 :]
-        del job.checkpoints[at + 1 :]
-        for each in gone:
-            _mark_garbage(job, each.parts, each.step)
+        _abandon_after(job, checkpoint)
     else:
         job.checkpoints = []
     for name, dataset in job.datasets.items():
@@ -288,6 +283,15 @@ def _recover(job: JobState, fact: Recovered) -> None:
     job.parted = {}
     job.recovered_generation = job.generation + 1
     job.recovered_to = fact.checkpoint_id
+
+
+def _abandon_after(job: JobState, checkpoint: CommittedCheckpoint) -> None:
+    """The checkpoints that were committed after this one belong to an abandoned lineage."""
+    at = job.checkpoints.index(checkpoint)
+    gone = job.checkpoints[at + 1 :]
+    del job.checkpoints[at + 1 :]
+    for each in gone:
+        _mark_garbage(job, each.parts, each.step)
 
 
 def _discard_pending(job: JobState, checkpoint_ids: Iterable[str]) -> None:

@@ -139,14 +139,19 @@ def _missing(
     key = (job.generation, checkpoint_id)
     missing_ranks = indexes.missing_ranks.get(key)
     if missing_ranks is None:
-        indexes.missing_ranks = {
-            (generation, name): ranks
-            for (generation, name), ranks in indexes.missing_ranks.items()
-            if generation == job.generation and name in job.collecting
-        }
+        _drop_decided(job, indexes)
         missing_ranks = {rank: None for worker, rank in job.ranks.items() if worker not in there}
         indexes.missing_ranks[key] = missing_ranks
     return tuple(islice((rank for rank in missing_ranks if rank != just_now), MISSING_NAMED))
+
+
+def _drop_decided(job: JobState, indexes: JobIndexes) -> None:
+    """Forget the missing ranks of checkpoints that are not pending any more."""
+    indexes.missing_ranks = {
+        (generation, name): ranks
+        for (generation, name), ranks in indexes.missing_ranks.items()
+        if generation == job.generation and name in job.collecting
+    }
 
 
 def recover(state: CoordState, request: RequestRecovery) -> tuple[list[Fact], Recovery]:

@@ -93,6 +93,10 @@ def bucket_of(dataset: Dataset, shard: int) -> int:
     return shard % dataset.buckets
 
 
+def leases_of(ledger: EpochLedger, worker_id: str) -> dict[int, Lease]:
+    return {lease_id: ledger.leases[lease_id] for lease_id in ledger.held.get(worker_id, ())}
+
+
 def is_exhausted(dataset: Dataset, ledger: EpochLedger) -> bool:
     """Nothing can be handed out now; leases may still come back."""
     return not ledger.returned and ledger.issued == dataset.shards

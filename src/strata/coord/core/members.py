@@ -182,16 +182,19 @@ def leave(state: CoordState, request: Leave) -> list[Fact]:
 
 def form_if_settled(job: JobState, soft: SoftState, now_s: float) -> list[Fact]:
     """A new generation, once no member joins or leaves any more. Members that stay keep their order of ranks."""
-    if job.settled or len(job.members) < job.config.min_workers:
-        return []
-    quiet_s = now_s - (soft.changed_s if soft.changed_s is not None else -job.config.settle_s)
-    waited_s = now_s - (soft.unsettled_s if soft.unsettled_s is not None else now_s)
-    # Workers that keep joining must not keep the others from starting.
-    if quiet_s < job.config.settle_s and waited_s < MAX_SETTLE_PERIODS * job.config.settle_s:
+    if job.settled or len(job.members) < job.config.min_workers or _is_unsettled(job, soft, now_s):
         return []
     stay = [worker for worker in job.ranks if worker in job.members]
     come = [worker for worker in job.members if worker not in job.ranks]
     return form_generation(job, stay + come)
+
+
+def _is_unsettled(job: JobState, soft: SoftState, now_s: float) -> bool:
+    """Whether more members may come or go soon. Workers that keep joining must not keep the others from starting."""
+    settle_s = job.config.settle_s
+    quiet_s = now_s - (soft.changed_s if soft.changed_s is not None else -settle_s)
+    waited_s = now_s - (soft.unsettled_s if soft.unsettled_s is not None else now_s)
+    return quiet_s < settle_s and waited_s < MAX_SETTLE_PERIODS * settle_s
 
 
 def form_generation(job: JobState, members: Sequence[str]) -> list[Fact]:

@@ -70,14 +70,7 @@ def next_shards(state: CoordState, request: NextShards) -> tuple[list[Fact], Sha
     job = job_of(state, request.caller)
     member = settled_member(job, request.caller)
     check_recovered(job, member)
-    dataset = job.datasets.get(request.dataset_id)
-    if dataset is None:
-        raise StrataError(
-            Code.NOT_FOUND,
-            f"dataset {request.dataset_id!r} is not registered",
-            hint="call AckDataset first",
-            reason="unknown-dataset",
-        )
+    dataset = _dataset_of(job, request.dataset_id)
     if dataset.dataset.mode is DatasetMode.DETERMINISTIC:
         return [], _slice(dataset.dataset, job, state.indexes_of(job.job), request)
     if len(request.acks) > MAX_COUNT:
@@ -85,57 +78,64 @@ def next_shards(state: CoordState, request: NextShards) -> tuple[list[Fact], Sha
     ledgers.check_epoch(dataset, request.data_epoch)
     ledger = dataset.epoch(request.data_epoch)
     indexes = state.indexes_of(job.job)
-    mine = {lease_id: ledger.leases[lease_id] for lease_id in ledger.held.get(request.caller.worker_id, ())}
-    acks = request.acks if request.held is not None else tuple(Ack(lease_id) for lease_id in mine)
-    facts, over, stale = _apply_acks(job, request, member, mine, acks)
-    again = [lease for lease_id, lease in mine.items() if lease_id not in over and lease_id not in (request.held or ())]
+    mine = ledgers.leases_of(ledger, request.caller.worker_id)
+    facts, over, stale = _decide_acks(job, request, member, mine)
+    again = mine.keys() - over - set(request.held or ())
     if again:
         # Granted before, and the answer was lost: the same leases once more, not others.
-        leases = tuple(_leased(indexes, dataset.dataset, lease) for lease in again)
+        leases = tuple(_leased(indexes, dataset.dataset, mine[lease_id]) for lease_id in mine if lease_id in again)
         return facts, ShardAssignment(leases, end_of_epoch=False, stale=stale)
     if request.data_epoch in dataset.finished:
         return facts, ShardAssignment((), end_of_epoch=True, stale=stale)
     grants = _grants(state, job, dataset, ledger, request)
     if not grants:
-        comes_back = any(isinstance(fact, ShardReturned) and not fact.quarantined for fact in facts)
-        is_over = ledgers.is_exhausted(dataset.dataset, ledger) and not ledger.leases.keys() - over and not comes_back
-        return facts, ShardAssignment((), end_of_epoch=is_over, stale=stale)
+        return facts, ShardAssignment((), _ends_with(dataset.dataset, ledger, facts, over), stale)
     facts.append(
         ShardsGranted(job.job, request.dataset_id, request.data_epoch, request.caller.worker_id, tuple(grants))
     )
-    leases = tuple(
-        LeasedShard(
-            each.lease_id,
-            ShardRange(each.shard, each.start, each.end),
-            files_of(indexes, dataset.dataset, each.start, each.end),
-        )
-        for each in grants
-    )
+    leases = tuple(_granted(indexes, dataset.dataset, each) for each in grants)
     return facts, ShardAssignment(leases, end_of_epoch=False, stale=stale)
 
 
-def _apply_acks(
-    job: JobState, request: NextShards, member: Member, mine: dict[int, Lease], acks: tuple[Ack, ...]
+def _dataset_of(job: JobState, dataset_id: str) -> DatasetLedger:
+    dataset = job.datasets.get(dataset_id)
+    if dataset is None:
+        raise StrataError(
+            Code.NOT_FOUND,
+            f"dataset {dataset_id!r} is not registered",
+            hint="call AckDataset first",
+            reason="unknown-dataset",
+        )
+    return dataset
+
+
+def _ends_with(dataset: Dataset, ledger: EpochLedger, facts: list[Fact], over: set[int]) -> bool:
+    """Whether an epoch that has nothing to grant is consumed once these leases are over and these facts apply."""
+    if not ledgers.is_exhausted(dataset, ledger) or ledger.leases.keys() - over:
+        return False
+    return all(not isinstance(fact, ShardReturned) or fact.quarantined for fact in facts)
+
+
+def _decide_acks(
+    job: JobState, request: NextShards, member: Member, mine: dict[int, Lease]
 ) -> tuple[list[Fact], set[int], tuple[int, ...]]:
-    """Facts of the acks, the leases that end with them, and the acked leases that were not the caller's any more."""
+    """Facts of the acks, the leases that end with them, and the acked leases that were not the caller's any more.
+
+    A caller that does not list the leases it holds acks all of them by its next request.
+    """
+    acks = request.acks if request.held is not None else map(Ack, mine)
     facts: list[Fact] = []
     over: set[int] = set()
     stale: list[int] = []
     for ack in acks:
+        if ack.lease_id in over:
+            continue
         lease = mine.get(ack.lease_id)
-        if lease is None or ack.lease_id in over:
-            if ack.lease_id not in member.acked and ack.lease_id not in over:
+        if lease is None:
+            if ack.lease_id not in member.acked:
                 stale.append(ack.lease_id)
             continue
-        until = ack.until
-        if until is None:
-            until = lease.until if ack.failed else lease.end
-        if not lease.until <= until <= lease.end:
-            raise StrataError(
-                Code.INVALID,
-                f"lease {ack.lease_id} covers samples {lease.start} to {lease.end - 1}, read up to {lease.until}:"
-                f" {until} is not a place in it",
-            )
+        until = _acked_until(ack, lease)
         if until > lease.until:
             facts.append(ShardAcked(job.job, request.dataset_id, request.data_epoch, ack.lease_id, until))
         if until == lease.end:
@@ -144,6 +144,20 @@ def _apply_acks(
             over.add(ack.lease_id)
             facts.append(_returned(job, request, lease, ack.reason))
     return facts, over, tuple(stale)
+
+
+def _acked_until(ack: Ack, lease: Lease) -> int:
+    """Without a place, an ack means the whole lease, and a failure nothing of it."""
+    until = ack.until
+    if until is None:
+        return lease.until if ack.failed else lease.end
+    if not lease.until <= until <= lease.end:
+        raise StrataError(
+            Code.INVALID,
+            f"lease {ack.lease_id} covers samples {lease.start} to {lease.end - 1}, read up to {lease.until}:"
+            f" {until} is not a place in it",
+        )
+    return until
 
 
 def _returned(job: JobState, request: NextShards, lease: Lease, reason: str) -> ShardReturned:
@@ -218,6 +232,11 @@ def _slice(dataset: Dataset, job: JobState, indexes: JobIndexes, request: NextSh
         start, end = dataset.bounds(shard)
         leases.append(LeasedShard(0, ShardRange(shard, start, end), files_of(indexes, dataset, start, end)))
     return ShardAssignment(tuple(leases), end_of_epoch=False, stale=())
+
+
+def _granted(indexes: JobIndexes, dataset: Dataset, grant: Grant) -> LeasedShard:
+    shard_range = ShardRange(grant.shard, grant.start, grant.end)
+    return LeasedShard(grant.lease_id, shard_range, files_of(indexes, dataset, grant.start, grant.end))
 
 
 def _leased(indexes: JobIndexes, dataset: Dataset, lease: Lease) -> LeasedShard:

@@ -230,15 +230,19 @@ def _rung(
     """The same, or the next one if the finding lasted long enough."""
     following = NEXT.get((standing.level, finding), standing.level) if finding else standing.level
     if finding is StragglerFinding.HUNG and hang is not None:
-        if hang.most and following is EscalationLevel.STOP:
-            return standing.level
-        # The timeout has passed once; the next level takes another one.
-        began = standing.finding is not StragglerFinding.HUNG
-        return following if began or now_s - standing.since_s >= hang.timeout_s else standing.level
+        return _hung_rung(standing, following, now_s, hang)
     if finding is StragglerFinding.SLOW and LADDER.index(following) > LADDER.index(limits.slow_until):
         return standing.level
     lasted = sample.steps - standing.since_steps if standing.finding is finding else 0
     return following if lasted >= limits.patience_steps else standing.level
+
+
+def _hung_rung(standing: StragglerStanding, following: EscalationLevel, now_s: float, hang: _Hang) -> EscalationLevel:
+    if hang.most and following is EscalationLevel.STOP:
+        return standing.level
+    # The timeout has passed once; the next level takes another one.
+    began = standing.finding is not StragglerFinding.HUNG
+    return following if began or now_s - standing.since_s >= hang.timeout_s else standing.level
 
 
 def _standing(
@@ -275,11 +279,7 @@ def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed
 
 def _hang(samples: Mapping[str, StepSample], now_s: float, limits: StragglerLimits) -> _Hang | None:
     """None if no worker's step is overdue."""
-    able = {
-        worker_id: each
-        for worker_id, each in samples.items()
-        if len(each.times_s) >= limits.recent and not each.busy and now_s - each.heard_s <= limits.alive_s
-    }
+    able = {worker_id: each for worker_id, each in samples.items() if _can_hang(each, now_s, limits)}
     if not any(now_s - each.moved_s >= limits.hang_floor_s for each in able.values()):
         return None
     pooled = sorted(time_s for each in samples.values() for time_s in each.times_s)
@@ -288,10 +288,17 @@ def _hang(samples: Mapping[str, StepSample], now_s: float, limits: StragglerLimi
     overdue = {worker_id: each for worker_id, each in able.items() if now_s - each.moved_s >= timeout_s}
     if not overdue:
         return None
-    # Workers in step with each other wait for the one that hangs: it is behind them.
+    return _Hang(timeout_s, long_s, _last_of(overdue), len(samples))
+
+
+def _can_hang(sample: StepSample, now_s: float, limits: StragglerLimits) -> bool:
+    return len(sample.times_s) >= limits.recent and not sample.busy and now_s - sample.heard_s <= limits.alive_s
+
+
+def _last_of(overdue: Mapping[str, StepSample]) -> frozenset[str]:
+    """Workers in step with each other wait for the one that hangs: it is behind them."""
     behind = min(each.step for each in overdue.values())
-    hung = frozenset(worker_id for worker_id, each in overdue.items() if each.step == behind)
-    return _Hang(timeout_s, long_s, hung, len(samples))
+    return frozenset(worker_id for worker_id, each in overdue.items() if each.step == behind)
 
 
 def _incident(

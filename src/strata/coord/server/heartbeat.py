@@ -69,7 +69,6 @@ class HeartbeatHandler:
         now_s = service.clock.monotonic_s()
         for message in heartbeats:
             name, job_id = message.worker_id, message.job_id
-            outcome: pb.HeartbeatOutcome | None = None
             try:
                 job_id, worker_id = who.job_of(job_id), who.worker_of(name)
                 reply = receive(service, message, job_id, worker_id, now_s)
@@ -82,7 +81,7 @@ class HeartbeatHandler:
                 else:
                     pending.append(_fill_in(outcome, reply))
             except StrataError as error:
-                outcome = outcome or pb.HeartbeatOutcome(worker_id=name, job_id=job_id)
+                outcome = pb.HeartbeatOutcome(worker_id=name, job_id=job_id)
                 _set_error(outcome, error)
             other.append((len(parts), outcome))
             parts.append(b"")
@@ -101,7 +100,7 @@ def receive(
     status = message.status
     failed = status == pb.WORKER_STATUS_ERROR
     progress = _step_progress(message, status) if message.HasField("step") else None
-    read_until = tuple((each.lease_id, each.consumed_until) for each in message.progress) if message.progress else None
+    read_until = _read_until(message) if message.progress else None
     if (
         state is not None
         and telemetry is not None
@@ -115,6 +114,12 @@ def receive(
         return telemetry.shared_reply or _shared_reply(service, telemetry, job_id)
     caller = Caller(job_id, worker_id, message.incarnation)
     request = Heartbeat(caller, failed, _acked_commands(message, telemetry, worker_id), progress, read_until)
+    return _decide(service, message, request)
+
+
+def _decide(
+    service: CoordinatorService, message: pb.HeartbeatRequest, request: Heartbeat
+) -> pb.HeartbeatResponse | Awaitable[pb.HeartbeatResponse]:
     outcome, committed = service.submit_heartbeat(request)
     if committed is None:
         return _reply(service, message, request, outcome)
@@ -124,6 +129,10 @@ def receive(
 def _step_progress(message: pb.HeartbeatRequest, status: pb.WorkerStatus.ValueType) -> StepProgress:
     time_s = message.step_time_ms / 1000 if message.HasField("step_time_ms") else None
     return StepProgress(message.step, time_s, status in BUSY, message.generation)
+
+
+def _read_until(message: pb.HeartbeatRequest) -> tuple[tuple[int, int], ...]:
+    return tuple((each.lease_id, each.consumed_until) for each in message.progress)
 
 
 def _acked_commands(message: pb.HeartbeatRequest, telemetry: JobTelemetry | None, worker_id: str) -> tuple[int, ...]:

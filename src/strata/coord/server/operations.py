@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from strata.base.errors import Code, StrataError
+from strata.base.notify import Notification
 from strata.coord.core import checkpoints, members
 from strata.coord.core.facts import BarrierVerdict, Dataset
 from strata.coord.core.inputs import (
@@ -195,22 +196,28 @@ async def arrive(
         assert isinstance(state, BarrierState)
         telemetry = service.telemetry_of(caller.job)
         telemetry.record_step(caller.worker_id, request.step)
-        if state.verdict is None:
-            if not decided.done():
-                telemetry.barrier_opened_s.setdefault(request.barrier_id, service.clock.monotonic_s())
-            if not wait:
-                return state
+        if state.verdict is None and not decided.done():
+            telemetry.barrier_opened_s.setdefault(request.barrier_id, service.clock.monotonic_s())
+        if state.verdict is None and wait:
             with service.open_call(caller):
                 await on_wait()
-                if not await decided.wait():
-                    raise not_leading()
-            state = decided.result()
+                state = await _verdict(decided)
     if state.verdict is BarrierVerdict.TIMED_OUT and wait:
-        missing = ", ".join(state.missing) or "nobody"
-        raise StrataError(Code.DEADLINE, f"barrier {request.barrier_id!r} timed out; missing: {missing}")
+        raise _timed_out(request.barrier_id, state)
     if state.verdict is BarrierVerdict.MEMBERSHIP_CHANGED:
         return replace(state, generation=service.telemetry_of(caller.job).generation)
     return state
+
+
+async def _verdict(decided: Notification[BarrierState]) -> BarrierState:
+    if not await decided.wait():
+        raise not_leading()
+    return decided.result()
+
+
+def _timed_out(barrier_id: str, state: BarrierState) -> StrataError:
+    missing = ", ".join(state.missing) or "nobody"
+    return StrataError(Code.DEADLINE, f"barrier {barrier_id!r} timed out; missing: {missing}")
 
 
 async def report(

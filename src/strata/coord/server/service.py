@@ -49,9 +49,9 @@ from strata.coord.core.machine import CoordMachine
 from strata.coord.core.state import CoordState
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.telemetry import JobTelemetry
+from strata.journal.group_commit import WriterLimits
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
-from strata.journal.writer import WriterLimits
 
 TICK_S: Final = 0.1
 GATHER_S: Final = 0.002
@@ -301,19 +301,21 @@ class CoordinatorService:
                     self.events.notify(("formed", fact.job), None)
                     ranks = state.jobs[fact.job].ranks
                     self._request_reregistration(replica, fact, ranks)
-                    for worker_id in ranks:
-                        self.events.notify(("worker", fact.job, worker_id), None)
+                    self._notify_workers(fact.job, ranks)
                 case CommandIssued():
-                    for worker_id in fact.workers:
-                        self.events.notify(("worker", fact.job, worker_id), None)
+                    self._notify_workers(fact.job, fact.workers)
                 case WorkerLost():
-                    self.events.notify(("worker", fact.job, fact.worker_id), None)
+                    self._notify_workers(fact.job, (fact.worker_id,))
                 case _:
                     pass
             if _may_free_shards(fact, state):
                 self.events.notify(("data", fact.job), None)
         for job in {fact.job for fact in outcome.facts}:
             self.events.notify(("changed", job), None)
+
+    def _notify_workers(self, job: str, workers: Iterable[str]) -> None:
+        for worker_id in workers:
+            self.events.notify(("worker", job, worker_id), None)
 
     def _record_fact(self, fact: Fact, state: CoordState, at_s: float) -> None:
         if isinstance(fact, JobReset | JobDeleted):

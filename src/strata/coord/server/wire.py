@@ -47,6 +47,7 @@ KIND_OF: Final = {
     CommandKind.RELOAD: pb.COMMAND_KIND_RELOAD,
     CommandKind.DRAIN: pb.COMMAND_KIND_DRAIN,
 }
+MODE_OF: Final = {pb.DATASET_MODE_DETERMINISTIC: DatasetMode.DETERMINISTIC, pb.DATASET_MODE_LEASED: DatasetMode.LEASED}
 
 
 @dataclass(frozen=True)
@@ -174,15 +175,16 @@ def dataset(message: pb.DatasetInfo, known: Dataset | None) -> Dataset | None:
     samples = message.num_samples or sum(file.num_samples for file in message.files)
     if samples == 0:
         return None
+    shard_size, buckets = (known.shard_size, known.buckets) if known else (DEFAULT_SHARD_SIZE, DEFAULT_BUCKETS)
     return Dataset(
         dataset_id=message.dataset_id,
         samples=samples,
-        shard_size=message.shard_size or (known.shard_size if known else DEFAULT_SHARD_SIZE),
+        shard_size=message.shard_size or shard_size,
         files=tuple(DataFile(file.path, file.num_samples) for file in message.files),
-        mode=DatasetMode.DETERMINISTIC if message.mode == pb.DATASET_MODE_DETERMINISTIC else DatasetMode.LEASED,
+        mode=MODE_OF.get(message.mode, DatasetMode.LEASED),
         seed=message.seed,
         shuffle=message.shuffle if message.HasField("shuffle") else True,
-        buckets=message.buckets or (known.buckets if known else DEFAULT_BUCKETS),
+        buckets=message.buckets or buckets,
         global_batch=message.global_batch_shards or 1,
     )
 

@@ -167,13 +167,11 @@ class CoordinatorLink:
             index = self._index
             address = self._settings.addresses[index]
             try:
-                reply = await method(self.stub())(request, timeout=deadline.timeout_s, metadata=self.metadata)
-            except grpc.aio.AioRpcError as error:
-                failure = to_strata_error(error)
-                if failure.code is Code.UNAUTHENTICATED and self.reload_token():
-                    continue
-                if not _is_retryable(failure, deadline):
-                    raise failure from None
+                reply = await self._call_once(method, request, deadline)
+            except StrataError as error:
+                if not _is_retryable(error, deadline):
+                    raise
+                failure = error
             else:
                 if attempt > 1:
                     _log.warning(f"coordinator_reachable {address}", attempts=attempt)
@@ -192,6 +190,21 @@ class CoordinatorLink:
             attempt += 1
             self.fail_over(index)
             await asyncio.sleep(wait_s)
+
+    async def _call_once(
+        self,
+        method: Callable[[pb_grpc.CoordinatorAsyncStub], UnaryCall[Request, Reply]],
+        request: Request,
+        deadline: Deadline,
+    ) -> Reply:
+        """One attempt; another one if the token was rejected and its file has a new one."""
+        while True:
+            try:
+                return await method(self.stub())(request, timeout=deadline.timeout_s, metadata=self.metadata)
+            except grpc.aio.AioRpcError as error:
+                failure = to_strata_error(error)
+            if failure.code is not Code.UNAUTHENTICATED or not self.reload_token():
+                raise failure
 
     def fail_over(self, failed: int) -> None:
         """Others may have moved on already from the address that failed."""

@@ -292,24 +292,26 @@ class WorkerSession:
             until_s = self.clock.monotonic_s() + self.settings.patience_s
             while True:
                 found = await self._register_incarnation(incarnation)
-                self._start_background_tasks()
-                self.job, self.incarnation = found.job_id, found.incarnation
-                self.parameters = dict(found.training_parameters)
-                self.recover_first = found.recover_first
-                self.run_id = found.run
-                self._interval_s = found.heartbeat_interval_ms / 1000
-                self._leader_epoch = self._reattach_to = max(self._leader_epoch, found.leader_epoch)
-                self.leases.mark_unless_finished(found.lost_leases)
-                self._job_generation = max(self._job_generation, found.generation)
+                self._on_registered(found)
                 if (found.generation and found.world_size >= wait_for) or not adopt:
                     break
                 if self.clock.monotonic_s() > until_s:
-                    there = f"{found.world_size} of {wait_for} members" if wait_for else "not enough members"
-                    raise StrataError(Code.DEADLINE, f"{there} in {self.settings.patience_s:g} s")
+                    raise _too_few_members(found.world_size, wait_for, self.settings.patience_s)
                 if found.generation:
                     await asyncio.sleep(WAIT_FOR_POLL_S)
             if adopt:
                 self.adopt(found.generation, found.rank, found.world_size)
+
+    def _on_registered(self, found: pb.WorkerConfig) -> None:
+        self._start_background_tasks()
+        self.job, self.incarnation = found.job_id, found.incarnation
+        self.parameters = dict(found.training_parameters)
+        self.recover_first = found.recover_first
+        self.run_id = found.run
+        self._interval_s = found.heartbeat_interval_ms / 1000
+        self._leader_epoch = self._reattach_to = max(self._leader_epoch, found.leader_epoch)
+        self.leases.mark_unless_finished(found.lost_leases)
+        self._job_generation = max(self._job_generation, found.generation)
 
     async def _register_incarnation(self, incarnation: str) -> pb.WorkerConfig:
         until_s = self.clock.monotonic_s() + self.settings.patience_s
@@ -440,6 +442,11 @@ class WorkerSession:
                     self._heartbeat_due.set()
             await asyncio.sleep(min(0.5, self._link.backoff_s(attempt)))
             attempt += 1
+
+
+def _too_few_members(count: int, wait_for: int, patience_s: float) -> StrataError:
+    there = f"{count} of {wait_for} members" if wait_for else "not enough members"
+    return StrataError(Code.DEADLINE, f"{there} in {patience_s:g} s")
 
 
 def _registration_message(settings: WorkerSettings, job: str, incarnation: str, held: Iterable[int]) -> pb.WorkerInfo:

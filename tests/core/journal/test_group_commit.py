@@ -9,10 +9,10 @@ import pytest
 
 from strata.base.clock import ManualClock, SystemClock
 from strata.base.errors import Code, StrataError
+from strata.journal.group_commit import Writer, WriterLimits
 from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Journal
 from strata.journal.replay import replay
-from strata.journal.writer import Writer, WriterLimits
 from strata.testing.remote_journal import RemoteJournal, Transport, serve
 from tests.support.turns import turns
 
